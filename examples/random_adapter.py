@@ -34,8 +34,8 @@ def main() -> None:
 
 def random_pair(random: np.random.Generator, spec: LinearSpec, rank: int, size: float) -> LoRAPair:
     """Factors whose product changes what the linear gives by about `size`."""
-    a = random.normal(size=(spec.in_features, rank)) / np.sqrt(spec.in_features)
-    b = random.normal(size=(rank, spec.out_features)) * size / np.sqrt(rank) / SCALE
+    a = random.normal(size=spec.a_shape(rank)) / np.sqrt(spec.in_features)
+    b = random.normal(size=spec.b_shape(rank)) * size / np.sqrt(rank) / SCALE
     return LoRAPair(a.astype(np.float32), b.astype(np.float32), SCALE)
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
+from lora import remove_adapters
 from mlx_lm.models.cache import make_prompt_cache
 from tiny import tiny_model
 
@@ -35,7 +35,7 @@ from mlx_parallm.core import (
 from mlx_parallm.engine.live import Vocabulary
 from mlx_parallm.engine.loop import DeviceLoop, EngineParts
 from mlx_parallm.model.families import probe
-from mlx_parallm.model.hooks import AdaptedLinear, adapter_layout, install_adapters, install_hook
+from mlx_parallm.model.hooks import adapter_layout, install_adapters, install_hook
 from mlx_parallm.scheduler.cost import CostModel
 from mlx_parallm.scheduler.scheduler import SchedulerConfig
 
@@ -154,8 +154,7 @@ def make_harness(
 
 def _bank(model: nn.Module, slots: int, max_rank: int, dtype: mx.Dtype) -> AdapterBank:
     """A bank for the model's linears. A model that had one already gets its linears back first."""
-    adapted = [(path, part.base) for path, part in model.named_modules() if isinstance(part, AdaptedLinear)]
-    model.update_modules(tree_unflatten(adapted))
+    remove_adapters(model)
     bank = AdapterBank(adapter_layout(model), slots, max_rank, dtype)
     install_adapters(model, bank)
     return bank

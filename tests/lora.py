@@ -10,7 +10,8 @@ import numpy as np
 from mlx.utils import tree_unflatten
 
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair
-from mlx_parallm.model.hooks import adapter_layout
+from mlx_parallm.model.experts import AdaptedExpertLinear, AdaptedExperts
+from mlx_parallm.model.hooks import AdaptedLinear, adapter_layout
 
 QV = ("q_proj", "v_proj")
 
@@ -34,8 +35,8 @@ def random_adapter(
     pairs = {}
     for spec in layout:
         if spec.target in targets if targets else spec is not layout.head:
-            a = rng.normal(size=(spec.in_features, rank)) / np.sqrt(spec.in_features)
-            b = rng.normal(size=(rank, spec.out_features)) * size / np.sqrt(rank) / scale
+            a = rng.normal(size=spec.a_shape(rank)) / np.sqrt(spec.in_features)
+            b = rng.normal(size=spec.b_shape(rank)) * size / np.sqrt(rank) / scale
             pairs[spec.path] = LoRAPair(a.astype(np.float32), b.astype(np.float32), scale)
     return AdapterWeights(pairs)
 
@@ -49,13 +50,21 @@ def merged(model: nn.Module, weights: AdapterWeights) -> nn.Module:
     """The model, its linears' weights changed to W + scale · (a b)ᵀ, in place."""
     modules = dict(model.named_modules())
     for path, pair in weights.pairs.items():
-        change = mx.array(pair.scale * (pair.a @ pair.b).T)
+        change = mx.array(pair.scale * (pair.a @ pair.b).swapaxes(-1, -2))
         if path in modules:
             modules[path].weight = modules[path].weight + change
         else:
             embedding = path.replace("lm_head", "model.embed_tokens")
             untied = UntiedEmbedding(modules[embedding], modules[embedding].weight + change)
             model.update_modules(tree_unflatten([(embedding, untied)]))
+    return model
+
+
+def remove_adapters(model: nn.Module) -> nn.Module:
+    """The model with its own linears again, in place."""
+    for kind in (AdaptedLinear | AdaptedExpertLinear, AdaptedExperts):
+        adapted = [(path, part.base) for path, part in model.named_modules() if isinstance(part, kind)]
+        model.update_modules(tree_unflatten(adapted))
     return model
 
 

@@ -36,9 +36,7 @@ def ref(version: int, name: str = NAME) -> AdapterRef:
 def weights(seed: int, rank: int = 2) -> AdapterWeights:
     draw = np.random.default_rng(seed).standard_normal
     pairs = {
-        path: LoRAPair(
-            draw((linear.in_features, rank), dtype=np.float32), draw((rank, linear.out_features), dtype=np.float32), 2.0
-        )
+        path: LoRAPair(draw(linear.a_shape(rank), dtype=np.float32), draw(linear.b_shape(rank), dtype=np.float32), 2.0)
         for path, linear in LAYOUT.linears.items()
     }
     return AdapterWeights(pairs)

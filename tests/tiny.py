@@ -49,12 +49,17 @@ _MOE = {
     "moe_intermediate_size": 32,
     "norm_topk_prob": True,
 }
+_MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
+_OLMOE = {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": False},
     "mistral": {"tie_word_embeddings": False, "num_key_value_heads": 4},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"tie_word_embeddings": True},
+    "qwen2_moe": {"tie_word_embeddings": False, "shared_expert_intermediate_size": 32, **_MOE},
     "qwen3_moe": {"tie_word_embeddings": False, **_MOE},
+    "mixtral": {**_MIXTRAL},
+    "olmoe": {"tie_word_embeddings": False, **_OLMOE},
     "gemma2": {"query_pre_attn_scalar": 16},
     "gemma3": {},
     "gemma3_text": _GEMMA3,

@@ -10,14 +10,15 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from configs import TRAINING, changed
-from mlx.utils import tree_flatten, tree_unflatten
+from lora import remove_adapters
+from mlx.utils import tree_flatten
 from sample_parts import with_logprobs_of
 from tiny import tiny_model
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.weights import lora_scale
 from mlx_parallm.config import Algorithm, ModelConfig, ResolvedTraining
-from mlx_parallm.model.hooks import AdaptedLinear, adapter_layout, install_adapters, install_hook
+from mlx_parallm.model.hooks import adapter_layout, install_adapters, install_hook
 from mlx_parallm.rl.events import UpdateOutcome
 from mlx_parallm.rl.learn.layout import Branch, Bucket
 from mlx_parallm.rl.learn.model import Params, Span, TrainableModel, TrainingContext
@@ -42,8 +43,6 @@ def make_trainer(
     **config: Any,
 ) -> tuple[GRPOTrainer, nn.Module]:
     """A trainer over the tiny model, whose linears read a bank of no adapters; `config` as in `tiny_model`."""
-    if family == "qwen3_moe":  # LoRA on experts is refused
-        lora = changed(lora, lora_target_modules=("q_proj", "v_proj", "o_proj"))
     return trainer_of(tiny_model(family, **config), settings, lora, measure_kl)
 
 
@@ -51,8 +50,7 @@ def trainer_of(
     model: nn.Module, settings: ResolvedTraining = SETTINGS, lora: ModelConfig = LORA, measure_kl: bool = True
 ) -> tuple[GRPOTrainer, nn.Module]:
     """The same over another model, which is changed."""
-    linears = [(path, part.base) for path, part in model.named_modules() if isinstance(part, AdaptedLinear)]
-    model.update_modules(tree_unflatten(linears))
+    remove_adapters(model)
     bank = AdapterBank(adapter_layout(model), 4, 8, mx.float32)
     install_adapters(model, bank)
     trainable = TrainableModel(model, bank, install_hook(model), lambda *_: bool(settings.gradient_checkpointing))

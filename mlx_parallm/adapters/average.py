@@ -86,13 +86,14 @@ def average(adapters: Sequence[AdapterWeights], weights: Sequence[float] | None,
     pairs: dict[str, LoRAPair] = {}
     reductions: dict[str, Reduction] = {}
     for path, of_path in members.items():
-        pairs[path], reductions[path] = _mean(path, of_path, rank or full_rank)
+        mean = _mean if of_path[0][1].a.ndim == 2 else _mean_of_experts
+        pairs[path], reductions[path] = mean(path, of_path, rank or full_rank)
     return Average(AdapterWeights(pairs), full_rank, reductions)
 
 
 def _full_rank(pairs: Sequence[LoRAPair]) -> int:
     """The largest rank that a sum of these products can have."""
-    inputs, outputs = pairs[0].a.shape[0], pairs[0].b.shape[1]
+    inputs, outputs = pairs[0].a.shape[-2], pairs[0].b.shape[-1]
     return min(sum(pair.rank for pair in pairs), int(inputs), int(outputs))
 
 
@@ -131,6 +132,18 @@ def _mean(path: str, members: Sequence[tuple[float, LoRAPair]], rank: int) -> tu
         raise _too_large(path)
     lost, norm = np.linalg.norm(values[rank:]), np.linalg.norm(values)
     return LoRAPair(a, np.ascontiguousarray(b), 1.0), Reduction(float(norm), float(lost))
+
+
+def _mean_of_experts(path: str, members: Sequence[tuple[float, LoRAPair]], rank: int) -> tuple[LoRAPair, Reduction]:
+    """The mean of each expert's products, and what it loses of them together."""
+    count = members[0][1].a.shape[0]
+    means = [
+        _mean(path, [(share, LoRAPair(pair.a[at], pair.b[at], pair.scale)) for share, pair in members], rank)
+        for at in range(count)
+    ]
+    lost, norm = (math.hypot(*values) for values in zip(*((each.lost, each.norm) for _, each in means), strict=True))
+    a, b = np.stack([pair.a for pair, _ in means]), np.stack([pair.b for pair, _ in means])
+    return LoRAPair(a, b, 1.0), Reduction(norm, lost)
 
 
 def _float64(array: Any) -> Float64:

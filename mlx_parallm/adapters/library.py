@@ -102,9 +102,7 @@ class AdapterLibrary:
     def neutral(self, rank: int, targets: Sequence[str]) -> AdapterWeights:
         """Weights of zeros, for the linears whose last names are among the targets."""
         specs = [spec for spec in self.layout.linears.values() if spec.target in targets]
-        pairs = {
-            spec.path: LoRAPair(_zeros(spec.in_features, rank), _zeros(rank, spec.out_features), 1.0) for spec in specs
-        }
+        pairs = {spec.path: LoRAPair(_zeros(spec.a_shape(rank)), _zeros(spec.b_shape(rank)), 1.0) for spec in specs}
         return AdapterWeights(pairs)
 
     def discover(self) -> Iterator[tuple[str, AdapterFile]]:
@@ -130,8 +128,8 @@ class AdapterLibrary:
         return 1 + (self.checkpoints.newest_version(adapter) if self.checkpoints else 0)
 
 
-def _zeros(rows: int, columns: int) -> NDArray[np.float32]:
-    return np.zeros((rows, columns), np.float32)
+def _zeros(shape: tuple[int, ...]) -> NDArray[np.float32]:
+    return np.zeros(shape, np.float32)
 
 
 def has_adapter(folder: Path) -> bool:

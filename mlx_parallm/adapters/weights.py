@@ -22,12 +22,31 @@ class LinearSpec:
 
     Linears of one `group` get the same input x, so that x a can be computed for all of them at once (see `LoRAPair`).
     In most models q_proj, k_proj and v_proj are one group, gate_proj and up_proj another.
+
+    `experts`: in a layer of experts, how many of them have such a linear each; 0 for any other linear. `chosen`: how
+    many of these a token uses. `is_router`: whether it chooses them.
     """
 
     path: str
     in_features: int
     out_features: int
     group: str
+    experts: int = 0
+    chosen: int = 1
+    is_router: bool = False
+
+    @property
+    def expert_axis(self) -> tuple[int, ...]:
+        """The first axis of arrays of experts; none for any other linear."""
+        return (self.experts,) if self.experts else ()
+
+    def a_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of the first factor of a `LoRAPair`."""
+        return (*self.expert_axis, self.in_features, rank)
+
+    def b_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of the second factor of a `LoRAPair`."""
+        return (*self.expert_axis, rank, self.out_features)
 
     @property
     def target(self) -> str:
@@ -84,7 +103,8 @@ def lora_alpha(scale: float, rank: int, rslora: bool = False) -> float:
 class LoRAPair:
     """The two factors of one linear's adapter (LoRA, arXiv 2106.09685).
 
-    y = x W + scale · (x a) b with a [in, rank] and b [rank, out]. `lora_scale` gives the scale.
+    y = x W + scale · (x a) b with a [in, rank] and b [rank, out]. `lora_scale` gives the scale. Experts have a pair
+    each, all of the same rank: a is [experts, in, rank] and b [experts, rank, out].
     """
 
     a: Array
@@ -93,7 +113,7 @@ class LoRAPair:
 
     @property
     def rank(self) -> int:
-        return int(self.a.shape[1])
+        return int(self.a.shape[-1])
 
 
 @dataclass(frozen=True)

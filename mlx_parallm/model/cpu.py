@@ -100,7 +100,9 @@ class CPUGatedMLP(nn.Module):  # type: ignore[misc]
         return y
 
 
-_GATED_MLPS = frozenset(f"mlx_lm.models.{family}.MLP" for family in ("llama", "qwen2", "qwen3", "qwen3_moe"))
+_GATED_MLPS = frozenset(
+    f"mlx_lm.models.{family}.MLP" for family in ("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+)
 """mlx-lm's MLPs that compute exactly down(silu(gate(x)) · up(x))."""
 
 

@@ -19,7 +19,9 @@ from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 
 from mlx_parallm.errors import UnsupportedModelError
 
-TESTED = frozenset({"llama", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3", "gemma3_text", "phi3"})
+TESTED = frozenset(
+    {"llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "gemma2", "gemma3", "gemma3_text", "phi3"}
+)
 """mlx-lm model files for which the tests compare batched rows with solo runs. mistral uses mlx-lm's `llama`."""
 
 BatchedForward = Callable[[Sequence[Sequence[int]], Sequence[Sequence[int]]], mx.array]

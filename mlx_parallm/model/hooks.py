@@ -12,23 +12,29 @@ of the current forward from the adapter bank's `ForwardContext`. In a tied model
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+from mlx_lm.models.switch_layers import SwitchGLU
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.weights import AdapterLayout, LinearSpec
+from mlx_parallm.model.experts import EXPERT_LINEARS, AdaptedExpertLinear, AdaptedExperts, IndexFormat
 from mlx_parallm.model.families import Support, classify
 from mlx_parallm.model.split import head_module_of
 
 _ATTENTION = "scaled_dot_product_attention"
-_BLOCKS = frozenset({"self_attn", "mlp"})
-"""Names of the parts of a transformer block whose linears adapters may change, in all tested families."""
+_BLOCKS = frozenset({"self_attn", "mlp", "block_sparse_moe", "shared_expert"})
+"""Names of the parts of a transformer block whose linears adapters may change, in all tested families. Those of experts
+are in a `SwitchGLU` inside them."""
+_ROUTERS = frozenset({"gate", "shared_expert_gate"})
+"""Names of linears that choose experts, or weigh what the shared one gives."""
+_CHOSEN = ("top_k", "num_experts_per_tok")
+"""mlx-lm's names of the number of experts that a token uses, in the module that has the experts."""
 _SHARED_INPUT = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
 """Linears that read the same input belong to one group, so that the bank multiplies that input once."""
 
@@ -120,8 +126,8 @@ class AdaptedEmbedding(AdaptedLinear):
 
 
 def adapter_layout(model: nn.Module) -> AdapterLayout:
-    """The linears that adapters may change: in tested families, those of attention and MLP without experts and router,
-    and the head.
+    """The linears that adapters may change: in tested families, those of attention, MLP, experts and router, and the
+    head.
 
     `AdapterLayout.refused` names the other modules that an adapter file might ask for, with the reason.
     """
@@ -129,12 +135,15 @@ def adapter_layout(model: nn.Module) -> AdapterLayout:
     tested = family.support is Support.TESTED
     linears: dict[str, LinearSpec] = {}
     refused: dict[str, str] = {}
-    for path, module in model.named_modules():
+    modules = dict(model.named_modules())
+    for path, module in modules.items():
         if tested and head is not None and path == head.path:
             continue
-        kind = _refusal(path, module) if tested else f"LoRA on a {family.name} model"
+        kind = _refusal(path, modules) if tested else f"LoRA on a {family.name} model"
         if kind:
             refused[path] = kind
+        elif isinstance(module, EXPERT_LINEARS):
+            linears[path] = _expert_spec(path, modules)
         elif isinstance(module, nn.Linear | nn.QuantizedLinear):
             linears[path] = _spec(path, module)
     ordered = dict(sorted(linears.items(), key=lambda item: _natural(item[0])))
@@ -145,36 +154,62 @@ def adapter_layout(model: nn.Module) -> AdapterLayout:
 
 
 def install_adapters(model: nn.Module, bank: AdapterBank) -> None:
-    """Replaces every linear of the bank's layout by an AdaptedLinear. Weights are shared, not copied."""
+    """Replaces every linear of the bank's layout by an adapted one. Weights are shared, not copied."""
     modules, layout = dict(model.named_modules()), bank.layout
-    adapted = [(path, AdaptedLinear(modules[path], bank, spec)) for path, spec in layout.linears.items()]
+    linears = [spec for spec in layout.linears.values() if not spec.experts]
+    adapted: list[tuple[str, nn.Module]] = [
+        (each.path, AdaptedLinear(modules[each.path], bank, each)) for each in linears
+    ]
     head = head_module_of(model)
     if layout.head is not None and head is not None:
         kind = AdaptedEmbedding if head.tied else AdaptedLinear
         adapted.append((head.module_path, kind(head.module, bank, layout.head)))
     model.update_modules(tree_unflatten(adapted))
+    _install_expert_adapters(model, modules, bank)
 
 
-def _refusal(path: str, module: nn.Module) -> str:
+def _install_expert_adapters(model: nn.Module, modules: Mapping[str, nn.Module], bank: AdapterBank) -> None:
+    layers: dict[str, list[LinearSpec]] = {}
+    for spec in bank.layout.linears.values():
+        if spec.experts:
+            layers.setdefault(spec.path.rpartition(".")[0], []).append(spec)
+    for path, specs in layers.items():
+        layer, indices = modules[path], IndexFormat()
+        for spec in specs:
+            layer[spec.target] = AdaptedExpertLinear(modules[spec.path], bank, spec, indices)
+        model.update_modules(tree_unflatten([(path, AdaptedExperts(layer, bank, specs, indices))]))
+
+
+def _refusal(path: str, modules: Mapping[str, nn.Module]) -> str:
     """The kind of LoRA that is not supported on this module; "" if it may have an adapter, or has no own weights."""
-    if isinstance(module, SwitchLinear | QuantizedSwitchLinear):
-        return "expert LoRA"  # SwitchGLU sorts tokens by expert, which loses the row
+    module = modules[path]
+    if isinstance(module, EXPERT_LINEARS):
+        return "" if type(modules[path.rpartition(".")[0]]) is SwitchGLU else "expert LoRA"
     if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
         return "embedding LoRA"
     if not isinstance(module, nn.Linear | nn.QuantizedLinear):
         return ""
     *_, block, name = path.split(".")[-2:] if "." in path else ("", path)
-    if block not in _BLOCKS:
-        return f"LoRA on {name}"
-    return "router LoRA" if name == "gate" else ""
+    return "" if block in _BLOCKS else f"LoRA on {name}"
 
 
 def _spec(path: str, linear: nn.Module) -> LinearSpec:
     outputs, inputs = linear.weight.shape
     if isinstance(linear, nn.QuantizedLinear | nn.QuantizedEmbedding):
         inputs = inputs * 32 // linear.bits
+    return LinearSpec(path, inputs, outputs, _group(path), is_router=path.rpartition(".")[2] in _ROUTERS)
+
+
+def _expert_spec(path: str, modules: Mapping[str, nn.Module]) -> LinearSpec:
+    linear, block = modules[path], modules[path.rsplit(".", 2)[0]]
+    experts = int(linear.num_experts)
+    chosen = next((int(getattr(block, name)) for name in _CHOSEN if hasattr(block, name)), experts)
+    return LinearSpec(path, int(linear.input_dims), int(linear.output_dims), _group(path), experts, chosen)
+
+
+def _group(path: str) -> str:
     parent, _, name = path.rpartition(".")
-    return LinearSpec(path, inputs, outputs, f"{parent}.{_SHARED_INPUT.get(name, name)}")
+    return f"{parent}.{_SHARED_INPUT.get(name, name)}"
 
 
 def _natural(path: str) -> list[tuple[int, str]]:

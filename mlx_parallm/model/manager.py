@@ -9,7 +9,7 @@ checkpoints.hot_swap(manager, "checkpoint-1")
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,12 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
 
-from mlx_parallm.adapters.bank import AdapterBank, LinearGroup
+from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.checkpoints.manifest import step_of
 from mlx_parallm.adapters.checkpoints.store import CheckpointStore
 from mlx_parallm.adapters.files.read import read_adapter
+from mlx_parallm.adapters.forward_context import ExpertCall
+from mlx_parallm.adapters.linear_group import LinearGroup
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef, CheckpointCard, ModelCard
 from mlx_parallm.errors import UnknownModelError, UnsupportedModelError
@@ -150,7 +152,7 @@ def as_weights(adapter: AdapterWeights | Path | str, layout: AdapterLayout) -> A
 
 
 class _OneAdapter:
-    """Implements `adapters.bank.Adapting`: the same adapter for every row, unpadded and outside the bank's slots."""
+    """Implements `AdapterContext`: the same adapter for every row, unpadded and outside the bank's slots."""
 
     def __init__(self, weights: AdapterWeights, dtype: mx.Dtype) -> None:
         self._pairs = {
@@ -162,6 +164,20 @@ class _OneAdapter:
         """y + scale · (x a) b, x [B, T, in] and y [B, T, out] of the linear at `path`."""
         pair = self._pairs.get(path)
         return y if pair is None else y + (x @ pair[0]) @ pair[1]
+
+    def changes(self, groups: Iterable[LinearGroup]) -> bool:
+        """Whether the adapter changes a linear of these groups."""
+        return any(path in self._pairs for group in groups for path in group.specs)
+
+    def token_adapters(self) -> None:
+        """Returns None: all tokens use the same adapter."""
+
+    def adapt_experts(self, group: LinearGroup, path: str, call: ExpertCall, y: mx.array) -> mx.array:
+        """As `adapt`, with the pair of each token's expert."""
+        pair = self._pairs.get(path)
+        if pair is None:
+            return y
+        return y + call.product(call.product(call.x, pair[0], call.experts), pair[1], call.experts)
 
 
 def _quantization(config: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.utils import dequantize_model, save_config, save_model
 
 from mlx_parallm.adapters.files.read import read_adapter
@@ -26,6 +27,7 @@ from mlx_parallm.model.split import HeadModule, head_module_of, owner_of
 
 _GENERATION_CONFIG = "generation_config.json"
 _TIED = "tie_word_embeddings"
+_QUANTIZED = (nn.QuantizedLinear, QuantizedSwitchLinear)
 _PACKINGS = ("quantization", "quantization_config")
 """Keys of a config that say how weights are packed, by path if they differ."""
 
@@ -136,21 +138,20 @@ def fuse(model: nn.Module, weights: AdapterWeights, dequantize: bool) -> None:
 
 def _fused(linear: nn.Module, pair: LoRAPair, dequantize: bool) -> nn.Module:
     dense = _dense_weight(linear)
-    delta = pair.scale * (mx.array(pair.a) @ mx.array(pair.b)).T
-    outputs, inputs = dense.shape
-    fused = nn.Linear(inputs, outputs, bias=False)
+    delta = pair.scale * (mx.array(pair.a) @ mx.array(pair.b)).swapaxes(-1, -2)
+    fused = SwitchLinear(1, 1, 1, bias=False) if dense.ndim == 3 else nn.Linear(1, 1, bias=False)
     fused.weight = (dense.astype(mx.float32) + delta).astype(dense.dtype)
     if "bias" in linear:
         fused.bias = linear.bias
-    if dequantize or not isinstance(linear, nn.QuantizedLinear):
+    if dequantize or not isinstance(linear, _QUANTIZED):
         return fused
-    return nn.QuantizedLinear.from_linear(fused, linear.group_size, linear.bits, mode=linear.mode)
+    return fused.to_quantized(linear.group_size, linear.bits, mode=linear.mode)
 
 
 def _dense_weight(linear: nn.Module) -> mx.array:
-    """The dequantized weight [out, in]."""
+    """The dequantized weight [out, in], of experts [experts, out, in]."""
     weight: mx.array = linear.weight
-    if isinstance(linear, nn.QuantizedLinear):
+    if isinstance(linear, _QUANTIZED):
         packing = {"group_size": linear.group_size, "bits": linear.bits, "mode": linear.mode}
         weight = mx.dequantize(weight, linear.scales, linear.biases, **packing)
     return weight

@@ -90,10 +90,12 @@ class PolicyService:
     def _targets(self, layers: Layers) -> tuple[str, ...]:
         """The last names of these layers."""
         wanted = {"attention": layers.attention, "mlp": layers.mlp, "head": layers.head}
-        return tuple(sorted({each.target for each in self._layout if wanted[self._kind(each)]}))
+        return tuple(sorted({each.target for each in self._layout if wanted.get(self._kind(each))}))
 
     def _kind(self, linear: LinearSpec) -> str:
-        """Which of `core.Layers` a linear is."""
+        """Which of `core.Layers` a linear is; a router is none of them."""
+        if linear.is_router:
+            return "router"
         if linear == self._layout.head:
             return "head"
         inside = linear.path.split(".")[:-1]

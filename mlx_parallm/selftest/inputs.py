@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair
+from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LinearSpec, LoRAPair
 from mlx_parallm.selftest.plain import Answered
 
 RANK, SCALE = 8, 2.0
@@ -23,18 +23,24 @@ def random_tokens(vocab_size: int, length: int, seed: int) -> list[int]:
 
 def targets_of(layout: AdapterLayout) -> tuple[str, ...]:
     """The names of the linears that the adapters change: the first two of a layer, and the last one."""
-    names = list(dict.fromkeys(spec.target for spec in layout.linears.values()))
+    names = list(dict.fromkeys(spec.target for spec in _plain(layout)))
     return tuple(dict.fromkeys([*names[:2], *names[-1:]]))
+
+
+def _plain(layout: AdapterLayout) -> list[LinearSpec]:
+    """The linears of the layers, without experts and routers. Adapters of experts would take much memory; a router that
+    is rounded otherwise may choose other experts."""
+    return [spec for spec in layout.linears.values() if not spec.experts and not spec.is_router]
 
 
 def random_adapter(layout: AdapterLayout, seed: int) -> AdapterWeights:
     """An adapter whose numbers are the same in float32 and bfloat16, so that no format rounds them."""
     random, targets, pairs = np.random.default_rng(seed), targets_of(layout), {}
-    for path, spec in layout.linears.items():
+    for spec in _plain(layout):
         if spec.target in targets:
             a = random.normal(size=(spec.in_features, RANK)) / np.sqrt(spec.in_features)
             b = random.normal(size=(RANK, spec.out_features)) * _SIZE / np.sqrt(RANK) / SCALE
-            pairs[path] = LoRAPair(_in_bfloat16(a), _in_bfloat16(b), SCALE)
+            pairs[spec.path] = LoRAPair(_in_bfloat16(a), _in_bfloat16(b), SCALE)
     return AdapterWeights(pairs)
 
 

@@ -166,8 +166,8 @@ def some_weights(layout, targets, seed=0):
     chosen = [spec for spec in layout if spec.target in targets][::2]
     pairs = {}
     for i, spec in enumerate(chosen):
-        a = rng.normal(size=(spec.in_features, 2 + i % 3)) / math.sqrt(spec.in_features)
-        b = 0.3 * rng.normal(size=(2 + i % 3, spec.out_features))
+        a = rng.normal(size=spec.a_shape(2 + i % 3)) / math.sqrt(spec.in_features)
+        b = 0.3 * rng.normal(size=spec.b_shape(2 + i % 3))
         pairs[spec.path] = LoRAPair(a.astype(np.float32), b.astype(np.float32), 1.0 + i % 2)
     return AdapterWeights(pairs)
 
@@ -175,7 +175,7 @@ def some_weights(layout, targets, seed=0):
 def merge_by_hand(model, weights):
     modules = dict(model.named_modules())
     for path, pair in weights.pairs.items():
-        modules[path].weight = modules[path].weight + mx.array(delta(pair).T.astype(np.float32))
+        modules[path].weight = modules[path].weight + mx.array(delta(pair).swapaxes(-1, -2).astype(np.float32))
     return model
 
 
@@ -231,3 +231,39 @@ def test_a_dora_of_mlx_lm_is_refused_by_name(tmp_path):
         (tmp_path / "adapter_config.json").write_text(json.dumps(config))
         with pytest.raises(AdapterFileError, match="DoRA is not supported"):
             read_adapter(tmp_path, adapter_layout(model), max_rank=8)
+
+
+def test_factors_of_experts_that_mlx_lm_writes_read_back_equal(tmp_path):
+    model = tiny_model("qwen3_moe")
+    layout = adapter_layout(model)
+    parameters = {"rank": 8, "scale": 20.0, "dropout": 0.0, "keys": ["mlp.switch_mlp.up_proj", "mlp.gate"]}
+    model.freeze()
+    linear_to_lora_layers(model, 1, parameters)
+    trained = {n: mx.random.normal(p.shape) for n, p in tree_flatten(model.trainable_parameters())}
+    config = {"fine_tune_type": "lora", "num_layers": 1, "lora_parameters": parameters}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(tmp_path / "adapters.safetensors"), trained)
+    pairs = read_adapter(tmp_path, layout, max_rank=8).weights.pairs
+    up = "model.layers.1.mlp.switch_mlp.up_proj"
+    assert set(pairs) == {up, "model.layers.1.mlp.gate"}
+    assert mx.array_equal(mx.array(pairs[up].a), trained[f"{up}.lora_a"].swapaxes(1, 2))
+    assert mx.array_equal(mx.array(pairs[up].b), trained[f"{up}.lora_b"].swapaxes(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"), [((3, 8, 64), "has 4 experts"), ((8, 64), "has 4 experts"), ((4, 8, 60), "maps 64 to 32")]
+)
+def test_factors_of_other_experts_are_refused(shape, words, tmp_path):
+    up, layout = "model.layers.1.mlp.switch_mlp.up_proj", adapter_layout(tiny_model("qwen3_moe"))
+    config = {"fine_tune_type": "lora", "num_layers": 1, "lora_parameters": {"rank": 8, "scale": 20.0}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    tensors = {f"{up}.lora_a": mx.zeros(shape), f"{up}.lora_b": mx.zeros((4, 32, 8))}
+    mx.save_safetensors(str(tmp_path / "adapters.safetensors"), tensors)
+    with pytest.raises(AdapterFileError, match=words):
+        read_adapter(tmp_path, layout, max_rank=8)
+
+
+def test_experts_are_refused_in_pefts_format(tmp_path):
+    layout = adapter_layout(tiny_model("qwen3_moe"))
+    with pytest.raises(AdapterFileError, match="expert LoRA cannot be written"):
+        write_peft(tmp_path, some_weights(layout, {"down_proj"}), layout, None)

@@ -13,7 +13,7 @@ from lora import QV, every_target, layout_of, merged, random_adapter
 from mixed_batch import TINY, changed_by, prompts
 from tiny import VOCAB_SIZE, tiny_model
 
-from mlx_parallm.adapters import bank
+from mlx_parallm.adapters import forward_context
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.core import BASE_ADAPTER, Account, AdapterRef, SamplingParams, SequenceOutput
 
@@ -109,13 +109,13 @@ def run_rows(harness: Harness, refs: list[AdapterRef]) -> None:
 def test_rows_without_a_head_adapter_compute_no_product_for_the_head(name: str, monkeypatch) -> None:
     model = model_of(name)
     adapters, widths = adapters_of(model), []
-    product = bank._gathered
+    product = forward_context._gathered
 
     def counted(x: mx.array, run: Any, factors: mx.array) -> mx.array:
         widths.append(factors.shape[-1])
         return product(x, run, factors)
 
-    monkeypatch.setattr(bank, "_gathered", counted)
+    monkeypatch.setattr(forward_context, "_gathered", counted)
     harness = make_harness(model)
     refs = {each: harness.publish(each, weights) for each, weights in adapters.items()}
     run_rows(harness, [BASE_ADAPTER] * 2)

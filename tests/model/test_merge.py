@@ -31,8 +31,8 @@ def make_adapter(model, folder, write=write_mlx_lm, targets=("q_proj", "down_pro
     pairs = {}
     for spec in layout:
         if spec.target in targets:
-            a = rng.normal(size=(spec.in_features, 4)) / np.sqrt(spec.in_features)
-            b = size * rng.normal(size=(4, spec.out_features))
+            a = rng.normal(size=spec.a_shape(4)) / np.sqrt(spec.in_features)
+            b = size * rng.normal(size=spec.b_shape(4))
             pairs[spec.path] = LoRAPair(a.astype(np.float32), b.astype(np.float32), SCALE)
     weights = AdapterWeights(pairs)
     write(folder, weights, layout, None)
@@ -40,7 +40,8 @@ def make_adapter(model, folder, write=write_mlx_lm, targets=("q_proj", "down_pro
 
 
 def delta(pair):
-    return mx.array(SCALE * (pair.a.astype(np.float64) @ pair.b.astype(np.float64)).T.astype(np.float32))
+    product = pair.a.astype(np.float64) @ pair.b.astype(np.float64)
+    return mx.array(SCALE * product.swapaxes(-1, -2).astype(np.float32))
 
 
 def by_hand(model, weights):

@@ -44,7 +44,7 @@ from mlx_parallm.rl.learn.model import Span
 from mlx_parallm.rl.learn.packing import split_samples
 from mlx_parallm.rl.objectives.batches import UpdateBatch
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma3", "gemma3_text")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen2_moe", "gemma3", "gemma3_text")
 
 NEAR = 1e-4
 """Of logprobs: these random models' logits reach ±70, where float32 is good for 4e-6 of them."""

@@ -24,8 +24,8 @@ def random_adapter(layout: AdapterLayout, seed: int, rank: int = RANK, targets: 
     pairs = {}
     for path, spec in layout.linears.items():
         if not targets or spec.target in targets:
-            a = rng.standard_normal((spec.in_features, rank), np.float32) / np.float32(spec.in_features**0.5)
-            b = rng.standard_normal((rank, spec.out_features), np.float32) * np.float32(_SIZE / _SCALE / rank**0.5)
+            a = rng.standard_normal(spec.a_shape(rank), np.float32) / np.float32(spec.in_features**0.5)
+            b = rng.standard_normal(spec.b_shape(rank), np.float32) * np.float32(_SIZE / _SCALE / rank**0.5)
             pairs[path] = LoRAPair(a, b, _SCALE)
     return AdapterWeights(pairs)
 

@@ -111,12 +111,12 @@ def runner_of(shaped: ShapedModel) -> BatchRunner:
 
 
 def _filled_bank(model: nn.Module, dtype: mx.Dtype) -> AdapterBank:
-    """A bank whose slots all hold adapters of all linears of the layers."""
+    """A bank whose slots all hold adapters of all linears of the layers, except those of experts."""
     bank = AdapterBank(adapter_layout(model), SLOTS, RANK, dtype)
     install_adapters(model, bank)
     for group in bank.groups.values():
-        specs = [spec for spec in group.specs.values() if spec.path in bank.layout.linears]
-        if not specs:  # the head's
+        specs = [spec for spec in group.specs.values() if spec.path in bank.layout.linears and not spec.experts]
+        if not specs:  # those of the head, or of experts
             continue
         group.written = set(range(1, SLOTS + 1))
         group.places = {spec.path: place for place, spec in enumerate(specs)}

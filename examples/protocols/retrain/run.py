@@ -48,7 +48,7 @@ def write_model(folder: Path) -> None:
     """The bundled model in float32, with its tokenizer: the model with an adapter merged that changes nothing."""
     layout = adapter_layout(load_bundled(dequantize=False)[0])
     path, spec = next(iter(layout.linears.items()))
-    nothing = LoRAPair(np.zeros((spec.in_features, 1), np.float32), np.zeros((1, spec.out_features), np.float32), 1.0)
+    nothing = LoRAPair(np.zeros(spec.a_shape(1), np.float32), np.zeros(spec.b_shape(1), np.float32), 1.0)
     with tempfile.TemporaryDirectory() as adapter:
         write_mlx_lm(Path(adapter), AdapterWeights({path: nothing}), layout)
         merge(None, Path(adapter), folder, dequantize=True)

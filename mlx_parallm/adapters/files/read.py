@@ -1,6 +1,7 @@
 """Reads an adapter's directory, in mlx-lm's or PEFT's format, and checks that the adapter fits the model.
 
-mlx-lm   adapters.safetensors       `<path>.lora_a` [in, rank], `<path>.lora_b` [rank, out]; one rank and scale
+mlx-lm   adapters.safetensors       `<path>.lora_a` [in, rank], `<path>.lora_b` [rank, out]; one rank and scale.
+                                    Those of experts are [experts, rank, in] and [experts, out, rank]
 PEFT     adapter_model.safetensors  see `peft`
 """
 
@@ -98,6 +99,8 @@ def planned(form: Format, header: Header, layout: AdapterLayout, max_rank: int) 
     plans: dict[str, PairPlan] = {}
     for path, names in modules.items():
         spec = locate(path, layout)
+        if spec.experts and form.name == "peft":
+            raise problem(f"expert LoRA in PEFT's format is not supported: {shown(path)[1:-1]}; write it in mlx-lm's")
         if spec.path in plans:
             raise problem(f"{spec.path} has two adapters in {form.weights_file}: keep one")
         plans[spec.path] = _checked(form, path, names, spec, header, max_rank)
@@ -133,7 +136,7 @@ def _checked(
     if len(names) < 2:
         (present,) = names.values()
         raise problem(f"{shown(present)} has no lora_{'b' if 'a' in names else 'a'} beside it: both factors are needed")
-    a, b = (_matrix(names[factor], header, form.transposed) for factor in ("a", "b"))
+    a, b = (_matrix(names[factor], header, spec, form.transposed) for factor in ("a", "b"))
     declared, scale = form.declared(path)
     if a[0] != spec.in_features or b[1] != spec.out_features or a[1] != b[0]:
         raise problem(
@@ -149,24 +152,33 @@ def _checked(
     return PairPlan(names["a"], names["b"], scale)
 
 
-def _matrix(name: str, header: Header, transposed: bool) -> tuple[int, int]:
-    """The shape as [in, rank] or [rank, out]."""
+def _matrix(name: str, header: Header, spec: LinearSpec, transposed: bool) -> tuple[int, int]:
+    """The shape as [in, rank] or [rank, out], without the axis of experts."""
     info: TensorInfo = header.tensors[name]
-    if len(info.shape) != 2 or min(info.shape) < 1:
+    if spec.experts and (len(info.shape) != 3 or info.shape[0] != spec.experts):
+        raise problem(
+            f"{shown(name)} has shape {list(info.shape)}, but {spec.path} of this model has {spec.experts} experts: "
+            "a LoRA factor of experts has a matrix for each of them"
+        )
+    if len(info.shape) != 2 + len(spec.expert_axis) or min(info.shape) < 1:
         raise problem(f"{shown(name)} has shape {list(info.shape)}: a LoRA factor of a linear is a matrix")
-    rows, columns = info.shape
-    return (columns, rows) if transposed else (rows, columns)
+    rows, columns = info.shape[-2:]
+    return (columns, rows) if transposed or spec.experts else (rows, columns)
 
 
 def pairs_of(
     plans: Mapping[str, PairPlan], tensors: Mapping[str, Float32], layout: AdapterLayout, transposed: bool
 ) -> dict[str, LoRAPair]:
     """The pairs of the tensors that were read, by path, in the layout's order."""
-    return {spec.path: _pair(plans[spec.path], tensors, transposed) for spec in layout if spec.path in plans}
+    return {
+        spec.path: _pair(plans[spec.path], tensors, transposed or spec.experts > 0)
+        for spec in layout
+        if spec.path in plans
+    }
 
 
 def _pair(plan: PairPlan, tensors: Mapping[str, Float32], transposed: bool) -> LoRAPair:
-    a, b = (tensors[name].T if transposed else tensors[name] for name in (plan.a, plan.b))
+    a, b = (tensors[name].swapaxes(-1, -2) if transposed else tensors[name] for name in (plan.a, plan.b))
     return LoRAPair(np.ascontiguousarray(a), np.ascontiguousarray(b), plan.scale)
 
 

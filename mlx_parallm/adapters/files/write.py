@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
-from mlx_parallm.adapters.files.disk import CONFIG_FILE
+from mlx_parallm.adapters.files.disk import CONFIG_FILE, problem
 from mlx_parallm.adapters.files.paths import hugging_face_path
 from mlx_parallm.adapters.files.peft import PEFT_WEIGHTS, PREFIX, SCORE, SCORE_WEIGHT, SCORER_TASK
 from mlx_parallm.adapters.files.read import MLX_LM_WEIGHTS
@@ -34,8 +34,8 @@ def write_mlx_lm(
     rank, scale = weights.rank, max((pair.scale for pair in weights.pairs.values()), key=abs)
     tensors: dict[str, Float] = {}
     for path, pair in weights.pairs.items():
-        tensors[f"{path}.lora_a"] = _padded(_stored(pair.a), rank, axis=1)
-        tensors[f"{path}.lora_b"] = _padded(_rescaled(pair, scale), rank, axis=0)
+        a, b = _padded(_stored(pair.a), rank, axis=-1), _padded(_rescaled(pair, scale), rank, axis=-2)
+        tensors[f"{path}.lora_a"], tensors[f"{path}.lora_b"] = map(_of_mlx_lm, (a, b))
     blocks = [_block(path) for path in weights.pairs]
     parameters = {"rank": rank, "scale": scale, "dropout": 0.0, "keys": sorted({key for _, key in blocks})}
     first = min((index for index, _ in blocks if index is not None), default=layout.layers)
@@ -70,6 +70,8 @@ def write_peft_reward_model(
 
 
 def _factors(weights: AdapterWeights) -> dict[str, Float]:
+    if experts := next((path for path, pair in weights.pairs.items() if pair.a.ndim == 3), None):
+        raise problem(f"expert LoRA cannot be written in PEFT's format: {experts}; write it in mlx-lm's")
     tensors: dict[str, Float] = {}
     for path, pair in weights.pairs.items():
         prefix = f"{PREFIX}{hugging_face_path(path)}"
@@ -140,8 +142,14 @@ def _rescaled(pair: LoRAPair, scale: float) -> Float:
 
 
 def _padded(array: Float, rank: int, axis: int) -> Float:
-    missing = [(0, rank - size if i == axis else 0) for i, size in enumerate(array.shape)]
+    missing = [(0, 0)] * array.ndim
+    missing[axis] = (0, rank - array.shape[axis])
     return np.ascontiguousarray(np.pad(array, missing))
+
+
+def _of_mlx_lm(factor: Float) -> Float:
+    """A factor as mlx-lm stores it: [in, rank] or [rank, out], and [experts, rank, in] or [experts, out, rank]."""
+    return np.ascontiguousarray(factor.swapaxes(1, 2)) if factor.ndim == 3 else factor
 
 
 def _write(folder: Path, name: str, data: bytes, config: Mapping[str, Any]) -> None:

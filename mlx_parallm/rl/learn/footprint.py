@@ -47,8 +47,8 @@ class Footprint:
     """What decides about memory and time of a micro-step.
 
     layers: number of layers. hidden: width of the hidden states. heads: query heads. vocabulary: width of the logits.
-    features: of one layer's linears, the inputs and outputs together. parameters: of these linears. Experts, which LoRA
-        does not change, are in neither.
+    features: of one layer's linears, the inputs and outputs together. parameters: of these linears. Of experts, as many
+        count as a token uses.
     head_rank: rank of the head's trained adapter; 0 if the head is not trained.
     """
 
@@ -65,7 +65,7 @@ class Footprint:
         cls, layers: int, linears: Iterable[LinearSpec], heads: int, vocabulary: int, head_rank: int = 0
     ) -> Footprint:
         """`linears`: those of all layers."""
-        shapes = [(each.in_features, each.out_features) for each in linears]
+        shapes = [(each.in_features, each.out_features) for each in linears for _ in range(each.chosen)]
         ((hidden, _),) = Counter(inputs for inputs, _ in shapes).most_common(1)
         features = sum(inputs + outputs for inputs, outputs in shapes) // layers
         parameters = sum(inputs * outputs for inputs, outputs in shapes) // layers

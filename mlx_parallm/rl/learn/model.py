@@ -16,24 +16,29 @@ factors.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
-from mlx_parallm.adapters.bank import AdapterBank, LinearGroup
+from mlx_parallm.adapters.bank import AdapterBank
+from mlx_parallm.adapters.forward_context import ExpertCall, TokenAdapters
+from mlx_parallm.adapters.linear_group import LinearGroup
 from mlx_parallm.adapters.weights import AdapterLayout
 from mlx_parallm.errors import UnsupportedModelError
+from mlx_parallm.model.experts import AdaptedExpertLinear
 from mlx_parallm.model.hooks import AdaptedLinear, AttentionStyle
 from mlx_parallm.model.split import Head, trunk_of
 from mlx_parallm.rl.learn.attention import PackedCache, PackedStream
 from mlx_parallm.rl.learn.layout import Branch
 
 Params = Mapping[str, Mapping[str, mx.array]]
-"""LoRA factors by the path of their linear: {"a": [in, rank], "b": [rank, out]}, float32."""
+"""LoRA factors by the path of their linear: {"a": [in, rank], "b": [rank, out]}, float32. Those of experts have an axis
+of experts before these."""
 
 
 Recomputes = Callable[[int, int, int], bool]
@@ -141,6 +146,27 @@ class TrainingContext:
             [_adapted(span, path, rows[start:stop], outputs[start:stop]) for span, start, stop in parts]
         ).reshape(y.shape)
 
+    def changes(self, groups: Iterable[LinearGroup]) -> bool:
+        """See `AdapterContext.changes`."""
+        return any(path in span.params for group in groups for path in group.specs for span in self.spans)
+
+    def token_adapters(self) -> TokenAdapters | None:
+        """See `AdapterContext.token_adapters`. The numbers are those of the spans."""
+        if len(self.spans) == 1:
+            return None
+        numbers = np.repeat(np.arange(len(self.spans), dtype=np.uint32), [span.tokens for span in self.spans])
+        return TokenAdapters(mx.array(numbers), len(self.spans))
+
+    def adapt_experts(self, _group: LinearGroup, path: str, call: ExpertCall, y: mx.array) -> mx.array:
+        """See `AdapterContext.adapt_experts`. With several spans, each multiplies all pairs and keeps its own."""
+        for number, span in enumerate(self.spans):
+            if (pair := span.params.get(path)) is not None:
+                h = call.product(call.x.astype(mx.float32), pair["a"], call.experts)
+                change = span.scale * call.product(h, pair["b"], call.experts)
+                own = (call.adapters == number)[..., None, None]
+                y = y + mx.where(own, change, 0.0).astype(y.dtype)
+        return y
+
     def of_paths(self, paths: Sequence[str]) -> list[Params]:
         """For each span, its factors of these linears."""
         return [{path: span.params[path] for path in paths if path in span.params} for span in self.spans]
@@ -205,4 +231,4 @@ class _Layer:
 
 def _paths(layer: nn.Module) -> Iterator[str]:
     """The paths, in the whole model, of the layer's adapted linears."""
-    return (part.path for _, part in layer.named_modules() if isinstance(part, AdaptedLinear))
+    return (part.path for _, part in layer.named_modules() if isinstance(part, AdaptedLinear | AdaptedExpertLinear))

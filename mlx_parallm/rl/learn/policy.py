@@ -226,8 +226,8 @@ def new_factors(layout: AdapterLayout, lora: ModelConfig, seed: int) -> dict[str
     params = {}
     for spec in chosen:
         bound = 1 / math.sqrt(spec.in_features)
-        a = random.uniform(-bound, bound, (spec.in_features, lora.lora_rank)).astype(np.float32)
-        params[spec.path] = {"a": mx.array(a), "b": mx.zeros((lora.lora_rank, spec.out_features), mx.float32)}
+        a = random.uniform(-bound, bound, spec.a_shape(lora.lora_rank)).astype(np.float32)
+        params[spec.path] = {"a": mx.array(a), "b": mx.zeros(spec.b_shape(lora.lora_rank), mx.float32)}
     return params
 
 

@@ -8,7 +8,7 @@ The base is shared with everything else and stays as it is. Factors and head are
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
@@ -39,14 +39,15 @@ class RewardModel:
     @classmethod
     def new(cls, layout: AdapterLayout, lora: ModelConfig, seed: int) -> RewardModel:
         """One whose head and b factors are zero, so that all rewards are zero. The base model's own head is not a part
-        of reward models, so it gets no factors.
+        of reward models, so it gets no factors. Experts get none either, because PEFT's format has no place for them.
 
         Raises:
             ConfigError: the model has no linear layer with the name of a target module.
         """
         head = layout.head.target if layout.head is not None else ""
         targets = tuple(target for target in lora.lora_target_modules if target != head)
-        factors = new_factors(layout, lora.model_copy(update={"lora_target_modules": targets}), seed)
+        plain = replace(layout, linears={path: spec for path, spec in layout.linears.items() if not spec.experts})
+        factors = new_factors(plain, lora.model_copy(update={"lora_target_modules": targets}), seed)
         scale = lora_scale(lora.lora_alpha, lora.lora_rank, lora.lora_rslora)
         return cls({**factors, HEAD: {"weight": mx.zeros(layout.hidden)}}, scale, lora.lora_rslora)
 

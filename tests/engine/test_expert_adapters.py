@@ -1,0 +1,169 @@
+"""Adapters of experts, router and shared experts, in one batch: each row equals its adapter merged into the base."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from harness import Harness, assert_same_tokens, make_harness, solo
+from lora import QV, layout_of, merged, random_adapter
+from mixed_batch import TINY, prompts
+from mlx.utils import tree_unflatten
+from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear
+from mlx_lm.tuner.lora import LoRASwitchLinear
+from tiny import tiny_model
+
+from mlx_parallm.adapters.weights import AdapterWeights
+from mlx_parallm.core import BASE_ADAPTER, Account, PromptScored, SamplingParams, SequenceOutput
+from mlx_parallm.model import experts
+from mlx_parallm.model.hooks import adapter_layout
+
+FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
+EXPERTS = ("gate_proj", "up_proj", "down_proj")
+
+
+def model_of(family: str) -> nn.Module:
+    """With smaller logits than other tiny models, so that rounding leaves them equal within 1e-5."""
+    model = tiny_model(family)
+    model.lm_head.weight = 0.4 * model.lm_head.weight
+    return model
+
+
+def adapters_of(model: nn.Module) -> dict[str, AdapterWeights]:
+    """Of experts, routers and attention, alone and together. In qwen2_moe, the linears of the shared expert have the
+    names of those of the others."""
+    layout = layout_of(model)
+    return {
+        "experts": random_adapter(layout, 1, rank=3, targets=EXPERTS),
+        "down": random_adapter(layout, 2, rank=8, targets=("down_proj",), size=1.0, scale=0.5),
+        "router": random_adapter(layout, 3, rank=2, targets=("gate", "shared_expert_gate"), size=1.0),
+        "all": random_adapter(layout, 4, rank=4),
+        "attention": random_adapter(layout, 5, targets=QV),
+    }
+
+
+def logprobs_of(model: nn.Module, tokens: list[int]) -> mx.array:
+    logits = model(mx.array([tokens]))[0]
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_of_16_mixed_rows_are_those_of_their_merged_models(family: str) -> None:
+    """Of prompts, which are computed in chunks whose tokens `SwitchGLU` sorts, and of answers, token by token."""
+    adapters = adapters_of(model_of(family))
+    models = {name: merged(model_of(family), weights) for name, weights in adapters.items()}
+    models["base"] = model_of(family)
+    harness = make_harness(model_of(family))
+    refs = {name: harness.publish(name, weights) for name, weights in adapters.items()} | {"base": BASE_ADAPTER}
+    names = [*refs] * 3
+    sampling = SamplingParams(temperature=0.0, top_logprobs=0)
+    rows = dict(enumerate(zip(names[:16], prompts(16, 60, seed=8), strict=True)))
+    for at, (name, row) in rows.items():
+        harness.submit(str(at), row, 5, adapter=refs[name], sampling=sampling, prompt_logprobs=0)
+    harness.run()
+    for at, (name, row) in rows.items():
+        events, drawn = harness.of(str(at)), harness.tokens(str(at))
+        expected = logprobs_of(models[name], row + drawn)
+        (scores,) = [event.logprobs for event in events if isinstance(event, PromptScored)]
+        outputs = [event for event in events if isinstance(event, SequenceOutput)]
+        got = [*(scores[i].logprob for i in range(1, len(row))), *(output.logprobs[0].logprob for output in outputs)]
+        want = [expected[i - 1, token].item() for i, token in enumerate(row + drawn) if i]
+        assert len(got) == len(row) + 4
+        assert got == pytest.approx(want, abs=TINY)
+
+
+def quantized() -> nn.Module:
+    model = tiny_model("qwen3_moe")
+    nn.quantize(model, group_size=32, bits=8, class_predicate=lambda _, part: isinstance(part, SwitchLinear))
+    mx.eval(model.parameters())
+    return model
+
+
+def test_experts_of_a_quantized_base_have_the_outputs_of_mlx_lms_own_lora_layers() -> None:
+    weights = random_adapter(layout_of(quantized()), 1, targets=EXPERTS)
+    model, parts = quantized(), dict(quantized().named_modules())
+    layers = []
+    for path, pair in weights.pairs.items():
+        layer = LoRASwitchLinear.from_base(parts[path], r=pair.rank, scale=pair.scale)
+        layer.lora_a, layer.lora_b = (mx.array(each.swapaxes(1, 2)) for each in (pair.a, pair.b))
+        layers.append((path, layer))
+    model.update_modules(tree_unflatten(layers))
+    harness, row = make_harness(quantized()), prompts(1, 60, seed=4)[0]
+    harness.submit("r", row, 8, adapter=harness.publish("a", weights))
+    harness.run()
+    assert_same_tokens(harness.tokens("r"), solo(model.eval(), row, 8), 1e-4)
+
+
+def test_rows_read_no_slot_that_a_group_of_linears_lacks() -> None:
+    """The arrays of one linear have as many slots as those of the others, although few adapters change it."""
+    model = tiny_model("llama")
+    layout, row = layout_of(model), [9, 8, 7, 6]
+    harness = make_harness(model, slots=8)
+    adapters = [random_adapter(layout, 1, targets=("o_proj",))]
+    adapters += [random_adapter(layout, seed, targets=("v_proj",)) for seed in range(2, 8)]
+    adapters += [random_adapter(layout, 9, targets=("down_proj",))]
+    refs = [harness.publish(f"a{at}", weights) for at, weights in enumerate(adapters)]
+    assert {group.slots for group in harness.adapters.bank.groups.values() if group.places} == {9}
+    for at, ref in enumerate(refs):
+        harness.submit(str(at), row, 6, adapter=ref)
+    harness.run()
+    for at, weights in enumerate(adapters):
+        assert_same_tokens(harness.tokens(str(at)), solo(merged(tiny_model("llama"), weights), row, 6), TINY)
+
+
+def test_other_slots_stay_bit_identical() -> None:
+    model = tiny_model("qwen3_moe")
+    layout, harness = layout_of(model), make_harness(model, slots=3)
+    harness.publish("kept", random_adapter(layout, 1))
+
+    def kept() -> list[bytes]:
+        groups = [group for group in harness.adapters.bank.groups.values() if group.places]
+        arrays = [array for group in groups for array in (group.a, *group.b.values())]
+        return [np.array(array[..., 1, :, :]).tobytes() for array in arrays]
+
+    before = kept()
+    for seed in (2, 3):
+        harness.publish("other", random_adapter(layout, seed, rank=seed))
+        assert kept() == before
+
+
+def run_rows(harness: Harness, adapter: object) -> None:
+    harness.submit(f"{adapter}", [5, 6, 7], 3, adapter=adapter)
+    harness.run()
+
+
+def test_rows_whose_adapters_leave_experts_alone_pay_nothing_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, marked = tiny_model("qwen3_moe"), []
+    adapters, of = adapters_of(model), experts.IndexFormat.of
+    monkeypatch.setattr(experts.IndexFormat, "of", lambda self, count: marked.append(count) or of(self, count))
+    harness = make_harness(model)
+    refs = {name: harness.publish(name, adapters[name]) for name in ("attention", "router", "experts")}
+    for ref in (BASE_ADAPTER, refs["attention"], refs["router"]):
+        run_rows(harness, ref)
+    assert marked == []
+    run_rows(harness, refs["experts"])
+    assert marked
+
+
+def test_the_bank_has_room_for_experts_once_an_adapter_needs_it_and_it_is_accounted_for() -> None:
+    model = tiny_model("qwen3_moe")
+    layout, harness = layout_of(model), make_harness(model)
+    harness.publish("attention", random_adapter(layout, 1, targets=QV))
+    held = harness.adapters.bytes_held
+    harness.publish("down", random_adapter(layout, 2, targets=("down_proj",)))
+    layers, slots, rank, count, inputs, outputs = 2, 4, 8, 4, 32, 64
+    assert harness.adapters.bytes_held - held == layers * count * slots * rank * (inputs + outputs) * 4
+    device = harness.runner.cache.device
+    assert device.bytes_by_account()[Account.ADAPTERS] == harness.adapters.bytes_held
+
+
+def test_experts_in_another_kind_of_layer_are_refused_by_name() -> None:
+    class OtherLayer(SwitchGLU):
+        """Might sort in another way."""
+
+    model = tiny_model("qwen3_moe")
+    model.model.layers[0].mlp.switch_mlp = OtherLayer(64, 32, 4)
+    layout = adapter_layout(model)
+    assert layout.refused["model.layers.0.mlp.switch_mlp.down_proj"] == "expert LoRA"
+    assert "model.layers.1.mlp.switch_mlp.down_proj" in layout.linears
