@@ -7,7 +7,8 @@
     │   └── UnsupportedModelError   the architecture fails a load-time check
     ├── RequestError                the client must change the request (HTTP 4xx)
     │   ├── InvalidRequestError     a field is missing, malformed or out of bounds
-    │   │   └── AdapterFileError    the files of an adapter or a checkpoint cannot be used
+    │   │   ├── AdapterFileError    the files of an adapter or a checkpoint cannot be used
+    │   │   └── AdapterTooLargeError  the device has no memory for an adapter's factors
     │   ├── GrammarError            its grammar cannot be followed any further within the limits
     │   ├── ContextLengthError      prompt + max_tokens do not fit the context
     │   ├── UnknownModelError       `model` is not the name of anything that is served
@@ -70,6 +71,10 @@ class InvalidRequestError(RequestError):
 
 class AdapterFileError(InvalidRequestError):
     """The files of an adapter or a checkpoint are malformed, unsafe, or made for another model."""
+
+
+class AdapterTooLargeError(InvalidRequestError):
+    """The factors of an adapter need more memory than there is for adapters. The message has both sizes."""
 
 
 class GrammarError(RequestError):

@@ -9,6 +9,7 @@ or experts, allocates none for these.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
@@ -17,6 +18,8 @@ import mlx.core as mx
 from mlx_parallm.adapters.forward_context import AdapterContext, ForwardContext
 from mlx_parallm.adapters.linear_group import LinearGroup
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LinearSpec, LoRAPair
+from mlx_parallm.config.types import human_bytes
+from mlx_parallm.errors import AdapterTooLargeError
 
 _FIRST_SLOTS = 4
 """Slots of a new array, slot 0 included."""
@@ -30,12 +33,16 @@ class AdapterBank:
         slots: number of adapter versions that it can hold, not counting slot 0.
         max_rank: the rank to which every slot is padded.
         dtype: dtype of the model's activations.
+        limit: most bytes that it may take.
     """
 
-    def __init__(self, layout: AdapterLayout, slots: int, max_rank: int, dtype: mx.Dtype) -> None:
+    def __init__(
+        self, layout: AdapterLayout, slots: int, max_rank: int, dtype: mx.Dtype, limit: int = sys.maxsize
+    ) -> None:
         self.layout = layout
         self.slots = slots
         self.max_rank = max_rank
+        self.limit = limit
         self.context: AdapterContext | None = None
         by_group: dict[str, list[LinearSpec]] = {}
         for spec in layout:
@@ -59,6 +66,21 @@ class AdapterBank:
             yield
         finally:
             self.context = before
+
+    def check_room(self, slot: int, weights: AdapterWeights) -> None:
+        """Raises AdapterTooLargeError: with these weights in the slot, the bank would take more than its limit."""
+        slots = self._capacity(slot)
+        needed = sum(
+            group.nbytes_with(slots, [path for path in group.specs if path in weights.pairs])
+            for group in self.groups.values()
+        )
+        if needed > self.limit:
+            raise AdapterTooLargeError(
+                f"with this adapter, the adapter bank needs {human_bytes(needed)} for {slots - 1} slots of rank "
+                f"{self.max_rank}, and may take {human_bytes(self.limit)} of the memory that requests share: lower "
+                "--max-lora-rank or --max-loras, raise --kv-cache-memory, or train an adapter of fewer linears, such "
+                "as one without experts"
+            )
 
     def write(self, slot: int, weights: AdapterWeights) -> Iterator[None]:
         """Writes one slot. Each `next` grows or writes one group of linears, a short unit of device work."""

@@ -9,7 +9,8 @@ expert lie together, so that tokens that are sorted by expert, and then by slot,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
 import mlx.core as mx
 
@@ -40,6 +41,12 @@ class LinearGroup:
     @property
     def nbytes(self) -> int:
         return int(self.a.nbytes) + sum(int(b.nbytes) for b in self.b.values())
+
+    def nbytes_with(self, slots: int, paths: Iterable[str]) -> int:
+        """The size in bytes after `fit` with the same arguments."""
+        widths = [self.specs[path].out_features for path in {*self.places, *paths}]
+        numbers = len(widths) * self._spec.in_features + sum(widths)
+        return math.prod(self._spec.expert_axis) * max(slots, self.slots) * self.rank * numbers * self._dtype.size
 
     def fit(self, slots: int, paths: Sequence[str]) -> bool:
         """Makes room for at least `slots` slots and for the linears at `paths`. Values stay as they are.

@@ -20,7 +20,7 @@ from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.slots import Copies, PendingLoad, Slots
 from mlx_parallm.adapters.weights import AdapterWeights, Version
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef, Residence, completed
-from mlx_parallm.errors import AdapterUnavailableError, UnknownModelError
+from mlx_parallm.errors import AdapterTooLargeError, AdapterUnavailableError, UnknownModelError
 
 T = TypeVar("T")
 
@@ -220,6 +220,11 @@ class AdapterStore:
         """Looks for the slot when it begins, because rows may have been admitted since the job was chosen."""
         slot, weights = self.slots.find(), load.weights or self.copies.get(load.version)
         if slot is None or weights is None:
+            return
+        try:
+            self.bank.check_room(slot, weights)
+        except AdapterTooLargeError as error:
+            self._fail(load, error)
             return
         try:
             yield from self.slots.write(slot, load.version, weights)

@@ -34,6 +34,9 @@ from mlx_parallm.model.tokenizer import Tokenizer, detokenizer_for
 from mlx_parallm.scheduler.cost import CostModel
 from mlx_parallm.scheduler.scheduler import SchedulerConfig
 
+_BANK_SHARE = 0.75
+"""Largest part of the memory for requests and training that the adapter bank may take. Rows need the rest."""
+
 
 @dataclass
 class SharedDevice:
@@ -117,9 +120,10 @@ class BaseModel:
         """
         config, shared = self._config, self._shared
         manager = manager or self._manager()
-        bank = manager.install_bank(config.adapters.max_loras, config.adapters.max_lora_rank)
         memory = shared.open_memory(manager.card)
         try:
+            limit = int(_BANK_SHARE * memory.budget_bytes)
+            bank = manager.install_bank(config.adapters.max_loras, config.adapters.max_lora_rank, limit)
             runner = build_runner(manager, bank, config, memory, exact_length=self.first)
             if self.described:
                 store = self._open_store(bank)

@@ -62,7 +62,7 @@ def build_trainer(
     head = bank.layout.head
     head_rank = config.model.lora_rank if head is not None and head.target in config.model.lora_target_modules else 0
     training = micro_steps_sized(config.rl_training, manager, bank, memory, stall_s, head_rank)
-    return GRPOTrainer(trainable(training, manager, bank, memory), training, config.model)
+    return GRPOTrainer(trainable(training, manager, bank, memory), training, config.model, memory=memory)
 
 
 def build_reward_models(

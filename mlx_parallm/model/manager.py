@@ -111,10 +111,11 @@ class SharedModelManager:
         """Identifies the base model for which adapters are saved: 32 hex digits."""
         return self._loaded.fingerprint
 
-    def install_bank(self, slots: int, max_rank: int) -> AdapterBank:
-        """Makes an empty adapter bank and lets the model's linears read from it. Call it once for each model."""
+    def install_bank(self, slots: int, max_rank: int, limit: int = sys.maxsize) -> AdapterBank:
+        """Makes an empty adapter bank of at most `limit` bytes and lets the model's linears read from it. Call it once
+        for each model."""
         assert self._bank is None
-        self._bank = AdapterBank(self.adapter_layout, slots, max_rank, self.kv_layout.dtype)
+        self._bank = AdapterBank(self.adapter_layout, slots, max_rank, self.kv_layout.dtype, limit)
         install_adapters(self.model, self._bank)
         return self._bank
 

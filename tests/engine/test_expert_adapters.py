@@ -15,7 +15,16 @@ from mlx_lm.tuner.lora import LoRASwitchLinear
 from tiny import tiny_model
 
 from mlx_parallm.adapters.weights import AdapterWeights
-from mlx_parallm.core import BASE_ADAPTER, Account, PromptScored, SamplingParams, SequenceOutput
+from mlx_parallm.core import (
+    BASE_ADAPTER,
+    Account,
+    PromptScored,
+    RequestFailed,
+    RequestFinished,
+    SamplingParams,
+    SequenceOutput,
+)
+from mlx_parallm.errors import AdapterTooLargeError
 from mlx_parallm.model import experts
 from mlx_parallm.model.hooks import adapter_layout
 
@@ -167,3 +176,21 @@ def test_experts_in_another_kind_of_layer_are_refused_by_name() -> None:
     layout = adapter_layout(model)
     assert layout.refused["model.layers.0.mlp.switch_mlp.down_proj"] == "expert LoRA"
     assert "model.layers.1.mlp.switch_mlp.down_proj" in layout.linears
+
+
+def test_an_adapter_that_memory_cannot_hold_is_refused_with_its_size() -> None:
+    """Requests for it fail, and others are served."""
+    model = tiny_model("qwen3_moe")
+    adapters, harness = adapters_of(model), make_harness(model)
+    attention = harness.publish("attention", adapters["attention"])
+    harness.adapters.bank.limit = 2 * harness.adapters.bytes_held
+    large = harness.publish("large", adapters["experts"], staged=False)
+    version = harness.adapters.registry.version(large)
+    with pytest.raises(AdapterTooLargeError, match=r"needs \S+ KiB for 3 slots of rank 8, and may take \S+ KiB"):
+        harness.wait(harness.adapters.stage(version, adapters["experts"]))
+    for at in range(2):
+        harness.submit(f"large {at}", [1, 2], 3, adapter=large)
+        harness.submit(f"attention {at}", [1, 2], 3, adapter=attention)
+        harness.run()
+        assert isinstance(harness.terminal(f"large {at}"), RequestFailed)
+        assert isinstance(harness.terminal(f"attention {at}"), RequestFinished)

@@ -19,7 +19,8 @@ from safetensors.numpy import load_file, save_file
 
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair, lora_scale
 from mlx_parallm.config import LearningRateSchedule, ModelConfig, OptimizerConfig
-from mlx_parallm.errors import AdapterFileError, ConfigError, InvalidRequestError
+from mlx_parallm.config.types import human_bytes
+from mlx_parallm.errors import AdapterFileError, AdapterTooLargeError, ConfigError, InvalidRequestError
 from mlx_parallm.rl.learn.model import Params
 
 _OPTIMIZER_FILE = "optimizer.safetensors"
@@ -229,6 +230,20 @@ def new_factors(layout: AdapterLayout, lora: ModelConfig, seed: int) -> dict[str
         a = random.uniform(-bound, bound, spec.a_shape(lora.lora_rank)).astype(np.float32)
         params[spec.path] = {"a": mx.array(a), "b": mx.zeros(spec.b_shape(lora.lora_rank), mx.float32)}
     return params
+
+
+def check_room(layout: AdapterLayout, lora: ModelConfig, memory: int) -> None:
+    """Raises AdapterTooLargeError: a policy of these settings takes more than `memory` bytes while it learns, for its
+    factors, their gradients and AdamW's two means, all float32."""
+    rank, targets = lora.lora_rank, lora.lora_target_modules
+    specs = [spec for spec in layout if spec.target in targets]
+    needed = 4 * 4 * sum(math.prod(spec.a_shape(rank)) + math.prod(spec.b_shape(rank)) for spec in specs)
+    if needed > memory:
+        raise AdapterTooLargeError(
+            f"training {', '.join(targets)} with rank {rank} needs {human_bytes(needed)}, and requests and training "
+            f"share {human_bytes(memory)}: lower --lora-rank, or name fewer linears in --lora-target-modules, such as "
+            "those of attention"
+        )
 
 
 def new_optimizer(settings: OptimizerConfig) -> AdamW:

@@ -13,6 +13,7 @@ samples of what was asked first, and one of every other policy whose batch still
 from __future__ import annotations
 
 import math
+import sys
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -31,7 +32,7 @@ from mlx_parallm.rl.learn.logprobs import Logprobs
 from mlx_parallm.rl.learn.model import TrainableModel
 from mlx_parallm.rl.learn.pacing import Pacer
 from mlx_parallm.rl.learn.packing import SampleBatch, minibatches
-from mlx_parallm.rl.learn.policy import Policy, PolicySnapshot
+from mlx_parallm.rl.learn.policy import Policy, PolicySnapshot, check_room
 from mlx_parallm.rl.learn.step import Step
 from mlx_parallm.rl.learn.update import Update
 from mlx_parallm.rl.objectives.batches import UpdateBatch
@@ -49,14 +50,21 @@ class GRPOTrainer:
     Args:
         lora: rank, alpha and target modules of new adapters.
         measure_kl: report the KL divergence from the base model even if the loss does not read it.
+        memory: most bytes that a policy may take while it learns.
     """
 
     def __init__(
-        self, model: TrainableModel, config: ResolvedTraining, lora: ModelConfig, measure_kl: bool = True
+        self,
+        model: TrainableModel,
+        config: ResolvedTraining,
+        lora: ModelConfig,
+        measure_kl: bool = True,
+        memory: int = sys.maxsize,
     ) -> None:
         self.model = model
         self.config = config
         self.lora = lora
+        self.memory = memory
         self.policies: dict[str, Policy] = {}
         self._forwards = TrainingForwards(model)
         self._pacer = Pacer()
@@ -76,11 +84,13 @@ class GRPOTrainer:
         lora: ModelConfig | None = None,
         seed: int | None = None,
     ) -> Policy:
-        """Makes a new policy of this name, in place of an earlier one. Raises what `Policy` raises.
+        """Makes a new policy of this name, in place of an earlier one. Raises what `check_room` and `Policy` raise.
 
         `lora`: its rank, alpha and targets. `seed`: of its initial weights. None: those of the trainer.
         """
-        policy = Policy(self.model.layout, lora or self.lora, self.config.seed if seed is None else seed, start)
+        lora = lora or self.lora
+        check_room(self.model.layout, lora, self.memory)
+        policy = Policy(self.model.layout, lora, self.config.seed if seed is None else seed, start)
         self.policies[name] = policy
         return policy
 
