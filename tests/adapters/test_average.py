@@ -54,6 +54,22 @@ def test_at_full_rank_the_mean_is_exact() -> None:
     assert ranks == {Q0: 7, V0: 7, DOWN0: 6, Q1: 2, HEAD: 7}
 
 
+def test_the_mean_of_experts_is_that_of_each_expert() -> None:
+    """At full rank and below, where what is lost is that of all experts together."""
+    one, other = (random_weights({Q0: rank}, float(rank), seed=rank) for rank in (2, 3))
+    firsts = [weights.pairs[Q0] for weights in (one, other)]
+    pairs = [(first, LoRAPair(-2 * first.a, first.b, first.scale)) for first in firsts]
+    stacked = [AdapterWeights({Q0: LoRAPair(np.stack([a.a, b.a]), np.stack([a.b, b.b]), a.scale)}) for a, b in pairs]
+    for rank in (None, 4):
+        mean = average(stacked, [3, 1], rank)
+        for expert in range(2):
+            alone = average([AdapterWeights({Q0: pair[expert]}) for pair in pairs], [3, 1], rank)
+            got = mean.weights.pairs[Q0]
+            want = product(alone.weights.pairs[Q0])
+            assert relative(product(LoRAPair(got.a[expert], got.b[expert], got.scale)), want) < 1e-6
+            assert mean.error == pytest.approx(alone.error)
+
+
 def test_weights_are_divided_by_their_sum_and_are_equal_by_default() -> None:
     adapters = three()
     counts, shares = average(adapters, [50, 30, 20]), average(adapters, [0.5, 0.3, 0.2])

@@ -18,8 +18,11 @@ from adapter_folders import (
     V1,
     VOCABULARY,
     make_layout,
+    peft_folder,
+    peft_tensors,
     random_weights,
     read,
+    refusal,
 )
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
@@ -267,3 +270,10 @@ def test_experts_are_refused_in_pefts_format(tmp_path):
     layout = adapter_layout(tiny_model("qwen3_moe"))
     with pytest.raises(AdapterFileError, match="expert LoRA cannot be written"):
         write_peft(tmp_path, some_weights(layout, {"down_proj"}), layout, None)
+
+
+@pytest.mark.parametrize("path", ["switch_mlp.up_proj", "experts.3.up_proj"])
+def test_experts_of_pefts_format_are_refused_by_name(path, tmp_path):
+    tensors = peft_tensors(path=f"model.layers.1.mlp.{path}", shape=(64, 32))
+    message = refusal(peft_folder(tmp_path, tensors), layout=adapter_layout(tiny_model("qwen3_moe")))
+    assert f"expert LoRA in another format than mlx-lm's is not supported: model.layers.1.mlp.{path}" in message

@@ -23,6 +23,17 @@ def manager(tmp_path: Path) -> SharedModelManager:
     return SharedModelManager(tmp_path / "model", progress=False)
 
 
+def test_experts_routers_and_shared_experts_use_it_too(tmp_path: Path) -> None:
+    save_tiny("qwen2_moe", tmp_path / "model")
+    manager, plain = (SharedModelManager(tmp_path / "model", progress=False) for _ in range(2))
+    tokens = mx.array([[(7 * at) % 256 for at in range(40)]])  # so many that `SwitchGLU` sorts them
+    base, adapter = manager.model(tokens), random_adapter(manager.adapter_layout, 1)
+    manager.add_lora("math", adapter)
+    manager.switch_lora("math")
+    assert relative_error(manager.model(tokens), merged(plain.model, adapter)(tokens)) < 1e-5
+    assert relative_error(manager.model(tokens), base) > 0.1
+
+
 @pytest.mark.parametrize("rank", [4, 40])
 def test_the_model_uses_the_adapter_that_was_switched_to(
     manager: SharedModelManager, tmp_path: Path, rank: int

@@ -54,5 +54,5 @@ def _refusal(path: str, layout: AdapterLayout) -> str:
         if spelling in layout.refused:
             return layout.refused[spelling]
     if _EXPERTS.search(path):
-        return "expert LoRA"
+        return "expert LoRA in another format than mlx-lm's" if any(spec.experts for spec in layout) else "expert LoRA"
     return _REFUSED_KINDS.get(path.rpartition(".")[2], "")

@@ -100,7 +100,7 @@ def planned(form: Format, header: Header, layout: AdapterLayout, max_rank: int) 
     for path, names in modules.items():
         spec = locate(path, layout)
         if spec.experts and form.name == "peft":
-            raise problem(f"expert LoRA in PEFT's format is not supported: {shown(path)[1:-1]}; write it in mlx-lm's")
+            raise problem(f"expert LoRA in another format than mlx-lm's is not supported: {shown(path)[1:-1]}")
         if spec.path in plans:
             raise problem(f"{spec.path} has two adapters in {form.weights_file}: keep one")
         plans[spec.path] = _checked(form, path, names, spec, header, max_rank)
