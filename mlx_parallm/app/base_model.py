@@ -19,7 +19,7 @@ from mlx_parallm.app.base_paths import BasePath, base_of_adapter
 from mlx_parallm.app.device import build_runner, device_schedule, kv_budget, mlx_limits
 from mlx_parallm.batch.kv.disk import PrefixStore
 from mlx_parallm.batch.runner import BatchRunner
-from mlx_parallm.config import Config
+from mlx_parallm.config import Config, Speculation
 from mlx_parallm.core import DeviceMemory, ModelCard, TrainingWork
 from mlx_parallm.engine.live import Vocabulary
 from mlx_parallm.engine.loop import EngineParts
@@ -182,6 +182,7 @@ class BaseModel:
             self._measured(built.runner),
             work,
             lookahead=not on_cpu() if config.debug.lookahead is None else config.debug.lookahead,
+            speculates=config.server.speculation is Speculation.AUTO,
             trace=config.debug.trace if self.first else None,
             check_every_unit=config.debug.check_every_unit,
             queue_timeout_s=config.server.queue_timeout,

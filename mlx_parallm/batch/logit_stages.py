@@ -54,6 +54,13 @@ class TokenCounts:
             return self._table.generated[self._place]
         return mx.array(np.bincount(self._generated, minlength=self.vocab_size).astype(np.float32))
 
+    def after(self, tokens: Sequence[int]) -> TokenCounts:
+        """The counts of the row if it had drawn these tokens too."""
+        following = TokenCounts((), (), self.vocab_size)
+        following._prompt = self._prompt
+        following._table = _CountTable((self.generated().at[mx.array(list(tokens))].add(1.0))[None])
+        return following
+
     def move(self, table: _CountTable, place: int) -> None:
         """From now on the counts are row `place` of `table`, which already includes the counts so far."""
         self._table, self._place = table, place

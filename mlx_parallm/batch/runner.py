@@ -44,7 +44,7 @@ class Row(PoolingRow):
 class Pending:
     """A forward pass, before its tokens are drawn.
 
-    rows: the rows that draw a token, in the order of `logits`
+    rows: the rows that draw a token, in the order of `logits`; a row with a draft once for each token that it draws
     positions: tokens that each of them has drawn before
     logits: lazy, [n, vocab]
     scores: of the prompt tokens in the pass, with their row and the number of tokens before them
@@ -132,11 +132,11 @@ class BatchRunner:
         """
         spans = in_order(spans)
         drawing = {id(row) for row in draws if row.pooling is None}
-        asked = [_asked_for(span, id(span.row) in drawing) for span in spans]
+        counts = [1 + span.row.drafted if id(span.row) in drawing else 0 for span in spans]
+        asked = [_asked_for(span, count) for span, count in zip(spans, counts, strict=True)]
         outputs = self._outputs(_inputs(spans, previous), spans)
         logits = self._logits(outputs, spans, asked)
-        rows = tuple(span.row for span in spans if id(span.row) in drawing)
-        pending = self._pending(rows, spans, asked, logits, pool(outputs, spans))
+        pending = self._pending(spans, counts, asked, logits, pool(outputs, spans))
         if pending.needs_previous_tokens:
             mx.async_eval(pending.logits)  # type: ignore[no-untyped-call]
         return pending
@@ -178,27 +178,30 @@ class BatchRunner:
 
     def _pending(
         self,
-        rows: tuple[Row, ...],
         spans: Sequence[Span[Row]],
+        counts: Sequence[int],
         asked: Sequence[list[int]],
         logits: mx.array | None,
         pooled: PooledParts[Row] | None,
     ) -> Pending:
-        """Splits the logits into those of prompt tokens and those that tokens are drawn from."""
+        """Splits the logits into those of prompt tokens and those that tokens are drawn from. `counts`: the tokens that
+        each row draws."""
         if logits is None:
-            return Pending(rows, (), None, None, (), pooled)
-        drawing, scores, last, start = set(map(id, rows)), [], [], 0
-        for span, offsets in zip(spans, asked, strict=True):
+            return Pending((), (), None, None, (), pooled)
+        rows = [(span.row, offset) for span, count in zip(spans, counts, strict=True) for offset in range(count)]
+        options = [each for span, n in zip(spans, counts, strict=True) if n for each in _options(span.row)]
+        scores, last, start = [], list[int](), 0
+        for span, count, offsets in zip(spans, counts, asked, strict=True):
             stop = start + len(offsets)
-            if id(span.row) in drawing:
-                last.append(stop - 1)
+            last += range(stop - count, stop)
             if span.row.scored and (targets := _targets(span)):
                 part = PromptScores(logits[start : start + len(targets)], targets, span.row.prompt_candidates)
                 scores.append((span.row, span.start, part))
             start = stop
         drawn = logits if len(last) == start else logits[mx.array(last)] if last else None
-        plan = self._plan(rows) if rows else None
-        return Pending(rows, tuple(row.drawn for row in rows), drawn, plan, tuple(scores), pooled)
+        plan = self._plan(options) if rows else None
+        positions = tuple(row.drawn + offset for row, offset in rows)
+        return Pending(tuple(row for row, _ in rows), positions, drawn, plan, tuple(scores), pooled)
 
     def _outputs(self, inputs: mx.array, spans: Sequence[Span[KVRow]]) -> mx.array:
         """What `_run` gives for the tokens of all spans."""
@@ -234,12 +237,11 @@ class BatchRunner:
             outputs: mx.array = model(shaped, cache=caches)
         return outputs.reshape(-1, outputs.shape[-1])
 
-    def _plan(self, rows: tuple[Row, ...]) -> SamplingPlan:
+    def _plan(self, options: list[RowSampling]) -> SamplingPlan:
         """The sampling plan, made again only when the rows have changed.
 
         The key is the rows' sampling options; keeping the rows themselves would keep their requests alive.
         """
-        options = [row.sampling for row in rows]
         if self._planned is None or not _same(self._planned[0], options):
             self._planned = (options, plan_sampling(options, self._vocab_size))
         return self._planned[1]
@@ -249,11 +251,17 @@ def _same(before: Sequence[RowSampling], now: Sequence[RowSampling]) -> bool:
     return len(before) == len(now) and all(one is other for one, other in zip(before, now, strict=True))
 
 
-def _asked_for(span: Span[Row], draws: bool) -> list[int]:
-    """The tokens of a span whose logits are needed: those with a next prompt token to score, and the one drawn from."""
+def _options(row: Row) -> list[RowSampling]:
+    """The sampling options of each token that a row draws."""
+    return row.sampling.along(row.draft) if row.drafted else [row.sampling]
+
+
+def _asked_for(span: Span[Row], draws: int) -> list[int]:
+    """The tokens of a span whose logits are needed: those with a next prompt token to score, and those that `draws`
+    tokens are drawn from."""
     if span.row.scored:
         return list(range(len(_targets(span)) + draws))
-    return [span.tokens - 1] if draws else []
+    return list(range(span.tokens - draws, span.tokens))
 
 
 def _targets(span: Span[Row]) -> list[int]:
@@ -279,7 +287,8 @@ def _inputs(spans: Sequence[Span[Row]], previous: Launched | None) -> mx.array:
     unread: list[tuple[int, Row]] = []  # where in the pass, and whose
     for span in spans:
         ids += span.row.tokens[span.start : span.stop]
-        if span.stop > len(span.row.tokens):
+        ids += span.row.draft
+        if span.stop > len(span.row.tokens) + span.row.drafted:
             unread.append((len(ids), span.row))
             ids.append(0)
     if not unread:

@@ -15,7 +15,7 @@ draw depends on the token before.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
@@ -54,6 +54,21 @@ class RowSampling:
     def is_greedy(self) -> bool:
         """Whether the argmax is drawn. top_k = 1 counts as greedy, so the first of several best tokens is drawn."""
         return self.params.temperature < COLDEST or self.params.top_k == 1
+
+    def along(self, draft: Sequence[int]) -> list[RowSampling]:
+        """The options at the next position, and at those after each token of `draft`, which the grammar allows."""
+        if self.counts is None and self.grammar is None and self.bad_words is None:
+            return [self] * (1 + len(draft))
+        options = [self]
+        grammar = self.grammar
+        for place, token in enumerate(draft, 1):
+            if grammar is not None:
+                grammar = grammar.copy()
+                grammar.accept(token)
+            counts = self.counts.after(draft[:place]) if self.counts is not None else None
+            bad_words = self.bad_words.after(draft[:place]) if self.bad_words is not None else None
+            options.append(replace(self, counts=counts, grammar=grammar, bad_words=bad_words))
+        return options
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from copy import copy
 
 import mlx.core as mx
 import numpy as np
@@ -90,6 +91,14 @@ class BadWords:
             if len(word) > 1:
                 self._by_end[word[-2]].append(word)
         self.needs_previous_tokens = bool(self._by_end)
+
+    def after(self, tokens: Sequence[int]) -> BadWords:
+        """The bad words of the row if it had drawn these tokens too."""
+        following = copy(self)
+        longest = max((len(word) for words in self._by_end.values() for word in words), default=0)
+        first = max(self._prompt_length, len(self._tokens) - longest)
+        following._tokens, following._prompt_length = [*self._tokens[first:], *tokens], 0
+        return following
 
     def banned(self) -> set[int]:
         """The tokens that would complete a word now."""

@@ -96,6 +96,7 @@ GROUPS = (
             Flag("--max-batch-size", "server.max_batch_size", "ROWS"),
             Flag("--max-batched-tokens", "server.max_batched_tokens", "TOKENS"),
             Flag("--max-queued", "server.max_queued", "SEQUENCES"),
+            Flag("--speculation", "server.speculation", "auto|off"),
             Flag("--max-decode-stall-ms", "server.max_decode_stall_ms", "MILLISECONDS"),
             Flag("--strict-fields", "server.strict_fields"),
             Flag("--ollama-api", "server.ollama_api"),

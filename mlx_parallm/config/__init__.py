@@ -24,7 +24,7 @@ from mlx_parallm.config.sections import (
     DebugConfig,
     ModelConfig,
 )
-from mlx_parallm.config.server import GenerationConfig, LogprobsMode, Mode, ServerConfig, TrafficClass
+from mlx_parallm.config.server import GenerationConfig, LogprobsMode, Mode, ServerConfig, Speculation, TrafficClass
 from mlx_parallm.config.sources import API_KEY_VARIABLE, KEYS, Key, Setting, suggest
 from mlx_parallm.config.tinker import TinkerConfig
 from mlx_parallm.config.training import (

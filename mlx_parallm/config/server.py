@@ -57,6 +57,13 @@ class TrafficClass(StrEnum):
     ROLLOUT = "rollout"
 
 
+class Speculation(StrEnum):
+    """Whether guessed tokens are computed besides the next one of each sequence."""
+
+    AUTO = "auto"
+    OFF = "off"
+
+
 class LogprobsMode(StrEnum):
     """What the logprobs of generated tokens are of. The values are vLLM's."""
 
@@ -110,6 +117,11 @@ class ServerConfig(Section):
     """Largest number of sequences in the running batch."""
     max_batched_tokens: Integer = Field(default=2048, ge=1)
     """Largest number of prompt tokens that one unit of device work computes. The scheduler may choose fewer."""
+    speculation: Speculation = Speculation.AUTO
+    """Whether a forward pass may compute guessed tokens besides the next one of each sequence, and keep those that are
+    right. auto guesses what followed the same words earlier in the prompt or the answer, and what a grammar demands,
+    wherever answers come faster so. The texts are the same. off: one token of each sequence at a time.
+    """
     max_queued: Integer = Field(default=512, ge=1)
     """Largest number of sequences that wait for admission. Further requests get 429."""
     queue_timeout: Number | None = Field(default=600.0, gt=0)

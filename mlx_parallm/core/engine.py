@@ -62,6 +62,7 @@ class EngineStats:
             those whose keys and values were taken from it. They count as `RequestFinished.cached_tokens` does.
         external_prefix_cache_queries_total, external_prefix_cache_hits_total: prompt tokens that were looked up on the
             disk because the prefix cache did not have them, and those that were read back into it.
+        draft_tokens_total, accepted_draft_tokens_total: guessed tokens that were computed, and those that were right.
         training_share: training's share of device time in the last time window, with or without rows waiting.
         device_seconds: what the device has worked on since start.
         taken_at: when the snapshot was taken, on the monotonic clock.
@@ -89,6 +90,8 @@ class EngineStats:
     steps_total: int = 0
     prompt_tokens_total: int = 0
     generation_tokens_total: int = 0
+    draft_tokens_total: int = 0
+    accepted_draft_tokens_total: int = 0
     aborted_total: int = 0
     failed_steps_total: int = 0
     schedule: DeviceSchedule = field(default_factory=DeviceSchedule)

@@ -84,6 +84,15 @@ class GrammarState(Protocol):
         """
         ...
 
+    def copy(self) -> GrammarState:
+        """A state at the same position, which advances by itself."""
+        ...
+
+    def forced(self) -> Sequence[int]:
+        """The next tokens where only one text may follow. Other tokens may stand for the same text, so they are a
+        guess."""
+        ...
+
     @property
     def ended(self) -> bool:
         """Whether no token can follow."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -54,6 +55,10 @@ class Sequence:
         prompt_candidates: the candidates that are reported for each token of a scored prompt.
         candidates: those that are reported for each drawn token.
         pooling: how its hidden states are pooled. The vector takes the place of the only token that it could draw.
+        guess: the tokens that may follow the last one, as they are guessed without the model; see `engine.drafting`.
+        drafted: the number of guessed tokens that the next unit computes and checks. They count as drawn and computed
+            from its launch until it is read, as if all of them were right.
+        acceptance: the share of guessed tokens that were right lately.
     """
 
     sequence_id: int
@@ -77,6 +82,9 @@ class Sequence:
     steps_waited: int = 0
     keeps_row_until: int = 0
     prompt_length: int = 0
+    guess: Seq[int] = ()
+    drafted: int = 0
+    acceptance: float = 0.0
 
     def __post_init__(self) -> None:
         self.served_at = self.arrived_at
@@ -117,10 +125,26 @@ class Sequence:
         return self.length - len(self.tokens)
 
     @property
+    def draft(self) -> Seq[int]:
+        """The guessed tokens that the next unit computes after the last token."""
+        return self.guess[: self.drafted]
+
+    @property
     def may_draw(self) -> bool:
         """Whether another token may be drawn before `max_tokens` is reached."""
         return self.drawn < self.max_tokens
 
+    def take_back(self, tokens: int) -> None:
+        """Uncounts so many tokens at the end, which were guessed. Their keys and values may be written over."""
+        self.drawn -= tokens
+        self.computed -= tokens
+
+    def take_guessed(self) -> None:
+        """Counts a guessed token again, because it was right, and with it the token that was drawn after it."""
+        self.drawn += 1
+        self.computed += 1
+
     def forget_unread(self) -> None:
         """Takes back tokens that were drawn but will never be read, so that they are drawn again."""
         self.drawn -= self.unread
+        self.drafted = 0

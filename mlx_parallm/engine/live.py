@@ -24,6 +24,7 @@ from mlx_parallm.core import (
     Sequence,
     TokenLogprob,
 )
+from mlx_parallm.engine.guesses import RowGuesses
 from mlx_parallm.engine.text import Detokenizes, StopMatcher, TextStream
 
 
@@ -46,7 +47,8 @@ class LiveSequence(Row):
     `scores`: the prompt's logprobs so far, None for the first token. The list itself is None if the request does not
     want them or they have been sent. `pooled`: the pooled hidden states of the prompt as far as it is computed; for the
     mean, their sum. `counts_lookup`: tokens that the row gets from the prefix cache count as hits. False if the prompt
-    was looked up before, for another sequence or before a preemption.
+    was looked up before, for another sequence or before a preemption. `guesses`: where its guesses come from; None until
+    the first one.
     """
 
     index: int
@@ -55,6 +57,7 @@ class LiveSequence(Row):
     scores: list[TokenLogprob | None] | None = None
     pooled: Vector | None = None
     counts_lookup: bool = False
+    guesses: RowGuesses | None = None
 
     def forget_unread(self) -> None:
         """Takes back tokens that were drawn but will never be read, so that they are drawn again.
@@ -63,6 +66,10 @@ class LiveSequence(Row):
         lost.
         """
         super().forget_unread()
+        self.count_again()
+
+    def count_again(self) -> None:
+        """Counts the tokens for penalties again, from those that were read."""
         if (counts := self.sampling.counts) is not None:
             prompt, generated = self.tokens[: self.prompt_length], self.tokens[self.prompt_length :]
             self.sampling = replace(self.sampling, counts=TokenCounts(prompt, generated, counts.vocab_size))

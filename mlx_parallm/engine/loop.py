@@ -30,6 +30,7 @@ from mlx_parallm.core import (
     then,
 )
 from mlx_parallm.engine.disk_prefixes import DiskPrefixes
+from mlx_parallm.engine.drafting import guess, is_worth_waiting
 from mlx_parallm.engine.faults import Recovery
 from mlx_parallm.engine.live import FaultScope, Vocabulary, live
 from mlx_parallm.engine.memory import PoolMemory, open_accounts
@@ -49,6 +50,7 @@ class EngineParts:
     """The parts of the engine, which the device thread builds before it serves.
 
     `base`: the base model's name. `training`: None if this server does not train. `lookahead`: see `Forwards`.
+    `speculates`: rows may have drafts; see `drafting`.
     `queue_timeout_s`: longest time that an inference request may wait for its first forward unit; None for no limit.
     `limits`: the limits set on MLX's memory, for `/debug/state`. `prefix_store`: None if cached prefixes are kept in
     memory only. `trace` and `check_every_unit`: see `config.DebugConfig`.
@@ -61,6 +63,7 @@ class EngineParts:
     cost: CostModel
     training: TrainingWork | None = None
     lookahead: bool = True
+    speculates: bool = False
     queue_timeout_s: float | None = None
     limits: MemoryLimits | None = None
     prefix_store: PrefixStore | None = None
@@ -85,6 +88,7 @@ class DeviceLoop:
         self._queue_timeout_s = parts.queue_timeout_s
         self._limits = parts.limits
         self._memory = memory = PoolMemory(runner.cache, adapters, scope)
+        self._speculates = parts.speculates
         self._gives_way = False  # cached prefixes are giving memory to adapters or training
         open_accounts(runner.cache.device, adapters, parts.training)
         self.scheduler = scheduler = RLAwareScheduler(parts.scheduler, memory, parts.cost)
@@ -203,6 +207,8 @@ class DeviceLoop:
             self._recovery.survive(error)
 
     def _run_next(self, now: float) -> bool:
+        if self._speculates:
+            self._guess()
         unit = self.scheduler.next_unit(now, self._candidates(now), self.others_run)
         if self._forwards.in_flight and not isinstance(unit, ForwardUnit):
             with self._trace.span("read tokens"):
@@ -214,6 +220,14 @@ class DeviceLoop:
             return False
         self._requests.flush()
         return True
+
+    def _guess(self) -> None:
+        """Guesses the next tokens of the rows. If that promises drafts, the unit in flight is read before."""
+        rows = [live(sequence) for sequence in self.scheduler.live]
+        guess(rows)
+        if self._forwards.in_flight and is_worth_waiting(rows):
+            self._forwards.commit()
+            guess(live(sequence) for sequence in self.scheduler.live)
 
     def _tidy(self, others_wait: bool = False) -> bool:
         """Gives back some of the memory that rows and cached prefixes do not need, or that adapters and training do.

@@ -30,6 +30,8 @@ class Counters:
     steps: int = 0
     prompt_tokens: int = 0
     prefilled_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     generation_tokens: int = 0
     aborted: int = 0
     failed_steps: int = 0
@@ -72,6 +74,8 @@ def snapshot(
         steps_total=counters.steps,
         prompt_tokens_total=counters.prompt_tokens,
         generation_tokens_total=counters.generation_tokens,
+        draft_tokens_total=counters.draft_tokens,
+        accepted_draft_tokens_total=counters.accepted_tokens,
         aborted_total=counters.aborted,
         failed_steps_total=counters.failed_steps,
         schedule=scheduler.schedule,

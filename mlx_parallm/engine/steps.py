@@ -11,11 +11,16 @@ one unit later, so there each unit is read before the next one is launched (`loo
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 from mlx_parallm.batch.forward import Span
+from mlx_parallm.batch.readback import Draw
 from mlx_parallm.batch.runner import BatchRunner, Launched
 from mlx_parallm.core import DeviceSeconds, SequenceStatus
+from mlx_parallm.engine.drafting import compare
 from mlx_parallm.engine.live import LiveRequest, LiveSequence, live
 from mlx_parallm.engine.memory import PoolMemory
 from mlx_parallm.engine.requests import LiveRequests
@@ -41,7 +46,7 @@ class Forwards:
     """Launches forward units and reads their tokens. Device thread only; raises what the device raises.
 
     Args:
-        lookahead: launch each unit before the tokens of the unit before it are read.
+        lookahead: launch each unit before the tokens of the unit before it are read, unless it has drafts.
     """
 
     def __init__(
@@ -70,7 +75,7 @@ class Forwards:
         follows = self.in_flight
         self.commit()
         self._in_flight = launched  # set last, so that this unit is dropped if reading the one before it fails
-        if not follows and (unit.delayed or not self._lookahead):
+        if unit.drafts or (not follows and (unit.delayed or not self._lookahead)):
             self.commit()  # else waiting work, or these tokens, would wait for another unit
 
     def commit(self) -> None:
@@ -115,11 +120,31 @@ class Forwards:
             self._requests.add_scores(row, start, part)
         for part_of, vector in pooled:
             self._requests.add_pooled(live(part_of.row), part_of.start, part_of.stop, vector)
-        for row, draw in zip(map(live, in_flight.launched.rows), draws, strict=True):
-            if row.status is not SequenceStatus.FINISHED:
-                self._requests.accept(row, draw, now)
+        for row, of_row in groupby(zip(in_flight.launched.rows, draws, strict=True), key=itemgetter(0)):
+            self._accept(live(row), [draw for _, draw in of_row], now)
         for span in in_flight.unit.spans:
             self._after(live(span.sequence), span.start + span.tokens)
+
+    def _accept(self, row: LiveSequence, draws: Sequence[Draw], now: float) -> None:
+        """Gives a row its draws, up to the first one that differs from the guess after which the next one was drawn.
+
+        At each moment the row is as if its tokens had come one by one, because any of them may end it.
+        """
+        guess, row.guess, row.drafted = row.guess, (), 0
+        counters = self._requests.counters
+        counters.draft_tokens += len(draws) - 1
+        row.take_back(len(draws) - 1)
+        for place, draw in enumerate(draws):
+            if row.status is SequenceStatus.FINISHED:
+                return
+            if place:
+                row.take_guessed()
+                counters.accepted_tokens += 1
+            self._requests.accept(row, draw, now)
+            if place == len(guess) or not compare(row, guess[place], draw.token):
+                break
+        if len(draws) > 1:
+            row.count_again()
 
     def _after(self, row: LiveSequence, computed: int) -> None:
         """Registers the full blocks of a row, after the unit that brought it to `computed` tokens was read. Ends a

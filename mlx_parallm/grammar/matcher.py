@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
@@ -79,6 +79,12 @@ class LLState:
         if not self._matcher.consume_token(token):
             reason = " ".join(self._matcher.get_error().split())[:200]
             raise GrammarError(f"the grammar gave up after this text: {reason}")
+
+    def copy(self) -> LLState:
+        return LLState(self._matcher.deep_copy())
+
+    def forced(self) -> Sequence[int]:
+        return list(self._matcher.compute_ff_tokens())
 
     @property
     def ended(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,6 +78,14 @@ class _BoundedNumbersState:
         self._inner.accept(token)
         for byte in self._tokens.token_bytes[token]:
             self._read(byte)
+
+    def copy(self) -> GrammarState:
+        following = copy(self)
+        following._inner = self._inner.copy()
+        return following
+
+    def forced(self) -> Sequence[int]:
+        return self._inner.forced()
 
     @property
     def ended(self) -> bool:
@@ -157,6 +166,14 @@ class _AfterReasoningState:
         else:
             self._start_mark.clear()
             self._inner.accept(token)
+
+    def copy(self) -> GrammarState:
+        following = copy(self)
+        following._inner, following._start_mark = self._inner.copy(), self._start_mark[:]
+        return following
+
+    def forced(self) -> Sequence[int]:
+        return () if self._reasoning or self._start_mark else self._inner.forced()
 
     @property
     def ended(self) -> bool:

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from mlx_parallm.core import DeviceSchedule, Sequence, SequenceStatus, WorkClass
 from mlx_parallm.scheduler.beside import WorkBesideRequests
 from mlx_parallm.scheduler.cost import CostModel
+from mlx_parallm.scheduler.drafts import choose_drafts
 from mlx_parallm.scheduler.fairness import ROW_TOKENS, TokenShares
 from mlx_parallm.scheduler.order import PromptOrder
 from mlx_parallm.scheduler.prefill import (
@@ -132,7 +133,7 @@ class RLAwareScheduler:
 
     def preempt(self, sequence: Sequence) -> None:
         """Takes a live sequence's row away. It waits again, keeps its age, and is computed from its start."""
-        sequence.status = SequenceStatus.WAITING
+        sequence.status, sequence.drafted = SequenceStatus.WAITING, 0
         self._waiting.add(sequence)
         self.preemptions += 1
         self._free_row(sequence)
@@ -238,13 +239,17 @@ class RLAwareScheduler:
 
     def _next_forward(self, rows: list[Sequence], followers: set[Sequence]) -> ForwardUnit | None:
         """The next forward unit: a token of each of these rows, and chunks of prompts."""
+        choose_drafts(rows, self.cost)
         rows = self._with_room(rows)
         chunks = self._next_chunks(bool(rows), followers)
         return forward_unit(rows, chunks, self.gap.interrupted) if rows or chunks else None
 
     def _with_room(self, rows: list[Sequence]) -> list[Sequence]:
-        """Makes room for a token in every row, oldest first. Preempts rows if memory is short; returns the others."""
+        """Makes room for a token in every row, and for its draft if there is memory, oldest first. Preempts rows if
+        memory is short; returns the others."""
         for row in rows:
+            if row.drafted and not self._memory.extend(row, row.length + row.drafted):
+                row.drafted = 0
             while row.status is SequenceStatus.RUNNING and not self._memory.extend(row, row.length):
                 self.preempt(self._memory.to_preempt(self._rows, row))
                 self._memory_is_short = True
@@ -277,7 +282,7 @@ class RLAwareScheduler:
         """
         self.gap.close()
         for sequence in unit.draws:
-            sequence.drawn += 1
+            sequence.drawn += 1 + sequence.drafted
         for span in unit.spans:
             span.sequence.started_at = span.sequence.started_at or now
             self._shares.charge(span.sequence, span.tokens)

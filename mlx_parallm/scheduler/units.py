@@ -42,6 +42,7 @@ class ForwardUnit:
         draws: the sequences that draw a token at the end of the unit, or whose hidden states are all pooled by then, in
             the order of `spans`: all decode rows, and the prompts whose last chunk this is.
         decodes: the number of decode rows.
+        drafts: guessed tokens of decode rows that the unit computes and checks, besides the token of each row.
         delayed: staging or training ran since the last forward unit.
     """
 
@@ -49,16 +50,17 @@ class ForwardUnit:
     draws: tuple[Sequence, ...]
     decodes: int
     delayed: bool = False
+    drafts: int = 0
 
     @property
     def rows(self) -> tuple[Span, ...]:
-        """The decode rows, of one token each."""
+        """The decode rows: one token of each, and its draft."""
         return self.spans[: self.decodes]
 
     @property
     def tokens_drawn(self) -> int:
-        """The number of tokens that the unit draws."""
-        return sum(sequence.pooling is None for sequence in self.draws)
+        """The number of tokens that the unit draws: one after each token of a draft too."""
+        return sum(sequence.pooling is None for sequence in self.draws) + self.drafts
 
     @property
     def chunks(self) -> tuple[Span, ...]:
@@ -85,9 +87,9 @@ Unit = ForwardUnit | StagingUnit | TrainingUnit
 
 def forward_unit(rows: list[Sequence], chunks: list[Span], delayed: bool) -> ForwardUnit:
     """The unit of these decode rows and chunks. Call it before any of their counts change."""
-    spans = (*(Span(row, row.computed, 1) for row in rows), *chunks)
-    draws = tuple(span.sequence for span in spans if span.tokens == span.sequence.pending)
-    return ForwardUnit(spans, draws, len(rows), delayed)
+    decodes = [Span(row, row.computed, 1 + row.drafted) for row in rows]
+    last_chunks = (chunk.sequence for chunk in chunks if chunk.tokens == chunk.sequence.pending)
+    return ForwardUnit((*decodes, *chunks), (*rows, *last_chunks), len(rows), delayed, sum(row.drafted for row in rows))
 
 
 # ---- work beside requests ----------------------------------------------------------------------

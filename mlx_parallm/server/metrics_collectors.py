@@ -86,6 +86,14 @@ BASE_COUNTERS: Table[EngineStats] = {
     ),
     "prompt_tokens": ("Prompt tokens processed.", lambda stats: stats.prompt_tokens_total),
     "generation_tokens": ("Tokens generated.", lambda stats: stats.generation_tokens_total),
+    "spec_decode_num_draft_tokens": (
+        "Guessed tokens that a forward pass computed and checked.",
+        lambda stats: stats.draft_tokens_total,
+    ),
+    "spec_decode_num_accepted_tokens": (
+        "Guessed tokens that were right.",
+        lambda stats: stats.accepted_draft_tokens_total,
+    ),
 }
 ENGINE_GAUGES: Table[EngineStats] = {
     "engine_paused": ("1 from POST /pause to POST /resume.", lambda stats: stats.paused),

@@ -39,6 +39,8 @@ SHARED = WITHOUT_LABELS | {
     "request_queue_time_seconds",
     "request_success",
     "request_time_per_output_token_seconds",
+    "spec_decode_num_accepted_tokens",
+    "spec_decode_num_draft_tokens",
     "time_to_first_token_seconds",
 }
 """The metrics that vLLM has too, by their names after the prefix. They have its label `model_name` under both names."""

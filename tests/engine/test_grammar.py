@@ -8,6 +8,7 @@ import re
 import pytest
 from harness import Harness, Solo, assert_same_tokens, make_harness, solo
 from tiny import tiny_model
+from word_grammar import END, Words
 
 from mlx_parallm.core import (
     FinishReason,
@@ -21,44 +22,6 @@ from mlx_parallm.errors import GrammarError
 
 TINY = 1e-5
 PROMPT = [3, 1, 4, 1, 5]
-END = 262
-
-
-class Words:
-    """Any of these sequences of tokens. A stand-in for a compiled grammar."""
-
-    def __init__(self, *words: tuple[int, ...], fails_after: int | None = None) -> None:
-        self.words = words
-        self.fails_after = fails_after
-        self.started = 0
-
-    def start(self) -> Words._State:
-        self.started += 1
-        return self._State(self)
-
-    class _State:
-        def __init__(self, grammar: Words) -> None:
-            self.grammar = grammar
-            self.text: tuple[int, ...] = ()
-
-        def _next(self) -> set[int]:
-            at = len(self.text)
-            going = [word for word in self.grammar.words if word[:at] == self.text]
-            return {word[at] if at < len(word) else END for word in going}
-
-        def fill(self, mask: memoryview) -> None:
-            bits = sum(1 << token for token in self._next())
-            mask.cast("B")[:] = bits.to_bytes(mask.nbytes, "little")
-
-        def accept(self, token: int) -> None:
-            if len(self.text) == self.grammar.fails_after:
-                raise GrammarError("injected")
-            assert token in self._next()
-            self.text += (token,)
-
-        @property
-        def ended(self) -> bool:
-            return self._next() <= {END} and self.text in self.grammar.words
 
 
 def finish_of(harness: Harness, request: str, index: int = 0) -> FinishReason | None:

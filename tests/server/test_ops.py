@@ -89,6 +89,8 @@ VLLM_METRICS = {
     "num_preemptions_total": "counter",
     "prompt_tokens_total": "counter",
     "generation_tokens_total": "counter",
+    "spec_decode_num_draft_tokens_total": "counter",
+    "spec_decode_num_accepted_tokens_total": "counter",
     "request_success_total": "counter",
     "time_to_first_token_seconds": "histogram",
     "inter_token_latency_seconds": "histogram",

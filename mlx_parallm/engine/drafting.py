@@ -1,0 +1,44 @@
+"""Drafts: tokens that are guessed for live sequences, so that one forward pass computes several tokens of a row.
+
+    guess ─▶ the scheduler takes as much of it as pays ─▶ one pass draws a token after each ─▶ compare
+
+    in the pass    The   cat   sat   on        "cat sat on" is guessed
+    drawn after    cat   sat   in    ·         3 tokens: the last one shows that "on" was wrong
+
+Each position draws with its own place in the row's random stream, exactly as without a draft, and its token is kept as
+long as all guesses before it were right. So the same seed gives the same text; a wrong guess costs only time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mlx_parallm.core import SequenceStatus
+from mlx_parallm.engine.guesses import RowGuesses
+from mlx_parallm.engine.live import LiveSequence
+
+_WORTH_WAITING = 0.5
+"""Where units are launched ahead, a draft has to wait for the tokens of the unit in flight. It may do that if so many
+guesses were right lately."""
+
+
+def guess(rows: Iterable[LiveSequence]) -> None:
+    """Sets the `guess` of each row that decodes: the tokens that may follow those which have been read."""
+    for row in rows:
+        row.guess = ()
+        if row.status is SequenceStatus.RUNNING and not row.draws_alone and row.max_tokens - row.drawn > 1:
+            row.guesses = row.guesses or RowGuesses(row.tokens)
+            row.guess = row.guesses.guess(row.sampling.grammar)
+            row.acceptance = row.guesses.acceptance
+
+
+def is_worth_waiting(rows: Iterable[LiveSequence]) -> bool:
+    """Whether the unit in flight should be read before the next one is chosen, so that it can have drafts."""
+    return any(row.guess and row.acceptance > _WORTH_WAITING for row in rows)
+
+
+def compare(row: LiveSequence, guessed: int, drawn: int) -> bool:
+    """Returns whether a guess was right, and remembers it for the next ones."""
+    assert row.guesses is not None, "it has guessed"
+    row.guesses.add(guessed == drawn)
+    return guessed == drawn

@@ -1,0 +1,57 @@
+"""How many guessed tokens a unit checks, by what they cost and how often they are right."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlx_parallm.core import PromptGroup, Sequence
+from mlx_parallm.scheduler.cost import CostModel
+from mlx_parallm.scheduler.drafts import choose_drafts
+
+CHEAP = CostModel(fixed=0.05, per_token=0.001, per_pair=0.0, per_draw=0.001)
+DEAR = CostModel(fixed=0.001, per_token=0.05, per_pair=0.0, per_draw=0.01)
+
+
+def row(acceptance: float, guessed: int = 8, max_tokens: int = 100, drawn: int = 1) -> Sequence:
+    sequence = Sequence(0, [0] * (20 + drawn), max_tokens, 0.0, PromptGroup())
+    sequence.prompt_length, sequence.drawn, sequence.computed = 20, drawn, 20 + drawn - 1
+    sequence.guess, sequence.acceptance = [1] * guessed, acceptance
+    return sequence
+
+
+def drafted(cost: CostModel, *rows: Sequence) -> list[int]:
+    choose_drafts(rows, cost)
+    return [each.drafted for each in rows]
+
+
+def test_the_better_the_guesses_the_longer_the_drafts() -> None:
+    lengths = [drafted(CHEAP, row(acceptance))[0] for acceptance in (0.02, 0.3, 0.6, 0.9, 1.0)]
+    assert lengths == sorted(lengths)
+    assert (lengths[0], lengths[-1]) == (0, 8)
+    assert 0 < lengths[2] < 8
+
+
+def test_nothing_is_drafted_where_each_token_costs_a_pass() -> None:
+    assert drafted(DEAR, row(0.9), row(0.9)) == [0, 0]
+
+
+def test_the_rows_that_are_right_more_often_get_the_longer_drafts() -> None:
+    first, second = drafted(CHEAP, row(0.9), row(0.4))
+    assert first > second
+
+
+def test_a_row_does_not_make_the_others_wait_for_less_than_it_gains() -> None:
+    alone = drafted(CHEAP, row(0.5))[0]
+    beside = drafted(CHEAP, *[row(0.5, guessed=0) for _ in range(31)], row(0.5))[-1]
+    assert beside < alone
+
+
+@pytest.mark.parametrize(("max_tokens", "drawn", "most"), [(10, 9, 0), (10, 8, 1), (10, 1, 8), (3, 1, 1)])
+def test_no_token_is_drafted_beyond_the_last_one(max_tokens: int, drawn: int, most: int) -> None:
+    assert drafted(CHEAP, row(1.0, max_tokens=max_tokens, drawn=drawn)) == [most]
+
+
+def test_a_guess_after_a_token_that_was_not_read_is_not_drafted() -> None:
+    unread = row(1.0)
+    unread.tokens.pop()
+    assert drafted(CHEAP, unread) == [0]
