@@ -47,7 +47,7 @@ class LiveSequence(Row):
     `scores`: the prompt's logprobs so far, None for the first token. The list itself is None if the request does not
     want them or they have been sent. `pooled`: the pooled hidden states of the prompt as far as it is computed; for the
     mean, their sum. `counts_lookup`: tokens that the row gets from the prefix cache count as hits. False if the prompt
-    was looked up before, for another sequence or before a preemption. `guesses`: where its guesses come from; None until
+    was looked up before, for another sequence or before a preemption. `guesses`: those of its next tokens; None until
     the first one.
     """
 
