@@ -15,11 +15,13 @@ class Words:
         self.fails_after = fails_after
         self.started = 0
 
-    def start(self) -> Words._State:
+    def start(self) -> Words.State:
         self.started += 1
-        return self._State(self)
+        return self.State(self)
 
-    class _State:
+    class State:
+        """A text of these tokens."""
+
         def __init__(self, grammar: Words) -> None:
             self.grammar = grammar
             self.text: tuple[int, ...] = ()
@@ -38,8 +40,8 @@ class Words:
                 raise GrammarError("injected")
             self.text += (token,)
 
-        def copy(self) -> Words._State:
-            following = Words._State(self.grammar)
+        def copy(self) -> Words.State:
+            following = type(self)(self.grammar)
             following.text = self.text
             return following
 

@@ -35,9 +35,13 @@ from mlx_parallm.model.split import Head, trunk_of
 
 @dataclass(eq=False, kw_only=True)
 class Row(PoolingRow):
-    """A sequence with its row of the KV pool and its sampling options."""
+    """A sequence with its row of the KV pool and its sampling options.
+
+    `draft_sampling`: the options after each token of the draft that the next pass computes.
+    """
 
     sampling: RowSampling = field(default_factory=lambda: RowSampling(SamplingParams()))
+    draft_sampling: Sequence[RowSampling] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +193,8 @@ class BatchRunner:
         if logits is None:
             return Pending((), (), None, None, (), pooled)
         rows = [(span.row, offset) for span, count in zip(spans, counts, strict=True) for offset in range(count)]
-        options = [each for span, n in zip(spans, counts, strict=True) if n for each in _options(span.row)]
+        drawing = (span.row for span, count in zip(spans, counts, strict=True) if count)
+        options = [each for row in drawing for each in (row.sampling, *row.draft_sampling)]
         scores, last, start = [], list[int](), 0
         for span, count, offsets in zip(spans, counts, asked, strict=True):
             stop = start + len(offsets)
@@ -249,11 +254,6 @@ class BatchRunner:
 
 def _same(before: Sequence[RowSampling], now: Sequence[RowSampling]) -> bool:
     return len(before) == len(now) and all(one is other for one, other in zip(before, now, strict=True))
-
-
-def _options(row: Row) -> list[RowSampling]:
-    """The sampling options of each token that a row draws."""
-    return row.sampling.along(row.draft) if row.drafted else [row.sampling]
 
 
 def _asked_for(span: Span[Row], draws: int) -> list[int]:

@@ -56,11 +56,10 @@ class RowSampling:
         return self.params.temperature < COLDEST or self.params.top_k == 1
 
     def along(self, draft: Sequence[int]) -> list[RowSampling]:
-        """The options at the next position, and at those after each token of `draft`, which the grammar allows."""
+        """The options after each token of `draft`, which the grammar allows."""
         if self.counts is None and self.grammar is None and self.bad_words is None:
-            return [self] * (1 + len(draft))
-        options = [self]
-        grammar = self.grammar
+            return [self] * len(draft)
+        options, grammar = list[RowSampling](), self.grammar
         for place, token in enumerate(draft, 1):
             if grammar is not None:
                 grammar = grammar.copy()

@@ -15,26 +15,32 @@ from collections.abc import Iterable
 
 from mlx_parallm.core import SequenceStatus
 from mlx_parallm.engine.guesses import RowGuesses
-from mlx_parallm.engine.live import LiveSequence
-
-_WORTH_WAITING = 0.5
-"""Where units are launched ahead, a draft has to wait for the tokens of the unit in flight. It may do that if so many
-guesses were right lately."""
+from mlx_parallm.engine.live import FaultScope, LiveSequence
+from mlx_parallm.scheduler.drafts import MOST_TOKENS
 
 
-def guess(rows: Iterable[LiveSequence]) -> None:
-    """Sets the `guess` of each row that decodes: the tokens that may follow those which have been read."""
+def guess(rows: Iterable[LiveSequence], scope: FaultScope) -> None:
+    """Sets the `guess` of each row that decodes: the tokens that may follow those which have been read. A row that
+    raises has its request recorded in `scope`."""
+    decoding = []
     for row in rows:
         row.guess = ()
         if row.status is SequenceStatus.RUNNING and not row.draws_alone and row.max_tokens - row.drawn > 1:
+            decoding.append(row)
+    if len(decoding) >= MOST_TOKENS:
+        return
+    for row in decoding:
+        with scope.covering([row.request]):
             row.guesses = row.guesses or RowGuesses(row.tokens)
             row.guess = row.guesses.guess(row.sampling.grammar)
             row.acceptance = row.guesses.acceptance
 
 
-def is_worth_waiting(rows: Iterable[LiveSequence]) -> bool:
-    """Whether the unit in flight should be read before the next one is chosen, so that it can have drafts."""
-    return any(row.guess and row.acceptance > _WORTH_WAITING for row in rows)
+def plan_draft(row: LiveSequence, scope: FaultScope) -> None:
+    """Sets the sampling options after each token of a row's draft, if it has one, as `guess` does."""
+    if row.drafted:
+        with scope.covering([row.request]):
+            row.draft_sampling = row.sampling.along(row.draft)
 
 
 def compare(row: LiveSequence, guessed: int, drawn: int) -> bool:

@@ -9,8 +9,9 @@ from mlx_parallm.core import GrammarState
 from mlx_parallm.engine.lookup import PromptLookup
 from mlx_parallm.errors import GrammarError
 
-LONGEST = 8
-"""Tokens of a guess at most."""
+LONGEST = 7
+"""Tokens of a guess at most. With the token before them they are 8, the most that the attention of Metal takes in one
+call without another kernel."""
 
 _NEWEST = 0.2
 """Weight of the newest guess in the share of right ones."""
@@ -47,21 +48,20 @@ class RowGuesses:
         return self._shares[self._source]
 
     def guess(self, grammar: GrammarState | None) -> Sequence[int]:
-        """The tokens that may come next; none if there is no guess."""
-        forced = [] if grammar is None else grammar.forced()[:LONGEST]
+        """The tokens that may come next, all of which the grammar allows; none if there is no guess."""
+        forced = () if grammar is None else grammar.forced()[:LONGEST]
         self._source = Source.GRAMMAR if forced else Source.TEXT
-        return forced or _allowed(grammar, self._lookup.guess(LONGEST))
+        guess = forced or self._lookup.guess(LONGEST)
+        return guess if grammar is None else _allowed(grammar.copy(), guess)
 
     def add(self, right: bool) -> None:
         """Remembers whether a token of the last guess was right."""
         self._shares[self._source] += _NEWEST * (right - self._shares[self._source])
 
 
-def _allowed(grammar: GrammarState | None, guess: Iterable[int]) -> list[int]:
-    """The beginning of a guess that the grammar allows."""
-    if grammar is None:
-        return list(guess)
-    state, allowed = grammar.copy(), list[int]()
+def _allowed(state: GrammarState, guess: Iterable[int]) -> list[int]:
+    """The beginning of a guess that the grammar allows. `state` advances along it."""
+    allowed = list[int]()
     for token in guess:
         try:
             state.accept(token)

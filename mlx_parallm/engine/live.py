@@ -66,6 +66,7 @@ class LiveSequence(Row):
         lost.
         """
         super().forget_unread()
+        self.draft_sampling = ()
         self.count_again()
 
     def count_again(self) -> None:

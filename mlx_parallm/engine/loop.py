@@ -30,7 +30,7 @@ from mlx_parallm.core import (
     then,
 )
 from mlx_parallm.engine.disk_prefixes import DiskPrefixes
-from mlx_parallm.engine.drafting import guess, is_worth_waiting
+from mlx_parallm.engine.drafting import guess
 from mlx_parallm.engine.faults import Recovery
 from mlx_parallm.engine.live import FaultScope, Vocabulary, live
 from mlx_parallm.engine.memory import PoolMemory, open_accounts
@@ -222,12 +222,11 @@ class DeviceLoop:
         return True
 
     def _guess(self) -> None:
-        """Guesses the next tokens of the rows. If that promises drafts, the unit in flight is read before."""
-        rows = [live(sequence) for sequence in self.scheduler.live]
-        guess(rows)
-        if self._forwards.in_flight and is_worth_waiting(rows):
+        """Guesses the next tokens of the rows. If drafts would gain much, the unit in flight is read before."""
+        guess(map(live, self.scheduler.live), self._scope)
+        if self._forwards.in_flight and self.scheduler.waits_for_tokens():
             self._forwards.commit()
-            guess(live(sequence) for sequence in self.scheduler.live)
+            guess(map(live, self.scheduler.live), self._scope)
 
     def _tidy(self, others_wait: bool = False) -> bool:
         """Gives back some of the memory that rows and cached prefixes do not need, or that adapters and training do.

@@ -20,7 +20,7 @@ from mlx_parallm.batch.forward import Span
 from mlx_parallm.batch.readback import Draw
 from mlx_parallm.batch.runner import BatchRunner, Launched
 from mlx_parallm.core import DeviceSeconds, SequenceStatus
-from mlx_parallm.engine.drafting import compare
+from mlx_parallm.engine.drafting import compare, plan_draft
 from mlx_parallm.engine.live import LiveRequest, LiveSequence, live
 from mlx_parallm.engine.memory import PoolMemory
 from mlx_parallm.engine.requests import LiveRequests
@@ -94,6 +94,8 @@ class Forwards:
         spans = [Span(live(span.sequence), span.start, span.tokens) for span in unit.spans]
         draws = [live(sequence) for sequence in unit.draws]
         rows = [span.row for span in spans]
+        for row in rows:
+            plan_draft(row, self._requests.scope)
         with self._requests.scope.covering({row.request for row in rows}):
             pending = self._runner.begin(spans, draws, self._in_flight.launched if self._in_flight else None)
             self._scheduler.record_launch(unit, started)
@@ -130,7 +132,7 @@ class Forwards:
 
         At each moment the row is as if its tokens had come one by one, because any of them may end it.
         """
-        guess, row.guess, row.drafted = row.guess, (), 0
+        guess, row.guess, row.drafted, row.draft_sampling = row.guess, (), 0, ()
         counters = self._requests.counters
         counters.draft_tokens += len(draws) - 1
         row.take_back(len(draws) - 1)

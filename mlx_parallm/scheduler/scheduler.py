@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from mlx_parallm.core import DeviceSchedule, Sequence, SequenceStatus, WorkClass
 from mlx_parallm.scheduler.beside import WorkBesideRequests
 from mlx_parallm.scheduler.cost import CostModel
-from mlx_parallm.scheduler.drafts import choose_drafts
+from mlx_parallm.scheduler.drafts import choose_drafts, is_worth_waiting
 from mlx_parallm.scheduler.fairness import ROW_TOKENS, TokenShares
 from mlx_parallm.scheduler.order import PromptOrder
 from mlx_parallm.scheduler.prefill import (
@@ -236,6 +236,10 @@ class RLAwareScheduler:
             if key is not None and first.setdefault(key, prompt) is not prompt:
                 followers.add(prompt)
         return followers
+
+    def waits_for_tokens(self) -> bool:
+        """Whether the unit in flight should be read before the next one is chosen, so that the next one has drafts."""
+        return is_worth_waiting(decoding(self._rows, self.schedule.row_shares), self.cost)
 
     def _next_forward(self, rows: list[Sequence], followers: set[Sequence]) -> ForwardUnit | None:
         """The next forward unit: a token of each of these rows, and chunks of prompts."""

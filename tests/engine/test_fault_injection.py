@@ -16,7 +16,7 @@ from lora import layout_of, random_adapter
 from tiny import tiny_model
 
 from mlx_parallm.core import DeviceSchedule, RequestFailed, SamplingParams
-from mlx_parallm.errors import DeviceLostError, DeviceMemoryError, StepFailedError
+from mlx_parallm.errors import DeviceLostError, DeviceMemoryError, GrammarError, StepFailedError
 
 NO_MEMORY = "[metal::malloc] Unable to allocate 1073741824 bytes."
 COMMAND_BUFFER = "[METAL] Command buffer execution failed: Caused GPU Timeout Error"
@@ -82,14 +82,23 @@ class EvenTokens:
         mask.cast("B")[:] = bytes([0b01010101]) * mask.nbytes
 
     def accept(self, token: int) -> None:
-        assert token % 2 == 0
+        if token % 2:
+            raise GrammarError("odd")
+
+    def copy(self) -> EvenTokens:
+        return self
+
+    def forced(self) -> tuple[int, ...]:
+        return ()
 
 
 def make() -> Harness:
     """Three adapters for two slots, and training beside them."""
     model = tiny_model("llama")
     layout = layout_of(model)
-    harness = make_harness(model, slots=2, training=Training(), schedule=DeviceSchedule(training_time_share=0.5))
+    harness = make_harness(
+        model, slots=2, training=Training(), schedule=DeviceSchedule(training_time_share=0.5), speculates=True
+    )
     for seed, name in enumerate("abc", start=1):
         harness.publish(name, random_adapter(layout, seed), staged=False)
     return harness

@@ -34,13 +34,6 @@ def test_a_text_that_grows_is_looked_up_as_a_new_one_would_be() -> None:
         assert list(growing.guess(5)) == list(searched(tokens, 5))
 
 
-def test_a_long_prompt_is_indexed_in_parts() -> None:
-    tokens = [1, 2, 3, 4, *range(100, 9000), 1, 2, 3]
-    lookup = PromptLookup(tokens)
-    guesses = [list(lookup.guess(2)) for _ in range(4)]
-    assert guesses == [[], [], [4, 100], [4, 100]]
-
-
 def searched(tokens: Sequence[int], most: int) -> list[int]:
     """The guess, by trying every place."""
     for length in (3, 2):

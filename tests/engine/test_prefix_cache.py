@@ -24,6 +24,7 @@ from mlx_parallm.core import (
     SequenceOutput,
     StopParams,
 )
+from mlx_parallm.errors import GrammarError
 
 TINY = 1e-5
 """Invariant 8's bound on logprobs across shapes, for tiny float32 models."""
@@ -59,8 +60,17 @@ class EvenOdd:
         mask.cast("B")[:] = (b"\x55", b"\xaa")[self.count % 2] * mask.nbytes
 
     def accept(self, token: int) -> None:
-        assert token % 2 == self.count % 2
+        if token % 2 != self.count % 2:
+            raise GrammarError("the other kind comes next")
         self.count += 1
+
+    def copy(self) -> EvenOdd:
+        following = EvenOdd()
+        following.count = self.count
+        return following
+
+    def forced(self) -> tuple[int, ...]:
+        return ()
 
 
 def outputs(harness: Harness, request_id: str, index: int = 0) -> list[SequenceOutput]:

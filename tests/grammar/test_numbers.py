@@ -63,6 +63,23 @@ def test_each_number_has_its_own(compiler: LLCompiler) -> None:
     assert follows(grammar, json.dumps([int("1" * MAX_DIGITS)] * 3))
 
 
+def test_a_copy_advances_alone_and_text_that_must_follow_is_known(compiler: LLCompiler) -> None:
+    state = of_schema(compiler, {"const": {"temperature": 20}}).start()
+    state.accept(ord("{"))
+    copied = state.copy()
+    for token in b'"temp':
+        copied.accept(token)
+    assert bytes(copied.forced()) == b'erature": 20}'
+    assert bytes(state.forced()) == b'"temperature": 20}'
+
+
+def test_a_copy_counts_the_digits_that_came_before(compiler: LLCompiler) -> None:
+    state = of_schema(compiler, {"type": "number"}).start()
+    for token in b"1" * MAX_DIGITS:
+        state.accept(token)
+    assert not NUMBERS & allowed(state.copy())
+
+
 INTEGER = {"type": "integer"}
 
 

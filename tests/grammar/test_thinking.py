@@ -89,3 +89,14 @@ def test_what_a_token_says_after_the_end_mark_is_the_grammars() -> None:
             letters.accept(256)
     finally:
         compiler.close()
+
+
+def test_reasoning_is_not_forced_and_a_copy_thinks_alone(compiler: LLCompiler) -> None:
+    spec = GrammarSpec(GrammarKind.CHOICE, '["yes"]', reasoning_prefix=ReasoningPrefix.OPTIONAL)
+    state = compiler.compile(spec).start()
+    copied = state.copy()
+    for token in b"<t>Hm</t>":
+        assert not copied.forced()
+        copied.accept(token)
+    assert bytes(copied.forced()) == b"yes"
+    assert allowed(state) == {*b"<y"}
