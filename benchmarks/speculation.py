@@ -1,15 +1,16 @@
 """Measures what guessed tokens gain: two servers, with and without speculation, answer the same requests in turn.
 
-    python benchmarks/speculation.py [--repeats 3] [--only copying editing new json] [--rows 1 8 16] [--out FILE]
+    python benchmarks/speculation.py [--quick] [--repeats 3] [--only copying editing new json] [--out FILE]
 
 copying  a text is to be continued that was written twice before
 editing  a program is to be written again with another name in it
 new      a chat about something new, which repeats little
 json     an object whose keys a JSON schema demands
 
-All requests are greedy, with as many tokens on both sides. Compared are tokens per second of all rows together, and the
-texts: they must be equal, except after a token whose two best candidates are closer than rounding. It takes about 15
-minutes. Nothing else should run on the machine meanwhile.
+One row for each of them, and 8 and 16 rows for copying and new. All requests are greedy, with as many tokens on both
+sides. Compared are tokens per second of all rows together, and the texts: they must be equal, except after a token
+whose two best candidates are closer than rounding. It takes about 12 minutes, 3 with --quick. Nothing else should run
+on the machine meanwhile.
 """
 
 import argparse
@@ -19,11 +20,10 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from itertools import product
 from pathlib import Path
 
 from lib import machine, report
-from lib.figures import Figure, ratios, reported
+from lib.figures import Figure, errors, ratios, reported
 from lib.load import Body, closed_loop, get, greedy
 from lib.peers import Peer, cancelled_by_sigterm, our_server
 from lib.prompts import short_prompts
@@ -31,7 +31,10 @@ from lib.throughput import warm_up
 
 HERE = Path(__file__).parent
 KINDS = ("copying", "editing", "new", "json")
-TOKENS = 96
+BATCHES = {"copying": (1, 8, 16), "editing": (1,), "new": (1, 8, 16), "json": (1,)}
+"""Rows that are measured together, for each kind."""
+
+TOKENS, QUICK_TOKENS = 96, 32
 LEAST = {"copying": 1.7, "editing": 1.7, "new": 0.97, "json": 1.3}
 """Least gain of one row. With more rows it is 0.97 for all."""
 
@@ -68,15 +71,25 @@ SCHEMA = {
 
 
 @dataclass(slots=True)
+class Side:
+    """One server at one point: tokens per second in each repeat, and its guessed tokens: computed, and right."""
+
+    rates: list[float] = field(default_factory=list)
+    guessed: int = 0
+    right: int = 0
+    errors: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class Point:
-    """Tokens per second at one number of rows, one value per repeat. `different`: texts that were not equal."""
+    """The measurements of one kind of text at one number of rows. `different`: texts that were not equal."""
 
     kind: str
     rows: int
-    off: list[float] = field(default_factory=list)
-    on: list[float] = field(default_factory=list)
+    off: Side = field(default_factory=Side)
+    on: Side = field(default_factory=Side)
+    tokens: int = 0
     different: int = 0
-    errors: int = 0
 
 
 def main() -> int:
@@ -84,9 +97,8 @@ def main() -> int:
     arguments = _arguments()
     machine.warn_if_busy()
     before = machine.describe()
-    points, accepted = asyncio.run(cancelled_by_sigterm(_measure(arguments)))
+    points = asyncio.run(cancelled_by_sigterm(_measure(arguments)))
     figures = [figure for point in points for figure in _figures(point)]
-    figures.append(Figure("guessed tokens that were right", "", *reported([accepted])))
     report.show(figures)
     record = {
         "machine": before,
@@ -99,56 +111,75 @@ def main() -> int:
 
 
 def _figures(point: Point) -> Iterator[Figure]:
-    name = f"{point.kind}, {point.rows} rows"
-    gain = ratios(point.on, point.off)
-    yield Figure(f"{name}: without", "tok/s", *reported(point.off))
-    yield Figure(
-        f"{name}: gain", "x", gain, gain.median, LEAST[point.kind] if point.rows == 1 else NEVER_BELOW, at_least=True
-    )
+    name = f"{point.kind}, {point.rows} {'row' if point.rows == 1 else 'rows'}"
+    gain = ratios(point.on.rates, point.off.rates)
+    least = LEAST[point.kind] if point.rows == 1 else NEVER_BELOW
+    guessed, right = point.on.guessed / point.tokens, point.on.right / max(point.on.guessed, 1)
+    yield Figure(f"{name}: without speculation", "tok/s", *reported(point.off.rates))
+    yield Figure(f"{name}: gain", "x", gain, gain.median, least, at_least=True)
+    yield Figure(f"{name}: guessed tokens computed per token", "", *reported([guessed]))
+    yield Figure(f"{name}: share of them that was right", "", *reported([right]))
     yield Figure(f"{name}: texts that differ", "", *reported([point.different]))
-    yield Figure(f"{name}: errors", "", *reported([point.errors]), limit=0)
+    yield errors(f"{name}: errors", len(point.off.errors) + len(point.on.errors))
 
 
-async def _measure(arguments: argparse.Namespace) -> tuple[list[Point], float]:
-    points = [Point(kind, rows) for kind, rows in product(arguments.only, arguments.rows)]
+async def _measure(arguments: argparse.Namespace) -> list[Point]:
+    points = [Point(kind, rows) for kind in arguments.only for rows in BATCHES[kind]]
+    tokens, repeats = (QUICK_TOKENS, 1) if arguments.quick else (TOKENS, arguments.repeats)
     with tempfile.TemporaryDirectory(prefix="speculation_benchmark_") as name:
-        folders = [Path(name) / side for side in ("off", "on")]
-        for folder in folders:
-            folder.mkdir()
         async with (
-            our_server(None, folders[0], ("--no-prefix-cache", "--speculation", "off")) as off,
-            our_server(None, folders[1], ("--no-prefix-cache", "--speculation", "auto")) as on,
+            our_server(None, _folder(name, "off"), ("--no-prefix-cache", "--speculation", "off")) as off,
+            our_server(None, _folder(name, "on"), ("--no-prefix-cache", "--speculation", "auto")) as on,
         ):
             for server in (off, on):
                 await warm_up(server)
-            for repeat, point in product(range(arguments.repeats), points):
-                bodies = [_body(point.kind, number, repeat) for number in range(2 * point.rows)]
-                sides = [(off, point.off), (on, point.on)]
-                texts = {}
-                for server, rates in sides if repeat % 2 == 0 else reversed(sides):
-                    texts[server.port] = await _answers(server, bodies, point, rates)
-                point.different += sum(a != b for a, b in zip(*texts.values(), strict=True))
-            with on.awake():
-                return points, _accepted((await get(on.port, "/metrics")).decode())
+            for repeat in range(repeats):
+                for point in points:
+                    await _compare(point, off, on, repeat, tokens)
+    return points
 
 
-async def _answers(server: Peer, bodies: list[Body], point: Point, rates: list[float]) -> list[str]:
+def _folder(parent: str, name: str) -> Path:
+    folder = Path(parent) / name
+    folder.mkdir()
+    return folder
+
+
+async def _compare(point: Point, off: Peer, on: Peer, repeat: int, tokens: int) -> None:
+    """Lets both servers answer the same requests. The one that goes first alternates."""
+    bodies = [_body(point.kind, number, repeat, tokens) for number in range(max(point.rows, 2))]
+    turns = [(off, point.off), (on, point.on)]
+    texts = [await _answers(*turn, bodies, point) for turn in (turns if repeat % 2 == 0 else reversed(turns))]
+    point.different += sum(one != other for one, other in zip(*texts, strict=True))
+
+
+async def _answers(server: Peer, side: Side, bodies: list[Body], point: Point) -> list[str]:
     with server.awake():
+        before = await _counts(server)
         load = await closed_loop(server.port, bodies, point.rows)
-    rates.append(load.rate)
-    point.errors += len(load.errors)
+        after = await _counts(server)
+    side.rates.append(load.rate)
+    side.guessed += after[0] - before[0]
+    side.right += after[1] - before[1]
+    side.errors += load.errors
+    point.tokens += load.tokens if side is point.on else 0
+    print(
+        f"  {point.kind}, {point.rows} rows, {'on' if side is point.on else 'off'}: {load.rate:.1f} tok/s", flush=True
+    )
     return [stream.text for stream in sorted(load.streams, key=lambda stream: json.dumps(stream.body))]
 
 
-def _accepted(metrics: str) -> float:
-    counts = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if line.startswith("mlx_parallm_spec_decode"))
-    values = {name.split("{")[0]: float(value) for name, value in counts.items()}
+async def _counts(server: Peer) -> tuple[int, int]:
+    """The guessed tokens that the server has computed so far, and those that were right."""
+    lines = (line.rsplit(" ", 1) for line in (await get(server.port, "/metrics")).decode().splitlines() if " " in line)
+    values = {name.split("{")[0]: value for name, value in lines}
     prefix = "mlx_parallm_spec_decode_num_"
-    return values[f"{prefix}accepted_tokens_total"] / max(values[f"{prefix}draft_tokens_total"], 1.0)
+    guessed, right = (int(float(values[f"{prefix}{name}_tokens_total"])) for name in ("draft", "accepted"))
+    return guessed, right
 
 
-def _body(kind: str, number: int, repeat: int) -> Body:
-    common = {**greedy(TOKENS), "ignore_eos": True}
+def _body(kind: str, number: int, repeat: int, tokens: int) -> Body:
+    common = {**greedy(tokens), "ignore_eos": True}
     [text] = short_prompts(1, f"{kind} {number} {repeat}")
     if kind == "copying":
         text = ". ".join(short_prompts(3, f"{number} {repeat}"))
@@ -160,15 +191,15 @@ def _body(kind: str, number: int, repeat: int) -> Body:
     if kind == "json":
         asked = {"role": "user", "content": f"What is the weather in {text.split()[0]}? Answer in JSON."}
         schema = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
-        return {**greedy(TOKENS), "messages": [asked], "response_format": schema}
+        return {**greedy(max(tokens, TOKENS)), "messages": [asked], "response_format": schema}
     return {**common, "messages": [{"role": "user", "content": f"Tell me a story about: {text}"}]}
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=f"one repeat of {QUICK_TOKENS} tokens")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--rows", type=int, nargs="+", default=(1, 8, 16))
     parser.add_argument("--out", type=Path, default=HERE / "results" / "speculation.json")
     return parser.parse_args()
 

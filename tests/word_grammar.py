@@ -46,11 +46,10 @@ class Words:
             return following
 
         def forced(self) -> tuple[int, ...]:
-            state, tokens = self.copy(), ()
-            while len(only := state._next()) == 1 and END not in only:
-                tokens += tuple(only)
-                state.accept(tokens[-1])
-            return tokens
+            following = self.copy()
+            while len(only := following._next()) == 1 and END not in only:
+                following.text += tuple(only)
+            return following.text[len(self.text) :]
 
         @property
         def ended(self) -> bool:

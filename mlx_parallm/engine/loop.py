@@ -226,6 +226,7 @@ class DeviceLoop:
         guess(map(live, self.scheduler.live), self._scope)
         if self._forwards.in_flight and self.scheduler.waits_for_tokens():
             self._forwards.commit()
+            self._requests.flush()
             guess(map(live, self.scheduler.live), self._scope)
 
     def _tidy(self, others_wait: bool = False) -> bool:

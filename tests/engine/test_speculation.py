@@ -11,7 +11,7 @@ from harness import Harness, assert_same_tokens, make_harness, solo
 from tiny import tiny_model
 from word_grammar import END, Words
 
-from mlx_parallm.core import CollectionSpec, RequestFailed, SamplingParams, SequenceOutput, StopParams
+from mlx_parallm.core import CollectionSpec, RequestFailed, RequestFinished, SamplingParams, SequenceOutput, StopParams
 
 VOCAB = 263
 FEW = bytearray(-(-VOCAB // 8))
@@ -167,6 +167,14 @@ def test_a_grammar_guesses_the_tokens_that_it_demands_and_cuts_other_guesses() -
     assert {tuple(text) for text in texts[:6]} == set(words)
     assert drafted.steps < plain.steps
     assert drafted.accepted_tokens >= 6 * 8
+
+
+def test_a_row_whose_last_tokens_are_read_before_its_next_unit_ends() -> None:
+    harness = make_harness(eos_ids=(END,), speculates=True, lookahead=True)
+    harness.submit("alone", [1, 2, 3], 12, grammar=Words((7, 8, 9)))
+    harness.run()
+    assert harness.tokens("alone") == [7, 8, 9]
+    assert isinstance(harness.terminal("alone"), RequestFinished)
 
 
 def test_what_a_row_with_drafts_leaves_in_the_prefix_cache_is_right() -> None:
