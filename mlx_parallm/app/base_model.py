@@ -25,7 +25,7 @@ from mlx_parallm.engine.live import Vocabulary
 from mlx_parallm.engine.loop import EngineParts
 from mlx_parallm.engine.loops import Loading
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
-from mlx_parallm.engine.startup import calibrate, choose_attention
+from mlx_parallm.engine.startup import calibrate, calibrate_steps, choose_attention
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.model.device import on_cpu
 from mlx_parallm.model.loading import LoadedModel, load, materializing
@@ -182,7 +182,7 @@ class BaseModel:
             self._measured(built.runner),
             work,
             lookahead=not on_cpu() if config.debug.lookahead is None else config.debug.lookahead,
-            speculates=config.server.speculation is Speculation.AUTO,
+            speculates=self._speculates,
             trace=config.debug.trace if self.first else None,
             check_every_unit=config.debug.check_every_unit,
             queue_timeout_s=config.server.queue_timeout,
@@ -191,11 +191,17 @@ class BaseModel:
             base=self.name,
         )
 
+    @property
+    def _speculates(self) -> bool:
+        return self._config.server.speculation is Speculation.AUTO
+
     def _measured(self, runner: BatchRunner) -> CostModel:
         """The cost model. It is measured when the base model is first loaded, as is the faster kind of attention."""
         if self._cost is None:
             choose_attention(runner)
             self._dense_rows, self._cost = runner.dense_rows, calibrate(runner)
+            if self._speculates:
+                self._cost = calibrate_steps(runner, self._cost)
         runner.dense_rows = self._dense_rows
         return self._cost
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
 
 import mlx.core as mx
 
@@ -17,6 +19,7 @@ from mlx_parallm.core import PromptGroup
 from mlx_parallm.model.families import Support, check_offsets
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.scheduler.cost import CostModel
+from mlx_parallm.scheduler.drafts import MOST_TOKENS
 
 _SHORT, _LONG, _CONTEXT = 16, 128, 1024
 """Chunk lengths and a context length, in tokens, far enough apart to separate the terms of the cost model."""
@@ -25,6 +28,9 @@ _DRAWS = 8
 """Rows that draw a token together, so that the output layer's weights, which are read once, are shared as in a step."""
 
 _REPEATS = 3
+
+_STEPS = (1, 2, 4, 8, 16, MOST_TOKENS)
+"""Numbers of decode rows whose units are timed, to know what the tokens of drafts cost."""
 
 _log = logging.getLogger(__name__)
 
@@ -90,6 +96,14 @@ def calibrate(runner: BatchRunner) -> CostModel:
     per_token = max(long - short, 1e-6) / (_LONG - _SHORT)
     fixed = max(short - _SHORT * per_token, 1e-4)
     return CostModel(fixed, per_token, per_pair, per_draw=max(drawing, 0.0) / _DRAWS)
+
+
+def calibrate_steps(runner: BatchRunner, cost: CostModel) -> CostModel:
+    """Measures the units of a few decode rows too, in about a second on a CPU."""
+    if runner.cache.longest_row < MOST_TOKENS * BLOCK_TOKENS:
+        return cost  # memory is too small, as in `calibrate`
+    times = [_least(runner, [1] * rows, draws=True) for rows in _STEPS]
+    return replace(cost, steps=tuple(zip(_STEPS, accumulate(times, max), strict=True)))
 
 
 def _least(runner: BatchRunner, chunks: Sequence[int], draws: bool = False) -> float:

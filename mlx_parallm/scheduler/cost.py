@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 _NEWEST_RATIO = 0.2
@@ -35,6 +36,10 @@ class CostModel:
 
     `scale` is the running ratio of observed seconds to those that the measured terms give. Every unit corrects it, so
     it follows the load of the machine within seconds.
+
+    `steps`: pairs of a number of tokens and the seconds of a unit of so many decode rows, ascending. They are measured
+    too, because the time of a few rows need not grow evenly: some devices multiply two rows by a matrix in the time of
+    one, and eight in three times as long. Without them, `growth` follows the formula.
     """
 
     fixed: float = 0.01
@@ -42,6 +47,7 @@ class CostModel:
     per_pair: float = 1e-8
     per_draw: float = 0.0
     scale: float = 1.0
+    steps: tuple[tuple[int, float], ...] = ()
     _observed_at: float | None = None
 
     def seconds(self, chunks: Iterable[Chunk] = (), draws: int = 0) -> float:
@@ -52,6 +58,18 @@ class CostModel:
         """Predicted seconds by which this chunk makes a unit longer."""
         tokens, context = chunk
         return self.scale * tokens * (self.per_token + self.per_pair * (context + tokens / 2))
+
+    def growth(self, before: int, after: int) -> float:
+        """How many times as long a unit of `after` tokens takes as one of `before` decode rows, if the tokens that are
+        more belong to the same rows."""
+        return self._step(after) / self._step(before)
+
+    def _step(self, tokens: int) -> float:
+        """The seconds of a unit of so many tokens: on a straight line between the two measured numbers next to it."""
+        for (fewer, short), (more, long) in pairwise(self.steps):
+            if tokens <= more:
+                return short + (long - short) * (tokens - fewer) / (more - fewer)
+        return self.fixed + tokens * (self.per_token + self.per_draw)
 
     def tokens_within(self, seconds: float, context: int, least: int, most: int) -> int:
         """The largest chunk, in tokens, that makes a unit at most `seconds` longer.

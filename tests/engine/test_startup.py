@@ -10,7 +10,8 @@ from harness import make_harness
 
 from mlx_parallm.batch.forward import Span
 from mlx_parallm.batch.kv.cache import KVRow
-from mlx_parallm.engine.startup import calibrate, choose_attention
+from mlx_parallm.engine.startup import calibrate, calibrate_steps, choose_attention
+from mlx_parallm.scheduler.cost import CostModel
 
 
 def test_every_term_is_measured_and_no_row_is_left() -> None:
@@ -51,3 +52,13 @@ def test_the_choice_of_attention_does_not_change_the_logits() -> None:
 def opened(row: KVRow | None) -> KVRow:
     assert row is not None
     return row
+
+
+def test_units_of_a_few_rows_are_timed_for_drafts() -> None:
+    cost = calibrate_steps(make_harness().runner, CostModel())
+    rows, seconds = zip(*cost.steps, strict=True)
+    assert rows == (1, 2, 4, 8, 16, 32)
+    assert seconds[0] > 0
+    assert list(seconds) == sorted(seconds)
+    small = make_harness(budget_tokens=1024).runner
+    assert calibrate_steps(small, CostModel()).steps == ()

@@ -42,7 +42,7 @@ def test_the_rows_that_are_right_more_often_get_the_longer_drafts() -> None:
 
 def test_a_row_does_not_make_the_others_wait_for_less_than_it_gains() -> None:
     alone = drafted(CHEAP, row(0.5))[0]
-    beside = drafted(CHEAP, *[row(0.5, guessed=0) for _ in range(31)], row(0.5))[-1]
+    beside = drafted(CHEAP, *[row(0.5, guessed=0) for _ in range(15)], row(0.5))[-1]
     assert beside < alone
 
 
@@ -55,3 +55,16 @@ def test_a_guess_after_a_token_that_was_not_read_is_not_drafted() -> None:
     unread = row(1.0)
     unread.tokens.pop()
     assert drafted(CHEAP, unread) == [0]
+
+
+def test_the_measured_times_of_a_few_rows_decide() -> None:
+    """On this device two rows take as long as one, and four three times as long."""
+    measured = CostModel(steps=((1, 0.01), (2, 0.01), (4, 0.03), (32, 0.04)))
+    assert drafted(measured, row(0.7)) == [1]
+    assert drafted(measured, row(0.7), row(0.7)) == [0, 0]
+    assert measured.growth(2, 3) == pytest.approx(2.0)
+
+
+def test_drafts_and_rows_stay_within_what_a_device_computes_at_once() -> None:
+    assert sum(drafted(CHEAP, *[row(1.0) for _ in range(20)])) == 12
+    assert sum(drafted(CHEAP, *[row(1.0) for _ in range(40)])) == 0
