@@ -30,7 +30,7 @@ _DRAWS = 8
 _REPEATS = 3
 
 _STEPS = (1, 2, 4, 8, 16, MOST_TOKENS)
-"""Numbers of decode rows whose units are timed, to know what the tokens of drafts cost."""
+"""Tokens of a row whose units are timed, to know what the tokens of drafts cost."""
 
 _log = logging.getLogger(__name__)
 
@@ -87,11 +87,11 @@ def calibrate(runner: BatchRunner) -> CostModel:
     context = min(_CONTEXT, runner.cache.max_length - _LONG)
     if context < _LONG or runner.cache.longest_row < max(context + _LONG, _DRAWS * BLOCK_TOKENS):
         return CostModel()  # rows are too short, or memory is too small, to need a measured model
-    _seconds(runner, [_SHORT], 0, draws=True)
+    _seconds(runner, [_SHORT], 0, draws=1)
     short, long = _least(runner, [_SHORT]), _seconds(runner, [_LONG], 0)
     deep = _seconds(runner, [_LONG], context)
     rows = [_SHORT // _DRAWS] * _DRAWS
-    drawing = _least(runner, rows, draws=True) - _least(runner, rows)
+    drawing = _least(runner, rows, draws=1) - _least(runner, rows)
     per_pair = max(deep - long, 0.0) / (_LONG * context)
     per_token = max(long - short, 1e-6) / (_LONG - _SHORT)
     fixed = max(short - _SHORT * per_token, 1e-4)
@@ -99,24 +99,27 @@ def calibrate(runner: BatchRunner) -> CostModel:
 
 
 def calibrate_steps(runner: BatchRunner, cost: CostModel) -> CostModel:
-    """Measures the units of a few decode rows too, in about a second on a CPU."""
-    if runner.cache.longest_row < MOST_TOKENS * BLOCK_TOKENS:
-        return cost  # memory is too small, as in `calibrate`
-    times = [_least(runner, [1] * rows, draws=True) for rows in _STEPS]
+    """Measures units of a few tokens too, each of which gives a token, in about a second on a CPU."""
+    if runner.cache.longest_row < MOST_TOKENS:
+        return cost
+    times = [_least(runner, [tokens], draws=tokens) for tokens in _STEPS]
     return replace(cost, steps=tuple(zip(_STEPS, accumulate(times, max), strict=True)))
 
 
-def _least(runner: BatchRunner, chunks: Sequence[int], draws: bool = False) -> float:
+def _least(runner: BatchRunner, chunks: Sequence[int], draws: int = 0) -> float:
     """The time of a short unit. The least of several, because the machine may do other work too."""
     return min(_seconds(runner, chunks, 0, draws) for _ in range(_REPEATS))
 
 
-def _seconds(runner: BatchRunner, chunks: Sequence[int], context: int, draws: bool = False) -> float:
-    """The time of a unit with a chunk of so many tokens for each of some rows."""
+def _seconds(runner: BatchRunner, chunks: Sequence[int], context: int, draws: int = 0) -> float:
+    """The time of a unit with a chunk of so many tokens for each of some rows. `draws`: tokens that each row draws."""
     rows: list[Row] = []
     try:
         for tokens in chunks:
             rows.append(_open(runner, context, tokens))
+        for row in rows:
+            row.drafted = max(draws - 1, 0)
+            row.draft_sampling = [row.sampling] * row.drafted
         spans = [Span(row, context, tokens) for row, tokens in zip(rows, chunks, strict=True)]
         started = time.perf_counter()
         runner.read(runner.draw(runner.begin(spans, rows if draws else [], None)))

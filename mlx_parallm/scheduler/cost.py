@@ -37,9 +37,9 @@ class CostModel:
     `scale` is the running ratio of observed seconds to those that the measured terms give. Every unit corrects it, so
     it follows the load of the machine within seconds.
 
-    `steps`: pairs of a number of tokens and the seconds of a unit of so many decode rows, ascending. They are measured
-    too, because the time of a few rows need not grow evenly: some devices multiply two rows by a matrix in the time of
-    one, and eight in three times as long. Without them, `growth` follows the formula.
+    `steps`: pairs of a number of tokens and the seconds of a unit that draws a token after each of so many, ascending.
+    They are measured too, because the time of a few tokens need not grow evenly: some devices multiply two rows by a
+    matrix in the time of one, and eight in three times as long. Without them, `growth` follows the formula.
     """
 
     fixed: float = 0.01

@@ -54,11 +54,15 @@ def opened(row: KVRow | None) -> KVRow:
     return row
 
 
-def test_units_of_a_few_rows_are_timed_for_drafts() -> None:
+def test_units_of_a_few_tokens_are_timed_for_drafts() -> None:
     cost = calibrate_steps(make_harness().runner, CostModel())
-    rows, seconds = zip(*cost.steps, strict=True)
-    assert rows == (1, 2, 4, 8, 16, 32)
+    tokens, seconds = zip(*cost.steps, strict=True)
+    assert tokens == (1, 2, 4, 8, 16, 32)
     assert seconds[0] > 0
     assert list(seconds) == sorted(seconds)
-    small = make_harness(budget_tokens=1024).runner
-    assert calibrate_steps(small, CostModel()).steps == ()
+
+
+def test_units_of_a_few_tokens_are_timed_in_one_block() -> None:
+    runner = make_harness(budget_tokens=64).runner
+    assert calibrate_steps(runner, CostModel()).steps
+    assert not runner.cache.rows()
