@@ -117,7 +117,7 @@ class ServerConfig(Section):
     """Largest number of sequences in the running batch."""
     max_batched_tokens: Integer = Field(default=2048, ge=1)
     """Largest number of prompt tokens that one unit of device work computes. The scheduler may choose fewer."""
-    speculation: Speculation = Speculation.AUTO
+    speculation: Speculation = Speculation.OFF
     """Whether a forward pass may compute guessed tokens besides the next one of each sequence, and keep those that are
     right. auto guesses what followed the same words earlier in the prompt or the answer, and what a grammar demands,
     wherever answers come faster so. The texts are the same. off: one token of each sequence at a time.
