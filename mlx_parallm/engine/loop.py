@@ -207,8 +207,8 @@ class DeviceLoop:
             self._recovery.survive(error)
 
     def _run_next(self, now: float) -> bool:
-        if self._speculates:
-            self._guess()
+        if self._speculates and self._reads_before_guessing():
+            return True  # the next call admits and schedules again, with the tokens that were drawn
         unit = self.scheduler.next_unit(now, self._candidates(now), self.others_run)
         if self._forwards.in_flight and not isinstance(unit, ForwardUnit):
             with self._trace.span("read tokens"):
@@ -221,13 +221,15 @@ class DeviceLoop:
         self._requests.flush()
         return True
 
-    def _guess(self) -> None:
-        """Guesses the next tokens of the rows. If drafts would gain much, the unit in flight is read before."""
+    def _reads_before_guessing(self) -> bool:
+        """Guesses the next tokens of the rows. If drafts would gain much, reads the unit in flight, so that the next
+        one can have them, and returns True."""
         guess(map(live, self.scheduler.live), self._scope)
-        if self._forwards.in_flight and self.scheduler.waits_for_tokens():
-            self._forwards.commit()
-            self._requests.flush()
-            guess(map(live, self.scheduler.live), self._scope)
+        if not self._forwards.in_flight or not self.scheduler.waits_for_tokens():
+            return False
+        self._forwards.commit()
+        self._requests.flush()
+        return True
 
     def _tidy(self, others_wait: bool = False) -> bool:
         """Gives back some of the memory that rows and cached prefixes do not need, or that adapters and training do.
