@@ -130,12 +130,15 @@ def make_harness(
     keep_prefixes: bool = True,
     training: TrainingWork | None = None,
     sharing: list[DeviceMemory] | None = None,
+    kv_bits: int | None = None,
     schedule: DeviceSchedule = SCHEDULE,
     **switches: Any,
 ) -> Harness:
     """A loop over `model` (tiny llama by default) with a pool of `budget_tokens`; `switches` go to `EngineParts`."""
     model = model or tiny_model("llama")
     layout, vocab_size = probe(model)
+    if kv_bits is not None:
+        layout = layout.quantized(kv_bits)
     device = DeviceMemory(budget_tokens * layout.bytes_per_token, sharing)
     cache = LoRABatchedKVCache(layout, device, max_length, keep_prefixes)
     bank = _bank(model, slots, max_rank, layout.dtype)

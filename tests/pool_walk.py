@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
@@ -96,13 +97,22 @@ class PoolWalk:
         layers: the layers of the model.
         blocks: the budget, in blocks of all layers.
         refuse: how often the device has no memory.
+        bits: whether, and how, full blocks are quantized.
     """
 
-    def __init__(self, seed: int, layers: Sequence[LayerSpec], blocks: int = 40, refuse: float = 0.0) -> None:
+    def __init__(
+        self,
+        seed: int,
+        layers: Sequence[LayerSpec],
+        blocks: int = 40,
+        refuse: float = 0.0,
+        bits: int | None = None,
+    ) -> None:
         self.rng = random.Random(seed)
         self.refuse = refuse
         TagArena.rng, TagArena.refuse = self.rng, refuse
-        self.cache = LoRABatchedKVCache(KVLayout(tuple(layers), mx.float32), DeviceMemory(blocks * len(layers)), 1200)
+        layout = KVLayout(tuple(replace(spec, head_dim_k=32, head_dim_v=32) for spec in layers), mx.float32, bits)
+        self.cache = LoRABatchedKVCache(layout, DeviceMemory(blocks * len(layers)), 1200)
         self.texts = [[self.rng.randrange(50) for _ in range(1200)] for _ in range(2)]
         self.roots = ["base", "one"]
         self.lives: list[Live] = []
@@ -160,12 +170,23 @@ class PoolWalk:
         while len(live.ids) < end:
             text = self.texts[live.ids[:1] == self.texts[1][:1]]  # rows with equal tokens mostly draw equal ones
             live.add(text[len(live.ids)] if self.rng.random() < 0.995 else self.rng.randrange(50))
-        for group, table in zip(self.cache.groups, row.tables, strict=True):
-            for position in range(row.computed, end):
-                place = table[position // BLOCK_TOKENS]
-                assert group.places.is_private(place), "a block that others read is written"
-                group.arena.tags[place][position % BLOCK_TOKENS] = live.tags[position]
+        for position in range(row.computed, end):
+            self.write(row, position, live.tags[position])
         row.computed = end
+
+    def write(self, row: KVRow, position: int, tag: int) -> None:
+        """Writes a token: into the row's blocks, or into its tail, from which full blocks are copied."""
+        block, offset = divmod(position, BLOCK_TOKENS)
+        tail = None if self.cache.tails is None else self.cache.tails.arena.tags[row.tail]
+        for group, table in zip(self.cache.groups, row.tables, strict=True):
+            assert group.places.is_private(table[block]), "a block that others read is written"
+            if tail is None:
+                group.arena.tags[table[block]][offset] = tag
+        if tail is not None:
+            tail[offset] = tag
+        if tail is not None and offset == BLOCK_TOKENS - 1:
+            for group, table in zip(self.cache.groups, row.tables, strict=True):
+                group.arena.tags[table[block]] = list(tail)
 
     def extend(self, live: Live, tokens: int) -> bool:
         try:
@@ -208,7 +229,7 @@ class PoolWalk:
             with pytest.raises(ValueError, match="window"):
                 self.cache.fork(live.row, length, length)
         elif row := self.cache.fork(live.row, length, min(length + self.rng.choice([0, 80]), self.cache.longest_row)):
-            assert row.computed == length
+            assert row.computed == length or (self.cache.tails and length - BLOCK_TOKENS < row.computed < length)
             self.lives.append(Live(row, live.root, live.ids[: length + self.rng.choice([0, 1])]))
 
     def close(self) -> None:
@@ -274,5 +295,7 @@ class PoolWalk:
                 for block in range(first, blocks_for(row.computed)):
                     assert table[block] != FREED
                     start, end = block * BLOCK_TOKENS, min((block + 1) * BLOCK_TOKENS, row.computed)
-                    tags = group.arena.tags[table[block]][: end - start]
+                    at_end = self.cache.tails is not None and end % BLOCK_TOKENS
+                    held = self.cache.tails.arena.tags[row.tail] if at_end else group.arena.tags[table[block]]
+                    tags = held[: end - start]
                     assert tags == live.tags[start:end], f"block {block} of a row has other tokens"

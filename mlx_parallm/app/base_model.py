@@ -16,7 +16,7 @@ from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.app.adapters import KnownAdapters, find_adapters
 from mlx_parallm.app.base_paths import BasePath, base_of_adapter
-from mlx_parallm.app.device import build_runner, device_schedule, kv_budget, mlx_limits
+from mlx_parallm.app.device import build_runner, device_schedule, kv_budget, kv_layout, mlx_limits
 from mlx_parallm.batch.kv.disk import PrefixStore
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Config, Speculation
@@ -230,7 +230,7 @@ def build_prefix_store(manager: SharedModelManager, config: Config, wake: Callab
     worker = ThreadPoolExecutor(1, thread_name_prefix="prefix-cache")
     try:
         return PrefixStore(
-            folder, manager.fingerprint, manager.kv_layout, config.server.prefix_cache_disk, worker, wake
+            folder, manager.fingerprint, kv_layout(manager, config), config.server.prefix_cache_disk, worker, wake
         )
     except OSError as error:
         raise ConfigError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Config
@@ -17,9 +16,10 @@ from mlx_parallm.core import (
     default_budget,
 )
 from mlx_parallm.engine.startup import check_unproved
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.errors import ConfigError, UnsupportedModelError
 from mlx_parallm.model.device import MemoryLimits, machine_memory, memory_limits, on_cpu
-from mlx_parallm.model.hooks import install_hook
+from mlx_parallm.model.families import KVLayout
+from mlx_parallm.model.hooks import AttentionStyle, install_hook
 from mlx_parallm.model.manager import SharedModelManager
 
 _DECODE_STALL_S, _CPU_DECODE_STALL_S = 0.1, 0.5
@@ -46,9 +46,10 @@ def build_runner(
 
     Raises:
         ConfigError: the memory budget does not hold one short row.
-        UnsupportedModelError: the architecture cannot be batched.
+        UnsupportedModelError: the architecture cannot be batched, or its keys and values cannot be quantized as
+            `kv_bits` says.
     """
-    layout = manager.kv_layout
+    layout = kv_layout(manager, config)
     device = device or DeviceMemory(kv_budget(manager.card.weight_bytes, config))
     weights = manager.card.weight_bytes
     device.open_account(Account.WEIGHTS, lambda: weights)
@@ -57,11 +58,27 @@ def build_runner(
     if not cache.longest_row:
         raise ConfigError(
             f"kv_cache_memory of {device.budget_bytes} bytes is less than one block of this model; "
-            f"give at least {BLOCK_TOKENS * layout.bytes_per_token}"
+            f"give at least {cache.smallest_budget}"
         )
-    runner = BatchRunner(manager.model, cache, bank, install_hook(manager.model), manager.card.vocab_size)
+    style = install_hook(manager.model)
+    if layout.bits is not None and style is not AttentionStyle.HOOKED:
+        raise UnsupportedModelError(
+            f"--kv-bits {layout.bits} needs a model that leaves attention to this server, and {manager.card.name} "
+            f"({manager.family.name}) has its own; leave --kv-bits out"
+        )
+    runner = BatchRunner(manager.model, cache, bank, style, manager.card.vocab_size)
     check_unproved(manager, runner)
     return runner
+
+
+def kv_layout(manager: SharedModelManager, config: Config) -> KVLayout:
+    """The shape of keys and values, quantized if `kv_bits` says so.
+
+    Raises:
+        UnsupportedModelError: this model's cannot be quantized.
+    """
+    bits = config.server.kv_bits
+    return manager.kv_layout if bits is None else manager.kv_layout.quantized(bits)
 
 
 def kv_budget(weight_bytes: int, config: Config, several: bool = False) -> int:

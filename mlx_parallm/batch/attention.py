@@ -8,7 +8,7 @@ from itertools import pairwise
 import mlx.core as mx
 
 from mlx_parallm.batch.folds import RowBlocks
-from mlx_parallm.batch.kv.arena import Arena
+from mlx_parallm.batch.kv.arena import LayerArrays
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.rowwise import exp
 from mlx_parallm.model.device import on_cpu
@@ -29,10 +29,10 @@ class DenseSpan:
         self._masks: dict[mx.Dtype, mx.array] = {}
 
     def attend(
-        self, arena: Arena, layer: int, queries: mx.array, scale: float, sinks: mx.array | None = None
+        self, arrays: LayerArrays, layer: int, queries: mx.array, scale: float, sinks: mx.array | None = None
     ) -> mx.array:
         """Queries [T, heads, 1, head_dim] → [T, heads, 1, head_dim of values]."""
-        keys, values = self._dense(arena.keys[layer]), self._dense(arena.values[layer])
+        keys, values = self._dense(arrays.keys[layer]), self._dense(arrays.values[layer])
         one_row = queries.transpose(2, 1, 0, 3)
         return attention(one_row, keys, values, scale, self._mask(queries.dtype), sinks).transpose(2, 1, 0, 3)
 

@@ -14,7 +14,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_parallm.batch.forward import Span, lines, token_places
+from mlx_parallm.batch.forward import Span, token_places
+from mlx_parallm.batch.kv.arena import lines
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, blocks_for
 from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
 

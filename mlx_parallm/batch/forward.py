@@ -9,27 +9,20 @@ attention   one call for all single tokens and one for all short chunks (by pair
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
-from itertools import groupby
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_parallm.batch.attention import DenseSpan, are_consecutive
-from mlx_parallm.batch.block_attention import BlockPairs, calls, folds_work
+from mlx_parallm.batch.attention_calls import AttentionCalls, kind_of
 from mlx_parallm.batch.folds import RowBlocks
-from mlx_parallm.batch.kv.arena import Arena
+from mlx_parallm.batch.kv.arena import lines
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.kv.cache import KVRow, LayerGroup, LoRABatchedKVCache
-
-SHORT_CHUNK = 64
-"""Chunks of at most this many tokens are padded to the same length and share one attention call."""
-
+from mlx_parallm.batch.quantized_forward import QuantizedGroupForward
 
 R = TypeVar("R", bound=KVRow)
 R_co = TypeVar("R_co", bound=KVRow, covariant=True)
@@ -49,23 +42,9 @@ class Span(Generic[R_co]):
         return self.start + self.tokens
 
 
-class _Kind(IntEnum):
-    """The length of a span decides how it attends. The kinds are in the order in which a pass has them."""
-
-    SINGLE = 1
-    SHORT = 2
-    LONG = 3
-
-
-def _kind(span: Span[KVRow] | RowBlocks) -> _Kind:
-    if span.tokens == 1:
-        return _Kind.SINGLE
-    return _Kind.SHORT if span.tokens <= SHORT_CHUNK else _Kind.LONG
-
-
 def in_order(spans: Sequence[Span[R]]) -> list[Span[R]]:
     """Single tokens first, then short chunks, then long ones; of each kind, those that attend to few tokens first."""
-    return sorted(spans, key=lambda span: (_kind(span), span.stop))
+    return sorted(spans, key=lambda span: (kind_of(span.tokens), span.stop))
 
 
 class Forward:
@@ -82,9 +61,9 @@ class Forward:
     def __init__(self, cache: LoRABatchedKVCache, spans: Sequence[Span[KVRow]], dense_rows: float) -> None:
         positions = np.concatenate([np.arange(span.start, span.stop) for span in spans])
         self.offset = mx.array(positions.astype(np.int32))
-        self._of_layer: dict[int, tuple[_GroupForward, int]] = {}
+        self._of_layer: dict[int, tuple[_GroupForward | QuantizedGroupForward, int]] = {}
         for number, group in enumerate(cache.groups):
-            forward = _GroupForward(group, number, spans, dense_rows)
+            forward = _group_forward(cache, group, [span.row.tables[number] for span in spans], spans, dense_rows)
             self._of_layer |= {layer: (forward, index) for index, layer in enumerate(group.layers)}
 
     def write(self, layer: int, keys: mx.array, values: mx.array) -> None:
@@ -98,23 +77,33 @@ class Forward:
         return group.attend(index, queries, scale, sinks)
 
 
-class _Attention(Protocol):
-    """Attention of some of the forward's tokens, in one layer group."""
-
-    def attend(self, arena: Arena, layer: int, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
-        """[n, heads, 1, head_dim] → [n, heads, 1, head_dim of values]."""
-        ...
+def _group_forward(
+    cache: LoRABatchedKVCache,
+    group: LayerGroup,
+    tables: Sequence[Sequence[int]],
+    spans: Sequence[Span[KVRow]],
+    dense_rows: float,
+) -> _GroupForward | QuantizedGroupForward:
+    if cache.tails is None or cache.layout.bits is None:
+        return _GroupForward(group, tables, spans, dense_rows)
+    return QuantizedGroupForward(group, cache.tails, tables, spans, cache.layout.bits, dense_rows)
 
 
 class _GroupForward:
     """The forward pass in one layer group: index arrays that its layers share."""
 
-    def __init__(self, group: LayerGroup, number: int, spans: Sequence[Span[KVRow]], dense_rows: float) -> None:
+    def __init__(
+        self,
+        group: LayerGroup,
+        tables: Sequence[Sequence[int]],
+        spans: Sequence[Span[KVRow]],
+        dense_rows: float,
+    ) -> None:
         self._arena = group.arena
-        tables = [span.row.tables[number] for span in spans]
         self._targets = token_places(spans, tables)
         self._lines: dict[tuple[int, int], mx.array] = {}
-        self._parts = list(_parts(spans, tables, group.window, dense_rows))
+        rows = [seen_blocks(span, table, group.window) for span, table in zip(spans, tables, strict=True)]
+        self._calls = AttentionCalls(rows, group.window, dense_rows)
 
     def write(self, index: int, keys: mx.array, values: mx.array) -> None:
         kv_heads, places = keys.shape[1], self._arena.places(index)
@@ -123,37 +112,7 @@ class _GroupForward:
         self._arena.write(index, self._lines[kv_heads, places], keys, values)
 
     def attend(self, index: int, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
-        if len(self._parts) == 1:
-            return self._parts[0][1].attend(self._arena, index, queries, scale, sinks)
-        outputs = [part.attend(self._arena, index, queries[tokens], scale, sinks) for tokens, part in self._parts]
-        return mx.concatenate(outputs)
-
-
-def _parts(
-    spans: Sequence[Span[KVRow]], tables: Sequence[Sequence[int]], window: int | None, dense_rows: float
-) -> Iterator[tuple[slice, _Attention]]:
-    """The attention calls of a forward pass, each with its tokens."""
-    rows = [seen_blocks(span, table, window) for span, table in zip(spans, tables, strict=True)]
-    start = 0
-    for kind, group in groupby(rows, key=_kind):
-        together = list(group)
-        attentions: list[tuple[_Attention, int]]
-        if _is_dense(kind, together, dense_rows):
-            attentions = [(DenseSpan(row, window), row.tokens) for row in together]
-        else:
-            attentions = [(BlockPairs(call, window), sum(row.tokens for row in call)) for call in calls(together)]
-        for attention, tokens in attentions:
-            yield slice(start, start + tokens), attention
-            start += tokens
-
-
-def _is_dense(kind: _Kind, rows: Sequence[RowBlocks], dense_rows: float) -> bool:
-    """Whether rows of one kind attend one by one, each to dense keys, and not in one call by pairs."""
-    if math.isinf(dense_rows) or kind is _Kind.LONG:
-        return True
-    if kind is _Kind.SHORT:
-        return len(rows) == 1 or not folds_work()
-    return len(rows) <= dense_rows and all(are_consecutive(row.places) for row in rows)
+        return self._calls.attend(self._arena, index, queries, scale, sinks)
 
 
 def seen_blocks(span: Span[KVRow], table: Sequence[int], window: int | None) -> RowBlocks:
@@ -176,9 +135,3 @@ def token_places(spans: Sequence[Span[KVRow]], tables: Sequence[Sequence[int]]) 
         for span, table, at in zip(spans, tables, positions, strict=True)
     ]
     return np.concatenate(places), np.concatenate(positions) % BLOCK_TOKENS
-
-
-def lines(places: NDArray[np.int64], offsets: NDArray[np.int64], kv_heads: int, capacity: int) -> mx.array:
-    """The lines of `Arena.write`, uint32 [N * kv_heads], in a layer with `capacity` places."""
-    blocks = np.arange(kv_heads)[None] * capacity + places[:, None]
-    return mx.array((blocks * BLOCK_TOKENS + offsets[:, None]).ravel().astype(np.uint32))

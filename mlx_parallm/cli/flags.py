@@ -113,6 +113,7 @@ GROUPS = (
         "What MLX, the KV cache and cached prefixes may take.",
         (
             Flag("--kv-cache-memory", "server.kv_cache_memory", "SIZE"),
+            Flag("--kv-bits", "server.kv_bits", "8|4"),
             Flag("--prefix-cache", "server.prefix_cache"),
             Flag("--prefix-cache-dir", "server.prefix_cache_dir", "DIR"),
             Flag("--prefix-cache-disk", "server.prefix_cache_disk", "SIZE"),

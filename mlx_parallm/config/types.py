@@ -130,6 +130,13 @@ def _check_api_key(key: SecretStr) -> SecretStr:
 # -- names, paths and plain values ---------------------------------------------------------------
 
 
+def _parse_kv_bits(value: object) -> int | None:
+    bits = str(value)
+    if value is None or bits in ("8", "4"):
+        return None if value is None else int(bits)
+    raise ValueError("must be 8 or 4, the bits for which keys and values can be quantized; null quantizes nothing")
+
+
 def lower(value: object) -> object:
     """Text in lower case, other values unchanged. A BeforeValidator for words that may be written in any case."""
     return value.lower() if isinstance(value, str) else value
@@ -193,6 +200,7 @@ Selector = Annotated[str, AfterValidator(_check_selector)]
 Url = Annotated[str, AfterValidator(_check_url)]
 ApiKey = Annotated[SecretStr, AfterValidator(_check_api_key)]
 ByteSize = Annotated[int, BeforeValidator(parse_bytes), PlainSerializer(exact_bytes)]
+KVBits = Annotated[int | None, BeforeValidator(_parse_kv_bits)]
 AutoByteSize = Annotated[
     int | None,
     BeforeValidator(_parse_auto_bytes),

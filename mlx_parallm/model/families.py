@@ -8,7 +8,7 @@ Adding a model family that mlx-lm has: add the name of its model file to `TESTED
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -29,6 +29,9 @@ BatchedForward = Callable[[Sequence[Sequence[int]], Sequence[Sequence[int]]], mx
 
 Each prompt is prefilled alone. Then all rows are stepped together, one token each, every row at its own offset.
 """
+
+_GROUP_SIZES = (64, 32)
+"""Numbers that share a scale and a bias in a quantized block. The larger one is used where it divides a head's size."""
 
 _PROMPT_LENGTHS = (3, 11)
 _STEPS = 3
@@ -66,15 +69,56 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The keys and values of a whole model: one spec for each cache that the model expects, in order, and the dtype."""
+    """The keys and values of a whole model: one spec for each cache that the model expects, in order, and the dtype.
+
+    `bits`: of each number in a full block; None: full blocks are not quantized.
+    """
 
     layers: tuple[LayerSpec, ...]
     dtype: mx.Dtype
+    bits: int | None = None
+
+    @property
+    def stored(self) -> KVLayout:
+        """The layout of the arrays that keep full blocks. Quantized, a head's keys or values of one token are 32-bit
+        words: the numbers, and then a scale and a bias of 16 bits for each group of them."""
+        if self.bits is None:
+            return self
+        layers = (
+            replace(spec, head_dim_k=self._words(spec.head_dim_k), head_dim_v=self._words(spec.head_dim_v))
+            for spec in self.layers
+        )
+        return KVLayout(tuple(layers), mx.uint32)
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values over all layers."""
-        return sum(s.kv_heads * (s.head_dim_k + s.head_dim_v) for s in self.layers) * self.dtype.size
+        """Bytes of one token's keys and values in full blocks, over all layers."""
+        stored = self.stored
+        return sum(s.kv_heads * (s.head_dim_k + s.head_dim_v) for s in stored.layers) * stored.dtype.size
+
+    def quantized(self, bits: int) -> KVLayout:
+        """This layout with full blocks of 8 or 4 bits for each number.
+
+        Raises:
+            UnsupportedModelError: a head's size is not a multiple of the smallest group.
+        """
+        sizes = {size for spec in self.layers for size in (spec.head_dim_k, spec.head_dim_v)}
+        if odd := sorted(size for size in sizes if size % min(_GROUP_SIZES)):
+            raise UnsupportedModelError(
+                f"--kv-bits {bits} quantizes groups of {min(_GROUP_SIZES)} numbers, and this model's attention heads "
+                f"have {odd[0]}; leave --kv-bits out"
+            )
+        return replace(self, bits=bits)
+
+    def _words(self, size: int) -> int:
+        """32-bit words that hold a quantized vector of one head."""
+        assert self.bits is not None
+        return size * self.bits // 32 + size // group_size(size)
+
+
+def group_size(size: int) -> int:
+    """How many numbers of a head's vector of this size share a scale and a bias."""
+    return next(group for group in _GROUP_SIZES if size % group == 0)
 
 
 # -- whether an architecture can be batched ------------------------------------------------------

@@ -270,15 +270,16 @@ def test_an_arena_that_fails_to_grow_gives_back_the_layers_that_have_grown(monke
 
 @pytest.mark.parametrize("refuse", [0.0, 0.2], ids=["granting", "refusing"])
 @pytest.mark.parametrize("layers", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("bits", [None, 8], ids=["full", "quantized"])
 @pytest.mark.parametrize(
     ("seeds", "steps"),
     [(range(1), 500), pytest.param(range(1, 9), 2500, marks=[pytest.mark.slow, pytest.mark.timeout(600)])],
     ids=["some", "many"],
 )
-def test_rows_keep_their_content_and_the_books_agree(seeds, steps, layers, refuse, monkeypatch) -> None:
-    """3,000 operations in the first stage and 120,000 in the second, at budgets of 15 to 150 blocks."""
+def test_rows_keep_their_content_and_the_books_agree(seeds, steps, bits, layers, refuse, monkeypatch) -> None:
+    """6,000 operations in the first stage and 240,000 in the second, at budgets of 15 to 150 blocks."""
     install(monkeypatch)
     for seed in seeds:
-        walk = PoolWalk(seed, layers, blocks=(20, 40, 150, 15)[seed % 4], refuse=refuse)
+        walk = PoolWalk(seed, layers, blocks=(20, 40, 150, 15)[seed % 4], refuse=refuse, bits=bits)
         for _ in range(steps):
             walk.step()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -21,6 +22,16 @@ from mlx_parallm.model.families import LayerSpec
 
 Bytes = NDArray[np.uint8]
 """The keys or values of one block and layer in host memory: [kv_heads, 64, bytes of a head's vector]."""
+
+
+class LayerArrays(Protocol):
+    """The keys and values of layers, each [kv_heads, blocks, 64, head_dim]."""
+
+    @property
+    def keys(self) -> list[mx.array]: ...
+
+    @property
+    def values(self) -> list[mx.array]: ...
 
 
 class Arena:
@@ -116,8 +127,8 @@ class Arena:
 
         A line is (head * places of this layer + place) * 64 + the token's position in the block.
         """
-        self.keys[layer] = _scattered(self.keys[layer], lines, keys)
-        self.values[layer] = _scattered(self.values[layer], lines, values)
+        self.keys[layer] = scattered(self.keys[layer], lines, keys)
+        self.values[layer] = scattered(self.values[layer], lines, values)
 
     def places(self, layer: int) -> int:
         """Places in the arrays of this layer. They differ from those of another layer while the arena is resized."""
@@ -138,7 +149,14 @@ def _resized(array: mx.array, blocks: int) -> mx.array:
     return mx.concatenate([array, _zeros(heads, blocks - held, width, array.dtype)], axis=1)
 
 
-def _scattered(array: mx.array, lines: mx.array, tokens: mx.array) -> mx.array:
+def scattered(array: mx.array, lines: mx.array, tokens: mx.array) -> mx.array:
+    """Blocks [kv_heads, places, 64, width] after tokens [n, kv_heads, 1, width] are written at `lines`."""
     flat = array.reshape(-1, array.shape[-1])
     flat[lines] = tokens.reshape(-1, tokens.shape[-1])
     return flat.reshape(array.shape)
+
+
+def lines(places: NDArray[np.int64], offsets: NDArray[np.int64], kv_heads: int, capacity: int) -> mx.array:
+    """The lines of `Arena.write`, uint32 [N * kv_heads], in a layer with `capacity` places."""
+    blocks = np.arange(kv_heads)[None] * capacity + places[:, None]
+    return mx.array((blocks * BLOCK_TOKENS + offsets[:, None]).ravel().astype(np.uint32))

@@ -51,9 +51,9 @@ class HostBlock:
 
 
 def model_key(fingerprint: str, layout: KVLayout) -> bytes:
-    """Identifies a model, and the shapes and dtype of its keys and values."""
+    """Identifies a model, and the shapes, dtype and bits of its keys and values."""
     layers = [[spec.kv_heads, spec.head_dim_k, spec.head_dim_v, spec.window] for spec in layout.layers]
-    return _digest(json.dumps([_FORMAT, BLOCK_TOKENS, fingerprint, str(layout.dtype), layers]).encode())
+    return _digest(json.dumps([_FORMAT, BLOCK_TOKENS, fingerprint, _kind(layout), layers]).encode())
 
 
 def root_key(model: bytes, root: str) -> bytes:
@@ -84,9 +84,10 @@ def block_names(root: bytes, ids: Sequence[int]) -> Iterator[BlockName]:
 def shapes(layout: KVLayout) -> dict[str, tuple[int, ...]]:
     """The arrays of a file and their shapes, in the order of `HostBlock.arrays`."""
     named: dict[str, tuple[int, ...]] = {}
-    for index, spec in enumerate(layout.layers):
+    stored = layout.stored
+    for index, spec in enumerate(stored.layers):
         for name, width in (("keys", spec.head_dim_k), ("values", spec.head_dim_v)):
-            named[f"layers.{index}.{name}"] = (spec.kv_heads, BLOCK_TOKENS, width * layout.dtype.size)
+            named[f"layers.{index}.{name}"] = (spec.kv_heads, BLOCK_TOKENS, width * stored.dtype.size)
     return named
 
 
@@ -114,6 +115,10 @@ def decode(data: bytes, ids: Sequence[int], names: Mapping[str, tuple[int, ...]]
     if {name: array.shape for name, array in tensors.items() if array.dtype == np.uint8} != dict(names):
         raise BlockFileError("the keys and values have other shapes")
     return [tensors[name] for name in names]
+
+
+def _kind(layout: KVLayout) -> str:
+    return str(layout.dtype) if layout.bits is None else f"{layout.dtype} in {layout.bits} bits"
 
 
 def _digest(data: bytes) -> bytes:

@@ -4,6 +4,10 @@
     row B   [ 0 ][ 1 ][ 3 ]               again. Blocks 2, 3 and 5 each belong to one row.
     cached  [ 0 ][ 4 ]                    no row reads block 4; it is kept until its memory is needed.
 
+With `KVLayout.bits`, blocks are quantized. A row writes into its tail, a block in full precision; when that is full, it
+is quantized into the row's table. A token attends to its own block in full precision and to the blocks before it as
+they are quantized, however its row is cut into chunks.
+
 The invariant for writing: after `extend(row, tokens)` has returned True, every block that holds a position in
 [row.computed, tokens) belongs to this row alone and is not frozen.
 """
@@ -22,7 +26,7 @@ from mlx_parallm.batch.kv.groups import KVRow, LayerGroup
 from mlx_parallm.batch.kv.host_blocks import restore, to_host, unsaved
 from mlx_parallm.batch.kv.memory import BlockMemory
 from mlx_parallm.batch.kv.prefix import Node, first_visible
-from mlx_parallm.batch.kv.row_blocks import ancestor, copy_start, fork, holds, make_private, reserve
+from mlx_parallm.batch.kv.row_blocks import ancestor, copy_start, fork, holds, kept, make_private, reserve
 from mlx_parallm.batch.kv.row_prefixes import attach, freeze, freeze_tail, take_over
 from mlx_parallm.batch.kv.tidy import tidy
 from mlx_parallm.core import Account, DeviceMemory
@@ -53,7 +57,8 @@ class LoRABatchedKVCache:
         self.hits = self.queries = 0
         self.device = device
         self._memory = BlockMemory(layout, device)
-        self.longest_row = min(max_length, device.budget_bytes // self._memory.block_bytes * BLOCK_TOKENS)
+        blocks = max(0, device.budget_bytes - self._memory.tail_bytes) // self._memory.block_bytes
+        self.longest_row = min(max_length, blocks * BLOCK_TOKENS)
         device.open_account(Account.ROWS, lambda: self._memory.bytes_used)
         device.open_account(Account.PREFIXES, lambda: self._memory.bytes_cached)
         device.open_account(Account.FREE_BLOCKS, lambda: self._memory.bytes_free)
@@ -114,10 +119,14 @@ class LoRABatchedKVCache:
     def truncate(self, row: KVRow, length: int) -> None:
         """Forgets all tokens from `length` on, and gives back the blocks that are not needed for the others.
 
+        If blocks are quantized and the row has filled the block of that position, all of the block is forgotten:
+        `row.computed` is then the number of tokens before it.
+
         Raises:
             ValueError: as in `fork`.
         """
         self._check_held(row, length)
+        length = kept(self._memory, row, length)
         for group, table in zip(self.groups, row.tables, strict=True):
             while len(table) > blocks_for(length):
                 if (place := table.pop()) != FREED:
@@ -128,7 +137,8 @@ class LoRABatchedKVCache:
     def fork(self, source: KVRow, length: int, tokens: int, *, into: KVRow | None = None) -> KVRow | None:
         """Opens a row as `open` does, which starts with the first `length` tokens of `source`.
 
-        The two rows share the blocks that are full, and the new one gets a copy of the one that is not.
+        The two rows share the blocks that are full, and the new one gets a copy of the one that is not. `row.computed`
+        may be smaller than `length`, as in `truncate`.
 
         Raises:
             ValueError: a sliding window of `source` has given back blocks that the new row would attend to; see
@@ -233,6 +243,16 @@ class LoRABatchedKVCache:
         return self._memory.groups
 
     @property
+    def tails(self) -> LayerGroup | None:
+        """The last block of each row in full precision, if full blocks are quantized."""
+        return self._memory.tails
+
+    @property
+    def smallest_budget(self) -> int:
+        """Bytes that a row of one block needs."""
+        return self._memory.block_bytes + self._memory.tail_bytes
+
+    @property
     def device_refused(self) -> bool:
         """Whether the device had no memory when more blocks were last wanted."""
         return self._memory.device_refused
@@ -273,7 +293,7 @@ class LoRABatchedKVCache:
 
     def arrays(self) -> list[mx.array]:
         """The keys and values of all layers."""
-        return [array for group in self.groups for array in group.arena.arrays()]
+        return [array for group in self._memory.stores for array in group.arena.arrays()]
 
     def rows(self) -> list[KVRow]:
         """Live rows, in the order in which they were opened."""

@@ -52,7 +52,7 @@ def restore(memory: BlockMemory, root: Hashable, ids: Sequence[int], blocks: Seq
     memory.add(row)
     try:
         memory.share(row, [[node.places[group] for node in before] for group in range(len(memory.groups))])
-        if not memory.make_room([len(new)] * len(memory.groups), alone=False):
+        if not memory.make_room(len(new), alone=False):
             return False
         for group, table in memory.tables(row):
             table += group.places.take(len(new))

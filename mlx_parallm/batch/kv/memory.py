@@ -13,7 +13,7 @@ from contextlib import suppress
 import mlx.core as mx
 
 from mlx_parallm.batch.kv.blocks import FREED, blocks_for
-from mlx_parallm.batch.kv.groups import KVRow, LayerGroup, layer_groups
+from mlx_parallm.batch.kv.groups import KVRow, LayerGroup, layer_groups, tail_group
 from mlx_parallm.batch.kv.prefix import PrefixIndex
 from mlx_parallm.batch.kv.sizing import places_kept_in_excess, spare_places
 from mlx_parallm.core import DeviceMemory
@@ -26,6 +26,8 @@ class BlockMemory:
 
     Attributes:
         groups: layer groups.
+        tails: the last block of each row in full precision, if full blocks are quantized; otherwise None.
+        stores: `groups`, and `tails` if there are any: all that takes memory.
         rows: live rows, in the order in which they were opened.
         evictions: cached blocks that were dropped to make room.
 
@@ -46,6 +48,8 @@ class BlockMemory:
         self._refusal: Exception | None = None
         self.rows: dict[KVRow, None] = {}
         self.groups = layer_groups(self.layout)
+        self.tails = tail_group(self.layout)
+        self.stores = self.groups if self.tails is None else [*self.groups, self.tails]
         self.index = PrefixIndex([group.places for group in self.groups], [group.window for group in self.groups])
 
     # -- figures ---------------------------------------------------------------------------------
@@ -56,14 +60,19 @@ class BlockMemory:
         return sum(group.arena.block_bytes for group in self.groups)
 
     @property
+    def tail_bytes(self) -> int:
+        """Bytes of a row's block in `tails`."""
+        return 0 if self.tails is None else self.tails.arena.block_bytes
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all places."""
-        return sum(group.arena.block_bytes * group.places.total for group in self.groups)
+        return sum(group.arena.block_bytes * group.places.total for group in self.stores)
 
     @property
     def array_bytes(self) -> int:
         """Bytes of all arrays: more than `nbytes` while an arena is resized, layer by layer."""
-        return sum(group.arena.array_bytes for group in self.groups)
+        return sum(group.arena.array_bytes for group in self.stores)
 
     @property
     def bytes_free(self) -> int:
@@ -78,14 +87,14 @@ class BlockMemory:
     @property
     def bytes_used(self) -> int:
         """Bytes of blocks that rows read."""
-        return sum(group.arena.block_bytes * group.places.used for group in self.groups)
+        return sum(group.arena.block_bytes * group.places.used for group in self.stores)
 
     # -- rows ------------------------------------------------------------------------------------
 
     def add(self, row: KVRow) -> None:
         """Adds a row without blocks."""
         row.tables = [[] for _ in self.groups]
-        row.computed, row.node = 0, None
+        row.computed, row.node, row.tail = 0, None, FREED
         self.rows[row] = None
 
     def tables(self, row: KVRow) -> zip[tuple[LayerGroup, list[int]]]:
@@ -106,16 +115,19 @@ class BlockMemory:
             for place in reversed(table):
                 if place != FREED:
                     group.places.release(place)
-        row.tables, row.computed, row.node = [], 0, None
+        if self.tails is not None and row.tail != FREED:
+            self.tails.places.release(row.tail)
+        row.tables, row.computed, row.node, row.tail = [], 0, None, FREED
         del self.rows[row]
 
     # -- room ------------------------------------------------------------------------------------
 
-    def make_room(self, needs: Sequence[int], alone: bool) -> bool:
-        """Makes at least `needs` places free in the groups. If that is not possible, no cached prefix is evicted.
+    def make_room(self, blocks: int, alone: bool, tails: int = 0) -> bool:
+        """Makes places free. If that is not possible, no cached prefix is evicted.
 
         Args:
-            needs: a number of places for each group.
+            blocks: how many places each group needs.
+            tails: how many places `tails` needs.
             alone: there is no other row, so all of the budget may be used, and no memory will be freed later.
 
         Returns:
@@ -124,9 +136,10 @@ class BlockMemory:
         Raises:
             Exception: the device's own error, in all other cases where it fails. Rows are unchanged.
         """
-        if all(group.places.free >= need for group, need in zip(self.groups, needs, strict=True)):
+        needs = [tails if group is self.tails else blocks for group in self.stores]
+        each = list(zip(self.stores, needs, strict=True))
+        if all(group.places.free >= need for group, need in each):
             return True
-        each = list(zip(self.groups, needs, strict=True))
         missing = sum(max(0, need - group.places.free) * group.arena.block_bytes for group, need in each)
         self.device.ask_others(missing, must=False)
         used = sum((group.places.used + need) * group.arena.block_bytes for group, need in each)
@@ -138,7 +151,7 @@ class BlockMemory:
         self._refusal = None
         if alone:
             self._refused_at = math.inf
-        if all(self._make_room_in(number, needs, limit) for number in range(len(self.groups))):
+        if all(self._make_room_in(number, needs, limit) for number in range(len(self.stores))):
             return True
         if alone and self._refusal is not None:
             raise self._refusal
@@ -156,7 +169,7 @@ class BlockMemory:
         return self._refusal is not None or self._refused_at != math.inf
 
     def _make_room_in(self, number: int, needs: Sequence[int], limit: int) -> bool:
-        group, need = self.groups[number], needs[number]
+        group, need = self.stores[number], needs[number]
         self._grow(group, need, self.device.pool_limit(alone=False))
         self.evict(number, need - group.places.free)
         if group.places.free < need:
@@ -195,9 +208,9 @@ class BlockMemory:
 
     def _take_from_others(self, number: int, needs: Sequence[int], limit: int) -> None:
         """Shrinks the arenas of other groups, so that this one may grow."""
-        group = self.groups[number]
+        group = self.stores[number]
         short = (needs[number] - group.places.free) * group.arena.block_bytes - (limit - self.nbytes)
-        for other, (donor, need) in enumerate(zip(self.groups, needs, strict=True)):
+        for other, (donor, need) in enumerate(zip(self.stores, needs, strict=True)):
             wanted = -(-short // donor.arena.block_bytes)
             if donor is group or wanted <= 0:
                 continue
@@ -208,7 +221,9 @@ class BlockMemory:
                 short -= given * donor.arena.block_bytes
 
     def evict(self, group: int, count: int) -> int:
-        """Frees up to `count` cached places of a layer group, the least recently used first. Returns how many."""
+        """Frees up to `count` cached places of one of the `stores`, the least recently used first. Returns how many."""
+        if self.stores[group] is self.tails:
+            return 0
         freed = self.index.evict(group, count)
         self.evictions += freed
         return freed
@@ -238,9 +253,12 @@ class BlockMemory:
 
     def _rename(self, group: LayerGroup, targets: dict[int, int]) -> None:
         """Replaces the places of moved blocks in all tables and nodes that name them."""
-        number = self.groups.index(group)
+        number = self.stores.index(group)
         for row in self.rows:
-            row.tables[number][:] = [targets.get(place, place) for place in row.tables[number]]
+            if group is self.tails:
+                row.tail = targets.get(row.tail, row.tail)
+            else:
+                row.tables[number][:] = [targets.get(place, place) for place in row.tables[number]]
         for source, target in targets.items():
             group.places.move(source, target)
             if (owner := group.places.owners.get(target)) is not None:
@@ -250,10 +268,10 @@ class BlockMemory:
 
     def check_integrity(self) -> None:
         """Raises AssertionError if tables, places, the index and the arenas disagree."""
-        for number, group in enumerate(self.groups):
+        for number, group in enumerate(self.stores):
             counts = [0] * group.places.total
             for row in self.rows:
-                for place in row.tables[number]:
+                for place in [row.tail] if group is self.tails else row.tables[number]:
                     if place != FREED:
                         counts[place] += 1
             assert counts == group.places.references

@@ -9,17 +9,21 @@ from mlx_parallm.batch.kv.prefix import Node, first_visible
 
 
 def reserve(memory: BlockMemory, row: KVRow, tokens: int, alone: bool) -> bool:
-    """Appends free blocks to a row until it has room for `tokens`.
+    """Appends free blocks to a row until it has room for `tokens`, and gives it a tail if it needs one.
 
     Returns False, and raises, as `LoRABatchedKVCache.extend` does. `alone`: no other row is open.
     """
-    blocks = blocks_for(tokens) - len(row.tables[0])
-    if blocks <= 0:
+    blocks = max(0, blocks_for(tokens) - len(row.tables[0]))
+    tails = int(memory.tails is not None and row.tail == FREED)
+    if not blocks and not tails:
         return True
-    if not memory.make_room([blocks] * len(memory.groups), alone):
+    if not memory.make_room(blocks, alone, tails):
         return False
-    for group, table in memory.tables(row):
-        table += group.places.take(blocks, after=table[-1] if table else FREED)
+    if blocks:
+        for group, table in memory.tables(row):
+            table += group.places.take(blocks, after=table[-1] if table else FREED)
+    if memory.tails is not None and tails:
+        (row.tail,) = memory.tails.places.take(1)
     return True
 
 
@@ -41,13 +45,14 @@ def fork(memory: BlockMemory, source: KVRow, length: int, tokens: int, row: KVRo
 
     Returns False if there is no memory; the row is closed then.
     """
+    length = kept(memory, source, length)
     whole, rest = divmod(length, BLOCK_TOKENS)
     memory.add(row)
     memory.share(row, [table[:whole] for table in source.tables])
     forked = False
     try:
         forked = reserve(memory, row, max(tokens, length), alone=False)
-        forked = forked and (not rest or _copy_block(memory, source, whole, row, whole))
+        forked = forked and (not rest or _copy_last(memory, source, row, whole))
     finally:
         if not forked:
             memory.close(row)
@@ -79,8 +84,20 @@ def make_private(memory: BlockMemory, row: KVRow) -> bool:
 
 def holds(memory: BlockMemory, row: KVRow, length: int) -> bool:
     """Whether `row` still has every block that its token at position `length` would attend to."""
+    length = kept(memory, row, length)
     visible = ((first_visible(length, group.window), table) for group, table in memory.tables(row))
     return all(first >= blocks_for(length) or table[first] != FREED for first, table in visible)
+
+
+def kept(memory: BlockMemory, row: KVRow, length: int) -> int:
+    """How many of a row's first `length` tokens can be gone on from.
+
+    That is all of them, if full blocks are not quantized. If they are, a block cannot be written any more once the row
+    has tokens after it or has filled it, because its numbers in full precision are gone. Then it is those before it.
+    """
+    if memory.tails is None or row.computed // BLOCK_TOKENS == length // BLOCK_TOKENS:
+        return length
+    return length - length % BLOCK_TOKENS
 
 
 def ancestor(node: Node | None, depth: int) -> Node | None:
@@ -88,6 +105,13 @@ def ancestor(node: Node | None, depth: int) -> Node | None:
     while node is not None and node.depth > depth:
         node = node.parent
     return node if node is not None and node.depth else None
+
+
+def _copy_last(memory: BlockMemory, source: KVRow, row: KVRow, block: int) -> bool:
+    """Copies the partly filled `block` of `source`. Returns False if the device is out of memory."""
+    if memory.tails is not None:
+        return memory.copy(memory.tails, [source.tail], [row.tail])
+    return _copy_block(memory, source, block, row, block)
 
 
 def _copy_block(memory: BlockMemory, source: KVRow, block: int, row: KVRow, target: int) -> bool:

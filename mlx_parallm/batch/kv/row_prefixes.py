@@ -24,6 +24,8 @@ def attach(memory: BlockMemory, row: KVRow, root: Hashable, ids: Sequence[int]) 
     row.computed, row.node = len(chain) * BLOCK_TOKENS, chain[-1] if chain else None
     visible = [first_visible(row.computed, group.window) for group in memory.groups]
     memory.share(row, [[FREED] * first + [node.places[g] for node in chain[first:]] for g, first in enumerate(visible)])
+    if memory.tails is not None:  # the first tokens of a quantized block do not have the numbers to go on from
+        return None
     partial, common = memory.index.find_partial(root, chain, ids)
     if partial is None or common < _WORTH_COPYING:
         return None
@@ -74,10 +76,10 @@ def _ids_of_block(ids: Sequence[int], block: int) -> tuple[int, ...] | None:
 
 
 def freeze_tail(memory: BlockMemory, row: KVRow, root: Hashable, ids: Sequence[int]) -> None:
-    """Registers the partly filled last block of a row that will not be written again."""
+    """Registers the partly filled last block of a row that will not be written again, unless blocks are quantized."""
     whole = row.computed // BLOCK_TOKENS
     tail = tuple(ids[whole * BLOCK_TOKENS : row.computed])
-    if not tail or len(ids) < row.computed:
+    if not tail or len(ids) < row.computed or memory.tails is not None:
         return
     parent = _last_registered(row) or memory.index.root(root)
     new = parent.depth == whole and tail not in parent.children

@@ -27,11 +27,11 @@ def tidy(memory: BlockMemory, most_bytes: int, quiet: bool, pausing: bool = Fals
     """
     excess = memory.nbytes - memory.device.pool_limit(alone=False)
     reserved = excess > 0
-    for number, group in enumerate(memory.groups):
+    for number, group in enumerate(memory.stores):
         wanted = max(0, -(-excess // group.arena.block_bytes))
         memory.evict(number, wanted - group.places.free)
         excess -= min(wanted, group.places.free) * group.arena.block_bytes
-    groups = [group for group in memory.groups if reserved or not pausing or is_short(group)]
+    groups = [group for group in memory.stores if reserved or not pausing or is_short(group)]
     left = [_tidy_group(memory, group, most_bytes, quiet) for group in groups]
     return any(left)
 

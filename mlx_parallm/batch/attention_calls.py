@@ -1,0 +1,89 @@
+"""Which attention calls a forward pass makes, and which tokens each of them has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from itertools import groupby
+from typing import Protocol
+
+import mlx.core as mx
+
+from mlx_parallm.batch.attention import DenseSpan, are_consecutive
+from mlx_parallm.batch.block_attention import BlockPairs, calls, folds_work
+from mlx_parallm.batch.folds import RowBlocks
+from mlx_parallm.batch.kv.arena import LayerArrays
+
+SHORT_CHUNK = 64
+"""Chunks of at most this many tokens are padded to the same length and share one attention call."""
+
+
+class Kind(IntEnum):
+    """The length of a span decides how it attends. The kinds are in the order in which a pass has them."""
+
+    SINGLE = 1
+    SHORT = 2
+    LONG = 3
+
+
+def kind_of(tokens: int) -> Kind:
+    """The kind of a span with so many new tokens."""
+    if tokens == 1:
+        return Kind.SINGLE
+    return Kind.SHORT if tokens <= SHORT_CHUNK else Kind.LONG
+
+
+class Attention(Protocol):
+    """Attention of some of a pass's tokens, in one layer group."""
+
+    def attend(
+        self, arrays: LayerArrays, layer: int, queries: mx.array, scale: float, sinks: mx.array | None
+    ) -> mx.array:
+        """[n, heads, 1, head_dim] → [n, heads, 1, head_dim of values]."""
+        ...
+
+
+class AttentionCalls:
+    """The attention of all tokens of a pass in one layer group, in as few calls as pay.
+
+    Args:
+        rows: the tokens of the pass in order, with the blocks that they see.
+        dense_rows: see `Forward`.
+    """
+
+    def __init__(self, rows: Sequence[RowBlocks], window: int | None, dense_rows: float) -> None:
+        self._calls = list(_calls(rows, window, dense_rows))
+
+    def attend(
+        self, arrays: LayerArrays, layer: int, queries: mx.array, scale: float, sinks: mx.array | None
+    ) -> mx.array:
+        """Queries of all tokens [N, heads, 1, head_dim] → [N, heads, 1, head_dim of values]."""
+        if len(self._calls) == 1:
+            return self._calls[0][1].attend(arrays, layer, queries, scale, sinks)
+        outputs = [call.attend(arrays, layer, queries[tokens], scale, sinks) for tokens, call in self._calls]
+        return mx.concatenate(outputs)
+
+
+def _calls(rows: Sequence[RowBlocks], window: int | None, dense_rows: float) -> Iterator[tuple[slice, Attention]]:
+    """The attention calls, each with its tokens."""
+    start = 0
+    for kind, group in groupby(rows, key=lambda row: kind_of(row.tokens)):
+        together = list(group)
+        attentions: list[tuple[Attention, int]]
+        if _is_dense(kind, together, dense_rows):
+            attentions = [(DenseSpan(row, window), row.tokens) for row in together]
+        else:
+            attentions = [(BlockPairs(call, window), sum(row.tokens for row in call)) for call in calls(together)]
+        for attention, tokens in attentions:
+            yield slice(start, start + tokens), attention
+            start += tokens
+
+
+def _is_dense(kind: Kind, rows: Sequence[RowBlocks], dense_rows: float) -> bool:
+    """Whether rows of one kind attend one by one, each to dense keys, and not in one call by pairs."""
+    if math.isinf(dense_rows) or kind is Kind.LONG:
+        return True
+    if kind is Kind.SHORT:
+        return len(rows) == 1 or not folds_work()
+    return len(rows) <= dense_rows and all(are_consecutive(row.places) for row in rows)

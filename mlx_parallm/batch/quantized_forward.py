@@ -1,0 +1,176 @@
+"""A forward pass in a layer group whose full blocks are quantized.
+
+    row         [ 64 quantized ][ 64 quantized ][ 12 in full ]      its blocks, the last one in its tail
+    chunk       20 tokens more
+    staged                                       [ 32 in full ]     the blocks that the pass writes, in full precision
+
+    row         [ 64 quantized ][ 64 quantized ][ 50 in full ]
+    chunk       20 tokens more
+    staged                                       [ 64 in full ][ 6 in full ]
+    after it    [ 64 quantized ][ 64 quantized ][ 64 quantized ][ 6 in full ]
+
+A token attends to its own block in full precision, and to all blocks before it as they are quantized, even if a block
+was filled in the same pass. So a token's keys and values do not depend on how its row was cut into chunks: a chunk
+attends in pieces, one for each block that it writes.
+
+Attention reads ordinary arrays, made for one layer at a time: the staged blocks, and then copies in full precision of
+the quantized ones that the pass reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.batch.attention_calls import AttentionCalls
+from mlx_parallm.batch.folds import RowBlocks
+from mlx_parallm.batch.kv.arena import lines, scattered
+from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
+from mlx_parallm.batch.kv.groups import KVRow, LayerGroup
+from mlx_parallm.batch.kv.prefix import first_visible
+from mlx_parallm.batch.kv.quantized import pack, unpack
+
+if TYPE_CHECKING:
+    from mlx_parallm.batch.forward import Span
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """The new tokens of a row in one block.
+
+    table: the row's, in this layer group
+    tail: the row's
+    start, stop: positions of the tokens
+    is_last: whether the row has no new tokens in later blocks
+    """
+
+    table: Sequence[int]
+    tail: int
+    start: int
+    stop: int
+    is_last: bool
+
+    @property
+    def block(self) -> int:
+        return self.start // BLOCK_TOKENS
+
+    @property
+    def fills(self) -> bool:
+        """Whether the block is full after the pass."""
+        return self.stop % BLOCK_TOKENS == 0
+
+    def read_blocks(self, window: int | None) -> range:
+        """The quantized blocks that the tokens attend to."""
+        return range(min(first_visible(self.start, window), self.block), self.block)
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrays:
+    """Keys and values of one layer, [kv_heads, blocks, 64, head_dim]."""
+
+    keys: list[mx.array]
+    values: list[mx.array]
+
+
+class QuantizedGroupForward:
+    """The forward pass in one layer group: index arrays that its layers share. See `forward.Forward`."""
+
+    def __init__(
+        self,
+        group: LayerGroup,
+        tails: LayerGroup,
+        tables: Sequence[Sequence[int]],
+        spans: Sequence[Span[KVRow]],
+        bits: int,
+        dense_rows: float,
+    ) -> None:
+        pieces = [piece for span, table in zip(spans, tables, strict=True) for piece in _pieces(span, table)]
+        self._blocks, self._tails, self._layers, self._bits = group.arena, tails.arena, group.layers, bits
+        self._tail_of = mx.array([piece.tail for piece in pieces])
+        self._filled = _moves([(i, piece.table[piece.block]) for i, piece in enumerate(pieces) if piece.fills])
+        self._kept = _moves([(i, piece.tail) for i, piece in enumerate(pieces) if piece.is_last and not piece.fills])
+        self._targets = (
+            np.repeat(np.arange(len(pieces)), [piece.stop - piece.start for piece in pieces]),
+            np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces]) % BLOCK_TOKENS,
+        )
+        read = dict.fromkeys(piece.table[block] for piece in pieces for block in piece.read_blocks(group.window))
+        self._read = mx.array(list(read)) if read else None
+        at = dict(zip(read, count(len(pieces)), strict=False))
+        rows = [_seen(piece, staged, at, group.window) for staged, piece in enumerate(pieces)]
+        self._calls = AttentionCalls(rows, group.window, dense_rows)
+        self._lines: dict[int, mx.array] = {}
+        self._staged: dict[int, tuple[mx.array, mx.array]] = {}
+
+    def write(self, index: int, keys: mx.array, values: mx.array) -> None:
+        """Stages the new keys and values [N, kv_heads, 1, head_dim], quantizes full blocks, and keeps the others."""
+        layer, blocks, tails = self._layers[index], self._blocks, self._tails
+        self._staged[index] = (
+            self._write(keys, blocks.keys, index, tails.keys, layer),
+            self._write(values, blocks.values, index, tails.values, layer),
+        )
+
+    def attend(self, index: int, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
+        keys, values = self._staged.pop(index)
+        arrays = _Arrays(
+            [self._beside(keys, self._blocks.keys[index])], [self._beside(values, self._blocks.values[index])]
+        )
+        return self._calls.attend(arrays, 0, queries, scale, sinks)
+
+    def _write(
+        self, tokens: mx.array, blocks: list[mx.array], index: int, tails: list[mx.array], layer: int
+    ) -> mx.array:
+        """Returns the staged blocks [kv_heads, pieces, 64, head_dim]."""
+        kv_heads, pieces = tokens.shape[1], len(self._tail_of)
+        if kv_heads not in self._lines:
+            self._lines[kv_heads] = lines(*self._targets, kv_heads, pieces)
+        staged = scattered(tails[layer][:, self._tail_of], self._lines[kv_heads], tokens)
+        if self._filled is not None:
+            staged_at, places = self._filled
+            blocks[index][:, places] = pack(staged[:, staged_at], self._bits)
+        if self._kept is not None:
+            staged_at, places = self._kept
+            tails[layer][:, places] = staged[:, staged_at]
+        return staged
+
+    def _beside(self, staged: mx.array, blocks: mx.array) -> mx.array:
+        """The staged blocks and the quantized ones that the pass reads."""
+        if self._read is None:
+            return staged
+        read = unpack(blocks[:, self._read], self._bits, staged.shape[-1], staged.dtype)
+        return mx.concatenate([staged, read], axis=1)
+
+
+def _pieces(span: Span[KVRow], table: Sequence[int]) -> list[_Piece]:
+    """The new tokens of a row, cut at the ends of blocks."""
+    last = blocks_for(span.stop) - 1
+    return [
+        _Piece(
+            table,
+            span.row.tail,
+            max(span.start, block * BLOCK_TOKENS),
+            min(span.stop, (block + 1) * BLOCK_TOKENS),
+            block == last,
+        )
+        for block in range(span.start // BLOCK_TOKENS, last + 1)
+    ]
+
+
+def _seen(piece: _Piece, staged: int, at: dict[int, int], window: int | None) -> RowBlocks:
+    """The blocks that a piece attends to, by their indices in the arrays of one layer."""
+    read = piece.read_blocks(window)
+    places = [*(at[piece.table[block]] for block in read), staged]
+    return RowBlocks(places, read.start * BLOCK_TOKENS, piece.start, piece.stop - piece.start)
+
+
+def _moves(pairs: Sequence[tuple[int, int]]) -> tuple[mx.array, mx.array] | None:
+    """Sources and targets as index arrays; None if there are none."""
+    if not pairs:
+        return None
+    assert all(target != FREED for _, target in pairs), "a row has no room for its tokens"
+    sources, targets = zip(*pairs, strict=True)
+    return mx.array(list(sources)), mx.array(list(targets))

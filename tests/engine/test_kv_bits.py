@@ -1,0 +1,202 @@
+"""Quantized keys and values: rows equal their solo runs however they are cut, shared, preempted and cached."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from harness import Harness, make_harness
+from tiny import tiny_model
+
+from mlx_parallm.batch.forward import Span
+from mlx_parallm.batch.kv.block_files import HostBlock, block_names, decode, encode, model_key, shapes
+from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
+from mlx_parallm.batch.kv.cache import KVRow
+from mlx_parallm.batch.kv.quantized import pack, unpack
+from mlx_parallm.core import RequestFinished, SamplingParams, SequenceOutput
+from mlx_parallm.errors import UnsupportedModelError
+from mlx_parallm.model.families import KVLayout, LayerSpec, probe
+
+RNG = random.Random(5)
+PROMPTS = [[RNG.randrange(256) for _ in range(length)] for length in (120, 60, 200, 20)]
+TOLERANCE = 0.02
+"""Of logprobs, because a key that differs by rounding may be quantized to the next step."""
+SCORED = SamplingParams(temperature=0.0, top_logprobs=0)
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3_text"])
+def model(request: pytest.FixtureRequest) -> nn.Module:
+    return tiny_model(request.param, head_dim=32, num_hidden_layers=2, sliding_window=70, sliding_window_pattern=2)
+
+
+@pytest.fixture(scope="module")
+def alone(model: nn.Module) -> list[list[float]]:
+    """The logprobs of each prompt's greedy answer, of 8 bits."""
+    return [answers(make_harness(model, kv_bits=8), [prompt])[0] for prompt in PROMPTS]
+
+
+def answers(harness: Harness, prompts: Sequence[Sequence[int]], tokens: int = 10) -> list[list[float]]:
+    """The logprobs of greedy answers."""
+    for number, prompt in enumerate(prompts):
+        harness.submit(str(number), prompt, tokens, sampling=SCORED)
+    harness.run()
+    assert all(isinstance(harness.terminal(str(number)), RequestFinished) for number in range(len(prompts)))
+    return [logprobs(harness, str(number)) for number in range(len(prompts))]
+
+
+def logprobs(harness: Harness, request: str) -> list[float]:
+    outputs = [event for event in harness.of(request) if isinstance(event, SequenceOutput)]
+    return [scored.logprob for output in outputs for scored in output.logprobs]
+
+
+def after_each_token(model: nn.Module, tokens: list[int], cuts: Sequence[int], bits: int | None) -> mx.array:
+    """Logits [n, vocab] of a row that is computed in chunks that end at `cuts`."""
+    runner = make_harness(model, kv_bits=bits).runner
+    row = runner.cache.open(len(tokens))
+    assert row is not None
+    logits = []
+    for stop in cuts:
+        logits.append(runner.compute([Span(row, row.computed, stop - row.computed)], tokens[row.computed : stop]))
+        mx.eval(logits, runner.cache.arrays())
+        row.computed = stop
+    return mx.concatenate(logits)
+
+
+# ---- the numbers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize(("bits", "size"), [(8, 64), (8, 96), (4, 128), (4, 32)])
+def test_a_number_differs_by_about_a_step(bits: int, size: int, dtype: mx.Dtype) -> None:
+    numbers = (4 * mx.random.normal((3, 5, size), key=mx.random.key(0))).astype(dtype)
+    words = pack(numbers, bits)
+    got = unpack(words, bits, size, dtype)
+    assert got.dtype == dtype
+    step = (numbers.max(-1, keepdims=True) - numbers.min(-1, keepdims=True)).astype(mx.float32) / (2**bits - 1)
+    assert mx.all(
+        mx.abs(got.astype(mx.float32) - numbers.astype(mx.float32)) <= (2.5 if dtype == mx.bfloat16 else 1.5) * step
+    )
+    assert words.nbytes <= {8: 0.57, 4: 0.32}[bits] * 2 * numbers.size
+
+
+@pytest.mark.parametrize(("bits", "share"), [(8, 0.57), (4, 0.32)])
+def test_blocks_take_the_bytes_that_the_layout_says(model: nn.Module, bits: int, share: float) -> None:
+    plain, _ = probe(model)
+    cache = make_harness(model, kv_bits=bits).runner.cache
+    assert cache.open(BLOCK_TOKENS * 10) is not None
+    half = plain.bytes_per_token * 2 / plain.dtype.size
+    for group in cache.groups:
+        arrays = sum(array.nbytes for array in group.arena.arrays())
+        assert arrays == group.places.total * group.arena.block_bytes
+        layers = sum(2 * plain.layers[i].kv_heads * plain.layers[i].head_dim_k for i in group.layers)
+        assert arrays <= share * 2 * layers * BLOCK_TOKENS * group.places.total
+    assert cache.layout.bytes_per_token <= share * half
+    assert cache.bytes_used == 10 * BLOCK_TOKENS * cache.layout.bytes_per_token + BLOCK_TOKENS * plain.bytes_per_token
+
+
+def test_a_head_that_groups_do_not_divide_is_refused_by_its_size() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"--kv-bits 8 .* groups of 32 .* have 80"):
+        KVLayout((LayerSpec(2, 80, 80),), mx.float16).quantized(8)
+
+
+# ---- rows ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_what_a_token_attends_to_does_not_depend_on_how_its_row_was_cut(model: nn.Module, bits: int) -> None:
+    tokens, full = PROMPTS[2], after_each_token(model, PROMPTS[2], [200], None)
+    want = after_each_token(model, tokens, [200], bits)
+    for cuts in ([1, 63, 64, 200], [100, 130, 131, 200], [*range(125, 132), 200]):
+        assert distance(after_each_token(model, tokens, cuts, bits), want) <= 0.1 * distance(full, want)
+    assert distance(full, want) > 0.01, "something is quantized"
+
+
+def distance(one: mx.array, other: mx.array) -> float:
+    """The root of the mean square of what logits differ by, after the first block. It is not 0 for equal rows, because
+    a key that differs by rounding may be quantized to the next step."""
+    return float(mx.sqrt(mx.square(one - other)[BLOCK_TOKENS:].mean()).item())
+
+
+def test_the_first_64_tokens_are_exact(model: nn.Module) -> None:
+    first = after_each_token(model, PROMPTS[2][:64], [30, 64], 4)
+    assert mx.allclose(first, after_each_token(model, PROMPTS[2][:64], [30, 64], None), atol=1e-5)
+
+
+def test_rows_of_a_batch_and_cached_ones_equal_their_solo_runs(model: nn.Module, alone: list[list[float]]) -> None:
+    harness = make_harness(model, kv_bits=8)
+    for got, want in zip(answers(harness, PROMPTS), alone, strict=True):
+        assert_close(got, want)
+    harness.submit("again", PROMPTS[2], 10, sampling=SCORED)
+    harness.run()
+    assert harness.loop.stats().prefix_cache_hits_total == 3 * BLOCK_TOKENS
+    assert_close(logprobs(harness, "again"), alone[2])
+
+
+def test_preempted_rows_equal_their_solo_runs(model: nn.Module, alone: list[list[float]]) -> None:
+    small = make_harness(model, kv_bits=8, budget_tokens=600)
+    others = [[7, *prompt] for prompt in PROMPTS]
+    for got, want in zip(answers(small, [*PROMPTS, *others]), alone, strict=False):
+        assert_close(got, want)
+    assert small.loop.stats().preemptions_total > 0
+
+
+@pytest.mark.parametrize("length", [100, 128, 129])
+def test_samples_of_a_prompt_share_it(model: nn.Module, length: int) -> None:
+    prompt = PROMPTS[2][:length]
+    (want,) = answers(make_harness(model, kv_bits=8), [prompt], 5)
+    harness = make_harness(model, kv_bits=8)
+    harness.submit("group", prompt, 5, sampling=SCORED, n=3)
+    harness.run()
+    for sample in range(3):
+        outputs = [e for e in harness.of("group") if isinstance(e, SequenceOutput) and e.index == sample]
+        assert_close([scored.logprob for output in outputs for scored in output.logprobs], want)
+
+
+def test_a_row_that_is_rolled_back_goes_on_from_a_block_that_it_still_has(model: nn.Module) -> None:
+    runner = make_harness(model, kv_bits=8).runner
+    want = after_each_token(model, PROMPTS[2], [140, 200], 8)
+    row = computed(runner, PROMPTS[2][:140])
+    runner.cache.truncate(row, 131)
+    assert row.computed == 131
+    fork = runner.cache.fork(row, 130, 200)
+    assert fork is not None
+    assert fork.computed == 130
+    for again in row, fork:
+        assert runner.cache.extend(again, 200)
+        logits = runner.compute([Span(again, again.computed, 200 - again.computed)], PROMPTS[2][again.computed :])
+        assert mx.allclose(logits[-1], want[-1], atol=0.04)
+    row.computed = 200
+    runner.cache.truncate(row, 150)
+    assert row.computed == 128, "the third block has been quantized"
+    runner.cache.check_integrity()
+
+
+def test_quantized_blocks_come_back_from_their_files_to_the_bit(model: nn.Module) -> None:
+    cache = (runner := make_harness(model, kv_bits=4).runner).cache
+    row, names = computed(runner, PROMPTS[2]), shapes(cache.layout)
+    cache.close(row, "root", PROMPTS[2])
+    (node,) = cache.unsaved(1)
+    (name, *_) = block_names(b"", PROMPTS[2])
+    arrays = cache.to_host(node)
+    saved = encode(HostBlock(name, arrays), names)
+    assert all(np.array_equal(*each) for each in zip(decode(saved, name.ids, names), arrays, strict=True))
+    keys = [model_key("m", replace(cache.layout, bits=bits)) for bits in (None, 8, 4)]
+    assert len({*keys}) == 3, "a server with other bits does not take these files"
+
+
+def computed(runner, tokens: list[int]) -> KVRow:
+    row = runner.cache.open(len(tokens))
+    assert row is not None
+    mx.eval(runner.compute([Span(row, 0, len(tokens))], tokens), runner.cache.arrays())
+    row.computed = len(tokens)
+    return row
+
+
+def assert_close(got: Sequence[float], want: Sequence[float]) -> None:
+    assert len(got) == len(want)
+    assert max(abs(a - b) for a, b in zip(got, want, strict=True)) <= TOLERANCE
