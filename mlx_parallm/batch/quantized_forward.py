@@ -93,7 +93,7 @@ class QuantizedGroupForward:
         self._blocks, self._tails, self._layers, self._bits = group.arena, tails.arena, group.layers, bits
         self._tail_of = mx.array([piece.tail for piece in pieces])
         self._filled = _moves([(i, piece.table[piece.block]) for i, piece in enumerate(pieces) if piece.fills])
-        self._kept = _moves([(i, piece.tail) for i, piece in enumerate(pieces) if piece.is_last and not piece.fills])
+        self._kept = _moves([(i, piece.tail) for i, piece in enumerate(pieces) if piece.is_last])
         self._targets = (
             np.repeat(np.arange(len(pieces)), [piece.stop - piece.start for piece in pieces]),
             np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces]) % BLOCK_TOKENS,

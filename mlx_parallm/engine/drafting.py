@@ -13,15 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.core import SequenceStatus
 from mlx_parallm.engine.guesses import RowGuesses
 from mlx_parallm.engine.live import FaultScope, LiveSequence
 from mlx_parallm.scheduler.drafts import MOST_TOKENS
 
 
-def guess(rows: Iterable[LiveSequence], scope: FaultScope) -> None:
+def guess(rows: Iterable[LiveSequence], scope: FaultScope, in_block: bool = False) -> None:
     """Sets the `guess` of each row that decodes: the tokens that may follow those which have been read. A row that
-    raises has its request recorded in `scope`."""
+    raises has its request recorded in `scope`.
+
+    `in_block`: a row's draft ends where its block does, because blocks are quantized as they are left, and a block that
+    wrong guesses have left could not be written again.
+    """
     decoding = []
     for row in rows:
         row.guess = ()
@@ -32,7 +37,8 @@ def guess(rows: Iterable[LiveSequence], scope: FaultScope) -> None:
     for row in decoding:
         with scope.covering([row.request]):
             row.guesses = row.guesses or RowGuesses(row.tokens)
-            row.guess = row.guesses.guess(row.sampling.grammar)
+            guessed = row.guesses.guess(row.sampling.grammar)
+            row.guess = guessed[: BLOCK_TOKENS - 1 - row.computed % BLOCK_TOKENS] if in_block else guessed
             row.acceptance = row.guesses.acceptance
 
 

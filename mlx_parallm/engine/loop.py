@@ -224,7 +224,7 @@ class DeviceLoop:
     def _reads_before_guessing(self) -> bool:
         """Guesses the next tokens of the rows. If drafts would gain much, reads the unit in flight, so that the next
         one can have them, and returns True."""
-        guess(map(live, self.scheduler.live), self._scope)
+        guess(map(live, self.scheduler.live), self._scope, in_block=self._runner.cache.tails is not None)
         if not self._forwards.in_flight or not self.scheduler.waits_for_tokens():
             return False
         self._forwards.commit()

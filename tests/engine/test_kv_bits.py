@@ -157,6 +157,14 @@ def test_samples_of_a_prompt_share_it(model: nn.Module, length: int) -> None:
         assert_close([scored.logprob for output in outputs for scored in output.logprobs], want)
 
 
+def test_wrong_guesses_of_a_draft_leave_the_block_as_it_was(model: nn.Module) -> None:
+    repeated = PROMPTS[1][:9] * 6
+    (want,) = answers(make_harness(model, kv_bits=8, lookahead=False), [repeated], 40)
+    guessing = make_harness(model, kv_bits=8, lookahead=False, speculates=True)
+    assert_close(answers(guessing, [repeated], 40)[0], want)
+    assert guessing.loop.stats().draft_tokens_total > 0
+
+
 def test_a_row_that_is_rolled_back_goes_on_from_a_block_that_it_still_has(model: nn.Module) -> None:
     runner = make_harness(model, kv_bits=8).runner
     want = after_each_token(model, PROMPTS[2], [140, 200], 8)
