@@ -157,12 +157,22 @@ def test_samples_of_a_prompt_share_it(model: nn.Module, length: int) -> None:
         assert_close([scored.logprob for output in outputs for scored in output.logprobs], want)
 
 
-def test_wrong_guesses_of_a_draft_leave_the_block_as_it_was(model: nn.Module) -> None:
-    repeated = PROMPTS[1][:9] * 6
-    (want,) = answers(make_harness(model, kv_bits=8, lookahead=False), [repeated], 40)
-    guessing = make_harness(model, kv_bits=8, lookahead=False, speculates=True)
-    assert_close(answers(guessing, [repeated], 40)[0], want)
-    assert guessing.loop.stats().draft_tokens_total > 0
+def test_drafts_end_with_their_block(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong guesses of the next block would have replaced the row's tail."""
+    prompts = [(PROMPTS[1][:9] * 7)[:length] for length in range(50, 64)]
+    want = answers(make_harness(model, kv_bits=8, lookahead=False), prompts)
+    guessing, ends = make_harness(model, kv_bits=8, lookahead=False, speculates=True), []
+    begin = guessing.runner.begin
+
+    def watched(spans, *rest):
+        ends.extend((span.start // BLOCK_TOKENS, (span.stop - 1) // BLOCK_TOKENS) for span in spans if span.row.drafted)
+        return begin(spans, *rest)
+
+    monkeypatch.setattr(guessing.runner, "begin", watched)
+    for got, expected in zip(answers(guessing, prompts), want, strict=True):
+        assert_close(got, expected)
+    assert ends
+    assert all(first == last for first, last in ends)
 
 
 def test_a_row_that_is_rolled_back_goes_on_from_a_block_that_it_still_has(model: nn.Module) -> None:
