@@ -28,7 +28,7 @@ from rich.table import Table
 
 from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
 from mlx_parallm.core import DeviceMemory
-from mlx_parallm.model.families import KVLayout, LayerSpec
+from mlx_parallm.model.layer_state import KVLayout, LayerSpec
 
 LAYOUT = KVLayout((LayerSpec(1, 1, 1),), mx.float32)
 LONGEST = 4096

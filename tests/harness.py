@@ -17,6 +17,8 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
+from mlx_parallm.batch.kv.arena import Arena
+from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.core import (
@@ -120,6 +122,7 @@ def make_harness(
     model: nn.Module | None = None,
     *,
     budget_tokens: int = 1 << 20,
+    states: int = 64,
     max_rows: int = 16,
     max_length: int = 4096,
     max_batched_tokens: int = 64,
@@ -134,12 +137,14 @@ def make_harness(
     schedule: DeviceSchedule = SCHEDULE,
     **switches: Any,
 ) -> Harness:
-    """A loop over `model` (tiny llama by default) with a pool of `budget_tokens`; `switches` go to `EngineParts`."""
+    """A loop over `model` (tiny llama by default) with a pool of `budget_tokens`, and of so many recurrent states;
+    `switches` go to `EngineParts`."""
     model = model or tiny_model("llama")
     layout, vocab_size = probe(model)
     if kv_bits is not None:
         layout = layout.quantized(kv_bits)
-    device = DeviceMemory(budget_tokens * layout.bytes_per_token, sharing)
+    tokens = budget_tokens * (layout.bytes_per_token or Arena([], layout.dtype).block_bytes // BLOCK_TOKENS)
+    device = DeviceMemory(tokens + states * layout.state_bytes, sharing)
     cache = LoRABatchedKVCache(layout, device, max_length, keep_prefixes)
     bank = _bank(model, slots, max_rank, layout.dtype)
     runner = BatchRunner(model, cache, bank, install_hook(model), vocab_size)

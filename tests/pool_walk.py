@@ -1,7 +1,8 @@
 """A random walk over the KV pool in which every token's content tells all tokens before it.
 
 `install` replaces the arenas' arrays by lists of tags. The tag of a token is a hash of its root, its id and all ids
-before it, as its keys and values are. So a row that reads a block of other tokens is noticed at once.
+before it, as its keys and values are. So a row that reads a block of other tokens is noticed at once. A recurrent state
+is the tag of the row's last token.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
 from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
 from mlx_parallm.batch.kv.prefix import first_visible
 from mlx_parallm.core import Account, DeviceMemory
-from mlx_parallm.model.families import KVLayout, LayerSpec
+from mlx_parallm.model.layer_state import KVLayout, LayerSpec, LayerState, RecurrentSpec
 
 FULL, WINDOWED = LayerSpec(1, 2, 2), LayerSpec(1, 2, 2, window=100)
+RECURRENT = RecurrentSpec(((1,),), (mx.float32,))
 
 
 class TagArena:
@@ -67,8 +69,16 @@ class TagArena:
             raise RuntimeError("[malloc] Unable to allocate 1024 bytes.")
 
 
+class TagStates(TagArena):
+    """An arena of states: the first tag of a place is that of the last token before the state."""
+
+    def __init__(self, specs: Sequence[RecurrentSpec]) -> None:
+        super().__init__(specs, mx.float32)  # type: ignore[arg-type]
+
+
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_groups, "Arena", TagArena)
+    monkeypatch.setattr(layer_groups, "StateArena", TagStates)
     monkeypatch.setattr(TagArena, "refuse", 0.0)
 
 
@@ -103,7 +113,7 @@ class PoolWalk:
     def __init__(
         self,
         seed: int,
-        layers: Sequence[LayerSpec],
+        layers: Sequence[LayerState],
         blocks: int = 40,
         refuse: float = 0.0,
         bits: int | None = None,
@@ -111,7 +121,8 @@ class PoolWalk:
         self.rng = random.Random(seed)
         self.refuse = refuse
         TagArena.rng, TagArena.refuse = self.rng, refuse
-        layout = KVLayout(tuple(replace(spec, head_dim_k=32, head_dim_v=32) for spec in layers), mx.float32, bits)
+        wide = (replace(s, head_dim_k=32, head_dim_v=32) if isinstance(s, LayerSpec) else s for s in layers)
+        layout = KVLayout(tuple(wide), mx.float32, bits)
         self.cache = LoRABatchedKVCache(layout, DeviceMemory(blocks * len(layers)), 1200)
         self.texts = [[self.rng.randrange(50) for _ in range(1200)] for _ in range(2)]
         self.roots = ["base", "one"]
@@ -170,9 +181,17 @@ class PoolWalk:
         while len(live.ids) < end:
             text = self.texts[live.ids[:1] == self.texts[1][:1]]  # rows with equal tokens mostly draw equal ones
             live.add(text[len(live.ids)] if self.rng.random() < 0.995 else self.rng.randrange(50))
+        self.cache.reserve_checkpoint(row, end)
         for position in range(row.computed, end):
             self.write(row, position, live.tags[position])
+        if self.cache.states is not None and end > row.computed:
+            for place in (row.state, *([row.checkpoints[end // BLOCK_TOKENS]] if self.keeps(row, end) else [])):
+                self.cache.states.arena.tags[place][0] = live.tags[end - 1]
         row.computed = end
+
+    def keeps(self, row: KVRow, tokens: int) -> bool:
+        """Whether a row keeps its state after so many tokens."""
+        return tokens % BLOCK_TOKENS == 0 and tokens // BLOCK_TOKENS in row.checkpoints
 
     def write(self, row: KVRow, position: int, tag: int) -> None:
         """Writes a token: into the row's blocks, or into its tail, from which full blocks are copied."""
@@ -290,6 +309,8 @@ class PoolWalk:
         assert self.cache.rows() == [live.row for live in self.lives]
         for live in self.lives:
             row = live.row
+            if self.cache.states is not None and row.computed:
+                assert self.cache.states.arena.tags[row.state][0] == live.tags[row.computed - 1]
             for group, table in zip(self.cache.groups, row.tables, strict=True):
                 first = first_visible(row.computed, group.window)
                 for block in range(first, blocks_for(row.computed)):

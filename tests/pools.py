@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import mlx.core as mx
-from pool_walk import FULL, WINDOWED
+from pool_walk import FULL, RECURRENT, WINDOWED
 
 from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
 from mlx_parallm.core import Account, DeviceMemory
-from mlx_parallm.model.families import KVLayout, LayerSpec
+from mlx_parallm.model.layer_state import KVLayout, LayerState
 
 TEXT = [(i * i) % 251 for i in range(2000)]
 MODELS = {"full": [FULL, FULL], "mixed": [FULL, WINDOWED, WINDOWED], "windowed": [WINDOWED]}
 
+WITH_STATES = {**MODELS, "recurrent": [RECURRENT, FULL]}
 
-def pool(blocks: int, layers: Sequence[LayerSpec] = (FULL,), max_length: int = 10_000, **kwargs) -> LoRABatchedKVCache:
+
+def pool(blocks: int, layers: Sequence[LayerState] = (FULL,), max_length: int = 10_000, **kwargs) -> LoRABatchedKVCache:
     """A pool with a budget of `blocks` blocks; only with tags, of which a block counts one byte for each layer."""
     return LoRABatchedKVCache(
         KVLayout(tuple(layers), mx.float32), DeviceMemory(blocks * len(layers)), max_length, **kwargs

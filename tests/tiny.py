@@ -51,6 +51,41 @@ _MOE = {
 }
 _MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
 _OLMOE = {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
+_LFM2 = {
+    "num_hidden_layers": 4,
+    "norm_eps": 1e-5,
+    "conv_bias": False,
+    "conv_L_cache": 3,
+    "block_dim": 64,
+    "block_multiple_of": 8,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": False,
+    "full_attn_idxs": [1, 3],
+}
+_MAMBA = {"state_size": 8, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_rank": 4}
+_MAMBA2 = {
+    "num_heads": 8,
+    "n_groups": 2,
+    "state_size": 8,
+    "conv_kernel": 4,
+    "layer_norm_epsilon": 1e-5,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "tie_word_embeddings": True,
+    "time_step_limit": [0.001, 100.0],
+    "time_step_rank": "auto",
+}
+_QWEN3_NEXT = {
+    "num_hidden_layers": 4,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "shared_expert_intermediate_size": 32,
+    "partial_rotary_factor": 0.5,
+    "full_attention_interval": 2,
+}
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": False},
     "mistral": {"tie_word_embeddings": False, "num_key_value_heads": 4},
@@ -64,8 +99,14 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3": {},
     "gemma3_text": _GEMMA3,
     "phi3": {},
+    "lfm2": _LFM2,
+    "mamba": _MAMBA,
+    "mamba2": _MAMBA2,
+    "qwen3_next": {**_MOE, **_QWEN3_NEXT},
 }
 FAMILIES = tuple(_FAMILIES)
+RECURRENT = ("lfm2", "mamba", "mamba2", "qwen3_next")
+"""Those with layers that keep a state instead of keys and values."""
 
 
 def tiny_config(family: str, **overrides: Any) -> dict[str, Any]:
@@ -100,9 +141,11 @@ def build_model(config: dict[str, Any], seed: int = 0) -> nn.Module:
 def _random(name: str, shape: tuple[int, ...], key: mx.array) -> mx.array:
     """Matrices keep the size of what passes through; vectors (norms, biases) differ a little from one or zero."""
     noise = mx.random.normal(shape, key=key)
+    if name.endswith("A_log"):  # of decays between 0.37 and 0.9 for a step of 1
+        return mx.log(0.1 + 0.9 * mx.random.uniform(shape=shape, key=key))
     if len(shape) == 1:
         return 0.1 * noise + (1.0 if "norm" in name else 0.0)
-    return noise * (0.5 if "embed_tokens" in name else 1.5 / math.sqrt(shape[-1]))
+    return noise * (0.5 if "embed" in name else 1.5 / math.sqrt(math.prod(shape[1:])))
 
 
 def _random_gemma(name: str, shape: tuple[int, ...], key: mx.array) -> mx.array:

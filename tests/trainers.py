@@ -29,10 +29,21 @@ from mlx_parallm.rl.objectives.batches import UpdateBatch
 from mlx_parallm.rl.objectives.samples import Sample, answered
 
 LORA = ModelConfig(lora_rank=4, lora_alpha=8.0, lora_target_modules=("q_proj", "v_proj", "o_proj", "down_proj"))
+MIXER_TARGETS = {
+    "lfm2": ("in_proj", "out_proj", "q_proj", "w2"),
+    "mamba": ("in_proj", "x_proj", "dt_proj", "out_proj"),
+    "mamba2": ("in_proj", "out_proj"),
+    "qwen3_next": ("in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "down_proj"),
+}
 SETTINGS = changed(TRAINING, learning_rate=1e-2, micro_batch_tokens=64, gradient_checkpointing=False, seed=3)
 VOCABULARY = 250
 SINGLE = [each for each in Algorithm if each not in (Algorithm.DPO, Algorithm.KTO, Algorithm.DISTILLATION)]
 """Losses of one sequence at a time, without a teacher or an estimate over all samples."""
+
+
+def lora_of(family: str) -> ModelConfig:
+    """`LORA`, with the linears of mixers for a family that has them."""
+    return changed(LORA, lora_target_modules=MIXER_TARGETS.get(family, LORA.lora_target_modules))
 
 
 def make_trainer(

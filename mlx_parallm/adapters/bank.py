@@ -67,6 +67,11 @@ class AdapterBank:
         finally:
             self.context = before
 
+    def using_part(self, start: int, stop: int) -> AbstractContextManager[None]:
+        """While the block runs, the adapted linears are called for the tokens [start, stop) of the current forward
+        pass alone; see `AdapterContext.part`."""
+        return self.using(None if self.context is None else self.context.part(start, stop))
+
     def check_room(self, slot: int, weights: AdapterWeights) -> None:
         """Raises AdapterTooLargeError: with these weights in the slot, the bank would take more than its limit."""
         slots = self._capacity(slot)

@@ -66,6 +66,11 @@ class AdapterContext(Protocol):
         """The output of the experts' linears at `path`, with the base model's output y."""
         ...
 
+    def part(self, start: int, stop: int) -> AdapterContext:
+        """The context of the tokens [start, stop) of the pass alone, which are those of whole rows. A linear that is
+        called token by token, as in a recurrence, may get one token of each of these rows at a time, in their order."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class _Run:
@@ -101,6 +106,7 @@ class ForwardContext:
         self._rows = slots, lengths
         self._slots = frozenset(slots)
         self._last: tuple[LinearGroup, mx.array, list[mx.array]] | None = None
+        self._parts: dict[tuple[int, int], ForwardContext] = {}
 
     def adapt(self, group: LinearGroup, path: str, x: mx.array, y: mx.array) -> mx.array:
         """y + (x A[slot]) B[slot] for the linear at `path`, with x [B, T, in], y [B, T, out]. B includes the scale."""
@@ -125,6 +131,14 @@ class ForwardContext:
         pairs = call.experts * group.slots + call.adapters
         h = self._reused(group, call.x, lambda: call.product(call.x, group.a.flatten(0, 1), pairs))
         return y + call.product(h[place], group.b[path].flatten(0, 1), pairs)
+
+    def part(self, start: int, stop: int) -> ForwardContext:
+        """See `AdapterContext.part`. It is made once for all layers."""
+        if (start, stop) not in self._parts:
+            slots, lengths = self._rows
+            first, last = np.searchsorted(np.cumsum([0, *lengths]), [start, stop])
+            self._parts[start, stop] = ForwardContext(slots[first:last], lengths[first:last])
+        return self._parts[start, stop]
 
     @cached_property
     def _token_slots(self) -> TokenAdapters:
@@ -168,13 +182,13 @@ def gathers() -> bool:
 
 def _gathered(x: mx.array, run: _Run, factors: mx.array) -> mx.array:
     if run.slots is None:
-        return mx.zeros((1, run.stop - run.start, factors.shape[-1]), x.dtype)
+        return mx.zeros((1, x.size // x.shape[-1], factors.shape[-1]), x.dtype)
     parts = x.reshape(run.batch, -1, x.shape[-1])
     if gathers():
         products = mx.gather_mm(parts, factors, lhs_indices=run.parts, rhs_indices=run.slots)
     else:
         products = parts @ factors[run.slots]
-    return products.reshape(1, run.stop - run.start, factors.shape[-1])
+    return products.reshape(1, -1, factors.shape[-1])
 
 
 def _runs(slots: Sequence[int], lengths: Sequence[int]) -> list[_Run]:

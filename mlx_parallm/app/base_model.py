@@ -182,7 +182,7 @@ class BaseModel:
             self._measured(built.runner),
             work,
             lookahead=not on_cpu() if config.debug.lookahead is None else config.debug.lookahead,
-            speculates=self._speculates,
+            speculates=self._speculates(built.runner),
             trace=config.debug.trace if self.first else None,
             check_every_unit=config.debug.check_every_unit,
             queue_timeout_s=config.server.queue_timeout,
@@ -191,16 +191,16 @@ class BaseModel:
             base=self.name,
         )
 
-    @property
-    def _speculates(self) -> bool:
-        return self._config.server.speculation is Speculation.AUTO
+    def _speculates(self, runner: BatchRunner) -> bool:
+        """Whether tokens are guessed. They are not where a row cannot forget wrong guesses."""
+        return self._config.server.speculation is Speculation.AUTO and runner.cache.layout.rolls_back
 
     def _measured(self, runner: BatchRunner) -> CostModel:
         """The cost model. It is measured when the base model is first loaded, as is the faster kind of attention."""
         if self._cost is None:
             choose_attention(runner)
             self._dense_rows, self._cost = runner.dense_rows, calibrate(runner)
-            if self._speculates:
+            if self._speculates(runner):
                 self._cost = calibrate_steps(runner, self._cost)
         runner.dense_rows = self._dense_rows
         return self._cost
@@ -220,13 +220,18 @@ def build_prefix_store(manager: SharedModelManager, config: Config, wake: Callab
     """The files of the prefix cache, None if it is kept in memory only. `wake`: see `PrefixStore`.
 
     Raises:
-        ConfigError: the folder cannot be used, or there is no prefix cache.
+        ConfigError: the folder cannot be used, there is no prefix cache, or it has recurrent states.
     """
     folder = config.server.prefix_cache_dir
     if folder is None:
         return None
     if not config.server.prefix_cache:
         raise ConfigError("--prefix-cache-dir keeps the prefix cache on the disk; leave --no-prefix-cache out")
+    if manager.kv_layout.recurrent:
+        raise ConfigError(
+            f"--prefix-cache-dir keeps keys and values, and {manager.card.name} ({manager.family.name}) has recurrent "
+            "layers, whose states are cached in memory only; leave it out"
+        )
     worker = ThreadPoolExecutor(1, thread_name_prefix="prefix-cache")
     try:
         return PrefixStore(

@@ -18,8 +18,8 @@ from mlx_parallm.core import (
 from mlx_parallm.engine.startup import check_unproved
 from mlx_parallm.errors import ConfigError, UnsupportedModelError
 from mlx_parallm.model.device import MemoryLimits, machine_memory, memory_limits, on_cpu
-from mlx_parallm.model.families import KVLayout
 from mlx_parallm.model.hooks import AttentionStyle, install_hook
+from mlx_parallm.model.layer_state import KVLayout
 from mlx_parallm.model.manager import SharedModelManager
 
 _DECODE_STALL_S, _CPU_DECODE_STALL_S = 0.1, 0.5

@@ -109,7 +109,8 @@ def footprint_of(manager: SharedModelManager, bank: AdapterBank, head_rank: int 
     """What decides how large micro-steps of this model can be, and whether they keep their activations. `head_rank`:
     see `Footprint`."""
     heads, layout = query_heads(manager.model), bank.layout
-    return Footprint.of(layout.layers, layout.linears.values(), heads, manager.card.vocab_size, head_rank)
+    state = max((spec.size for spec in manager.kv_layout.recurrent.values()), default=0)
+    return Footprint.of(layout.layers, layout.linears.values(), heads, manager.card.vocab_size, head_rank, state)
 
 
 @dataclass(frozen=True, slots=True)

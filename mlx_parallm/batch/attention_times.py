@@ -18,7 +18,7 @@ from mlx_parallm.batch.block_attention import BlockPairs, pairs_work
 from mlx_parallm.batch.folds import RowBlocks
 from mlx_parallm.batch.kv.arena import Arena
 from mlx_parallm.model.device import on_cpu
-from mlx_parallm.model.families import LayerSpec
+from mlx_parallm.model.layer_state import LayerSpec
 
 _ROWS = (1, 4, 8)
 _TOKENS, _BLOCKS = 500, 8

@@ -63,6 +63,8 @@ class Forward:
         self.offset = mx.array(positions.astype(np.int32))
         self._of_layer: dict[int, tuple[_GroupForward | QuantizedGroupForward, int]] = {}
         for number, group in enumerate(cache.groups):
+            if not group.layers:
+                continue
             forward = _group_forward(cache, group, [span.row.tables[number] for span in spans], spans, dense_rows)
             self._of_layer |= {layer: (forward, index) for index, layer in enumerate(group.layers)}
 

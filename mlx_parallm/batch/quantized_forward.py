@@ -90,7 +90,8 @@ class QuantizedGroupForward:
         dense_rows: float,
     ) -> None:
         pieces = [piece for span, table in zip(spans, tables, strict=True) for piece in _pieces(span, table)]
-        self._blocks, self._tails, self._layers, self._bits = group.arena, tails.arena, group.layers, bits
+        self._blocks, self._tails, self._bits = group.arena, tails.arena, bits
+        self._in_tails = [tails.layers.index(layer) for layer in group.layers]
         self._tail_of = mx.array([piece.tail for piece in pieces])
         self._filled = _moves([(i, piece.table[piece.block]) for i, piece in enumerate(pieces) if piece.fills])
         self._kept = _moves([(i, piece.tail) for i, piece in enumerate(pieces) if piece.is_last])
@@ -108,7 +109,7 @@ class QuantizedGroupForward:
 
     def write(self, index: int, keys: mx.array, values: mx.array) -> None:
         """Stages the new keys and values [N, kv_heads, 1, head_dim], quantizes full blocks, and keeps the others."""
-        layer, blocks, tails = self._layers[index], self._blocks, self._tails
+        layer, blocks, tails = self._in_tails[index], self._blocks, self._tails
         self._staged[index] = (
             self._write(keys, blocks.keys, index, tails.keys, layer),
             self._write(values, blocks.values, index, tails.values, layer),

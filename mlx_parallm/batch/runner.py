@@ -27,6 +27,7 @@ from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
 from mlx_parallm.batch.layer_cache import FetchingLayerCache, LayerCache
 from mlx_parallm.batch.pooling import PooledParts, PoolingRow, pool
 from mlx_parallm.batch.readback import Draw, PromptScores, read_draws
+from mlx_parallm.batch.recurrent_forward import RecurrentForward, StateCache
 from mlx_parallm.batch.sampler import RowSampling, Sampled, SamplingPlan, plan_sampling, sample
 from mlx_parallm.core import SamplingParams
 from mlx_parallm.model.hooks import AttentionStyle
@@ -156,7 +157,7 @@ class BatchRunner:
         arrays = sampled.arrays() if sampled else self.cache.arrays()
         arrays += [array for _, _, scores in pending.scores for array in scores.arrays()]
         arrays += [pending.pooled.hidden] if pending.pooled else []
-        mx.async_eval(arrays)  # type: ignore[no-untyped-call]
+        mx.async_eval(arrays, self.cache.state_arrays())  # type: ignore[no-untyped-call]
         return Launched(pending.rows, sampled, pending.scores, pending.pooled, arrays)
 
     def read(self, launched: Launched) -> list[Draw]:
@@ -228,10 +229,9 @@ class BatchRunner:
     def _run(self, inputs: mx.array, spans: Sequence[Span[KVRow]]) -> mx.array:
         """The trunk's outputs [N, hidden] for tokens [N], or the logits [N, vocab] of a model without a trunk."""
         model = self._model if self._trunk is None else self._trunk
-        caches: Sequence[LayerCache | FetchingLayerCache]
+        caches: Sequence[LayerCache | StateCache | FetchingLayerCache]
         if self._style is AttentionStyle.HOOKED:
-            forward = Forward(self.cache, spans, self.dense_rows)
-            caches = [LayerCache(forward, layer) for layer in self._layers]
+            caches = self._caches(spans)
             shaped = inputs[:, None]
         else:
             fetching = FetchingForward(self.cache, spans)
@@ -241,6 +241,18 @@ class BatchRunner:
         with self._bank.forward([span.row.adapter_slot for span in spans], [span.tokens for span in spans]):
             outputs: mx.array = model(shaped, cache=caches)
         return outputs.reshape(-1, outputs.shape[-1])
+
+    def _caches(self, spans: Sequence[Span[KVRow]]) -> list[LayerCache | StateCache]:
+        """The cache object of each layer, for a model that leaves attention to the pool."""
+        forward = Forward(self.cache, spans, self.dense_rows)
+        if self.cache.states is None:
+            return [LayerCache(forward, layer) for layer in self._layers]
+        recurrent = RecurrentForward(self.cache.states, spans, self._bank)
+        number = {layer: number for number, layer in enumerate(self.cache.states.layers)}
+        return [
+            StateCache(recurrent, number[layer]) if layer in number else LayerCache(forward, layer)
+            for layer in self._layers
+        ]
 
     def _plan(self, options: list[RowSampling]) -> SamplingPlan:
         """The sampling plan, made again only when the rows have changed.

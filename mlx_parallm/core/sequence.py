@@ -45,6 +45,7 @@ class Sequence:
         tokens: the prompt and every drawn token that has been read.
         drawn: tokens drawn so far, including those not read yet.
         computed: tokens whose keys and values are in the row; the length of the row.
+        cuts: token counts at which a chunk has to end, because the row's recurrent state is kept there.
         arrived_at: when the request arrived. This and the times below are seconds on `time.monotonic`'s clock.
         started_at: when the first unit of work for the sequence was launched; 0.0 before.
         served_at: when it last got a chunk in its turn; before the first chunk, `arrived_at`.
@@ -72,6 +73,7 @@ class Sequence:
     key: str = ""
     status: SequenceStatus = SequenceStatus.WAITING
     computed: int = 0
+    cuts: Seq[int] = ()
     drawn: int = 0
     started_at: float = 0.0
     scored: bool = False
@@ -106,6 +108,11 @@ class Sequence:
     def to_compute(self) -> int:
         """Pending tokens that a unit has to compute. The last one is among them only if a token is drawn from it."""
         return self.pending if self.may_draw else self.pending - 1
+
+    @property
+    def longest_chunk(self) -> int:
+        """The most tokens that a unit may compute: those to compute, up to the next cut."""
+        return min([self.to_compute, *(cut - self.computed for cut in self.cuts if cut > self.computed)])
 
     @property
     def needs_every_token(self) -> bool:

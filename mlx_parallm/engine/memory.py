@@ -152,6 +152,11 @@ class PoolMemory:
             pass
         mx.clear_cache()
 
+    def reserve_checkpoint(self, row: LiveSequence, computed: int) -> None:
+        """Lets the next unit keep the row's recurrent state after `computed` tokens, if it is of use to later rows."""
+        with self._scope.covering([row.request]):
+            self._cache.reserve_checkpoint(row, computed)
+
     def keep(self, row: LiveSequence) -> None:
         """Registers the full blocks of a row in the prefix cache, and gives back those below its sliding windows."""
         self._cache.freeze(row, self._root(row), row.tokens)

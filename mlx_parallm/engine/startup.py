@@ -71,9 +71,12 @@ def _compute(runner: BatchRunner, rows: Sequence[KVRow], tokens: Sequence[int]) 
 
 
 def choose_attention(runner: BatchRunner) -> None:
-    """Measures which attention of single tokens is faster on this device, and lets the runner use it."""
+    """Measures which attention of single tokens is faster on this device, and lets the runner use it. Does nothing for
+    a model without attention."""
     layout = runner.cache.layout
-    times = measure_attention(layout.layers[0], layout.dtype)
+    if not layout.attention:
+        return
+    times = measure_attention(next(iter(layout.attention.values())), layout.dtype)
     runner.dense_rows = times.dense_rows
     _log.info("attention of single tokens: %s", times.text)
 

@@ -63,7 +63,7 @@ def snapshot(
         kv_bytes_budget=cache.device.budget_bytes,
         kv_tokens_used=cache.tokens_used,
         kv_block_tokens=BLOCK_TOKENS,
-        kv_blocks=cache.device.budget_bytes // (BLOCK_TOKENS * cache.layout.bytes_per_token),
+        kv_blocks=cache.device.budget_bytes // cache.block_bytes,
         kv_bytes_cached=cache.bytes_cached,
         memory_bytes={str(account): held for account, held in cache.device.bytes_by_account().items()},
         prefix_cache_queries_total=cache.queries,

@@ -94,8 +94,9 @@ class Forwards:
         spans = [Span(live(span.sequence), span.start, span.tokens) for span in unit.spans]
         draws = [live(sequence) for sequence in unit.draws]
         rows = [span.row for span in spans]
-        for row in rows:
-            plan_draft(row, self._requests.scope)
+        for span in spans:
+            plan_draft(span.row, self._requests.scope)
+            self._memory.reserve_checkpoint(span.row, span.stop)
         with self._requests.scope.covering({row.request for row in rows}):
             pending = self._runner.begin(spans, draws, self._in_flight.launched if self._in_flight else None)
             self._scheduler.record_launch(unit, started)

@@ -1,4 +1,4 @@
-"""Which architectures can be batched, and the shape of a model's keys and values.
+"""Which architectures can be batched, and what the layers of a model keep for each row.
 
 Adding a model family that mlx-lm has: add the name of its model file to `TESTED` here and a tiny configuration to
 `tests/tiny.py`; the parity tests then run for it. If its linear layers are named differently, see `hooks.py` (LoRA) and
@@ -8,20 +8,22 @@ Adding a model family that mlx-lm has: add the name of its model file to `TESTED
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 
 from mlx_parallm.errors import UnsupportedModelError
+from mlx_parallm.model.layer_state import KVLayout, LayerSpec, LayerState, RecurrentSpec
+from mlx_parallm.model.recurrent import MIXERS
 
 TESTED = frozenset(
     {"llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "gemma2", "gemma3", "gemma3_text", "phi3"}
-)
+).union(MIXERS)
 """mlx-lm model files for which the tests compare batched rows with solo runs. mistral uses mlx-lm's `llama`."""
 
 BatchedForward = Callable[[Sequence[Sequence[int]], Sequence[Sequence[int]]], mx.array]
@@ -29,9 +31,6 @@ BatchedForward = Callable[[Sequence[Sequence[int]], Sequence[Sequence[int]]], mx
 
 Each prompt is prefilled alone. Then all rows are stepped together, one token each, every row at its own offset.
 """
-
-_GROUP_SIZES = (64, 32)
-"""Numbers that share a scale and a bias in a quantized block. The larger one is used where it divides a head's size."""
 
 _PROMPT_LENGTHS = (3, 11)
 _STEPS = 3
@@ -54,90 +53,27 @@ class Family:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerSpec:
-    """Shape of one layer's keys and values in each row: `[kv_heads, tokens, head_dim_k | head_dim_v]`.
-
-    `window` is the number of last tokens that the layer attends to, itself included; None means all.
-    """
-
-    kv_heads: int
-    head_dim_k: int
-    head_dim_v: int
-    window: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class KVLayout:
-    """The keys and values of a whole model: one spec for each cache that the model expects, in order, and the dtype.
-
-    `bits`: of each number in a full block; None: full blocks are not quantized.
-    """
-
-    layers: tuple[LayerSpec, ...]
-    dtype: mx.Dtype
-    bits: int | None = None
-
-    @property
-    def stored(self) -> KVLayout:
-        """The layout of the arrays that keep full blocks. Quantized, a head's keys or values of one token are 32-bit
-        words: the numbers, and then a scale and a bias of 16 bits for each group of them."""
-        if self.bits is None:
-            return self
-        layers = (
-            replace(spec, head_dim_k=self._words(spec.head_dim_k), head_dim_v=self._words(spec.head_dim_v))
-            for spec in self.layers
-        )
-        return KVLayout(tuple(layers), mx.uint32)
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values in full blocks, over all layers."""
-        stored = self.stored
-        return sum(s.kv_heads * (s.head_dim_k + s.head_dim_v) for s in stored.layers) * stored.dtype.size
-
-    def quantized(self, bits: int) -> KVLayout:
-        """This layout with full blocks of 8 or 4 bits for each number.
-
-        Raises:
-            UnsupportedModelError: a head's size is not a multiple of the smallest group.
-        """
-        sizes = {size for spec in self.layers for size in (spec.head_dim_k, spec.head_dim_v)}
-        if odd := sorted(size for size in sizes if size % min(_GROUP_SIZES)):
-            raise UnsupportedModelError(
-                f"--kv-bits {bits} quantizes groups of {min(_GROUP_SIZES)} numbers, and this model's attention heads "
-                f"have {odd[0]}; leave --kv-bits out"
-            )
-        return replace(self, bits=bits)
-
-    def _words(self, size: int) -> int:
-        """32-bit words that hold a quantized vector of one head."""
-        assert self.bits is not None
-        return size * self.bits // 32 + size // group_size(size)
-
-
-def group_size(size: int) -> int:
-    """How many numbers of a head's vector of this size share a scale and a bias."""
-    return next(group for group in _GROUP_SIZES if size % group == 0)
-
-
 # -- whether an architecture can be batched ------------------------------------------------------
 
 
 def classify(model: nn.Module) -> Family:
     """The model's family. An UNTESTED one must pass `check_offsets` before it serves."""
     package, _, name = type(model).__module__.rpartition(".")
-    reason = _refusal(model)
+    tested = package == "mlx_lm.models" and name in TESTED
+    reason = _refusal(model, tested)
     if reason:
         return Family(name, Support.REFUSED, reason)
-    tested = package == "mlx_lm.models" and name in TESTED
     return Family(name, Support.TESTED if tested else Support.UNTESTED)
 
 
-def _refusal(model: nn.Module) -> str:
+def _refusal(model: nn.Module, tested: bool) -> str:
     kinds = {type(cache) for cache in make_prompt_cache(model)}
-    if others := sorted(kind.__name__ for kind in kinds - {KVCache, RotatingKVCache}):
-        return f"its layers keep state in {', '.join(others)}; only attention over a KV cache can be batched"
+    known = {KVCache, RotatingKVCache, ArraysCache} if tested else {KVCache, RotatingKVCache}
+    if others := sorted(kind.__name__ for kind in kinds - known):
+        return (
+            f"its layers keep state in {', '.join(others)}; only attention over a KV cache can be batched, and the "
+            f"recurrent layers of {', '.join(sorted(MIXERS))}"
+        )
     if any(isinstance(module, DynamicNTKScalingRoPE) for module in model.modules()):
         return "its rope scaling 'dynamic' makes every position depend on the length of the whole sequence"
     return ""
@@ -181,34 +117,40 @@ def _tokens(length: int, vocab_size: int) -> list[int]:
     return [(7 + 7919 * i) % vocab_size for i in range(length)]
 
 
-# -- the shape of keys and values ----------------------------------------------------------------
+# -- what layers keep ----------------------------------------------------------------------------
 
 
 def probe(model: nn.Module) -> tuple[KVLayout, int]:
-    """Runs one token through the model; returns the layout of its keys and values, and its logits' vocabulary size.
+    """Runs one token through the model; returns what its layers keep, and its logits' vocabulary size.
 
     The vocabulary may be larger than the tokenizer's.
 
     Raises:
-        UnsupportedModelError: a layer keeps something other than keys and values of plain attention.
+        UnsupportedModelError: a layer keeps something other than keys and values of plain attention, or the arrays of a
+            recurrent state.
     """
-    windows = [_window(cache) for cache in make_prompt_cache(model)]
-    caches = [_ProbeCache() for _ in windows]
+    expected = make_prompt_cache(model)
+    caches = [cache if type(cache) is ArraysCache else _ProbeCache(_window(cache)) for cache in expected]
     try:
         logits = model(mx.array([[0]]), cache=caches)
     except Exception as error:  # the model file is foreign code: any exception means that it needs another cache
         raise UnsupportedModelError(f"{_name(model)} does not run with a plain KV cache: {error}") from error
-    layers = tuple(_spec(model, i, cache, windows[i]) for i, cache in enumerate(caches))
-    dtypes = {array.dtype for cache in caches for array in (cache.keys, cache.values) if array is not None}
-    if len(dtypes) != 1:
+    layers = tuple(_state(model, index, cache) for index, cache in enumerate(caches))
+    plain = [cache for cache in caches if isinstance(cache, _ProbeCache)]
+    dtypes = {array.dtype for cache in plain for array in (cache.keys, cache.values) if array is not None}
+    if len(dtypes) > 1:
         raise UnsupportedModelError(f"{_name(model)} mixes types of keys and values: {sorted(map(str, dtypes))}")
-    return KVLayout(layers, dtypes.pop()), logits.shape[-1]
+    return KVLayout(layers, dtypes.pop() if dtypes else logits.dtype), logits.shape[-1]
 
 
 class _ProbeCache:
-    """Takes the place of an empty cache for one token, and records the keys and values that the layer stores."""
+    """Takes the place of an empty cache for one token, and records the keys and values that the layer stores.
 
-    def __init__(self) -> None:
+    `window`: that of the cache whose place it takes.
+    """
+
+    def __init__(self, window: int | None) -> None:
+        self.window = window
         self.offset = 0
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
@@ -229,18 +171,31 @@ def _window(cache: Any) -> int | None:
         return None
     if type(cache) is RotatingKVCache and cache.keep == 0:
         return int(cache.max_size)
-    raise UnsupportedModelError(f"a layer keeps its state in {type(cache).__name__}: only attention over a KV cache")
+    raise UnsupportedModelError(f"a layer keeps its state in {type(cache).__name__}, which cannot be batched")
 
 
-def _spec(model: nn.Module, layer: int, cache: _ProbeCache, window: int | None) -> LayerSpec:
+def _state(model: nn.Module, layer: int, cache: _ProbeCache | ArraysCache) -> LayerState:
+    return _spec(model, layer, cache) if isinstance(cache, _ProbeCache) else _recurrent_spec(model, layer, cache)
+
+
+def _spec(model: nn.Module, layer: int, cache: _ProbeCache) -> LayerSpec:
     if cache.keys is None or cache.values is None:
         raise UnsupportedModelError(f"{_name(model)}: layer {layer} stores no keys and values of its own")
-    if cache.window_of_mask not in (None, window):
+    if cache.window_of_mask not in (None, cache.window):
         raise UnsupportedModelError(
-            f"{_name(model)}: layer {layer} masks a window of {cache.window_of_mask} tokens but keeps {window or 'all'}"
+            f"{_name(model)}: layer {layer} masks a window of {cache.window_of_mask} tokens but keeps "
+            f"{cache.window or 'all'}"
         )
     kv_heads, head_dim_k = cache.keys.shape[1], cache.keys.shape[3]
-    return LayerSpec(kv_heads, head_dim_k, head_dim_v=cache.values.shape[3], window=window)
+    return LayerSpec(kv_heads, head_dim_k, head_dim_v=cache.values.shape[3], window=cache.window)
+
+
+def _recurrent_spec(model: nn.Module, layer: int, cache: ArraysCache) -> RecurrentSpec:
+    if any(array is None for array in cache.cache):
+        raise UnsupportedModelError(f"{_name(model)}: layer {layer} does not set all arrays of its state")
+    return RecurrentSpec(
+        tuple(tuple(array.shape[1:]) for array in cache.cache), tuple(array.dtype for array in cache.cache)
+    )
 
 
 def _name(model: nn.Module) -> str:

@@ -1,4 +1,5 @@
-"""The two changes made to a loaded mlx-lm model: an attention hook, and linears that add each row's LoRA adapter.
+"""The changes made to a loaded mlx-lm model: an attention hook, mixers of recurrent layers that take packed tokens (see
+`recurrent`), and linears that add each row's LoRA adapter.
 
 Attention: mlx-lm's model files call `scaled_dot_product_attention(q, k, v, cache=…, scale=…, mask=…)` by a name of
 their own module. `install_hook` rebinds that name, once, to a function that calls `cache.attend` if the cache has that
@@ -25,17 +26,22 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.weights import AdapterLayout, LinearSpec
 from mlx_parallm.model.experts import EXPERT_LINEARS, AdaptedExpertLinear, AdaptedExperts, IndexFormat
 from mlx_parallm.model.families import Support, classify
+from mlx_parallm.model.recurrent import MIXERS, install_mixers
 from mlx_parallm.model.split import head_module_of
 
 _ATTENTION = "scaled_dot_product_attention"
-_BLOCKS = frozenset({"self_attn", "mlp", "block_sparse_moe", "shared_expert"})
-"""Names of the parts of a transformer block whose linears adapters may change, in all tested families. Those of experts
-are in a `SwitchGLU` inside them."""
+_BLOCKS = frozenset({"self_attn", "mlp", "feed_forward", "block_sparse_moe", "shared_expert", *MIXERS.values()})
+"""Names of the parts of a layer whose linears adapters may change, in all tested families. Those of experts are in a
+`SwitchGLU` inside them."""
 _ROUTERS = frozenset({"gate", "shared_expert_gate"})
 """Names of linears that choose experts, or weigh what the shared one gives."""
 _CHOSEN = ("top_k", "num_experts_per_tok")
 """mlx-lm's names of the number of experts that a token uses, in the module that has the experts."""
-_SHARED_INPUT = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+_SHARED_INPUT = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv"),
+    **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "gate_up"),
+    **dict.fromkeys(("in_proj_qkvz", "in_proj_ba"), "in_proj"),
+}
 """Linears that read the same input belong to one group, so that the bank multiplies that input once."""
 
 
@@ -51,12 +57,13 @@ class AttentionStyle(Enum):
 
 
 def install_hook(model: nn.Module) -> AttentionStyle:
-    """Rebinds the attention function in every Python module that defines a part of `model`.
+    """Rebinds the attention function in every Python module that defines a part of `model`, and installs the mixers of
+    its recurrent layers.
 
     Models with attention code of their own, such as gemma2, call no such function; their caches must return the keys
     and values.
     """
-    hooked = False
+    hooked = install_mixers(model)
     for name in {type(part).__module__ for part in model.modules()}:
         module = sys.modules.get(name)
         original = getattr(module, _ATTENTION, None)

@@ -32,12 +32,16 @@ from mlx_parallm.model.device import on_cpu, prepare_device
 from mlx_parallm.model.families import Support, classify, probe
 from mlx_parallm.model.generation_defaults import generation_defaults
 from mlx_parallm.model.hooks import adapter_layout, install_adapters
+from mlx_parallm.model.layer_state import KVLayout
 from mlx_parallm.model.loading import LoadedModel, load, materialize
 from mlx_parallm.model.tokenizer import Tokenizer
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
 _NO_LIMIT = 10**9
 """Transformers gives a tokenizer without a limit a huge model_max_length."""
+
+_WITHOUT_ATTENTION = 1 << 17
+"""The context length of a model without attention that declares none: its memory does not grow with a row."""
 
 
 class SharedModelManager:
@@ -50,7 +54,7 @@ class SharedModelManager:
     model: the mlx-lm module
     adapter_layout: the linears that LoRA adapters may change
     card: its name, sizes and types for clients
-    kv_layout: the shape of its keys and values
+    kv_layout: what its layers keep for each row
 
     Args:
         path_or_id: a directory or hub id of a model that mlx-lm can load. None means the bundled model.
@@ -92,7 +96,7 @@ class SharedModelManager:
         self.tokenizer = Tokenizer(loaded.tokenizer, allow_special_tokens)
         self.card = ModelCard(
             name=loaded.name,
-            context_length=_context_length(loaded),
+            context_length=_context_length(loaded, self.kv_layout),
             vocab_size=vocab_size,
             quantization=_quantization(loaded.config),
             dtype=str(self.kv_layout.dtype).removeprefix("mlx.core."),
@@ -173,6 +177,10 @@ class _OneAdapter:
     def token_adapters(self) -> None:
         """Returns None: all tokens use the same adapter."""
 
+    def part(self, start: int, stop: int) -> _OneAdapter:
+        """Returns itself: all tokens use the same adapter."""
+        return self
+
     def adapt_experts(self, group: LinearGroup, path: str, call: ExpertCall, y: mx.array) -> mx.array:
         """As `adapt`, with the pair of each token's expert."""
         pair = self._pairs.get(path)
@@ -190,10 +198,12 @@ def _quantization(config: dict[str, Any]) -> str:
     return f"{stored}, dequantized" if on_cpu() else stored
 
 
-def _context_length(loaded: LoadedModel) -> int:
+def _context_length(loaded: LoadedModel, layout: KVLayout) -> int:
     for length in _declared_lengths(loaded):
         if isinstance(length, int) and 0 < length < _NO_LIMIT:
             return length
+    if not layout.attention:
+        return _WITHOUT_ATTENTION
     raise UnsupportedModelError(f"no context length in the config: add {_CONTEXT_KEYS[0]} to config.json")
 
 

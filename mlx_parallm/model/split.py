@@ -8,6 +8,8 @@ attribute, so the model itself is not changed.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +18,26 @@ import mlx.nn as nn
 
 _EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 _LANGUAGE_PART = "language_model"
+_TRUNKS = ("model", "backbone")
+_EMBEDDING_NAMES = ("embed_tokens", "embeddings")
 _HEADS = ("n_heads", "num_heads", "num_attention_heads")
 
 
 def trunk_of(model: nn.Module) -> nn.Module | None:
     """The part of the model from tokens to hidden states [B, T, D]; None if it has no such part."""
-    trunk = getattr(owner_of(model), "model", None)
-    return trunk if isinstance(trunk, nn.Module) and isinstance(getattr(trunk, "layers", None), list) else None
+    owner = owner_of(model)
+    name = _trunk_name(owner)
+    return None if name is None else getattr(owner, name)
+
+
+def _trunk_name(owner: nn.Module) -> str | None:
+    """The name by which the owner of a trunk calls it."""
+    parts = ((name, getattr(owner, name, None)) for name in _TRUNKS)
+    return next((n for n, part in parts if isinstance(part, nn.Module) and isinstance(_layers(part), list)), None)
+
+
+def _layers(part: nn.Module) -> object:
+    return getattr(part, "layers", None)
 
 
 def query_heads(model: nn.Module) -> int:
@@ -58,8 +73,11 @@ def head_module_of(model: nn.Module) -> HeadModule | None:
     path, linear = f"{prefix}lm_head", getattr(owner, "lm_head", None)
     if isinstance(linear, nn.Linear | nn.QuantizedLinear):
         return HeadModule(path, path, linear)
-    embedding = getattr(trunk_of(model), "embed_tokens", None)
-    return HeadModule(path, f"{prefix}model.embed_tokens", embedding) if isinstance(embedding, _EMBEDDINGS) else None
+    trunk, name = trunk_of(model), _trunk_name(owner)
+    embeddings = ((each, getattr(trunk, each, None)) for each in _EMBEDDING_NAMES)
+    return next(
+        (HeadModule(path, f"{prefix}{name}.{n}", part) for n, part in embeddings if isinstance(part, _EMBEDDINGS)), None
+    )
 
 
 class Head:
@@ -71,26 +89,41 @@ class Head:
 
     def __init__(self, model: nn.Module) -> None:
         owner = owner_of(model)
+        name = _trunk_name(owner)
+        assert name is not None
         self._owner = copy.copy(owner)
-        self._owner.model = _TrunkOutput(owner.model)
+        self._output = _TrunkOutput(getattr(owner, name))
+        setattr(self._owner, name, self._output)
 
     def __call__(self, hidden: mx.array) -> mx.array:
         """[n, D] → [n, V]."""
-        logits: mx.array = self._owner(hidden[None])
+        with self._output.of(hidden[None]):
+            logits: mx.array = self._owner(mx.zeros((1, len(hidden)), mx.uint32))
         return logits.squeeze(0)
 
 
 class _TrunkOutput:
-    """Takes the place of the trunk in the head, which is called with the trunk's output: returns it unchanged."""
+    """Takes the place of the trunk in the head: returns hidden states that were computed before, for any tokens."""
 
     def __init__(self, trunk: nn.Module) -> None:
         self._trunk = trunk
+        self._hidden: mx.array | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trunk, name)
 
-    def __call__(self, hidden: mx.array, *_args: Any, **_kwargs: Any) -> mx.array:
-        return hidden
+    @contextmanager
+    def of(self, hidden: mx.array) -> Iterator[None]:
+        """While the block runs, a call returns these hidden states."""
+        self._hidden = hidden
+        try:
+            yield
+        finally:
+            self._hidden = None
+
+    def __call__(self, *_args: Any, **_kwargs: Any) -> mx.array:
+        assert self._hidden is not None
+        return self._hidden
 
 
 def owner_of(model: nn.Module) -> nn.Module:

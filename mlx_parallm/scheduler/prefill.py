@@ -153,7 +153,7 @@ class ChunkPacker:
         """Tokens that overdue prompts get in any case: one smallest chunk together, or a smallest share each."""
         count = max(len(late), 1)
         share = min(max(_MIN_SHARE, _MIN_CHUNK // count), max(self.max_tokens // count, 1))
-        return {prompt: min(share, prompt.to_compute) for prompt in late}
+        return {prompt: min(share, prompt.longest_chunk) for prompt in late}
 
     def _chunk_tokens(self, prompt: Sequence, unit: _Chunks, must_fit: bool) -> int:
         """How many tokens of `prompt` the unit holds beside the other prompts: at least its share, if it has one, and
@@ -161,8 +161,8 @@ class ChunkPacker:
         share = unit.tokens.get(prompt, 0)
         seconds, room = unit.left_for(prompt)
         longest = min(self.max_tokens, _longest_scored(prompt)) if prompt.scored else self.max_tokens
-        most = min(prompt.to_compute, room, longest)
-        least = share or min(_MIN_CHUNK, prompt.to_compute, longest)
+        most = min(prompt.longest_chunk, room, longest)
+        least = share or min(_MIN_CHUNK, prompt.longest_chunk, longest)
         if not share:
             too_long = self.cost.chunk_seconds(Chunk(least, prompt.computed)) > seconds
             if most < least or (too_long and not must_fit):

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_parallm.batch.attention_times import AttentionTimes, measure_attention
-from mlx_parallm.model.families import LayerSpec
+from mlx_parallm.model.layer_state import LayerSpec
 
 
 @pytest.mark.parametrize(

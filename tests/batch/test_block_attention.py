@@ -11,7 +11,7 @@ from mlx_parallm.batch.attention import DenseSpan
 from mlx_parallm.batch.block_attention import BlockPairs, calls
 from mlx_parallm.batch.folds import RowBlocks, folds_of
 from mlx_parallm.batch.kv.arena import BLOCK_TOKENS, Arena
-from mlx_parallm.model.families import LayerSpec
+from mlx_parallm.model.layer_state import LayerSpec
 
 SPEC = LayerSpec(kv_heads=2, head_dim_k=16, head_dim_v=8)
 

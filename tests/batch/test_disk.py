@@ -20,7 +20,7 @@ from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
 from mlx_parallm.batch.kv.disk import PrefixStore
 from mlx_parallm.core import DeviceMemory
 from mlx_parallm.errors import StorageError
-from mlx_parallm.model.families import KVLayout, LayerSpec
+from mlx_parallm.model.layer_state import KVLayout, LayerSpec
 
 TEXT = [(i * i) % 251 for i in range(2000)]
 LAYOUT = KVLayout((LayerSpec(2, 4, 3), LayerSpec(1, 2, 2, window=100)), mx.bfloat16)

@@ -6,12 +6,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from pool_walk import PoolWalk, install
-from pools import MODELS, TEXT, cached, computed, found, pool
+from pools import MODELS, TEXT, WITH_STATES, cached, computed, found, pool
 
 from mlx_parallm.batch.kv.blocks import FREED
 from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
 from mlx_parallm.core import DeviceMemory
-from mlx_parallm.model.families import KVLayout, LayerSpec
+from mlx_parallm.model.layer_state import KVLayout, LayerSpec
 
 # ---- the cache of prefixes -----------------------------------------------------------------------
 
@@ -269,7 +269,7 @@ def test_an_arena_that_fails_to_grow_gives_back_the_layers_that_have_grown(monke
 
 
 @pytest.mark.parametrize("refuse", [0.0, 0.2], ids=["granting", "refusing"])
-@pytest.mark.parametrize("layers", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("layers", WITH_STATES.values(), ids=WITH_STATES)
 @pytest.mark.parametrize("bits", [None, 8], ids=["full", "quantized"])
 @pytest.mark.parametrize(
     ("seeds", "steps"),

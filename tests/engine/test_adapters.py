@@ -25,13 +25,18 @@ OTHER_EXPERTS = ("qwen2_moe", "mixtral", "olmoe")
 """Families of `test_expert_adapters.py`."""
 
 
+INPUTS = ("qkv_proj", "in_proj", "x_proj", "in_proj_qkvz")
+OUTPUTS = ("up_proj", "gate_up_proj", "down_proj", "o_proj", "w1", "w2", "out_proj", "dt_proj", "in_proj_ba")
+"""Names of linears in one family or another, beside those of most."""
+
+
 def adapters_of(model: nn.Module) -> dict[str, AdapterWeights]:
     """Different ranks, scales and targets."""
     layout = layout_of(model)
     return {
         "all": random_adapter(layout, 1, rank=4),
-        "qv": random_adapter(layout, 2, rank=8, targets=(*QV, "qkv_proj"), size=1.0, scale=0.5),
-        "mlp": random_adapter(layout, 3, rank=1, targets=("up_proj", "gate_up_proj", "down_proj", "o_proj"), size=1.0),
+        "qv": random_adapter(layout, 2, rank=8, targets=(*QV, *INPUTS), size=1.0, scale=0.5),
+        "mlp": random_adapter(layout, 3, rank=1, targets=OUTPUTS, size=1.0),
     }
 
 

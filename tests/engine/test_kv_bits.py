@@ -20,7 +20,8 @@ from mlx_parallm.batch.kv.cache import KVRow
 from mlx_parallm.batch.kv.quantized import pack, unpack
 from mlx_parallm.core import RequestFinished, SamplingParams, SequenceOutput
 from mlx_parallm.errors import UnsupportedModelError
-from mlx_parallm.model.families import KVLayout, LayerSpec, probe
+from mlx_parallm.model.families import probe
+from mlx_parallm.model.layer_state import KVLayout, LayerSpec
 
 RNG = random.Random(5)
 PROMPTS = [[RNG.randrange(256) for _ in range(length)] for length in (120, 60, 200, 20)]

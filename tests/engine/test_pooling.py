@@ -37,7 +37,7 @@ def texts(count: int, longest: int, seed: int = 0) -> list[Ids]:
 
 def reference(model: nn.Module, ids: Ids, pooling: Pooling) -> np.ndarray:
     """By mlx-lm's model file, without a cache: the trunk over the whole text at once."""
-    hidden = trunk_of(model)(mx.array([ids]))[0].astype(mx.float32)
+    hidden = trunk_of(model)(mx.array([ids]), cache=None)[0].astype(mx.float32)
     return np.array(hidden[-1] if pooling is Pooling.LAST else hidden.mean(axis=0))
 
 

@@ -12,22 +12,21 @@ from mlx_lm.utils import quantize_model, save_config, save_model
 from tiny import EOS_ID, FAMILIES, VOCAB_SIZE, build_model, save_directory, save_tiny, tiny_config, tiny_model
 
 from mlx_parallm.errors import ModelNotFoundError, UnsupportedModelError
-from mlx_parallm.model.families import LayerSpec, Support, probe, relative_error
+from mlx_parallm.model.families import Support, probe, relative_error
+from mlx_parallm.model.layer_state import LayerSpec
 from mlx_parallm.model.loading import to_float32
 from mlx_parallm.model.manager import SharedModelManager
 
 TOKENS = mx.array([[1, 5, 9, 33, 77, 2, 250, 100, 30, 4, 66, 7]])
-MAMBA = {
-    "model_type": "mamba",
-    "vocab_size": 32,
+RWKV = {
+    "model_type": "rwkv7",
+    "vocab_size": VOCAB_SIZE,
     "hidden_size": 16,
     "intermediate_size": 32,
-    "state_size": 4,
+    "head_dim": 8,
     "num_hidden_layers": 2,
-    "conv_kernel": 4,
-    "use_bias": False,
-    "use_conv_bias": True,
-    "time_step_rank": 2,
+    "norm_eps": 1e-5,
+    **dict.fromkeys(("a_low_rank_dim", "v_low_rank_dim", "gate_low_rank_dim", "decay_low_rank_dim"), 4),
 }
 
 
@@ -147,10 +146,16 @@ def test_remote_code_of_a_tokenizer_does_not_run(tmp_path):
         load(tmp_path)
 
 
-def test_recurrent_state_is_refused(tmp_path):
-    save_directory(build_model(MAMBA), MAMBA, tmp_path)
-    with pytest.raises(UnsupportedModelError, match="ArraysCache"):
+def test_recurrent_layers_of_an_untested_family_are_refused(tmp_path):
+    save_directory(build_model(RWKV), RWKV, tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"ArraysCache.* lfm2, mamba, mamba2, qwen3_next"):
         load(tmp_path)
+
+
+def test_a_model_without_attention_needs_no_declared_context(tmp_path):
+    config = {key: value for key, value in tiny_config("mamba").items() if key != "max_position_embeddings"}
+    save_directory(tiny_model("mamba"), config, tmp_path)
+    assert load(tmp_path).card.context_length == 131_072
 
 
 def test_progress_goes_to_stderr_as_plain_lines(tmp_path, capfd):

@@ -18,6 +18,7 @@ from sample_parts import (
     with_logprobs_of,
     with_temperature,
 )
+from tiny import RECURRENT
 from trainers import (
     LORA,
     SETTINGS,
@@ -27,6 +28,7 @@ from trainers import (
     learn,
     leaves,
     logprobs,
+    lora_of,
     make_policy,
     make_trainer,
     packed,
@@ -44,7 +46,7 @@ from mlx_parallm.rl.learn.model import Span
 from mlx_parallm.rl.learn.packing import split_samples
 from mlx_parallm.rl.objectives.batches import UpdateBatch
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen2_moe", "gemma3", "gemma3_text")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen2_moe", "gemma3", "gemma3_text", *RECURRENT)
 
 NEAR = 1e-4
 """Of logprobs: these random models' logits reach ±70, where float32 is good for 4e-6 of them."""
@@ -57,7 +59,7 @@ NEAR = 1e-4
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_logprobs_are_those_of_the_served_model(family: str, checkpointed: bool) -> None:
     """The prompt computed once, padding, position picking, head and fused cross-entropy, against plain forwards."""
-    trainer, model = make_trainer(changed(SETTINGS, gradient_checkpointing=checkpointed), family)
+    trainer, model = make_trainer(changed(SETTINGS, gradient_checkpointing=checkpointed), family, lora_of(family))
     policy = make_policy(trainer, moved=0.05)
     drawn = [with_temperature(sample, 0.7) for sample in samples()]
     batch = packed(drawn)
@@ -96,7 +98,7 @@ def test_gradients_equal_those_of_a_full_log_softmax(family: str, checkpointed: 
     """−Σ A logπ / ΣT of plain forwards, differentiated by MLX itself through every logit."""
     settings = unclipped(gradient_checkpointing=checkpointed)
     settings = changed(settings, loss=changed(settings.loss, algorithm=Algorithm.CROSS_ENTROPY))
-    trainer, model = make_trainer(settings, family)
+    trainer, model = make_trainer(settings, family, lora_of(family))
     policy = make_policy(trainer, moved=0.05)
     drawn = samples(4)
     want = plain_gradients(trainer, model, policy, drawn)

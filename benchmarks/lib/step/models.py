@@ -20,8 +20,9 @@ from mlx_parallm.app.device import build_runner
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Config, ServerConfig
 from mlx_parallm.core import ModelCard
-from mlx_parallm.model.families import Family, KVLayout, classify, probe
+from mlx_parallm.model.families import Family, classify, probe
 from mlx_parallm.model.hooks import adapter_layout, install_adapters
+from mlx_parallm.model.layer_state import KVLayout
 
 RANK = 16
 SLOTS = 8

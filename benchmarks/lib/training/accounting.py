@@ -18,8 +18,8 @@ from mlx_parallm.app.training import footprint_of
 from mlx_parallm.config import ModelConfig, RLTrainingConfig
 from mlx_parallm.core import DeviceSchedule, default_budget
 from mlx_parallm.model.device import MachineMemory, memory_limits
-from mlx_parallm.model.families import KVLayout, LayerSpec
 from mlx_parallm.model.hooks import install_hook
+from mlx_parallm.model.layer_state import KVLayout, LayerSpec
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.rl.learn.footprint import Footprint
 from mlx_parallm.rl.learn.model import TrainableModel

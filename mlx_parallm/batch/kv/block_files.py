@@ -19,7 +19,7 @@ from safetensors.numpy import load, save
 
 from mlx_parallm.batch.kv.arena import Bytes
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
-from mlx_parallm.model.families import KVLayout
+from mlx_parallm.model.layer_state import KVLayout
 
 _FORMAT = 1
 _DIGEST_BYTES = 32
@@ -52,7 +52,7 @@ class HostBlock:
 
 def model_key(fingerprint: str, layout: KVLayout) -> bytes:
     """Identifies a model, and the shapes, dtype and bits of its keys and values."""
-    layers = [[spec.kv_heads, spec.head_dim_k, spec.head_dim_v, spec.window] for spec in layout.layers]
+    layers = [[s.kv_heads, s.head_dim_k, s.head_dim_v, s.window] for s in layout.attention.values()]
     return _digest(json.dumps([_FORMAT, BLOCK_TOKENS, fingerprint, _kind(layout), layers]).encode())
 
 
@@ -85,7 +85,7 @@ def shapes(layout: KVLayout) -> dict[str, tuple[int, ...]]:
     """The arrays of a file and their shapes, in the order of `HostBlock.arrays`."""
     named: dict[str, tuple[int, ...]] = {}
     stored = layout.stored
-    for index, spec in enumerate(stored.layers):
+    for index, spec in enumerate(stored.attention.values()):
         for name, width in (("keys", spec.head_dim_k), ("values", spec.head_dim_v)):
             named[f"layers.{index}.{name}"] = (spec.kv_heads, BLOCK_TOKENS, width * stored.dtype.size)
     return named

@@ -4,6 +4,8 @@
     row B   [ 0 ][ 1 ][ 3 ]               again. Blocks 2, 3 and 5 each belong to one row.
     cached  [ 0 ][ 4 ]                    no row reads block 4; it is kept until its memory is needed.
 
+Recurrent layers keep a state instead; see `row_states`.
+
 With `KVLayout.bits`, blocks are quantized. A row writes into its tail, a block in full precision; when that is full, it
 is quantized into the row's table. A token attends to its own block in full precision and to the blocks before it as
 they are quantized, however its row is cut into chunks.
@@ -22,15 +24,16 @@ import mlx.core as mx
 from mlx_parallm.batch.kv.arena import Bytes
 from mlx_parallm.batch.kv.block_files import HostBlock
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
-from mlx_parallm.batch.kv.groups import KVRow, LayerGroup
+from mlx_parallm.batch.kv.groups import KVRow, LayerGroup, StateGroup
 from mlx_parallm.batch.kv.host_blocks import restore, to_host, unsaved
 from mlx_parallm.batch.kv.memory import BlockMemory
 from mlx_parallm.batch.kv.prefix import Node, first_visible
 from mlx_parallm.batch.kv.row_blocks import ancestor, copy_start, fork, holds, kept, make_private, reserve
 from mlx_parallm.batch.kv.row_prefixes import attach, freeze, freeze_tail, take_over
+from mlx_parallm.batch.kv.row_states import begin, reserve_checkpoint
 from mlx_parallm.batch.kv.tidy import tidy
 from mlx_parallm.core import Account, DeviceMemory
-from mlx_parallm.model.families import KVLayout
+from mlx_parallm.model.layer_state import KVLayout
 
 __all__ = ["KVRow", "LayerGroup", "LoRABatchedKVCache"]
 
@@ -57,7 +60,7 @@ class LoRABatchedKVCache:
         self.hits = self.queries = 0
         self.device = device
         self._memory = BlockMemory(layout, device)
-        blocks = max(0, device.budget_bytes - self._memory.tail_bytes) // self._memory.block_bytes
+        blocks = max(0, device.budget_bytes - self._memory.own_bytes) // self._memory.block_bytes
         self.longest_row = min(max_length, blocks * BLOCK_TOKENS)
         device.open_account(Account.ROWS, lambda: self._memory.bytes_used)
         device.open_account(Account.PREFIXES, lambda: self._memory.bytes_cached)
@@ -97,7 +100,7 @@ class LoRABatchedKVCache:
         try:
             if looks_up and (partial := attach(self._memory, row, root, ids)) is not None:
                 copy_start(self._memory, row, *partial, tokens, alone)
-            opened = reserve(self._memory, row, tokens, alone)
+            opened = reserve(self._memory, row, tokens, alone) and begin(self._memory, row)
         finally:
             if not opened:
                 self._memory.close(row)
@@ -141,8 +144,7 @@ class LoRABatchedKVCache:
         may be smaller than `length`, as in `truncate`.
 
         Raises:
-            ValueError: a sliding window of `source` has given back blocks that the new row would attend to; see
-                `holds`.
+            ValueError: `source` does not have all that the next token of the new row reads; see `holds`.
         """
         self._check_length(max(tokens, length))
         self._check_held(source, length)
@@ -150,7 +152,8 @@ class LoRABatchedKVCache:
         return row if fork(self._memory, source, length, tokens, row) else None
 
     def holds(self, row: KVRow, length: int) -> bool:
-        """Whether `row` still has every block that its token at position `length` would attend to."""
+        """Whether `row` still has all that its token at position `length` reads: the blocks that it attends to, and the
+        recurrent state before it."""
         return holds(self._memory, row, length)
 
     def release_windows(self, row: KVRow) -> None:
@@ -187,6 +190,12 @@ class LoRABatchedKVCache:
         if self.keep_prefixes:
             freeze(self._memory, row, root, ids)
 
+    def reserve_checkpoint(self, row: KVRow, tokens: int) -> None:
+        """Lets the next pass keep the row's recurrent state after `tokens` tokens, where that pass ends, for the prefix
+        cache. Does nothing if there is no such state, no memory for it, or no block that ends there."""
+        if self.keep_prefixes:
+            reserve_checkpoint(self._memory, row, tokens)
+
     def take_over(self, row: KVRow, root: Hashable, ids: Sequence[int]) -> Hashable:
         """Gives a row, which has not computed all of `ids`, the blocks that other rows have computed since.
 
@@ -202,7 +211,8 @@ class LoRABatchedKVCache:
         return len(self._memory.index.find(root, ids)) * BLOCK_TOKENS if self.keep_prefixes else 0
 
     def evict(self, blocks: int) -> int:
-        """Drops cached blocks that no row reads, the least recently used first. Returns how many places became free."""
+        """Drops cached blocks that no row reads, the least recently used first. Returns how many places became free.
+        States at the end of dropped blocks go with them."""
         freed = 0
         for number in range(len(self.groups)):
             freed += self._memory.evict(number, blocks - freed)
@@ -248,9 +258,19 @@ class LoRABatchedKVCache:
         return self._memory.tails
 
     @property
+    def states(self) -> StateGroup | None:
+        """The states of recurrent layers; None if there are no such layers."""
+        return self._memory.states
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, over all layers."""
+        return self._memory.block_bytes
+
+    @property
     def smallest_budget(self) -> int:
         """Bytes that a row of one block needs."""
-        return self._memory.block_bytes + self._memory.tail_bytes
+        return self._memory.block_bytes + self._memory.own_bytes
 
     @property
     def device_refused(self) -> bool:
@@ -292,8 +312,12 @@ class LoRABatchedKVCache:
         return sum(used.values())
 
     def arrays(self) -> list[mx.array]:
-        """The keys and values of all layers."""
+        """The keys, values and states of all layers."""
         return [array for group in self._memory.stores for array in group.arena.arrays()]
+
+    def state_arrays(self) -> list[mx.array]:
+        """The recurrent states. No logits depend on those that a pass writes, so they are evaluated with them."""
+        return [] if self.states is None else self.states.arena.arrays()
 
     def rows(self) -> list[KVRow]:
         """Live rows, in the order in which they were opened."""
@@ -322,4 +346,7 @@ class LoRABatchedKVCache:
 
     def _check_held(self, row: KVRow, length: int) -> None:
         if not self.holds(row, length):
-            raise ValueError(f"a window has given back blocks that a row of {length} tokens attends to")
+            raise ValueError(
+                f"a row cannot go on after {length} tokens: a sliding window has given back blocks of them, "
+                "or the recurrent state there is gone"
+            )

@@ -24,7 +24,7 @@ from mlx_parallm.batch.kv.block_files import (
     shapes,
 )
 from mlx_parallm.errors import StorageError
-from mlx_parallm.model.families import KVLayout
+from mlx_parallm.model.layer_state import KVLayout
 
 _log = logging.getLogger(__name__)
 

@@ -1,14 +1,16 @@
-"""The layer groups of a model, whose layers have the same sliding window, and a row's blocks in each of them."""
+"""The layer groups of a model, whose layers have the same sliding window, and what a row holds in each of them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from mlx_parallm.batch.kv.arena import Arena
+from mlx_parallm.batch.kv.arena import Arena, PlaceArrays
 from mlx_parallm.batch.kv.blocks import FREED, Places
 from mlx_parallm.batch.kv.prefix import Node
-from mlx_parallm.model.families import KVLayout
+from mlx_parallm.batch.kv.state_arena import StateArena
+from mlx_parallm.model.layer_state import KVLayout
 
 
 @dataclass(eq=False)
@@ -21,6 +23,11 @@ class KVRow:
 
     `tail`: if full blocks are quantized, the place of the row's last block in full precision. The place in the tables
     then stays empty until that block is full.
+
+    Of a model with recurrent layers, see `row_states`: `state` is the place of the row's state. `checkpoints`: the
+    places of states after so many blocks that no node of the prefix index has got yet. `cuts`: the token counts at
+    which a chunk has to end, because a checkpoint is made there. `newest`: the node that got the row's last checkpoint
+    beside those. `prefix_key`: the same for rows that begin with the same whole blocks.
     """
 
     tables: list[list[int]] = field(default_factory=list)
@@ -28,21 +35,48 @@ class KVRow:
     adapter_slot: int = 0
     node: Node | None = None
     tail: int = FREED
+    state: int = FREED
+    checkpoints: dict[int, int] = field(default_factory=dict)
+    cuts: Sequence[int] = ()
+    newest: Node | None = None
+    prefix_key: Hashable = None
+
+    def reset(self, groups: int) -> None:
+        """Makes this a row without tokens and blocks, with empty tables for so many layer groups."""
+        self.tables = [[] for _ in range(groups)]
+        self.computed, self.node, self.tail, self.state = 0, None, FREED, FREED
+        self.checkpoints, self.cuts, self.newest, self.prefix_key = {}, (), None, None
 
 
 @dataclass(eq=False, slots=True)
-class LayerGroup:
-    """The layers that have the same sliding window, by their indices in the model, and the memory of their blocks."""
+class Store:
+    """Arrays of one kind with the same places, and which of the places are used."""
 
-    window: int | None
-    layers: tuple[int, ...]
-    arena: Arena
+    arena: PlaceArrays
     places: Places[Node] = field(default_factory=Places)
 
 
+@dataclass(eq=False, slots=True, kw_only=True)
+class LayerGroup(Store):
+    """The layers that have the same sliding window, by their indices in the model, and the memory of their blocks."""
+
+    arena: Arena
+    window: int | None
+    layers: tuple[int, ...]
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class StateGroup(Store):
+    """The recurrent layers, by their indices in the model, and the memory of their states."""
+
+    arena: StateArena
+    layers: tuple[int, ...]
+
+
 def layer_groups(layout: KVLayout) -> list[LayerGroup]:
-    """The groups of a model, without blocks. The one that attends to all tokens is first; then the widest window."""
-    windows = {spec.window for spec in layout.layers}
+    """The groups of a model, without blocks. The one that attends to all tokens is first; then the widest window. A
+    model without attention has one group without layers."""
+    windows = {spec.window for spec in layout.attention.values()} or {None}
     return [_layer_group(layout, window) for window in sorted(windows, key=lambda w: -math.inf if w is None else -w)]
 
 
@@ -50,9 +84,16 @@ def tail_group(layout: KVLayout) -> LayerGroup | None:
     """The memory of the last block of each row, for all layers, if full blocks are quantized; otherwise None."""
     if layout.bits is None:
         return None
-    return LayerGroup(None, tuple(range(len(layout.layers))), Arena(layout.layers, layout.dtype))
+    layers = layout.attention
+    return LayerGroup(arena=Arena(list(layers.values()), layout.dtype), window=None, layers=tuple(layers))
+
+
+def state_group(layout: KVLayout) -> StateGroup | None:
+    """The memory of recurrent states; None if no layer has any."""
+    layers = layout.recurrent
+    return StateGroup(arena=StateArena(list(layers.values())), layers=tuple(layers)) if layers else None
 
 
 def _layer_group(layout: KVLayout, window: int | None) -> LayerGroup:
-    layers, stored = tuple(i for i, spec in enumerate(layout.layers) if spec.window == window), layout.stored
-    return LayerGroup(window, layers, Arena([stored.layers[i] for i in layers], stored.dtype))
+    layers, stored = tuple(i for i, spec in layout.attention.items() if spec.window == window), layout.stored
+    return LayerGroup(arena=Arena([stored.attention[i] for i in layers], stored.dtype), window=window, layers=layers)

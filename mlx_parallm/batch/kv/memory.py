@@ -7,18 +7,18 @@ other groups give up places that they do not need. If that is not enough, rows g
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 import mlx.core as mx
 
 from mlx_parallm.batch.kv.blocks import FREED, blocks_for
-from mlx_parallm.batch.kv.groups import KVRow, LayerGroup, layer_groups, tail_group
-from mlx_parallm.batch.kv.prefix import PrefixIndex
+from mlx_parallm.batch.kv.groups import KVRow, LayerGroup, Store, layer_groups, state_group, tail_group
+from mlx_parallm.batch.kv.prefix import LAST_BLOCK, Node, PrefixIndex
 from mlx_parallm.batch.kv.sizing import places_kept_in_excess, spare_places
 from mlx_parallm.core import DeviceMemory
 from mlx_parallm.model.device import is_out_of_memory
-from mlx_parallm.model.families import KVLayout
+from mlx_parallm.model.layer_state import KVLayout
 
 
 class BlockMemory:
@@ -26,8 +26,10 @@ class BlockMemory:
 
     Attributes:
         groups: layer groups.
+        states: the states of recurrent layers, one for each row and checkpoint; None if there are no such layers.
         tails: the last block of each row in full precision, if full blocks are quantized; otherwise None.
-        stores: `groups`, and `tails` if there are any: all that takes memory.
+        stores: `groups`, and `states` and `tails` if there are any: all that takes memory. The index counts `groups`
+            and `states`.
         rows: live rows, in the order in which they were opened.
         evictions: cached blocks that were dropped to make room.
 
@@ -48,9 +50,12 @@ class BlockMemory:
         self._refusal: Exception | None = None
         self.rows: dict[KVRow, None] = {}
         self.groups = layer_groups(self.layout)
-        self.tails = tail_group(self.layout)
-        self.stores = self.groups if self.tails is None else [*self.groups, self.tails]
-        self.index = PrefixIndex([group.places for group in self.groups], [group.window for group in self.groups])
+        self.states, self.tails = state_group(self.layout), tail_group(self.layout)
+        self.stores: list[Store] = [*self.groups, *(each for each in (self.states, self.tails) if each is not None)]
+        places, windows = [group.places for group in self.groups], [group.window for group in self.groups]
+        if self.states is not None:
+            places, windows = [*places, self.states.places], [*windows, LAST_BLOCK]
+        self.index = PrefixIndex(places, windows)
 
     # -- figures ---------------------------------------------------------------------------------
 
@@ -60,9 +65,19 @@ class BlockMemory:
         return sum(group.arena.block_bytes for group in self.groups)
 
     @property
-    def tail_bytes(self) -> int:
-        """Bytes of a row's block in `tails`."""
-        return 0 if self.tails is None else self.tails.arena.block_bytes
+    def states_number(self) -> int:
+        """The number of `states` in `stores` and in the index."""
+        return len(self.groups)
+
+    @property
+    def _own(self) -> list[Store]:
+        """The stores in which each row has one place of its own."""
+        return self.stores[len(self.groups) :]
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes that a row takes beside its blocks: its state, and its last block in full precision."""
+        return sum(store.arena.block_bytes for store in self._own)
 
     @property
     def nbytes(self) -> int:
@@ -82,7 +97,7 @@ class BlockMemory:
     @property
     def bytes_cached(self) -> int:
         """Bytes of blocks of cached prefixes that no row reads."""
-        return sum(group.arena.block_bytes * group.places.cached for group in self.groups)
+        return sum(group.arena.block_bytes * group.places.cached for group in self.stores)
 
     @property
     def bytes_used(self) -> int:
@@ -93,8 +108,7 @@ class BlockMemory:
 
     def add(self, row: KVRow) -> None:
         """Adds a row without blocks."""
-        row.tables = [[] for _ in self.groups]
-        row.computed, row.node, row.tail = 0, None, FREED
+        row.reset(len(self.groups))
         self.rows[row] = None
 
     def tables(self, row: KVRow) -> zip[tuple[LayerGroup, list[int]]]:
@@ -115,20 +129,43 @@ class BlockMemory:
             for place in reversed(table):
                 if place != FREED:
                     group.places.release(place)
-        if self.tails is not None and row.tail != FREED:
-            self.tails.places.release(row.tail)
-        row.tables, row.computed, row.node, row.tail = [], 0, None, FREED
+        for store, places in self._own_places(row):
+            for place in places:
+                store.places.release(place)
+        row.reset(0)
         del self.rows[row]
+
+    def _own_places(self, row: KVRow) -> Iterator[tuple[Store, list[int]]]:
+        """The places that a row has in `states` and `tails`."""
+        if self.states is not None:
+            yield self.states, [place for place in (row.state, *row.checkpoints.values()) if place != FREED]
+        if self.tails is not None:
+            yield self.tails, [row.tail] if row.tail != FREED else []
+
+    def lacks_own(self, row: KVRow) -> bool:
+        """Whether a row has no places of its own yet in `states` and `tails`."""
+        return (self.states is not None and row.state == FREED) or (self.tails is not None and row.tail == FREED)
+
+    def take_own(self, row: KVRow) -> None:
+        """Gives a row its places in `states` and `tails`, which have room."""
+        if self.states is not None:
+            (row.state,) = self.states.places.take(1)
+        if self.tails is not None:
+            (row.tail,) = self.tails.places.take(1)
+
+    def checkpoint(self, node: Node) -> int:
+        """The place of the states at the end of a node's block, or FREED."""
+        return node.places[self.states_number]
 
     # -- room ------------------------------------------------------------------------------------
 
-    def make_room(self, blocks: int, alone: bool, tails: int = 0) -> bool:
+    def make_room(self, blocks: int, alone: bool, own: int = 0) -> bool:
         """Makes places free. If that is not possible, no cached prefix is evicted.
 
         Args:
             blocks: how many places each group needs.
-            tails: how many places `tails` needs.
             alone: there is no other row, so all of the budget may be used, and no memory will be freed later.
+            own: how many places `states` and `tails` need.
 
         Returns:
             False if the budget is spent, or if the device is out of memory and other rows will free some.
@@ -136,7 +173,17 @@ class BlockMemory:
         Raises:
             Exception: the device's own error, in all other cases where it fails. Rows are unchanged.
         """
-        needs = [tails if group is self.tails else blocks for group in self.stores]
+        return self._make_room([*(blocks for _ in self.groups), *(own for _ in self._own)], alone)
+
+    def make_room_for_checkpoint(self) -> bool:
+        """Makes one place of `states` free, as `make_room` does for a row that is not alone. Returns False if there are
+        no such layers."""
+        return self.states is not None and self._make_room(
+            [int(store is self.states) for store in self.stores], alone=False
+        )
+
+    def _make_room(self, needs: Sequence[int], alone: bool) -> bool:
+        """See `make_room`. `needs`: how many places each of `stores` needs."""
         each = list(zip(self.stores, needs, strict=True))
         if all(group.places.free >= need for group, need in each):
             return True
@@ -177,7 +224,7 @@ class BlockMemory:
             self._grow(group, need, limit)
         return group.places.free >= need
 
-    def _grow(self, group: LayerGroup, need: int, limit: int) -> None:
+    def _grow(self, group: Store, need: int, limit: int) -> None:
         """Grows an arena so that `need` places are free, or as far as the limit and the device allow."""
         missing = need - group.places.free
         room = (limit - self.nbytes) // group.arena.block_bytes
@@ -190,7 +237,7 @@ class BlockMemory:
             if self.resize(group, total + more):
                 return
 
-    def resize(self, group: LayerGroup, total: int, most_bytes: float = math.inf) -> bool:
+    def resize(self, group: Store, total: int, most_bytes: float = math.inf) -> bool:
         """Grows or shrinks a group. Returns whether it is done. If the device is out of memory, nothing has grown."""
         try:
             done = group.arena.resize(total, most_bytes)
@@ -228,7 +275,7 @@ class BlockMemory:
         self.evictions += freed
         return freed
 
-    def copy(self, group: LayerGroup, sources: Sequence[int], targets: Sequence[int]) -> bool:
+    def copy(self, group: Store, sources: Sequence[int], targets: Sequence[int]) -> bool:
         """Copies blocks of a group. Returns False if the device is out of memory."""
         try:
             group.arena.copy(sources, targets)
@@ -240,7 +287,7 @@ class BlockMemory:
             return False
         return True
 
-    def move_below(self, group: LayerGroup, total: int, most: int) -> bool:
+    def move_below(self, group: Store, total: int, most: int) -> bool:
         """Moves up to `most` blocks from places at or above `total` to lower ones.
 
         Returns False if the device is out of memory; then nothing has changed.
@@ -251,12 +298,15 @@ class BlockMemory:
             self._rename(group, dict(moves))
         return True
 
-    def _rename(self, group: LayerGroup, targets: dict[int, int]) -> None:
+    def _rename(self, group: Store, targets: dict[int, int]) -> None:
         """Replaces the places of moved blocks in all tables and nodes that name them."""
         number = self.stores.index(group)
         for row in self.rows:
             if group is self.tails:
                 row.tail = targets.get(row.tail, row.tail)
+            elif group is self.states:
+                row.state = targets.get(row.state, row.state)
+                row.checkpoints = {at: targets.get(place, place) for at, place in row.checkpoints.items()}
             else:
                 row.tables[number][:] = [targets.get(place, place) for place in row.tables[number]]
         for source, target in targets.items():
@@ -271,7 +321,8 @@ class BlockMemory:
         for number, group in enumerate(self.stores):
             counts = [0] * group.places.total
             for row in self.rows:
-                for place in [row.tail] if group is self.tails else row.tables[number]:
+                own = dict(self._own_places(row))
+                for place in own[group] if group in own else row.tables[number]:
                     if place != FREED:
                         counts[place] += 1
             assert counts == group.places.references

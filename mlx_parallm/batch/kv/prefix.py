@@ -6,7 +6,8 @@
 
 A node stands for the block of tokens that follows its parent's. Nodes are found by comparing ids, never by a hash
 alone. A node has one place for each layer group. A group with a sliding window may have given up its place, so a row
-can start only with a prefix at whose end each window's blocks are still there.
+can start only with a prefix at whose end each window's blocks are still there. The states of recurrent layers are a
+group whose window is the last block: a node's place holds the state at its end, if there is a checkpoint of it.
 
 A row releases its blocks from the last to the first. So in a group that attends to all tokens, a node is cached before
 its parent, and the least recently used node has no children, with one exception: two rows share blocks that are not
@@ -21,6 +22,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED, Places
+
+LAST_BLOCK = BLOCK_TOKENS + 1
+"""A window with which the token after a block sees that block and no other whole one."""
 
 _CHILDREN_TRIED = 16
 """How many of a node's newest children are compared with a prompt that has no whole block in common with any."""
@@ -140,10 +144,16 @@ class PrefixIndex:
             if self._windows[group] is None:
                 self._remove(node)
             else:
-                places.disown(node.places[group])
-                node.places[group] = FREED
-                self.prune(node)
+                self.give_up(node, group)
         return places.free - before
+
+    def give_up(self, node: Node, group: int) -> None:
+        """Frees a node's place in a group with a window, unless a row reads it or it is not there any more."""
+        place = node.places[group]
+        if place != FREED and not self._places[group].references[place]:
+            self._places[group].disown(place)
+            node.places[group] = FREED
+            self.prune(node)
 
     def _remove(self, node: Node) -> None:
         """Removes a node with all that follows it, and its ancestors that are left without children and places."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlx_parallm.model.families import group_size
+from mlx_parallm.model.layer_state import group_size
 
 
 def pack(numbers: mx.array, bits: int) -> mx.array:

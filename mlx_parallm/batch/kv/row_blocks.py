@@ -6,24 +6,25 @@ from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
 from mlx_parallm.batch.kv.groups import KVRow
 from mlx_parallm.batch.kv.memory import BlockMemory
 from mlx_parallm.batch.kv.prefix import Node, first_visible
+from mlx_parallm.batch.kv.row_states import fork_state
 
 
 def reserve(memory: BlockMemory, row: KVRow, tokens: int, alone: bool) -> bool:
-    """Appends free blocks to a row until it has room for `tokens`, and gives it a tail if it needs one.
+    """Appends free blocks to a row until it has room for `tokens`, and gives it a tail and a state if it needs them.
 
     Returns False, and raises, as `LoRABatchedKVCache.extend` does. `alone`: no other row is open.
     """
     blocks = max(0, blocks_for(tokens) - len(row.tables[0]))
-    tails = int(memory.tails is not None and row.tail == FREED)
-    if not blocks and not tails:
+    lacks_own = memory.lacks_own(row)
+    if not blocks and not lacks_own:
         return True
-    if not memory.make_room(blocks, alone, tails):
+    if not memory.make_room(blocks, alone, int(lacks_own)):
         return False
     if blocks:
         for group, table in memory.tables(row):
             table += group.places.take(blocks, after=table[-1] if table else FREED)
-    if memory.tails is not None and tails:
-        (row.tail,) = memory.tails.places.take(1)
+    if lacks_own:
+        memory.take_own(row)
     return True
 
 
@@ -53,6 +54,7 @@ def fork(memory: BlockMemory, source: KVRow, length: int, tokens: int, row: KVRo
     try:
         forked = reserve(memory, row, max(tokens, length), alone=False)
         forked = forked and (not rest or _copy_last(memory, source, row, whole))
+        forked = forked and (memory.states is None or fork_state(memory, source, row))
     finally:
         if not forked:
             memory.close(row)
@@ -83,7 +85,10 @@ def make_private(memory: BlockMemory, row: KVRow) -> bool:
 
 
 def holds(memory: BlockMemory, row: KVRow, length: int) -> bool:
-    """Whether `row` still has every block that its token at position `length` would attend to."""
+    """Whether `row` still has all that its token at position `length` reads: the blocks that it attends to, and the
+    state before it."""
+    if memory.states is not None and length != row.computed:
+        return False
     length = kept(memory, row, length)
     visible = ((first_visible(length, group.window), table) for group, table in memory.tables(row))
     return all(first >= blocks_for(length) or table[first] != FREED for first, table in visible)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlx_parallm.batch.kv.groups import LayerGroup
+from mlx_parallm.batch.kv.groups import Store
 from mlx_parallm.batch.kv.memory import BlockMemory
 from mlx_parallm.batch.kv.sizing import is_short, places_kept_in_excess, size_for_next_rows
 from mlx_parallm.model.device import is_out_of_memory
@@ -36,7 +36,7 @@ def tidy(memory: BlockMemory, most_bytes: int, quiet: bool, pausing: bool = Fals
     return any(left)
 
 
-def _tidy_group(memory: BlockMemory, group: LayerGroup, most_bytes: int, quiet: bool) -> bool:
+def _tidy_group(memory: BlockMemory, group: Store, most_bytes: int, quiet: bool) -> bool:
     size = _wanted_size(memory, group, quiet)
     if size > group.places.total:
         return not memory.resize(group, size, most_bytes) and not memory.device_refused
@@ -50,7 +50,7 @@ def _tidy_group(memory: BlockMemory, group: LayerGroup, most_bytes: int, quiet: 
     return not _shrunk(group, most_bytes)
 
 
-def _wanted_size(memory: BlockMemory, group: LayerGroup, quiet: bool) -> int:
+def _wanted_size(memory: BlockMemory, group: Store, quiet: bool) -> int:
     """How many places an arena should have now. It does not grow while the device is out of memory."""
     places = group.places
     room = memory.device.pool_limit(alone=False) - memory.nbytes
@@ -60,7 +60,7 @@ def _wanted_size(memory: BlockMemory, group: LayerGroup, quiet: bool) -> int:
     return size_for_next_rows(group, quiet, places.total + growth)
 
 
-def _shrunk(group: LayerGroup, most_bytes: int) -> bool:
+def _shrunk(group: Store, most_bytes: int) -> bool:
     """Shrinks some layers of an arena to its places. Returns whether no more can be done."""
     try:
         return group.arena.resize(group.places.total, most_bytes)

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import cast
 
 import mlx.core as mx
 
+from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.batch.attention import additive, attention
 from mlx_parallm.rl.learn.layout import Branch
+from mlx_parallm.rl.learn.recurrence import PackedStates
 
 SCORES_AT_ONCE = 1 << 19
 """Attention scores of one head that may be in memory at a time. A call with more is made in blocks, so that the memory
@@ -44,12 +45,12 @@ class PackedStream:
         return Window(window_size)
 
 
-class PackedCache:
-    """Keys and values of one layer in one forward pass, and the attention over them."""
+class PackedCache(PackedStates):
+    """Keys and values of one layer in one forward pass, and the attention over them; or its recurrent states."""
 
-    def __init__(self, stream: PackedStream) -> None:
+    def __init__(self, stream: PackedStream, bank: AdapterBank) -> None:
+        super().__init__(stream.branches, bank)
         self.offset = stream.offset
-        self._branches = stream.branches
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Stores keys and values, [N, kv_heads, 1, head_dim], for `attend`, and returns them unchanged."""
@@ -59,9 +60,7 @@ class PackedCache:
     def attend(self, queries: mx.array, scale: float, mask: Window, sinks: mx.array | None) -> mx.array:
         """Attention of all tokens, [N, heads, 1, head_dim] → [N, heads, 1, head_dim of values]."""
         call = _Call(queries, self._keys, self._values, scale, mask.size, sinks)
-        starts = accumulate((branch.tokens for branch in self._branches), initial=0)
-        parts = [part for branch, at in zip(self._branches, starts, strict=False) for part in call.branch(branch, at)]
-        return mx.concatenate(parts)
+        return mx.concatenate([part for branch, at in self.branches_at() for part in call.branch(branch, at)])
 
 
 @dataclass(frozen=True, slots=True)

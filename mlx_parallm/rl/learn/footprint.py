@@ -40,6 +40,7 @@ _FEATURES_KEPT, _SCORES_KEPT = 1.7, 1.8
 _FEATURES, _SCORES = 2.5, 6.5
 _LOGITS = 3.5
 _LOGITS_OF_HEAD_ADAPTER = 1.0
+_STATES = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class Footprint:
     features: of one layer's linears, the inputs and outputs together. parameters: of these linears. Of experts, as many
         count as a token uses.
     head_rank: rank of the head's trained adapter; 0 if the head is not trained.
+    state: numbers of the largest recurrent layer's state, of which there is one after each token; 0 if there is none.
     """
 
     layers: int
@@ -59,17 +61,24 @@ class Footprint:
     features: int
     parameters: int
     head_rank: int = 0
+    state: int = 0
 
     @classmethod
     def of(
-        cls, layers: int, linears: Iterable[LinearSpec], heads: int, vocabulary: int, head_rank: int = 0
+        cls,
+        layers: int,
+        linears: Iterable[LinearSpec],
+        heads: int,
+        vocabulary: int,
+        head_rank: int = 0,
+        state: int = 0,
     ) -> Footprint:
         """`linears`: those of all layers."""
         shapes = [(each.in_features, each.out_features) for each in linears for _ in range(each.chosen)]
         ((hidden, _),) = Counter(inputs for inputs, _ in shapes).most_common(1)
         features = sum(inputs + outputs for inputs, outputs in shapes) // layers
         parameters = sum(inputs * outputs for inputs, outputs in shapes) // layers
-        return cls(layers, hidden, heads, vocabulary, features, parameters, head_rank)
+        return cls(layers, hidden, heads, vocabulary, features, parameters, head_rank, state)
 
     def micro_step_bytes(self, tokens: int, context: int, checkpointed: bool) -> int:
         """Expected peak memory of a micro-step, without the gradients. `context`: tokens of the longest row.
@@ -77,10 +86,10 @@ class Footprint:
 
         A trained head has a gradient for each block of positions; they are added up at the end.
         """
-        scores = self.heads * min(tokens * context, SCORES_AT_ONCE)
-        all_kept = _FEATURES_KEPT * tokens * self.features + _SCORES_KEPT * scores
+        scores, states = self.heads * min(tokens * context, SCORES_AT_ONCE), _STATES * tokens * self.state
+        all_kept = _FEATURES_KEPT * tokens * self.features + _SCORES_KEPT * scores + states
         kept = tokens * self.hidden if checkpointed else all_kept
-        layer = _FEATURES * tokens * self.features + _SCORES * scores
+        layer = _FEATURES * tokens * self.features + _SCORES * scores + states
         copies = _LOGITS + (_LOGITS_OF_HEAD_ADAPTER if self.head_rank else 0.0)
         logits = copies * min(tokens, HEAD_BLOCK) * self.vocabulary
         head = math.ceil(tokens / HEAD_BLOCK) * self.head_rank * (self.hidden + self.vocabulary)

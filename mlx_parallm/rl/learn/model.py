@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, cast
 
@@ -167,6 +167,12 @@ class TrainingContext:
                 y = y + mx.where(own, change, 0.0).astype(y.dtype)
         return y
 
+    def part(self, start: int, stop: int) -> TrainingContext:
+        """See `AdapterContext.part`. The rows of a branch use the same factors."""
+        stops = accumulate(span.tokens for span in self.spans)
+        span = next(span for span, end in zip(self.spans, stops, strict=True) if stop <= end)
+        return self if len(self.spans) == 1 else TrainingContext((replace(span, tokens=stop - start),), self.recomputed)
+
     def of_paths(self, paths: Sequence[str]) -> list[Params]:
         """For each span, its factors of these linears."""
         return [{path: span.params[path] for path in paths if path in span.params} for span in self.spans]
@@ -224,7 +230,7 @@ class _Layer:
         """Calls the layer with a cache of its own, which lives for this call: the backward pass makes another one."""
 
         def real(value: Any) -> Any:
-            return PackedCache(value) if isinstance(value, PackedStream) else value
+            return PackedCache(value, self._bank) if isinstance(value, PackedStream) else value
 
         return cast(mx.array, self._layer(hidden, *map(real, args), **{name: real(v) for name, v in kwargs.items()}))
 

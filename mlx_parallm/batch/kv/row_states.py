@@ -1,0 +1,101 @@
+"""The recurrent states of rows, and the checkpoints from which other rows can go on.
+
+    state of a row     after its last token; each forward pass replaces it
+    checkpoint         after the last token of a block; a node of the prefix index owns it, and new rows copy it
+
+A state cannot be brought back to fewer tokens, so a cached prefix is of use only up to a block with a checkpoint.
+Checkpoints are written by the forward pass that ends with the block. A state is large, so few blocks have one:
+
+    the last full block of a prompt                    for the same prompt, and for the next turn of a conversation
+    the last block that a new prompt shares with       for all that begin alike, such as those with one system prompt:
+    others                                             the second of them makes it, the third one finds it
+    the last block that a row has filled               for the row itself after a preemption, and for what follows it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED
+from mlx_parallm.batch.kv.groups import KVRow
+from mlx_parallm.batch.kv.memory import BlockMemory
+from mlx_parallm.batch.kv.prefix import Node
+
+
+def plan(memory: BlockMemory, row: KVRow, root: Hashable, ids: Sequence[int]) -> None:
+    """Sets the token counts at which the chunks of a new row have to end, because the row leaves a checkpoint there."""
+    last = (len(ids) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    shared = len(memory.index.chain(root, ids)) * BLOCK_TOKENS
+    row.cuts = tuple(sorted(cut for cut in {shared, last} if cut > row.computed))
+    row.prefix_key = (root, last, hash(tuple(ids[:last])))
+
+
+def hold(memory: BlockMemory, row: KVRow, node: Node) -> None:
+    """Keeps the checkpoint with which a new row begins, until `begin`."""
+    assert memory.states is not None
+    place = memory.checkpoint(node)
+    memory.states.places.acquire(place)
+    row.checkpoints[node.depth] = place
+
+
+def begin(memory: BlockMemory, row: KVRow) -> bool:
+    """Copies the checkpoint that a new row holds, if it does, to the row's own state, and lets go of it. Returns False
+    if the device is out of memory."""
+    copied = all(_copied(memory, place, row) for place in row.checkpoints.values())
+    drop_checkpoints(memory, row)
+    return copied
+
+
+def fork_state(memory: BlockMemory, source: KVRow, row: KVRow) -> bool:
+    """Copies the state of a row to that of a new one. Returns False if the device is out of memory."""
+    return _copied(memory, source.state, row)
+
+
+def reserve_checkpoint(memory: BlockMemory, row: KVRow, tokens: int) -> None:
+    """Takes a place for the row's state after `tokens` tokens, if these are whole blocks and there is memory. The pass
+    that ends there writes it."""
+    if tokens % BLOCK_TOKENS == 0 and memory.make_room_for_checkpoint():
+        assert memory.states is not None
+        (row.checkpoints[tokens // BLOCK_TOKENS],) = memory.states.places.take(1)
+
+
+def give_checkpoint(memory: BlockMemory, row: KVRow, node: Node) -> None:
+    """Gives a node the checkpoint that the row has made at its end, if it has made one.
+
+    A row keeps the checkpoints that were planned, and of the others the last one.
+    """
+    if memory.states is None or (place := row.checkpoints.pop(node.depth, None)) is None:
+        return
+    if memory.checkpoint(node) == FREED:
+        memory.index.own(node, memory.states_number, place)
+        if node.depth * BLOCK_TOKENS not in row.cuts:
+            if row.newest is not None:
+                memory.index.give_up(row.newest, memory.states_number)
+            row.newest = node
+    memory.states.places.release(place)
+
+
+def take_over_checkpoint(memory: BlockMemory, row: KVRow, nodes: Sequence[Node]) -> Sequence[Node]:
+    """Of the nodes that follow a row's registered blocks, those up to the last checkpoint beyond its own tokens, which
+    becomes the row's state. None if there is no such checkpoint, or no memory to copy it."""
+    usable = [
+        depth
+        for depth, node in enumerate(nodes, 1)
+        if memory.checkpoint(node) != FREED and node.depth * BLOCK_TOKENS > row.computed
+    ]
+    if not usable or not _copied(memory, memory.checkpoint(nodes[usable[-1] - 1]), row):
+        return ()
+    return nodes[: usable[-1]]
+
+
+def drop_checkpoints(memory: BlockMemory, row: KVRow) -> None:
+    """Lets go of the checkpoints that no node has got."""
+    if memory.states is not None:
+        for place in row.checkpoints.values():
+            memory.states.places.release(place)
+    row.checkpoints.clear()
+
+
+def _copied(memory: BlockMemory, place: int, row: KVRow) -> bool:
+    assert memory.states is not None
+    return memory.copy(memory.states, [place], [row.state])

@@ -1,0 +1,130 @@
+"""What the layers of a model keep for each row: keys and values of all its tokens, or arrays of a fixed size."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+
+from mlx_parallm.errors import UnsupportedModelError
+
+_GROUP_SIZES = (64, 32)
+"""Numbers that share a scale and a bias in a quantized block. The larger one is used where it divides a head's size."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """Shape of one attention layer's keys and values in each row: `[kv_heads, tokens, head_dim_k | head_dim_v]`.
+
+    `window` is the number of last tokens that the layer attends to, itself included; None means all.
+    """
+
+    kv_heads: int
+    head_dim_k: int
+    head_dim_v: int
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentSpec:
+    """The arrays that a recurrent layer keeps for each row, whatever the row's length: their shapes and dtypes."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[mx.Dtype, ...]
+
+    @property
+    def size(self) -> int:
+        """Numbers in all arrays."""
+        return sum(map(math.prod, self.shapes))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(math.prod(shape) * dtype.size for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
+
+
+LayerState = LayerSpec | RecurrentSpec
+"""What one layer keeps for each row."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """What a whole model keeps for each row: one entry for each cache that it expects, in order; the dtype of keys and
+    values or, without any, of the hidden states.
+
+    `bits`: of each number in a full block; None: full blocks are not quantized.
+    """
+
+    layers: tuple[LayerState, ...]
+    dtype: mx.Dtype
+    bits: int | None = None
+
+    @property
+    def attention(self) -> dict[int, LayerSpec]:
+        """The layers that keep keys and values, by their place in `layers`."""
+        return {index: spec for index, spec in enumerate(self.layers) if isinstance(spec, LayerSpec)}
+
+    @property
+    def recurrent(self) -> dict[int, RecurrentSpec]:
+        """The layers that keep a recurrent state, by their place in `layers`."""
+        return {index: spec for index, spec in enumerate(self.layers) if isinstance(spec, RecurrentSpec)}
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether the last tokens of a row can be forgotten. A recurrent state cannot be brought back."""
+        return not self.recurrent
+
+    @property
+    def stored(self) -> KVLayout:
+        """The layout of the arrays that keep full blocks. Quantized, a head's keys or values of one token are 32-bit
+        words: the numbers, and then a scale and a bias of 16 bits for each group of them."""
+        if self.bits is None:
+            return self
+        layers = (
+            replace(spec, head_dim_k=self._words(spec.head_dim_k), head_dim_v=self._words(spec.head_dim_v))
+            if isinstance(spec, LayerSpec)
+            else spec
+            for spec in self.layers
+        )
+        return KVLayout(tuple(layers), mx.uint32)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values in full blocks, over all layers."""
+        stored = self.stored
+        return sum(s.kv_heads * (s.head_dim_k + s.head_dim_v) for s in stored.attention.values()) * stored.dtype.size
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a row's recurrent state, over all layers."""
+        return sum(spec.nbytes for spec in self.recurrent.values())
+
+    def quantized(self, bits: int) -> KVLayout:
+        """This layout with full blocks of 8 or 4 bits for each number.
+
+        Raises:
+            UnsupportedModelError: there are none, or a head's size is not a multiple of the smallest group.
+        """
+        if not self.attention:
+            raise UnsupportedModelError(
+                f"--kv-bits {bits} quantizes keys and values, and the layers of this model keep a recurrent state "
+                "instead; leave --kv-bits out"
+            )
+        sizes = {size for spec in self.attention.values() for size in (spec.head_dim_k, spec.head_dim_v)}
+        if odd := sorted(size for size in sizes if size % min(_GROUP_SIZES)):
+            raise UnsupportedModelError(
+                f"--kv-bits {bits} quantizes groups of {min(_GROUP_SIZES)} numbers, and this model's attention heads "
+                f"have {odd[0]}; leave --kv-bits out"
+            )
+        return replace(self, bits=bits)
+
+    def _words(self, size: int) -> int:
+        """32-bit words that hold a quantized vector of one head."""
+        assert self.bits is not None
+        return size * self.bits // 32 + size // group_size(size)
+
+
+def group_size(size: int) -> int:
+    """How many numbers of a head's vector of this size share a scale and a bias."""
+    return next(group for group in _GROUP_SIZES if size % group == 0)

@@ -1,0 +1,243 @@
+"""Models with recurrent layers: rows equal their solo runs, however they are batched, cut, cached and preempted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from harness import Harness, Solo, assert_same_tokens, make_harness, solo
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lora import layout_of, merged, random_adapter
+from tiny import RECURRENT, tiny_model
+
+from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
+from mlx_parallm.core import RequestFinished, SamplingParams, SequenceOutput
+from mlx_parallm.errors import UnsupportedModelError
+from mlx_parallm.model.families import probe
+
+TINY = 1e-5
+"""Invariant 8's bound on logprobs across shapes, for tiny float32 models."""
+
+LAYERS = {"num_hidden_layers": 2, "full_attn_idxs": [1]}
+"""Each model has a recurrent layer and, if it has attention at all, one with it."""
+
+
+def text(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(256) for _ in range(length)]
+
+
+class World:
+    """A model and what it answers alone."""
+
+    def __init__(self, family: str) -> None:
+        self.family = family
+        self.model = tiny_model(family, **LAYERS)
+        self.rows = [text(length, seed) for seed, length in enumerate((1, 150, 20, 70, 129, 64, 3, 90))]
+        self.alone = [solo(self.model, row, 20) for row in self.rows]
+
+
+@pytest.fixture(scope="module", params=RECURRENT)
+def world(request: pytest.FixtureRequest) -> World:
+    return World(request.param)
+
+
+def answer(harness: Harness, name: str, prompt: Sequence[int], tokens: int = 4, **fields: Any) -> int:
+    """Submits a request and runs it to its end. Returns how many tokens of its prompt were cached."""
+    harness.submit(name, prompt, tokens, **fields)
+    harness.run()
+    end = harness.terminal(name)
+    assert isinstance(end, RequestFinished)
+    return end.cached_tokens
+
+
+def outputs(harness: Harness, name: str) -> list[SequenceOutput]:
+    return [event for event in harness.of(name) if isinstance(event, SequenceOutput)]
+
+
+# ---- batches ---------------------------------------------------------------------------------------
+
+
+@settings(max_examples=4, deadline=None)
+@given(data=st.data())
+def test_any_interleaving_with_aborts_and_preemption(world: World, data: st.DataObject) -> None:
+    """A pool too small for all makes rows preempt and go on from what is left; nobody's tokens change, nobody fails."""
+    harness = make_harness(
+        world.model,
+        budget_tokens=data.draw(st.sampled_from([256, 600, 2000]), label="tokens"),
+        states=data.draw(st.sampled_from([1, 5, 40]), label="states"),
+        max_rows=5,
+        lookahead=data.draw(st.booleans(), label="lookahead"),
+    )
+    aborted = set()
+    for i, row in enumerate(world.rows):
+        harness.submit(str(i), row, data.draw(st.integers(1, 20), label="max_tokens"))
+        for _ in range(data.draw(st.integers(0, 5), label="steps")):
+            harness.loop.step()
+            harness.loop.check_integrity()
+        if data.draw(st.integers(0, 4), label="abort") == 0:
+            aborted.add(victim := str(data.draw(st.integers(0, i))))
+            harness.loop.abort(victim)
+    harness.run()
+    assert harness.runner.cache.bytes_used == 0
+    for i, reference in enumerate(world.alone):
+        got = harness.tokens(str(i))
+        assert_same_tokens(got, Solo(reference.tokens[: len(got)], reference.gaps[: len(got)]), TINY)
+        if str(i) not in aborted:
+            assert isinstance(harness.terminal(str(i)), RequestFinished)
+
+
+def test_half_precision_states_keep_their_types(world: World) -> None:
+    model = tiny_model(world.family, **LAYERS, mlp_only_layers=[0, 1])  # MLX's CPU has no experts in half precision
+    model.set_dtype(mx.bfloat16)
+    layout, _ = probe(model)
+    states = make_harness(model).runner.cache.states
+    assert states is not None
+    dtypes = [array.dtype for array in states.arena.arrays()]
+    assert dtypes == [dtype for spec in layout.recurrent.values() for dtype in spec.dtypes]
+    assert layout.dtype == mx.bfloat16
+    harness = make_harness(model)
+    for i, row in enumerate(world.rows[:3]):
+        harness.submit(str(i), row, 4, sampling=SamplingParams(temperature=0.0, top_logprobs=0))
+    harness.run()
+    assert all(isinstance(harness.terminal(str(i)), RequestFinished) for i in range(3))
+
+
+def test_versions_that_are_published_meanwhile_are_for_new_requests(world: World) -> None:
+    """A running row keeps its version and its state; a row of the new one finds nothing of the old one in the cache."""
+    layout = layout_of(tiny_model(world.family, **LAYERS))
+    versions = [random_adapter(layout, seed) for seed in (1, 2)]
+    harness, row = make_harness(world.model), world.rows[4]
+    for number, weights in enumerate(versions):
+        ref = harness.publish("a", weights)
+        for name in ("first", "beside"):
+            harness.submit(f"{name} {number}", row, 12, adapter=ref)
+            for _ in range(4):
+                harness.loop.step()
+    harness.submit("base", row, 12)
+    harness.run()
+    models = [merged(tiny_model(world.family, **LAYERS), weights) for weights in versions]
+    for number, model in enumerate(models):
+        for name in ("first", "beside"):
+            assert_same_tokens(harness.tokens(f"{name} {number}"), solo(model, row, 12), TINY)
+    assert_same_tokens(harness.tokens("base"), solo(tiny_model(world.family, **LAYERS), row, 12), TINY)
+    assert answer(harness, "again", row, adapter=harness.adapters.registry.live("a").ref) == 2 * BLOCK_TOKENS
+
+
+# ---- the prefix cache ------------------------------------------------------------------------------
+
+
+def test_a_prompt_and_what_follows_it_are_found_at_its_last_full_block(world: World) -> None:
+    harness, row = make_harness(world.model), world.rows[1]
+    assert answer(harness, "first", row) == 0
+    assert answer(harness, "again", row) == 2 * BLOCK_TOKENS
+    assert harness.tokens("again") == harness.tokens("first")
+    turn = [*row, *harness.tokens("first"), 7, 8, 9]
+    assert answer(harness, "turn", turn) == 2 * BLOCK_TOKENS
+    assert_same_tokens(harness.tokens("turn"), solo(world.model, turn, 4), TINY)
+
+
+def test_an_answer_is_found_at_the_last_block_that_it_filled(world: World) -> None:
+    harness, row = make_harness(world.model), world.rows[3]
+    answer(harness, "first", row, 130)
+    turn = [*row, *harness.tokens("first"), 7, 8, 9]
+    assert answer(harness, "turn", turn) == 3 * BLOCK_TOKENS
+    assert_same_tokens(harness.tokens("turn"), solo(world.model, turn, 4), TINY)
+    states = harness.runner.cache.states
+    assert states is not None
+    assert states.places.cached == 2, "of the prompt and the answer: the one after two blocks made room for the next"
+
+
+def test_prompts_that_begin_alike_share_a_checkpoint_where_they_part(world: World) -> None:
+    """The second one makes it, because only then it is known where they part."""
+    harness, system = make_harness(world.model, max_batched_tokens=50), text(140, seed=9)
+    found = [answer(harness, str(number), [*system, *text(80, seed=20 + number)]) for number in range(3)]
+    assert found == [0, 0, 2 * BLOCK_TOKENS]
+    for number in range(3):
+        row = [*system, *text(80, seed=20 + number)]
+        assert_same_tokens(harness.tokens(str(number)), solo(world.model, row, 4), TINY)
+
+
+def test_samples_of_a_prompt_go_on_from_its_last_full_block(world: World) -> None:
+    harness, row = make_harness(world.model), world.rows[1]
+    harness.submit("group", row, 6, n=4)
+    harness.run()
+    for index in range(4):
+        assert_same_tokens(harness.tokens("group", index), solo(world.model, row, 6), TINY)
+    rest = len(row) - 2 * BLOCK_TOKENS
+    assert harness.loop.counters.prefilled_tokens == len(row) + 3 * rest
+
+
+def test_a_preempted_row_goes_on_from_the_last_block_that_it_filled(world: World) -> None:
+    harness, row = make_harness(world.model), world.rows[3]
+    harness.submit("a", row, 100)
+    while len(harness.tokens("a")) < 70:
+        harness.loop.step()
+    before = harness.loop.counters.prefilled_tokens
+    harness.loop.scheduler.preempt(harness.loop.scheduler.live[0])
+    harness.run()
+    assert_same_tokens(harness.tokens("a"), solo(world.model, row, 100), TINY)
+    assert harness.loop.counters.prefilled_tokens - before <= BLOCK_TOKENS
+
+
+def test_without_the_cache_no_checkpoint_is_made(world: World) -> None:
+    harness, row = make_harness(world.model, keep_prefixes=False), world.rows[1]
+    for name in "ab":
+        assert answer(harness, name, row) == 0
+    states = harness.runner.cache.states
+    assert states is not None
+    assert states.places.cached == states.places.used == 0
+
+
+# ---- limits ----------------------------------------------------------------------------------------
+
+
+def test_a_row_is_not_rolled_back(world: World) -> None:
+    cache = make_harness(world.model).runner.cache
+    row = cache.open(40)
+    assert row is not None
+    row.computed = 30
+    assert not cache.layout.rolls_back
+    with pytest.raises(ValueError, match="recurrent state"):
+        cache.truncate(row, 20)
+    with pytest.raises(ValueError, match="recurrent state"):
+        cache.fork(row, 20, 40)
+
+
+def test_a_pool_counts_the_state_of_each_row(world: World) -> None:
+    """A budget of some blocks and two states has two rows at most."""
+    harness = make_harness(world.model, budget_tokens=BLOCK_TOKENS * 4, states=2, max_rows=8)
+    most = 0
+    for i in range(4):
+        harness.submit(str(i), world.rows[2], 5)
+
+    def count() -> None:
+        nonlocal most
+        most = max(most, len(harness.loop.scheduler.live))
+
+    harness.run(count)
+    assert 1 <= most <= 3
+    assert harness.runner.cache.bytes_used == 0
+    for i in range(4):
+        assert_same_tokens(harness.tokens(str(i)), solo(world.model, world.rows[2], 5), TINY)
+
+
+def test_without_keys_and_values_there_is_nothing_to_quantize() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"--kv-bits 8 .* recurrent"):
+        probe(tiny_model("mamba"))[0].quantized(8)
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_next"])
+def test_keys_and_values_beside_states_may_be_quantized(family: str) -> None:
+    """A row that is computed in one chunk, and one that is cut and goes on from a checkpoint."""
+    model, row = tiny_model(family, **{**LAYERS, "num_attention_heads": 2, "head_dim": 32}), text(200, seed=4)
+    whole, cut = (make_harness(model, kv_bits=8, max_batched_tokens=tokens) for tokens in (256, 40))
+    cut.submit("first", row, 6)
+    for harness in whole, cut:
+        answer(harness, "again", row, 6, sampling=SamplingParams(temperature=0.0, top_logprobs=0))
+    got, want = ([out.logprobs[0].logprob for out in outputs(each, "again")] for each in (cut, whole))
+    assert got == pytest.approx(want, abs=0.02)
