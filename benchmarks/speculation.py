@@ -3,7 +3,7 @@
     python benchmarks/speculation.py [--quick] [--repeats 3] [--only copying editing new json] [--out FILE]
 
 copying  a text is to be continued that was written twice before
-editing  a program is to be written again with another name in it
+editing  a letter is to be written again with other names in it, after three such letters
 new      a chat about something new, which repeats little
 json     an object whose keys a JSON schema demands
 
@@ -40,17 +40,18 @@ LEAST = {"copying": 1.7, "editing": 1.7, "new": 0.97, "json": 1.3}
 
 NEVER_BELOW = 0.97
 
-PROGRAM = """\
-def total_{name}(orders, customers):
-    result = {{}}
-    for order in orders:
-        customer = customers.get(order.customer_id)
-        if customer is None:
-            raise KeyError(f"unknown customer {{order.customer_id}}")
-        result.setdefault(customer.name, 0)
-        result[customer.name] += order.price * order.count
-    return result
+LETTER = """\
+Dear {name},
+
+the {thing} that you ordered from us on Monday was sent to your house in {place} this morning. It should be with you \
+before the end of the week. If the {thing} does not arrive, please write to us, and we will send another one to {place}.
+
+Your friends at the shop
+
 """
+NAMES = ("Anna", "Peter", "Maria", "Thomas", "Laura", "Robert", "Emma", "Henry")
+THINGS = ("lamp", "chair", "table", "clock", "mirror", "carpet", "kettle", "pillow")
+PLACES = ("Rome", "Paris", "London", "Berlin", "Madrid", "Vienna", "Dublin", "Oslo")
 
 SCHEMA = {
     "type": "object",
@@ -185,14 +186,18 @@ def _body(kind: str, number: int, repeat: int, tokens: int) -> Body:
         text = ". ".join(short_prompts(3, f"{number} {repeat}"))
         return {**common, "prompt": f"{text}\n\n{text}\n\n{text[: len(text) // 6]}"}
     if kind == "editing":
-        program = PROGRAM.format(name=f"{number}_{repeat}")
-        asked = f"Write this function again, with the name total_price:\n\n```python\n{program}```"
-        return {**common, "messages": [{"role": "user", "content": asked}]}
+        *letters, last = (_letter(number + 2 * repeat + place) for place in range(4))
+        return {**common, "prompt": "".join(letters) + last[: last.index(" that ")]}
     if kind == "json":
         asked = {"role": "user", "content": f"What is the weather in {text.split()[0]}? Answer in JSON."}
         schema = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
         return {**greedy(max(tokens, TOKENS)), "messages": [asked], "response_format": schema}
     return {**common, "messages": [{"role": "user", "content": f"Tell me a story about: {text}"}]}
+
+
+def _letter(number: int) -> str:
+    name, thing, place = (words[number % len(words)] for words in (NAMES, THINGS, PLACES))
+    return LETTER.format(name=name, thing=thing, place=place)
 
 
 def _arguments() -> argparse.Namespace:

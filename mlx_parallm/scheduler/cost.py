@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -16,6 +16,12 @@ _MEMORY_S = 30.0
 
 _MIN_RATIO, _MAX_RATIO = 0.1, 10.0
 """Bounds of one observation against the measured terms, so that one outlier cannot spoil the scale."""
+
+_NEWEST_GROWTH = 0.4
+"""Weight of the newest observation in the running scale of what drafts cost."""
+
+_GROWTH_MEMORY_S = 60.0
+"""Seconds of units without drafts in which two thirds of that scale are forgotten, so that drafts are tried again."""
 
 
 class Chunk(NamedTuple):
@@ -48,6 +54,7 @@ class CostModel:
     per_draw: float = 0.0
     scale: float = 1.0
     steps: tuple[tuple[int, float], ...] = ()
+    growth_scale: float = 1.0
     _observed_at: float | None = None
 
     def seconds(self, chunks: Iterable[Chunk] = (), draws: int = 0) -> float:
@@ -61,8 +68,8 @@ class CostModel:
 
     def growth(self, before: int, after: int) -> float:
         """How many times as long a unit of `after` tokens takes as one of `before` decode rows, if the tokens that are
-        more belong to the same rows."""
-        return self._step(after) / self._step(before)
+        more are drafts of the same rows."""
+        return self.growth_scale * self._step(after) / self._step(before) if after > before else 1.0
 
     def _step(self, tokens: int) -> float:
         """The seconds of a unit of so many tokens: on a straight line between the two measured numbers next to it."""
@@ -98,4 +105,15 @@ class CostModel:
         idle = 0.0 if self._observed_at is None else now - seconds - self._observed_at
         weight = max(_NEWEST_RATIO, 1.0 - math.exp(-idle / _MEMORY_S))
         self.scale += weight * (ratio - self.scale)
+        self.growth_scale += min(seconds / _GROWTH_MEMORY_S, 1.0) * (1.0 - self.growth_scale)
         self._observed_at = now
+
+    def observe_drafts(self, rows: Sequence[Chunk], drafts: int, seconds: float) -> None:
+        """Corrects `growth` by a unit of decode rows, and of so many tokens of drafts, that took `seconds`.
+
+        Args:
+            rows: as they would be without drafts, so each is a chunk of one token.
+        """
+        expected = self.seconds(rows, len(rows)) * self.growth(len(rows), len(rows) + drafts) / self.growth_scale
+        ratio = min(max(seconds / expected, _MIN_RATIO), _MAX_RATIO)
+        self.growth_scale += _NEWEST_GROWTH * (ratio - self.growth_scale)

@@ -305,7 +305,10 @@ class RLAwareScheduler:
             seconds: how long the device took: since the launch of the unit, or since the end of the unit before it if
                 that was later.
         """
-        self.cost.observe([span.work for span in unit.spans], unit.tokens_drawn, seconds, now)
+        if unit.drafts and not unit.chunks:
+            self.cost.observe_drafts([span.work._replace(tokens=1) for span in unit.rows], unit.drafts, seconds)
+        else:
+            self.cost.observe([span.work for span in unit.spans], unit.tokens_drawn, seconds, now)
         if unit.decodes:
             self.gap.add_step(seconds, now)
             pooled = (span.work for span in unit.chunks if span.sequence.pooling is not None)

@@ -88,3 +88,16 @@ def test_the_largest_chunk_within_a_time_is_the_largest(
     tokens = cost.tokens_within(seconds, context, 16, 2048)
     assert tokens == 16 or cost.chunk_seconds(Chunk(tokens, context)) <= seconds
     assert tokens == 2048 or cost.chunk_seconds(Chunk(tokens + 1, context)) > seconds
+
+
+def test_drafts_that_cost_more_than_was_measured_are_left_off_and_tried_again() -> None:
+    """A unit of 4 rows takes 1.5 times as long with 4 tokens of drafts, where the measured times say 1.1 times."""
+    machine = Machine()
+    machine.cost.steps = ((4, 0.020), (8, 0.022))
+    plain = machine.calibrated.seconds(ROWS, len(ROWS))
+    for _ in range(10):
+        machine.cost.observe_drafts(ROWS, drafts=4, seconds=1.5 * plain)
+    assert machine.cost.growth(4, 8) == pytest.approx(1.5, abs=0.01)
+    assert machine.cost.growth(4, 4) == 1.0
+    machine.decode(1.0, times=int(300 / plain))
+    assert machine.cost.growth(4, 8) == pytest.approx(1.1, abs=0.01)
