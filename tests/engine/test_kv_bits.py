@@ -5,23 +5,27 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
 from harness import Harness, make_harness
-from tiny import tiny_model
+from tiny import save_tiny, tiny_model
 
+from mlx_parallm.app.device import build_runner
 from mlx_parallm.batch.forward import Span
 from mlx_parallm.batch.kv.block_files import HostBlock, block_names, decode, encode, model_key, shapes
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.kv.cache import KVRow
 from mlx_parallm.batch.kv.quantized import pack, unpack
+from mlx_parallm.config import Config, ServerConfig
 from mlx_parallm.core import RequestFinished, SamplingParams, SequenceOutput
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.families import probe
 from mlx_parallm.model.layer_state import KVLayout, LayerSpec
+from mlx_parallm.model.manager import SharedModelManager
 
 RNG = random.Random(5)
 PROMPTS = [[RNG.randrange(256) for _ in range(length)] for length in (120, 60, 200, 20)]
@@ -106,6 +110,14 @@ def test_a_head_that_groups_do_not_divide_is_refused_by_its_size() -> None:
 
 
 # ---- rows ------------------------------------------------------------------------------------------
+
+
+def test_a_model_with_attention_of_its_own_is_refused_by_its_name(tmp_path: Path) -> None:
+    save_tiny("gemma2", tmp_path / "small", head_dim=32)
+    manager = SharedModelManager(tmp_path / "small", progress=False)
+    config = Config(server=ServerConfig(kv_bits=8))
+    with pytest.raises(UnsupportedModelError, match=r"--kv-bits 8 .* small \(gemma2\) has its own; leave"):
+        build_runner(manager, manager.install_bank(1, 4), config)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
