@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import pytest
+from _pytest.mark import ParameterSet
 from mlx.utils import tree_flatten, tree_unflatten
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -52,7 +55,7 @@ _MOE = {
 _MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
 _OLMOE = {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
 _LFM2 = {
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 3,
     "norm_eps": 1e-5,
     "conv_bias": False,
     "conv_L_cache": 3,
@@ -60,7 +63,7 @@ _LFM2 = {
     "block_multiple_of": 8,
     "block_ffn_dim_multiplier": 1.0,
     "block_auto_adjust_ff_dim": False,
-    "full_attn_idxs": [1, 3],
+    "full_attn_idxs": [1],
 }
 _MAMBA = {"state_size": 8, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_rank": 4}
 _MAMBA2 = {
@@ -76,7 +79,6 @@ _MAMBA2 = {
     "time_step_rank": "auto",
 }
 _QWEN3_NEXT = {
-    "num_hidden_layers": 4,
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
     "linear_key_head_dim": 16,
@@ -107,6 +109,15 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 FAMILIES = tuple(_FAMILIES)
 RECURRENT = ("lfm2", "mamba", "mamba2", "qwen3_next")
 """Those with layers that keep a state instead of keys and values."""
+
+SECOND_STAGE = ("mamba2",)
+"""Families that are much like another one, so that the long tests run for them in the second stage."""
+
+
+def stages(families: Sequence[str], *others: object) -> list[ParameterSet]:
+    """The families as parameters of a long test, each with these other values."""
+    marks = {family: [pytest.mark.slow] if family in SECOND_STAGE else [] for family in families}
+    return [pytest.param(family, *others, marks=marks[family]) for family in families]
 
 
 def tiny_config(family: str, **overrides: Any) -> dict[str, Any]:

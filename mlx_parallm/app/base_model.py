@@ -3,6 +3,7 @@ device memory while it is unloaded: its card, its tokenizer, and which adapters 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,8 @@ from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.model.tokenizer import Tokenizer, detokenizer_for
 from mlx_parallm.scheduler.cost import CostModel
 from mlx_parallm.scheduler.scheduler import SchedulerConfig
+
+_log = logging.getLogger(__name__)
 
 _BANK_SHARE = 0.75
 """Largest part of the memory for requests and training that the adapter bank may take. Rows need the rest."""
@@ -169,7 +172,7 @@ class BaseModel:
 
     def parts(self, built: Built, work: TrainingWork | None = None) -> EngineParts:
         """The parts of the engine. `work`: of training, if this base model trains."""
-        config = self._config
+        config, speculates = self._config, self._speculates(built.runner)
         return EngineParts(
             built.runner,
             built.store,
@@ -179,10 +182,10 @@ class BaseModel:
                 max_batched_tokens=config.server.max_batched_tokens,
                 schedule=device_schedule(config, on_cpu()),
             ),
-            self._measured(built.runner),
+            self._measured(built.runner, speculates),
             work,
             lookahead=not on_cpu() if config.debug.lookahead is None else config.debug.lookahead,
-            speculates=self._speculates(built.runner),
+            speculates=speculates,
             trace=config.debug.trace if self.first else None,
             check_every_unit=config.debug.check_every_unit,
             queue_timeout_s=config.server.queue_timeout,
@@ -193,14 +196,17 @@ class BaseModel:
 
     def _speculates(self, runner: BatchRunner) -> bool:
         """Whether tokens are guessed. They are not where a row cannot forget wrong guesses."""
-        return self._config.server.speculation is Speculation.AUTO and runner.cache.layout.rolls_back
+        wanted, rolls_back = self._config.server.speculation is Speculation.AUTO, runner.cache.layout.rolls_back
+        if wanted and not rolls_back:
+            _log.info("%s is served without speculation: its recurrent states cannot forget wrong guesses", self.name)
+        return wanted and rolls_back
 
-    def _measured(self, runner: BatchRunner) -> CostModel:
+    def _measured(self, runner: BatchRunner, speculates: bool) -> CostModel:
         """The cost model. It is measured when the base model is first loaded, as is the faster kind of attention."""
         if self._cost is None:
             choose_attention(runner)
             self._dense_rows, self._cost = runner.dense_rows, calibrate(runner)
-            if self._speculates(runner):
+            if speculates:
                 self._cost = calibrate_steps(runner, self._cost)
         runner.dense_rows = self._dense_rows
         return self._cost

@@ -11,7 +11,7 @@ from lora import QV, layout_of, merged, random_adapter
 from mixed_batch import TINY, changed_by, prompts
 from mlx.utils import tree_unflatten
 from mlx_lm.tuner.lora import LoRALinear
-from tiny import FAMILIES, tiny_model
+from tiny import FAMILIES, stages, tiny_model
 
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.core import (
@@ -42,7 +42,7 @@ def adapters_of(model: nn.Module) -> dict[str, AdapterWeights]:
 
 @pytest.mark.parametrize(
     ("family", "gathers"),
-    [*((family, True) for family in FAMILIES if family not in OTHER_EXPERTS), ("llama", False), ("qwen3_moe", False)],
+    [*stages([f for f in FAMILIES if f not in OTHER_EXPERTS], True), ("llama", False), ("qwen3_moe", False)],
 )
 def test_a_mixed_batch_equals_each_adapter_merged_and_run_alone(
     family: str, gathers: bool, monkeypatch: pytest.MonkeyPatch

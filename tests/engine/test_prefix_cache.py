@@ -11,7 +11,7 @@ import mlx.nn as nn
 import pytest
 from harness import Harness, make_harness
 from lora import layout_of, random_adapter
-from tiny import FAMILIES, tiny_model
+from tiny import FAMILIES, stages, tiny_model
 
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.core import (
@@ -171,9 +171,7 @@ def with_adapters(model: nn.Module, **settings: Any) -> Harness:
     return harness
 
 
-@pytest.mark.parametrize(
-    ("family", "lookahead"), [*((family, True) for family in FAMILIES), ("llama", False), ("gemma3", False)]
-)
+@pytest.mark.parametrize(("family", "lookahead"), [*stages(FAMILIES, True), ("llama", False), ("gemma3", False)])
 def test_cached_equals_uncached(family: str, lookahead: bool) -> None:
     model = model_of(family)
     uncached = with_adapters(model, keep_prefixes=False)

@@ -15,6 +15,7 @@ from lora import layout_of, merged, random_adapter
 from tiny import RECURRENT, tiny_model
 
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
+from mlx_parallm.batch.kv.state_arena import StateArena
 from mlx_parallm.core import RequestFinished, SamplingParams, SequenceOutput
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.families import probe
@@ -22,8 +23,8 @@ from mlx_parallm.model.families import probe
 TINY = 1e-5
 """Invariant 8's bound on logprobs across shapes, for tiny float32 models."""
 
-LAYERS = {"num_hidden_layers": 2, "full_attn_idxs": [1]}
-"""Each model has a recurrent layer and, if it has attention at all, one with it."""
+FAMILIES = [each if each in ("lfm2", "mamba") else pytest.param(each, marks=pytest.mark.slow) for each in RECURRENT]
+"""In the first stage, one with attention beside its recurrent layers, and one without."""
 
 
 def text(length: int, seed: int) -> list[int]:
@@ -36,12 +37,12 @@ class World:
 
     def __init__(self, family: str) -> None:
         self.family = family
-        self.model = tiny_model(family, **LAYERS)
+        self.model = tiny_model(family)
         self.rows = [text(length, seed) for seed, length in enumerate((1, 150, 20, 70, 129, 64, 3, 90))]
         self.alone = [solo(self.model, row, 20) for row in self.rows]
 
 
-@pytest.fixture(scope="module", params=RECURRENT)
+@pytest.fixture(scope="module", params=FAMILIES)
 def world(request: pytest.FixtureRequest) -> World:
     return World(request.param)
 
@@ -92,7 +93,7 @@ def test_any_interleaving_with_aborts_and_preemption(world: World, data: st.Data
 
 
 def test_half_precision_states_keep_their_types(world: World) -> None:
-    model = tiny_model(world.family, **LAYERS, mlp_only_layers=[0, 1])  # MLX's CPU has no experts in half precision
+    model = tiny_model(world.family, mlp_only_layers=[0, 1])  # MLX's CPU has no experts in half precision
     model.set_dtype(mx.bfloat16)
     layout, _ = probe(model)
     states = make_harness(model).runner.cache.states
@@ -109,7 +110,7 @@ def test_half_precision_states_keep_their_types(world: World) -> None:
 
 def test_versions_that_are_published_meanwhile_are_for_new_requests(world: World) -> None:
     """A running row keeps its version and its state; a row of the new one finds nothing of the old one in the cache."""
-    layout = layout_of(tiny_model(world.family, **LAYERS))
+    layout = layout_of(tiny_model(world.family))
     versions = [random_adapter(layout, seed) for seed in (1, 2)]
     harness, row = make_harness(world.model), world.rows[4]
     for number, weights in enumerate(versions):
@@ -120,11 +121,11 @@ def test_versions_that_are_published_meanwhile_are_for_new_requests(world: World
                 harness.loop.step()
     harness.submit("base", row, 12)
     harness.run()
-    models = [merged(tiny_model(world.family, **LAYERS), weights) for weights in versions]
+    models = [merged(tiny_model(world.family), weights) for weights in versions]
     for number, model in enumerate(models):
         for name in ("first", "beside"):
             assert_same_tokens(harness.tokens(f"{name} {number}"), solo(model, row, 12), TINY)
-    assert_same_tokens(harness.tokens("base"), solo(tiny_model(world.family, **LAYERS), row, 12), TINY)
+    assert_same_tokens(harness.tokens("base"), solo(tiny_model(world.family), row, 12), TINY)
     assert answer(harness, "again", row, adapter=harness.adapters.registry.live("a").ref) == 2 * BLOCK_TOKENS
 
 
@@ -193,6 +194,37 @@ def test_without_the_cache_no_checkpoint_is_made(world: World) -> None:
     assert states.places.cached == states.places.used == 0
 
 
+# ---- faults ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["read", "write", "copy", "_resize_layer"])
+def test_a_fault_of_the_device_costs_no_row_its_answer(
+    world: World, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows and checkpoints start again on fresh arrays. A unit's own rows may fail."""
+    harness, whole, calls = make_harness(world.model), getattr(StateArena, call), 0
+
+    def faulty(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise RuntimeError("[METAL] Command buffer execution failed: Caused GPU Timeout Error")
+        return whole(*args)
+
+    answer(harness, "before", world.rows[1])
+    monkeypatch.setattr(StateArena, call, faulty)
+    for i in range(6):
+        harness.submit(str(i), world.rows[1], 6)
+        for _ in range(3):
+            harness.loop.step()
+    harness.run()
+    ended = [str(i) for i in range(6) if isinstance(harness.terminal(str(i)), RequestFinished)]
+    assert ended
+    for name in ended:
+        assert_same_tokens(harness.tokens(name), solo(world.model, world.rows[1], 6), TINY)
+    assert harness.runner.cache.bytes_used == 0
+
+
 # ---- limits ----------------------------------------------------------------------------------------
 
 
@@ -234,7 +266,7 @@ def test_without_keys_and_values_there_is_nothing_to_quantize() -> None:
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_next"])
 def test_keys_and_values_beside_states_may_be_quantized(family: str) -> None:
     """A row that is computed in one chunk, and one that is cut and goes on from a checkpoint."""
-    model, row = tiny_model(family, **{**LAYERS, "num_attention_heads": 2, "head_dim": 32}), text(200, seed=4)
+    model, row = tiny_model(family, num_attention_heads=2, head_dim=32), text(200, seed=4)
     whole, cut = (make_harness(model, kv_bits=8, max_batched_tokens=tokens) for tokens in (256, 40))
     cut.submit("first", row, 6)
     for harness in whole, cut:

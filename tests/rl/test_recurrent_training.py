@@ -1,0 +1,117 @@
+"""Training models with recurrent layers: what samples share is computed once, and the state is carried on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from configs import changed
+from mlx.utils import tree_flatten
+from tiny import RECURRENT
+from trainers import (
+    assert_close,
+    everywhere,
+    gradients,
+    learn,
+    logprobs,
+    lora_of,
+    make_policy,
+    make_trainer,
+    packed,
+    samples,
+    unclipped,
+    with_logprobs,
+)
+
+from mlx_parallm.config import Algorithm
+from mlx_parallm.rl.learn.model import Params, Span
+from mlx_parallm.rl.learn.policy import Policy
+from mlx_parallm.rl.learn.trainer import GRPOTrainer
+from mlx_parallm.rl.objectives.samples import Sample, answered
+
+SHARED = (7, 7, 9, 1, 30, 31, 32, 33, 34, 35)
+
+
+def branching() -> list[Sample]:
+    """Two groups, the answers of one of which begin alike too, so that there is a branch in a branch."""
+    prompt, beginning = SHARED, (40, 41, 42, 43, 44)
+    answers = [(*beginning, 5), (*beginning, 6, 6, 6), (8, 9), (10,)]
+    logprobs = [(-3.0,) * len(answer) for answer in answers]
+    drawn = [
+        answered(prompt, answer, known, 1.0, 1.0 - 0.7 * number, group=9)
+        for number, (answer, known) in enumerate(zip(answers, logprobs, strict=True))
+    ]
+    return [*samples(4), *drawn]
+
+
+def trainer_for(family: str, checkpointed: bool = False) -> tuple[GRPOTrainer, nn.Module]:
+    settings = unclipped(gradient_checkpointing=checkpointed, micro_batch_tokens=1000)
+    settings = changed(settings, loss=changed(settings.loss, algorithm=Algorithm.GRPO, kl_coef=0.0))
+    return make_trainer(settings, family, lora_of(family))
+
+
+def plain_grpo(
+    model: nn.Module, trainer: GRPOTrainer, policy: Policy, drawn: Sequence[Sample]
+) -> dict[str, np.ndarray]:
+    """The gradient of −Σ A logπ / (N T), by mlx-lm's model on each sequence alone. The policy has drawn the samples, so
+    its ratios are 1 and nothing is clipped."""
+
+    def objective(params: Params) -> mx.array:
+        value = mx.array(0.0)
+        for sample in drawn:
+            with trainer.model.bank.using(everywhere(params, policy.scale)):
+                logits = model(mx.array([sample.token_ids]))[0]
+            logp = logits - mx.logsumexp(logits, -1, keepdims=True)
+            at = sample.trained()
+            targets = mx.array([sample.token_ids[place] for place in at])
+            advantages = mx.array([sample.advantages[place] for place in at])
+            value = value - (advantages * logp[mx.array(at) - 1, targets]).mean() / len(drawn)
+        return value
+
+    return {name: np.array(leaf) for name, leaf in tree_flatten(mx.grad(objective)(policy.params))}
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_grpo_update_has_the_gradients_of_plain_forwards(family: str, checkpointed: bool) -> None:
+    trainer, model = trainer_for(family, checkpointed)
+    policy = make_policy(trainer, moved=0.05)
+    drawn = with_logprobs(trainer, model, policy, branching())
+    assert packed(drawn).branch.branches, "there is something to carry the state into"
+    want = plain_grpo(model, trainer, policy, drawn)
+    assert_close(gradients(trainer, policy, drawn), want, 1e-5)
+    assert all(np.abs(leaf).max() > 0 for name, leaf in want.items() if name.endswith(".b"))
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_policies_that_are_trained_together_keep_their_own_factors(family: str) -> None:
+    trainer, _ = trainer_for(family)
+    policies = [make_policy(trainer, moved=0.1, name=name, seed=seed) for seed, name in enumerate("ab")]
+    batches = [packed(samples(3, seed=1)), packed(samples(5, seed=2))]
+    spans = [Span(b.tokens.size, p.params, p.scale) for b, p in zip(batches, policies, strict=True)]
+    together = trainer._forwards.scores(batches, spans).scores
+    for (got, _), batch, policy in zip(together, batches, policies, strict=True):
+        assert mx.allclose(got, logprobs(trainer, batch, policy.params, policy.scale), atol=1e-4)
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_an_update_moves_the_policy_towards_what_was_better(family: str) -> None:
+    trainer, model = trainer_for(family)
+    policy = make_policy(trainer, moved=0.05)
+    drawn = with_logprobs(trainer, model, policy, branching())
+
+    def favoured() -> float:
+        batch = packed(drawn)
+        logp = batch.padded(logprobs(trainer, batch, policy.params, policy.scale))
+        return sum(
+            sample.advantages[at] * float(logp[row, place].item())
+            for row, sample in enumerate(drawn)
+            for place, at in enumerate(sample.trained())
+        )
+
+    before = favoured()
+    learn(trainer, policy, drawn)
+    assert favoured() > before
