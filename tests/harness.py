@@ -36,6 +36,8 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.engine.live import Vocabulary
 from mlx_parallm.engine.loop import DeviceLoop, EngineParts
+from mlx_parallm.engine.speculation.draft_model import DraftModel
+from mlx_parallm.engine.speculation.guesses import Source
 from mlx_parallm.model.families import probe
 from mlx_parallm.model.hooks import adapter_layout, install_adapters, install_hook
 from mlx_parallm.scheduler.cost import CostModel
@@ -55,6 +57,16 @@ class PlainText:
 
     def finish(self) -> str:
         return ""
+
+
+class FixedCost(CostModel):
+    """Is not corrected, so that the time of passes decides nothing."""
+
+    def observe(self, *observed: object) -> None:
+        pass
+
+    def observe_drafts(self, *observed: object) -> None:
+        pass
 
 
 @dataclass
@@ -135,14 +147,21 @@ def make_harness(
     sharing: list[DeviceMemory] | None = None,
     kv_bits: int | None = None,
     schedule: DeviceSchedule = SCHEDULE,
+    speculates: bool = False,
+    draft: nn.Module | None = None,
     **switches: Any,
 ) -> Harness:
     """A loop over `model` (tiny llama by default) with a pool of `budget_tokens`, and of so many recurrent states;
-    `switches` go to `EngineParts`."""
+    `switches` go to `EngineParts`.
+
+    `speculates`: tokens are guessed from texts and grammars. `draft`: a draft model guesses, also if it is `model`
+    itself, which then guesses for rows with an adapter. Its passes are taken to cost a tenth, whatever they take.
+    """
     model = model or tiny_model("llama")
     layout, vocab_size = probe(model)
     if kv_bits is not None:
         layout = layout.quantized(kv_bits)
+    sharing = [] if sharing is None else sharing
     tokens = budget_tokens * (layout.bytes_per_token or Arena([], layout.dtype).block_bytes // BLOCK_TOKENS)
     device = DeviceMemory(tokens + states * layout.state_bytes, sharing)
     cache = LoRABatchedKVCache(layout, device, max_length, keep_prefixes)
@@ -155,9 +174,24 @@ def make_harness(
     )
     vocabulary = Vocabulary(vocab_size, frozenset(eos_ids), lambda prompt, visible_specials: PlainText())
     scheduler = SchedulerConfig(max_rows=max_rows, max_batched_tokens=max_batched_tokens, schedule=schedule)
-    parts = EngineParts(runner, store, vocabulary, scheduler, CostModel(0.01, 1e-4, 1e-8), training, **switches)
+    sources = {Source.GRAMMAR, Source.TEXT} if speculates else set[Source]()
+    if draft is not None:
+        sources |= {Source.GRAMMAR, Source.MODEL}
+        memory = DeviceMemory(device.budget_bytes, sharing)
+        own = _draft_runner(draft, bank if draft is model else None, memory, max_length)
+        cheap = FixedCost(0.001, 1e-5, 1e-9)
+        switches["draft_model"] = DraftModel(own, cheap, vocab_size, vocab_size, for_adapters=draft is model)
+    switches["guesses_from"] = frozenset(sources)
+    cost = (CostModel if draft is None else FixedCost)(0.01, 1e-4, 1e-8)
+    parts = EngineParts(runner, store, vocabulary, scheduler, cost, training, **switches)
     events: list[tuple[str, Event]] = []
     return Harness(DeviceLoop(parts, events.extend), runner, store, files, wakes, events)
+
+
+def _draft_runner(model: nn.Module, bank: AdapterBank | None, device: DeviceMemory, max_length: int) -> BatchRunner:
+    layout, vocab_size = probe(model)
+    bank = bank or _bank(model, 0, 1, layout.dtype)
+    return BatchRunner(model, LoRABatchedKVCache(layout, device, max_length), bank, install_hook(model), vocab_size)
 
 
 def _bank(model: nn.Module, slots: int, max_rank: int, dtype: mx.Dtype) -> AdapterBank:

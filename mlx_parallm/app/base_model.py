@@ -3,7 +3,6 @@ device memory while it is unloaded: its card, its tokenizer, and which adapters 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -18,14 +17,17 @@ from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.app.adapters import KnownAdapters, find_adapters
 from mlx_parallm.app.base_paths import BasePath, base_of_adapter
 from mlx_parallm.app.device import build_runner, device_schedule, kv_budget, kv_layout, mlx_limits
+from mlx_parallm.app.speculation import build_draft_model, load_draft_model, sources_of
 from mlx_parallm.batch.kv.disk import PrefixStore
 from mlx_parallm.batch.runner import BatchRunner
-from mlx_parallm.config import Config, Speculation
+from mlx_parallm.config import Config
 from mlx_parallm.core import DeviceMemory, ModelCard, TrainingWork
 from mlx_parallm.engine.live import Vocabulary
 from mlx_parallm.engine.loop import EngineParts
 from mlx_parallm.engine.loops import Loading
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
+from mlx_parallm.engine.speculation.draft_model import DraftModel
+from mlx_parallm.engine.speculation.guesses import Source
 from mlx_parallm.engine.startup import calibrate, calibrate_steps, choose_attention
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.model.device import on_cpu
@@ -34,8 +36,6 @@ from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.model.tokenizer import Tokenizer, detokenizer_for
 from mlx_parallm.scheduler.cost import CostModel
 from mlx_parallm.scheduler.scheduler import SchedulerConfig
-
-_log = logging.getLogger(__name__)
 
 _BANK_SHARE = 0.75
 """Largest part of the memory for requests and training that the adapter bank may take. Rows need the rest."""
@@ -55,20 +55,23 @@ class SharedDevice:
     budget: int = 0
     memories: list[DeviceMemory] = field(default_factory=list)
 
-    def open_memory(self, card: ModelCard) -> DeviceMemory:
-        """The accounts of one more base model."""
-        self.budget = self.budget or kv_budget(card.weight_bytes, self.config, several=len(self.bases) > 1)
+    def open_memory(self, weight_bytes: int) -> DeviceMemory:
+        """The accounts of one more base model. `weight_bytes`: its weights, and those of its draft model."""
+        self.budget = self.budget or kv_budget(weight_bytes, self.config, several=len(self.bases) > 1)
         return DeviceMemory(self.budget, self.memories)
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What a base model has on the device while it is loaded."""
+    """What a base model has on the device while it is loaded. `sources`: where guessed tokens come from. `draft`: its
+    draft model, if that is another model."""
 
     manager: SharedModelManager
     bank: AdapterBank
     runner: BatchRunner
     store: AdapterStore
+    sources: frozenset[Source]
+    draft: SharedModelManager | None
 
 
 class BaseModel:
@@ -123,7 +126,8 @@ class BaseModel:
         """
         config, shared = self._config, self._shared
         manager = manager or self._manager()
-        memory = shared.open_memory(manager.card)
+        sources, draft = sources_of(config, manager), load_draft_model(manager, config)
+        memory = shared.open_memory(manager.card.weight_bytes + (draft.card.weight_bytes if draft else 0))
         try:
             limit = int(_BANK_SHARE * memory.budget_bytes)
             bank = manager.install_bank(config.adapters.max_loras, config.adapters.max_lora_rank, limit)
@@ -136,7 +140,7 @@ class BaseModel:
         except BaseException:  # whatever it is: the others must not count its memory
             memory.leave()
             raise
-        return Built(manager, bank, runner, store)
+        return Built(manager, bank, runner, store, sources, draft)
 
     def _open_store(self, bank: AdapterBank) -> AdapterStore:
         return self.known.store(bank, self._config.adapters.max_cpu_loras, self._shared.processor.wake)
@@ -172,7 +176,8 @@ class BaseModel:
 
     def parts(self, built: Built, work: TrainingWork | None = None) -> EngineParts:
         """The parts of the engine. `work`: of training, if this base model trains."""
-        config, speculates = self._config, self._speculates(built.runner)
+        config, sources = self._config, built.sources
+        cost = self._measured(built.runner, steps=bool(sources))
         return EngineParts(
             built.runner,
             built.store,
@@ -182,10 +187,11 @@ class BaseModel:
                 max_batched_tokens=config.server.max_batched_tokens,
                 schedule=device_schedule(config, on_cpu()),
             ),
-            self._measured(built.runner, speculates),
+            cost,
             work,
             lookahead=not on_cpu() if config.debug.lookahead is None else config.debug.lookahead,
-            speculates=speculates,
+            guesses_from=sources,
+            draft_model=self._draft_model(built, cost) if Source.MODEL in sources else None,
             trace=config.debug.trace if self.first else None,
             check_every_unit=config.debug.check_every_unit,
             queue_timeout_s=config.server.queue_timeout,
@@ -194,19 +200,17 @@ class BaseModel:
             base=self.name,
         )
 
-    def _speculates(self, runner: BatchRunner) -> bool:
-        """Whether tokens are guessed. They are not where a row cannot forget wrong guesses."""
-        wanted, rolls_back = self._config.server.speculation is Speculation.AUTO, runner.cache.layout.rolls_back
-        if wanted and not rolls_back:
-            _log.info("%s is served without speculation: its recurrent states cannot forget wrong guesses", self.name)
-        return wanted and rolls_back
+    def _draft_model(self, built: Built, cost: CostModel) -> DraftModel:
+        memories, keep = self._shared.memories, self._config.server.prefix_cache
+        return build_draft_model(built.manager, built.bank, built.runner, cost, built.draft, memories, keep)
 
-    def _measured(self, runner: BatchRunner, speculates: bool) -> CostModel:
-        """The cost model. It is measured when the base model is first loaded, as is the faster kind of attention."""
+    def _measured(self, runner: BatchRunner, steps: bool) -> CostModel:
+        """The cost model. It is measured when the base model is first loaded, as is the faster kind of attention.
+        `steps`: with units of a few tokens, as drafts make them."""
         if self._cost is None:
             choose_attention(runner)
             self._dense_rows, self._cost = runner.dense_rows, calibrate(runner)
-            if speculates:
+            if steps:
                 self._cost = calibrate_steps(runner, self._cost)
         runner.dense_rows = self._dense_rows
         return self._cost

@@ -179,6 +179,18 @@ class BatchRunner:
         assert logits is not None
         return logits
 
+    def last_logits(self, spans: Sequence[Span[KVRow]], tokens: mx.array) -> mx.array:
+        """Builds a pass that draws nothing, and returns lazy logits [n, vocab] after the last token of each span.
+
+        Args:
+            spans: in the order of `in_order`.
+            tokens: the ids of all spans, [N].
+        """
+        last = [[span.tokens - 1] for span in spans]
+        logits = self._logits(self._outputs(tokens, spans), spans, last)
+        assert logits is not None
+        return logits
+
     # -- parts of a pass -------------------------------------------------------------------------
 
     def _pending(

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from mlx_parallm.config.sections import LARGEST_RANK, Config
-from mlx_parallm.config.server import Mode
+from mlx_parallm.config.server import Mode, Speculation
 from mlx_parallm.config.sources import KEYS, Setting, from_environment, from_yaml, section_of, yaml_text
 from mlx_parallm.config.types import Section
 from mlx_parallm.errors import ConfigError
@@ -68,7 +68,8 @@ def resolve(
     settings |= adjusted
     config, adjusted = _make_room_for_rank(config, layers)
     settings |= adjusted
-    if problems := [*_unread(config, settings), *_atropos(config, settings), *_training_problems(config, settings)]:
+    checks = (_unread, _speculation, _atropos, _training_problems)
+    if problems := [problem for check in checks for problem in check(config, settings)]:
         raise ConfigError("\n".join(problems))
     return Resolved(config, {path: setting.source for path, setting in settings.items()})
 
@@ -160,6 +161,17 @@ def _unread(config: Config, settings: Mapping[str, Setting]) -> Iterator[str]:
     if config.server.prefix_cache_dir is None and config.server.prefix_cache_disk != KEYS[path].field.default:
         need = "limits the files of server.prefix_cache_dir, which is not set; add --prefix-cache-dir"
         yield f"{path}: {need} {_origin(settings, path)}"
+
+
+def _speculation(config: Config, settings: Mapping[str, Setting]) -> Iterator[str]:
+    """A draft model and the kind of speculation that uses it are given together."""
+    path, speculation, draft = "server.speculation", config.server.speculation, config.model.draft_model
+    if speculation is Speculation.DRAFT and draft is None:
+        need = "draft needs a model that guesses; add --draft-model, or use --speculation ngram"
+        yield f"{path}: {need} {_origin(settings, path)}"
+    if draft is not None and speculation in (Speculation.NGRAM, Speculation.OFF):
+        need = f"the draft model is not used with --speculation {speculation}; add --speculation auto or draft"
+        yield f"model.draft_model: {need} {_origin(settings, 'model.draft_model', path)}"
 
 
 def _atropos(config: Config, settings: Mapping[str, Setting]) -> Iterator[str]:

@@ -43,6 +43,10 @@ class ModelConfig(Section):
     a request first names it, and the one used least recently is unloaded when the memory does not hold them all. The
     flag --model-path, with several values, sets base_model_path to the first of them and this to the others.
     """
+    draft_model: Text | None = None
+    """Smaller model with the same vocabulary that guesses tokens for server.speculation: a directory or hub id. base
+    means the base model itself, without an adapter, which guesses for sequences with one. null means none.
+    """
     idle_unload: Number | None = Field(default=None, gt=0)
     """Time in seconds after which a base model that nobody has used is unloaded. Its next request loads it again. The
     base model that trains stays loaded. null means never.

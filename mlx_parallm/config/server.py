@@ -59,9 +59,11 @@ class TrafficClass(StrEnum):
 
 
 class Speculation(StrEnum):
-    """Whether guessed tokens are computed besides the next one of each sequence."""
+    """Where guessed tokens come from, which are computed besides the next one of each sequence."""
 
     AUTO = "auto"
+    NGRAM = "ngram"
+    DRAFT = "draft"
     OFF = "off"
 
 
@@ -119,9 +121,10 @@ class ServerConfig(Section):
     max_batched_tokens: Integer = Field(default=2048, ge=1)
     """Largest number of prompt tokens that one unit of device work computes. The scheduler may choose fewer."""
     speculation: Speculation = Speculation.OFF
-    """Whether a forward pass may compute guessed tokens besides the next one of each sequence, and keep those that are
-    right. auto guesses what followed the same words earlier in the prompt or the answer, and what a grammar demands,
-    wherever answers come faster so. The texts are the same. off: one token of each sequence at a time.
+    """Where the guessed tokens come from that a forward pass computes besides the next one of each sequence, to keep
+    those that are right. The texts are the same. ngram: what followed the same words earlier in the prompt or the
+    answer. draft: what draft_model says. auto: both. All of them also guess what a grammar demands, and compute guesses
+    only where answers should come faster so. off: one token of each sequence at a time.
     """
     max_queued: Integer = Field(default=512, ge=1)
     """Largest number of sequences that wait for admission. Further requests get 429."""

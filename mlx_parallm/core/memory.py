@@ -54,7 +54,7 @@ def default_budget(limit: int, buffers: int, weights: int, cpu_ram: int | None) 
 
 
 class Account(StrEnum):
-    """What memory is held for. All but the weights are part of the budget."""
+    """What memory is held for. All but the weights are part of the budget; of DRAFT_MODEL, what are not weights."""
 
     WEIGHTS = "weights"
     ROWS = "rows"
@@ -63,6 +63,7 @@ class Account(StrEnum):
     ADAPTERS = "adapters"
     OPTIMIZER = "optimizer"
     MICRO_STEP = "micro_step"
+    DRAFT_MODEL = "draft_model"
 
 
 _RESERVED = (Account.ADAPTERS, Account.OPTIMIZER, Account.MICRO_STEP)

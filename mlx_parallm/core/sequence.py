@@ -56,10 +56,12 @@ class Sequence:
         prompt_candidates: the candidates that are reported for each token of a scored prompt.
         candidates: those that are reported for each drawn token.
         pooling: how its hidden states are pooled. The vector takes the place of the only token that it could draw.
-        guess: the tokens that may follow the last one, as they are guessed without the model; see `engine.drafting`.
+        guess: the tokens that may follow the last one, as they are guessed without the base model; see
+            `engine.speculation.drafting`.
         drafted: the number of guessed tokens that the next unit computes and checks. They count as drawn and computed
             from its launch until it is read, as if all of them were right.
-        acceptance: the share of guessed tokens that were right lately.
+        acceptance: the share of tokens like those of `guess` that were right lately.
+        model_acceptance: the same of guesses of the draft model; 0.0 if it cannot guess for this sequence now.
     """
 
     sequence_id: int
@@ -87,6 +89,7 @@ class Sequence:
     guess: Seq[int] = ()
     drafted: int = 0
     acceptance: float = 0.0
+    model_acceptance: float = 0.0
 
     def __post_init__(self) -> None:
         self.served_at = self.arrived_at

@@ -1,6 +1,7 @@
 """Recovery from faults, which are errors in work on the device thread. Only `DeviceLoop.surviving` catches them.
 
-If the failing call was training, the update fails and no row is affected. Otherwise the requests for which the call was
+If the failing call was training, the update fails and no row is affected; if it was the draft model, rows go on without
+its guesses. Otherwise the requests for which the call was
 made fail. All other rows are computed again on fresh arrays, and cached prefixes are forgotten, because the failing
 call may have left wrong values in the arrays that it was writing, which hold the blocks of all rows.
 """
@@ -15,6 +16,7 @@ from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.core import TrainingWork
 from mlx_parallm.engine.live import LiveRequest, live
 from mlx_parallm.engine.requests import LiveRequests
+from mlx_parallm.engine.speculation.draft_model import DraftModel
 from mlx_parallm.engine.steps import Forwards
 from mlx_parallm.errors import DeviceLostError, DeviceMemoryError, EngineError, StepFailedError
 from mlx_parallm.model.device import check_device, is_out_of_memory
@@ -40,6 +42,7 @@ class Recovery:
         scheduler: RLAwareScheduler,
         adapters: AdapterStore,
         training: TrainingWork | None,
+        draft_model: DraftModel | None,
     ) -> None:
         self._runner = runner
         self._forwards = forwards
@@ -47,6 +50,7 @@ class Recovery:
         self._scheduler = scheduler
         self._adapters = adapters
         self._training = training
+        self._draft_model = draft_model
         self._in_a_row = 0
 
     def went_well(self) -> None:
@@ -76,11 +80,15 @@ class Recovery:
             self._give_up_update()
             return
         self._requests.counters.failed_steps += 1
+        if self._draft_model is not None and work is self._draft_model and not self._forwards.in_flight:
+            self._draft_model.reset()  # it writes its own arrays only
+            self._in_a_row = 0
+            return
         failing = self._requests_to_fail(error, affected)
         failed = [self._requests.fail(request, _explained(error)) for request in failing]
         self._recompute_rows(error)
         if work is not None:
-            self._adapters.reset()
+            work.reset()
         self._requests.flush()
         self._scheduler.check_integrity()  # a failed check is one more fault, and ends the thread if it keeps failing
         self._requests.check_integrity()

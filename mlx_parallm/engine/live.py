@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from mlx_parallm.batch.logit_stages import TokenCounts, has_penalties
 from mlx_parallm.batch.pooling import Vector
@@ -17,14 +18,13 @@ from mlx_parallm.batch.runner import Row
 from mlx_parallm.batch.sampler import RowSampling
 from mlx_parallm.batch.token_bans import BadWords
 from mlx_parallm.core import (
-    DeviceWork,
     GenerationRequest,
     PromptGroup,
     RequestFinished,
     Sequence,
     TokenLogprob,
 )
-from mlx_parallm.engine.guesses import RowGuesses
+from mlx_parallm.engine.speculation.guesses import RowGuesses
 from mlx_parallm.engine.text import Detokenizes, StopMatcher, TextStream
 
 
@@ -163,8 +163,16 @@ def live(sequence: Sequence) -> LiveSequence:
     return sequence
 
 
-Affected = tuple[tuple[LiveRequest, ...], DeviceWork | None]
-"""What a fault affects: these requests, or the work of `AdapterStore` or `GRPOTrainer`."""
+class Work(Protocol):
+    """Work on the device that belongs to no request: that of `AdapterStore`, `GRPOTrainer` or `DraftModel`."""
+
+    def reset(self) -> None:
+        """Gives up what failed, and everything that it left half done on the device."""
+        ...
+
+
+Affected = tuple[tuple[LiveRequest, ...], Work | None]
+"""What a fault affects: these requests, or this work."""
 
 
 class FaultScope:
@@ -174,7 +182,7 @@ class FaultScope:
         self._affected: Affected = ((), None)
 
     @contextmanager
-    def covering(self, requests: Iterable[LiveRequest] = (), work: DeviceWork | None = None) -> Iterator[None]:
+    def covering(self, requests: Iterable[LiveRequest] = (), work: Work | None = None) -> Iterator[None]:
         """A fault in this block affects these requests or this work. If the block raises, they stay recorded until
         `take`."""
         before, self._affected = self._affected, (tuple(requests), work)

@@ -30,11 +30,13 @@ from mlx_parallm.core import (
     then,
 )
 from mlx_parallm.engine.disk_prefixes import DiskPrefixes
-from mlx_parallm.engine.drafting import guess
 from mlx_parallm.engine.faults import Recovery
 from mlx_parallm.engine.live import FaultScope, Vocabulary, live
 from mlx_parallm.engine.memory import PoolMemory, open_accounts
 from mlx_parallm.engine.requests import LiveRequests, PublishEvents
+from mlx_parallm.engine.speculation.draft_model import DraftModel
+from mlx_parallm.engine.speculation.drafting import Drafting
+from mlx_parallm.engine.speculation.guesses import Source
 from mlx_parallm.engine.stats import snapshot
 from mlx_parallm.engine.steps import Forwards
 from mlx_parallm.engine.trace import UnitTrace
@@ -50,7 +52,8 @@ class EngineParts:
     """The parts of the engine, which the device thread builds before it serves.
 
     `base`: the base model's name. `training`: None if this server does not train. `lookahead`: see `Forwards`.
-    `speculates`: rows may have drafts; see `drafting`.
+    `guesses_from`: where the tokens of drafts come from; nothing: rows have no drafts. `draft_model`: the one that
+    `Source.MODEL` means.
     `queue_timeout_s`: longest time that an inference request may wait for its first forward unit; None for no limit.
     `limits`: the limits set on MLX's memory, for `/debug/state`. `prefix_store`: None if cached prefixes are kept in
     memory only. `trace` and `check_every_unit`: see `config.DebugConfig`.
@@ -63,7 +66,8 @@ class EngineParts:
     cost: CostModel
     training: TrainingWork | None = None
     lookahead: bool = True
-    speculates: bool = False
+    guesses_from: frozenset[Source] = frozenset()
+    draft_model: DraftModel | None = None
     queue_timeout_s: float | None = None
     limits: MemoryLimits | None = None
     prefix_store: PrefixStore | None = None
@@ -88,7 +92,6 @@ class DeviceLoop:
         self._queue_timeout_s = parts.queue_timeout_s
         self._limits = parts.limits
         self._memory = memory = PoolMemory(runner.cache, adapters, scope)
-        self._speculates = parts.speculates
         self._gives_way = False  # cached prefixes are giving memory to adapters or training
         open_accounts(runner.cache.device, adapters, parts.training)
         self.scheduler = scheduler = RLAwareScheduler(parts.scheduler, memory, parts.cost)
@@ -98,7 +101,11 @@ class DeviceLoop:
         self._disk = DiskPrefixes(parts.prefix_store, runner.cache, memory.prefix_root) if parts.prefix_store else None
         self._trace = UnitTrace(parts.trace)
         self._check_every_unit = parts.check_every_unit
-        self._recovery = Recovery(runner, forwards, requests, scheduler, adapters, parts.training)
+        self._draft_model = parts.draft_model
+        in_block = runner.cache.tails is not None
+        drafting = Drafting(parts.guesses_from, scope, parts.draft_model, in_block)
+        self._drafting = drafting if parts.guesses_from else None
+        self._recovery = Recovery(runner, forwards, requests, scheduler, adapters, parts.training, parts.draft_model)
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -207,7 +214,7 @@ class DeviceLoop:
             self._recovery.survive(error)
 
     def _run_next(self, now: float) -> bool:
-        if self._speculates and self._reads_before_guessing():
+        if self._drafting is not None and self._reads_before_guessing(self._drafting):
             return True  # the next call admits and schedules again, with the tokens that were drawn
         unit = self.scheduler.next_unit(now, self._candidates(now), self.others_run)
         if self._forwards.in_flight and not isinstance(unit, ForwardUnit):
@@ -221,15 +228,27 @@ class DeviceLoop:
         self._requests.flush()
         return True
 
-    def _reads_before_guessing(self) -> bool:
+    def _reads_before_guessing(self, drafting: Drafting) -> bool:
         """Guesses the next tokens of the rows. If drafts would gain much, reads the unit in flight, so that the next
         one can have them, and returns True."""
-        guess(map(live, self.scheduler.live), self._scope, in_block=self._runner.cache.tails is not None)
-        if not self._forwards.in_flight or not self.scheduler.waits_for_tokens():
+        drafting.guess([live(sequence) for sequence in self.scheduler.live])
+        if not self._forwards.in_flight:
+            self._draw_with_model(drafting)
+            return False
+        if not self.scheduler.waits_for_tokens(drafting.model_cost):
             return False
         self._forwards.commit()
         self._requests.flush()
         return True
+
+    def _draw_with_model(self, drafting: Drafting) -> None:
+        """Lets the draft model guess where that pays. The rows wait for it."""
+        if drafting.model_cost is None:
+            return
+        if tokens := self.scheduler.tokens_to_draw(drafting.model_cost):
+            seconds = drafting.draw(tokens, min(self.scheduler.gap.chunk_s, self.scheduler.gap.remaining_s))
+            self.scheduler.gap.add_wait_time(seconds)
+            self.counters.add_seconds(DeviceSeconds(decode=seconds))
 
     def _tidy(self, others_wait: bool = False) -> bool:
         """Gives back some of the memory that rows and cached prefixes do not need, or that adapters and training do.
@@ -271,6 +290,8 @@ class DeviceLoop:
         """Empties the adapter bank, and ends the sharing of memory. There must be no request. Nothing may be called
         afterwards, and the arrays are freed with this object."""
         self._runner.cache.device.leave()
+        if self._draft_model is not None:
+            self._draft_model.leave()
         self.adapters.unload()
         self.close()
 
@@ -330,6 +351,8 @@ class DeviceLoop:
         self._runner.cache.check_integrity()
         self._runner.cache.device.check_integrity()
         self.adapters.check_integrity()
+        if self._draft_model is not None:
+            self._draft_model.check_integrity()
         self._requests.check_integrity()
         rows = [live(sequence) for sequence in self.scheduler.live]
         assert set(map(id, rows)) == set(map(id, self._runner.cache.rows()))

@@ -20,10 +20,10 @@ from mlx_parallm.batch.forward import Span
 from mlx_parallm.batch.readback import Draw
 from mlx_parallm.batch.runner import BatchRunner, Launched
 from mlx_parallm.core import DeviceSeconds, SequenceStatus
-from mlx_parallm.engine.drafting import compare, plan_draft
 from mlx_parallm.engine.live import LiveRequest, LiveSequence, live
 from mlx_parallm.engine.memory import PoolMemory
 from mlx_parallm.engine.requests import LiveRequests
+from mlx_parallm.engine.speculation.drafting import compare, plan_draft
 from mlx_parallm.scheduler.scheduler import RLAwareScheduler
 from mlx_parallm.scheduler.units import ForwardUnit
 

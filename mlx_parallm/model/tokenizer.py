@@ -49,6 +49,11 @@ class Tokenizer:
         self.reasoning: Reasoning | None = self._reasoning_marks()
         self._control_text = None if allow_special_tokens else self._make_control_text()
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """The id of each token, special tokens included, by how the vocabulary writes it."""
+        return dict(self._hf.get_vocab())
+
     def encode(self, text: str, add_special_tokens: bool = True, at_most: int | None = None) -> list[int]:
         """Token ids of `text`. The text of a special token becomes that token.
 

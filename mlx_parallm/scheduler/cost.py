@@ -71,6 +71,10 @@ class CostModel:
         more are drafts of the same rows."""
         return self.growth_scale * self._step(after) / self._step(before) if after > before else 1.0
 
+    def step_seconds(self, tokens: int) -> float:
+        """Predicted seconds of a unit that draws a token after each of so many; 0 for none."""
+        return self.scale * self._step(tokens) if tokens else 0.0
+
     def _step(self, tokens: int) -> float:
         """The seconds of a unit of so many tokens: on a straight line between the two measured numbers next to it."""
         for (fewer, short), (more, long) in pairwise(self.steps):

@@ -24,13 +24,13 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from mlx_parallm.core import DeviceSchedule, Sequence, SequenceStatus, WorkClass
 from mlx_parallm.scheduler.beside import WorkBesideRequests
 from mlx_parallm.scheduler.cost import CostModel
-from mlx_parallm.scheduler.drafts import choose_drafts, is_worth_waiting
+from mlx_parallm.scheduler.drafts import choose_drafts, is_worth_waiting, tokens_to_draw
 from mlx_parallm.scheduler.fairness import ROW_TOKENS, TokenShares
 from mlx_parallm.scheduler.order import PromptOrder
 from mlx_parallm.scheduler.prefill import (
@@ -237,9 +237,15 @@ class RLAwareScheduler:
                 followers.add(prompt)
         return followers
 
-    def waits_for_tokens(self) -> bool:
-        """Whether the unit in flight should be read before the next one is chosen, so that the next one has drafts."""
-        return is_worth_waiting(decoding(self._rows, self.schedule.row_shares), self.cost)
+    def waits_for_tokens(self, draft_model: CostModel | None = None) -> bool:
+        """Whether the unit in flight should be read before the next one is chosen, so that the next one has drafts.
+        `draft_model`: predicts the passes of the draft model, if there is one."""
+        return is_worth_waiting(decoding(self._rows, self.schedule.row_shares), self.cost, draft_model)
+
+    def tokens_to_draw(self, draft_model: CostModel) -> Mapping[Sequence, int]:
+        """How many tokens the draft model should draw for each row before the next unit."""
+        rows = [] if self._frozen else decoding(self._rows, self.schedule.row_shares)
+        return tokens_to_draw(rows, self.cost, draft_model)
 
     def _next_forward(self, rows: list[Sequence], followers: set[Sequence]) -> ForwardUnit | None:
         """The next forward unit: a token of each of these rows, and chunks of prompts."""

@@ -92,6 +92,7 @@ def test_every_flag_sets_its_own_key(app):
     values |= dict.fromkeys(floats, "5e-4")
     others = {"--prefix-cache-disk": ["--prefix-cache-dir", "text"], "--eval-tasks": ["--eval-every", "7"]}
     others |= {"--eval-every": ["--environment", "text"], "--judge-url": ["--judge-model", "m"]}
+    others |= {"--draft-model": ["--speculation", "draft"]}
     others |= {"--curriculum": ["--environment", "text"]}
     others |= {"--atropos-url": ["--enable-rl-training"], "--atropos-api": ["--enable-rl-training"]}
     flags = [flag for flag in FLAGS if flag.path not in TRAIN_ONLY]
@@ -105,6 +106,7 @@ def test_every_flag_sets_its_own_key(app):
     followers["--atropos-api"] = ["server.mode", "server.atropos_api", "rl_training.enabled"]
     followers["--judge-url"] = ["rl_training.judge.url", "rl_training.judge.model"]
     followers["--prefix-cache-disk"] = ["server.prefix_cache_dir", "server.prefix_cache_disk"]
+    followers["--draft-model"] = ["server.speculation", "model.draft_model"]
     followers["--eval-every"] = ["rl_training.environment", "rl_training.evaluation.every"]
     followers["--curriculum"] = ["rl_training.environment", "rl_training.curriculum.enabled"]
     followers["--eval-tasks"] = ["rl_training.evaluation.every", "rl_training.evaluation.tasks"]

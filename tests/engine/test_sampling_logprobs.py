@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from harness import Harness, make_harness
 from lora import layout_of, merged, random_adapter
-from tiny import tiny_model
+from tiny import VOCAB_SIZE, tiny_model
 
 from mlx_parallm.core import CollectionSpec, RequestFinished, SamplingParams, SequenceOutput, WorkClass
 
@@ -30,12 +31,20 @@ def outputs(harness: Harness, request_id: str, index: int = 0) -> list[SequenceO
 
 
 def assert_drawn_by(
-    model: nn.Module, harness: Harness, request_id: str, row: list[int], temperature: float, index: int = 0
+    model: nn.Module,
+    harness: Harness,
+    request_id: str,
+    row: list[int],
+    temperature: float,
+    index: int = 0,
+    allowed: Sequence[int] = range(VOCAB_SIZE),
 ) -> None:
-    """Every token has the logprob that one plain forward over the whole sequence gives it, at `temperature`."""
+    """Every token has the logprob that one plain forward over the whole sequence gives it, at `temperature` and among
+    the tokens that are `allowed`."""
     got = outputs(harness, request_id, index)
     tokens = harness.tokens(request_id, index)
     logits = model(mx.array([row + tokens[:-1]]))[0, len(row) - 1 :] / temperature
+    logits = mx.where(mx.array([token in allowed for token in range(VOCAB_SIZE)]), logits, -mx.inf)
     expected = logits - mx.logsumexp(logits, -1, keepdims=True)
     assert [len(output.sampling_logprobs) for output in got] == [len(output.token_ids) for output in got]
     for at, value in enumerate(value for output in got for value in output.sampling_logprobs):
@@ -119,3 +128,24 @@ def test_a_batch_where_nobody_asks_computes_none(others_ask: bool, monkeypatch: 
         harness.submit(request_id, [4, 5, 6], 6, sampling=SamplingParams(), collection=COLLECTED if asks else None)
     harness.run()
     assert set(computed) == {others_ask}
+
+
+@pytest.mark.parametrize("source", ["text", "draft model"])
+def test_they_equal_a_plain_forward_whatever_guessed_the_tokens(source: str) -> None:
+    """Rollouts of a group and a single one."""
+    model, row = tiny_model("llama"), prompt(6, 1) * 8
+    draft = tiny_model("llama") if source == "draft model" else None
+    allowed = range(VOCAB_SIZE) if draft is not None else (3, 7, 9, 40, 80)  # a text of few tokens repeats itself
+    mask = bytes(sum(1 << i % 8 for i in allowed if i // 8 == byte) for byte in range(-(-VOCAB_SIZE // 8)))
+    harness = make_harness(model, draft=draft, speculates=draft is None, lookahead=False)
+    temperatures = {"group": 0.2, "single": 0.7}
+    for name, temperature in temperatures.items():
+        sampling = SamplingParams(temperature=temperature, seed=4, allowed_tokens=mask)
+        fields = {"collection": COLLECTED, "work_class": WorkClass.TRAINING, "sampling": sampling}
+        harness.submit(name, row, 40, n=3 if name == "group" else 1, **fields)
+    harness.run()
+    assert harness.loop.counters.accepted_tokens > 3
+    assert harness.loop.counters.draft_tokens > harness.loop.counters.accepted_tokens
+    for index in range(3):
+        assert_drawn_by(model, harness, "group", row, temperatures["group"], index, allowed)
+    assert_drawn_by(model, harness, "single", row, temperatures["single"], allowed=allowed)

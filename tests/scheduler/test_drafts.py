@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from mlx_parallm.core import PromptGroup, Sequence
 from mlx_parallm.scheduler.cost import CostModel
-from mlx_parallm.scheduler.drafts import choose_drafts
+from mlx_parallm.scheduler.drafts import choose_drafts, tokens_to_draw
 
 CHEAP = CostModel(fixed=0.05, per_token=0.001, per_pair=0.0, per_draw=0.001)
 DEAR = CostModel(fixed=0.001, per_token=0.05, per_pair=0.0, per_draw=0.01)
@@ -68,3 +70,48 @@ def test_the_measured_times_of_a_few_rows_decide() -> None:
 def test_drafts_and_rows_stay_within_what_a_device_computes_at_once() -> None:
     assert sum(drafted(CHEAP, *[row(1.0) for _ in range(20)])) == 12
     assert sum(drafted(CHEAP, *[row(1.0) for _ in range(40)])) == 0
+
+
+# -- a draft model -------------------------------------------------------------------------------
+
+QUICK = CostModel(fixed=0.002, per_token=0.0001, per_pair=0.0)
+
+
+def to_draw(model: CostModel, *rows: Sequence, cost: CostModel = CHEAP) -> list[int]:
+    tokens = tokens_to_draw(rows, cost, model)
+    return [tokens.get(each, 0) for each in rows]
+
+
+def modelled(acceptance: float, guessed: int = 0, of_guess: float = 0.0, **counts: int) -> Sequence:
+    sequence = row(of_guess, guessed, **counts)
+    sequence.model_acceptance = acceptance
+    return sequence
+
+
+def test_the_better_a_draft_model_guesses_the_more_it_draws() -> None:
+    lengths = [to_draw(QUICK, modelled(acceptance))[0] for acceptance in (0.0, 0.05, 0.5, 0.7, 1.0)]
+    assert lengths == sorted(lengths)
+    assert (lengths[0], lengths[-1]) == (0, 7)
+
+
+def test_a_draft_model_draws_nothing_where_its_passes_take_longer_than_they_gain() -> None:
+    assert to_draw(CHEAP, modelled(0.9)) == [0], "it is as slow as the model itself"
+    assert to_draw(QUICK, modelled(0.9), cost=DEAR) == [0]
+
+
+def test_a_guess_that_costs_nothing_is_taken_before_that_of_a_draft_model() -> None:
+    assert to_draw(QUICK, modelled(0.8, guessed=7, of_guess=0.8)) == [0]
+    free, drawn = to_draw(QUICK, modelled(0.6, guessed=7, of_guess=0.8), modelled(0.8, guessed=7, of_guess=0.1))
+    assert free == 0
+    assert drawn > 0
+
+
+def test_a_draft_model_draws_no_token_beyond_the_last_one() -> None:
+    assert to_draw(QUICK, modelled(1.0, max_tokens=4, drawn=1)) == [2]
+    assert to_draw(QUICK, modelled(1.0, max_tokens=2, drawn=1)) == [0]
+
+
+def test_a_load_on_the_machine_slows_both_models() -> None:
+    """So it changes nothing."""
+    loaded = [replace(cost, scale=5.0) for cost in (QUICK, CHEAP)]
+    assert to_draw(loaded[0], modelled(0.7), cost=loaded[1]) == to_draw(QUICK, modelled(0.7))

@@ -1,0 +1,134 @@
+"""Speculation of one base model: where its guesses come from, and its draft model."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from mlx_parallm.adapters.bank import AdapterBank
+from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
+from mlx_parallm.batch.runner import BatchRunner
+from mlx_parallm.config import Config, Speculation
+from mlx_parallm.core import Account, DeviceMemory
+from mlx_parallm.engine.speculation.draft_model import DraftModel
+from mlx_parallm.engine.speculation.guesses import Source
+from mlx_parallm.engine.startup import calibrate, calibrate_steps, check_unproved
+from mlx_parallm.errors import ConfigError, UnsupportedModelError
+from mlx_parallm.model.hooks import install_hook
+from mlx_parallm.model.manager import SharedModelManager
+from mlx_parallm.model.tokenizer import Tokenizer
+from mlx_parallm.scheduler.cost import CostModel
+
+_log = logging.getLogger(__name__)
+
+BASE = "base"
+"""The value of `model.draft_model` that means the base model itself."""
+
+_SOURCES = {
+    Speculation.OFF: frozenset[Source](),
+    Speculation.NGRAM: frozenset({Source.GRAMMAR, Source.TEXT}),
+    Speculation.DRAFT: frozenset({Source.GRAMMAR, Source.MODEL}),
+    Speculation.AUTO: frozenset({Source.GRAMMAR, Source.TEXT, Source.MODEL}),
+}
+
+
+def sources_of(config: Config, base: SharedModelManager) -> frozenset[Source]:
+    """Where guesses come from; nothing without speculation.
+
+    Raises:
+        UnsupportedModelError: speculation is asked for, and not `auto` without a draft model, and this model cannot
+            forget wrong guesses.
+    """
+    speculation, draft = config.server.speculation, config.model.draft_model
+    sources = _SOURCES[speculation] if draft is not None else _SOURCES[speculation] - {Source.MODEL}
+    if speculation is Speculation.AUTO and draft is None and not base.kv_layout.rolls_back:
+        _log.info("%s is served without speculation: its recurrent states cannot forget wrong guesses", base.card.name)
+        return frozenset()
+    if not sources:
+        return frozenset()
+    _check_forgets(base, f"--speculation {speculation}")
+    return sources
+
+
+def _check_forgets(model: SharedModelManager, asked: str) -> None:
+    """Raises UnsupportedModelError if the model cannot forget wrong guesses. `asked`: the flag that needs it."""
+    if not model.kv_layout.rolls_back:
+        raise UnsupportedModelError(
+            f"{asked} needs models that can forget wrong guesses, and {model.card.name} ({model.family.name}) has "
+            "recurrent layers, whose state cannot be brought back; leave it out"
+        )
+
+
+def load_draft_model(base: SharedModelManager, config: Config) -> SharedModelManager | None:
+    """Loads the draft model. None if there is none, or if it is the base model itself.
+
+    Raises:
+        ModelError: it cannot be loaded or batched, or cannot forget wrong guesses.
+        ConfigError: it has another vocabulary, or there are several base models.
+    """
+    path = config.model.draft_model
+    if path is None or path == BASE:
+        return None
+    if config.model.other_base_models:
+        raise ConfigError(
+            f"--draft-model {path} guesses for one base model, and there are several; leave it out, or serve one"
+        )
+    draft = SharedModelManager(path, trust_remote_code=config.model.trust_remote_code, progress=False)
+    _check_forgets(draft, f"--draft-model {path}")
+    if difference := _difference(base.tokenizer, draft.tokenizer):
+        raise ConfigError(
+            f"--draft-model {path} cannot guess tokens of {base.card.name}, because its vocabulary is another one: "
+            f"{difference}; name a smaller model of the same family"
+        )
+    return draft
+
+
+def _difference(base: Tokenizer, draft: Tokenizer) -> str:
+    """The first token that two vocabularies do not share; empty if they are the same."""
+    ours, theirs = base.vocabulary, draft.vocabulary
+    for token, _ in sorted((theirs | ours).items(), key=lambda item: (item[1], item[0])):
+        if ours.get(token) != theirs.get(token):
+            return f"{token!r} has {_id(ours, token)} in the base model and {_id(theirs, token)} in the draft model"
+    return ""
+
+
+def _id(vocabulary: dict[str, int], token: str) -> str:
+    return f"the id {vocabulary[token]}" if token in vocabulary else "no id"
+
+
+def build_draft_model(
+    base: SharedModelManager,
+    bank: AdapterBank,
+    runner: BatchRunner,
+    cost: CostModel,
+    draft: SharedModelManager | None,
+    sharing: list[DeviceMemory],
+    keep_prefixes: bool,
+) -> DraftModel:
+    """The draft model with a KV pool of its own, whose memory is part of the budget.
+
+    Args:
+        bank, runner, cost: of the base model.
+        draft: None: the base model itself guesses, without an adapter.
+        sharing: the memories that share the budget.
+        keep_prefixes: whether draft rows of the same prompt compute it once.
+    """
+    memory = DeviceMemory(runner.cache.device.budget_bytes, sharing)
+    try:
+        model = draft or base
+        length = min(runner.cache.longest_row, model.card.context_length)
+        cache = LoRABatchedKVCache(model.kv_layout, memory, length, keep_prefixes)
+        slots = bank if draft is None else draft.install_bank(slots=0, max_rank=1)
+        style = install_hook(model.model)
+        own = BatchRunner(model.model, cache, slots, style, model.card.vocab_size)
+        own.dense_rows = runner.dense_rows
+        if draft is not None:
+            check_unproved(draft, own)
+            cost = calibrate_steps(own, calibrate(own))
+    except BaseException:  # whatever it is: the base models must not count its memory
+        memory.leave()
+        raise
+    weights = 0 if draft is None else draft.card.weight_bytes
+    guesses = DraftModel(own, replace(cost), base.card.vocab_size, model.card.vocab_size, for_adapters=draft is None)
+    runner.cache.device.open_account(Account.DRAFT_MODEL, lambda: weights + guesses.bytes_held)
+    return guesses

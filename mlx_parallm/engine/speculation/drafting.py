@@ -1,0 +1,106 @@
+"""Drafts: tokens that are guessed for live sequences, so that one forward pass computes several tokens of a row.
+
+    guess ─▶ the scheduler takes as much of it as pays ─▶ one pass draws a token after each ─▶ compare
+
+    in the pass    The   cat   sat   on        "cat sat on" is guessed
+    drawn after    cat   sat   in    ·         3 tokens: the last one shows that "on" was wrong
+
+Each position draws with its own place in the row's random stream, exactly as without a draft, and its token is kept as
+long as all guesses before it were right. So the same seed gives the same text; a wrong guess costs only time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from collections.abc import Sequence as Seq
+
+from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
+from mlx_parallm.core import Sequence, SequenceStatus
+from mlx_parallm.engine.live import FaultScope, LiveSequence, live
+from mlx_parallm.engine.speculation.draft_model import DraftModel
+from mlx_parallm.engine.speculation.guesses import Acceptance, RowGuesses, Source
+from mlx_parallm.scheduler.cost import CostModel
+from mlx_parallm.scheduler.drafts import MOST_TOKENS
+
+
+class Drafting:
+    """Guesses for the rows of one base model. A row that raises has its request recorded in `scope`.
+
+    Args:
+        sources: where guesses come from besides grammars.
+        model: None if no draft model is used.
+        in_block: a row's draft ends where its block does, because blocks are quantized as they are left, and a block
+            that wrong guesses have left could not be written again.
+    """
+
+    def __init__(self, sources: frozenset[Source], scope: FaultScope, model: DraftModel | None, in_block: bool) -> None:
+        self._sources = sources
+        self._scope = scope
+        self._model = model
+        self._in_block = in_block
+        self._acceptance = Acceptance()
+
+    @property
+    def model_cost(self) -> CostModel | None:
+        """Predicts the passes of the draft model, if there is one."""
+        return None if self._model is None else self._model.cost
+
+    def guess(self, rows: Collection[LiveSequence]) -> None:
+        """Sets the `guess` of each row that decodes, as far as it costs no pass: the tokens that may follow those which
+        have been read."""
+        if self._model is not None:
+            with self._scope.covering(work=self._model):
+                self._model.begin_unit(rows)
+        decoding = []
+        for row in rows:
+            row.guess, row.model_acceptance = (), 0.0
+            if row.status is SequenceStatus.RUNNING and not row.draws_alone and row.max_tokens - row.drawn > 1:
+                decoding.append(row)
+        if len(decoding) < MOST_TOKENS:
+            for row in decoding:
+                with self._scope.covering([row.request]):
+                    self._guess(row)
+
+    def _guess(self, row: LiveSequence) -> None:
+        guesses = row.guesses = row.guesses or RowGuesses(row.tokens, self._sources, self._acceptance)
+        self._set(row, guesses.guess(row.sampling.grammar))
+        forced = row.guess and guesses.source is Source.GRAMMAR
+        if self._model is not None and not forced and self._model.guesses_for(row):
+            row.model_acceptance = guesses.model_acceptance
+
+    def _set(self, row: LiveSequence, guess: Seq[int]) -> None:
+        assert row.guesses is not None
+        row.guess = guess[: BLOCK_TOKENS - 1 - row.computed % BLOCK_TOKENS] if self._in_block else guess
+        row.acceptance = row.guesses.acceptance
+
+    def draw(self, tokens: Mapping[Sequence, int], seconds: float) -> float:
+        """Sets the guesses of rows for which the draft model should draw so many tokens. Returns how long it took.
+
+        Args:
+            seconds: time for tokens that the draft model has not computed yet; see `DraftModel.draw`.
+        """
+        assert self._model is not None
+        started = time.monotonic()
+        with self._scope.covering(work=self._model):
+            drawn = self._model.draw({live(row): count for row, count in tokens.items()}, seconds)
+        for row, guess in drawn.items():
+            with self._scope.covering([row.request]):
+                assert row.guesses is not None
+                self._set(row, row.guesses.take_from_model(guess, row.sampling.grammar))
+        return time.monotonic() - started
+
+
+def plan_draft(row: LiveSequence, scope: FaultScope) -> None:
+    """Sets the sampling options after each token of a row's draft, if it has one. If that raises, the row's request is
+    recorded in `scope`."""
+    if row.drafted:
+        with scope.covering([row.request]):
+            row.draft_sampling = row.sampling.along(row.draft)
+
+
+def compare(row: LiveSequence, guessed: int, drawn: int) -> bool:
+    """Returns whether a guess was right, and remembers it for the next ones."""
+    assert row.guesses is not None, "it has guessed"
+    row.guesses.add(guessed == drawn)
+    return guessed == drawn

@@ -1,0 +1,133 @@
+"""`--speculation` and `--draft-model` from the configuration to the answers of a server."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from harness import FixedCost
+from lora import layout_of, random_adapter
+from tiny import save_tiny, tiny_model
+
+from mlx_parallm.adapters.files.write import write_peft
+from mlx_parallm.app.build import Engine
+from mlx_parallm.config import configure
+from mlx_parallm.core import (
+    Account,
+    EngineStats,
+    GenerationRequest,
+    RequestFinished,
+    SamplingParams,
+    SequenceOutput,
+    StopParams,
+)
+from mlx_parallm.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+
+PROMPT = tuple(i * i % 251 for i in range(80))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, a smaller one with the same vocabulary, and an adapter."""
+    folder = tmp_path_factory.mktemp("models")
+    save_tiny("llama", folder / "model")
+    save_tiny("llama", folder / "small", num_hidden_layers=1)
+    layout = layout_of(tiny_model("llama"))
+    write_peft(folder / "adapters" / "a", random_adapter(layout, seed=1, size=0.03), layout, None)
+    return folder
+
+
+def engine(folder: Path, speculation: str, draft: str | None = None, **keys: object) -> Engine:
+    keys = {"server__speculation": speculation, "model__draft_model": draft, "server__kv_cache_memory": "16MB", **keys}
+    keys.setdefault("adapters__adapter_dir", folder / "adapters")
+    return Engine(configure(folder / "model", rl_training__enabled=False, **keys))
+
+
+@pytest.fixture(autouse=True)
+def passes_that_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The times of the models are not measured: passes of the draft model take a tenth."""
+    monkeypatch.setattr("mlx_parallm.app.base_model.calibrate_steps", lambda *_: FixedCost(0.01, 1e-4, 1e-8))
+    monkeypatch.setattr("mlx_parallm.app.speculation.calibrate_steps", lambda *_: FixedCost(0.001, 1e-5, 1e-9))
+    monkeypatch.setattr("mlx_parallm.app.speculation.replace", lambda cost: FixedCost(0.001, 1e-5, 1e-9))
+
+
+async def answer(engine: Engine, adapter: str | None = None) -> tuple[list[int], EngineStats]:
+    """The tokens of an answer, and what the engine has counted."""
+    served = engine.start()
+    try:
+        pin = {} if adapter is None else {"adapter": served.adapters.find(adapter).ref}
+        request = GenerationRequest(
+            "x", (PROMPT,), SamplingParams(temperature=0.0), StopParams(40, ignore_eos=True), **pin
+        )
+        events = [event async for event in engine.processor.generate(request)]
+        tokens = [token for event in events if isinstance(event, SequenceOutput) for token in event.token_ids]
+        while engine.processor.stats().generation_tokens_total < len(tokens):
+            await asyncio.sleep(0.01)
+        stats = engine.processor.stats()
+    finally:
+        engine.stop()
+    assert isinstance(events[-1], RequestFinished)
+    return tokens, stats
+
+
+async def test_a_draft_model_guesses_for_the_base_model(folder: Path) -> None:
+    expected, without = await answer(engine(folder, "off"))
+    got, stats = await answer(engine(folder, "draft", str(folder / "small")))
+    assert got == expected
+    assert stats.draft_tokens_total > 0 == without.draft_tokens_total
+    assert stats.memory_bytes[Account.DRAFT_MODEL] > 100_000, "its weights, at least"
+    _, itself = await answer(engine(folder, "draft", str(folder / "model")))
+    assert itself.accepted_draft_tokens_total == itself.draft_tokens_total > 20, "with all layers it is always right"
+
+
+async def test_the_base_model_guesses_for_its_adapter(folder: Path) -> None:
+    expected, _ = await answer(engine(folder, "off"), "a")
+    got, stats = await answer(engine(folder, "draft", "base"), "a")
+    assert got == expected
+    assert stats.accepted_draft_tokens_total > 0
+    _, other = await answer(engine(folder, "draft", "base"))
+    assert other.draft_tokens_total == 0
+
+
+@pytest.mark.parametrize(
+    ("speculation", "draft", "told"),
+    [
+        ("draft", None, "server.speculation: draft needs a model that guesses; add --draft-model"),
+        ("ngram", "base", "model.draft_model: the draft model is not used with --speculation ngram"),
+        ("off", "base", "add --speculation auto or draft"),
+        ("guess", None, "server.speculation: must be 'auto', 'ngram', 'draft' or 'off'"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(folder: Path, speculation: str, draft: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        engine(folder, speculation, draft)
+
+
+def test_a_draft_model_with_another_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path / "other")
+    tokenizer = tmp_path / "other" / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace("<|im_end|>", "<|end|>"))
+    with pytest.raises(ConfigError, match=r"'<\|end\|>' has no id in the base model and the id 257 in the draft"):
+        engine(folder, "draft", str(tmp_path / "other")).start()
+
+
+def test_a_draft_model_that_is_not_there_is_refused(folder: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="nowhere"):
+        engine(folder, "draft", str(folder / "nowhere")).start()
+
+
+def test_a_draft_model_for_several_base_models_is_refused(folder: Path) -> None:
+    several = {"model__other_base_models": (str(folder / "small"),)}
+    with pytest.raises(ConfigError, match="guesses for one base model, and there are several"):
+        engine(folder, "auto", str(folder / "small"), **several).start()
+
+
+def test_a_model_that_cannot_forget_wrong_guesses_is_refused(folder: Path, tmp_path: Path) -> None:
+    """With auto and no draft model, nothing is guessed instead."""
+    save_tiny("mamba", tmp_path / "model")
+    for speculation, draft in (("ngram", None), ("draft", "base"), ("auto", "base")):
+        with pytest.raises(UnsupportedModelError, match=f"--speculation {speculation} needs .* has recurrent"):
+            engine(tmp_path, speculation, draft, adapters__adapter_dir=None).start()
+    with pytest.raises(UnsupportedModelError, match=r"--draft-model .* has recurrent layers"):
+        engine(folder, "draft", str(tmp_path / "model")).start()
