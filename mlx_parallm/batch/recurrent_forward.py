@@ -2,8 +2,8 @@
 
 spans       row a: 1 token   row b: 1 token   row c: 5 tokens       single tokens come first
 parts       [ a, b ] x 1 token                [ c ] x 5 tokens      one call of the mixer for each
-states      read from the rows' places, and written there again. A part that ends with a block for which a row has
-            reserved a checkpoint writes the state there too.
+states      of the rows before the pass are read from their places, and those after it are put there. If a row has
+            reserved a checkpoint for the end of its part, the state is put there too.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import mlx.core as mx
-import numpy as np
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.batch.forward import Span
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.kv.groups import KVRow, StateGroup
+from mlx_parallm.batch.kv.state_arena import StateArena, StateBatch
 from mlx_parallm.model.recurrent import Mixer, RowStates, arrays_of, states_of_rows
 
 
@@ -26,26 +26,20 @@ from mlx_parallm.model.recurrent import Mixer, RowStates, arrays_of, states_of_r
 class _Part:
     """Rows with equally many new tokens, which lie at [start, stop) of the pass.
 
-    places: of the rows' states, int [rows]
-    begins: whether a row has no tokens yet, so that its place holds the state of another one; bool [rows]
-    targets: where the states after the part are written: `places`, and those of checkpoints. int [n]
-    of_targets: the row of each of them; None if there are no checkpoints
+    before: their states before the pass; None if none of them has any tokens
+    after: their states after it, which get their layers one by one
+    checkpoints: states of single rows of `after`, by the number of the row
     """
 
     start: int
     stop: int
-    places: mx.array
-    begins: mx.array
-    targets: mx.array
-    of_targets: mx.array | None
-
-    @property
-    def rows(self) -> int:
-        return int(self.places.size)
+    before: StateBatch | None
+    after: StateBatch
+    checkpoints: dict[int, StateBatch]
 
 
 class RecurrentForward:
-    """One forward pass in the recurrent layers of a model.
+    """One forward pass in the recurrent layers of a model, which run in order.
 
     Args:
         spans: `in_order`.
@@ -53,22 +47,29 @@ class RecurrentForward:
     """
 
     def __init__(self, group: StateGroup, spans: Sequence[Span[KVRow]], bank: AdapterBank) -> None:
-        self._group = group
+        self._arena = arena = group.arena
         self._bank = bank
-        self._parts = list(_parts(spans))
+        arena.begin_pass()
+        old = arena.batches(map(_place_before, spans))
+        self._parts = list(_parts(arena, spans))
+        for batch in old:
+            arena.cut_up(batch, group.places.is_free)
 
     def run(self, layer: int, mixer: Mixer, x: mx.array) -> mx.array:
         """Inputs of all tokens [N, 1, in] → outputs [N, 1, out]. `layer`: its number among the recurrent ones."""
         return mx.concatenate([self._run(part, layer, mixer, x) for part in self._parts])
 
     def _run(self, part: _Part, layer: int, mixer: Mixer, x: mx.array) -> mx.array:
-        arena = self._group.arena
-        before = [_unless(part.begins, array) for array in arena.read(layer, part.places)]
-        states = states_of_rows(before)
+        states = states_of_rows(None if part.before is None else part.before.layers[layer])
         with self._bank.using_part(part.start, part.stop):
-            output = mixer(x[part.start : part.stop].reshape(part.rows, -1, x.shape[-1]), states)
-        after = arrays_of(states)
-        arena.write(layer, part.targets, after if part.of_targets is None else [a[part.of_targets] for a in after])
+            output = mixer(x[part.start : part.stop].reshape(part.after.rows, -1, x.shape[-1]), states)
+        dtypes = self._arena.specs[layer].dtypes
+        after = [mx.contiguous(a.astype(dtype)) for a, dtype in zip(arrays_of(states), dtypes, strict=True)]
+        part.after.layers.append(after)
+        self._arena.add(after)
+        for row, checkpoint in part.checkpoints.items():
+            checkpoint.layers.append([mx.contiguous(array[row : row + 1]) for array in after])
+            self._arena.add(checkpoint.layers[-1])
         return output.reshape(part.stop - part.start, 1, -1)
 
 
@@ -87,36 +88,28 @@ class StateCache(RowStates):
         return self._forward.run(self._layer, mixer, x)
 
 
-def _parts(spans: Sequence[Span[KVRow]]) -> Iterator[_Part]:
+def _place_before(span: Span[KVRow]) -> int | None:
+    """The place of the row's state before its span; None if it has no tokens yet, and the place has another row's."""
+    return span.row.state if span.start else None
+
+
+def _parts(arena: StateArena, spans: Sequence[Span[KVRow]]) -> Iterator[_Part]:
     """All single tokens, and then each longer span alone."""
     start = 0
     for _, group in groupby(enumerate(spans), key=lambda item: -1 if item[1].tokens == 1 else item[0]):
         part = [span for _, span in group]
         stop = start + sum(span.tokens for span in part)
-        yield _part(part, start, stop)
+        yield _part(arena, part, start, stop)
         start = stop
 
 
-def _part(spans: Sequence[Span[KVRow]], start: int, stop: int) -> _Part:
-    places = [span.row.state for span in spans]
-    kept = [(row, place) for row, span in enumerate(spans) for place in _checkpoint(span)]
-    return _Part(
-        start,
-        stop,
-        mx.array(places),
-        mx.array(np.array([span.start == 0 for span in spans])),
-        mx.array([*places, *(place for _, place in kept)]),
-        mx.array([*range(len(spans)), *(row for row, _ in kept)]) if kept else None,
-    )
-
-
-def _checkpoint(span: Span[KVRow]) -> Iterator[int]:
-    """The place of the checkpoint that the row has reserved for the end of its span, if it has."""
-    block, rest = divmod(span.stop, BLOCK_TOKENS)
-    if not rest and block in span.row.checkpoints:
-        yield span.row.checkpoints[block]
-
-
-def _unless(begins: mx.array, states: mx.array) -> mx.array:
-    """The states [rows, ...], zeros for rows without tokens."""
-    return mx.where(begins.reshape(-1, *([1] * (states.ndim - 1))), mx.zeros_like(states), states)
+def _part(arena: StateArena, spans: Sequence[Span[KVRow]], start: int, stop: int) -> _Part:
+    before, after = arena.read([_place_before(span) for span in spans]), StateBatch(len(spans), [])
+    arena.write([span.row.state for span in spans], after)
+    checkpoints = {}
+    for row, span in enumerate(spans):
+        block, rest = divmod(span.stop, BLOCK_TOKENS)
+        if not rest and (place := span.row.checkpoints.get(block)) is not None:
+            checkpoints[row] = StateBatch(1, [])
+            arena.write([place], checkpoints[row])
+    return _Part(start, stop, before, after, checkpoints)

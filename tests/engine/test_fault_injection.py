@@ -213,7 +213,7 @@ def inject(monkeypatch: pytest.MonkeyPatch, place: tuple[str, str], fault: Injec
 
 
 EVALUATING = [
-    ("Arena._resize_layer", "arena.py"),
+    ("Arena.resize", "arena.py"),
     ("Arena.copy", "arena.py"),
     ("BatchRunner.begin", "runner.py"),
     ("BatchRunner.draw", "runner.py"),

@@ -10,7 +10,6 @@ an array. MLX updates it in place if nothing else refers to the old one; therefo
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -38,35 +37,38 @@ class LayerArrays(Protocol):
     def values(self) -> list[mx.array]: ...
 
 
-class PlaceArrays(ABC):
-    """Arrays of several layers with the same places, which grow and shrink layer by layer.
+class Arena:
+    """The blocks of layers that have the same sliding window. A block's place is its index in the arrays of each layer.
+
+    A model without attention has one arena without layers. Its blocks hold nothing but count the tokens of rows and of
+    cached prefixes.
 
     Attributes:
         blocks: the places that every layer has.
         goal: the places that the last `resize` was for. It differs from `blocks` until growing is done.
+
+    Args:
+        specs: the shapes of these layers.
+        dtype: of keys and values.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, specs: Sequence[LayerSpec], dtype: mx.Dtype) -> None:
+        self.specs = tuple(specs)
+        self.dtype = dtype
         self.blocks = self.goal = 0
+        self.keys = [_zeros(spec.kv_heads, 0, spec.head_dim_k, dtype) for spec in specs]
+        self.values = [_zeros(spec.kv_heads, 0, spec.head_dim_v, dtype) for spec in specs]
 
     @property
-    @abstractmethod
     def block_bytes(self) -> int:
-        """Bytes of one place over all layers."""
+        """Bytes of one block over all layers; without layers, what its ids take, so that there is a most of them."""
+        widths = sum(spec.kv_heads * (spec.head_dim_k + spec.head_dim_v) for spec in self.specs)
+        return widths * BLOCK_TOKENS * self.dtype.size or _BYTES_OF_IDS
 
     @property
     def array_bytes(self) -> int:
         """Bytes of the arrays. Before `resize` is done, some layers have more places than `blocks`."""
-        return sum(int(array.nbytes) for array in self.arrays())
-
-    @abstractmethod
-    def arrays(self) -> list[mx.array]:
-        """The arrays of all layers."""
-
-    @abstractmethod
-    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies the content of the places `sources` to `targets`, in every layer, and waits for it. No place may be in
-        both."""
+        return sum(int(array.nbytes) for array in self.arrays()) if self.specs else self.blocks * self.block_bytes
 
     def resize(self, blocks: int, most_bytes: float = math.inf) -> bool:
         """Grows or shrinks towards this number of places. The content of places that remain is kept.
@@ -86,68 +88,20 @@ class PlaceArrays(ABC):
         """
         self.blocks, self.goal = min(self.blocks, blocks), blocks
         made = 0
-        for layer in range(self._layers):
-            if self.places(layer) == blocks:
+        for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            if keys.shape[1] == blocks:
                 continue
             if made >= most_bytes:
                 return False
-            made += self._resize_layer(layer, blocks)
+            resized = _resized(keys, blocks), _resized(values, blocks)
+            mx.eval(resized)
+            self.keys[layer], self.values[layer] = resized
+            made += int(resized[0].nbytes + resized[1].nbytes)
         self.blocks = blocks
         return True
 
-    @abstractmethod
-    def places(self, layer: int) -> int:
-        """Places in the arrays of this layer. They differ from those of another layer during a `resize`."""
-
-    @property
-    @abstractmethod
-    def _layers(self) -> int: ...
-
-    @abstractmethod
-    def _resize_layer(self, layer: int, blocks: int) -> int:
-        """Resizes the arrays of one layer, and returns the bytes of the new ones."""
-
-
-class Arena(PlaceArrays):
-    """The blocks of layers that have the same sliding window. A block's place is its index in the arrays of each layer.
-
-    A model without attention has one arena without layers. Its blocks hold nothing but count the tokens of rows and of
-    cached prefixes.
-
-    Args:
-        specs: the shapes of these layers.
-        dtype: of keys and values.
-    """
-
-    def __init__(self, specs: Sequence[LayerSpec], dtype: mx.Dtype) -> None:
-        super().__init__()
-        self.specs = tuple(specs)
-        self.dtype = dtype
-        self.keys = [_zeros(spec.kv_heads, 0, spec.head_dim_k, dtype) for spec in specs]
-        self.values = [_zeros(spec.kv_heads, 0, spec.head_dim_v, dtype) for spec in specs]
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block over all layers; without layers, what its ids take, so that there is a most of them."""
-        widths = sum(spec.kv_heads * (spec.head_dim_k + spec.head_dim_v) for spec in self.specs)
-        return widths * BLOCK_TOKENS * self.dtype.size or _BYTES_OF_IDS
-
-    @property
-    def array_bytes(self) -> int:
-        return super().array_bytes if self.specs else self.blocks * self.block_bytes
-
-    @property
-    def _layers(self) -> int:
-        return len(self.specs)
-
-    def _resize_layer(self, layer: int, blocks: int) -> int:
-        resized = _resized(self.keys[layer], blocks), _resized(self.values[layer], blocks)
-        mx.eval(resized)
-        self.keys[layer], self.values[layer] = resized
-        return int(resized[0].nbytes + resized[1].nbytes)
-
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """See `PlaceArrays.copy`.
+        """Copies the blocks at `sources` to `targets`, in every layer, and waits for it. No place may be in both.
 
         All copies are evaluated before the first write. Otherwise a pending view of an array would make the next write
         to it copy the whole array instead of updating it in place.
@@ -183,6 +137,7 @@ class Arena(PlaceArrays):
         self.values[layer] = scattered(self.values[layer], lines, values)
 
     def places(self, layer: int) -> int:
+        """Places in the arrays of this layer. They differ from those of another layer while the arena is resized."""
         return int(self.keys[layer].shape[1])
 
     def arrays(self) -> list[mx.array]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from mlx_parallm.batch.kv.arena import Arena, PlaceArrays
+import mlx.core as mx
+
+from mlx_parallm.batch.kv.arena import Arena
 from mlx_parallm.batch.kv.blocks import FREED, Places
 from mlx_parallm.batch.kv.prefix import Node
 from mlx_parallm.batch.kv.state_arena import StateArena
@@ -46,6 +49,25 @@ class KVRow:
         self.tables = [[] for _ in range(groups)]
         self.computed, self.node, self.tail, self.state = 0, None, FREED, FREED
         self.checkpoints, self.cuts, self.newest, self.prefix_key = {}, (), None, None
+
+
+class PlaceArrays(Protocol):
+    """Arrays with places, which grow and shrink; see `Arena` and `StateArena`."""
+
+    blocks: int
+    goal: int
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    @property
+    def array_bytes(self) -> int: ...
+
+    def resize(self, blocks: int, most_bytes: float = math.inf) -> bool: ...
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None: ...
+
+    def arrays(self) -> list[mx.array]: ...
 
 
 @dataclass(eq=False, slots=True)
