@@ -6,7 +6,8 @@ import asyncio
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from mlx_parallm.selftest.check import Check, CheckResult
@@ -33,14 +34,25 @@ def run(path: str | None = None, only_tiny: bool = False, on_result: OnResult = 
     Raises:
         ModelError, ConfigError: the model cannot be loaded, or cannot be trained.
     """
-    logging.getLogger("mlx_parallm").setLevel(logging.ERROR)
     real = None if only_tiny else real_model(path)
     reports = []
-    with tempfile.TemporaryDirectory(prefix="mlx_parallm-self-test-") as name:
+    with _errors_only(), tempfile.TemporaryDirectory(prefix="mlx_parallm-self-test-") as name:
         folder = Path(name)
         for number, choice in enumerate([*tiny_models(folder), *([real] if real else [])]):
             reports.append(asyncio.run(_of_model(choice, folder / f"run-{number}", on_result)))
     return Report(describe_machine(), tuple(reports))
+
+
+@contextmanager
+def _errors_only() -> Iterator[None]:
+    """Leaves out what the package logs below errors, because some checks cause warnings on purpose."""
+    log = logging.getLogger("mlx_parallm")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 async def _of_model(choice: ModelChoice, folder: Path, on_result: OnResult) -> ModelReport:
