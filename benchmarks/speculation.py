@@ -1,21 +1,24 @@
 """Measures what guessed tokens gain: two servers, with and without speculation, answer the same requests in turn.
 
-    python benchmarks/speculation.py [--quick] [--repeats 3] [--only copying editing new json] [--out FILE]
+    python benchmarks/speculation.py [--quick] [--repeats 3] [--only copying editing new json draft base] [--out FILE]
 
 copying  a text is to be continued that was written twice before
 editing  a letter is to be written again with other names in it, after three such letters
 new      a chat about something new, which repeats little
 json     an object whose keys a JSON schema demands
+draft    a chat, for which the bundled model's own first layers guess; they were not trained for that, so without an aim
+base     a chat with an adapter, for which the base model guesses, without an aim either
 
 One row for each of them, and 8 and 16 rows for copying and new. All requests are greedy, with as many tokens on both
 sides. Compared are tokens per second of all rows together, and the texts: they must be equal, except after a token
-whose two best candidates are closer than rounding. It takes about 12 minutes, 3 with --quick. Nothing else should run
+whose two best candidates are closer than rounding. It takes about 15 minutes, 4 with --quick. Nothing else should run
 on the machine meanwhile.
 """
 
 import argparse
 import asyncio
 import json
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -30,13 +33,13 @@ from lib.prompts import short_prompts
 from lib.throughput import warm_up
 
 HERE = Path(__file__).parent
-KINDS = ("copying", "editing", "new", "json")
-BATCHES = {"copying": (1, 8, 16), "editing": (1,), "new": (1, 8, 16), "json": (1,)}
+KINDS = ("copying", "editing", "new", "json", "draft", "base")
+BATCHES = {"copying": (1, 8, 16), "editing": (1,), "new": (1, 8, 16), "json": (1,), "draft": (1,), "base": (1,)}
 """Rows that are measured together, for each kind."""
 
 TOKENS, QUICK_TOKENS = 96, 32
 LEAST = {"copying": 1.7, "editing": 1.7, "new": 0.97, "json": 1.3}
-"""Least gain of one row. With more rows it is 0.97 for all."""
+"""Least gain of one row. With more rows it is 0.97 for all. The others have no aim."""
 
 NEVER_BELOW = 0.97
 
@@ -114,7 +117,7 @@ def main() -> int:
 def _figures(point: Point) -> Iterator[Figure]:
     name = f"{point.kind}, {point.rows} {'row' if point.rows == 1 else 'rows'}"
     gain = ratios(point.on.rates, point.off.rates)
-    least = LEAST[point.kind] if point.rows == 1 else NEVER_BELOW
+    least = LEAST.get(point.kind) if point.rows == 1 else NEVER_BELOW
     guessed, right = point.on.guessed / point.tokens, point.on.right / max(point.on.guessed, 1)
     yield Figure(f"{name}: without speculation", "tok/s", *reported(point.off.rates))
     yield Figure(f"{name}: gain", "x", gain, gain.median, least, at_least=True)
@@ -125,22 +128,55 @@ def _figures(point: Point) -> Iterator[Figure]:
 
 
 async def _measure(arguments: argparse.Namespace) -> list[Point]:
-    points = [Point(kind, rows) for kind in arguments.only for rows in BATCHES[kind]]
     tokens, repeats = (QUICK_TOKENS, 1) if arguments.quick else (TOKENS, arguments.repeats)
+    measured: list[Point] = []
     with tempfile.TemporaryDirectory(prefix="speculation_benchmark_") as name:
-        async with (
-            our_server(None, _folder(name, "off"), ("--no-prefix-cache", "--speculation", "off")) as off,
-            our_server(None, _folder(name, "on"), ("--no-prefix-cache", "--speculation", "auto")) as on,
-        ):
-            for server in (off, on):
-                await warm_up(server)
-            for repeat in range(repeats):
-                for point in points:
-                    await _compare(point, off, on, repeat, tokens)
-    return points
+        if not {"draft", "base"}.isdisjoint(arguments.only):
+            subprocess.run([sys.executable, "-m", "lib.programs.drafts", name], check=True, cwd=HERE)
+        for number, pair in enumerate(_pairs(Path(name))):
+            points = [Point(kind, rows) for kind in pair.kinds if kind in arguments.only for rows in BATCHES[kind]]
+            if points:
+                await _measure_pair(pair, points, _folder(name, str(number)), tokens, repeats)
+            measured += points
+    return measured
 
 
-def _folder(parent: str, name: str) -> Path:
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two servers that answer these kinds of requests: the flags of both, and of the one with speculation."""
+
+    kinds: tuple[str, ...]
+    on: tuple[str, ...]
+    both: tuple[str, ...] = ()
+
+
+def _pairs(folder: Path) -> list[Pair]:
+    """`folder`: what `programs.drafts` has written."""
+    return [
+        Pair(("copying", "editing", "new", "json"), ("--speculation", "auto")),
+        Pair(("draft",), ("--speculation", "draft", "--draft-model", str(folder / "first_layers"))),
+        Pair(
+            ("base",),
+            ("--speculation", "draft", "--draft-model", "base"),
+            ("--adapter-dir", str(folder / "adapters")),
+        ),
+    ]
+
+
+async def _measure_pair(pair: Pair, points: list[Point], logs: Path, tokens: int, repeats: int) -> None:
+    both = ("--no-prefix-cache", *pair.both)
+    async with (
+        our_server(None, _folder(logs, "off"), (*both, "--speculation", "off")) as off,
+        our_server(None, _folder(logs, "on"), (*both, *pair.on)) as on,
+    ):
+        for server in (off, on):
+            await warm_up(server)
+        for repeat in range(repeats):
+            for point in points:
+                await _compare(point, off, on, repeat, tokens)
+
+
+def _folder(parent: str | Path, name: str) -> Path:
     folder = Path(parent) / name
     folder.mkdir()
     return folder
@@ -192,7 +228,8 @@ def _body(kind: str, number: int, repeat: int, tokens: int) -> Body:
         asked = {"role": "user", "content": f"What is the weather in {text.split()[0]}? Answer in JSON."}
         schema = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
         return {**greedy(max(tokens, TOKENS)), "messages": [asked], "response_format": schema}
-    return {**common, "messages": [{"role": "user", "content": f"Tell me a story about: {text}"}]}
+    adapter = {"model": "small"} if kind == "base" else {}
+    return {**common, **adapter, "messages": [{"role": "user", "content": f"Tell me a story about: {text}"}]}
 
 
 def _letter(number: int) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import reduce
 
 import mlx.core as mx
@@ -24,20 +25,29 @@ class Counters:
 
     `steps`: forward units that drew tokens. `prefilled_tokens`: tokens computed in chunks of prompts. Tokens taken from
     another row or from the prefix cache do not count; tokens computed again after a preemption do. `training_units` and
-    `device_seconds` include failed units of training.
+    `device_seconds` include failed units of training. `drafted`, `accepted`: guessed tokens that were computed, and
+    those of them that were right, by `Source`.
     """
 
     steps: int = 0
     prompt_tokens: int = 0
     prefilled_tokens: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
     generation_tokens: int = 0
     aborted: int = 0
     failed_steps: int = 0
     training_units: int = 0
     failed_training_units: int = 0
     device_seconds: DeviceSeconds = NO_TIME
+    drafted: Counter[str] = field(default_factory=Counter)
+    accepted: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def draft_tokens(self) -> int:
+        return self.drafted.total()
+
+    @property
+    def accepted_tokens(self) -> int:
+        return self.accepted.total()
 
     def add_seconds(self, seconds: DeviceSeconds) -> None:
         """Adds device time that has just been spent."""
@@ -94,6 +104,8 @@ def snapshot(
             "training_seconds_total": counters.device_seconds.training,
             "memory_budget_bytes": cache.device.budget_bytes,
             "memory_excess_bytes": cache.device.excess,
+            "draft_tokens_by_source": dict(counters.drafted),
+            "accepted_draft_tokens_by_source": dict(counters.accepted),
             "prefix_cache_evictions_total": cache.evictions,
             "prefix_cache_dir": disk.describe() if disk else None,
             "blocks": [
@@ -110,7 +122,7 @@ def snapshot(
     )
 
 
-_TOTALS = tuple(field.name for field in fields(EngineStats) if field.name.endswith("_total"))
+_TOTALS = tuple(each.name for each in fields(EngineStats) if each.name.endswith("_total"))
 _GAUGES = ("running", "waiting", "kv_bytes_held", "kv_bytes_cached", "kv_tokens_used")
 
 

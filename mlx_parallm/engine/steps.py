@@ -134,15 +134,16 @@ class Forwards:
         At each moment the row is as if its tokens had come one by one, because any of them may end it.
         """
         guess, row.guess, row.drafted, row.draft_sampling = row.guess, (), 0, ()
-        counters = self._requests.counters
-        counters.draft_tokens += len(draws) - 1
+        counters, source = self._requests.counters, "" if row.guesses is None else row.guesses.source.value
+        if len(draws) > 1:
+            counters.drafted[source] += len(draws) - 1
         row.take_back(len(draws) - 1)
         for place, draw in enumerate(draws):
             if row.status is SequenceStatus.FINISHED:
                 return
             if place:
                 row.take_guessed()
-                counters.accepted_tokens += 1
+                counters.accepted[source] += 1
             self._requests.accept(row, draw, now)
             if place == len(guess) or not compare(row, guess[place], draw.token):
                 break

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from harness import FixedCost
+from lib.programs.drafts import write_first_layers
 from lora import layout_of, random_adapter
 from tiny import save_tiny, tiny_model
 
@@ -131,3 +132,18 @@ def test_a_model_that_cannot_forget_wrong_guesses_is_refused(folder: Path, tmp_p
             engine(tmp_path, speculation, draft, adapters__adapter_dir=None).start()
     with pytest.raises(UnsupportedModelError, match=r"--draft-model .* has recurrent layers"):
         engine(folder, "draft", str(tmp_path / "model")).start()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("layers", "least", "most"), [(2, 0.0, 0.9), (30, 0.98, 1.0)])
+async def test_first_layers_of_the_bundled_model_guess_for_it(
+    layers: int, least: float, most: float, tmp_path: Path
+) -> None:
+    """All of them are the model itself, so they are right."""
+    write_first_layers(tmp_path / "first", layers)
+    drafts = {"server__speculation": "draft", "model__draft_model": str(tmp_path / "first")}
+    expected, _ = await answer(Engine(configure(None, rl_training__enabled=False)))
+    got, stats = await answer(Engine(configure(None, rl_training__enabled=False, **drafts)))
+    assert got == expected
+    assert least <= stats.accepted_draft_tokens_total / stats.draft_tokens_total <= most

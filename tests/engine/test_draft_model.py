@@ -34,6 +34,7 @@ def test_a_draft_model_with_the_same_weights_is_always_right(lookahead: bool) ->
         assert_same_tokens(harness.tokens(f"{length}"), solo(model, (PROMPT * 20)[:length], 33), 1e-5)
     counters = harness.loop.counters
     assert counters.accepted_tokens == counters.draft_tokens > 60
+    assert harness.loop.stats().detail["accepted_draft_tokens_by_source"] == {"model": counters.draft_tokens}
     assert counters.steps < 50, "without a draft model they are at least 99 - 66"
     assert draft_of(harness).bytes_held == 0 or not draft_of(harness)._cache.rows()
 
