@@ -170,11 +170,13 @@ def test_samples_of_a_prompt_share_it(model: nn.Module, length: int) -> None:
         assert_close([scored.logprob for output in outputs for scored in output.logprobs], want)
 
 
-def test_drafts_end_with_their_block(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong guesses of the next block would have replaced the row's tail."""
+@pytest.mark.parametrize("by_model", [False, True], ids=["text", "draft model"])
+def test_drafts_end_with_their_block(model: nn.Module, by_model: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong guesses of the next block would have replaced the row's tail. A draft model's own keys stay as they are."""
     prompts = [(PROMPTS[1][:9] * 7)[:length] for length in range(50, 64)]
     want = answers(make_harness(model, kv_bits=8, lookahead=False), prompts)
-    guessing, ends = make_harness(model, kv_bits=8, lookahead=False, speculates=True), []
+    draft = tiny_model("llama", head_dim=32) if by_model else None
+    guessing, ends = make_harness(model, kv_bits=8, lookahead=False, speculates=not by_model, draft=draft), []
     begin = guessing.runner.begin
 
     def watched(spans, *rest):
