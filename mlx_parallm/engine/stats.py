@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
+from mlx_parallm.batch.kv.groups import Store
 from mlx_parallm.core import NO_TIME, DeviceSeconds, EngineStats, Histogram
 from mlx_parallm.engine.disk_prefixes import DiskPrefixes
 from mlx_parallm.engine.live import LiveSequence
@@ -108,18 +109,15 @@ def snapshot(
             "accepted_draft_tokens_by_source": dict(counters.accepted),
             "prefix_cache_evictions_total": cache.evictions,
             "prefix_cache_dir": disk.describe() if disk else None,
-            "blocks": [
-                {
-                    "window": group.window,
-                    "used": group.places.used,
-                    "cached": group.places.cached,
-                    "free": group.places.free,
-                }
-                for group in cache.groups
-            ],
+            "blocks": [{"window": group.window, **_places(group)} for group in cache.groups],
+            "recurrent_states": None if cache.states is None else _places(cache.states),
             "sequences": [_describe(live) for live in lives],
         },
     )
+
+
+def _places(store: Store) -> dict[str, int]:
+    return {"used": store.places.used, "cached": store.places.cached, "free": store.places.free}
 
 
 _TOTALS = tuple(each.name for each in fields(EngineStats) if each.name.endswith("_total"))

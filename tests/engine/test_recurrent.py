@@ -189,9 +189,8 @@ def test_without_the_cache_no_checkpoint_is_made(world: World) -> None:
     harness, row = make_harness(world.model, keep_prefixes=False), world.rows[1]
     for name in "ab":
         assert answer(harness, name, row) == 0
-    states = harness.runner.cache.states
-    assert states is not None
-    assert states.places.cached == states.places.used == 0
+    states = harness.loop.stats().detail["recurrent_states"]
+    assert (states["used"], states["cached"]) == (0, 0)
 
 
 # ---- faults ----------------------------------------------------------------------------------------
