@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from mlx_parallm.batch.kv.blocks import FREED, blocks_for
 from mlx_parallm.batch.kv.groups import KVRow, LayerGroup, Store, layer_groups, state_group, tail_group
-from mlx_parallm.batch.kv.prefix import LAST_BLOCK, Node, PrefixIndex
+from mlx_parallm.batch.kv.prefix import LAST_BLOCK, PrefixIndex
 from mlx_parallm.batch.kv.sizing import places_kept_in_excess, spare_places
 from mlx_parallm.core import DeviceMemory
 from mlx_parallm.model.device import is_out_of_memory
@@ -141,21 +141,6 @@ class BlockMemory:
             yield self.states, [place for place in (row.state, *row.checkpoints.values()) if place != FREED]
         if self.tails is not None:
             yield self.tails, [row.tail] if row.tail != FREED else []
-
-    def lacks_own(self, row: KVRow) -> bool:
-        """Whether a row has no places of its own yet in `states` and `tails`."""
-        return (self.states is not None and row.state == FREED) or (self.tails is not None and row.tail == FREED)
-
-    def take_own(self, row: KVRow) -> None:
-        """Gives a row its places in `states` and `tails`, which have room."""
-        if self.states is not None:
-            (row.state,) = self.states.places.take(1)
-        if self.tails is not None:
-            (row.tail,) = self.tails.places.take(1)
-
-    def checkpoint(self, node: Node) -> int:
-        """The place of the states at the end of a node's block, or FREED."""
-        return node.places[self.states_number]
 
     # -- room ------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ def reserve(memory: BlockMemory, row: KVRow, tokens: int, alone: bool) -> bool:
     Returns False, and raises, as `LoRABatchedKVCache.extend` does. `alone`: no other row is open.
     """
     blocks = max(0, blocks_for(tokens) - len(row.tables[0]))
-    lacks_own = memory.lacks_own(row)
+    lacks_own = _lacks_own(memory, row)
     if not blocks and not lacks_own:
         return True
     if not memory.make_room(blocks, alone, int(lacks_own)):
@@ -24,8 +24,20 @@ def reserve(memory: BlockMemory, row: KVRow, tokens: int, alone: bool) -> bool:
         for group, table in memory.tables(row):
             table += group.places.take(blocks, after=table[-1] if table else FREED)
     if lacks_own:
-        memory.take_own(row)
+        _take_own(memory, row)
     return True
+
+
+def _lacks_own(memory: BlockMemory, row: KVRow) -> bool:
+    """Whether a row has no places of its own yet in `states` and `tails`."""
+    return (memory.states is not None and row.state == FREED) or (memory.tails is not None and row.tail == FREED)
+
+
+def _take_own(memory: BlockMemory, row: KVRow) -> None:
+    if memory.states is not None:
+        (row.state,) = memory.states.places.take(1)
+    if memory.tails is not None:
+        (row.tail,) = memory.tails.places.take(1)
 
 
 def copy_start(memory: BlockMemory, row: KVRow, donor: KVRow, common: int, tokens: int, alone: bool) -> None:

@@ -1,10 +1,10 @@
 """The recurrent states of rows, and the checkpoints from which other rows can go on.
 
     state of a row     after its last token; each forward pass replaces it
-    checkpoint         after the last token of a block; a node of the prefix index owns it, and new rows copy it
+    checkpoint         after the last token of a block; a node of the prefix index owns it, and new rows begin with it
 
 A state cannot be brought back to fewer tokens, so a cached prefix is of use only up to a block with a checkpoint.
-Checkpoints are written by the forward pass that ends with the block. A state is large, so few blocks have one:
+Checkpoints are made by the forward pass that ends with the block. A state is large, so few blocks have one:
 
     the last full block of a prompt                    for the same prompt, and for the next turn of a conversation
     the last block that a new prompt shares with       for all that begin alike, such as those with one system prompt:
@@ -33,7 +33,7 @@ def plan(memory: BlockMemory, row: KVRow, root: Hashable, ids: Sequence[int]) ->
 def hold(memory: BlockMemory, row: KVRow, node: Node) -> None:
     """Keeps the checkpoint with which a new row begins, until `begin`."""
     assert memory.states is not None
-    place = memory.checkpoint(node)
+    place = _checkpoint(memory, node)
     memory.states.places.acquire(place)
     row.checkpoints[node.depth] = place
 
@@ -53,10 +53,11 @@ def fork_state(memory: BlockMemory, source: KVRow, row: KVRow) -> bool:
 
 def reserve_checkpoint(memory: BlockMemory, row: KVRow, tokens: int) -> None:
     """Takes a place for the row's state after `tokens` tokens, if these are whole blocks and there is memory. The pass
-    that ends there writes it."""
-    if tokens % BLOCK_TOKENS == 0 and memory.make_room_for_checkpoint():
+    that ends there puts the state into it."""
+    block, rest = divmod(tokens, BLOCK_TOKENS)
+    if not rest and block not in row.checkpoints and memory.make_room_for_checkpoint():
         assert memory.states is not None
-        (row.checkpoints[tokens // BLOCK_TOKENS],) = memory.states.places.take(1)
+        (row.checkpoints[block],) = memory.states.places.take(1)
 
 
 def give_checkpoint(memory: BlockMemory, row: KVRow, node: Node) -> None:
@@ -66,7 +67,7 @@ def give_checkpoint(memory: BlockMemory, row: KVRow, node: Node) -> None:
     """
     if memory.states is None or (place := row.checkpoints.pop(node.depth, None)) is None:
         return
-    if memory.checkpoint(node) == FREED:
+    if _checkpoint(memory, node) == FREED:
         memory.index.own(node, memory.states_number, place)
         if node.depth * BLOCK_TOKENS not in row.cuts:
             if row.newest is not None:
@@ -77,13 +78,13 @@ def give_checkpoint(memory: BlockMemory, row: KVRow, node: Node) -> None:
 
 def take_over_checkpoint(memory: BlockMemory, row: KVRow, nodes: Sequence[Node]) -> Sequence[Node]:
     """Of the nodes that follow a row's registered blocks, those up to the last checkpoint beyond its own tokens, which
-    becomes the row's state. None if there is no such checkpoint, or no memory to copy it."""
+    becomes the row's state. Empty if there is no such checkpoint."""
     usable = [
         depth
         for depth, node in enumerate(nodes, 1)
-        if memory.checkpoint(node) != FREED and node.depth * BLOCK_TOKENS > row.computed
+        if _checkpoint(memory, node) != FREED and node.depth * BLOCK_TOKENS > row.computed
     ]
-    if not usable or not _copied(memory, memory.checkpoint(nodes[usable[-1] - 1]), row):
+    if not usable or not _copied(memory, _checkpoint(memory, nodes[usable[-1] - 1]), row):
         return ()
     return nodes[: usable[-1]]
 
@@ -94,6 +95,11 @@ def drop_checkpoints(memory: BlockMemory, row: KVRow) -> None:
         for place in row.checkpoints.values():
             memory.states.places.release(place)
     row.checkpoints.clear()
+
+
+def _checkpoint(memory: BlockMemory, node: Node) -> int:
+    """The place of the states at the end of a node's block, or FREED."""
+    return node.places[memory.states_number]
 
 
 def _copied(memory: BlockMemory, place: int, row: KVRow) -> bool:
