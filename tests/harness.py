@@ -182,7 +182,7 @@ def make_harness(
         cheap = FixedCost(0.001, 1e-5, 1e-9)
         switches["draft_model"] = DraftModel(own, cheap, vocab_size, vocab_size, for_adapters=draft is model)
     switches["guesses_from"] = frozenset(sources)
-    cost = (CostModel if draft is None else FixedCost)(0.01, 1e-4, 1e-8)
+    cost = (FixedCost if sources else CostModel)(0.01, 1e-4, 1e-8)
     parts = EngineParts(runner, store, vocabulary, scheduler, cost, training, **switches)
     events: list[tuple[str, Event]] = []
     return Harness(DeviceLoop(parts, events.extend), runner, store, files, wakes, events)
