@@ -110,8 +110,8 @@ FAMILIES = tuple(_FAMILIES)
 RECURRENT = ("lfm2", "mamba", "mamba2", "qwen3_next")
 """Those with layers that keep a state instead of keys and values."""
 
-SECOND_STAGE = ("mamba2",)
-"""Families that are much like another one, so that the long tests run for them in the second stage."""
+SECOND_STAGE = ("mamba2", "qwen3_next")
+"""Families whose parts are those of others, so that the long tests run for them in the second stage."""
 
 
 def stages(families: Sequence[str], *others: object) -> list[ParameterSet]:
