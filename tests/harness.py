@@ -35,7 +35,8 @@ from mlx_parallm.core import (
     TrainingWork,
 )
 from mlx_parallm.engine.live import Vocabulary
-from mlx_parallm.engine.loop import DeviceLoop, EngineParts
+from mlx_parallm.engine.loop import DeviceLoop
+from mlx_parallm.engine.parts import EngineParts
 from mlx_parallm.engine.speculation.draft_model import DraftModel
 from mlx_parallm.engine.speculation.guesses import Source
 from mlx_parallm.model.families import probe

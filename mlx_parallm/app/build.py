@@ -23,7 +23,7 @@ from mlx_parallm.app.reward import check_reward
 from mlx_parallm.app.training import TrainingRuntime, build_reward_models, build_trainer, build_training
 from mlx_parallm.config import Config
 from mlx_parallm.core import EngineClient, Event, GenerationRequest, ModelCard, TrainingWork
-from mlx_parallm.engine.loop import EngineParts
+from mlx_parallm.engine.parts import EngineParts
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
 from mlx_parallm.errors import StorageError
 from mlx_parallm.model.device import MemoryLimits, device_name, on_cpu, set_limits

@@ -26,7 +26,8 @@ from mlx_parallm.core import (
     completed,
     then,
 )
-from mlx_parallm.engine.loop import DeviceLoop, EngineParts
+from mlx_parallm.engine.loop import DeviceLoop
+from mlx_parallm.engine.parts import EngineParts
 from mlx_parallm.engine.requests import PublishEvents
 from mlx_parallm.engine.stats import counters_of, total
 from mlx_parallm.errors import ModelUnavailableError

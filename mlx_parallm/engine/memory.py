@@ -153,7 +153,10 @@ class PoolMemory:
         mx.clear_cache()
 
     def reserve_checkpoint(self, row: LiveSequence, computed: int) -> None:
-        """Lets the next unit keep the row's recurrent state after `computed` tokens, if it is of use to later rows."""
+        """Lets the next unit keep the row's recurrent state, if it has one, after `computed` tokens, if it is of use to
+        later rows."""
+        if self._cache.states is None:
+            return
         with self._scope.covering([row.request]):
             self._cache.reserve_checkpoint(row, computed)
 

@@ -33,8 +33,8 @@ from mlx_parallm.core import (
     RequestFailed,
     RequestFinished,
 )
-from mlx_parallm.engine.loop import EngineParts
 from mlx_parallm.engine.loops import DeviceLoops, Loading
+from mlx_parallm.engine.parts import EngineParts
 from mlx_parallm.errors import EngineDeadError
 
 T = TypeVar("T")

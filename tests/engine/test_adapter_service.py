@@ -22,7 +22,7 @@ from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
 from mlx_parallm.core import AdapterRef, GenerationRequest, Residence, SamplingParams, SequenceOutput, StopParams
 from mlx_parallm.engine.live import Vocabulary
-from mlx_parallm.engine.loop import EngineParts
+from mlx_parallm.engine.parts import EngineParts
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
 from mlx_parallm.errors import (
     AdapterFileError,

@@ -23,7 +23,7 @@ from mlx_parallm.core import (
     StopParams,
 )
 from mlx_parallm.engine.live import Vocabulary
-from mlx_parallm.engine.loop import EngineParts
+from mlx_parallm.engine.parts import EngineParts
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
 from mlx_parallm.errors import DeviceMemoryError, EngineDeadError, StepFailedError
 from mlx_parallm.scheduler.cost import CostModel

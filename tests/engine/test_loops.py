@@ -17,8 +17,8 @@ from tiny import tiny_model
 
 from mlx_parallm.core import DeviceMemory, Event, GenerationRequest, PauseMode, RequestFailed, StopParams
 from mlx_parallm.engine.live import Vocabulary
-from mlx_parallm.engine.loop import EngineParts
 from mlx_parallm.engine.loops import DeviceLoops, Loading
+from mlx_parallm.engine.parts import EngineParts
 from mlx_parallm.scheduler.cost import CostModel
 from mlx_parallm.scheduler.scheduler import SchedulerConfig
 

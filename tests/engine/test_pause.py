@@ -12,7 +12,7 @@ from tiny import tiny_model
 
 from mlx_parallm.core import GenerationRequest, PauseMode, SamplingParams, SequenceOutput, StopParams
 from mlx_parallm.engine.live import Vocabulary
-from mlx_parallm.engine.loop import EngineParts
+from mlx_parallm.engine.parts import EngineParts
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
 from mlx_parallm.errors import AbortedError, EngineDeadError
 from mlx_parallm.scheduler.cost import CostModel

@@ -17,7 +17,7 @@ from mlx_parallm.core import (
     WorkClass,
 )
 from mlx_parallm.engine.live import Vocabulary
-from mlx_parallm.engine.loop import EngineParts
+from mlx_parallm.engine.parts import EngineParts
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
 from mlx_parallm.errors import QueueTimeoutError
 from mlx_parallm.scheduler.cost import CostModel

@@ -33,7 +33,7 @@ from mlx_parallm.app.device import build_runner
 from mlx_parallm.config import AdaptersConfig, Config
 from mlx_parallm.core import AdapterRef, Residence, then
 from mlx_parallm.engine.live import Vocabulary
-from mlx_parallm.engine.loop import EngineParts
+from mlx_parallm.engine.parts import EngineParts
 from mlx_parallm.engine.startup import calibrate
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.model.tokenizer import detokenizer_for

@@ -20,7 +20,8 @@ from mlx_parallm.core import (
     SequenceOutput,
     StopParams,
 )
-from mlx_parallm.engine.loop import DeviceLoop, EngineParts
+from mlx_parallm.engine.loop import DeviceLoop
+from mlx_parallm.engine.parts import EngineParts
 
 
 @dataclass(frozen=True, slots=True)
