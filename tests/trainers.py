@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -120,15 +120,18 @@ def everywhere(params: Params, scale: float) -> TrainingContext:
 
 def plain_logprobs(trainer: GRPOTrainer, model: nn.Module, params: Params | None, sample: Sample) -> list[float]:
     """Of the trained tokens, from the served model's own forward over one unpadded row and a full log-softmax."""
-    bank = trainer.model.bank
-    lora = trainer.lora
+    return [float(value) for value in np.array(lazy_logprobs(trainer, model, params, sample))]
+
+
+def lazy_logprobs(trainer: GRPOTrainer, model: nn.Module, params: Params | None, sample: Sample) -> mx.array:
+    """The same as an array [n] that MLX can differentiate."""
+    lora, at = trainer.lora, sample.trained()
     scale = lora_scale(lora.lora_alpha, lora.lora_rank, lora.lora_rslora)
-    context = None if params is None else everywhere(params, scale)
-    with bank.using(context):
+    with trainer.model.bank.using(None if params is None else everywhere(params, scale)):
         logits = model(mx.array([sample.token_ids]))[0, :-1].astype(mx.float32)
     logits = logits / mx.array(sample.temperatures()[1:])[:, None]
     logprobs = logits - mx.logsumexp(logits, -1, keepdims=True)
-    return [float(logprobs[at - 1, sample.token_ids[at]].item()) for at in sample.trained()]
+    return logprobs[mx.array(at) - 1, mx.array([sample.token_ids[place] for place in at])]
 
 
 def with_logprobs(trainer: GRPOTrainer, model: nn.Module, policy: Policy, drawn: Sequence[Sample]) -> list[Sample]:
@@ -165,14 +168,15 @@ def plain_gradients(
     def plain(params: Params) -> mx.array:
         value = mx.array(0.0)
         for sample in drawn:
-            with trainer.model.bank.using(everywhere(params, policy.scale)):
-                logits = model(mx.array([sample.token_ids]))[0]
-            logp = logits - mx.logsumexp(logits, -1, keepdims=True)
-            targets = mx.array([sample.token_ids[at] for at in sample.trained()])
-            value = value - logp[mx.array(sample.trained()) - 1, targets].sum() / total
+            value = value - lazy_logprobs(trainer, model, params, sample).sum() / total
         return value
 
-    return {name: np.array(leaf) for name, leaf in tree_flatten(mx.grad(plain)(policy.params))}
+    return gradients_of(plain, policy)
+
+
+def gradients_of(objective: Callable[[Params], mx.array], policy: Policy) -> dict[str, np.ndarray]:
+    """By MLX, at the policy's parameters."""
+    return {name: np.array(leaf) for name, leaf in tree_flatten(mx.grad(objective)(policy.params))}
 
 
 def gradients(trainer: GRPOTrainer, policy: Policy, drawn: Sequence[Sample]) -> dict[str, np.ndarray]:

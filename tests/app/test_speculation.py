@@ -92,7 +92,7 @@ async def test_the_base_model_guesses_for_its_adapter(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("speculation", "draft", "told"),
+    ("speculation", "draft", "message"),
     [
         ("draft", None, "server.speculation: draft needs a model that guesses; add --draft-model"),
         ("ngram", "base", "model.draft_model: the draft model is not used with --speculation ngram"),
@@ -100,8 +100,10 @@ async def test_the_base_model_guesses_for_its_adapter(folder: Path) -> None:
         ("guess", None, "server.speculation: must be 'auto', 'ngram', 'draft' or 'off'"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(folder: Path, speculation: str, draft: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_settings_that_contradict_each_other_are_refused(
+    folder: Path, speculation: str, draft: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
         engine(folder, speculation, draft)
 
 

@@ -9,12 +9,12 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from configs import changed
-from mlx.utils import tree_flatten
 from tiny import RECURRENT
 from trainers import (
     assert_close,
-    everywhere,
     gradients,
+    gradients_of,
+    lazy_logprobs,
     learn,
     logprobs,
     lora_of,
@@ -62,16 +62,12 @@ def plain_grpo(
     def objective(params: Params) -> mx.array:
         value = mx.array(0.0)
         for sample in drawn:
-            with trainer.model.bank.using(everywhere(params, policy.scale)):
-                logits = model(mx.array([sample.token_ids]))[0]
-            logp = logits - mx.logsumexp(logits, -1, keepdims=True)
-            at = sample.trained()
-            targets = mx.array([sample.token_ids[place] for place in at])
-            advantages = mx.array([sample.advantages[place] for place in at])
-            value = value - (advantages * logp[mx.array(at) - 1, targets]).mean() / len(drawn)
+            advantages = mx.array([sample.advantages[place] for place in sample.trained()])
+            logp = lazy_logprobs(trainer, model, params, sample)
+            value = value - (advantages * logp).mean() / len(drawn)
         return value
 
-    return {name: np.array(leaf) for name, leaf in tree_flatten(mx.grad(objective)(policy.params))}
+    return gradients_of(objective, policy)
 
 
 @pytest.mark.parametrize("family", RECURRENT)
