@@ -10,7 +10,7 @@ or experts, allocates none for these.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import mlx.core as mx
@@ -20,6 +20,9 @@ from mlx_parallm.adapters.linear_group import LinearGroup
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LinearSpec, LoRAPair
 from mlx_parallm.config.types import human_bytes
 from mlx_parallm.errors import AdapterTooLargeError
+
+GroupMaker = Callable[[Sequence[LinearSpec], int, mx.Dtype], LinearGroup]
+"""Makes an empty group of linears: (specs, max_rank, dtype) → the group."""
 
 _FIRST_SLOTS = 4
 """Slots of a new array, slot 0 included."""
@@ -34,10 +37,17 @@ class AdapterBank:
         max_rank: the rank to which every slot is padded.
         dtype: dtype of the model's activations.
         limit: most bytes that it may take.
+        make_group: makes its groups; see `split` for a model over several machines.
     """
 
     def __init__(
-        self, layout: AdapterLayout, slots: int, max_rank: int, dtype: mx.Dtype, limit: int = sys.maxsize
+        self,
+        layout: AdapterLayout,
+        slots: int,
+        max_rank: int,
+        dtype: mx.Dtype,
+        limit: int = sys.maxsize,
+        make_group: GroupMaker = LinearGroup,
     ) -> None:
         self.layout = layout
         self.slots = slots
@@ -47,7 +57,7 @@ class AdapterBank:
         by_group: dict[str, list[LinearSpec]] = {}
         for spec in layout:
             by_group.setdefault(spec.group, []).append(spec)
-        self.groups = {name: LinearGroup(specs, max_rank, dtype) for name, specs in by_group.items()}
+        self.groups = {name: make_group(specs, max_rank, dtype) for name, specs in by_group.items()}
 
     @property
     def nbytes(self) -> int:

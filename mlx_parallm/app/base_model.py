@@ -34,6 +34,7 @@ from mlx_parallm.model.device import on_cpu
 from mlx_parallm.model.loading import LoadedModel, load, materializing
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.model.tokenizer import Tokenizer, detokenizer_for
+from mlx_parallm.ranks.parts import Parts
 from mlx_parallm.scheduler.cost import CostModel
 from mlx_parallm.scheduler.scheduler import SchedulerConfig
 
@@ -45,6 +46,7 @@ _BANK_SHARE = 0.75
 class SharedDevice:
     """What the base models of a process share.
 
+    `parts`: makes the parts of an engine: for whole models, or for rank 0 of a model over several machines.
     `budget`: bytes for KV pools, adapters and training, known when the first one is loaded. `memories`: of those that
     are loaded.
     """
@@ -52,6 +54,7 @@ class SharedDevice:
     config: Config
     processor: ContinuousBatchProcessor
     bases: tuple[BasePath, ...]
+    parts: Parts = field(default_factory=Parts)
     budget: int = 0
     memories: list[DeviceMemory] = field(default_factory=list)
 
@@ -130,8 +133,13 @@ class BaseModel:
         memory = shared.open_memory(manager.card.weight_bytes + (draft.card.weight_bytes if draft else 0))
         try:
             limit = int(_BANK_SHARE * memory.budget_bytes)
-            bank = manager.install_bank(config.adapters.max_loras, config.adapters.max_lora_rank, limit)
-            runner = build_runner(manager, bank, config, memory, exact_length=self.first)
+            bank = manager.install_bank(
+                config.adapters.max_loras,
+                config.adapters.max_lora_rank,
+                limit,
+                shared.parts.linear_group(manager.split),
+            )
+            runner = build_runner(manager, bank, config, memory, self.first, shared.parts)
             if self.described:
                 store = self._open_store(bank)
                 self.adapters.attach(store)
@@ -153,6 +161,7 @@ class BaseModel:
             allow_special_tokens=model.allow_special_tokens,
             progress=loaded is None and self._config.server.log_format == "text",
             loaded=loaded,
+            group=self._shared.parts.group,
         )
 
     def _describe(
@@ -189,7 +198,7 @@ class BaseModel:
             ),
             cost,
             work,
-            lookahead=not on_cpu() if config.debug.lookahead is None else config.debug.lookahead,
+            lookahead=self._lookahead,
             guesses_from=sources,
             draft_model=self._draft_model(built, cost) if Source.MODEL in sources else None,
             trace=config.debug.trace if self.first else None,
@@ -199,6 +208,13 @@ class BaseModel:
             prefix_store=self._opened_prefix_store(built.manager),
             base=self.name,
         )
+
+    @property
+    def _lookahead(self) -> bool:
+        """See `Forwards`. Several ranks get the tokens of each pass from the host, so they cannot look ahead."""
+        if self._shared.parts.group is not None:
+            return False
+        return not on_cpu() if self._config.debug.lookahead is None else self._config.debug.lookahead
 
     def _draft_model(self, built: Built, cost: CostModel) -> DraftModel:
         memories, keep = self._shared.memories, self._config.server.prefix_cache

@@ -19,6 +19,7 @@ from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.app.base_model import BaseModel, Built, SharedDevice
 from mlx_parallm.app.base_paths import base_paths
 from mlx_parallm.app.device import device_schedule, mlx_limits
+from mlx_parallm.app.ranks import Lead
 from mlx_parallm.app.reward import check_reward
 from mlx_parallm.app.training import TrainingRuntime, build_reward_models, build_trainer, build_training
 from mlx_parallm.config import Config
@@ -29,6 +30,8 @@ from mlx_parallm.errors import StorageError
 from mlx_parallm.model.device import MemoryLimits, device_name, on_cpu, set_limits
 from mlx_parallm.model.loading import find_model
 from mlx_parallm.model.tokenizer import Tokenizer
+from mlx_parallm.ranks.joining import Ranks
+from mlx_parallm.ranks.parts import Parts
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.record import RunFile, RunState
 from mlx_parallm.rl.runs.store import JournalFile
@@ -77,8 +80,9 @@ class Engine:
     the first one.
     """
 
-    def __init__(self, config: Config, command: Mapping[str, Any] | None = None) -> None:
-        """`command`: what the run is for, in its record; see `rl.runs.record.RunRecord`."""
+    def __init__(self, config: Config, command: Mapping[str, Any] | None = None, ranks: Ranks | None = None) -> None:
+        """`command`: what the run is for, in its record; see `rl.runs.record.RunRecord`. `ranks`: those that the model
+        is split among, of which this is rank 0; None if it is whole."""
         self.config = config
         self.load_seconds = 0.0
         self._command = command or {}
@@ -87,7 +91,9 @@ class Engine:
         self._record: RunFile | None = None
         self._ending = (RunState.FINISHED, "")
         self.processor = ContinuousBatchProcessor(self._build, debug=config.debug.check_when_idle)
-        self.shared = SharedDevice(config, self.processor, base_paths(config))
+        self._lead = Lead(ranks, self.processor.lose) if ranks is not None else None
+        parts = self._lead.parts if self._lead is not None else Parts()
+        self.shared = SharedDevice(config, self.processor, base_paths(config), parts)
         self.bases = [BaseModel(at, self.shared) for at in self.shared.bases]
 
     def start(self) -> Served:
@@ -140,6 +146,8 @@ class Engine:
     def stop(self) -> None:
         """Ends the device thread and releases the run's folder to other processes."""
         self.processor.stop()
+        if self._lead is not None:
+            self._lead.stop()
         self._close_run()
 
     def _close_run(self) -> None:

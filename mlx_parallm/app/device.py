@@ -21,6 +21,7 @@ from mlx_parallm.model.device import MemoryLimits, machine_memory, memory_limits
 from mlx_parallm.model.hooks import AttentionStyle, install_hook
 from mlx_parallm.model.layer_state import KVLayout
 from mlx_parallm.model.manager import SharedModelManager
+from mlx_parallm.ranks.parts import Parts
 
 _DECODE_STALL_S, _CPU_DECODE_STALL_S = 0.1, 0.5
 """Defaults of max_decode_stall_ms, in seconds. On a CPU, a single decode step takes most of 0.1 s."""
@@ -37,24 +38,26 @@ def build_runner(
     config: Config,
     device: DeviceMemory | None = None,
     exact_length: bool = True,
+    parts: Parts | None = None,
 ) -> BatchRunner:
     """The runner with its KV pool, checked for this architecture. On the device thread.
 
     Args:
         device: the accounts of the memory; None: those of a process that has this base model only.
         exact_length: `max_model_len` may not be longer than the model's own context. Otherwise the shorter one counts.
+        parts: makes the runner and the memory of its KV pool; None: for a whole model.
 
     Raises:
         ConfigError: the memory budget does not hold one short row.
         UnsupportedModelError: the architecture cannot be batched, or its keys and values cannot be quantized as
             `kv_bits` says.
     """
-    layout = kv_layout(manager, config)
+    layout, parts = kv_layout(manager, config), parts or Parts()
     device = device or DeviceMemory(kv_budget(manager.card.weight_bytes, config))
     weights = manager.card.weight_bytes
     device.open_account(Account.WEIGHTS, lambda: weights)
     length = _context_length(manager.card, config, exact_length)
-    cache = LoRABatchedKVCache(layout, device, length, keep_prefixes=config.server.prefix_cache)
+    cache = LoRABatchedKVCache(layout, device, length, config.server.prefix_cache, parts.memory(layout, device))
     if not cache.longest_row:
         raise ConfigError(
             f"kv_cache_memory of {device.budget_bytes} bytes is less than one block of this model; "
@@ -66,7 +69,7 @@ def build_runner(
             f"--kv-bits {layout.bits} needs a model that leaves attention to this server, and {manager.card.name} "
             f"({manager.family.name}) has its own; leave --kv-bits out"
         )
-    runner = BatchRunner(manager.model, cache, bank, style, manager.card.vocab_size)
+    runner = parts.runner(manager.model, cache, bank, style, manager.card.vocab_size)
     check_unproved(manager, runner)
     return runner
 

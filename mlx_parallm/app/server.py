@@ -14,10 +14,12 @@ from mlx_parallm.app.atropos import open_source, registration
 from mlx_parallm.app.base_loader import build_base_set
 from mlx_parallm.app.build import Engine, Served
 from mlx_parallm.app.lessons import Lessons
+from mlx_parallm.app.ranks import check_splittable, follow
 from mlx_parallm.app.server_rollouts import ServerRollouts, environment_of
 from mlx_parallm.app.tracking import metrics_file, start_tracking
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import Config, LoRAConfig, RLConfig, configure
+from mlx_parallm.ranks.joining import Ranks, join
 from mlx_parallm.rl.atropos.source import AtroposSource
 from mlx_parallm.rl.environments import Environment
 from mlx_parallm.rl.tracking.history import events_of
@@ -30,7 +32,8 @@ from mlx_parallm.server.traces.export import open_traces
 
 
 def run(config: Config) -> int:
-    """Loads the model, then serves (and trains, if configured) until a signal; returns the process's exit code.
+    """Loads the model, then serves (and trains, if configured) until a signal; returns the process's exit code. One of
+    several processes that `mlx.launch` has started serves, and the others compute with it.
 
     Raises:
         ConfigError, ModelError: before anything is served.
@@ -38,12 +41,16 @@ def run(config: Config) -> int:
     logs.set_up(config.server.log_level, config.server.log_format == "json")
     if config.server.log_format == "text":
         request_log.write_plain_lines()
-    return asyncio.run(_run(config))
+    ranks = join()
+    if ranks is None:
+        return asyncio.run(_run(config))
+    check_splittable(config)
+    return asyncio.run(_run(config, ranks)) if ranks.leads else follow(config, ranks)
 
 
-async def _run(config: Config) -> int:
+async def _run(config: Config, ranks: Ranks | None = None) -> int:
     """Runs the HTTP server and the training loop. An error in either ends both."""
-    server = IntegratedServer(config)
+    server = IntegratedServer(config, ranks)
     exit_code, _ = await asyncio.gather(server.run_inference(), server.run_training_loop())
     return exit_code
 
@@ -64,9 +71,9 @@ class IntegratedServer:
     Without HTTP: `session`.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, ranks: Ranks | None = None) -> None:
         self._config = config
-        self._engine = Engine(config)
+        self._engine = Engine(config, ranks=ranks)
         self._served: Served | None = None
         self._loading = asyncio.Lock()
         self._trains = False  # `run_training_loop` was called

@@ -222,8 +222,10 @@ class BatchRunner:
         return Pending(tuple(row for row, _ in rows), positions, drawn, plan, tuple(scores), pooled)
 
     def _outputs(self, inputs: mx.array, spans: Sequence[Span[KVRow]]) -> mx.array:
-        """What `_run` gives for the tokens of all spans."""
-        return mx.concatenate([self._run(inputs[first:stop], part) for first, stop, part in _calls(spans, self._style)])
+        """What `run_trunk` gives for the tokens of all spans."""
+        return mx.concatenate(
+            [self.run_trunk(inputs[first:stop], part) for first, stop, part in _calls(spans, self._style)]
+        )
 
     def _logits(self, outputs: mx.array, spans: Sequence[Span[KVRow]], asked: Sequence[list[int]]) -> mx.array | None:
         """Logits after the tokens at `asked`, the numbers of tokens in each span. None if there are none."""
@@ -238,7 +240,7 @@ class BatchRunner:
         with self._bank.forward([slot for slot, _ in rows], [length for _, length in rows]):
             return self._head(chosen)
 
-    def _run(self, inputs: mx.array, spans: Sequence[Span[KVRow]]) -> mx.array:
+    def run_trunk(self, inputs: mx.array, spans: Sequence[Span[KVRow]]) -> mx.array:
         """The trunk's outputs [N, hidden] for tokens [N], or the logits [N, vocab] of a model without a trunk."""
         model = self._model if self._trunk is None else self._trunk
         caches: Sequence[LayerCache | StateCache | FetchingLayerCache]

@@ -61,8 +61,10 @@ class Recovery:
         """Recovers from `error`. Recovery calls MLX itself; if that raises, it is one more fault.
 
         Raises:
-            DeviceLostError: there were too many faults in a row, and none of them failed a request.
+            DeviceLostError: `error` is one, or there were too many faults in a row, and none of them failed a request.
         """
+        if isinstance(error, DeviceLostError):
+            raise error
         _log.error("a unit of device work failed", exc_info=error)
         self._in_a_row += 1
         if self._in_a_row > _MAX_FAULTS_IN_A_ROW:

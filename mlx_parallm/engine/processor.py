@@ -96,6 +96,11 @@ class ContinuousBatchProcessor:
     def stats(self) -> EngineStats:
         return self._stats
 
+    def lose(self, reason: str) -> None:
+        """Fails all requests, and counts the device thread as stopped, though it may hang."""
+        self._stats = replace(self._stats, alive=False, ready=False)
+        self._call_soon(self._fail_all, EngineDeadError(reason))
+
     def wake(self) -> None:
         """Wakes the loop if it is idle."""
         self._inbox.put(lambda loops: None)

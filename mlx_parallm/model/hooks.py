@@ -27,6 +27,7 @@ from mlx_parallm.adapters.weights import AdapterLayout, LinearSpec
 from mlx_parallm.model.experts import EXPERT_LINEARS, AdaptedExpertLinear, AdaptedExperts, IndexFormat
 from mlx_parallm.model.families import Support, classify
 from mlx_parallm.model.recurrent import MIXERS, install_mixers
+from mlx_parallm.model.sharding import SummedLinear
 from mlx_parallm.model.split import head_module_of
 
 _ATTENTION = "scaled_dot_product_attention"
@@ -119,6 +120,15 @@ class AdaptedLinear(nn.Module):  # type: ignore[misc]
         return y if context is None else context.adapt(self._group, self.path, x, y)
 
 
+class AdaptedSummedLinear(AdaptedLinear):
+    """A linear that is split by input among ranks. Each adds its part of the LoRA product before the ranks' outputs are
+    added."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """[B, T, in / ranks] → [B, T, out]."""
+        return cast(mx.array, self.base.total(self._adapted(x, self.base.part(x))))
+
+
 class AdaptedEmbedding(AdaptedLinear):
     """The embedding of a tied model. As the head it adds the product of each row's adapter; looking up tokens does
     not."""
@@ -165,7 +175,7 @@ def install_adapters(model: nn.Module, bank: AdapterBank) -> None:
     modules, layout = dict(model.named_modules()), bank.layout
     linears = [spec for spec in layout.linears.values() if not spec.experts]
     adapted: list[tuple[str, nn.Module]] = [
-        (each.path, AdaptedLinear(modules[each.path], bank, each)) for each in linears
+        (each.path, _adapted_kind(modules[each.path])(modules[each.path], bank, each)) for each in linears
     ]
     head = head_module_of(model)
     if layout.head is not None and head is not None:
@@ -173,6 +183,10 @@ def install_adapters(model: nn.Module, bank: AdapterBank) -> None:
         adapted.append((head.module_path, kind(head.module, bank, layout.head)))
     model.update_modules(tree_unflatten(adapted))
     _install_expert_adapters(model, modules, bank)
+
+
+def _adapted_kind(linear: nn.Module) -> type[AdaptedLinear]:
+    return AdaptedSummedLinear if isinstance(linear, SummedLinear) else AdaptedLinear
 
 
 def _install_expert_adapters(model: nn.Module, modules: Mapping[str, nn.Module], bank: AdapterBank) -> None:

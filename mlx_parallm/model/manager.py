@@ -18,7 +18,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
 
-from mlx_parallm.adapters.bank import AdapterBank
+from mlx_parallm.adapters.bank import AdapterBank, GroupMaker
 from mlx_parallm.adapters.checkpoints.manifest import step_of
 from mlx_parallm.adapters.checkpoints.store import CheckpointStore
 from mlx_parallm.adapters.files.read import read_adapter
@@ -34,6 +34,7 @@ from mlx_parallm.model.generation_defaults import generation_defaults
 from mlx_parallm.model.hooks import adapter_layout, install_adapters
 from mlx_parallm.model.layer_state import KVLayout
 from mlx_parallm.model.loading import LoadedModel, load, materialize
+from mlx_parallm.model.sharding import split_model
 from mlx_parallm.model.tokenizer import Tokenizer
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
@@ -55,6 +56,8 @@ class SharedModelManager:
     adapter_layout: the linears that LoRA adapters may change
     card: its name, sizes and types for clients
     kv_layout: what its layers keep for each row
+    split: how the model is divided among several machines; None if it is whole. `model`, `kv_layout` and
+        `card.weight_bytes` are those of this machine's part, all else is as if it were whole
 
     Args:
         path_or_id: a directory or hub id of a model that mlx-lm can load. None means the bundled model.
@@ -62,6 +65,8 @@ class SharedModelManager:
         allow_special_tokens: see `Tokenizer`.
         progress: whether to report progress on stderr.
         loaded: the model of `path_or_id` as `load` returns it; None: it is loaded here.
+        group: the ranks that the model is split among, of which each makes a manager at the same time; None: it is
+            whole.
 
     Raises:
         ModelNotFoundError: there is no such directory or hub model.
@@ -76,6 +81,7 @@ class SharedModelManager:
         allow_special_tokens: bool = False,
         progress: bool = True,
         loaded: LoadedModel | None = None,
+        group: mx.distributed.Group | None = None,
     ) -> None:
         prepare_device()
         loaded = loaded or load(
@@ -88,11 +94,12 @@ class SharedModelManager:
         self.family = classify(self.model)
         if self.family.support is Support.REFUSED:
             raise UnsupportedModelError(f"{loaded.name} ({self.family.name}) is not supported: {self.family.reason}")
+        self.adapter_layout, parameters = adapter_layout(self.model), get_total_parameters(self.model)
+        self.split = None if group is None else split_model(self.model, group)
         materialize(self.model, loaded.name, progress)
         if on_cpu():
             adapt_to_cpu(self.model)
         self.kv_layout, vocab_size = probe(self.model)
-        self.adapter_layout = adapter_layout(self.model)
         self.tokenizer = Tokenizer(loaded.tokenizer, allow_special_tokens)
         self.card = ModelCard(
             name=loaded.name,
@@ -100,7 +107,7 @@ class SharedModelManager:
             vocab_size=vocab_size,
             quantization=_quantization(loaded.config),
             dtype=str(self.kv_layout.dtype).removeprefix("mlx.core."),
-            parameters=get_total_parameters(self.model),
+            parameters=parameters,
             weight_bytes=sum(array.nbytes for _, array in tree_flatten(self.model.parameters())),
             tokenizer=str(loaded.source.resolve()) if loaded.source.is_dir() else "",
             generation_defaults=generation_defaults(loaded.source),
@@ -115,11 +122,13 @@ class SharedModelManager:
         """Identifies the base model for which adapters are saved: 32 hex digits."""
         return self._loaded.fingerprint
 
-    def install_bank(self, slots: int, max_rank: int, limit: int = sys.maxsize) -> AdapterBank:
+    def install_bank(
+        self, slots: int, max_rank: int, limit: int = sys.maxsize, make_group: GroupMaker = LinearGroup
+    ) -> AdapterBank:
         """Makes an empty adapter bank of at most `limit` bytes and lets the model's linears read from it. Call it once
         for each model."""
         assert self._bank is None
-        self._bank = AdapterBank(self.adapter_layout, slots, max_rank, self.kv_layout.dtype, limit)
+        self._bank = AdapterBank(self.adapter_layout, slots, max_rank, self.kv_layout.dtype, limit, make_group)
         install_adapters(self.model, self._bank)
         return self._bank
 

@@ -24,7 +24,7 @@ import mlx.core as mx
 from mlx_parallm.batch.kv.arena import Bytes
 from mlx_parallm.batch.kv.block_files import HostBlock
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
-from mlx_parallm.batch.kv.groups import KVRow, LayerGroup, StateGroup
+from mlx_parallm.batch.kv.groups import KVRow, LayerGroup, StateGroup, Store
 from mlx_parallm.batch.kv.host_blocks import restore, to_host, unsaved
 from mlx_parallm.batch.kv.memory import BlockMemory
 from mlx_parallm.batch.kv.prefix import Node, first_visible
@@ -51,15 +51,23 @@ class LoRABatchedKVCache:
         device: says how many bytes the blocks may take. While an arena is resized, they may take more.
         max_length: longest row in tokens.
         keep_prefixes: whether there is a prefix cache. Without one, `open` finds nothing and `freeze` does nothing.
+        memory: the blocks; None: new ones of this layout within the memory of `device`.
     """
 
-    def __init__(self, layout: KVLayout, device: DeviceMemory, max_length: int, keep_prefixes: bool = True) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        device: DeviceMemory,
+        max_length: int,
+        keep_prefixes: bool = True,
+        memory: BlockMemory | None = None,
+    ) -> None:
         self.layout = layout
         self.max_length = max_length
         self.keep_prefixes = keep_prefixes
         self.hits = self.queries = 0
         self.device = device
-        self._memory = BlockMemory(layout, device)
+        self._memory = memory or BlockMemory(layout, device)
         blocks = max(0, device.budget_bytes - self._memory.own_bytes) // self._memory.block_bytes
         self.longest_row = min(max_length, blocks * BLOCK_TOKENS)
         device.open_account(Account.ROWS, lambda: self._memory.bytes_used)
@@ -251,6 +259,11 @@ class LoRABatchedKVCache:
     @property
     def groups(self) -> list[LayerGroup]:
         return self._memory.groups
+
+    @property
+    def stores(self) -> list[Store]:
+        """All arrays: those of `groups`, and then of `states` and `tails` if there are any."""
+        return self._memory.stores
 
     @property
     def tails(self) -> LayerGroup | None:

@@ -1,0 +1,124 @@
+"""What rank 0 of a model that is split over several machines does to its arrays, as plain data.
+
+The other ranks hold the other parts of the same arrays, and repeat these operations on them in the same order. They
+need no requests, no scheduler and no prefix cache for that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class RowTokens:
+    """The tokens of one row in a forward pass.
+
+    tables, tail: the row's blocks, as `KVRow` has them. slot: of its adapter. start: tokens computed before. tokens:
+    how many the pass computes.
+    """
+
+    tables: list[list[int]]
+    tail: int
+    slot: int
+    start: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPass:
+    """One call of the model. `ids`: the input tokens of all rows, in order. `dense_rows`: see `Forward`."""
+
+    ids: list[int]
+    rows: list[RowTokens]
+    dense_rows: float
+    kind: Literal["forward pass"] = "forward pass"
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeArena:
+    """`Arena.resize`. `store`: the number of the arena in `BlockMemory.stores`."""
+
+    store: int
+    blocks: int
+    most_bytes: float
+    kind: Literal["resize arena"] = "resize arena"
+
+
+@dataclass(frozen=True, slots=True)
+class CopyBlocks:
+    """`Arena.copy`. `store`: as in `ResizeArena`."""
+
+    store: int
+    sources: list[int]
+    targets: list[int]
+    kind: Literal["copy blocks"] = "copy blocks"
+
+
+@dataclass(frozen=True, slots=True)
+class ClearPool:
+    """`BlockMemory.clear`: drops all keys and values."""
+
+    kind: Literal["clear pool"] = "clear pool"
+
+
+@dataclass(frozen=True, slots=True)
+class FitSlots:
+    """`LinearGroup.fit`."""
+
+    group: str
+    slots: int
+    paths: list[str]
+    kind: Literal["fit slots"] = "fit slots"
+
+
+@dataclass(frozen=True, slots=True)
+class WriteSlot:
+    """`LinearGroup.write`. `factors`: the whole factors in the safetensors format, as `PATH.a` and `PATH.b`, in
+    base64. `scales`: by path."""
+
+    group: str
+    slot: int
+    factors: str
+    scales: dict[str, float]
+    kind: Literal["write slot"] = "write slot"
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSlot:
+    """`LinearGroup.read`, to which every rank contributes its part."""
+
+    group: str
+    slot: int
+    ranks: dict[str, int]
+    kind: Literal["read slot"] = "read slot"
+
+
+@dataclass(frozen=True, slots=True)
+class ClearGroup:
+    """`LinearGroup.clear`."""
+
+    group: str
+    kind: Literal["clear group"] = "clear group"
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Rank 0 has ended as it should; the others end too."""
+
+    kind: Literal["stop"] = "stop"
+
+
+Operation = ForwardPass | ResizeArena | CopyBlocks | ClearPool | FitSlots | WriteSlot | ReadSlot | ClearGroup | Stop
+
+
+class Followers(Protocol):
+    """The ranks that repeat the operations of rank 0."""
+
+    def repeat(self, operation: Operation) -> None:
+        """Sends an operation. Call it before rank 0 does the same, because a forward pass needs all ranks at once.
+
+        Raises:
+            DeviceLostError: a rank is gone.
+        """
+        ...

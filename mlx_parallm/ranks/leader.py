@@ -1,0 +1,171 @@
+"""Rank 0 of a model that is split over several machines: it sends each operation on its arrays to the others, and then
+does the same.
+
+    LeadingRunner   forward passes
+    LeadingMemory   the arrays of the KV pool
+    LeadingGroup    the factors of the adapter bank
+"""
+
+from __future__ import annotations
+
+import math
+from base64 import b64encode
+from collections.abc import Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from safetensors.numpy import save
+
+from mlx_parallm.adapters.bank import AdapterBank
+from mlx_parallm.adapters.split import ModelSplit, SplitGroup
+from mlx_parallm.adapters.weights import LinearSpec, LoRAPair
+from mlx_parallm.batch.forward import Span
+from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
+from mlx_parallm.batch.kv.groups import Store
+from mlx_parallm.batch.kv.memory import BlockMemory
+from mlx_parallm.batch.runner import BatchRunner
+from mlx_parallm.core import DeviceMemory
+from mlx_parallm.core.operations import (
+    ClearGroup,
+    ClearPool,
+    CopyBlocks,
+    FitSlots,
+    Followers,
+    ForwardPass,
+    Operation,
+    ReadSlot,
+    ResizeArena,
+    RowTokens,
+    Stop,
+    WriteSlot,
+)
+from mlx_parallm.errors import DeviceLostError
+from mlx_parallm.model.hooks import AttentionStyle
+from mlx_parallm.model.layer_state import KVLayout
+from mlx_parallm.ranks.joining import Peer
+from mlx_parallm.ranks.wire import encode
+
+
+class Leader:
+    """Implements `Followers` by a connection to each of the other ranks."""
+
+    def __init__(self, peers: Sequence[Peer]) -> None:
+        self._peers = peers
+
+    def repeat(self, operation: Operation) -> None:
+        """See `Followers.repeat`."""
+        message = encode(operation)
+        for peer in self._peers:
+            try:
+                peer.work.sendall(message)
+            except OSError as error:
+                raise DeviceLostError(f"rank {peer.rank} is lost: {error}; start all ranks again") from error
+
+    def stop(self) -> None:
+        """Ends the other ranks. Does nothing for one that is gone."""
+        for peer in self._peers:
+            try:
+                peer.work.sendall(encode(Stop()))
+            except OSError:
+                continue
+
+
+class LeadingRunner(BatchRunner):
+    """Runs forward passes together with the other ranks. A pass is computed when `run_trunk` returns, because ranks
+    that wait for each other must compute the same things in the same order."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cache: LoRABatchedKVCache,
+        bank: AdapterBank,
+        style: AttentionStyle,
+        vocab_size: int,
+        followers: Followers,
+    ) -> None:
+        super().__init__(model, cache, bank, style, vocab_size)
+        self._followers = followers
+
+    def run_trunk(self, inputs: mx.array, spans: Sequence[Span[KVRow]]) -> mx.array:
+        """See `BatchRunner.run_trunk`.
+
+        Raises:
+            DeviceLostError: the pass failed. The other ranks wait in it, so no other pass can begin.
+        """
+        rows = [_row_tokens(span) for span in spans]
+        ids: list[int] = inputs.tolist()  # type: ignore[assignment]
+        self._followers.repeat(ForwardPass(ids, rows, self.dense_rows))
+        try:
+            outputs = super().run_trunk(inputs, spans)
+            mx.eval(outputs, self.cache.arrays())
+        except Exception as error:
+            raise DeviceLostError(f"a forward pass on several ranks failed: {error}; start all ranks again") from error
+        return outputs
+
+
+def _row_tokens(span: Span[KVRow]) -> RowTokens:
+    row = span.row
+    return RowTokens([list(table) for table in row.tables], row.tail, row.adapter_slot, span.start, span.tokens)
+
+
+class LeadingMemory(BlockMemory):
+    """The KV pool's memory, whose arrays the other ranks have too, for other heads."""
+
+    def __init__(self, layout: KVLayout, device: DeviceMemory, followers: Followers) -> None:
+        self._followers = followers
+        super().__init__(layout, device)
+
+    def clear(self) -> None:
+        """See `BlockMemory.clear`."""
+        self._followers.repeat(ClearPool())
+        super().clear()
+
+    def resize(self, group: Store, total: int, most_bytes: float = math.inf) -> bool:
+        """See `BlockMemory.resize`."""
+        self._followers.repeat(ResizeArena(self.stores.index(group), total, most_bytes))
+        return super().resize(group, total, most_bytes)
+
+    def copy(self, group: Store, sources: Sequence[int], targets: Sequence[int]) -> bool:
+        """See `BlockMemory.copy`."""
+        self._followers.repeat(CopyBlocks(self.stores.index(group), list(sources), list(targets)))
+        return super().copy(group, sources, targets)
+
+
+class LeadingGroup(SplitGroup):
+    """A group of linears in the adapter bank, whose factors the other ranks have too."""
+
+    def __init__(
+        self, specs: Sequence[LinearSpec], rank: int, dtype: mx.Dtype, split: ModelSplit, followers: Followers
+    ) -> None:
+        super().__init__(specs, rank, dtype, split)
+        self._followers = followers
+        self._name = specs[0].group
+
+    def fit(self, slots: int, paths: Sequence[str]) -> bool:
+        """See `LinearGroup.fit`."""
+        self._followers.repeat(FitSlots(self._name, slots, list(paths)))
+        return super().fit(slots, paths)
+
+    def write(self, slot: int, pairs: dict[str, LoRAPair]) -> None:
+        """See `LinearGroup.write`."""
+        scales = {path: pair.scale for path, pair in pairs.items()}
+        self._followers.repeat(WriteSlot(self._name, slot, _packed(pairs), scales))
+        super().write(slot, pairs)
+
+    def read(self, slot: int, ranks: dict[str, int]) -> dict[str, LoRAPair]:
+        """See `LinearGroup.read`."""
+        self._followers.repeat(ReadSlot(self._name, slot, ranks))
+        return super().read(slot, ranks)
+
+    def clear(self) -> None:
+        """See `LinearGroup.clear`."""
+        self._followers.repeat(ClearGroup(self._name))
+        super().clear()
+
+
+def _packed(pairs: dict[str, LoRAPair]) -> str:
+    """Factors as safetensors, in float32. NumPy has no bfloat16."""
+    arrays = {f"{path}.{name}": getattr(pair, name) for path, pair in pairs.items() for name in ("a", "b")}
+    packed = save({name: np.ascontiguousarray(mx.array(array).astype(mx.float32)) for name, array in arrays.items()})
+    return b64encode(packed).decode()

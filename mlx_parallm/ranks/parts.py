@@ -1,0 +1,83 @@
+"""The parts of an engine that differ between a whole model and one that is split over several machines.
+
+Parts            the model is whole
+LeadingParts     rank 0 of several
+FollowingParts   another rank
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_parallm.adapters.bank import AdapterBank, GroupMaker
+from mlx_parallm.adapters.linear_group import LinearGroup
+from mlx_parallm.adapters.split import ModelSplit, SplitGroup
+from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
+from mlx_parallm.batch.kv.memory import BlockMemory
+from mlx_parallm.batch.runner import BatchRunner
+from mlx_parallm.core import DeviceMemory
+from mlx_parallm.core.operations import Followers
+from mlx_parallm.model.hooks import AttentionStyle
+from mlx_parallm.model.layer_state import KVLayout
+from mlx_parallm.ranks.leader import LeadingGroup, LeadingMemory, LeadingRunner
+
+
+class Parts:
+    """Makes the parts for a whole model.
+
+    `group`: the ranks that the model is split among; None if it is whole.
+    """
+
+    group: mx.distributed.Group | None = None
+
+    def linear_group(self, split: ModelSplit | None) -> GroupMaker:
+        """Makes the groups of linears of an adapter bank. `split`: how the model is divided."""
+        return LinearGroup
+
+    def memory(self, layout: KVLayout, device: DeviceMemory) -> BlockMemory:
+        """The memory of the KV pool."""
+        return BlockMemory(layout, device)
+
+    def runner(
+        self, model: nn.Module, cache: LoRABatchedKVCache, bank: AdapterBank, style: AttentionStyle, vocab_size: int
+    ) -> BatchRunner:
+        """What runs the model; see `BatchRunner`."""
+        return BatchRunner(model, cache, bank, style, vocab_size)
+
+
+class FollowingParts(Parts):
+    """Makes the parts of a rank that repeats what rank 0 does."""
+
+    def __init__(self, group: mx.distributed.Group) -> None:
+        self.group = group
+
+    def linear_group(self, split: ModelSplit | None) -> GroupMaker:
+        """See `Parts.linear_group`."""
+        assert split is not None
+        return partial(SplitGroup, split=split)
+
+
+class LeadingParts(Parts):
+    """Makes the parts of rank 0."""
+
+    def __init__(self, group: mx.distributed.Group, followers: Followers) -> None:
+        self.group = group
+        self._followers = followers
+
+    def linear_group(self, split: ModelSplit | None) -> GroupMaker:
+        """See `Parts.linear_group`."""
+        assert split is not None
+        return partial(LeadingGroup, split=split, followers=self._followers)
+
+    def memory(self, layout: KVLayout, device: DeviceMemory) -> BlockMemory:
+        """See `Parts.memory`."""
+        return LeadingMemory(layout, device, self._followers)
+
+    def runner(
+        self, model: nn.Module, cache: LoRABatchedKVCache, bank: AdapterBank, style: AttentionStyle, vocab_size: int
+    ) -> BatchRunner:
+        """See `Parts.runner`."""
+        return LeadingRunner(model, cache, bank, style, vocab_size, self._followers)

@@ -1,0 +1,136 @@
+"""A rank that repeats the operations of rank 0, as they travel, has what rank 0 has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+from lora import random_adapter
+from tiny import tiny_model
+
+from mlx_parallm.adapters.bank import AdapterBank
+from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
+from mlx_parallm.batch.forward import Span, in_order
+from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
+from mlx_parallm.batch.runner import BatchRunner
+from mlx_parallm.core import DeviceMemory
+from mlx_parallm.core.operations import Operation
+from mlx_parallm.model.families import probe
+from mlx_parallm.model.hooks import adapter_layout, install_adapters, install_hook
+from mlx_parallm.model.sharding import split_model
+from mlx_parallm.ranks.follower import Follower
+from mlx_parallm.ranks.parts import FollowingParts, LeadingParts, Parts
+from mlx_parallm.ranks.wire import decode, encode
+
+PROMPTS = ([7 * i % 250 for i in range(90)], [11 * i % 250 for i in range(70)])
+
+
+@dataclass
+class Inside:
+    """Implements `Followers` by a follower in this process, which gets what would be sent."""
+
+    operations: list[Operation] = field(default_factory=list)
+    follower: Follower | None = None
+
+    def repeat(self, operation: Operation) -> None:
+        self.operations.append(operation)
+        if self.follower is not None:
+            self.follower.repeat(decode(encode(operation)[8:]))
+
+
+def engine(parts: Parts) -> tuple[BatchRunner, AdapterBank]:
+    model = tiny_model("llama")
+    layout = adapter_layout(model)
+    split = None if parts.group is None else split_model(model, parts.group)
+    kv, vocab_size = probe(model)
+    bank = AdapterBank(layout, 2, 4, kv.dtype, make_group=parts.linear_group(split))
+    install_adapters(model, bank)
+    device = DeviceMemory(1 << 24)
+    cache = LoRABatchedKVCache(kv, device, 256, memory=parts.memory(kv, device))
+    return parts.runner(model, cache, bank, install_hook(model), vocab_size), bank
+
+
+def pair_of_ranks() -> tuple[BatchRunner, AdapterBank, BatchRunner, AdapterBank]:
+    """Rank 0 and a follower, which both compute the whole model: a group of one rank each."""
+    group, inside = mx.distributed.init(), Inside()
+    leading = engine(LeadingParts(group, inside))
+    following = engine(FollowingParts(group))
+    inside.follower = Follower(*following)
+    return *leading, *following
+
+
+def write(bank: AdapterBank, slot: int, weights: AdapterWeights) -> None:
+    for _ in bank.write(slot, weights):
+        pass
+
+
+def run(runner: BatchRunner, rows: Sequence[KVRow], tokens: Sequence[Sequence[int]]) -> mx.array:
+    """Logits of the last token of each row."""
+    spans = in_order([Span(row, row.computed, len(ids)) for row, ids in zip(rows, tokens, strict=True)])
+    ids = {id(row): ids for row, ids in zip(rows, tokens, strict=True)}
+    logits = runner.last_logits(spans, mx.array([token for span in spans for token in ids[id(span.row)]]))
+    mx.eval(logits, runner.cache.arrays())
+    for span in spans:
+        span.row.computed = span.stop
+    order = [[id(span.row) for span in spans].index(id(row)) for row in rows]
+    return logits[mx.array(order)]
+
+
+def walk(runner: BatchRunner, bank: AdapterBank) -> mx.array:
+    """Two prompts with an adapter each, a row forked from the first, and a step of all three."""
+    for slot in (1, 2):
+        write(bank, slot, random_adapter(bank.layout, seed=slot))
+    rows = [KVRow(), KVRow()]
+    for slot, (row, prompt) in enumerate(zip(rows, PROMPTS, strict=True)):
+        runner.cache.open(len(prompt) + 1, into=row)
+        row.adapter_slot = slot + 1
+    run(runner, rows, PROMPTS)
+    fork = runner.cache.fork(rows[0], 80, 81)
+    assert fork is not None
+    fork.adapter_slot = 1
+    return run(runner, [*rows, fork], [[5], [6], [7]])
+
+
+def test_a_follower_has_the_keys_values_and_factors_of_rank_0() -> None:
+    leader, bank, follower, its_bank = pair_of_ranks()
+    logits = walk(leader, bank)
+    whole = walk(*engine(Parts()))
+    assert mx.allclose(logits, whole, atol=1e-4).item()
+    pairs = zip(leader.cache.arrays(), follower.cache.arrays(), strict=True)
+    assert all(mx.array_equal(mine, its).item() for mine, its in pairs)
+    assert any(array.any().item() for array in follower.cache.arrays())
+    for name, group in bank.groups.items():
+        assert mx.array_equal(group.a, its_bank.groups[name].a).item()
+    leader.clear()
+    assert sum(array.size for array in follower.cache.arrays()) == 0
+
+
+def test_what_is_read_from_the_bank_is_what_was_written() -> None:
+    _, bank, _, _ = pair_of_ranks()
+    weights = random_adapter(bank.layout, seed=1)
+    write(bank, 1, weights)
+    found: dict[str, LoRAPair] = {}
+    for _ in bank.read(1, {path: pair.rank for path, pair in weights.pairs.items()}, found):
+        pass
+    for path, pair in weights.pairs.items():
+        product = np.array(found[path].a) @ np.array(found[path].b)
+        np.testing.assert_allclose(product, pair.scale * pair.a @ pair.b, atol=1e-5)
+
+
+def test_adapters_can_be_dropped_on_all_ranks() -> None:
+    _, bank, _, its_bank = pair_of_ranks()
+    write(bank, 1, random_adapter(bank.layout, seed=1))
+    assert its_bank.nbytes == bank.nbytes > 0
+    bank.clear()
+    assert its_bank.nbytes == 0
+
+
+def test_unlimited_numbers_travel() -> None:
+    leader, _, follower, _ = pair_of_ranks()
+    leader.dense_rows = float("inf")
+    row = leader.cache.open(3)
+    assert row is not None
+    run(leader, [row], [[1, 2, 3]])
+    assert follower.dense_rows == float("inf")
