@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from mlx_parallm.app.base_paths import base_paths
 from mlx_parallm.app.device import build_runner, kv_budget, mlx_limits
@@ -22,7 +22,7 @@ from mlx_parallm.model.device import on_cpu, set_limits
 from mlx_parallm.model.loading import load
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.ranks.follower import Follower
-from mlx_parallm.ranks.joining import Ranks
+from mlx_parallm.ranks.joining import Ranks, is_launched
 from mlx_parallm.ranks.leader import Leader
 from mlx_parallm.ranks.parts import FollowingParts, LeadingParts
 from mlx_parallm.ranks.watchdog import Watchdog
@@ -39,11 +39,19 @@ def check_splittable(config: Config) -> None:
         raise ConfigError("\n".join(f"{problem} with a model over several machines" for problem in problems))
 
 
+def refuse_training(environ: Mapping[str, str] = os.environ) -> None:
+    """Raises ConfigError: a launcher has started the train command, which every rank would run for itself."""
+    if is_launched(environ):
+        raise ConfigError(
+            "training is not possible with a model over several machines; start mlx_parallm_train without mlx.launch"
+        )
+
+
 def _problems(config: Config) -> Iterator[str]:
     if config.rl_training.enabled:
         yield "rl_training.enabled: training is not possible"
-    if len(base_paths(config)) > 1:
-        yield "model.base_model_path: only one base model can be served"
+    if config.model.other_base_models:
+        yield "model.other_base_models: only one base model can be served"
     if config.model.draft_model is not None:
         yield "model.draft_model: a draft model cannot be used"
     if config.server.kv_bits is not None:

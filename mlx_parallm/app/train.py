@@ -16,6 +16,7 @@ from mlx_parallm.app.atropos_run import AtroposRun
 from mlx_parallm.app.build import Engine
 from mlx_parallm.app.environment_run import EnvironmentRun
 from mlx_parallm.app.inference import check_inference
+from mlx_parallm.app.ranks import refuse_training
 from mlx_parallm.app.tracking import start_tracking
 from mlx_parallm.app.train_progress import TrainOptions, TrainView
 from mlx_parallm.config import Config
@@ -41,6 +42,7 @@ def run(config: Config, options: TrainOptions, view: TrainView) -> int:
         EngineError: the device thread ended, or could not draw.
     """
     logs.set_up(config.server.log_level, config.server.log_format == "json")
+    refuse_training()
     if config.model.other_base_models:
         raise ConfigError("model.other_base_models: a run trains one base model; give --model-path one value")
     training = config.rl_training

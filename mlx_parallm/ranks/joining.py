@@ -56,13 +56,18 @@ class _Address:
     token: str
 
 
+def is_launched(environ: Mapping[str, str]) -> bool:
+    """Whether a launcher has started this process, maybe as one of several."""
+    return any(name in environ for name in _LAUNCHED)
+
+
 def join(environ: Mapping[str, str] = os.environ) -> Ranks | None:
     """Joins the other ranks; None if this process was not started as one of several.
 
     Raises:
         ConfigError: they cannot be reached.
     """
-    if not any(name in environ for name in _LAUNCHED):
+    if not is_launched(environ):
         return None
     group = mx.distributed.init()
     if group.size() == 1:
