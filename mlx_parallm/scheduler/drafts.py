@@ -24,9 +24,10 @@ LONGEST_DRAFT = 7
 """Tokens of a draft at most. With the token before them they are 8, the most that the attention of Metal takes in one
 call without another kernel."""
 
-_LEAST_GAIN = 1.05
-"""Least predicted gain of a unit with drafts over the same unit without. Less than that is within the error of the
-prediction, which leaves out that rows with drafts need attention calls of their own."""
+_LEAST_GAIN = 1.2
+"""Least predicted gain of a unit with drafts over the same unit without. The prediction is of tokens per second of all
+rows. If only some rows guess right, they end early, and the others have waited for longer units: on texts that repeat
+little, 8 and 16 rows lost 5 and 7 % with 1.05 and 4 and 3 % with 1.2 (`benchmarks/speculation.py --only new`)."""
 
 _GAIN_WORTH_WAITING = 1.25
 """Least predicted gain for which the device idles until the tokens of the unit in flight are read."""

@@ -150,9 +150,10 @@ async def test_rows_in_flight_end_before_their_base_model_is_unloaded(models, lo
             if name == "one":
                 assert loads == [], "it was loaded until its rows had ended"
 
-        long = asyncio.create_task(asked("one", 80))
+        long = asyncio.create_task(asked("one", 400))
         while (await client.get("/debug/state")).json()["engine"]["running"] != 1:
-            await asyncio.sleep(0.01)
+            assert not long.done(), "it ended before it was seen to run"
+            await asyncio.sleep(0.005)
         await asyncio.gather(long, asked("two", 3))
         assert ended == ["one", "two"]
         assert loads == ["-one", "+two"]
