@@ -192,6 +192,18 @@ GROUPS = (
         ),
     ),
     FlagGroup(
+        "several nodes",
+        "A head and more nodes that serve one model together.",
+        (
+            Flag("--share-model", "cluster.share_model"),
+            Flag("--connect-to", "cluster.connect_to", "HOST:PORT"),
+            Flag("--cluster-token", "cluster.token", "TOKEN"),
+            Flag("--cluster-dir", "cluster.state_dir", "DIR"),
+            Flag("--advertise", "cluster.advertise", "HOST:PORT"),
+            Flag("--nats-url", "cluster.nats_url", "URL"),
+        ),
+    ),
+    FlagGroup(
         "logs",
         "What is logged, where, and what is checked at run time.",
         (
@@ -211,8 +223,6 @@ GROUPS = (
 FLAGS = tuple(flag for group in GROUPS for flag in group.flags)
 
 
-_SEVERAL_NODES = "Not available in this version: several nodes with one model."
-
 _PRECEDENCE = (
     "A flag takes precedence over its environment variable (in brackets), the variable over the file given with "
     "--config, and the file over the default."
@@ -227,8 +237,6 @@ def add_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) ->
     sources.add_argument(
         "--print-config", action="store_true", help="Print the resolved configuration with secrets masked, and exit."
     )
-    for name in ("--connect-to", "--share-model"):
-        parser.add_argument(name, nargs="?", action=_RefuseSeveralNodes, help=_SEVERAL_NODES)
     for group in GROUPS:
         paths = {flag.path for flag in group.flags}.difference(without)
         add_chosen_flags(parser.add_argument_group(group.title, group.description), paths)
@@ -244,16 +252,6 @@ def add_chosen_flags(group: argparse._ActionsContainer, paths: Collection[str]) 
 def _add_flag(group: argparse._ActionsContainer, flag: Flag) -> None:
     names = (flag.name, flag.alias) if flag.alias else (flag.name,)
     group.add_argument(*names, dest=flag.path, default=None, help=flag.help, **_value_options(flag))
-
-
-class _RefuseSeveralNodes(argparse.Action):
-    """Refuses a flag of a server that spans several nodes."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        parser.error(
-            f"{self.option_strings[0]}: not available in this version: several nodes with one model; one process "
-            "serves and trains: mlx_parallm_serve --enable-rl-training"
-        )
 
 
 class _Resume(argparse.Action):

@@ -28,6 +28,7 @@ _WITHOUT_FLAGS = frozenset(
         *_FIXED,
         *(f"server.{name}" for name in (*_HTTP, "shutdown_timeout")),
         *("adapters.serve", "adapters.serve_folder", "adapters.allowed_adapter_roots", "rl_training.update_frequency"),
+        *("cluster.share_model", "cluster.nats_url"),
         *("rl_training.server_rollouts", "rl_training.rollout_group_size"),
     )
 )
@@ -113,6 +114,11 @@ def _check_required(args: argparse.Namespace, config: Config) -> str:
     training = config.rl_training
     environment = training.environment or training.atropos_url
     problems = []
+    if config.cluster.wanted:
+        problems.append(
+            "cluster.connect_to: not available in this version for training; train on one machine, or draw samples "
+            "from another server with --inference-engine and --inference-url"
+        )
     if environment is None:
         problems.append("--environment: name what to train on, such as FILE.jsonl or reasoning_gym:leg_counting")
     if args.steps is None:

@@ -1,7 +1,7 @@
 """The frozen configuration. `resolve(flags, environ, file)` makes it for a command, `configure(...)` for a program.
 
 Other packages import what they need from here. Each module imports only from those to its left:
-types → competition, curriculum, divergence, judge, loss, inference, people, tinker →
+types → cluster, competition, curriculum, divergence, judge, loss, inference, people, tinker →
 training → sections → sources → resolve
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlx_parallm.config.cluster import ClusterConfig
 from mlx_parallm.config.competition import CompetitionConfig
 from mlx_parallm.config.curriculum import CurriculumConfig
 from mlx_parallm.config.divergence import Action, DivergenceConfig
@@ -25,7 +26,7 @@ from mlx_parallm.config.sections import (
     ModelConfig,
 )
 from mlx_parallm.config.server import GenerationConfig, LogprobsMode, Mode, ServerConfig, Speculation, TrafficClass
-from mlx_parallm.config.sources import API_KEY_VARIABLE, KEYS, Key, Setting, suggest
+from mlx_parallm.config.sources import API_KEY_VARIABLE, CLUSTER_TOKEN_VARIABLE, KEYS, Key, Setting, suggest
 from mlx_parallm.config.tinker import TinkerConfig
 from mlx_parallm.config.training import (
     LearningRateSchedule,

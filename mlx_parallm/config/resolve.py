@@ -4,6 +4,7 @@ flags > environment > yaml file > defaults
     → sections check their fields (`server.py`, `sections.py`, `training.py`)
     → `server.mode` and `rl_training.enabled` are made to agree
     → the adapter bank gets room for the rank of training
+    → a node of a cluster listens on all addresses
     → keys of different sections are checked against each other
 """
 
@@ -26,6 +27,8 @@ from mlx_parallm.errors import ConfigError
 
 _MODE, _ENABLED = "server.mode", "rl_training.enabled"
 _RANK, _BANK_RANK = "model.lora_rank", "adapters.max_lora_rank"
+_HOST, _ALL_ADDRESSES = "server.host", "0.0.0.0"
+_CLUSTER = ("cluster.share_model", "cluster.connect_to")
 _SMALLEST_BANK = 2
 """Slots that training needs: one for the live version and one for the next version."""
 
@@ -67,6 +70,8 @@ def resolve(
     config, adjusted = _agree_on_training(config, layers)
     settings |= adjusted
     config, adjusted = _make_room_for_rank(config, layers)
+    settings |= adjusted
+    config, adjusted = _listen_to_other_nodes(config, layers)
     settings |= adjusted
     checks = (_unread, _speculation, _atropos, _training_problems)
     if problems := [problem for check in checks for problem in check(config, settings)]:
@@ -139,6 +144,18 @@ def _make_room_for_rank(config: Config, layers: Sequence[Mapping[str, Setting]])
         return config, {}
     adapters = adapters.model_copy(update={"max_lora_rank": min(rank, LARGEST_RANK)})
     return config.model_copy(update={"adapters": adapters}), {_BANK_RANK: setting}
+
+
+def _listen_to_other_nodes(
+    config: Config, layers: Sequence[Mapping[str, Setting]]
+) -> tuple[Config, dict[str, Setting]]:
+    """Lets a node of a cluster listen on all addresses, unless a source says where it listens."""
+    strength, _ = _strongest(_HOST, layers)
+    if not config.cluster.wanted or strength < len(layers):
+        return config, {}
+    _, setting = min((_strongest(path, layers) for path in _CLUSTER), key=lambda found: found[0])
+    server = config.server.model_copy(update={"host": _ALL_ADDRESSES})
+    return config.model_copy(update={"server": server}), {_HOST: setting}
 
 
 def _strongest(path: str, layers: Sequence[Mapping[str, Setting]]) -> tuple[int, Setting]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from mlx_parallm.config.cluster import ClusterConfig
 from mlx_parallm.config.inference import InferenceConfig
 from mlx_parallm.config.server import ServerConfig
 from mlx_parallm.config.training import RLTrainingConfig
@@ -160,5 +161,6 @@ class Config(Section):
     adapters: AdaptersConfig = AdaptersConfig()
     rl_training: RLTrainingConfig = RLTrainingConfig()
     inference: InferenceConfig = InferenceConfig()
+    cluster: ClusterConfig = ClusterConfig()
     checkpointing: CheckpointingConfig = CheckpointingConfig()
     debug: DebugConfig = DebugConfig()

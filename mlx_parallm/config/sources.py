@@ -22,6 +22,8 @@ from mlx_parallm.errors import ConfigError
 
 ENV_PREFIX = "MLX_PARALLM_"
 API_KEY_VARIABLE = "MLX_PARALLM_API_KEY"
+CLUSTER_TOKEN_VARIABLE = "MLX_PARALLM_CLUSTER_TOKEN"
+_SHORT_VARIABLES = {API_KEY_VARIABLE: "server.api_key", CLUSTER_TOKEN_VARIABLE: "cluster.token"}
 _OTHER_VARIABLES = frozenset({blas.ENV_VAR})
 """Variables that have the prefix but are not settings."""
 
@@ -87,7 +89,7 @@ def _walk(section: type[Section], prefix: str = "") -> Iterator[Key]:
 _ALL = tuple(_walk(Config))
 KEYS = {key.path: key for key in _ALL if not section_of(key.field)}
 SECTIONS = {key.path: section for key in _ALL if (section := section_of(key.field))}
-_VARIABLES = {key.env_name: key.path for key in KEYS.values()} | {API_KEY_VARIABLE: "server.api_key"}
+_VARIABLES = {key.env_name: key.path for key in KEYS.values()} | _SHORT_VARIABLES
 
 
 def suggest(path: str, known: Collection[str] = (*SECTIONS, *KEYS)) -> str | None:

@@ -42,6 +42,7 @@ from mlx_parallm.core.adapters import (
 )
 from mlx_parallm.core.averages import AverageCard, AverageSpec, AveragingClient
 from mlx_parallm.core.candidates import TOP_LOGPROBS, ManyCandidates
+from mlx_parallm.core.cluster import NodeInfo, NodeRole, SharedVersion
 from mlx_parallm.core.collected import (
     CollectedClient,
     CollectedGroup,

@@ -60,17 +60,46 @@ def test_several_base_models(app, argv):
 
 
 @pytest.mark.parametrize(
-    ("command", "argv"),
+    ("argv", "host"),
     [
-        (serve, ["--mode", "inference", "--share-model"]),
-        (serve, ["--mode", "inference", "--connect-to", "node1:8000"]),
-        (train, ["--mode", "rl", "--connect-to", "node1:8000"]),
+        ([], "127.0.0.1"),
+        (["--share-model"], "0.0.0.0"),
+        (["--connect-to", "node1:8000"], "0.0.0.0"),
+        (["--connect-to", "node1:8000", "--host", "10.0.0.3"], "10.0.0.3"),
     ],
 )
-def test_flags_of_later_versions_say_so(app, capsys, command, argv):
-    assert command(argv) == 2
-    assert "not available in this version" in capsys.readouterr().err
+def test_a_node_of_a_cluster_listens_to_the_others(app, argv, host):
+    assert serve(["--mode", "inference", *argv]) == 0
+    assert app.started[0].server.host == host
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--share-model", "--connect-to", "node1:8000"], "keep one of the two"),
+        (["--connect-to", "http://node1:8000"], "must be HOST:PORT, such as node1:8000"),
+        (["--connect-to", "node1"], "must be HOST:PORT, such as node1:8000"),
+        (["--nats-url", "nats://node1:4222"], "add --share-model or remove it"),
+        (["--share-model", "--nats-url", "node1:4222"], "must begin with nats:// or tls://"),
+    ],
+)
+def test_flags_of_a_cluster_that_do_not_fit_are_named(app, capsys, argv, message):
+    assert serve(argv) == 2
+    assert message in capsys.readouterr().err
     assert not app.started
+
+
+def test_a_cluster_cannot_be_joined_for_training(app, capsys):
+    assert train(["--connect-to", "node1:8000", "--environment", "e", "--steps", "1"]) == 2
+    assert "not available in this version for training" in capsys.readouterr().err
+
+
+def test_the_token_of_a_cluster_has_a_short_variable_and_is_not_shown(app, monkeypatch, capsys):
+    monkeypatch.setenv("MLX_PARALLM_CLUSTER_TOKEN", "s3cret")
+    assert serve(["--share-model"]) == 0
+    assert app.started[0].cluster.token.get_secret_value() == "s3cret"
+    assert serve(["--share-model", "--print-config"]) == 0
+    assert "s3cret" not in capsys.readouterr().out
 
 
 def test_every_flag_sets_its_own_key(app):
@@ -82,6 +111,7 @@ def test_every_flag_sets_its_own_key(app):
     values |= {"--judge-url": "http://a", "--judge-model": "m", "--atropos-url": "http://a"}
     values |= {"--cors-origins": "http://a", "--max-model-len": "5", "--shutdown-timeout": "1", "--access-log": "false"}
     values |= {"--rl-algorithm": "dapo", "--update-frequency": "7", "--trajectory-buffer-size": "700"}
+    values |= {"--connect-to": "node1:1", "--advertise": "node1:1", "--nats-url": "nats://node1:1"}
     numbers = ("--max-batch-size", "--max-batched-tokens", "--max-queued", "--max-loras", "--max-cpu-loras")
     numbers += ("--max-lora-rank", "--checkpoint-interval", "--keep-n-checkpoints", "--lora-rank", "--lora-alpha")
     numbers += ("--max-staleness", "--micro-batch-tokens", "--seed", "--max-decode-stall-ms")
@@ -92,7 +122,7 @@ def test_every_flag_sets_its_own_key(app):
     values |= dict.fromkeys(floats, "5e-4")
     others = {"--prefix-cache-disk": ["--prefix-cache-dir", "text"], "--eval-tasks": ["--eval-every", "7"]}
     others |= {"--eval-every": ["--environment", "text"], "--judge-url": ["--judge-model", "m"]}
-    others |= {"--draft-model": ["--speculation", "draft"]}
+    others |= {"--draft-model": ["--speculation", "draft"], "--nats-url": ["--share-model"]}
     others |= {"--curriculum": ["--environment", "text"]}
     others |= {"--atropos-url": ["--enable-rl-training"], "--atropos-api": ["--enable-rl-training"]}
     flags = [flag for flag in FLAGS if flag.path not in TRAIN_ONLY]
@@ -104,6 +134,9 @@ def test_every_flag_sets_its_own_key(app):
     followers = {"--mode": [], "--enable-rl-training": ["server.mode", "rl_training.enabled"]}
     followers["--atropos-url"] = ["server.mode", "rl_training.enabled", "rl_training.atropos_url"]
     followers["--atropos-api"] = ["server.mode", "server.atropos_api", "rl_training.enabled"]
+    followers["--share-model"] = ["server.host", "cluster.share_model"]
+    followers["--connect-to"] = ["server.host", "cluster.connect_to"]
+    followers["--nats-url"] = ["server.host", "cluster.share_model", "cluster.nats_url"]
     followers["--judge-url"] = ["rl_training.judge.url", "rl_training.judge.model"]
     followers["--prefix-cache-disk"] = ["server.prefix_cache_dir", "server.prefix_cache_disk"]
     followers["--draft-model"] = ["server.speculation", "model.draft_model"]

@@ -13,7 +13,7 @@ from mlx_parallm.cli.parser import AddCommand
 from mlx_parallm.cli.service import launchd
 from mlx_parallm.cli.service.definition import UNIT, Service
 from mlx_parallm.cli.table import add_json_argument, show
-from mlx_parallm.config import API_KEY_VARIABLE, KEYS, resolve
+from mlx_parallm.config import API_KEY_VARIABLE, CLUSTER_TOKEN_VARIABLE, KEYS, resolve
 from mlx_parallm.errors import ConfigError, StorageError
 
 _FOLDER = Path("~/.mlx_parallm")
@@ -120,7 +120,7 @@ def _belongs(name: str) -> bool:
 
 
 def _check_secrets(variables: Mapping[str, str]) -> None:
-    secret = {API_KEY_VARIABLE, *(key.env_name for key in KEYS.values() if key.secret)}
+    secret = {API_KEY_VARIABLE, CLUSTER_TOKEN_VARIABLE, *(key.env_name for key in KEYS.values() if key.secret)}
     if found := sorted(secret & variables.keys()):
         raise ConfigError(
             f"{found[0]} is set, and the service's file would show it: unset it, make a key with `mlx_parallm keys "

@@ -1,0 +1,124 @@
+"""Who is in the cluster: each node renews a lease on its own entry, and follows the entries of all others.
+
+A node whose entry has not been renewed for `LEASE_S` seconds is lost. Each node measures this on its own clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from nats.errors import Error as NatsError
+
+from mlx_parallm.cluster.connection import LEASE_S, Change, Connection
+from mlx_parallm.cluster.records import from_json, to_json
+from mlx_parallm.core import NodeInfo
+
+RENEWAL_S = 1.0
+_SWEEP_S = 0.25
+
+_log = logging.getLogger(__name__)
+
+
+class Lease:
+    """This node's own entry.
+
+    Args:
+        describe: what the node says of itself now.
+    """
+
+    def __init__(self, connection: Connection, describe: Callable[[], NodeInfo]) -> None:
+        self._connection = connection
+        self._describe = describe
+        self._changed = asyncio.Event()
+
+    def tell(self) -> None:
+        """Renews the entry at once, because what it says has changed."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Renews the entry until it is cancelled, then removes it, so that the others need not wait."""
+        try:
+            while True:
+                self._changed.clear()
+                await self._renew()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), RENEWAL_S)
+        finally:
+            with suppress(NatsError, TimeoutError):  # then the entry expires by itself
+                await asyncio.wait_for(self._connection.nodes.delete(self._describe().id), RENEWAL_S)
+
+    async def _renew(self) -> None:
+        info = self._describe()
+        try:
+            await self._connection.nodes.put(info.id, to_json(info))
+        except NatsError as error:  # NATS may be starting again; the next renewal follows in a second
+            _log.debug("the lease of %s was not renewed: %s", info.id, error)
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """A node that is present. `lost` is set when it is not any more, or when its process was started anew."""
+
+    info: NodeInfo
+    seen_at: float
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Members:
+    """All nodes that are present, as this node sees them. Used on the event loop's thread.
+
+    `lost_total`: how many were lost without a word.
+    """
+
+    def __init__(self, connection: Connection, clock: Callable[[], float] = time.monotonic) -> None:
+        self._connection = connection
+        self._clock = clock
+        self._members: dict[str, Member] = {}
+        self.lost_total = 0
+
+    def present(self) -> tuple[Member, ...]:
+        """The nodes that are present, sorted by id."""
+        return tuple(self._members[node] for node in sorted(self._members))
+
+    async def run(self) -> None:
+        """Follows the entries until it is cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._sweep())
+            async for change in self._connection.follow(self._connection.nodes):
+                if change is not None:
+                    self.note(change)
+
+    def note(self, change: Change) -> None:
+        """Takes in one change of an entry."""
+        if change.value is None:
+            self._drop(change.key)
+        elif (info := from_json(NodeInfo, change.value)) is not None:
+            known = self._members.get(info.id)
+            if known is None or known.info.incarnation != info.incarnation:
+                self._drop(info.id)
+                self._members[info.id] = Member(info, self._clock())
+                _log.info("node %s is here, at %s", info.id, info.url or "no address")
+            else:
+                known.info, known.seen_at = info, self._clock()
+
+    def drop_silent(self) -> None:
+        """Drops the nodes that have not renewed their entry in time."""
+        limit = self._clock() - LEASE_S
+        for node in [node for node, member in self._members.items() if member.seen_at < limit]:
+            _log.warning("node %s is lost: it has said nothing for %g s", node, LEASE_S)
+            self.lost_total += 1
+            self._drop(node)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            self.drop_silent()
+
+    def _drop(self, node: str) -> None:
+        if (member := self._members.pop(node, None)) is not None:
+            member.lost.set()

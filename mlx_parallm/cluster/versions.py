@@ -1,0 +1,143 @@
+"""The registry of shared adapter versions, in the bucket `versions`.
+
+    staged.NAME.VERSION    its archive is complete at the head, so every node can fetch it
+    live.NAME              the version that the name means; changed by compare-and-set alone
+
+A version never changes. The dots of a name are written `=`, because NATS divides keys at dots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+
+from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError
+
+from mlx_parallm.cluster.connection import Connection, stored
+from mlx_parallm.cluster.records import from_json, to_json
+from mlx_parallm.core import AdapterRef, SharedVersion
+from mlx_parallm.errors import ConflictError
+
+KEPT = 3
+"""How many versions of a name stay staged, the live one included."""
+_MARKER_S = 60.0
+"""How long NATS keeps the marker of a removed key, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveVersion:
+    """The live version of a name. `revision` goes with it into `Versions.go_live`."""
+
+    version: SharedVersion
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class VersionState:
+    """All versions at one time: the live one of each name, and all that are staged, which includes the live ones."""
+
+    live: Mapping[str, SharedVersion] = field(default_factory=dict)
+    staged: Mapping[AdapterRef, SharedVersion] = field(default_factory=dict)
+
+
+class Versions:
+    """Reads and changes the registry. All methods raise StorageError if NATS cannot be reached."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._bucket = connection.versions
+
+    async def stage(self, version: SharedVersion) -> None:
+        """Announces a version whose archive is complete. Doing so again changes nothing.
+
+        Raises:
+            ConflictError: a version of this name and number has another content.
+        """
+        async with stored():
+            try:
+                await self._bucket.create(_staged(version.ref), to_json(version))
+                return
+            except KeyWrongLastSequenceError:
+                known, _ = await self._read(_staged(version.ref))
+        if known is None or known.sha256 != version.sha256:
+            raise ConflictError(f"{version.ref} has another content already; publish a new version")
+
+    async def live(self, name: str) -> LiveVersion | None:
+        """The live version of a name; None if it has none."""
+        async with stored():
+            version, revision = await self._read(_live(name))
+        return None if version is None else LiveVersion(version, revision)
+
+    async def go_live(self, version: SharedVersion, after: LiveVersion | None) -> LiveVersion:
+        """Makes a staged version live, if `after` is still the live one.
+
+        Raises:
+            ConflictError: it is not, or the version is not staged, or its fence is lower than that of `after`.
+        """
+        if after is not None and version.fence < after.version.fence:
+            raise ConflictError(
+                f"{version.ref} cannot go live: its trainer has lost its lease to another ({after.version.fence})"
+            )
+        async with stored():
+            staged, _ = await self._read(_staged(version.ref))
+            if staged is None or staged.sha256 != version.sha256:
+                raise ConflictError(f"{version.ref} cannot go live: it is not staged; upload it first")
+            try:
+                last = after.revision if after is not None else 0
+                revision = await self._bucket.update(_live(version.name), to_json(version), last)
+            except KeyWrongLastSequenceError:
+                raise ConflictError(
+                    f"{version.ref} cannot go live: another version of {version.name!r} went live meanwhile"
+                ) from None
+        return LiveVersion(version, revision)
+
+    async def remove_old(self, state: VersionState, name: str) -> tuple[SharedVersion, ...]:
+        """Removes the staged versions of a name that are older than the live one, but for the newest of them. Returns
+        those that were removed. The head calls it."""
+        live = state.live.get(name)
+        older = sorted(
+            (version for version in state.staged.values() if live and version.name == name),
+            key=lambda version: version.version,
+        )
+        going = tuple(version for version in older if live and version.version < live.version)[: -(KEPT - 1)]
+        async with stored():
+            for version in going:
+                await self._bucket.purge(_staged(version.ref), msg_ttl=_MARKER_S)
+        return going
+
+    async def follow(self) -> AsyncIterator[VersionState]:
+        """Yields the state now, and again after each change."""
+        live: dict[str, SharedVersion] = {}
+        staged: dict[AdapterRef, SharedVersion] = {}
+        keys: dict[str, SharedVersion] = {}
+        complete = False
+        async for change in self._connection.follow(self._bucket):
+            if change is None:
+                complete = True
+            elif change.value is None:
+                keys.pop(change.key, None)
+            elif (version := from_json(SharedVersion, change.value)) is not None:
+                keys[change.key] = version
+            if complete:
+                live = {version.name: version for key, version in keys.items() if key.startswith("live.")}
+                staged = {version.ref: version for key, version in keys.items() if key.startswith("staged.")}
+                yield VersionState(live, staged)
+
+    async def _read(self, key: str) -> tuple[SharedVersion | None, int]:
+        try:
+            entry = await self._bucket.get(key)
+        except KeyNotFoundError:
+            return None, 0
+        return from_json(SharedVersion, entry.value or b""), entry.revision or 0
+
+
+def _plain(name: str) -> str:
+    return name.replace(".", "=")
+
+
+def _live(name: str) -> str:
+    return f"live.{_plain(name)}"
+
+
+def _staged(ref: AdapterRef) -> str:
+    return f"staged.{_plain(ref.name)}.{ref.version}"

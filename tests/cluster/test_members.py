@@ -1,0 +1,82 @@
+"""Leases: who counts as present, and when a node is lost."""
+
+import asyncio
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+
+from mlx_parallm.cluster.connection import LEASE_S, Change
+from mlx_parallm.cluster.members import Lease, Members
+from mlx_parallm.cluster.records import to_json
+from mlx_parallm.core import NodeInfo, NodeRole
+
+NODE = NodeInfo("replica-1", NodeRole.REPLICA, "http://127.0.0.1:9", ("math@1",), 5, True, "first")
+
+
+@pytest.fixture
+def clock():
+    return [100.0]
+
+
+@pytest.fixture
+def members(clock):
+    return Members(None, lambda: clock[0])
+
+
+def renewed(members, info):
+    members.note(Change(info.id, to_json(info), 1))
+
+
+def test_a_node_that_says_nothing_for_the_length_of_its_lease_is_lost(members, clock):
+    renewed(members, NODE)
+    (member,) = members.present()
+    for _ in range(5):
+        clock[0] += LEASE_S
+        renewed(members, replace(NODE, holds=("math@2",)))
+        members.drop_silent()
+    assert members.present() == (member,)
+    assert member.info.holds == ("math@2",)
+    clock[0] += LEASE_S + 0.01
+    members.drop_silent()
+    assert members.present() == ()
+    assert member.lost.is_set()
+    assert members.lost_total == 1
+
+
+def test_a_node_that_was_started_anew_is_another_one(members):
+    renewed(members, NODE)
+    (before,) = members.present()
+    renewed(members, replace(NODE, incarnation="second"))
+    (after,) = members.present()
+    assert before.lost.is_set()
+    assert not after.lost.is_set()
+
+
+def test_what_another_version_of_the_package_wrote_is_left_out(members):
+    members.note(Change("strange", b'{"id": 3}', 1))
+    assert members.present() == ()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_lease_is_seen_by_others_and_given_back(connection):
+    said = [NODE]
+    lease, members = Lease(connection, lambda: said[0]), Members(connection)
+    tasks = [asyncio.create_task(lease.run()), asyncio.create_task(members.run())]
+
+    async def until(condition):
+        async with asyncio.timeout(10):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+    await until(members.present)
+    said[0] = replace(NODE, holds=("math@1", "math@2"))
+    lease.tell()
+    await until(lambda: members.present()[0].info == said[0])
+    tasks[0].cancel()
+    await until(lambda: not members.present())
+    assert members.lost_total == 0
+    tasks[1].cancel()
+    for task in tasks:
+        with suppress(asyncio.CancelledError):
+            await task
