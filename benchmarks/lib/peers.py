@@ -82,6 +82,13 @@ async def mlx_lm_server(model: Path, flags: Sequence[str], logs: Path) -> AsyncI
 
 
 @asynccontextmanager
+async def program(name: str, flags: Sequence[str], logs: Path) -> AsyncIterator[Peer]:
+    """Runs the server `programs/NAME.py` and waits until it answers `GET /health`."""
+    async with _server(name, [sys.executable, str(PROGRAMS / f"{name}.py"), *flags], "/health", logs) as peer:
+        yield peer
+
+
+@asynccontextmanager
 async def bare_loop(model: Path, logs: Path) -> AsyncIterator[Peer]:
     """Runs `programs/bare_loop.py` and waits until its model is loaded."""
     command = [sys.executable, str(PROGRAMS / "bare_loop.py"), str(model)]

@@ -1,0 +1,146 @@
+"""Simulates a cluster of 1 to 256 nodes, and compares the simulation with engines that answer at a fixed pace.
+
+    python benchmarks/cluster_sim.py [--only PART ...] [--nodes N ...] [--out FILE]
+
+    paced        the processor time of a relay; 1, 2 and 3 paced engines behind it against the simulation
+    nodes        throughput, first token, publishing, training and staleness by number of nodes and by scenario
+    loss         one node is killed, or stands still until its lease ends
+
+Times come from the records of other benchmarks; `lib/cluster/inputs.py` names the record of each. No cluster runs:
+figures of several nodes are those of a model of it. Takes four minutes on two cores, prints tables and writes JSON.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from lib import machine, report
+from lib.cluster import inputs, outcome, paced
+from lib.cluster.inputs import Inputs
+from lib.cluster.outcome import Loss, Outcome
+from lib.cluster.paced import Comparison
+from lib.figures import Figure, errors, reported
+from lib.throughput import REQUESTS_PER_CLIENT, TOKENS
+from rich.table import Table
+
+RECORD = Path(__file__).parent / "results" / "cluster_sim.json"
+PARTS = ("paced", "nodes", "loss")
+NODES = (1, 2, 3, 8, 64, 256)
+REPLICAS = (1, 2, 3)
+LOSS_NODES = (2, 3, 8)
+HEADS = "tok/s", "first token", "99 %", "router", "to live", "updates/min", "trainer", "staleness", "dropped"
+"""Of the tables by number of nodes. Router and trainer: the share of their time that they work."""
+MOST_APART, LEAST_GAIN = 15.0, 1.9
+"""Per cent between a figure of the simulation and of the paced engines; throughput of two over one."""
+
+
+def main() -> int:
+    """Returns the exit code: 0 if every figure keeps to its limit, 1 if one does not."""
+    arguments = _arguments()
+    before = machine.describe()
+    comparisons: list[Comparison] = []
+    if "paced" in arguments.only:
+        machine.warn_if_busy()
+        router, comparisons = paced.run_all(REPLICAS)
+    else:
+        router = inputs.recorded_router(RECORD)
+    measured = inputs.measured(router)
+    outcomes = _simulated(measured, arguments.nodes) if "nodes" in arguments.only else []
+    lost = outcome.losses(measured, LOSS_NODES) if "loss" in arguments.only else []
+    figures = [*_of_paced(comparisons), *_of_serving(measured), *_of_nodes(outcomes)]
+    report.show(figures, *_tables(outcomes), *_loss_tables(lost))
+    record = {"router": asdict(router), "inputs": asdict(measured), "paced": [asdict(one) for one in comparisons]}
+    record |= {"nodes": [asdict(one) for one in outcomes], "loss": [asdict(one) for one in lost]}
+    report.write(arguments.out, {"machine": before, "setting": report.setting(arguments), **record}, figures)
+    print(f"written to {arguments.out}")
+    return int(any(figure.met is False for figure in figures))
+
+
+def _simulated(measured: Inputs, counts: Iterable[int]) -> list[Outcome]:
+    return [outcome.simulate(scenario, nodes) for scenario in outcome.scenarios(measured) for nodes in counts]
+
+
+def _of_paced(comparisons: list[Comparison]) -> Iterator[Figure]:
+    for one in comparisons:
+        name = f"paced engines: {one.replicas}"
+        rate = _apart(one.simulated_rate, one.real_rate)
+        first = _apart(one.simulated_first_token_s, one.real_first_token_s)
+        yield Figure(f"{name}: throughput", "tok/s", *reported([one.real_rate]))
+        yield Figure(f"{name}: simulated throughput, apart", "%", *reported([rate]), MOST_APART)
+        yield Figure(f"{name}: simulated first token, apart", "%", *reported([first]), MOST_APART)
+    rates = {one.replicas: one.real_rate for one in comparisons}
+    if rates:
+        yield Figure("two paced engines against one", "x", *reported([rates[2] / rates[1]]), LEAST_GAIN, at_least=True)
+        yield errors("requests that failed", sum(one.errors for one in comparisons))
+
+
+def _of_serving(measured: Inputs) -> Iterator[Figure]:
+    for clients, real in inputs.served_rates().items():
+        simulated = outcome.served_rate(measured, clients, TOKENS, clients * REQUESTS_PER_CLIENT[clients])
+        yield Figure(f"one real server, {clients} clients: simulated, apart", "%", *reported([_apart(simulated, real)]))
+
+
+def _of_nodes(outcomes: list[Outcome]) -> Iterator[Figure]:
+    """Of the first scenario only. The record has all of them."""
+    for one in outcomes:
+        if one.scenario == outcomes[0].scenario:
+            name = f"{one.scenario}, nodes: {one.nodes}"
+            yield Figure(f"{name}: throughput", "tok/s", *reported([one.tokens_s]))
+            yield Figure(f"{name}: update to live everywhere", "s", *reported([one.to_live_s]))
+
+
+def _apart(simulated: float, real: float) -> float:
+    """Per cent."""
+    return 100 * abs(simulated / real - 1)
+
+
+def _tables(outcomes: list[Outcome]) -> Iterator[Table]:
+    for scenario in dict.fromkeys(one.scenario for one in outcomes):
+        table = Table("nodes", title=scenario)
+        for head in HEADS:
+            table.add_column(head, justify="right")
+        for one in outcomes:
+            if one.scenario == scenario:
+                table.add_row(*_cells(one))
+        yield table
+
+
+def _cells(one: Outcome) -> tuple[str, ...]:
+    return (
+        str(one.nodes),
+        f"{one.tokens_s:,.0f}",
+        f"{one.first_token_s:.2f} s",
+        f"{one.first_token_p99_s:.2f} s",
+        f"{one.router_busy:.0%}",
+        f"{one.to_live_s:.2f} s",
+        f"{one.updates_minute:.1f}",
+        f"{one.trainer_busy:.0%}",
+        f"{one.staleness:.2f}",
+        f"{one.dropped:.0%}",
+    )
+
+
+def _loss_tables(lost: list[Loss]) -> Iterator[Table]:
+    if not lost:
+        return
+    table = Table("nodes", title="One node is lost")
+    for head in ("seen after", "retried", "broken", "throughput", "slowest first token"):
+        table.add_column(head, justify="right")
+    for one in lost:
+        figures = f"{one.unseen_s:.1f} s", str(one.retried), str(one.broken), f"{one.rate_after:.2f} x"
+        table.add_row(str(one.nodes), *figures, f"{one.slowest_first_token_s:.2f} s")
+    yield table
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--nodes", nargs="+", type=int, default=NODES)
+    parser.add_argument("--out", type=Path, default=RECORD)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
