@@ -26,6 +26,7 @@
         ├── QueueFullError          the trajectories that wait for training leave no room
         ├── ModelUnavailableError   the base model cannot be loaded
         ├── AdapterUnavailableError the weights of the adapter version are gone
+        ├── NodeFailedError         another node of the cluster could not answer the request to its end
         ├── DeviceLostError         every call to the device fails
         └── EngineDeadError         the device thread has stopped or is shutting down
 
@@ -133,6 +134,10 @@ class QueueTimeoutError(EngineError):
 
 class DeviceMemoryError(EngineError):
     """The device has no memory for this request, and no other row holds memory that will be freed."""
+
+
+class NodeFailedError(EngineError):
+    """Another node of the cluster refused a request, or was lost before its answer was complete."""
 
 
 class DeviceLostError(EngineError):

@@ -66,6 +66,7 @@ def set_up(level: str, as_json: bool) -> None:
     handler.setFormatter(JsonFormatter() if as_json else logging.Formatter(TEXT_FORMAT))
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.captureWarnings(as_json)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request to another server at level info
 
 
 def timestamp(seconds: float) -> str:

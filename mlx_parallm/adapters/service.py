@@ -11,7 +11,7 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -61,6 +61,7 @@ class AdapterService:
         self._publishing = asyncio.Lock()
         self._loading_folder = asyncio.Lock()
         self._folders = LoadedFolders(store.registry)
+        self._held: dict[AdapterRef, ExitStack] = {}
 
     def attach(self, store: AdapterStore) -> None:
         """Uses the store of a base model that was loaded again. Its registry is the same."""
@@ -162,6 +163,31 @@ class AdapterService:
             if live is None or live.info.digest != file.digest:
                 live = await self.publish(name, file.weights, dataclasses.replace(info_of_file(file), root=""))
             return live.ref
+
+    async def hold(self, ref: AdapterRef, folder: Path) -> None:
+        """Adds the adapter in a folder that this program itself names as this version, and stages it. It does not go
+        live, and does not depend on the folder afterwards: it stays in memory until `release`. Doing so again changes
+        nothing.
+
+        Raises:
+            AdapterFileError: its files cannot be used.
+            ConflictError: the name has had a version of this number with other content, or one of a higher number.
+        """
+        file = await asyncio.to_thread(self._library.read_anywhere, folder)
+        async with self._publishing:
+            known = self._registry.known(ref)
+            if known is None or known.info.digest != file.digest:
+                info = dataclasses.replace(info_of_file(file), root="")
+                await self.publish(ref.name, file.weights, info, goes_live=False, number=ref.version)
+            if ref not in self._held:
+                self._held[ref] = ExitStack()
+                self._held[ref].enter_context(self._registry.lease(str(ref)))
+
+    def release(self, ref: AdapterRef) -> None:
+        """Forgets a version that is held, once no request uses it."""
+        self._registry.discard(ref)
+        if (lease := self._held.pop(ref, None)) is not None:
+            lease.close()
 
     async def publish(
         self,

@@ -51,6 +51,7 @@ def render(served: Served, config: Config, port: int) -> str:
         "MLX limits": f"{human_bytes(limits.memory)} in all, buffer cache up to {human_bytes(limits.cache)}, {wired}",
         "device": f"{served.device}, BLAS {BLAS.name}",
         "access": _access(server),
+        **_cluster(config, port),
         "base URL": f"{url}/v1",
         **({"dashboard": f"{url}/dashboard"} if server.dashboard else {}),
         "see also": "  ".join(url + path for path in ("/v1/models", "/metrics", "/debug/state", "/docs")),
@@ -89,6 +90,18 @@ def checkpoints_text(run: Run | None) -> str:
     if run.resumed:
         return f"{run.path}, resumed"
     return f"{run.path}, a new run" + ("; --resume resumes the newest" if run.own else "")
+
+
+def _cluster(config: Config, port: int) -> dict[str, str]:
+    """How other nodes join this one, or which one this node has joined."""
+    cluster = config.cluster
+    if cluster.connect_to is not None:
+        return {"cluster": f"a replica of {cluster.connect_to}"}
+    if not cluster.share_model:
+        return {}
+    where = "MLX_PARALLM_CLUSTER_TOKEN here" if cluster.token else f"in {cluster.state_dir / 'token'}"
+    address = cluster.advertise or f"HOST:{port}"
+    return {"cluster": f"other nodes join with --connect-to {address} and the token, which is {where}"}
 
 
 def _access(server: ServerConfig) -> str:

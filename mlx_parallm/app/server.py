@@ -7,11 +7,16 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
 
 from mlx_parallm import logs
 from mlx_parallm.app import banner
+from mlx_parallm.app.all_adapters import AllAdapters
 from mlx_parallm.app.atropos import open_source, registration
 from mlx_parallm.app.base_loader import build_base_set
+from mlx_parallm.app.base_set import BaseSet
 from mlx_parallm.app.build import Engine, Served
 from mlx_parallm.app.lessons import Lessons
 from mlx_parallm.app.ranks import check_splittable, follow
@@ -19,6 +24,8 @@ from mlx_parallm.app.server_rollouts import ServerRollouts, environment_of
 from mlx_parallm.app.tracking import metrics_file, start_tracking
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import Config, LoRAConfig, RLConfig, configure
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.extras import CLUSTER
 from mlx_parallm.ranks.joining import Ranks, join
 from mlx_parallm.rl.atropos.source import AtroposSource
 from mlx_parallm.rl.environments import Environment
@@ -28,7 +35,10 @@ from mlx_parallm.server.api.chat.template import read_templates
 from mlx_parallm.server.app import create_app, serve
 from mlx_parallm.server.http import request_log
 from mlx_parallm.server.lifecycle import release
-from mlx_parallm.server.traces.export import open_traces
+from mlx_parallm.server.traces.export import Traces, open_traces
+
+if TYPE_CHECKING:  # it needs the extra `cluster`
+    from mlx_parallm.cluster.node import Node
 
 
 def run(config: Config) -> int:
@@ -43,9 +53,32 @@ def run(config: Config) -> int:
         request_log.write_plain_lines()
     ranks = join()
     if ranks is None:
-        return asyncio.run(_run(config))
+        return asyncio.run(_run(_prepared(config)))
     check_splittable(config)
     return asyncio.run(_run(config, ranks)) if ranks.leads else follow(config, ranks)
+
+
+def _prepared(config: Config) -> Config:
+    """The configuration with which the model is loaded. Raises ConfigError: this node cannot take part in a cluster."""
+    if not config.cluster.wanted:
+        return config
+    if not CLUSTER.installed:
+        raise ConfigError(f"cluster: {CLUSTER.missing}")
+    from mlx_parallm.app.cluster import prepare
+
+    return prepare(config)
+
+
+@asynccontextmanager
+async def _node(config: Config, served: Served) -> AsyncIterator[Node | None]:
+    """This server as a node of a cluster, until the block ends; None if it is none."""
+    if not config.cluster.wanted:
+        yield None
+        return
+    from mlx_parallm.app.cluster import joined
+
+    async with joined(config, served) as node:
+        yield node
 
 
 async def _run(config: Config, ranks: Ranks | None = None) -> int:
@@ -55,8 +88,12 @@ async def _run(config: Config, ranks: Ranks | None = None) -> int:
     return exit_code
 
 
-def _started(served: Served, config: Config, port: int) -> None:
-    """Shows the banner, and has judges that are this server itself ask it on `port`."""
+def _started(served: Served, config: Config, app: FastAPI, node: Node | None, port: int) -> None:
+    """Shows the banner, has judges that are this server itself ask it on `port`, and tells the other nodes."""
+    if node is not None:
+        from mlx_parallm.app.cluster import begin_serving
+
+        begin_serving(node, config, app.state.services, port)
     if served.training is not None:
         key = config.server.api_key
         url = f"{banner.base_url(config.server, port)}/v1"
@@ -108,28 +145,16 @@ class IntegratedServer:
         try:
             served = await self._load()
             models, adapters = await asyncio.to_thread(build_base_set, self._engine, templates)
-            app = create_app(
-                served.engine,
-                adapters,
-                served.training.service if served.training else None,
-                models,
-                server,
-                registration(config, served, step=0) if server.atropos_api else None,
-                served.training.policies if served.training else None,
-                config.rl_training.tinker,
-                served.training.averages if served.training else None,
-                served.training.reward_models if served.training else None,
-                self._lessons,
-                traces,
-            )
             if traces is not None and served.training is not None:
                 served.training.service.add_sink(traces.on_event)
-            if self._trains:  # requests can only be collected once the adapter is trained
-                await self._training_started.wait()
-            self._is_asleep = lambda: app.state.services.sleep.asleep
-            with self._engine.failures_recorded():
-                async with models.kept_up():
-                    return await serve(app, partial(_started, served, config))
+            async with _node(config, served) as node:
+                app = self._create_app(served, config, models, adapters, traces, node)
+                if self._trains:  # requests can only be collected once the adapter is trained
+                    await self._training_started.wait()
+                self._is_asleep = lambda: app.state.services.sleep.asleep
+                with self._engine.failures_recorded():
+                    async with models.kept_up():
+                        return await serve(app, partial(_started, served, config, app, node))
         finally:
             self._inference_ended.set()
             try:
@@ -137,6 +162,32 @@ class IntegratedServer:
             finally:
                 if traces is not None:
                     await asyncio.to_thread(traces.close)
+
+    def _create_app(
+        self,
+        served: Served,
+        config: Config,
+        models: BaseSet,
+        adapters: AllAdapters,
+        traces: Traces | None,
+        node: Node | None,
+    ) -> FastAPI:
+        training = served.training
+        return create_app(
+            served.engine,
+            adapters,
+            training.service if training else None,
+            models,
+            config.server,
+            registration(config, served, step=0) if config.server.atropos_api else None,
+            training.policies if training else None,
+            config.rl_training.tinker,
+            training.averages if training else None,
+            training.reward_models if training else None,
+            self._lessons,
+            traces,
+            node,
+        )
 
     async def run_training_loop(self) -> None:
         """Trains on collected trajectories until `run_inference` ends, or until it is cancelled.

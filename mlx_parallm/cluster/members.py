@@ -1,6 +1,7 @@
 """Who is in the cluster: each node renews a lease on its own entry, and follows the entries of all others.
 
-A node whose entry has not been renewed for `LEASE_S` seconds is lost. Each node measures this on its own clock.
+A node whose entry has not been renewed for `LEASE_S` seconds is lost. Each node measures this on its own clock, while
+it is connected to NATS.
 """
 
 from __future__ import annotations
@@ -10,13 +11,12 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 from nats.errors import Error as NatsError
 
 from mlx_parallm.cluster.connection import LEASE_S, Change, Connection
 from mlx_parallm.cluster.records import from_json, to_json
-from mlx_parallm.core import NodeInfo
+from mlx_parallm.core import Member, NodeInfo
 
 RENEWAL_S = 1.0
 _SWEEP_S = 0.25
@@ -58,15 +58,6 @@ class Lease:
             await self._connection.nodes.put(info.id, to_json(info))
         except NatsError as error:  # NATS may be starting again; the next renewal follows in a second
             _log.debug("the lease of %s was not renewed: %s", info.id, error)
-
-
-@dataclass(eq=False, slots=True)
-class Member:
-    """A node that is present. `lost` is set when it is not any more, or when its process was started anew."""
-
-    info: NodeInfo
-    seen_at: float
-    lost: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Members:
@@ -114,10 +105,18 @@ class Members:
             self.lost_total += 1
             self._drop(node)
 
+    def extend_all(self) -> None:
+        """Counts every node as heard now. Called while NATS cannot be reached, because then nobody can be heard."""
+        for member in self._members.values():
+            member.seen_at = self._clock()
+
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(_SWEEP_S)
-            self.drop_silent()
+            if self._connection.connected:
+                self.drop_silent()
+            else:
+                self.extend_all()
 
     def _drop(self, node: str) -> None:
         if (member := self._members.pop(node, None)) is not None:

@@ -8,14 +8,14 @@ A version never changes. The dots of a name are written `=`, because NATS divide
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError
 
 from mlx_parallm.cluster.connection import Connection, stored
 from mlx_parallm.cluster.records import from_json, to_json
-from mlx_parallm.core import AdapterRef, SharedVersion
+from mlx_parallm.core import AdapterRef, SharedVersion, VersionState
 from mlx_parallm.errors import ConflictError
 
 KEPT = 3
@@ -30,14 +30,6 @@ class LiveVersion:
 
     version: SharedVersion
     revision: int
-
-
-@dataclass(frozen=True, slots=True)
-class VersionState:
-    """All versions at one time: the live one of each name, and all that are staged, which includes the live ones."""
-
-    live: Mapping[str, SharedVersion] = field(default_factory=dict)
-    staged: Mapping[AdapterRef, SharedVersion] = field(default_factory=dict)
 
 
 class Versions:

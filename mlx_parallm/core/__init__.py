@@ -42,7 +42,19 @@ from mlx_parallm.core.adapters import (
 )
 from mlx_parallm.core.averages import AverageCard, AverageSpec, AveragingClient
 from mlx_parallm.core.candidates import TOP_LOGPROBS, ManyCandidates
-from mlx_parallm.core.cluster import NodeInfo, NodeRole, SharedVersion
+from mlx_parallm.core.cluster import (
+    BaseFile,
+    ClusterClient,
+    ClusterStatus,
+    Joined,
+    Joining,
+    Member,
+    NodeInfo,
+    NodeRole,
+    SharedBase,
+    SharedVersion,
+    VersionState,
+)
 from mlx_parallm.core.collected import (
     CollectedClient,
     CollectedGroup,
@@ -80,6 +92,7 @@ from mlx_parallm.core.grammar import (
     GrammarSpec,
     GrammarState,
     ReasoningPrefix,
+    SpecifiedGrammar,
     combined,
     parts_of,
     with_bounded_integers,

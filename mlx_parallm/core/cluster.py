@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
 
 from mlx_parallm.core.adapters import AdapterRef
 
@@ -41,6 +45,16 @@ class NodeInfo:
     incarnation: str = ""
 
 
+@dataclass(eq=False, slots=True)
+class Member:
+    """A node that is present. `lost` is set when it is not any more, or when its process was started anew. `seen_at`:
+    when it last renewed its lease."""
+
+    info: NodeInfo
+    seen_at: float
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 @dataclass(frozen=True, slots=True)
 class SharedVersion:
     """An adapter version whose files the head keeps for all nodes.
@@ -61,3 +75,117 @@ class SharedVersion:
     def ref(self) -> AdapterRef:
         """The version as requests name it."""
         return AdapterRef(self.name, self.version)
+
+
+@dataclass(frozen=True, slots=True)
+class VersionState:
+    """All shared versions at one time: the live one of each name, and all that are staged, which includes the live
+    ones."""
+
+    live: Mapping[str, SharedVersion] = field(default_factory=dict)
+    staged: Mapping[AdapterRef, SharedVersion] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class BaseFile:
+    """A file of the base model. `path` is its name."""
+
+    path: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class SharedBase:
+    """The base model of a cluster. `files` is empty if a node that joins has it, or has it with this package."""
+
+    name: str
+    fingerprint: str
+    files: tuple[BaseFile, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Joining:
+    """What a node says when it joins. `fingerprint`: that of its base model; None: it asks which one there is."""
+
+    role: NodeRole
+    url: str
+    fingerprint: str | None
+    version: str
+    """The version of its package."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """What the head answers a node that joins. `nats_token`: empty if NATS wants none."""
+
+    node_id: str
+    nats_url: str
+    nats_token: str = field(repr=False)
+    base: SharedBase
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterStatus:
+    """A cluster as one of its nodes sees it.
+
+    Attributes:
+        node_id: that node.
+        unusable: shared versions that this node cannot serve, with the reason.
+        lost_total: nodes that were lost without a word.
+    """
+
+    node_id: str
+    connected: bool
+    nodes: tuple[NodeInfo, ...]
+    versions: VersionState
+    unusable: Mapping[str, str]
+    lost_total: int
+
+
+class ClusterClient(Protocol):
+    """The cluster as the HTTP server of one of its nodes uses it, on the event loop's thread. All methods of the head
+    raise ConflictError in other nodes."""
+
+    @property
+    def token(self) -> str:
+        """The secret that all nodes have."""
+        ...
+
+    @property
+    def routes(self) -> bool:
+        """Whether this node is the head, which sends requests to others."""
+        ...
+
+    def status(self) -> ClusterStatus:
+        """The cluster as this node sees it now."""
+        ...
+
+    def others_with(self, ref: AdapterRef) -> tuple[Member, ...]:
+        """The other nodes that can answer requests for this adapter version now."""
+        ...
+
+    async def join(self, joining: Joining, reached_at: str) -> Joined:
+        """Lets a node join. `reached_at`: the host at which it has reached this one.
+
+        Raises:
+            ConflictError: it has another base model, or another version of this package.
+        """
+        ...
+
+    async def base_file(self, name: str) -> Path:
+        """A file of the base model. Raises InvalidRequestError: there is no such file."""
+        ...
+
+    async def put_adapter(self, ref: AdapterRef, archive: bytes, sha256: str, fence: int) -> SharedVersion:
+        """Keeps an adapter version and stages it.
+
+        Raises:
+            InvalidRequestError: the archive has another checksum, or is not an adapter's.
+            ConflictError: there is a version of this name and number with another content.
+        """
+        ...
+
+    async def adapter_file(self, ref: AdapterRef) -> Path:
+        """The archive of a version. Raises UnknownModelError: there is none."""
+        ...

@@ -107,6 +107,18 @@ class Grammar(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class SpecifiedGrammar:
+    """A compiled grammar with the spec that it was compiled from, so that another node can compile it too."""
+
+    spec: GrammarSpec
+    compiled: Grammar
+
+    def start(self) -> GrammarState:
+        """See `Grammar.start`."""
+        return self.compiled.start()
+
+
 class GrammarCompiler(Protocol):
     """Compiles grammars within limits of time and size. Safe to use from any thread."""
 

@@ -153,6 +153,7 @@ class GenerationRequest:
         pooling: each prompt gets one vector of its hidden states, and no token is drawn. None: tokens are drawn.
         key: the name of the API key that sent it. The scheduler is fair between keys.
         base: the name of the base model, which must be loaded. Empty: the first one.
+        whole: nobody reads an event before the last one, so the request may begin anew on another node meanwhile.
     """
 
     request_id: str
@@ -171,6 +172,7 @@ class GenerationRequest:
     pooling: Pooling | None = None
     key: str = ""
     base: str = ""
+    whole: bool = False
 
     @property
     def sequences(self) -> int:

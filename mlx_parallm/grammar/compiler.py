@@ -12,7 +12,15 @@ from threading import Lock
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
-from mlx_parallm.core import Grammar, GrammarKind, GrammarSpec, ReasoningPrefix, TextTokenizer, parts_of
+from mlx_parallm.core import (
+    Grammar,
+    GrammarKind,
+    GrammarSpec,
+    ReasoningPrefix,
+    SpecifiedGrammar,
+    TextTokenizer,
+    parts_of,
+)
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.grammar.matcher import GrammarRefused, LLGrammar, build_matcher
 from mlx_parallm.grammar.trial import CPU_LIMIT_S, Trial
@@ -65,9 +73,10 @@ class LLCompiler:
             return refused
         if any(part.kind is GrammarKind.JSON_SCHEMA for part in parts_of(spec)):
             grammar = BoundedNumbers(grammar, self._digit_tokens)
-        if spec.reasoning_prefix is ReasoningPrefix.NONE:
-            return grammar
-        return AfterReasoning(grammar, self._tokenizer, started=spec.reasoning_prefix is ReasoningPrefix.OPEN)
+        if spec.reasoning_prefix is not ReasoningPrefix.NONE:
+            started = spec.reasoning_prefix is ReasoningPrefix.OPEN
+            grammar = AfterReasoning(grammar, self._tokenizer, started=started)
+        return SpecifiedGrammar(spec, grammar)
 
     @cached_property
     def _token_bytes(self) -> list[bytes]:

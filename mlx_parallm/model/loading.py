@@ -47,7 +47,7 @@ class LoadedModel:
     @property
     def fingerprint(self) -> str:
         """Identifies the base model for which adapters are saved. See `fingerprint_files`."""
-        return fingerprint_files(model_files(self.source) if self.source.is_dir() else [self.source])
+        return fingerprint_of(self.source)
 
 
 def load(
@@ -80,6 +80,21 @@ def name_of(path_or_id: str | None) -> str:
         return BUNDLED_NAME
     folder = Path(path_or_id).expanduser()
     return folder.resolve().name if folder.exists() else path_or_id
+
+
+def source_of(path_or_id: str | None, progress: bool = True) -> Path:
+    """A model's directory, or the GGUF file of the bundled model (None). A hub id is downloaded unless it is in the
+    cache.
+
+    Raises:
+        ModelNotFoundError: there is no such directory or hub model.
+    """
+    return bundled_path() if path_or_id is None else find_model(path_or_id, progress)
+
+
+def fingerprint_of(source: Path) -> str:
+    """Identifies a base model by its directory or file. See `fingerprint_files`."""
+    return fingerprint_files(model_files(source) if source.is_dir() else [source])
 
 
 def find_model(path_or_id: str, progress: bool = True) -> Path:

@@ -27,6 +27,7 @@ from mlx_parallm.core import (
     AdapterClient,
     AveragingClient,
     BaseModels,
+    ClusterClient,
     EngineClient,
     LessonClient,
     PolicyClient,
@@ -51,6 +52,8 @@ from mlx_parallm.server.api.training import history as training_history
 from mlx_parallm.server.api.training import lessons as lesson_routes
 from mlx_parallm.server.api.training import route as training_routes
 from mlx_parallm.server.api.training.collected import route as collected_routes
+from mlx_parallm.server.cluster import route as cluster_routes
+from mlx_parallm.server.cluster.parts import ClusterParts
 from mlx_parallm.server.dashboard import route as dashboard
 from mlx_parallm.server.errors import install_handlers
 from mlx_parallm.server.http.connection import ConnectionLimits, LimitedProtocol, reserve_open_files
@@ -93,6 +96,7 @@ ROUTES = (
     lesson_routes,
     schedule,
     control,
+    cluster_routes,
     usage,
     stats,
     login,
@@ -123,6 +127,7 @@ def create_app(
     reward_models: RewardModelClient | None = None,
     lessons: LessonClient | None = None,
     traces: Traces | None = None,
+    cluster: ClusterClient | None = None,
 ) -> FastAPI:
     """The HTTP server of these parts, which routes find on `app.state.services` (a `Services`). `training`, `policies`,
     `averages`, `reward_models` and `lessons` are None if the server does not train.
@@ -131,10 +136,14 @@ def create_app(
         atropos: how this trainer describes itself to environments of Atropos; None: its API is not served.
         tinker: limits of the Tinker API.
         traces: makes the spans of requests; None: they are not traced.
+        cluster: the cluster that this server is a node of.
     """
+    parts = None if cluster is None else ClusterParts.of(cluster, engine, models.first.card.name)
+    engine = engine if parts is None else parts.engine
     gate = SequenceGate(config.max_batch_size + config.max_queued)
     key = config.api_key
-    ring = KeyRing(None if key is None else key.get_secret_value(), config.keys_file)
+    token = None if cluster is None else cluster.token
+    ring = KeyRing(None if key is None else key.get_secret_value(), config.keys_file, token)
     accounts, sessions = Accounts(ring), Sessions(ring)
     model_names = [status.name for status in models.statuses()]
     metrics = ServerMetrics(engine, adapters, training, gate, accounts, model_names)
@@ -159,6 +168,7 @@ def create_app(
         averages=averages,
         reward_models=reward_models,
         lessons=lessons,
+        cluster=parts,
     )
     modules: tuple[ModuleType, ...] = (*ROUTES, *(OLLAMA_ROUTES if config.ollama_api else ()))
     modules += (dashboard,) if config.dashboard else ()
@@ -213,6 +223,8 @@ async def serve(app: FastAPI, on_started: Callable[[int], None]) -> int:
         await server.serve(sockets=[listening])
     finally:
         await release(services.models.close)
+        if services.cluster is not None:
+            await services.cluster.remote.close()
     return server.exit_code
 
 

@@ -29,6 +29,7 @@ from mlx_parallm.errors import (
     EngineDeadError,
     EngineError,
     ModelUnavailableError,
+    NodeFailedError,
     OverloadedError,
     QueueFullError,
     QueueTimeoutError,
@@ -135,6 +136,9 @@ RULES: Mapping[type[Exception], ErrorRule] = {
         503,
         "out_of_memory",
         "The device ran out of memory for this request; try again later, or with a shorter prompt.",
+    ),
+    NodeFailedError: ErrorRule(
+        503, "node_failed", "The node that was answering this request has failed; send the request again."
     ),
     AbortedError: ErrorRule(503, "aborted", "The operator ended this request with POST /pause; try again."),
     EngineError: ErrorRule(500, "engine_error", "The engine failed this request; try again."),

@@ -175,6 +175,7 @@ def plan(
         visible_specials=visible_specials | _shown_specials(body, tokenizer),
         cache_salt=body.cache_salt or "",
         base=card.name,
+        whole=not body.stream,
     )
 
 

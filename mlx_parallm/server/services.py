@@ -31,6 +31,7 @@ from mlx_parallm.server.access.sessions import Sessions
 from mlx_parallm.server.api.chat.history import EpisodeHistories
 from mlx_parallm.server.api.responses.conversation import ResponseStore
 from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES
+from mlx_parallm.server.cluster.parts import ClusterParts
 from mlx_parallm.server.errors import AsleepError, DrainingError, InferenceDisabledError
 from mlx_parallm.server.http.request_log import key_of
 from mlx_parallm.server.http.workers import Workers
@@ -47,9 +48,9 @@ DOES_NOT_TRAIN = "This server does not train; start it with --enable-rl-training
 class Services:
     """The parts behind the routes.
 
-    `training`, `tinker`, `averages`, `reward_models` and `lessons` are None if the server does not train. `started_at`
-    is Unix time in seconds. `schedule_lock` is held while the schedule is changed, so that each change starts from the
-    one before.
+    `training`, `tinker`, `averages`, `reward_models` and `lessons` are None if the server does not train; `cluster`, if
+    it is not a node of a cluster. `started_at` is Unix time in seconds. `schedule_lock` is held while the schedule is
+    changed, so that each change starts from the one before.
     """
 
     engine: EngineClient
@@ -71,6 +72,7 @@ class Services:
     averages: AveragingClient | None = None
     reward_models: RewardModelClient | None = None
     lessons: LessonClient | None = None
+    cluster: ClusterParts | None = None
     schedule_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     history: History = field(default_factory=History)
 

@@ -82,9 +82,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start(*flags: str) -> Server:
+def start(*flags: str, port: int | None = None) -> Server:
     """`mlx_parallm_serve` as a user starts it; returns when its banner says that it is ready."""
-    port = free_port()
+    port = port or free_port()
     process = subprocess.Popen([*COMMAND, "--port", str(port), *flags], stderr=subprocess.PIPE, text=True)
     killer = threading.Timer(START_S, process.kill)
     killer.start()

@@ -71,6 +71,8 @@ ANYONE = _unhashed("anyone")
 """Stands for every client of a server that requires no key."""
 API_KEY = "api-key"
 """The name of the key that is set as `server.api_key`."""
+CLUSTER_TOKEN = "cluster-token"
+"""The name of the token of a cluster, which the other nodes send."""
 
 
 def digest(key: bytes) -> str:
@@ -110,7 +112,7 @@ def _checked(entries: Any) -> tuple[NamedKey, ...]:
         raise ValueError(f"{len(keys)} keys; at most {MAX_KEYS} are allowed")
     if len({key.name for key in keys}) < len(keys):
         raise ValueError("two keys have the same name")
-    if reserved := {ANYONE.name, API_KEY} & {key.name for key in keys}:
+    if reserved := {ANYONE.name, API_KEY, CLUSTER_TOKEN} & {key.name for key in keys}:
         raise ValueError(f"the name {min(reserved)} is reserved")
     return keys
 
@@ -160,14 +162,19 @@ class KeyRing:
     Args:
         api_key: the one key of a server without a file, or one more. It is an admin key.
         file: the file of named keys.
+        cluster_token: what the other nodes of a cluster send, if this server is one. It is a key that may train, and
+            requires nobody else to have one.
 
     Raises:
         ConfigError: the file cannot be read.
     """
 
-    def __init__(self, api_key: str | None = None, file: Path | None = None) -> None:
-        own = () if api_key is None else (API_KEY, digest(api_key.encode()))
-        self._own = (NamedKey(name=own[0], role=Role.ADMIN, sha256=own[1]),) if own else ()
+    def __init__(self, api_key: str | None = None, file: Path | None = None, cluster_token: str | None = None) -> None:
+        own = ((API_KEY, Role.ADMIN, api_key), (CLUSTER_TOKEN, Role.TRAIN, cluster_token))
+        self._own = tuple(
+            NamedKey(name=name, role=role, sha256=digest(secret.encode())) for name, role, secret in own if secret
+        )
+        self._required = api_key is not None or file is not None
         self._file = file
         self._version = None if file is None else _version_of(file)
         self._keys = self._own if file is None else (*self._own, *read_keys(file))
@@ -175,7 +182,7 @@ class KeyRing:
     @property
     def required(self) -> bool:
         """Whether requests need a key."""
-        return bool(self._own) or self._file is not None
+        return self._required
 
     @property
     def keys(self) -> tuple[NamedKey, ...]:

@@ -91,6 +91,7 @@ ROUTES: tuple[tuple[Access, str], ...] = (
         GET /server_info
         GET /v1/usage
         GET /v1/stats
+        GET /v1/cluster
         GET /metrics
         GET /dashboard
         GET /dashboard/assets/{name}
@@ -114,6 +115,10 @@ ROUTES: tuple[tuple[Access, str], ...] = (
         GET /v1/training/compare
         GET /v1/training/schedule
         GET /v1/training/lesson
+        POST /v1/cluster/join
+        POST /v1/cluster/generate
+        GET /v1/cluster/base/{file}
+        GET /v1/cluster/adapters/{name}/{version}
         POST /init_weight_transfer_engine
         POST /start_weight_update
         POST /update_weights
@@ -169,6 +174,7 @@ ROUTES: tuple[tuple[Access, str], ...] = (
     (
         Access(Role.TRAIN, audited=True),
         """
+        PUT /v1/cluster/adapters/{name}/{version}
         POST /v1/load_lora_adapter
         POST /load_lora_adapter
         POST /v1/unload_lora_adapter

@@ -1,0 +1,145 @@
+"""A server as a node of a cluster: the head with --share-model, or a replica with --connect-to.
+
+    prepare   before a model is loaded: checks, and for a replica which base model that is
+    joined    while the model is served: the node itself
+
+Imported only by servers that are nodes, because it needs the extra `cluster`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+from mlx_parallm.app.build import Served
+from mlx_parallm.cluster.head import HeadSettings, head
+from mlx_parallm.cluster.head_client import HeadUnreachableError
+from mlx_parallm.cluster.node import Node, Report
+from mlx_parallm.cluster.replica import ask_head, fetch_base, own_address, replica
+from mlx_parallm.cluster.state import locked_folder
+from mlx_parallm.config import Config
+from mlx_parallm.core import Joined, SharedBase
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.model.loading import fingerprint_of, source_of
+from mlx_parallm.server.services import Services
+
+_PATIENCE_S, _AGAIN_S = 10.0, 0.5
+"""How long a node that starts waits for its head, and the pause between two attempts."""
+
+
+def prepare(config: Config) -> Config:
+    """The configuration with which a node loads its model.
+
+    Raises:
+        ConfigError: a setting does not work in a cluster, or the head does not answer or refuses this node.
+    """
+    if config.rl_training.enabled:
+        raise ConfigError(
+            "cluster: a node that serves does not train; leave out --enable-rl-training, or start it with "
+            "--mode inference"
+        )
+    if config.server.scheme != "http":
+        raise ConfigError("cluster: nodes speak plain HTTP to each other; leave out --ssl-certfile")
+    return config if config.cluster.connect_to is None else asyncio.run(_with_base(config, config.cluster.connect_to))
+
+
+@asynccontextmanager
+async def joined(config: Config, served: Served) -> AsyncIterator[Node]:
+    """This server's node, until the block ends. `begin_serving` says that the HTTP server listens.
+
+    Raises:
+        ConfigError: its folder is used by another process, or NATS cannot be started or reached.
+    """
+    cluster = config.cluster
+    source = await asyncio.to_thread(source_of, config.model.base_model_path, False)
+    fingerprint = await asyncio.to_thread(fingerprint_of, source)
+    if cluster.connect_to is not None:
+        with locked_folder(_replica_folder(config)) as folder:
+            async with replica(cluster.connect_to, fingerprint, _token(config), served.adapters, folder) as node:
+                yield node
+        return
+    settings = HeadSettings(
+        cluster.state_dir,
+        SharedBase(served.card.name, fingerprint),
+        source if source.is_dir() else None,
+        config.server.host,
+        cluster.nats_url,
+        cluster.token.get_secret_value() if cluster.token else None,
+        cluster.advertise.rpartition(":")[0] if cluster.advertise else None,
+    )
+    async with head(settings, served.adapters) as node:
+        yield node
+
+
+def begin_serving(node: Node, config: Config, services: Services, port: int) -> None:
+    """Says that the HTTP server listens on `port`."""
+    cluster = config.cluster
+    address = cluster.advertise or f"{_host(config)}:{port}"
+    node.serve(f"{config.server.scheme}://{address}", partial(_report, services))
+
+
+def _host(config: Config) -> str:
+    """The host at which the others reach this node."""
+    if config.cluster.connect_to is None:
+        return "127.0.0.1" if config.server.host == "0.0.0.0" else config.server.host
+    host = own_address(config.cluster.connect_to)
+    return f"[{host}]" if ":" in host else host
+
+
+def _report(services: Services) -> Report:
+    stats, cluster = services.engine.stats(), services.cluster
+    closed = services.lifecycle.drain_begun.is_set() or services.sleep.asleep or stats.paused
+    return Report(stats.alive and stats.ready and not closed, cluster.own.load.tokens if cluster is not None else 0)
+
+
+# -- the base model of a replica -----------------------------------------------------------------
+
+
+async def _with_base(config: Config, head_address: str) -> Config:
+    """The configuration with the base model of the cluster: the one that it names, if it is the same, else the bundled
+    one, or one that is fetched from the head."""
+    path = config.model.base_model_path
+    own = await asyncio.to_thread(lambda: fingerprint_of(source_of(path)))
+    asked = None if path is None else own
+    answer = await _patiently(config, head_address, asked)
+    if answer.base.fingerprint == own:
+        return config
+    with locked_folder(_replica_folder(config)) as state:
+        folder = state / f"base-{answer.base.fingerprint}"
+        await fetch_base(head_address, _token(config), answer, folder)
+    if await asyncio.to_thread(fingerprint_of, folder) != answer.base.fingerprint:
+        raise ConfigError(f"{folder} is not the base model of the head; remove the folder and start again")
+    model = config.model.model_copy(update={"base_model_path": str(folder)})
+    names = config.server.served_model_name or (answer.base.name,)
+    server = config.server.model_copy(update={"served_model_name": names})
+    return config.model_copy(update={"model": model, "server": server})
+
+
+async def _patiently(config: Config, head_address: str, fingerprint: str | None) -> Joined:
+    """What the head says, which may be starting too."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return await ask_head(head_address, _token(config), "", fingerprint)
+        except HeadUnreachableError as error:
+            if time.monotonic() > deadline:
+                raise ConfigError(f"cluster.connect_to: {error}") from error
+        await asyncio.sleep(_AGAIN_S)
+
+
+def _token(config: Config) -> str:
+    if config.cluster.token is None:
+        raise ConfigError(
+            "cluster.token: a node that joins a cluster needs its token; set MLX_PARALLM_CLUSTER_TOKEN to the text in "
+            "the file that the head names when it is ready"
+        )
+    return config.cluster.token.get_secret_value()
+
+
+def _replica_folder(config: Config) -> Path:
+    """Of this replica alone: several may run on one machine."""
+    return config.cluster.state_dir / f"replica-{config.server.port}"

@@ -1,0 +1,50 @@
+"""The base model's files: which ones the head gives to nodes that lack them, and how a node fetches them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from pathlib import Path
+
+from mlx_parallm.core import BaseFile
+from mlx_parallm.errors import InvalidRequestError
+
+_CHUNK = 1 << 20
+
+
+class BaseFiles:
+    """The files in the folder of a base model. Their checksums are computed once, when somebody first wants them.
+
+    Args:
+        folder: None for the bundled model, which every node has.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._listing: asyncio.Task[tuple[BaseFile, ...]] | None = None
+
+    async def listed(self) -> tuple[BaseFile, ...]:
+        """All files, with their checksums."""
+        if self._listing is None or (self._listing.done() and self._listing.exception()):
+            self._listing = asyncio.create_task(asyncio.to_thread(self._list))
+        return await asyncio.shield(self._listing)
+
+    def path(self, name: str) -> Path:
+        """The path of a file. Raises InvalidRequestError: the base model has no such file."""
+        for file in self._files():
+            if file.name == name:
+                return file
+        raise InvalidRequestError("The base model has no file of that name; see POST /v1/cluster/join.", param="file")
+
+    def _files(self) -> list[Path]:
+        entries = self._folder.iterdir() if self._folder is not None else ()
+        return sorted(entry for entry in entries if entry.is_file() and not entry.name.startswith("."))
+
+    def _list(self) -> tuple[BaseFile, ...]:
+        return tuple(BaseFile(file.name, file.stat().st_size, sha256_of(file)) for file in self._files())
+
+
+def sha256_of(file: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal digits."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -1,0 +1,136 @@
+"""Head: the first node of a cluster. It lets nodes join, and keeps the base model and the shared versions for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx_parallm import __version__
+from mlx_parallm.cluster.adapter_archives import AdapterArchives
+from mlx_parallm.cluster.archive import digest
+from mlx_parallm.cluster.base_files import BaseFiles
+from mlx_parallm.cluster.connection import Connection, NatsAddress, connect
+from mlx_parallm.cluster.follower import NodeAdapters
+from mlx_parallm.cluster.nats_server import nats_server
+from mlx_parallm.cluster.node import Node, id_of
+from mlx_parallm.cluster.state import locked_folder, own_token
+from mlx_parallm.cluster.versions import Versions
+from mlx_parallm.core import AdapterRef, Joined, Joining, NodeRole, SharedBase, SharedVersion, check_name
+from mlx_parallm.errors import AdapterFileError, ConflictError
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSettings:
+    """How a head is started.
+
+    Attributes:
+        base, base_folder: the base model, and the folder of its files; None if every node has them.
+        nats_url: an outside NATS server; None: one of its own, which listens on `host`.
+        token: None: one of its own, which is kept in the folder.
+        advertised: the host at which others reach this one; None: the one at which they have reached it.
+    """
+
+    folder: Path
+    base: SharedBase
+    base_folder: Path | None
+    host: str
+    nats_url: str | None = None
+    token: str | None = None
+    advertised: str | None = None
+
+
+class Head(Node):
+    """Implements `core.ClusterClient`."""
+
+    def __init__(
+        self, settings: HeadSettings, token: str, adapters: NodeAdapters, connection: Connection, nats: NatsAddress
+    ) -> None:
+        super().__init__(NodeRole.HEAD, token, adapters, settings.folder / "unpacked")
+        self._settings = settings
+        self._nats = nats
+        self._versions = Versions(connection)
+        self._archives = AdapterArchives(settings.folder / "adapters")
+        self._base_files = BaseFiles(settings.base_folder)
+
+    async def fetch(self, version: SharedVersion) -> bytes:
+        """See `Node.fetch`."""
+        archive = await asyncio.to_thread(self._archives.path(version.ref).read_bytes)
+        if await asyncio.to_thread(digest, archive) != version.sha256:
+            raise AdapterFileError(f"the archive of {version.ref} is damaged; publish a new version")
+        return archive
+
+    async def _changed(self) -> None:
+        """Also removes versions that are older than any node needs."""
+        await super()._changed()
+        for name in self.follower.state.live:
+            for version in await self._versions.remove_old(self.follower.state, name):
+                await asyncio.to_thread(self._archives.remove, version.ref)
+
+    # -- core.ClusterClient ----------------------------------------------------------------------
+
+    async def join(self, joining: Joining, reached_at: str) -> Joined:
+        """See `core.ClusterClient.join`."""
+        base = self._settings.base
+        if joining.version != __version__:
+            raise ConflictError(
+                f"version: the head runs MLX ParaLLM {__version__}, and this node {joining.version}; install the same.",
+                param="version",
+            )
+        if joining.fingerprint not in (None, base.fingerprint):
+            raise ConflictError(
+                f"fingerprint: this cluster serves {base.name} ({base.fingerprint}), and the node has another base "
+                f"model ({joining.fingerprint}); start it without --model-path, and it fetches the right one.",
+                param="fingerprint",
+            )
+        files = await self._base_files.listed() if joining.fingerprint is None else ()
+        shared = SharedBase(base.name, base.fingerprint, files)
+        return Joined(id_of(joining.role, joining.url), self._nats_url(reached_at), self._nats.token, shared)
+
+    def _nats_url(self, reached_at: str) -> str:
+        if self._settings.nats_url is not None:
+            return self._settings.nats_url
+        host = self._settings.advertised or reached_at
+        return f"nats://{f'[{host}]' if ':' in host else host}:{self._nats.url.rpartition(':')[2]}"
+
+    async def base_file(self, name: str) -> Path:
+        """See `core.ClusterClient.base_file`."""
+        return await asyncio.to_thread(self._base_files.path, name)
+
+    async def put_adapter(self, ref: AdapterRef, archive: bytes, sha256: str, fence: int) -> SharedVersion:
+        """See `core.ClusterClient.put_adapter`."""
+        check_name(ref.name, "name")
+        version = await asyncio.to_thread(self._archives.put, ref, archive, sha256, fence)
+        await self._versions.stage(version)
+        return version
+
+    async def adapter_file(self, ref: AdapterRef) -> Path:
+        """See `core.ClusterClient.adapter_file`."""
+        check_name(ref.name, "name")
+        return await asyncio.to_thread(self._archives.path, ref)
+
+
+@asynccontextmanager
+async def head(settings: HeadSettings, adapters: NodeAdapters) -> AsyncIterator[Head]:
+    """Runs a head until the block ends.
+
+    Raises:
+        ConfigError: its folder is used by another process, or NATS cannot be started or reached.
+    """
+    async with AsyncExitStack() as stack:
+        folder = stack.enter_context(locked_folder(settings.folder))
+        token = settings.token or own_token(folder)
+        nats = await _nats(settings, stack)
+        connection = await stack.enter_async_context(connect(nats, NodeRole.HEAD.value))
+        node = Head(settings, token, adapters, connection, nats)
+        await stack.enter_async_context(node.taking_part(connection))
+        yield node
+
+
+async def _nats(settings: HeadSettings, stack: AsyncExitStack) -> NatsAddress:
+    if settings.nats_url is not None:
+        return NatsAddress(settings.nats_url)
+    server = await stack.enter_async_context(nats_server(settings.folder / "nats", settings.host))
+    return NatsAddress(f"nats://127.0.0.1:{server.listening.port}", server.listening.token)

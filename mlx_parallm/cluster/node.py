@@ -1,0 +1,170 @@
+"""Node: this process as a member of a cluster: its lease, the other members, and the shared versions that it holds."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_parallm.cluster.connection import Connection
+from mlx_parallm.cluster.follower import Follower, NodeAdapters
+from mlx_parallm.cluster.members import Lease, Members
+from mlx_parallm.cluster.versions import Versions
+from mlx_parallm.core import (
+    BASE_ADAPTER,
+    AdapterRef,
+    ClusterStatus,
+    Joined,
+    Joining,
+    Member,
+    NodeInfo,
+    NodeRole,
+    SharedVersion,
+)
+from mlx_parallm.errors import ConflictError
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the HTTP server says of itself: whether it takes requests, and the tokens of those under way."""
+
+    ready: bool
+    outstanding_tokens: int
+
+
+class Node:
+    """Implements `core.ClusterClient`; the methods of the head refuse.
+
+    Args:
+        folder: where archives are unpacked for a moment.
+    """
+
+    def __init__(self, role: NodeRole, token: str, adapters: NodeAdapters, folder: Path) -> None:
+        self.token = token
+        self.role = role
+        self.url = ""
+        self.id = role.value
+        self.follower = Follower(adapters, self.fetch, folder, self._changed)
+        self._incarnation = secrets.token_hex(8)
+        self._report: Callable[[], Report] = lambda: Report(ready=False, outstanding_tokens=0)
+        self._connection: Connection | None = None
+        self._members: Members | None = None
+        self._lease: Lease | None = None
+        self._serving = asyncio.Event()
+
+    @property
+    def routes(self) -> bool:
+        """See `core.ClusterClient.routes`."""
+        return self.role is NodeRole.HEAD
+
+    def serve(self, url: str, report: Callable[[], Report]) -> None:
+        """Says that the HTTP server listens, at `url`. From now on the others see this node."""
+        self.url = url
+        if self.role is not NodeRole.HEAD:
+            self.id = id_of(self.role, url)
+        self._report = report
+        self._serving.set()
+
+    def describe(self) -> NodeInfo:
+        """What this node says of itself now."""
+        report = self._report()
+        return NodeInfo(
+            self.id,
+            self.role,
+            self.url,
+            self.follower.holds,
+            report.outstanding_tokens,
+            report.ready,
+            self._incarnation,
+        )
+
+    @asynccontextmanager
+    async def taking_part(self, connection: Connection) -> AsyncIterator[None]:
+        """Follows the members and the versions until the block ends, and holds a lease once the server listens."""
+        self._connection, self._members = connection, Members(connection)
+        self._lease = Lease(connection, self.describe)
+        follow = self.follower.run(Versions(connection).follow())
+        async with running(self._members.run(), self._hold_lease(self._lease), follow):
+            yield
+
+    async def _hold_lease(self, lease: Lease) -> None:
+        await self._serving.wait()
+        await lease.run()
+
+    async def _changed(self) -> None:
+        """What this node holds has changed."""
+        if self._lease is not None:
+            self._lease.tell()
+
+    async def fetch(self, version: SharedVersion) -> bytes:
+        """The archive of a version, with the checksum of the registry."""
+        raise NotImplementedError
+
+    # -- core.ClusterClient ----------------------------------------------------------------------
+
+    def others_with(self, ref: AdapterRef) -> tuple[Member, ...]:
+        """See `core.ClusterClient.others_with`."""
+        if self._members is None or not (ref == BASE_ADAPTER or self.follower.has(ref)):
+            return ()
+        return tuple(
+            member
+            for member in self._members.present()
+            if (info := member.info).ready
+            and info.id != self.id
+            and info.url
+            and (ref == BASE_ADAPTER or str(ref) in info.holds)
+        )
+
+    def status(self) -> ClusterStatus:
+        """See `core.ClusterClient.status`."""
+        members = self._members
+        return ClusterStatus(
+            self.id,
+            self._connection is not None and self._connection.connected,
+            tuple(member.info for member in members.present()) if members is not None else (),
+            self.follower.state,
+            {str(ref): reason for ref, reason in self.follower.unusable.items()},
+            members.lost_total if members is not None else 0,
+        )
+
+    async def join(self, joining: Joining, reached_at: str) -> Joined:
+        """See `core.ClusterClient.join`."""
+        raise self._not_the_head()
+
+    async def base_file(self, name: str) -> Path:
+        """See `core.ClusterClient.base_file`."""
+        raise self._not_the_head()
+
+    async def put_adapter(self, ref: AdapterRef, archive: bytes, sha256: str, fence: int) -> SharedVersion:
+        """See `core.ClusterClient.put_adapter`."""
+        raise self._not_the_head()
+
+    async def adapter_file(self, ref: AdapterRef) -> Path:
+        """See `core.ClusterClient.adapter_file`."""
+        raise self._not_the_head()
+
+    def _not_the_head(self) -> ConflictError:
+        return ConflictError("This node is not the head of its cluster; ask that one, which has --share-model.")
+
+
+def id_of(role: NodeRole, url: str) -> str:
+    """The id of a node, which is the same after each start at this address."""
+    return f"{role}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
+
+
+@asynccontextmanager
+async def running(*works: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Runs coroutines beside the block, and cancels them when it ends. If one raises, the block is cancelled and the
+    error is raised."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(work) for work in works]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()

@@ -1,0 +1,69 @@
+"""CountedEngine: this node's own engine, with the tokens of the requests that it is answering."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
+from typing import cast
+
+from mlx_parallm.core import DeviceSchedule, EngineClient, EngineStats, Event, GenerationRequest, PauseMode
+
+
+def tokens_of(request: GenerationRequest) -> int:
+    """The most tokens that a request computes: those of its prompts, and those that it may generate."""
+    return sum(map(len, request.prompts)) + request.sequences * request.stopping.max_tokens
+
+
+class Load:
+    """The tokens of requests under way."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+
+    @contextmanager
+    def of(self, tokens: int) -> Iterator[None]:
+        """Counts a request's tokens while the block runs."""
+        self.tokens += tokens
+        try:
+            yield
+        finally:
+            self.tokens -= tokens
+
+
+class CountedEngine:
+    """Implements `core.EngineClient` with another engine."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+        self.load = Load()
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Event]:
+        """See `core.EngineClient.generate`."""
+        with self.load.of(tokens_of(request)):
+            async with aclosing(cast(AsyncGenerator[Event, None], self._engine.generate(request))) as events:
+                async for event in events:
+                    yield event
+
+    def stats(self) -> EngineStats:
+        """See `core.EngineClient.stats`."""
+        return self._engine.stats()
+
+    async def reschedule(self, schedule: DeviceSchedule) -> None:
+        """See `core.EngineClient.reschedule`."""
+        await self._engine.reschedule(schedule)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `core.EngineClient.pause`."""
+        await self._engine.pause(mode)
+
+    async def resume(self) -> None:
+        """See `core.EngineClient.resume`."""
+        await self._engine.resume()
+
+    async def reset_prefix_cache(self, files: bool = False) -> int:
+        """See `core.EngineClient.reset_prefix_cache`."""
+        return await self._engine.reset_prefix_cache(files)
+
+    async def sleep(self, bank: bool = False) -> None:
+        """See `core.EngineClient.sleep`."""
+        await self._engine.sleep(bank)

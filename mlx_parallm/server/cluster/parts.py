@@ -1,0 +1,32 @@
+"""What routes and metrics need of a cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from mlx_parallm.core import ClusterClient, EngineClient
+from mlx_parallm.server.cluster.counted import CountedEngine
+from mlx_parallm.server.cluster.remote import RemoteEngines
+from mlx_parallm.server.cluster.router import RoutedEngine, RoutingCounts
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterParts:
+    """This node of a cluster. `engine`: what answers its clients' requests. `own`: the engine of this node. `counts`:
+    of the router, if this node is the head. `remote`: what asks the other nodes."""
+
+    client: ClusterClient
+    engine: EngineClient
+    own: CountedEngine
+    counts: RoutingCounts
+    remote: RemoteEngines
+
+    @classmethod
+    def of(cls, client: ClusterClient, engine: EngineClient, first_base: str) -> Self:
+        """Those of a node with this engine. `first_base`: the name of the base model that the nodes share."""
+        own, remote = CountedEngine(engine), RemoteEngines(client.token)
+        if not client.routes:
+            return cls(client, own, own, RoutingCounts(), remote)
+        routed = RoutedEngine(own, client, remote, first_base)
+        return cls(client, routed, own, routed.counts, remote)

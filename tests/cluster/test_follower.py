@@ -1,0 +1,128 @@
+"""A node follows the registry: what it fetches, holds, makes live and lets go."""
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+from cluster.test_archive import GOOD
+
+from mlx_parallm.cluster.follower import Follower
+from mlx_parallm.cluster.head_client import HeadUnreachableError
+from mlx_parallm.core import AdapterRef, SharedVersion, VersionState
+from mlx_parallm.errors import AdapterFileError
+
+
+class Adapters:
+    """Those of a node. `done`: what was asked of it. `bad`: numbers of versions that it cannot hold."""
+
+    def __init__(self):
+        self.done = []
+        self.bad = set()
+        self.lives = {}
+
+    def live(self, name):
+        return self.lives.get(name)
+
+    async def hold(self, ref, folder):
+        assert len(list(folder.iterdir())) == 2
+        if ref.version in self.bad:
+            raise AdapterFileError("it is for another model")
+        self.done.append(f"hold {ref}")
+
+    async def flip(self, ref):
+        self.lives[ref.name] = ref
+        self.done.append(f"flip {ref}")
+
+    def release(self, ref):
+        self.done.append(f"release {ref}")
+
+
+def version(number, sha256="a"):
+    return SharedVersion("math", number, sha256, 10)
+
+
+def state(live, *staged):
+    names = {} if live is None else {"math": live}
+    return VersionState(names, {each.ref: each for each in staged})
+
+
+@pytest.fixture
+async def node(tmp_path):
+    """`node(state)` → what the follower did about it; `.follower`, `.adapters` and `.fetch_errors` are its parts."""
+    states, adapters, errors, settled = asyncio.Queue(), Adapters(), [], asyncio.Event()
+
+    async def fetch(wanted):
+        if errors:
+            raise errors.pop(0)
+        return GOOD
+
+    async def changed():
+        settled.set()
+
+    async def following():
+        while True:
+            yield await states.get()
+
+    async def tell(state):
+        adapters.done.clear()
+        states.put_nowait(state)
+        async with asyncio.timeout(10):
+            while tell.follower.state is not state:
+                await asyncio.sleep(0)
+            settled.clear()
+            while not settled.is_set() or states.qsize():
+                await asyncio.sleep(0.001)
+        return list(adapters.done)
+
+    tell.follower, tell.adapters, tell.fetch_errors = Follower(adapters, fetch, tmp_path, changed), adapters, errors
+    task = asyncio.create_task(tell.follower.run(following()))
+    yield tell
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+    assert not list(tmp_path.iterdir())
+
+
+async def until(condition):
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def test_versions_are_held_before_they_go_live_and_released_when_they_are_removed(node):
+    await node(state(None, version(1)))
+    await until(lambda: node.follower.holds == ("math@1",))
+    assert node.adapters.live("math") is None
+    await node(state(version(1), version(1)))
+    await until(lambda: node.adapters.live("math") == AdapterRef("math", 1))
+    await node(state(version(2), version(2), version(3)))
+    await until(lambda: node.follower.holds == ("math@2", "math@3"))
+    assert node.adapters.done == ["release math@1", "hold math@2", "hold math@3", "flip math@2"]
+
+
+async def test_versions_older_than_the_live_one_are_left_to_the_others(node):
+    await node(state(version(2), version(1), version(2)))
+    await until(lambda: node.adapters.live("math") == AdapterRef("math", 2))
+    assert node.follower.holds == ("math@2",)
+
+
+async def test_a_version_that_cannot_be_used_costs_no_other_one(node):
+    node.adapters.bad.add(1)
+    await node(state(version(1), version(1), version(2)))
+    await until(lambda: node.follower.holds == ("math@2",))
+    assert "another model" in node.follower.unusable[AdapterRef("math", 1)]
+    await node(state(version(2), version(2)))
+    await until(lambda: not node.follower.unusable)
+
+
+async def test_another_content_under_the_same_number_is_not_taken_for_the_same(node):
+    await node(state(version(1), version(1)))
+    await until(lambda: node.follower.holds)
+    await node(state(version(1, "b"), version(1, "b")))
+    await until(lambda: node.adapters.done[:2] == ["release math@1", "hold math@1"])
+
+
+async def test_a_head_that_is_starting_again_is_asked_again(node):
+    node.fetch_errors.append(HeadUnreachableError("no head answers"))
+    await node(state(None, version(1)))
+    await until(lambda: node.follower.holds == ("math@1",))

@@ -1,0 +1,98 @@
+"""A head and replicas as processes of their own, on ports of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+from main_job.serving import Server, free_port, start
+
+from mlx_parallm import __version__
+from mlx_parallm.cluster.archive import pack
+from mlx_parallm.cluster.connection import Connection, NatsAddress, connect
+from mlx_parallm.cluster.head_client import HeadClient
+from mlx_parallm.cluster.members import Members
+from mlx_parallm.cluster.node import running
+from mlx_parallm.cluster.publisher import Publisher
+from mlx_parallm.cluster.versions import Versions
+from mlx_parallm.core import AdapterRef, Joining, NodeRole
+
+TOKEN = "the-token-of-the-tests"
+T = TypeVar("T")
+
+
+class Cluster:
+    """Starts nodes, and stops them all when the block ends."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self._folder = folder
+        self._model = model
+        self.port = free_port()
+        self.nodes: list[Server] = []
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for node in self.nodes:
+            assert node.process is not None
+            node.process.kill()
+            node.process.wait()
+            node.http.close()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def head(self, *flags: str) -> Server:
+        return self._start("--share-model", "--model-path", str(self._model), *flags, port=self.port)
+
+    def replica(self, *flags: str) -> Server:
+        return self._start("--connect-to", self.address, *flags, port=free_port())
+
+    def _start(self, *flags: str, port: int) -> Server:
+        common = ("--host", "127.0.0.1", "--cluster-token", TOKEN, "--cluster-dir", str(self._folder / "cluster"))
+        node = start("--log-level", "warning", *common, *flags, port=port)
+        self.nodes.append(node)
+        return node
+
+    def publish(self, name: str, number: int, adapter: Path) -> None:
+        """Publishes the adapter in a folder, as a trainer does."""
+
+        async def work(client: HeadClient, connection: Connection, members: Members) -> None:
+            archive = await asyncio.to_thread(pack, adapter)
+            await Publisher(client, Versions(connection), members).publish(AdapterRef(name, number), archive)
+
+        self.as_trainer(work)
+
+    def as_trainer(self, work: Callable[[HeadClient, Connection, Members], Awaitable[T]]) -> T:
+        async def main() -> T:
+            async with HeadClient(self.address, TOKEN) as client:
+                joined = await client.join(Joining(NodeRole.TRAINER, "", None, __version__))
+                async with connect(NatsAddress(joined.nats_url, joined.nats_token), "trainer") as connection:
+                    members = Members(connection)
+                    async with running(members.run()):
+                        return await work(client, connection, members)
+
+        return asyncio.run(main())
+
+
+def until(condition: Callable[[], T], seconds: float = 30.0) -> T:
+    """The first true value of a condition."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with suppress(httpx.TransportError):
+            if value := condition():
+                return value
+        time.sleep(0.02)
+    raise AssertionError(f"not within {seconds} s")
+
+
+def nodes_of(server: Server) -> dict[str, Any]:
+    """The nodes that the head sees, by their address."""
+    return {node["url"]: node for node in server.get("/v1/cluster")["nodes"]}

@@ -1,0 +1,245 @@
+"""The routes of a node: who may use them, and a request that another node answers over HTTP."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import httpx
+import pytest
+from server.fakes import CARD, ByteTokenizer, FakeEngine
+from server.one_model import OneModel
+
+from mlx_parallm.config import ServerConfig
+from mlx_parallm.core import (
+    AdapterRef,
+    ClusterStatus,
+    GenerationRequest,
+    Joined,
+    Member,
+    NodeInfo,
+    NodeRole,
+    SamplingParams,
+    SequenceOutput,
+    SharedBase,
+    SharedVersion,
+    StopParams,
+    VersionState,
+)
+from mlx_parallm.errors import ConflictError, NodeFailedError, QueueTimeoutError
+from mlx_parallm.server.app import DrainingServer, bind, create_app
+from mlx_parallm.server.cluster.remote import RemoteEngines
+
+TOKEN = "secret of the cluster"
+REF = AdapterRef("math", 1)
+VERSION = SharedVersion("math", 1, "ab", 5, 2)
+REQUEST = GenerationRequest("r", ((1, 2, 3),), SamplingParams(), StopParams(50))
+JOIN = {"role": "replica", "url": "http://10.0.0.2:8000", "fingerprint": "f", "version": "1"}
+
+
+class FakeCluster:
+    """A node of a cluster with one version and one other node."""
+
+    def __init__(self, routes=True, others=()):
+        self.token, self.routes, self.others = TOKEN, routes, others
+        self.calls = []
+
+    def others_with(self, ref):
+        return self.others
+
+    def status(self):
+        node = NodeInfo("head", NodeRole.HEAD, "http://10.0.0.1:8000", ("math@1",), 7, True, "x")
+        return ClusterStatus("head", True, (node,), VersionState({"math": VERSION}, {REF: VERSION}), {"a@1": "why"}, 3)
+
+    async def join(self, joining, reached_at):
+        if joining.fingerprint != "f":
+            raise ConflictError("another base model", param="fingerprint")
+        return Joined("replica-1", f"nats://{reached_at}:4222", "n", SharedBase("tiny", "f"))
+
+    async def put_adapter(self, ref, archive, sha256, fence):
+        self.calls.append((ref, archive, sha256, fence))
+        return replace(VERSION, name=ref.name, version=ref.version)
+
+
+def app_of(engine, adapters, cluster):
+    return create_app(engine, adapters, None, OneModel(ByteTokenizer(), CARD), ServerConfig(), cluster=cluster)
+
+
+@pytest.fixture
+def head(engine, adapters):
+    cluster = FakeCluster()
+    transport = httpx.ASGITransport(app_of(engine, adapters, cluster), raise_app_exceptions=False)
+    client = httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
+    client.cluster = cluster
+    return client
+
+
+SIGNED = {"authorization": f"Bearer {TOKEN}"}
+ROUTES = [
+    ("POST", "/v1/cluster/join"),
+    ("GET", "/v1/cluster/base/config.json"),
+    ("PUT", "/v1/cluster/adapters/math/1"),
+    ("GET", "/v1/cluster/adapters/math/1"),
+    ("POST", "/v1/cluster/generate"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+@pytest.mark.parametrize("sent", [None, "", "Bearer wrong", f"Basic {TOKEN}", "Bearer é"])
+async def test_nodes_need_the_token_of_the_cluster(head, fault, method, path, sent):
+    headers = {} if sent is None else {"authorization": sent.encode()}
+    response = await head.request(method, path, headers=headers, content=b"{}")
+    assert response.status_code == 401
+    assert "token of the cluster" in fault(response)["message"]
+    assert head.cluster.calls == []
+
+
+async def test_clients_of_the_head_need_no_token(head):
+    assert (await head.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+
+
+async def test_the_status_has_nodes_versions_and_counts(head):
+    assert (await head.get("/v1/cluster")).json() == {
+        "object": "cluster",
+        "node": "head",
+        "connected": True,
+        "nodes": [
+            {
+                "id": "head",
+                "role": "head",
+                "url": "http://10.0.0.1:8000",
+                "holds": ["math@1"],
+                "outstanding_tokens": 7,
+                "ready": True,
+                "requests": 0,
+            }
+        ],
+        "versions": [{"name": "math", "version": 1, "sha256": "ab", "bytes": 5, "fence": 2, "live": True}],
+        "unusable": {"a@1": "why"},
+        "nodes_lost": 3,
+        "requests_retried": 0,
+        "streams_broken": 0,
+    }
+
+
+async def test_a_node_joins_and_one_with_another_base_does_not(head, fault):
+    joined = await head.post("/v1/cluster/join", json=JOIN, headers=SIGNED)
+    assert joined.json()["nats_url"] == "nats://localhost:4222"
+    refused = await head.post("/v1/cluster/join", json={**JOIN, "fingerprint": "g"}, headers=SIGNED)
+    assert (refused.status_code, fault(refused)["param"]) == (409, "fingerprint")
+
+
+async def test_an_upload_has_its_checksum_and_its_fence_beside_it(head):
+    headers = {**SIGNED, "x-sha256": "ab", "x-fence": "4"}
+    kept = await head.put("/v1/cluster/adapters/poet/2", content=b"bytes", headers=headers)
+    assert (kept.json()["name"], kept.json()["version"]) == ("poet", 2)
+    assert head.cluster.calls == [(AdapterRef("poet", 2), b"bytes", "ab", 4)]
+    assert (await head.put("/v1/cluster/adapters/poet/2", content=b"bytes", headers=SIGNED)).status_code == 400
+
+
+async def test_a_server_that_is_no_node_says_how_to_make_it_one(client, fault):
+    response = await client.get("/v1/cluster")
+    assert response.status_code == 409
+    assert "--share-model" in fault(response)["message"]
+
+
+# -- requests to the engine of another node ------------------------------------------------------
+
+
+@pytest.fixture
+async def replica(engine, adapters):
+    """A node on a port, as `Member`, and what asks its engine."""
+    listening = bind("127.0.0.1", 0)
+    started = asyncio.Event()
+    server = DrainingServer(app_of(engine, adapters, FakeCluster(routes=False)), started.set)
+    task = asyncio.create_task(server.serve(sockets=[listening]))
+    await started.wait()
+    info = NodeInfo("replica-1", NodeRole.REPLICA, f"http://127.0.0.1:{listening.getsockname()[1]}", ready=True)
+    yield Member(info, 0.0)
+    server.should_exit = True
+    await task
+
+
+@asynccontextmanager
+async def remote(token=TOKEN):
+    engines = RemoteEngines(token)
+    try:
+        yield engines
+    finally:
+        await engines.close()
+
+
+async def events_of(member, request, token=TOKEN):
+    async with remote(token) as engines:
+        return [event async for event in engines.generate(member, request)]
+
+
+async def test_another_node_answers_as_the_engine_here_does(replica, engine):
+    engine.text = "Grüße\n\x00"
+    request = replace(REQUEST, sampling=SamplingParams(top_logprobs=2), n=2)
+    alone = FakeEngine()
+    alone.text = engine.text
+    here = [event async for event in alone.generate(request)]
+    there = await events_of(replica, request)
+    outputs = [event for event in there if isinstance(event, SequenceOutput)]
+    assert outputs == [
+        replace(event, logprobs=tuple(replace(each, top=list(each.top)) for each in event.logprobs))
+        for event in here
+        if isinstance(event, SequenceOutput)
+    ]
+    assert engine.requests[0] == request
+
+
+async def test_a_version_that_the_node_does_not_hold_is_refused_there(replica):
+    with pytest.raises(NodeFailedError, match="refuses the request"):
+        await events_of(replica, replace(REQUEST, adapter=AdapterRef("nobody", 1)))
+
+
+async def test_another_token_is_refused_there(replica):
+    with pytest.raises(NodeFailedError, match="token"):
+        await events_of(replica, REQUEST, token="another")
+
+
+async def test_a_request_that_is_too_long_for_the_node_is_refused_there(replica):
+    with pytest.raises(NodeFailedError, match="has room for"):
+        await events_of(replica, replace(REQUEST, stopping=StopParams(CARD.context_length)))
+
+
+async def test_a_failure_there_arrives_with_its_kind(replica, engine):
+    engine.fail_before, engine.error = 2, QueueTimeoutError("it waited")
+    events = await events_of(replica, REQUEST)
+    assert isinstance(events[-1].error, QueueTimeoutError)
+
+
+async def test_a_node_that_is_lost_ends_the_events(replica, engine):
+    engine.pause_before = 2
+    async with remote() as engines:
+        events = engines.generate(replica, REQUEST)
+        await anext(events)
+        await engine.paused.wait()
+        replica.lost.set()
+        with pytest.raises(NodeFailedError, match="is lost"):
+            [event async for event in events]
+    await until_idle(engine)
+
+
+async def test_nothing_at_the_address_is_a_failure():
+    info = NodeInfo("replica-1", NodeRole.REPLICA, "http://127.0.0.1:9", ready=True)
+    with pytest.raises(NodeFailedError, match="replica-1"):
+        await events_of(Member(info, 0.0), REQUEST)
+
+
+async def test_closing_the_events_ends_the_request_there(replica, engine):
+    engine.pause_before = 2
+    async with remote() as engines:
+        events = engines.generate(replica, REQUEST)
+        await anext(events)
+        await engine.paused.wait()
+        await events.aclose()
+        await until_idle(engine)
+    assert engine.aborted == 1
+
+
+async def until_idle(engine):
+    async with asyncio.timeout(10):
+        while engine.live:
+            await asyncio.sleep(0.01)
