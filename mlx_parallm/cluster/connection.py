@@ -99,7 +99,7 @@ class Connection:
     async def close(self) -> None:
         """Closes the connection, which ends every `follow`."""
         await self.begin_again()
-        await self.client.close()
+        await _close(self.client)
 
 
 async def _changes(watcher: KeyValue.KeyWatcher) -> AsyncGenerator[Change | None, None]:
@@ -136,7 +136,7 @@ async def connect(address: NatsAddress, name: str) -> AsyncIterator[Connection]:
     finally:
         for connection in opened:
             await connection.close()
-        await client.close()
+        await _close(client)
 
 
 async def _reached(address: NatsAddress, name: str, reconnected: Callable[[], Awaitable[None]]) -> Client:
@@ -167,13 +167,19 @@ async def _reached(address: NatsAddress, name: str, reconnected: Callable[[], Aw
                 error_cb=failed,
             )
     except (NatsError, OSError, TimeoutError) as error:
-        await client.close()
+        await _close(client)
         reason = problems[0] if problems else error
         raise ConfigError(
             f"NATS cannot be reached at {address.url}: {reason}; check that it runs there, and the token"
         ) from error
     client.options["allow_reconnect"] = True
     return client
+
+
+async def _close(client: Client) -> None:
+    """Closes a client, also one that has lost its connection, which then cannot be flushed."""
+    with suppress(OSError, NatsError):
+        await client.close()
 
 
 async def _opened(client: Client) -> Connection:

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+from lora import layout_of, random_adapter
 from main_job.serving import Server, free_port, start
+from tiny import save_tiny
 
 from mlx_parallm import __version__
+from mlx_parallm.adapters.files.write import write_peft
 from mlx_parallm.cluster.archive import pack
 from mlx_parallm.cluster.connection import Connection, NatsAddress, connect
 from mlx_parallm.cluster.head_client import HeadClient
@@ -23,6 +26,7 @@ from mlx_parallm.cluster.versions import Versions
 from mlx_parallm.core import AdapterRef, Joining, NodeRole
 
 TOKEN = "the-token-of-the-tests"
+PROMPT = "The quick brown fox jumps over the lazy dog"
 T = TypeVar("T")
 
 
@@ -96,3 +100,40 @@ def until(condition: Callable[[], T], seconds: float = 30.0) -> T:
 def nodes_of(server: Server) -> dict[str, Any]:
     """The nodes that the head sees, by their address."""
     return {node["url"]: node for node in server.get("/v1/cluster")["nodes"]}
+
+
+def joined(cluster: Cluster, replicas: int) -> tuple[Server, list[Server]]:
+    head = cluster.head()
+    others = [cluster.replica() for _ in range(replicas)]
+    until(lambda: sum(node["ready"] for node in nodes_of(head).values()) == replicas + 1)
+    return head, others
+
+
+def adapters_for(folder: Path, contents: int) -> Path:
+    """A folder with a tiny model and so many adapters for it."""
+    layout = layout_of(save_tiny("llama", folder / "model"))
+    for number in range(1, contents + 1):
+        write_peft(folder / f"adapter-{number}", random_adapter(layout, number, rank=4), layout, None)
+    return folder
+
+
+def body(number: int = 0, tokens: int = 24, **fields: Any) -> dict[str, Any]:
+    return {
+        "model": "math",
+        "prompt": f"{number}: {PROMPT}",
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        **fields,
+    }
+
+
+def answer(server: Server, number: int, tokens: int = 24, **fields: Any) -> tuple[str, str]:
+    """The text, and the adapter version that it says it is of."""
+    found = server.post("/v1/completions", **body(number, tokens, **fields))
+    return found["choices"][0]["text"], found["lora_adapter"]
+
+
+def answer_or_none(server: Server) -> tuple[str, str] | None:
+    found = server.http.post("/v1/completions", json=body(0))
+    return (found.json()["choices"][0]["text"], found.json()["lora_adapter"]) if found.is_success else None

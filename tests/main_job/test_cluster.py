@@ -11,27 +11,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lora import layout_of, random_adapter
-from main_job.cluster_nodes import TOKEN, Cluster, nodes_of, until
+from main_job.cluster_nodes import (
+    TOKEN,
+    Cluster,
+    adapters_for,
+    answer,
+    answer_or_none,
+    body,
+    joined,
+    nodes_of,
+    until,
+)
 from main_job.serving import Server, start
 from tiny import save_tiny
 
-from mlx_parallm.adapters.files.write import write_peft
-
 pytestmark = pytest.mark.slow
 
-PROMPT = "The quick brown fox jumps over the lazy dog"
 WHOLE, STREAMS = 16, 6
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, another one, and versions of an adapter."""
-    folder = tmp_path_factory.mktemp("files")
-    layout = layout_of(save_tiny("llama", folder / "model"))
+    folder = adapters_for(tmp_path_factory.mktemp("files"), 2)
     save_tiny("llama", folder / "other", hidden_size=96)
-    for number in (1, 2, 3):
-        write_peft(folder / f"adapter-{number}", random_adapter(layout, number, rank=4), layout, None)
     return folder
 
 
@@ -39,22 +41,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster(files: Path, tmp_path: Path) -> Iterator[Cluster]:
     with Cluster(tmp_path, files / "model") as nodes:
         yield nodes
-
-
-def body(number: int = 0, tokens: int = 24, **fields: Any) -> dict[str, Any]:
-    return {
-        "model": "math",
-        "prompt": f"{number}: {PROMPT}",
-        "max_tokens": tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        **fields,
-    }
-
-
-def answer(server: Server, number: int, tokens: int = 24) -> tuple[str, str]:
-    found = server.post("/v1/completions", **body(number, tokens))
-    return found["choices"][0]["text"], found["lora_adapter"]
 
 
 def events(server: Server, number: int, tokens: int) -> list[dict[str, Any]]:
@@ -65,17 +51,10 @@ def events(server: Server, number: int, tokens: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
-def joined(cluster: Cluster, replicas: int) -> tuple[Server, list[Server]]:
-    head = cluster.head()
-    others = [cluster.replica() for _ in range(replicas)]
-    until(lambda: sum(node["ready"] for node in nodes_of(head).values()) == replicas + 1)
-    return head, others
-
-
 def test_nodes_serve_the_model_and_the_versions_of_the_head(cluster: Cluster, files: Path) -> None:
     head, (replica,) = joined(cluster, 1)
     cluster.publish("math", 1, files / "adapter-1")
-    expected = answer(head, 0)
+    expected = until(lambda: answer_or_none(head))
     assert expected[1] == "math@1"
     until(lambda: answer_or_none(replica) == expected)
     late = cluster.replica()
@@ -83,21 +62,16 @@ def test_nodes_serve_the_model_and_the_versions_of_the_head(cluster: Cluster, fi
     until(lambda: answer_or_none(late) == expected)
     print(f"a late replica served the live version {time.monotonic() - loaded:.2f} s after it had loaded")
     cluster.publish("math", 2, files / "adapter-2")
-    newer = answer(head, 0)
-    assert newer[1] == "math@2"
+    newer = until(lambda: said if (said := answer(head, 0))[1] == "math@2" else None)
     assert newer[0] != expected[0]
     until(lambda: answer_or_none(replica) == answer_or_none(late) == newer)
-
-
-def answer_or_none(server: Server) -> tuple[str, str] | None:
-    found = server.http.post("/v1/completions", json=body(0))
-    return (found.json()["choices"][0]["text"], found.json()["lora_adapter"]) if found.is_success else None
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_replica_costs_no_whole_request(cluster: Cluster, files: Path, how: signal.Signals) -> None:
     head, (first, _) = joined(cluster, 2)
     cluster.publish("math", 1, files / "adapter-1")
+    until(lambda: answer_or_none(head))
     tokens = 400
     expected = [answer(head, number, tokens) for number in range(WHOLE)]
     with ThreadPoolExecutor(WHOLE + STREAMS) as pool:
