@@ -223,8 +223,6 @@ async def serve(app: FastAPI, on_started: Callable[[int], None]) -> int:
         await server.serve(sockets=[listening])
     finally:
         await release(services.models.close)
-        if services.cluster is not None:
-            await services.cluster.remote.close()
     return server.exit_code
 
 

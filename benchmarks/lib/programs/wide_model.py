@@ -5,6 +5,7 @@ python benchmarks/lib/programs/wide_model.py DIR
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
@@ -25,11 +26,11 @@ SHAPE = {
 """541 million float32 weights, 101 million of them in the embedding, which is also the output head."""
 
 
-def write_wide_model(folder: Path) -> None:
-    """Writes 2.16 GB. The weights have the initial values of MLX's modules."""
+def write_random_model(folder: Path, shape: Mapping[str, int] = SHAPE) -> None:
+    """Writes a model of this shape: 2.16 GB by default. The weights have the initial values of MLX's modules."""
     folder.mkdir(parents=True)
     _, tokenizer, config = load_bundled(dequantize=False)
-    config = {name: value for name, value in config.items() if name != "quantization"} | SHAPE
+    config = {name: value for name, value in config.items() if name != "quantization"} | shape
     mx.random.seed(0)
     model = llama.Model(llama.ModelArgs.from_dict(config))
     weights = dict(tree_flatten(model.parameters()))
@@ -39,4 +40,4 @@ def write_wide_model(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    write_wide_model(Path(sys.argv[1]))
+    write_random_model(Path(sys.argv[1]))

@@ -14,19 +14,18 @@ from mlx_parallm.server.cluster.router import RoutedEngine, RoutingCounts
 @dataclass(frozen=True, slots=True)
 class ClusterParts:
     """This node of a cluster. `engine`: what answers its clients' requests. `own`: the engine of this node. `counts`:
-    of the router, if this node is the head. `remote`: what asks the other nodes."""
+    of the router, if this node is the head."""
 
     client: ClusterClient
     engine: EngineClient
     own: CountedEngine
     counts: RoutingCounts
-    remote: RemoteEngines
 
     @classmethod
     def of(cls, client: ClusterClient, engine: EngineClient, first_base: str) -> Self:
         """Those of a node with this engine. `first_base`: the name of the base model that the nodes share."""
-        own, remote = CountedEngine(engine), RemoteEngines(client.token)
+        own = CountedEngine(engine)
         if not client.routes:
-            return cls(client, own, own, RoutingCounts(), remote)
-        routed = RoutedEngine(own, client, remote, first_base)
-        return cls(client, routed, own, routed.counts, remote)
+            return cls(client, own, own, RoutingCounts())
+        routed = RoutedEngine(own, client, RemoteEngines(client.token), first_base)
+        return cls(client, routed, own, routed.counts)

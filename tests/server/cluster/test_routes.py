@@ -1,7 +1,6 @@
 """The routes of a node: who may use them, and a request that another node answers over HTTP."""
 
 import asyncio
-from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import httpx
@@ -159,18 +158,8 @@ async def replica(engine, adapters):
     await task
 
 
-@asynccontextmanager
-async def remote(token=TOKEN):
-    engines = RemoteEngines(token)
-    try:
-        yield engines
-    finally:
-        await engines.close()
-
-
 async def events_of(member, request, token=TOKEN):
-    async with remote(token) as engines:
-        return [event async for event in engines.generate(member, request)]
+    return [event async for event in RemoteEngines(token).generate(member, request)]
 
 
 async def test_another_node_answers_as_the_engine_here_does(replica, engine):
@@ -212,13 +201,12 @@ async def test_a_failure_there_arrives_with_its_kind(replica, engine):
 
 async def test_a_node_that_is_lost_ends_the_events(replica, engine):
     engine.pause_before = 2
-    async with remote() as engines:
-        events = engines.generate(replica, REQUEST)
-        await anext(events)
-        await engine.paused.wait()
-        replica.lost.set()
-        with pytest.raises(NodeFailedError, match="is lost"):
-            [event async for event in events]
+    events = RemoteEngines(TOKEN).generate(replica, REQUEST)
+    await anext(events)
+    await engine.paused.wait()
+    replica.lost.set()
+    with pytest.raises(NodeFailedError, match="is lost"):
+        [event async for event in events]
     await until_idle(engine)
 
 
@@ -230,12 +218,11 @@ async def test_nothing_at_the_address_is_a_failure():
 
 async def test_closing_the_events_ends_the_request_there(replica, engine):
     engine.pause_before = 2
-    async with remote() as engines:
-        events = engines.generate(replica, REQUEST)
-        await anext(events)
-        await engine.paused.wait()
-        await events.aclose()
-        await until_idle(engine)
+    events = RemoteEngines(TOKEN).generate(replica, REQUEST)
+    await anext(events)
+    await engine.paused.wait()
+    await events.aclose()
+    await until_idle(engine)
     assert engine.aborted == 1
 
 
