@@ -5,7 +5,7 @@
     router       64 streams through the head against 64 streams to its replica: first tokens, each token, memory
     paced        1, 2 and 3 engines that answer at a fixed pace, behind the router of a head
     real         the same with the bundled model, as far as the processor's cores allow
-    sharing      versions of 20 MB: pulled by two processes at once, and published beside 16 rows on each of 2 replicas
+    sharing      versions of 20 MB: pulled by two processes at once, and published beside 16 rows of a replica
 
 All nodes run on this machine. Takes ten minutes on two cores, prints a table and writes JSON.
 """
@@ -102,7 +102,7 @@ def _of_sharing(shared: list[Shared]) -> Iterator[Figure]:
     fetched = reported([1000 * one.fetched_s for one in shared])
     yield Figure("fetched and checked by two processes", "ms", *fetched, FETCH_MS)
     published = reported([one.published_s for one in shared])
-    yield Figure("uploaded, staged on all nodes beside 16 rows each, and live", "s", *published, PUBLISH_S)
+    yield Figure("uploaded, staged on all nodes, beside 16 rows of one, and live", "s", *published, PUBLISH_S)
 
 
 def _arguments() -> argparse.Namespace:

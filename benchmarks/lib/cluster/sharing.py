@@ -33,8 +33,11 @@ NAME = "shared"
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Seconds of one version. `fetched_s`: until two processes had pulled and checked it at the same time.
-    `published_s`: from the beginning of its upload until it was live, with all nodes holding it."""
+    """Seconds of one version.
+
+    `fetched_s`: until two processes had pulled and checked it at the same time, while no row ran. `published_s`: from
+    the beginning of its upload until it was live, with all nodes holding it, beside the rows.
+    """
 
     bytes: int
     fetched_s: float
@@ -51,26 +54,34 @@ def adapter_folders(folder: Path, count: int) -> list[Path]:
 
 
 async def share(nodes: Nodes, adapters: Sequence[Path]) -> list[Shared]:
-    """Publishes each adapter as one more version while `ROWS` streams run on each node, and fetches it twice."""
+    """Publishes each adapter twice: while no row runs, and fetches it then; and beside `ROWS` rows of one replica."""
     async with HeadClient(nodes.address, TOKEN) as client:
         joined = await client.join(Joining(NodeRole.TRAINER, "", None, __version__))
         async with connect(NatsAddress(joined.nats_url, joined.nats_token), "trainer") as connection:
             members = Members(connection)
             publisher = Publisher(client, Versions(connection), members)
-            async with running(members.run()), running(*_rows(nodes)):
+            async with running(members.run()):
                 while len(members.present()) < 1 + len(nodes.replicas):
                     await asyncio.sleep(0.1)
-                return [
-                    await _share(nodes, publisher, AdapterRef(NAME, 1 + at), each) for at, each in enumerate(adapters)
-                ]
+                archives = [await asyncio.to_thread(pack, each) for each in adapters]
+                fetched = [await _fetched(nodes, publisher, each) for each in enumerate(archives, 1)]
+                async with running(*_rows(nodes)):
+                    beside = list(enumerate(archives, 1 + len(archives)))
+                    published = [await _published(publisher, each) for each in beside]
+    return [Shared(len(archive), *each) for archive, *each in zip(archives, fetched, published, strict=True)]
 
 
-async def _share(nodes: Nodes, publisher: Publisher, ref: AdapterRef, adapter: Path) -> Shared:
-    archive = await asyncio.to_thread(pack, adapter)
+async def _fetched(nodes: Nodes, publisher: Publisher, version: tuple[int, bytes]) -> float:
+    number, archive = version
+    live = await publisher.publish(AdapterRef(NAME, number), archive)
+    return await _fetched_by_two(nodes.address, live.version)
+
+
+async def _published(publisher: Publisher, version: tuple[int, bytes]) -> float:
+    number, archive = version
     started = time.perf_counter()
-    live = await publisher.publish(ref, archive)
-    published = time.perf_counter() - started
-    return Shared(len(archive), await _fetched_by_two(nodes.address, live.version), published)
+    await publisher.publish(AdapterRef(NAME, number), archive)
+    return time.perf_counter() - started
 
 
 async def _fetched_by_two(address: str, version: SharedVersion) -> float:
@@ -98,8 +109,8 @@ def _pull(address: str, version: SharedVersion, begin: Barrier, done: Queue[floa
 
 
 def _rows(nodes: Nodes) -> list[Coroutine[Any, Any, None]]:
-    """Streams of the nodes' own clients, which go to the replicas directly and so do not move."""
-    return [_stream_again(peer.port, number) for peer in nodes.replicas for number in range(ROWS)]
+    """Streams of one replica's own clients, which no router moves."""
+    return [_stream_again(nodes.replicas[0].port, number) for number in range(ROWS)]
 
 
 async def _stream_again(port: int, number: int) -> None:
