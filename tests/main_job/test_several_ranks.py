@@ -21,6 +21,7 @@ from main_job.serving import COMMAND, Server, free_port, in_thread
 from tiny import save_tiny
 
 from mlx_parallm.adapters.files.write import write_peft
+from mlx_parallm.model.sharding import SPLIT_FAMILIES
 
 pytestmark = pytest.mark.slow
 
@@ -33,9 +34,12 @@ Answers = list[tuple[str, list[float]]]
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return flags_of("llama", tmp_path_factory.mktemp("ranks"))
+
+
+def flags_of(family: str, folder: Path) -> list[str]:
     """A model, and two adapters of different ranks on all linears."""
-    folder = tmp_path_factory.mktemp("ranks")
-    layout = layout_of(save_tiny("llama", folder / "model", **HEADS))
+    layout = layout_of(save_tiny(family, folder / "model", **HEADS))
     for seed, name in enumerate(("one", "two"), start=1):
         write_peft(folder / "adapters" / name, random_adapter(layout, seed, rank=2 * seed), layout, None)
     return ["--model-path", str(folder / "model"), "--adapter-dir", str(folder / "adapters"), "--log-level", "warning"]
@@ -93,7 +97,9 @@ def serving(process: subprocess.Popen[str], port: int) -> Iterator[Server]:
         yield Server(url, http, process)
 
 
-def test_two_ranks_say_what_one_says_and_end_together(flags: list[str]) -> None:
+@pytest.mark.parametrize("family", SPLIT_FAMILIES)
+def test_two_ranks_say_what_one_says_and_end_together(family: str, tmp_path: Path) -> None:
+    flags = flags_of(family, tmp_path)
     with in_thread(*flags) as server:
         expected = answers(server)
     port = free_port()
