@@ -4,8 +4,8 @@ import asyncio
 from contextlib import suppress
 
 import pytest
-from cluster.test_archive import GOOD
 
+from cluster.test_archive import GOOD
 from mlx_parallm.cluster.follower import Follower
 from mlx_parallm.cluster.head_client import HeadUnreachableError
 from mlx_parallm.core import AdapterRef, SharedVersion, VersionState

@@ -9,8 +9,8 @@ import time
 from contextlib import suppress
 
 import pytest
-from cluster.conftest import address_of
 
+from cluster.conftest import address_of
 from mlx_parallm.cluster.connection import NatsAddress, connect
 from mlx_parallm.cluster.nats_server import nats_server
 from mlx_parallm.cluster.state import locked_folder, own_token
