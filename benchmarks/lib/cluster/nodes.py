@@ -43,7 +43,8 @@ class Nodes:
 
 def small_model(folder: Path) -> Path:
     """A model that loads at once, for servers whose engine is a paced one."""
-    subprocess.run([sys.executable, str(PROGRAMS / "small_model.py"), str(folder)], check=True)
+    command = [sys.executable, "-m", "lib.programs.small_model", str(folder.absolute())]
+    subprocess.run(command, cwd=PROGRAMS.parent.parent, check=True)
     return folder
 
 

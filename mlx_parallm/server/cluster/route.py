@@ -1,5 +1,6 @@
 """`/v1/cluster` and the routes below it, by which the nodes of a cluster work together. All but the first want the
-token of the cluster as `Authorization: Bearer <token>`, whether or not the server requires API keys."""
+token of the cluster as `Authorization: Bearer <token>`, whether or not the server requires API keys. Only the first is
+in the OpenAPI document, because the others are for nodes of the same version."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from mlx_parallm.server.services import ServicesDep
 MAX_ARCHIVE_BYTES = 1 << 30
 """The largest archive of an adapter."""
 
-router = APIRouter(include_in_schema=False)
+router = APIRouter()
 
 
 class LargeFile(FileResponse):
@@ -64,7 +65,7 @@ async def status(cluster: ClusterDep) -> ClusterObject:
     return ClusterObject.of(cluster.client.status(), cluster.counts)
 
 
-@router.post("/v1/cluster/join", responses=raises(ApiKeyError, ConflictError))
+@router.post("/v1/cluster/join", include_in_schema=False, responses=raises(ApiKeyError, ConflictError))
 async def join(
     request: Request, cluster: NodesDep, body: Annotated[JoinBody, Depends(json_body(JoinBody))]
 ) -> JoinAnswer:
@@ -73,7 +74,7 @@ async def join(
     return JoinAnswer.of(await cluster.client.join(body.joining(), host))
 
 
-@router.get("/v1/cluster/base/{file}", responses=raises(ApiKeyError, ConflictError))
+@router.get("/v1/cluster/base/{file}", include_in_schema=False, responses=raises(ApiKeyError, ConflictError))
 async def base_file(cluster: NodesDep, file: FileName) -> LargeFile:
     """A file of the base model. Takes the header Range, so that a node can continue where it was interrupted."""
     return LargeFile(await cluster.client.base_file(file), media_type="application/octet-stream")
@@ -81,6 +82,7 @@ async def base_file(cluster: NodesDep, file: FileName) -> LargeFile:
 
 @router.put(
     "/v1/cluster/adapters/{name}/{version}",
+    include_in_schema=False,
     responses=raises(ApiKeyError, ConflictError, InvalidRequestError, BodyTooLargeError),
 )
 async def put_adapter(
@@ -98,14 +100,20 @@ async def put_adapter(
     return VersionObject.of(kept)
 
 
-@router.get("/v1/cluster/adapters/{name}/{version}", responses=raises(ApiKeyError, ConflictError, UnknownModelError))
+@router.get(
+    "/v1/cluster/adapters/{name}/{version}",
+    include_in_schema=False,
+    responses=raises(ApiKeyError, ConflictError, UnknownModelError),
+)
 async def adapter(cluster: NodesDep, name: Name, version: Number) -> LargeFile:
     """An adapter version, as it was uploaded."""
     file = await cluster.client.adapter_file(AdapterRef(name, version))
     return LargeFile(file, media_type="application/x-tar")
 
 
-@router.post("/v1/cluster/generate", responses=raises(ApiKeyError, ConflictError, UnknownModelError))
+@router.post(
+    "/v1/cluster/generate", include_in_schema=False, responses=raises(ApiKeyError, ConflictError, UnknownModelError)
+)
 async def generate(request: Request, services: ServicesDep, cluster: NodesDep) -> Response:
     """Answers a request of the head with this node's engine, as lines of JSON. For nodes of the same version only."""
     asked = await read_body(request, services, WireRequest.model_validate_json)
