@@ -96,7 +96,7 @@ def test_a_lost_node_breaks_its_streams_and_the_others_answer_the_rest():
     assert killed.retried + killed.broken >= 4
     assert 0 < killed.broken <= 4
     assert killed.rate_after == pytest.approx(0.5, abs=0.1)
-    assert stopped.rate_after < killed.rate_after
+    assert stopped.rate_after == pytest.approx(0.5, abs=0.1)
     assert stopped.slowest_first_token_s > 3.0
 
 

@@ -61,11 +61,11 @@ class Cell:
     def _relay(self, stepped: list[Request]) -> None:
         """Passes on what a step of a replica has drawn. The replica does not wait for it."""
         streamed = [request for request in stepped if not request.rollout]
-        ended = {request for request in stepped if request.drawn == request.tokens}
+        ended = [request for request in stepped if request.drawn == request.tokens]
         sent = self.router.handle(len(streamed) * self._inputs.router.token_s)
         sent.callbacks.append(lambda _: self._deliver(streamed, ended))
 
-    def _deliver(self, streamed: list[Request], ended: set[Request]) -> None:
+    def _deliver(self, streamed: list[Request], ended: list[Request]) -> None:
         now = self._env.now
         whole = sum(request.tokens for request in ended if request.rollout)
         self._log.delivered.append((now, len(streamed) + whole))
