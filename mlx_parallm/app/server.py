@@ -71,7 +71,7 @@ def _prepared(config: Config) -> Config:
 
 @asynccontextmanager
 async def _node(config: Config, served: Served) -> AsyncIterator[Node | None]:
-    """This server as a node of a cluster, until the block ends; None if it is none."""
+    """This server as a node of a cluster, until the block ends; None if it is not a node."""
     if not config.cluster.wanted:
         yield None
         return

@@ -1,15 +1,13 @@
-"""The base model's files: which ones the head gives to nodes that lack them, and how a node fetches them."""
+"""The base model's files, which the head gives to nodes that lack them."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from pathlib import Path
 
+from mlx_parallm.adapters.checkpoints.manifest import file_sum
 from mlx_parallm.core import BaseFile
 from mlx_parallm.errors import InvalidRequestError
-
-_CHUNK = 1 << 20
 
 
 class BaseFiles:
@@ -41,10 +39,5 @@ class BaseFiles:
         return sorted(entry for entry in entries if entry.is_file() and not entry.name.startswith("."))
 
     def _list(self) -> tuple[BaseFile, ...]:
-        return tuple(BaseFile(file.name, file.stat().st_size, sha256_of(file)) for file in self._files())
-
-
-def sha256_of(file: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal digits."""
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+        sums = ((file.name, file_sum(file)) for file in self._files())
+        return tuple(BaseFile(name, found.bytes, found.sha256) for name, found in sums)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -14,12 +15,14 @@ import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from mlx_parallm import atomic
+from mlx_parallm.adapters.checkpoints.manifest import file_sum
 from mlx_parallm.cluster.archive import digest
-from mlx_parallm.cluster.base_files import sha256_of
 from mlx_parallm.core import AdapterRef, BaseFile, Joined, Joining, SharedVersion
 from mlx_parallm.errors import ConfigError, EngineError
 
 _CONNECT_S, _ANSWER_S = 2.0, 60.0
+_SILENT_S = 10.0
+"""How long the head may send nothing while an archive is fetched."""
 _CHECKSUMS_S = 1800.0
 """How long the head may take to read a large base model for its checksums."""
 _JOINED, _VERSION = TypeAdapter(Joined), TypeAdapter(SharedVersion)
@@ -37,9 +40,10 @@ class HeadClient:
 
     def __init__(self, address: str, token: str) -> None:
         self.address = address
+        self._headers = {"authorization": f"Bearer {token}", "host": "localhost"}
         self._client = httpx.AsyncClient(
             base_url=f"http://{address}",
-            headers={"authorization": f"Bearer {token}", "host": "localhost"},
+            headers=self._headers,
             timeout=httpx.Timeout(_ANSWER_S, connect=_CONNECT_S),
             trust_env=False,
         )
@@ -72,7 +76,7 @@ class HeadClient:
         Raises:
             EngineError: it does not have the checksum of the registry.
         """
-        data = (await self._send("GET", _adapter(version.ref))).content
+        data = await asyncio.to_thread(self._download, _adapter(version.ref))
         if await asyncio.to_thread(digest, data) != version.sha256:
             raise EngineError(f"the archive of {version.ref} has another checksum than the registry")
         return data
@@ -81,10 +85,12 @@ class HeadClient:
         """Fetches the files of the base model that are not in `folder` yet, or not complete.
 
         Raises:
-            EngineError: a file does not have the checksum that the head has told.
+            EngineError: a file does not have the checksum that the head gave.
         """
         await asyncio.to_thread(atomic.make_folder, folder)
         for file in files:
+            if Path(file.path).name != file.path:
+                raise ConfigError(f"the head at {self.address} names a file outside the model's folder: {file.path!a}")
             await self._fetch(file, folder / file.path)
 
     async def _fetch(self, file: BaseFile, path: Path) -> None:
@@ -98,10 +104,22 @@ class HeadClient:
                 with part.open("ab" if response.status_code == 206 else "wb") as opened:
                     async for chunk in response.aiter_raw():
                         await asyncio.to_thread(opened.write, chunk)
-        if await asyncio.to_thread(sha256_of, part) != file.sha256:
+        if (await asyncio.to_thread(file_sum, part)).sha256 != file.sha256:
             part.unlink()
             raise EngineError(f"{file.path} has another checksum than the head's; it was removed, try again")
         part.rename(path)
+
+    def _download(self, path: str) -> bytes:
+        """The body at a path. It blocks. `http.client` reads 20 MB in a third of the time that httpx takes."""
+        try:
+            with closing(http.client.HTTPConnection(self.address, timeout=_SILENT_S)) as connection:
+                connection.request("GET", path, headers=self._headers)
+                answer = connection.getresponse()
+                response = httpx.Response(answer.status, content=answer.read())
+        except (OSError, http.client.HTTPException) as error:
+            raise self._unreachable(error) from error
+        self._check(response)
+        return response.content
 
     @asynccontextmanager
     async def _stream(self, path: str, headers: dict[str, str]) -> AsyncIterator[httpx.Response]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ class Report:
     outstanding_tokens: int
 
 
-class Node:
+class Node(ABC):
     """Implements `core.ClusterClient`; the methods of the head refuse.
 
     Args:
@@ -101,9 +102,9 @@ class Node:
         if self._lease is not None:
             self._lease.tell()
 
+    @abstractmethod
     async def fetch(self, version: SharedVersion) -> bytes:
         """The archive of a version, with the checksum of the registry."""
-        raise NotImplementedError
 
     # -- core.ClusterClient ----------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ class Guard:
                 self._audit.write(record_of(scope), scope)
 
     async def _let_in(self, scope: Scope, receive: Receive, send: Send, needed: Access | None) -> None:
-        sent = _sent_keys(scope)
+        sent = sent_keys(scope)
         key = self._key_of(scope, sent)
         if key is None:
             await _unauthorized(scope, sent)(scope, receive, send)
@@ -82,7 +82,7 @@ def _unauthorized(scope: Scope, sent: set[bytes]) -> Response:
     return error_response(ApiKeyError("Send the API key as `Authorization: Bearer <key>`; it is missing or wrong."))
 
 
-def _sent_keys(scope: Scope) -> set[bytes]:
+def sent_keys(scope: Scope) -> set[bytes]:
     """The different keys in the headers, which need not be ASCII."""
     sent = [(name, bytes(value)) for name, value in scope["headers"] if name in (b"authorization", b"x-api-key")]
     keys = (value.strip() if name == b"x-api-key" else _authorization(value) for name, value in sent)

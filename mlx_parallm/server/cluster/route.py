@@ -13,6 +13,7 @@ from starlette.responses import FileResponse, Response
 
 from mlx_parallm.core import AdapterRef
 from mlx_parallm.errors import ConflictError, InvalidRequestError, UnknownModelError
+from mlx_parallm.server.access.guard import sent_keys
 from mlx_parallm.server.api.fields import INT32_MAX
 from mlx_parallm.server.cluster.generate import EngineResponse
 from mlx_parallm.server.cluster.parts import ClusterParts
@@ -46,9 +47,9 @@ ClusterDep = Annotated[ClusterParts, Depends(cluster_of)]
 
 async def cluster_for_nodes(request: Request, cluster: ClusterDep) -> ClusterParts:
     """The cluster, for requests that have its token."""
-    scheme, _, sent = request.headers.get("authorization", "").partition(" ")
-    token = cluster.client.token.encode()
-    if scheme.lower() != "bearer" or not hmac.compare_digest(sent.strip().encode("utf-8", "replace"), token):
+    sent = sent_keys(request.scope)
+    key = sent.pop() if len(sent) == 1 else b""
+    if not hmac.compare_digest(key, cluster.client.token.encode()):
         raise ApiKeyError("Send the token of the cluster as `Authorization: Bearer <token>`; it is missing or wrong.")
     return cluster
 

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import cast
 
 from mlx_parallm.core import (
     ClusterClient,
@@ -59,7 +60,6 @@ class RoutedEngine(CountedEngine):
     def __init__(self, engine: CountedEngine, cluster: ClusterClient, remote: RemoteEngines, first_base: str) -> None:
         super().__init__(engine)
         self.load = engine.load
-        self._own = engine
         self._cluster = cluster
         self._remote = remote
         self._first_base = first_base
@@ -68,20 +68,26 @@ class RoutedEngine(CountedEngine):
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Event]:
         """See `core.EngineClient.generate`."""
-        travels = may_travel(request) and request.base in ("", self._first_base)
-        failed: set[str] = set()
         started = False
-        while (member := self._choose(request, failed) if travels else None) is not None:
+        async with aclosing(self._answered(request)) as events:
+            async for event in events:
+                if isinstance(event, RequestStarted):
+                    if started:  # on a node that has failed since
+                        continue
+                    started = True
+                yield event
+
+    async def _answered(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
+        """The events of a request at the first node that does not fail. Those that failed before it have sent
+        RequestStarted at most."""
+        failed: set[str] = set()
+        while (member := self._choose(request, failed)) is not None:
             node, answered = member.info.id, False
             self.counts.requests[node] += 1
             try:
                 async with aclosing(self._at(member, request)) as events:
                     async for event in events:
-                        if not isinstance(event, RequestStarted):
-                            answered = True
-                        elif started:
-                            continue
-                        started = True
+                        answered |= not isinstance(event, RequestStarted)
                         yield event
                 return
             except NodeFailedError as error:
@@ -93,10 +99,9 @@ class RoutedEngine(CountedEngine):
                     return
                 self.counts.retried += 1
         self.counts.requests[NodeRole.HEAD.value] += 1
-        async with aclosing(self._own.generate(request)) as events:  # type: ignore[type-var]
+        async with aclosing(cast(AsyncGenerator[Event, None], self._engine.generate(request))) as events:
             async for event in events:
-                if not (started and isinstance(event, RequestStarted)):
-                    yield event
+                yield event
 
     async def _at(self, member: Member, request: GenerationRequest) -> AsyncGenerator[Event, None]:
         """The events of a request at another node. If nobody reads them before the last one, they come together with
@@ -120,6 +125,8 @@ class RoutedEngine(CountedEngine):
 
     def _choose(self, request: GenerationRequest, failed: set[str]) -> Member | None:
         """The node that answers a request; None for this one."""
+        if not may_travel(request) or request.base not in ("", self._first_base):
+            return None
         holders = self._cluster.others_with(request.adapter)
         loads: dict[Member | None, int] = {None: self.load.tokens}
         loads |= {member: self._load_of(member) for member in holders if member.info.id not in failed}
