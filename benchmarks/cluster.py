@@ -4,14 +4,16 @@
 
     router       64 streams through the head against 64 streams to its replica: first tokens, each token, memory
     paced        1, 2 and 3 engines that answer at a fixed pace, behind the router of a head
-    real         the same with the bundled model, as far as the processor's cores allow
+    real         1 and 2 engines with the bundled model, each on one core
     sharing      versions of 20 MB: pulled by two processes at once, and published beside 16 rows of a replica
 
-All nodes run on this machine. Takes ten minutes on two cores, prints a table and writes JSON.
+All nodes run on this machine, and each computes on one thread: with more than there are cores, they wait for each other,
+and two servers were eight times slower than one. Takes ten minutes on two cores, prints a table and writes JSON.
 """
 
 import argparse
 import asyncio
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -38,6 +40,7 @@ MEDIAN_MS, P99_MS, MEMORY_MB, LEAST_GAIN, FETCH_MS, PUBLISH_S = 5.0, 20.0, 80.0,
 def main() -> int:
     """Returns the exit code: 0 if every figure keeps to its limit, 1 if one does not."""
     arguments = _arguments()
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
     before = machine.describe()
     machine.warn_if_busy()
     figures, record = asyncio.run(cancelled_by_sigterm(_measured(arguments)))
