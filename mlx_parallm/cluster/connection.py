@@ -2,8 +2,8 @@
 
     bucket nodes          who is there; a key lives for LEASE_S after its last renewal   `members`
     bucket versions       which adapter versions there are, and which one is live        `versions`
-    bucket trainer        who trains; a key lives for TRAINER_LEASE_S                    `trainer_lease`
-    stream trajectories   what was sampled and is not yet in a checkpoint
+    bucket trainer        who trains an adapter; a key lives for TRAINER_LEASE_S         `trainer_lease`
+    stream trajectories   what was drawn for training and is not yet in a checkpoint    `trajectories`
 
 nats-py connects again by itself, for ever. What NATS does while nobody is connected is in its documentation:
 https://docs.nats.io/nats-concepts/jetstream.
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
 from nats.js import JetStreamContext
-from nats.js.api import KeyValueConfig, RetentionPolicy, StorageType, StreamConfig
+from nats.js.api import DiscardPolicy, KeyValueConfig, RetentionPolicy, StorageType, StreamConfig
 from nats.js.errors import APIError
 from nats.js.kv import KV_DEL, KV_PURGE, KeyValue
 
@@ -31,6 +31,8 @@ LEASE_S = 3.0
 TRAINER_LEASE_S = 10.0
 TRAJECTORIES = "trajectories"
 """The stream, and the beginning of its subjects: `trajectories.NAME`."""
+MOST_WAITING = 100_000
+"""The stream holds so many messages. When it is full, a new one is refused."""
 DUPLICATES_S = 24 * 3600.0
 """How long NATS remembers the ids of trajectories, in seconds. One with an id that it remembers is dropped."""
 _RETRY_S = 0.2
@@ -211,7 +213,15 @@ def _trajectories() -> StreamConfig:
         retention=RetentionPolicy.WORK_QUEUE,
         storage=StorageType.FILE,
         duplicate_window=DUPLICATES_S,
+        max_msgs=MOST_WAITING,
+        discard=DiscardPolicy.NEW,
     )
+
+
+def key_of(name: str) -> str:
+    """The name of an adapter as a part of a key or a subject. NATS divides those at dots, so a dot is written `=`, which
+    no name has."""
+    return name.replace(".", "=")
 
 
 @asynccontextmanager

@@ -2,18 +2,20 @@
 
     staged.NAME.VERSION    its archive is complete at the head, so every node can fetch it
     live.NAME              the version that the name means; changed by compare-and-set alone
+    trained.NAME           a trainer has trained this name, so trajectories for it may be sent
 
-A version never changes. The dots of a name are written `=`, because NATS divides keys at dots.
+A version never changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError
 
-from mlx_parallm.cluster.connection import Connection, stored
+from mlx_parallm.cluster.connection import Connection, key_of, stored
 from mlx_parallm.cluster.records import from_json, to_json
 from mlx_parallm.core import AdapterRef, SharedVersion, VersionState
 from mlx_parallm.errors import ConflictError
@@ -83,6 +85,17 @@ class Versions:
                 ) from None
         return LiveVersion(version, revision)
 
+    async def take_over(self, name: str, fence: int) -> None:
+        """Begins a new lease of a trainer: from now on, `go_live` refuses whatever has a lower fence."""
+        async with stored():
+            await self._bucket.put(f"trained.{key_of(name)}", name.encode())
+            while True:
+                version, revision = await self._read(_live(name))
+                if version is None or version.fence >= fence:
+                    return
+                with suppress(KeyWrongLastSequenceError):  # another version went live meanwhile
+                    await self._bucket.update(_live(name), to_json(replace(version, fence=fence)), revision)
+
     async def remove_old(self, state: VersionState, name: str) -> tuple[SharedVersion, ...]:
         """Removes the staged versions of a name that are older than the live one, but for the newest of them. Returns
         those that were removed. The head calls it."""
@@ -102,18 +115,21 @@ class Versions:
         live: dict[str, SharedVersion] = {}
         staged: dict[AdapterRef, SharedVersion] = {}
         keys: dict[str, SharedVersion] = {}
+        trained: set[str] = set()
         complete = False
         async for change in self._connection.follow(self._bucket):
             if change is None:
                 complete = True
             elif change.value is None:
                 keys.pop(change.key, None)
+            elif change.key.startswith("trained."):
+                trained.add(change.value.decode())
             elif (version := from_json(SharedVersion, change.value)) is not None:
                 keys[change.key] = version
             if complete:
                 live = {version.name: version for key, version in keys.items() if key.startswith("live.")}
                 staged = {version.ref: version for key, version in keys.items() if key.startswith("staged.")}
-                yield VersionState(live, staged)
+                yield VersionState(live, staged, frozenset(trained))
 
     async def _read(self, key: str) -> tuple[SharedVersion | None, int]:
         try:
@@ -123,13 +139,9 @@ class Versions:
         return from_json(SharedVersion, entry.value or b""), entry.revision or 0
 
 
-def _plain(name: str) -> str:
-    return name.replace(".", "=")
-
-
 def _live(name: str) -> str:
-    return f"live.{_plain(name)}"
+    return f"live.{key_of(name)}"
 
 
 def _staged(ref: AdapterRef) -> str:
-    return f"staged.{_plain(ref.name)}.{ref.version}"
+    return f"staged.{key_of(ref.name)}.{ref.version}"

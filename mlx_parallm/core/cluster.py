@@ -80,10 +80,11 @@ class SharedVersion:
 @dataclass(frozen=True, slots=True)
 class VersionState:
     """All shared versions at one time: the live one of each name, and all that are staged, which includes the live
-    ones."""
+    ones. `trained`: the names that a trainer has trained, now or before."""
 
     live: Mapping[str, SharedVersion] = field(default_factory=dict)
     staged: Mapping[AdapterRef, SharedVersion] = field(default_factory=dict)
+    trained: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
