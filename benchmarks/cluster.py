@@ -7,8 +7,8 @@
     real         1 and 2 engines with the bundled model, each on one core
     sharing      versions of 20 MB: pulled by two processes at once, and published beside 16 rows of a replica
 
-All nodes run on this machine, and each computes on one thread: with more than there are cores, they wait for each other,
-and two servers were eight times slower than one. Takes ten minutes on two cores, prints a table and writes JSON.
+All nodes run on this machine, and each computes on one thread: with more than there are cores, they wait for each
+other, and two servers were eight times slower than one. Takes ten minutes on two cores, prints a table and writes JSON.
 """
 
 import argparse

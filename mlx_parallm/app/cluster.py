@@ -1,9 +1,9 @@
-"""A server as a node of a cluster: the head with --share-model, or a replica with --connect-to.
+"""A process as a node of a cluster: the head with --share-model, and replicas and trainers with --connect-to.
 
-    prepare   before a model is loaded: checks, and for a replica which base model that is
-    joined    while the model is served: the node itself
+    prepare, prepare_trainer   before a model is loaded: checks, and which base model that is
+    joined, joined_trainer     while the model is loaded: the node itself
 
-Imported only by servers that are nodes, because it needs the extra `cluster`.
+Imported only by nodes, because it needs the extra `cluster`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from mlx_parallm.cluster.head_client import HeadUnreachableError
 from mlx_parallm.cluster.node import Node, Report
 from mlx_parallm.cluster.replica import ask_head, fetch_base, own_address, replica
 from mlx_parallm.cluster.state import locked_folder
+from mlx_parallm.cluster.trainer import Trainer, trainer
 from mlx_parallm.config import Config
 from mlx_parallm.core import Joined, SharedBase
 from mlx_parallm.errors import ConfigError
@@ -44,7 +45,19 @@ def prepare(config: Config) -> Config:
         )
     if config.server.scheme != "http":
         raise ConfigError("cluster: nodes speak plain HTTP to each other; leave out --ssl-certfile")
-    return config if config.cluster.connect_to is None else asyncio.run(_with_base(config, config.cluster.connect_to))
+    if config.cluster.connect_to is None:
+        return config
+    return asyncio.run(_with_base(config, config.cluster.connect_to, _replica_folder(config)))
+
+
+def prepare_trainer(config: Config) -> Config:
+    """The configuration with which a trainer loads its model.
+
+    Raises:
+        ConfigError: the head does not answer or refuses this node.
+    """
+    assert config.cluster.connect_to is not None
+    return asyncio.run(_with_base(config, config.cluster.connect_to, _trainer_folder(config)))
 
 
 @asynccontextmanager
@@ -55,8 +68,7 @@ async def joined(config: Config, served: Served) -> AsyncIterator[Node]:
         ConfigError: its folder is used by another process, or NATS cannot be started or reached.
     """
     cluster = config.cluster
-    source = await asyncio.to_thread(source_of, config.model.base_model_path, False)
-    fingerprint = await asyncio.to_thread(fingerprint_of, source)
+    source, fingerprint = await _source(config)
     if cluster.connect_to is not None:
         with locked_folder(_replica_folder(config)) as folder:
             async with replica(cluster.connect_to, fingerprint, _token(config), served.adapters, folder) as node:
@@ -73,6 +85,31 @@ async def joined(config: Config, served: Served) -> AsyncIterator[Node]:
     )
     async with head(settings, served.adapters) as node:
         yield node
+
+
+@asynccontextmanager
+async def joined_trainer(config: Config, served: Served) -> AsyncIterator[Trainer]:
+    """This run as the trainer of its adapter in the cluster, until the block ends.
+
+    Raises:
+        ConfigError: no head answers, or it refuses this node.
+        ConflictError: another process trains the adapter.
+    """
+    assert config.cluster.connect_to is not None
+    assert served.run is not None  # what trains has a run
+    _, fingerprint = await _source(config)
+    name, run = config.adapters.default_adapter, str(served.run.path.absolute())
+    try:
+        async with trainer(config.cluster.connect_to, _token(config), fingerprint, name, run) as node:
+            yield node
+    except HeadUnreachableError as error:
+        raise ConfigError(f"cluster.connect_to: {error}") from error
+
+
+async def _source(config: Config) -> tuple[Path, str]:
+    """Where the base model is, and its fingerprint."""
+    source = await asyncio.to_thread(source_of, config.model.base_model_path, False)
+    return source, await asyncio.to_thread(fingerprint_of, source)
 
 
 def begin_serving(node: Node, config: Config, services: Services, port: int) -> None:
@@ -99,21 +136,21 @@ def _report(services: Services) -> Report:
 # -- the base model of a replica -----------------------------------------------------------------
 
 
-async def _with_base(config: Config, head_address: str) -> Config:
+async def _with_base(config: Config, head_address: str, folder: Path) -> Config:
     """The configuration with the base model of the cluster: the one that it names, if it is the same, else the bundled
-    one, or one that is fetched from the head."""
+    one, or one that is fetched from the head into `folder`."""
     path = config.model.base_model_path
     own = await asyncio.to_thread(lambda: fingerprint_of(source_of(path)))
     asked = None if path is None else own
     answer = await _patiently(config, head_address, asked)
     if answer.base.fingerprint == own:
         return config
-    with locked_folder(_replica_folder(config)) as state:
-        folder = state / f"base-{answer.base.fingerprint}"
-        await fetch_base(head_address, _token(config), answer, folder)
-    if await asyncio.to_thread(fingerprint_of, folder) != answer.base.fingerprint:
-        raise ConfigError(f"{folder} is not the base model of the head; remove the folder and start again")
-    model = config.model.model_copy(update={"base_model_path": str(folder)})
+    with locked_folder(folder) as state:
+        base = state / f"base-{answer.base.fingerprint}"
+        await fetch_base(head_address, _token(config), answer, base)
+    if await asyncio.to_thread(fingerprint_of, base) != answer.base.fingerprint:
+        raise ConfigError(f"{base} is not the base model of the head; remove the folder and start again")
+    model = config.model.model_copy(update={"base_model_path": str(base)})
     names = config.server.served_model_name or (answer.base.name,)
     server = config.server.model_copy(update={"served_model_name": names})
     return config.model_copy(update={"model": model, "server": server})
@@ -143,3 +180,7 @@ def _token(config: Config) -> str:
 def _replica_folder(config: Config) -> Path:
     """Of this replica alone: several may run on one machine."""
     return config.cluster.state_dir / f"replica-{config.server.port}"
+
+
+def _trainer_folder(config: Config) -> Path:
+    return config.cluster.state_dir / f"trainer-{config.adapters.default_adapter}"

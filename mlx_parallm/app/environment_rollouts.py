@@ -68,9 +68,13 @@ class EnvironmentRollouts:
             self._curriculum = tasks
             self._training.service.add_sink(self._learn_rewards)
 
-    async def open_inference(self) -> None:
-        """Raises ConfigError: the engine cannot draw what training needs."""
-        self._inference = build_inference(self._config, self._served)
+    async def open_inference(self, cluster: InferenceEngine | None = None) -> None:
+        """Opens the engine that samples are drawn from. `cluster`: see `build_inference`.
+
+        Raises:
+            ConfigError: the engine cannot draw what training needs.
+        """
+        self._inference = build_inference(self._config, self._served, cluster)
         await self._inference.open(self._training.service.status().current or BASE_ADAPTER)
 
     @property

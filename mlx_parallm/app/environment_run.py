@@ -64,7 +64,7 @@ class EnvironmentRun(TrainingRun):
         await self.rollouts.open(taken, self.service.progress())
         self.step_rollouts.open(taken)
         if done < self.options.steps:
-            await self.rollouts.open_inference()
+            await self.rollouts.open_inference(self.cluster.engine if self.cluster is not None else None)
 
     async def _warm_up(self) -> None:
         """Makes the updates of the warm-up that an earlier process has not made.

@@ -28,11 +28,15 @@ from mlx_parallm.rl.inference.mlx import MlxApi
 from mlx_parallm.rl.inference.openai import OpenAIApi, VllmApi
 from mlx_parallm.rl.inference.outside import NEUTRAL, OutsideEngine
 from mlx_parallm.rl.inference.sglang import SglangApi
+from mlx_parallm.rl.inference.spread import SpreadEngine
 from mlx_parallm.rl.inference.sync import AdapterSync, WriteAdapter
 from mlx_parallm.rl.rollouts.answers import events_of
 
 _FOLDER = ".inference"
 """Folder of a run in which adapter versions wait for an outside engine."""
+
+_CLUSTER_PATIENCE_S = 120.0
+"""How long a run draws again while its cluster fails, in seconds: a head may be starting again."""
 
 _TRIAL = ({"role": "user", "content": "Hello"},)
 
@@ -57,16 +61,25 @@ def check_inference(config: Config) -> None:
         )
 
 
-def build_inference(config: Config, served: Served) -> InferenceEngine:
+def build_inference(config: Config, served: Served, cluster: InferenceEngine | None = None) -> InferenceEngine:
     """The configured engine. An outside engine's server is not asked for anything yet.
+
+    Args:
+        cluster: draws from the nodes of the cluster that is trained for, in place of this process. An outside engine is
+            one more node then.
 
     Raises:
         ConfigError: no sample could be drawn.
     """
     check_inference(config)
+    outside = _outside(config, served) if config.inference.engine.outside else None
+    if cluster is not None:
+        return SpreadEngine([cluster] if outside is None else [cluster, outside], _CLUSTER_PATIENCE_S)
+    return SharedEngine(served.engine) if outside is None else outside
+
+
+def _outside(config: Config, served: Served) -> OutsideEngine:
     settings = config.inference
-    if settings.engine is EngineKind.SHARED:
-        return SharedEngine(served.engine)
     assert settings.url is not None  # the section refuses an outside engine without one
     key = settings.api_key.get_secret_value() if settings.api_key else ""
     server = EngineServer(settings.engine.value, settings.url, key, settings.timeout)

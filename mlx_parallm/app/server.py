@@ -18,6 +18,7 @@ from mlx_parallm.app.atropos import open_source, registration
 from mlx_parallm.app.base_loader import build_base_set
 from mlx_parallm.app.base_set import BaseSet
 from mlx_parallm.app.build import Engine, Served
+from mlx_parallm.app.cluster_collection import ClusterCollection
 from mlx_parallm.app.lessons import Lessons
 from mlx_parallm.app.ranks import check_splittable, follow
 from mlx_parallm.app.server_rollouts import ServerRollouts, environment_of
@@ -187,6 +188,7 @@ class IntegratedServer:
             self._lessons,
             traces,
             node,
+            ClusterCollection(node, config.adapters.default_adapter) if node is not None else None,
         )
 
     async def run_training_loop(self) -> None:

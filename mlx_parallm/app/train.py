@@ -1,4 +1,5 @@
-"""`mlx_parallm_train`: trains an adapter on the tasks of an environment, without clients and without HTTP."""
+"""`mlx_parallm_train`: trains an adapter without HTTP, on the tasks of an environment, on groups from Atropos, or on
+what the clients of a cluster send."""
 
 from __future__ import annotations
 
@@ -13,16 +14,22 @@ from typing import Any, NoReturn
 
 from mlx_parallm import logs
 from mlx_parallm.app.atropos_run import AtroposRun
-from mlx_parallm.app.build import Engine
+from mlx_parallm.app.build import Engine, Served
 from mlx_parallm.app.environment_run import EnvironmentRun
 from mlx_parallm.app.inference import check_inference
 from mlx_parallm.app.ranks import refuse_training
 from mlx_parallm.app.tracking import start_tracking
 from mlx_parallm.app.train_progress import TrainOptions, TrainView
+from mlx_parallm.app.training import TrainingRuntime
+from mlx_parallm.app.training_run import TrainingRun
 from mlx_parallm.config import Config
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.rl.environments import environment, read_system_prompt
+from mlx_parallm.extras import CLUSTER
+from mlx_parallm.rl.environments import Environment, environment, read_system_prompt
 from mlx_parallm.rl.runs.record import RunState
+from mlx_parallm.rl.tracking.tracking import Tracking
+
+RunParts = tuple[Config, TrainOptions, TrainView, Served, TrainingRuntime, Tracking]
 
 _SHOW_CURSOR = b"\x1b[?25h"
 
@@ -37,7 +44,7 @@ def run(config: Config, options: TrainOptions, view: TrainView) -> int:
 
     Raises:
         ConfigError, ModelError: before anything is drawn.
-        TrainingFailedError: most tasks failed.
+        TrainingFailedError: most tasks failed, or another process trains the adapter in the cluster.
         StorageError: the last updates could not be saved.
         EngineError: the device thread ended, or could not draw.
     """
@@ -47,10 +54,11 @@ def run(config: Config, options: TrainOptions, view: TrainView) -> int:
         raise ConfigError("model.other_base_models: a run trains one base model; give --model-path one value")
     training = config.rl_training
     source = None
-    if training.atropos_url is None:
-        source = environment(options.environment, training.reward is not None)
+    if training.environment is not None:
+        source = environment(training.environment, training.reward is not None)
         check_inference(config)
     read_system_prompt(training.system_prompt)  # what cannot be used is refused before the model is loaded
+    config = _prepared(config)
     engine = Engine(config, {name: value for name, value in asdict(options).items() if name != "log"})
     served = engine.start()
     assert served.training is not None  # the command's configuration trains
@@ -58,14 +66,39 @@ def run(config: Config, options: TrainOptions, view: TrainView) -> int:
     try:
         with closing(start_tracking(config, served.run, options.log)) as tracking:
             parts = (config, options, view, served, served.training, tracking)
-            steps = AtroposRun(*parts) if source is None else EnvironmentRun(*parts, source=source)
             with engine.failures_recorded():
-                exit_code = asyncio.run(_until_signal(steps.run()))
+                exit_code = asyncio.run(_until_signal(_work(parts, source)))
         if exit_code:
             engine.ends(RunState.INTERRUPTED, f"it was stopped by {signal.Signals(exit_code - 128).name}")
         return exit_code
     finally:
         engine.stop()
+
+
+def _prepared(config: Config) -> Config:
+    """The configuration with which the model is loaded. Raises ConfigError: this run cannot take part in a cluster."""
+    if not config.cluster.wanted:
+        return config
+    if not CLUSTER.installed:
+        raise ConfigError(f"cluster: {CLUSTER.missing}")
+    from mlx_parallm.app.cluster import prepare_trainer
+
+    return prepare_trainer(config)
+
+
+def _work(parts: RunParts, source: Environment | None) -> Coroutine[Any, Any, None]:
+    """All steps of the run."""
+    config = parts[0]
+    if not config.cluster.wanted:
+        return _run_of(parts, source).run()
+    from mlx_parallm.app.cluster_run import ClusterRun, run_in_cluster
+
+    asked = source is not None or config.rl_training.atropos_url is not None
+    return run_in_cluster(config, _run_of(parts, source) if asked else ClusterRun(*parts))
+
+
+def _run_of(parts: RunParts, source: Environment | None) -> TrainingRun:
+    return AtroposRun(*parts) if source is None else EnvironmentRun(*parts, source=source)
 
 
 async def _until_signal(work: Coroutine[Any, Any, None]) -> int:

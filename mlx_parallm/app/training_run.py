@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mlx_parallm.app.build import Served
 from mlx_parallm.app.train_progress import SampleText, TrainOptions, TrainView, run_facts
@@ -20,6 +20,9 @@ from mlx_parallm.errors import EngineDeadError, TrainingFailedError
 from mlx_parallm.rl.runs.listing import RUN_STEPS, RUN_TASKS
 from mlx_parallm.rl.tracking.tracking import Record, Tracking
 from mlx_parallm.rl.updates.turns import Chosen
+
+if TYPE_CHECKING:  # it needs the extra `cluster`
+    from mlx_parallm.app.cluster_training import ClusterTraining
 
 FINAL = "final"
 """Tag of the checkpoint that a run ends with."""
@@ -53,6 +56,7 @@ class Filled:
 class TrainingRun(ABC):
     """The steps of one run. `drawn` of `wanted` trajectories of the current step were reported to the view.
 
+    `cluster`: the cluster that this run is the trainer of; None: it publishes to nobody.
     `restores`: whether what waited in the journal when the process ended waits for an update again.
     """
 
@@ -64,6 +68,7 @@ class TrainingRun(ABC):
     served: Served
     training: TrainingRuntime
     tracking: Tracking
+    cluster: ClusterTraining | None = None
     drawn: int = field(default=0, init=False)
     wanted: int = field(default=0, init=False)
 
@@ -89,6 +94,9 @@ class TrainingRun(ABC):
     async def _close(self) -> None:  # noqa: B027 - most runs have nothing to end
         """Ends what `_open` began, before training ends."""
 
+    async def _ended(self) -> None:  # noqa: B027 - most runs have nobody to tell
+        """Called when the last updates are saved."""
+
     # -- steps -----------------------------------------------------------------------------------
 
     async def run(self) -> None:
@@ -96,6 +104,8 @@ class TrainingRun(ABC):
         options = self.options
         try:
             await self.training.start(self.restores)
+            if self.cluster is not None:
+                await self.cluster.begin()
             await self.service.pause()  # each step makes its own update when its trajectories are scored
             done, taken = self._progress()
             await self._open(done, taken)
@@ -114,6 +124,7 @@ class TrainingRun(ABC):
                 await self._close()
             finally:
                 await self.training.close()
+                await self._ended()
 
     def _progress(self) -> tuple[int, int]:
         """The steps made and the tasks taken before the run was resumed."""
@@ -127,6 +138,8 @@ class TrainingRun(ABC):
         self._show_samples(filled.chosen)
         progress = {STEPS: step, TASKS: filled.tasks, **filled.state}
         report = await self.service.update(progress=progress, chosen=filled.chosen)
+        if self.cluster is not None:
+            await self.cluster.publish_live()
         speed = {**filled.speed, "seconds": time.monotonic() - started, "failed_tasks": float(len(filled.failures))}
         report = replace(report, metrics={**report.metrics, **speed, **filled.levels})
         if step == self.options.steps and report.step:

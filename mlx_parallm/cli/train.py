@@ -39,8 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of a run, and the flags of all settings that have an effect on it."""
     group = parser.add_argument_group("run")
     add = group.add_argument
-    steps = "Required. Number of updates of the whole run. A resumed run makes those that are left."
+    steps = (
+        "Number of updates of the whole run. A resumed run makes those that are left. Required, but for a run with "
+        "--connect-to and without --environment, which goes on until it is stopped."
+    )
     add("--steps", type=at_least(1), metavar="N", help=steps)
+    add("--mode", choices=["rl"], default="rl", help="What kind of training. There is one: %(default)s.")
     add("--group-size", type=at_least(2), default=8, metavar="N", help="Samples of each prompt. Default: %(default)s.")
     add(
         "--prompts-per-step",
@@ -91,9 +95,12 @@ def run(args: argparse.Namespace) -> int:
     if not PLOTS.installed:
         print(f"WARNING: no curves will be drawn: {PLOTS.missing}", file=sys.stderr)
     from mlx_parallm.app import train as training
+    from mlx_parallm.app.atropos import ENDLESS
     from mlx_parallm.app.train_progress import TrainOptions
 
-    options = TrainOptions(environment, args.steps, args.group_size, args.prompts_per_step, args.log, args.warm_up)
+    options = TrainOptions(
+        environment, args.steps or ENDLESS, args.group_size, args.prompts_per_step, args.log, args.warm_up
+    )
     view = _RecordingView(options.steps, evaluates=resolved.config.rl_training.evaluation.every is not None)
     try:
         with view:
@@ -110,22 +117,18 @@ def _resolve(args: argparse.Namespace) -> Resolved:
 
 
 def _check_required(args: argparse.Namespace, config: Config) -> str:
-    """The environment's name. Raises ConfigError: a required argument is missing."""
+    """What the run trains on, for people. Raises ConfigError: a required argument is missing."""
     training = config.rl_training
     environment = training.environment or training.atropos_url
+    cluster = config.cluster.connect_to
     problems = []
-    if config.cluster.wanted:
-        problems.append(
-            "cluster.connect_to: not available in this version for training; train on one machine, or draw samples "
-            "from another server with --inference-engine and --inference-url"
-        )
-    if environment is None:
+    if environment is None and cluster is None:
         problems.append("--environment: name what to train on, such as FILE.jsonl or reasoning_gym:leg_counting")
-    if args.steps is None:
+    if args.steps is None and (environment is not None or cluster is None):
         problems.append("--steps: say how many updates to make")
-    if problems or environment is None:
+    if problems:
         raise ConfigError("\n".join(problems))
-    return environment
+    return environment or f"requests to {cluster} with collect_trajectory"
 
 
 def _check_log(log: Path | None) -> None:

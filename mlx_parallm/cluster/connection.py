@@ -219,8 +219,8 @@ def _trajectories() -> StreamConfig:
 
 
 def key_of(name: str) -> str:
-    """The name of an adapter as a part of a key or a subject. NATS divides those at dots, so a dot is written `=`, which
-    no name has."""
+    """The name of an adapter as a part of a key or a subject. NATS divides those at dots, so a dot is written `=`,
+    which no name has."""
     return name.replace(".", "=")
 
 

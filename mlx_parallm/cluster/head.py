@@ -102,6 +102,9 @@ class Head(Node):
     async def put_adapter(self, ref: AdapterRef, archive: bytes, sha256: str, fence: int) -> SharedVersion:
         """See `core.ClusterClient.put_adapter`."""
         check_name(ref.name, "name")
+        live = self.follower.state.live.get(ref.name)
+        if live is not None and fence < live.fence:
+            raise ConflictError(f"{ref} is refused: its trainer has lost its lease to another ({live.fence}).")
         version = await asyncio.to_thread(self._archives.put, ref, archive, sha256, fence)
         await self._versions.stage(version)
         return version

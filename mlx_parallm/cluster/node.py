@@ -15,6 +15,7 @@ from typing import Any
 from mlx_parallm.cluster.connection import Connection
 from mlx_parallm.cluster.follower import Follower, NodeAdapters
 from mlx_parallm.cluster.members import Lease, Members
+from mlx_parallm.cluster.trajectories import Trajectories
 from mlx_parallm.cluster.versions import Versions
 from mlx_parallm.core import (
     BASE_ADAPTER,
@@ -27,7 +28,7 @@ from mlx_parallm.core import (
     NodeRole,
     SharedVersion,
 )
-from mlx_parallm.errors import ConflictError
+from mlx_parallm.errors import ConflictError, StorageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,12 @@ class Node(ABC):
             {str(ref): reason for ref, reason in self.follower.unusable.items()},
             members.lost_total if members is not None else 0,
         )
+
+    async def send(self, name: str, body: bytes, message_id: str = "") -> None:
+        """See `core.ClusterClient.send`."""
+        if self._connection is None:
+            raise StorageError("this node is not connected to its cluster")
+        await Trajectories(self._connection).send(name, body, message_id)
 
     async def join(self, joining: Joining, reached_at: str) -> Joined:
         """See `core.ClusterClient.join`."""

@@ -12,7 +12,7 @@ import time
 from mlx_parallm.cluster.head_client import HeadClient
 from mlx_parallm.cluster.members import Members
 from mlx_parallm.cluster.versions import LiveVersion, Versions
-from mlx_parallm.core import AdapterRef
+from mlx_parallm.core import AdapterRef, SharedVersion
 
 _PATIENCE_S, _CHECK_S = 10.0, 0.01
 
@@ -44,9 +44,12 @@ class Publisher:
         live = await self._versions.live(ref.name)
         if live is not None and live.version.ref == ref:
             return live  # an earlier attempt came to its end after all
-        version = await self._client.put_adapter(ref, archive, fence)
-        await self._held(ref)
-        return await self._versions.go_live(version, live)
+        return await self.make_live(await self._client.put_adapter(ref, archive, fence), live)
+
+    async def make_live(self, version: SharedVersion, after: LiveVersion | None) -> LiveVersion:
+        """Makes a staged version live when the nodes hold it. Raises what `Versions.go_live` does."""
+        await self._held(version.ref)
+        return await self._versions.go_live(version, after)
 
     async def _held(self, ref: AdapterRef) -> None:
         """Returns when every node that serves holds the version, or after `patience_s`."""

@@ -84,7 +84,9 @@ class Trajectories:
         try:
             info = await self._js.stream_info(TRAJECTORIES, subjects_filter=_subject(name))
         except NatsError as error:
-            raise StorageError(f"the stream of trajectories cannot be reached: {error or type(error).__name__}") from error
+            raise StorageError(
+                f"the stream of trajectories cannot be reached: {error or type(error).__name__}"
+            ) from error
         return sum((info.state.subjects or {}).values())
 
     async def read(self, name: str, fence: int) -> AsyncGenerator[Delivery, None]:

@@ -9,9 +9,10 @@ A version never changes.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
+from typing import cast
 
 from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError
 
@@ -61,6 +62,11 @@ class Versions:
         async with stored():
             version, revision = await self._read(_live(name))
         return None if version is None else LiveVersion(version, revision)
+
+    async def now(self) -> VersionState:
+        """The registry as it is. Waits while NATS cannot be reached."""
+        async with aclosing(cast(AsyncGenerator[VersionState, None], self.follow())) as states:
+            return await anext(states)
 
     async def go_live(self, version: SharedVersion, after: LiveVersion | None) -> LiveVersion:
         """Makes a staged version live, if `after` is still the live one.

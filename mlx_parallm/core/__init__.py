@@ -148,6 +148,7 @@ from mlx_parallm.core.signals import (
     EditCard,
     FeedbackCard,
     FoundTrajectory,
+    OpinionClient,
     PeopleClient,
     Signal,
     SignalReport,
@@ -166,9 +167,16 @@ from mlx_parallm.core.text import (
     end_id,
     overlap,
 )
-from mlx_parallm.core.training import EvaluationResult, TrainingClient, TrainingStatus, UpdateReport
+from mlx_parallm.core.training import (
+    CollectionClient,
+    EvaluationResult,
+    TrainingClient,
+    TrainingStatus,
+    UpdateReport,
+)
 from mlx_parallm.core.training_events import Divergence, TrainingEvent, TrainingHistory
 from mlx_parallm.core.trajectories import (
+    CollectingClient,
     GivenGroup,
     GivenTrajectory,
     GroupCard,

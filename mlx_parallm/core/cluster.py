@@ -183,7 +183,20 @@ class ClusterClient(Protocol):
 
         Raises:
             InvalidRequestError: the archive has another checksum, or is not an adapter's.
-            ConflictError: there is a version of this name and number with another content.
+            ConflictError: there is a version of this name and number with another content, or another trainer has the
+                lease of the name.
+        """
+        ...
+
+    async def send(self, name: str, body: bytes, message_id: str = "") -> None:
+        """Sends what the trainer of an adapter is to learn from, and returns when it is on a disk.
+
+        Args:
+            name: that of the adapter.
+            message_id: a second message with the same one is dropped. Empty: the message has none.
+
+        Raises:
+            StorageError: it could not be kept.
         """
         ...
 

@@ -121,8 +121,8 @@ class SignalReport:
     sources: Sequence[SourceReport]
 
 
-class PeopleClient(Protocol):
-    """The part of `core.TrainingClient` that takes what people say about answers."""
+class OpinionClient(Protocol):
+    """Takes people's opinions of answers."""
 
     async def feedback(self, trajectory_id: str, score: float, user: str = "") -> FeedbackCard:
         """Adds a person's opinion of an answer, and returns when it is on the disk. The last one of each `user` counts;
@@ -139,6 +139,10 @@ class PeopleClient(Protocol):
             ConflictError: it was trained on, or its update was refused; or as many people have judged it as may.
         """
         ...
+
+
+class PeopleClient(OpinionClient, Protocol):
+    """The part of `core.TrainingClient` that takes what people say about answers."""
 
     async def find(self, trajectory_id: str) -> FoundTrajectory:
         """A trajectory of this run, whatever became of it. Raises UnknownTrajectoryError: there is none of this id."""

@@ -10,9 +10,9 @@ from mlx_parallm.core.adapters import AdapterRef, CheckpointCard
 from mlx_parallm.core.collected import CollectedClient
 from mlx_parallm.core.competition import CompetitionClient
 from mlx_parallm.core.rollouts import RolloutStatus
-from mlx_parallm.core.signals import PeopleClient, Signal
+from mlx_parallm.core.signals import OpinionClient, PeopleClient, Signal
 from mlx_parallm.core.training_events import Divergence, TrainingEvent, TrainingHistory
-from mlx_parallm.core.trajectories import GivenTrajectory, TrajectoryClient
+from mlx_parallm.core.trajectories import CollectingClient, GivenTrajectory, TrajectoryClient
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +113,17 @@ class TrainingStatus:
     checkpoints: tuple[str, ...] = ()
     trained: tuple[str, ...] = ()
     detail: Mapping[str, Any] = field(default_factory=dict)
+
+
+class CollectionClient(Protocol):
+    """Where requests to be collected go, and the rewards of their answers: to the training of this server, or from a
+    node of a cluster to its trainer."""
+
+    @property
+    def trajectories(self) -> CollectingClient: ...
+
+    @property
+    def people(self) -> OpinionClient: ...
 
 
 class TrainingClient(Protocol):

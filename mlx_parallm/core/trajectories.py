@@ -129,8 +129,8 @@ class GivenGroup:
     texts: tuple[str, ...] = ()
 
 
-class TrajectoryClient(Protocol):
-    """The part of `core.TrainingClient` about trajectories and their rewards."""
+class CollectingClient(Protocol):
+    """Collects the answers to requests, and takes their rewards."""
 
     async def check(self, collection: CollectionSpec, adapter: AdapterRef, prompt: str | None = None) -> CollectionSpec:
         """Checks before generation whether a request may be collected. This may wait for a child process.
@@ -186,6 +186,10 @@ class TrajectoryClient(Protocol):
             StorageError: this could not be written, and the group stays open.
         """
         ...
+
+
+class TrajectoryClient(CollectingClient, Protocol):
+    """The part of `core.TrainingClient` about trajectories and their rewards."""
 
     async def give(self, group: GivenGroup) -> None:
         """Adds a group to those that wait for an update of the default adapter, and returns when it is on the disk. It

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -37,7 +37,7 @@ from mlx_parallm.rl.collect.recorder import collect
 from mlx_parallm.rl.collect.sources import SourceLedger
 from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.runs.journal import Journal
-from mlx_parallm.rl.runs.records import Arrival, Closed, EpisodeReward, Feedback, GroupEntry, Score, TokenRewards
+from mlx_parallm.rl.runs.records import Arrival, Closed, EpisodeReward, Fate, Feedback, GroupEntry, Score, TokenRewards
 from mlx_parallm.rl.scoring.catalogue import ANSWER, lacks_answer, terms_without_answer
 from mlx_parallm.rl.scoring.reward import names_reward
 from mlx_parallm.rl.scoring.service import ScoringService
@@ -79,6 +79,9 @@ class Collector:
         finished: keeps what has begun from being cut off by a client that leaves.
         ledger: counts the groups that leave the buffer.
         competing: gets the answers and rewards of versions that are compared, which are collected however old they are.
+
+    Attributes:
+        on_end: called with each group whose members are all trained or dropped.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class Collector:
         self._ledger = ledger or SourceLedger()
         self._competing = competing
         self._coming: Counter[str] = Counter()  # trajectories that are given, by source, on their way into the buffer
+        self.on_end: Callable[[TrajectoryGroup], None] = lambda group: None
         self.buffer = TrajectoryBuffer(config.trajectory_buffer_size, self._on_group_end, self._on_drop)
         self._intake = Intake(self.buffer, scorers, config, self._on_ready, emit, journal)
 
@@ -227,17 +231,38 @@ class Collector:
         """See `core.TrajectoryClient.last_given`."""
         return [group_id.removeprefix(PREFIX) for group_id in await self._journal.newest_groups(PREFIX, count)]
 
+    async def receive(self, trajectories: Sequence[Trajectory]) -> str:
+        """Keeps the answers of one request to one prompt that another server has drawn, and returns when they are on
+        the disk.
+
+        Returns:
+            Why they will not be trained on, or "".
+
+        Raises:
+            RequestError: they cannot be collected; see `check`.
+            StorageError: they could not be written, and are not added.
+        """
+        version = trajectories[0].adapter
+        assert version is not None  # an engine drew them
+        collection = await self.check(trajectories[0].collection, version)
+        return await self._finished(self._keep([replace(each, collection=collection) for each in trajectories]))
+
     async def _add_group(self, trajectories: Sequence[Trajectory]) -> str:
         """Keeps the trajectories, and returns why they will not be trained on, or ""."""
         version = trajectories[0].adapter
         assert version is not None  # the engine drew them
-        adapter = self._trained_by(version)
         self._competing.drew(trajectories)
         try:
-            await self._journal.accept(adapter, trajectories)
+            return await self._keep(trajectories)
         except StorageError as error:
-            self._count_aborted(adapter, len(trajectories), DropReason.NOT_RECORDED)
+            self._count_aborted(self._trained_by(version), len(trajectories), DropReason.NOT_RECORDED)
             return f"{error}: these trajectories will not be trained on."
+
+    async def _keep(self, trajectories: Sequence[Trajectory]) -> str:
+        version = trajectories[0].adapter
+        assert version is not None
+        adapter = self._trained_by(version)
+        await self._journal.accept(adapter, trajectories)
         loop = self._loops.get(adapter)
         refused = loop.reason_against(version) if loop else DropReason.UNKNOWN_VERSION
         refused = None if self._competing.includes(version) else refused
@@ -309,6 +334,10 @@ class Collector:
         self._intake.apply(entry)  # the group may have been trained on meanwhile
         return group
 
+    async def fate(self, trajectory_id: str) -> Fate | None:
+        """See `Journal.fate`."""
+        return await self._journal.fate(trajectory_id)
+
     def newest(self, limit: int) -> tuple[TrajectoryCard, ...]:
         """See `core.TrajectoryClient.trajectories`."""
         return self.buffer.cards(limit)
@@ -329,6 +358,7 @@ class Collector:
             reasons = Counter(str(member.reason) for member in dropped)
             self._emit("dropped", adapter=group.adapter, group_id=group.group_id, reasons=dict(reasons))
         self._ledger.ended(group)
+        self.on_end(group)
         for copy, opinions in outlived(group):
             self._journal.added(group.adapter, [copy], opinions)
             self._intake.give(group.adapter, [copy], opinions)

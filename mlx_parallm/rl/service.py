@@ -254,6 +254,11 @@ class TrainingService:
         """Whether an adapter of this name is in training, whatever version of it is live."""
         return name in self._loops
 
+    def has_made(self, version: AdapterRef) -> bool:
+        """Whether a version was made in this run, or training has started from it."""
+        loop = self._loops.get(version.name)
+        return loop is not None and loop.training.versions.includes_ever(version)
+
     def trains(self, selector: str | None) -> bool:
         """See `core.TrainingClient.trains`."""
         loop = self._loops.get(self._default if selector is None else selector)

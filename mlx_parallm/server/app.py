@@ -28,6 +28,7 @@ from mlx_parallm.core import (
     AveragingClient,
     BaseModels,
     ClusterClient,
+    CollectionClient,
     EngineClient,
     LessonClient,
     PolicyClient,
@@ -128,6 +129,7 @@ def create_app(
     lessons: LessonClient | None = None,
     traces: Traces | None = None,
     cluster: ClusterClient | None = None,
+    collection: CollectionClient | None = None,
 ) -> FastAPI:
     """The HTTP server of these parts, which routes find on `app.state.services` (a `Services`). `training`, `policies`,
     `averages`, `reward_models` and `lessons` are None if the server does not train.
@@ -137,6 +139,7 @@ def create_app(
         tinker: limits of the Tinker API.
         traces: makes the spans of requests; None: they are not traced.
         cluster: the cluster that this server is a node of.
+        collection: takes requests to be collected; None: `training` does.
     """
     parts = None if cluster is None else ClusterParts.of(cluster, engine, models.first.card.name)
     engine = engine if parts is None else parts.engine
@@ -168,6 +171,7 @@ def create_app(
         averages=averages,
         reward_models=reward_models,
         lessons=lessons,
+        collection=collection or training,
         cluster=parts,
     )
     modules: tuple[ModuleType, ...] = (*ROUTES, *(OLLAMA_ROUTES if config.ollama_api else ()))

@@ -205,8 +205,8 @@ class GenerationResponse(Response):
             episode_id=body.episode_id or "",
             turn=body.turn,
         )
-        training = self._services.require_training("collect_trajectory")
-        return await training.trajectories.check(collection, adapter, body.task_prompt)
+        client = self._services.require_collection("collect_trajectory")
+        return await client.trajectories.check(collection, adapter, body.task_prompt)
 
     async def _send_whole(self, writer: AnswerWriter, scope: Scope, receive: Receive, send: Send) -> None:
         services, record = self._services, record_of(scope)
@@ -262,7 +262,7 @@ async def generate(services: Services, writer: AnswerWriter, record: RequestReco
     with RequestObserver(services.metrics, request.base, served, account, request.sequences) as observer:
         events = services.engine.generate(request)
         if request.collection is not None:
-            events = services.require_training().trajectories.collect(request, events)
+            events = services.require_collection().trajectories.collect(request, events)
         if writer.watch is not None:
             events = writer.watch(events)
         # `EngineClient` and `TrainingClient` promise that these iterators have `aclose`.

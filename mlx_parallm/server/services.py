@@ -18,6 +18,7 @@ from mlx_parallm.core import (
     AdapterRef,
     AveragingClient,
     BaseModels,
+    CollectionClient,
     EngineClient,
     LessonClient,
     RewardModelClient,
@@ -48,9 +49,9 @@ DOES_NOT_TRAIN = "This server does not train; start it with --enable-rl-training
 class Services:
     """The parts behind the routes.
 
-    `training`, `tinker`, `averages`, `reward_models` and `lessons` are None if the server does not train; `cluster`, if
-    it is not a node of a cluster. `started_at` is Unix time in seconds. `schedule_lock` is held while the schedule is
-    changed, so that each change starts from the one before.
+    `training`, `tinker`, `averages`, `reward_models` and `lessons` are None if the server does not train; `collection`,
+    if requests cannot be collected; `cluster`, if it is not a node of a cluster. `started_at` is Unix time in seconds.
+    `schedule_lock` is held while the schedule is changed, so that each change starts from the one before.
     """
 
     engine: EngineClient
@@ -72,6 +73,7 @@ class Services:
     averages: AveragingClient | None = None
     reward_models: RewardModelClient | None = None
     lessons: LessonClient | None = None
+    collection: CollectionClient | None = None
     cluster: ClusterParts | None = None
     schedule_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     history: History = field(default_factory=History)
@@ -175,6 +177,12 @@ class Services:
             raise TrainingDisabledError(DOES_NOT_TRAIN, param=param)
         return self.training
 
+    def require_collection(self, param: str | None = None) -> CollectionClient:
+        """Where requests to be collected go. Raises TrainingDisabledError, naming `param`, if nothing trains."""
+        if self.collection is None:
+            raise TrainingDisabledError(DOES_NOT_TRAIN, param=param)
+        return self.collection
+
     def require_lessons(self) -> LessonClient:
         """What gives lessons. Raises TrainingDisabledError if the server does not train."""
         if self.lessons is None:
@@ -211,6 +219,14 @@ KeyDep = Annotated[NamedKey, Depends(key_of_request)]
 
 async def training_of(services: ServicesDep) -> TrainingClient:
     return services.require_training()
+
+
+async def collection_of(services: ServicesDep) -> CollectionClient:
+    return services.require_collection()
+
+
+CollectionDep = Annotated[CollectionClient, Depends(collection_of)]
+"""Where rewards go, for routes that answer 409 if nothing trains."""
 
 
 TrainingDep = Annotated[TrainingClient, Depends(training_of)]

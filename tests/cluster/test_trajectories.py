@@ -4,8 +4,8 @@ import asyncio
 from contextlib import aclosing
 
 import pytest
-from cluster.conftest import address_of
 
+from cluster.conftest import address_of
 from mlx_parallm.cluster import trainer_lease
 from mlx_parallm.cluster.connection import connect
 from mlx_parallm.cluster.nats_server import nats_server

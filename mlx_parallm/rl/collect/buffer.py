@@ -115,6 +115,11 @@ class TrajectoryBuffer:
                 f"{own} trajectories of {source} wait, and its part of the buffer is {part}; send more of them later"
             )
 
+    @property
+    def room(self) -> int:
+        """How many more trajectories fit without dropping others."""
+        return self._size - self._held
+
     def given_sizes(self) -> dict[str, list[int]]:
         """The sizes of the groups that were given and that no update has taken, by source."""
         sizes: dict[str, list[int]] = {}

@@ -167,6 +167,7 @@ class PolicyChange:
 
 _TRAJECTORY = TypeAdapter(Trajectory)
 _KINDS: Mapping[type, str] = {
+    Arrival: "arrival",
     Feedback: "feedback",
     TokenRewards: "token_rewards",
     EpisodeReward: "episode_reward",
@@ -189,7 +190,7 @@ def trajectory_from_json(text: str) -> Trajectory:
     return _TRAJECTORY.validate_python(json.loads(text))
 
 
-def body_to_json(body: GroupEntry | Start | Rollback | Update) -> tuple[str, str]:
+def body_to_json(body: Arrival | GroupEntry | Start | Rollback | Update) -> tuple[str, str]:
     """The kind of an entry, and its content."""
     kind = _KINDS[type(body)]
     return kind, _to_json(_TYPES[kind], body)

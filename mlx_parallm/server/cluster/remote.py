@@ -19,16 +19,23 @@ from mlx_parallm.core import Event, GenerationRequest, Member
 from mlx_parallm.errors import NodeFailedError
 from mlx_parallm.server.cluster.wire import WireClock, WireEvent, WireRequest
 
+GENERATE, SAMPLE = "/v1/cluster/generate", "/v1/cluster/sample"
 _CONNECT_S = 2.0
 _LINE_BYTES = 64 << 20
 """Longest line of an answer. The longest one is that with the logprobs of a prompt."""
 
 
 class RemoteEngines:
-    """The engines of other nodes. `token`: that of the cluster."""
+    """The engines of other nodes.
 
-    def __init__(self, token: str) -> None:
+    Args:
+        token: that of the cluster.
+        path: GENERATE, or SAMPLE to ask a head for any node's answer.
+    """
+
+    def __init__(self, token: str, path: str = GENERATE) -> None:
         self._token = token
+        self._path = path
 
     async def generate(self, member: Member, request: GenerationRequest) -> AsyncGenerator[Event, None]:
         """The events of a request at another node. Closing the generator ends the request there.
@@ -49,7 +56,7 @@ class RemoteEngines:
 
     def _post(self, body: bytes) -> bytes:
         lines = (
-            "POST /v1/cluster/generate HTTP/1.0",
+            f"POST {self._path} HTTP/1.0",
             "Host: localhost",
             "Content-Type: application/json",
             f"Authorization: Bearer {self._token}",

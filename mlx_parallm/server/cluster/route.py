@@ -17,6 +17,7 @@ from mlx_parallm.server.access.guard import sent_keys
 from mlx_parallm.server.api.fields import INT32_MAX
 from mlx_parallm.server.cluster.generate import EngineResponse
 from mlx_parallm.server.cluster.parts import ClusterParts
+from mlx_parallm.server.cluster.remote import GENERATE, SAMPLE
 from mlx_parallm.server.cluster.schema import ClusterObject, JoinAnswer, JoinBody, VersionObject
 from mlx_parallm.server.cluster.wire import WireRequest
 from mlx_parallm.server.errors import ApiKeyError, BodyTooLargeError
@@ -112,13 +113,18 @@ async def adapter(cluster: NodesDep, name: Name, version: Number) -> LargeFile:
     return LargeFile(file, media_type="application/x-tar")
 
 
-@router.post(
-    "/v1/cluster/generate", include_in_schema=False, responses=raises(ApiKeyError, ConflictError, UnknownModelError)
-)
+@router.post(GENERATE, include_in_schema=False, responses=raises(ApiKeyError, ConflictError, UnknownModelError))
 async def generate(request: Request, services: ServicesDep, cluster: NodesDep) -> Response:
     """Answers a request of the head with this node's engine, as lines of JSON. For nodes of the same version only."""
     asked = await read_body(request, services, WireRequest.model_validate_json)
     return EngineResponse(services, cluster.own, asked)
+
+
+@router.post(SAMPLE, include_in_schema=False, responses=raises(ApiKeyError, ConflictError, UnknownModelError))
+async def sample(request: Request, services: ServicesDep, cluster: NodesDep) -> Response:
+    """Answers a request of a trainer with any node's engine. For nodes of the same version only."""
+    asked = await read_body(request, services, WireRequest.model_validate_json)
+    return EngineResponse(services, cluster.engine, asked)
 
 
 async def _archive(request: Request) -> bytes:

@@ -15,6 +15,7 @@ from mlx_parallm import errors
 from mlx_parallm.core import (
     TOP_LOGPROBS,
     AdapterRef,
+    CollectionSpec,
     Event,
     GenerationRequest,
     Grammar,
@@ -41,7 +42,8 @@ class _Wire(BaseModel):
 
 
 class WireRequest(_Wire):
-    """The fields of `core.GenerationRequest` that another node needs. It does not collect, pool, or choose a base."""
+    """The fields of `core.GenerationRequest` that another node needs. It does not pool, or choose a base. `collected`:
+    the node that asks collects the answer, so this one gives `sampling_logprobs`."""
 
     request_id: str
     prompts: tuple[tuple[int, ...], ...]
@@ -57,26 +59,28 @@ class WireRequest(_Wire):
     cache_salt: str
     key: str
     whole: bool
+    collected: bool
 
     @classmethod
     def of(cls, request: GenerationRequest) -> WireRequest:
         """A request that `may_travel`."""
-        same = {name: getattr(request, name) for name in cls.model_fields if name != "grammar"}
+        same = {name: getattr(request, name) for name in cls.model_fields if name not in ("grammar", "collected")}
         grammar = request.grammar.spec if isinstance(request.grammar, SpecifiedGrammar) else None
-        return cls.model_construct(**same, grammar=grammar)
+        return cls.model_construct(**same, grammar=grammar, collected=request.collection is not None)
 
     def request(self, grammar: Grammar | None) -> GenerationRequest:
         """The request, with its grammar compiled."""
-        fields = {name: getattr(self, name) for name in type(self).model_fields}
-        return GenerationRequest(**{**fields, "grammar": grammar})
+        fields = {name: getattr(self, name) for name in type(self).model_fields if name != "collected"}
+        collection = CollectionSpec(None, {}) if self.collected else None
+        return GenerationRequest(**{**fields, "grammar": grammar, "collection": collection})
 
 
 def may_travel(request: GenerationRequest) -> bool:
     """Whether another node can answer a request: it has a grammar that can be compiled again, if any, wants no more
-    than some candidates at each token, and is neither collected nor pooled here."""
+    than some candidates at each token, and is not pooled."""
     compiles = request.grammar is None or isinstance(request.grammar, SpecifiedGrammar)
     candidates = max(request.sampling.top_logprobs or 0, request.prompt_logprobs or 0)
-    return compiles and candidates <= TOP_LOGPROBS and request.collection is None and request.pooling is None
+    return compiles and candidates <= TOP_LOGPROBS and request.pooling is None
 
 
 class WireError(_Wire):

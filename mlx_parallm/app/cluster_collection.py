@@ -1,0 +1,137 @@
+"""ClusterCollection: where a node of a cluster that does not train sends requests to be collected, and their rewards.
+
+request ─▶ collect ─▶ message ─▶ stream of the cluster ─▶ the trainer of its adapter (`app.cluster_intake`)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+
+from mlx_parallm.core import (
+    BASE_ADAPTER,
+    AdapterRef,
+    ClusterClient,
+    CollectionSpec,
+    Event,
+    FeedbackCard,
+    GenerationRequest,
+    GroupCard,
+    Trajectory,
+)
+from mlx_parallm.errors import ConflictError, StorageError, shown
+from mlx_parallm.rl.collect.recorder import collect
+from mlx_parallm.rl.runs.records import (
+    Arrival,
+    EpisodeReward,
+    Feedback,
+    GroupEntry,
+    TokenRewards,
+    body_from_json,
+    body_to_json,
+)
+
+
+def to_message(body: Arrival | GroupEntry) -> bytes:
+    """What a node sends to a trainer."""
+    return json.dumps(body_to_json(body)).encode()
+
+
+def from_message(message: bytes) -> Arrival | GroupEntry:
+    """Raises ValueError: it is not what `to_message` made."""
+    kind, text = json.loads(message)
+    body: Arrival | GroupEntry = body_from_json(kind, text)
+    return body
+
+
+class ClusterCollection:
+    """Implements `core.CollectionClient`, both parts of it. The trainer checks scoring functions and rewards when they
+    arrive there, so what is wrong with them is in its log, and no error here.
+
+    Args:
+        default_adapter: what answers of the base model train.
+    """
+
+    def __init__(self, cluster: ClusterClient, default_adapter: str) -> None:
+        self._cluster = cluster
+        self._default = default_adapter
+
+    @property
+    def trajectories(self) -> ClusterCollection:
+        """See `core.CollectionClient.trajectories`."""
+        return self
+
+    @property
+    def people(self) -> ClusterCollection:
+        """See `core.CollectionClient.people`."""
+        return self
+
+    # -- core.CollectingClient -------------------------------------------------------------------
+
+    async def check(self, collection: CollectionSpec, adapter: AdapterRef, prompt: str | None = None) -> CollectionSpec:
+        """See `core.CollectingClient.check`."""
+        name = self._trained_by(adapter)
+        if name not in self._trained:
+            raise ConflictError(
+                f"{shown(name)} is not trained in this cluster, so nothing can be collected for it; start "
+                "mlx_parallm_train with --connect-to, or name an adapter that is.",
+                param="collect_trajectory",
+            )
+        return collection
+
+    def collect(self, request: GenerationRequest, events: AsyncIterator[Event]) -> AsyncIterator[Event]:
+        """See `core.CollectingClient.collect`."""
+        if request.stopping.max_tokens == 0:
+            return events
+        return collect(request, events, self._send_group, lambda: None)
+
+    async def reward_tokens(self, trajectory_id: str, rewards: Sequence[float]) -> None:
+        """See `core.CollectingClient.reward_tokens`."""
+        await self._send_reward(TokenRewards(trajectory_id, tuple(rewards)))
+
+    async def reward_episode(self, episode_id: str, group_id: str, score: float) -> None:
+        """See `core.CollectingClient.reward_episode`."""
+        await self._send_reward(EpisodeReward(episode_id, group_id, score))
+
+    async def close_group(self, group_id: str) -> GroupCard:
+        """Raises ConflictError: only the trainer knows the members of a group."""
+        raise ConflictError(
+            "This node does not train, so it cannot close a group; send group_size with its requests, and it closes "
+            "when so many answers have come."
+        )
+
+    # -- core.OpinionClient ----------------------------------------------------------------------
+
+    async def feedback(self, trajectory_id: str, score: float, user: str = "") -> FeedbackCard:
+        """See `core.OpinionClient.feedback`. What others said of the answer is not known here."""
+        await self._send_reward(Feedback(trajectory_id, score, user))
+        return FeedbackCard(score, 1, late=False)
+
+    # -- messages --------------------------------------------------------------------------------
+
+    @property
+    def _trained(self) -> frozenset[str]:
+        return self._cluster.status().versions.trained
+
+    def _trained_by(self, version: AdapterRef) -> str:
+        return self._default if version == BASE_ADAPTER else version.name
+
+    async def _send_group(self, trajectories: Sequence[Trajectory]) -> str:
+        first = trajectories[0]
+        assert first.adapter is not None  # an engine drew them
+        message = await asyncio.to_thread(to_message, Arrival(tuple(trajectories)))
+        sending = self._cluster.send(self._trained_by(first.adapter), message, first.trajectory_id)
+        try:
+            await asyncio.shield(sending)  # a client that leaves does not stop it
+        except StorageError as error:
+            return f"{error}: these trajectories will not be trained on."
+        return ""
+
+    async def _send_reward(self, entry: GroupEntry) -> None:
+        """Sends a reward to each trainer, because only that which has the trajectory knows that it is its own."""
+        if not self._trained:
+            raise ConflictError("No adapter is trained in this cluster; start mlx_parallm_train with --connect-to.")
+        message = to_message(entry)
+        for name in sorted(self._trained):
+            await asyncio.shield(self._cluster.send(name, message))
