@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from mlx_parallm.cli.curves import draw_curves
 from mlx_parallm.cli.flags import add_flags, settings
 from mlx_parallm.cli.parser import at_least
 from mlx_parallm.cli.train_table import summary
-from mlx_parallm.cli.train_view import RichTrainView
+from mlx_parallm.cli.train_view import KEPT, RichTrainView
 from mlx_parallm.config import Config, Mode, Resolved, Setting, render, resolve
 from mlx_parallm.core import EvaluationResult, UpdateReport
 from mlx_parallm.errors import ConfigError
@@ -101,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     options = TrainOptions(
         environment, args.steps or ENDLESS, args.group_size, args.prompts_per_step, args.log, args.warm_up
     )
-    view = _RecordingView(options.steps, evaluates=resolved.config.rl_training.evaluation.every is not None)
+    view = _RecordingView(args.steps, evaluates=resolved.config.rl_training.evaluation.every is not None)
     try:
         with view:
             return training.run(resolved.config, options, view)
@@ -157,9 +158,9 @@ def _finish(view: _RecordingView, title: str, plot: Path) -> None:
 class _RecordingView(RichTrainView):
     """A RichTrainView that also keeps what the curves show, in memory."""
 
-    def __init__(self, steps: int, evaluates: bool) -> None:
+    def __init__(self, steps: int | None, evaluates: bool) -> None:
         super().__init__(steps, evaluates=evaluates)
-        self.reports: list[UpdateReport] = []
+        self.reports = deque[UpdateReport](maxlen=KEPT)
         self.facts: Mapping[str, str] = {}
         self.first: EvaluationResult | None = None
         self.before = 0

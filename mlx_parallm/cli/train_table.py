@@ -44,14 +44,15 @@ def heading(evaluates: bool = False) -> str:
     return _GAP.join([*first, *titles, f"{'left':>{_LEFT_WIDTH}}", "result"])
 
 
-def line(step: int, steps: int, report: UpdateReport, left_s: float | None = None, evaluates: bool = False) -> str:
-    """The table's line for step `step` of `steps`. Metrics that the report lacks are dashes.
+def line(step: int, steps: int | None, report: UpdateReport, left_s: float | None = None, evaluates: bool = False) -> str:
+    """The table's line for step `step` of `steps` (None: the run has no end). Metrics that the report lacks are dashes.
 
     `left_s`: seconds that the rest of the run will take; None if that is unknown.
     """
     cells = [f"{_number(report, column.metric, column.form):>{column.width}}" for column in _COLUMNS]
     evaluation = [f"{evaluation_text(report) or _MISSING:>{_EVALUATION_WIDTH}}"] if evaluates else []
-    first = [f"{f'{step}/{steps}':>{_STEP_WIDTH}}", f"{_reward(report):>{_REWARD_WIDTH}}", *evaluation]
+    number = str(step) if steps is None else f"{step}/{steps}"
+    first = [f"{number:>{_STEP_WIDTH}}", f"{_reward(report):>{_REWARD_WIDTH}}", *evaluation]
     left = _MISSING if left_s is None else duration(left_s)
     return _GAP.join([*first, *cells, f"{left:>{_LEFT_WIDTH}}", _result(report)])
 

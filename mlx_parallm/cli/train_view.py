@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 _STEPS_TIMED = 10
 """The time that is left is estimated from so many steps."""
 
+KEPT = 20_000
+"""Reports that are kept for curves. A run without an end has more."""
+
 _SAMPLES_EVERY = 10
 """Where there is no terminal, samples are printed in the first step and then so often."""
 
@@ -42,10 +45,11 @@ class RichTrainView:
     A context manager: on a terminal, everything that is printed inside it appears above the bars.
 
     Args:
+        steps: of the whole run; None: it has no end.
         evaluates: whether versions are evaluated.
     """
 
-    def __init__(self, steps: int, stream: TextIO | None = None, evaluates: bool = False) -> None:
+    def __init__(self, steps: int | None, stream: TextIO | None = None, evaluates: bool = False) -> None:
         from rich.console import Console
         from rich.live import Live
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -58,8 +62,8 @@ class RichTrainView:
         self._progress = Progress(*columns, console=self._console)
         self._updates = self._progress.add_task("updates", total=steps, left="")
         self._rollout = self._progress.add_task("rollout", total=None, left="")
-        self._rewards: list[float] = []
-        self._evaluations: list[float] = []
+        self._rewards = deque[float](maxlen=KEPT)
+        self._evaluations = deque[float](maxlen=KEPT)
         self._evaluation = ""
         self._samples: tuple[SampleText, ...] = ()
         self._levels: list[str] = []
@@ -84,7 +88,9 @@ class RichTrainView:
         for name, fact in facts.items():
             self._print(f"{name:<{width}}  {fact}")
         self._print("")
-        if steps_done:
+        if steps_done and self._steps is None:
+            self._print(f"{steps_done} steps were made before")
+        elif steps_done and self._steps is not None:
             rest = f"{self._steps - steps_done} are left" if self._steps > steps_done else "raise --steps to continue"
             self._print(f"{steps_done} of {self._steps} steps were made before; {rest}")
         self._print(heading(self._evaluates), "bold")
@@ -131,7 +137,9 @@ class RichTrainView:
     @property
     def _left_s(self) -> float | None:
         """Seconds that the steps that are left will take if they take as long as the last ones."""
-        return (self._steps - self.steps_done) * fmean(self._seconds) if self._seconds else None
+        if self._steps is None or not self._seconds:
+            return None
+        return (self._steps - self.steps_done) * fmean(self._seconds)
 
     # -- below the table, on a terminal ----------------------------------------------------------
 

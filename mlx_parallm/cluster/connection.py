@@ -146,7 +146,8 @@ async def _reached(address: NatsAddress, name: str, reconnected: Callable[[], Aw
     problems: list[Exception] = []
 
     async def lost() -> None:
-        _log.warning("the connection to NATS is lost; trying to connect again")
+        if not client.is_closed:
+            _log.warning("the connection to NATS is lost; trying to connect again")
 
     async def failed(error: Exception) -> None:
         problems[:] = [error]

@@ -18,7 +18,7 @@ from mlx_parallm import atomic
 from mlx_parallm.adapters.checkpoints.manifest import file_sum
 from mlx_parallm.cluster.archive import digest
 from mlx_parallm.core import AdapterRef, BaseFile, Joined, Joining, SharedVersion
-from mlx_parallm.errors import ConfigError, EngineError
+from mlx_parallm.errors import ConfigError, ConflictError, EngineError
 
 _CONNECT_S, _ANSWER_S = 2.0, 60.0
 _SILENT_S = 10.0
@@ -32,10 +32,14 @@ class HeadUnreachableError(EngineError):
     """The head does not answer now. It may be starting again."""
 
 
+class HeadRefusesError(ConfigError):
+    """The head does not do what is asked of it."""
+
+
 class HeadClient:
     """The head at `address`, which is HOST:PORT. The token is that of the cluster.
 
-    Every method raises HeadUnreachableError if the head does not answer, and ConfigError if it refuses the request.
+    Every method raises HeadUnreachableError if the head does not answer, and HeadRefusesError if it refuses the request.
     """
 
     def __init__(self, address: str, token: str) -> None:
@@ -64,9 +68,17 @@ class HeadClient:
         return joined
 
     async def put_adapter(self, ref: AdapterRef, archive: bytes, fence: int = 0) -> SharedVersion:
-        """Uploads an adapter version. When this returns, it is staged, and nodes fetch it."""
+        """Uploads an adapter version. When this returns, it is staged, and nodes fetch it.
+
+        Raises:
+            ConflictError: there is a version of this name and number with another content, or another trainer has the
+                lease of the name.
+        """
         headers = {"x-sha256": digest(archive), "x-fence": str(fence), "content-type": "application/x-tar"}
-        response = await self._send("PUT", _adapter(ref), content=archive, headers=headers)
+        try:
+            response = await self._send("PUT", _adapter(ref), content=archive, headers=headers)
+        except HeadRefusesError as error:
+            raise ConflictError(str(error)) from error
         version: SharedVersion = self._read(_VERSION, response)
         return version
 
@@ -151,7 +163,7 @@ class HeadClient:
             reason = "the token is not the cluster's; set MLX_PARALLM_CLUSTER_TOKEN to that of the head"
         if response.status_code >= 500:
             raise HeadUnreachableError(f"the head at {self.address} cannot answer: {reason}")
-        raise ConfigError(f"the head at {self.address} refuses this node: {reason}")
+        raise HeadRefusesError(f"the head at {self.address} refuses this node: {reason}")
 
     def _unreachable(self, error: Exception) -> HeadUnreachableError:
         return HeadUnreachableError(

@@ -1,8 +1,10 @@
-"""A head and replicas as processes of their own, on ports of this machine."""
+"""A head, replicas and trainers as processes of their own, on ports of this machine."""
 
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -26,6 +28,7 @@ from mlx_parallm.cluster.versions import Versions
 from mlx_parallm.core import AdapterRef, Joining, NodeRole
 
 TOKEN = "the-token-of-the-tests"
+TRAIN = (sys.executable, "-c", "import sys; from mlx_parallm.cli.main import train; sys.exit(train())")
 PROMPT = "The quick brown fox jumps over the lazy dog"
 T = TypeVar("T")
 
@@ -38,6 +41,7 @@ class Cluster:
         self._model = model
         self.port = free_port()
         self.nodes: list[Server] = []
+        self.trainers: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> Cluster:
         return self
@@ -48,6 +52,9 @@ class Cluster:
             node.process.kill()
             node.process.wait()
             node.http.close()
+        for trainer in self.trainers:
+            trainer.kill()
+            trainer.wait()
 
     @property
     def address(self) -> str:
@@ -58,6 +65,25 @@ class Cluster:
 
     def replica(self, *flags: str) -> Server:
         return self._start("--connect-to", self.address, *flags, port=free_port())
+
+    def trainer(self, run: str, *flags: str) -> subprocess.Popen[str]:
+        """`mlx_parallm_train` as a user starts it. `run`: the name of its folder; what it says is in its `train.log`."""
+        folder = self._folder / run
+        folder.mkdir(exist_ok=True)
+        common = ("--cluster-token", TOKEN, "--cluster-dir", str(self._folder / "cluster"), "--connect-to", self.address)
+        shape = ("--lora-rank", "4", "--lora-alpha", "8", "--plot", str(folder / "curves.png"))
+        with (folder / "train.log").open("a") as log:
+            command = (*TRAIN, *common, *shape, "--checkpoint-dir", str(folder / "checkpoints"), *flags)
+            trainer = subprocess.Popen(command, stdout=log, stderr=log, text=True)
+        self.trainers.append(trainer)
+        return trainer
+
+    def said(self, run: str) -> str:
+        """What the trainers of a run have said."""
+        return (self._folder / run / "train.log").read_text()
+
+    def journal(self, run: str) -> Path:
+        return self._folder / run / "checkpoints" / "journal.sqlite"
 
     def _start(self, *flags: str, port: int) -> Server:
         common = ("--host", "127.0.0.1", "--cluster-token", TOKEN, "--cluster-dir", str(self._folder / "cluster"))

@@ -51,8 +51,8 @@ def answer_of(server: Server, version: str) -> tuple[str, str] | None:
 def nats_of(head: Server) -> int:
     """The process id of its NATS server."""
     assert head.process is not None
-    found = subprocess.run(["pgrep", "-P", str(head.process.pid), "nats-server"], capture_output=True, text=True)
-    return int(found.stdout)
+    command = ["pgrep", "-P", str(head.process.pid), "nats-server"]
+    return int(until(lambda: subprocess.run(command, capture_output=True, text=True).stdout))
 
 
 def is_running(process: int) -> bool:
