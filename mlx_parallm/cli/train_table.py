@@ -44,7 +44,9 @@ def heading(evaluates: bool = False) -> str:
     return _GAP.join([*first, *titles, f"{'left':>{_LEFT_WIDTH}}", "result"])
 
 
-def line(step: int, steps: int | None, report: UpdateReport, left_s: float | None = None, evaluates: bool = False) -> str:
+def line(
+    step: int, steps: int | None, report: UpdateReport, left_s: float | None = None, evaluates: bool = False
+) -> str:
     """The table's line for step `step` of `steps` (None: the run has no end). Metrics that the report lacks are dashes.
 
     `left_s`: seconds that the rest of the run will take; None if that is unknown.

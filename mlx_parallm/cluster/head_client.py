@@ -39,7 +39,8 @@ class HeadRefusesError(ConfigError):
 class HeadClient:
     """The head at `address`, which is HOST:PORT. The token is that of the cluster.
 
-    Every method raises HeadUnreachableError if the head does not answer, and HeadRefusesError if it refuses the request.
+    Every method raises HeadUnreachableError if the head does not answer, and HeadRefusesError if it refuses what is
+    asked.
     """
 
     def __init__(self, address: str, token: str) -> None:

@@ -89,9 +89,11 @@ def test_flags_of_a_cluster_that_do_not_fit_are_named(app, capsys, argv, message
     assert not app.started
 
 
-def test_a_cluster_cannot_be_joined_for_training(app, capsys):
-    assert train(["--connect-to", "node1:8000", "--environment", "e", "--steps", "1"]) == 2
-    assert "not available in this version for training" in capsys.readouterr().err
+def test_a_trainer_of_a_cluster_needs_no_environment_but_its_token(capsys):
+    assert train(["--mode", "rl", "--connect-to", "node1:8000"]) == 2
+    assert "set MLX_PARALLM_CLUSTER_TOKEN" in capsys.readouterr().err
+    assert train(["--connect-to", "node1:8000", "--environment", "words"]) == 2
+    assert "--steps: say how many updates to make" in capsys.readouterr().err
 
 
 def test_the_token_of_a_cluster_has_a_short_variable_and_is_not_shown(app, monkeypatch, capsys):

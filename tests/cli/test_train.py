@@ -102,7 +102,7 @@ def test_one_update_is_one_step_whatever_the_file_says(training, tmp_path):
         ([*RUN, "--plot", "none/x.png"], "error: --plot: none/x.png cannot be written: name a file in a folder"),
         ([*RUN, "--plot", "."], "error: --plot: . cannot be written"),
         ([*RUN, "--port", "1"], "error: --port: unknown flag"),
-        ([*RUN, "--mode", "rl"], "error: --mode: unknown flag"),
+        ([*RUN, "--mode", "sft"], "error: argument --mode: invalid choice: 'sft'"),
     ],
 )
 def test_wrong_arguments_exit_2_before_anything_is_loaded(training, capsys, argv, message):

@@ -67,10 +67,17 @@ class Cluster:
         return self._start("--connect-to", self.address, *flags, port=free_port())
 
     def trainer(self, run: str, *flags: str) -> subprocess.Popen[str]:
-        """`mlx_parallm_train` as a user starts it. `run`: the name of its folder; what it says is in its `train.log`."""
+        """`mlx_parallm_train` as a user starts it. `run`: the name of its folder, where `train.log` is."""
         folder = self._folder / run
         folder.mkdir(exist_ok=True)
-        common = ("--cluster-token", TOKEN, "--cluster-dir", str(self._folder / "cluster"), "--connect-to", self.address)
+        common = (
+            "--cluster-token",
+            TOKEN,
+            "--cluster-dir",
+            str(self._folder / "cluster"),
+            "--connect-to",
+            self.address,
+        )
         shape = ("--lora-rank", "4", "--lora-alpha", "8", "--plot", str(folder / "curves.png"))
         with (folder / "train.log").open("a") as log:
             command = (*TRAIN, *common, *shape, "--checkpoint-dir", str(folder / "checkpoints"), *flags)

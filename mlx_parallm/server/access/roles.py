@@ -117,6 +117,7 @@ ROUTES: tuple[tuple[Access, str], ...] = (
         GET /v1/training/lesson
         POST /v1/cluster/join
         POST /v1/cluster/generate
+        POST /v1/cluster/sample
         GET /v1/cluster/base/{file}
         GET /v1/cluster/adapters/{name}/{version}
         POST /init_weight_transfer_engine

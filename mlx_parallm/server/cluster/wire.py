@@ -1,6 +1,6 @@
 """A request to the engine of another node, and its events, as lines of JSON.
 
-POST /v1/cluster/generate   WireRequest
+POST /v1/cluster/generate   WireRequest; or /v1/cluster/sample, to which any node may give the answer
 ← {"clock": 812.5}          seconds on the clock that the times of its events are on
 ← WireEvent, one a line; the last one is `finished` or `failed`
 """

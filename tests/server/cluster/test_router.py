@@ -10,7 +10,6 @@ from server.fakes import FakeEngine
 from mlx_parallm.core import (
     BASE_ADAPTER,
     AdapterRef,
-    CollectionSpec,
     GenerationRequest,
     Member,
     NodeInfo,
@@ -120,7 +119,7 @@ async def test_only_nodes_that_hold_the_version_answer(routed, nodes, own):
     assert (len(own.requests), nodes.asked) == (9, [])
 
 
-@pytest.mark.parametrize("change", [{"collection": CollectionSpec()}, {"base": "another-model"}])
+@pytest.mark.parametrize("change", [{"pooling": object()}, {"base": "another-model"}])
 async def test_what_cannot_travel_is_answered_here(routed, nodes, own, change):
     await all_at_once(routed, requests_for(((number,) for number in range(9)), **change))
     assert (len(own.requests), nodes.asked) == (9, [])

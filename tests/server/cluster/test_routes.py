@@ -79,6 +79,7 @@ ROUTES = [
     ("PUT", "/v1/cluster/adapters/math/1"),
     ("GET", "/v1/cluster/adapters/math/1"),
     ("POST", "/v1/cluster/generate"),
+    ("POST", "/v1/cluster/sample"),
 ]
 
 

@@ -58,12 +58,17 @@ def test_no_field_of_a_request_is_forgotten():
     """A new field either travels or is among those for which a request stays."""
     stays = {"collection", "pooling", "base"}
     fields = {field.name for field in dataclasses.fields(GenerationRequest)}
-    assert fields - stays == set(WireRequest.model_fields)
+    assert fields - stays | {"collected"} == set(WireRequest.model_fields)
 
 
-@pytest.mark.parametrize(
-    "change", [{"collection": CollectionSpec()}, {"pooling": object()}, {"grammar": object()}, {"prompt_logprobs": 200}]
-)
+def test_another_node_gives_what_a_collected_answer_needs_and_collects_nothing_itself():
+    sent = dataclasses.replace(REQUEST, collection=CollectionSpec("exact", {"answer": "4"}, ({"role": "user"},)))
+    arrived = WireRequest.model_validate_json(WireRequest.of(sent).model_dump_json()).request(GRAMMAR)
+    assert arrived.collection == CollectionSpec()
+    assert dataclasses.replace(arrived, collection=sent.collection) == sent
+
+
+@pytest.mark.parametrize("change", [{"pooling": object()}, {"grammar": object()}, {"prompt_logprobs": 200}])
 def test_what_another_node_cannot_answer_stays(change):
     assert may_travel(REQUEST)
     assert not may_travel(dataclasses.replace(REQUEST, **change))

@@ -1,0 +1,210 @@
+"""What nodes send to the trainer of a cluster, over the trainer's service with stand-ins for the device."""
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+from rl.service_rig import CHECKPOINTING, SETTINGS, World, until
+
+from mlx_parallm.app.cluster_collection import ClusterCollection, from_message, to_message
+from mlx_parallm.app.cluster_intake import ClusterIntake
+from mlx_parallm.core import (
+    BASE_ADAPTER,
+    AdapterRef,
+    ClusterStatus,
+    CollectionSpec,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+    StopParams,
+    Trajectory,
+    VersionState,
+)
+from mlx_parallm.errors import ConflictError, StorageError
+from mlx_parallm.rl.runs.journal import Journal
+from mlx_parallm.rl.runs.records import Arrival, Feedback
+from mlx_parallm.rl.runs.store import JournalFile
+
+
+@dataclass(eq=False)
+class Message:
+    """A delivery, and how often it was acknowledged."""
+
+    body: bytes
+    acknowledged: int = 0
+
+    async def acknowledge(self) -> None:
+        self.acknowledged += 1
+
+
+def trajectory(name: str, index: int, scorer: str | None = "exact") -> Trajectory:
+    return Trajectory(
+        trajectory_id=f"traj-{name}-{index}",
+        group_id=f"group-{name}",
+        group_size=2,
+        adapter=BASE_ADAPTER,
+        prompt_ids=(1,),
+        completion_ids=(5, 2),
+        sampling_logprobs=(-0.5, -0.1),
+        temperature=1.0,
+        text="a",
+        finish_reason=FinishReason.STOP,
+        collection=CollectionSpec(scorer, {"answer": "4"}),
+        created=0.0,
+    )
+
+
+def answers(name: str, scorer: str | None = "exact") -> Message:
+    return Message(to_message(Arrival(tuple(trajectory(name, index, scorer) for index in range(2)))))
+
+
+async def deliveries(*messages):
+    for message in messages:
+        yield message
+    await asyncio.Event().wait()
+
+
+class Trainer(World):
+    """The service of a trainer, with a journal on the disk."""
+
+    def __init__(self, folder) -> None:
+        super().__init__(SETTINGS, None, CHECKPOINTING, Journal(JournalFile(folder / "journal.sqlite")))
+        self.intake = ClusterIntake(self.service)
+
+    async def take(self, *messages) -> None:
+        reading = asyncio.create_task(self.intake.run(deliveries(*messages)))
+        await asyncio.sleep(0.2)
+        assert not reading.done()
+        reading.cancel()
+        await asyncio.wait([reading])
+
+
+@pytest.fixture
+async def trainer(tmp_path):
+    one = Trainer(tmp_path)
+    await one.service.start_adapter("main")
+    await one.service.pause()
+    yield one
+    await one.service.close()
+
+
+async def test_a_message_is_acknowledged_when_its_update_is_in_a_checkpoint(trainer):
+    first, second = answers("a"), answers("b")
+    await trainer.take(first, second)
+    await until(lambda: trainer.service.waiting_with_signal == 4)
+    report = await trainer.service.update()
+    assert report.status == "published"
+    await trainer.intake.acknowledge()
+    assert (first.acknowledged, second.acknowledged) == (0, 0)
+    await trainer.service.save(None, None, (), {})
+    await trainer.intake.acknowledge()
+    assert (first.acknowledged, second.acknowledged) == (1, 1)
+
+
+async def test_what_comes_again_is_not_added_again(trainer):
+    first, again = answers("a"), answers("a")
+    await trainer.take(first, again)
+    await until(lambda: trainer.service.waiting_with_signal == 2)
+    await trainer.service.update()
+    late = answers("a")
+    await trainer.take(late)
+    assert trainer.service.waiting_with_signal == 0
+    await trainer.service.save(None, None, (), {})
+    await trainer.intake.acknowledge()
+    assert (first.acknowledged, again.acknowledged, late.acknowledged) == (0, 0, 1)
+    forgotten = answers("a")
+    await trainer.take(forgotten)
+    assert forgotten.acknowledged == 1
+    assert trainer.service.waiting_with_signal == 0
+
+
+async def test_the_next_process_knows_what_the_one_before_has_taken(trainer, tmp_path):
+    await trainer.take(answers("a"), answers("b"))
+    await until(lambda: trainer.service.waiting_with_signal == 4)
+    await trainer.service.update()
+    await trainer.take(answers("c"))
+    await trainer.service.close()
+    following = Trainer(tmp_path)
+    await following.service.start_adapter("main")
+    await following.service.pause()
+    learnt, waits = answers("a"), answers("c")
+    await following.take(learnt, waits)
+    assert (learnt.acknowledged, waits.acknowledged) == (1, 0)
+    await until(lambda: following.service.waiting_with_signal == 2)
+    await following.service.close()
+
+
+async def test_rewards_come_as_messages_and_what_is_no_message_costs_itself_only(trainer, caplog):
+    reward = Message(to_message(Feedback("traj-a-1", 0.25, "ann")))
+    stranger = Message(to_message(Feedback("traj-z-0", 1.0)))
+    broken = Message(b"{")
+    await trainer.take(broken, stranger, answers("a", scorer=None), reward, answers("b", scorer="unknown scorer"))
+    assert (broken.acknowledged, stranger.acknowledged, reward.acknowledged) == (1, 1, 1)
+    assert caplog.text.count("cannot be trained on") >= 2
+    card = next(each for each in trainer.service.trajectories.newest(9) if each.trajectory.trajectory_id == "traj-a-1")
+    assert card.reward == 0.25
+
+
+# -- the node that sends ---------------------------------------------------------------------------
+
+
+class FakeCluster:
+    """A node's connection to its cluster, in which the adapters `trained` are trained."""
+
+    def __init__(self, *trained: str) -> None:
+        self.sent: list[tuple[str, object, str]] = []
+        self.trained = trained
+        self.error: Exception | None = None
+
+    def status(self) -> ClusterStatus:
+        return ClusterStatus("head", True, (), VersionState(trained=frozenset(self.trained)), {}, 0)
+
+    async def send(self, name: str, body: bytes, message_id: str = "") -> None:
+        if self.error is not None:
+            raise self.error
+        self.sent.append((name, from_message(body), message_id))
+
+
+async def collected(cluster: FakeCluster, world: World, adapter: AdapterRef = BASE_ADAPTER):
+    collection = ClusterCollection(cluster, "default")  # type: ignore[arg-type]
+    spec = await collection.trajectories.check(CollectionSpec("exact", {"answer": "4"}), adapter)
+    asked = GenerationRequest(
+        "r1", ((1,),), SamplingParams(), StopParams(4), n=2, adapter=adapter, collection=spec, key="team"
+    )
+    events = collection.trajectories.collect(asked, world.engine.generate(asked))
+    return [event async for event in events][-1]
+
+
+async def test_answers_go_to_the_trainer_of_their_adapter_with_an_id(trainer):
+    cluster = FakeCluster("default", "math")
+    finished = await collected(cluster, trainer)
+    assert finished.trajectory_ids == ("traj-r1-0", "traj-r1-1")
+    assert finished.trajectory_warning == ""
+    await collected(cluster, trainer, AdapterRef("math", 3))
+    (to, arrival, message_id), (other, _, _) = cluster.sent
+    assert (to, other, message_id) == ("default", "math", "traj-r1-0")
+    assert isinstance(arrival, Arrival)
+    assert [each.sampling_logprobs for each in arrival.trajectories] == [(-0.5, -0.1)] * 2
+    assert arrival.trajectories[0].collection.metadata == {"answer": "4"}
+    assert arrival.trajectories[0].owner == "team"
+
+
+async def test_what_cannot_be_kept_is_said_and_what_nobody_trains_is_refused(trainer):
+    cluster = FakeCluster("default")
+    cluster.error = StorageError("the cluster cannot keep it now")
+    finished = await collected(cluster, trainer)
+    assert finished.trajectory_warning == "the cluster cannot keep it now: these trajectories will not be trained on."
+    with pytest.raises(ConflictError, match="'math' is not trained in this cluster"):
+        await collected(cluster, trainer, AdapterRef("math", 3))
+
+
+async def test_rewards_go_to_every_trainer(trainer):
+    cluster = FakeCluster("default", "math")
+    collection = ClusterCollection(cluster, "default")  # type: ignore[arg-type]
+    await collection.people.feedback("traj-1", 1.0, "ann")
+    await collection.trajectories.reward_episode("episode", "", 0.5)
+    await collection.trajectories.reward_tokens("traj-1", [0.5])
+    assert [name for name, _, _ in cluster.sent] == ["default", "math"] * 3
+    assert cluster.sent[0][1] == Feedback("traj-1", 1.0, "ann")
+    with pytest.raises(ConflictError, match="No adapter is trained in this cluster"):
+        await ClusterCollection(FakeCluster(), "default").people.feedback("traj-1", 1.0)  # type: ignore[arg-type]
