@@ -129,9 +129,18 @@ class ClusterCollection:
         return ""
 
     async def _send_reward(self, entry: GroupEntry) -> None:
-        """Sends a reward to each trainer, because only that which has the trajectory knows that it is its own."""
+        """Sends a reward to each trainer, because only that which has the trajectory knows that it is its own.
+
+        Raises:
+            StorageError: it could not be sent to any.
+        """
         if not self._trained:
             raise ConflictError("No adapter is trained in this cluster; start mlx_parallm_train with --connect-to.")
         message = to_message(entry)
-        for name in sorted(self._trained):
-            await asyncio.shield(self._cluster.send(name, message))
+        sending = asyncio.gather(
+            *(self._cluster.send(name, message) for name in sorted(self._trained)), return_exceptions=True
+        )
+        ends = await asyncio.shield(sending)
+        errors = [end for end in ends if isinstance(end, BaseException)]
+        if len(errors) == len(ends):  # one whose trainer is gone may be full; that costs no other
+            raise errors[0]

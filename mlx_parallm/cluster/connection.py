@@ -31,8 +31,8 @@ LEASE_S = 3.0
 TRAINER_LEASE_S = 10.0
 TRAJECTORIES = "trajectories"
 """The stream, and the beginning of its subjects: `trajectories.NAME`."""
-MOST_WAITING = 100_000
-"""The stream holds so many messages. When it is full, a new one is refused."""
+MOST_WAITING, MOST_BYTES = 100_000, 1 << 30
+"""The stream holds so many messages of each adapter, and so many bytes in all. When it is full, a new one is refused."""
 DUPLICATES_S = 24 * 3600.0
 """How long NATS remembers the ids of trajectories, in seconds. One with an id that it remembers is dropped."""
 _RETRY_S = 0.2
@@ -214,8 +214,10 @@ def _trajectories() -> StreamConfig:
         retention=RetentionPolicy.WORK_QUEUE,
         storage=StorageType.FILE,
         duplicate_window=DUPLICATES_S,
-        max_msgs=MOST_WAITING,
+        max_msgs_per_subject=MOST_WAITING,
+        max_bytes=MOST_BYTES,
         discard=DiscardPolicy.NEW,
+        discard_new_per_subject=True,
     )
 
 

@@ -1,4 +1,4 @@
-"""The section `cluster`: several nodes that serve one model. The string below a field is its description."""
+"""The section `cluster`: several nodes that serve and train one model. The string below a field is its description."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class ClusterConfig(Section):
     """
     connect_to: Address | None = None
     """Join the cluster of the head at this HOST:PORT. mlx_parallm_serve becomes one more server of its requests, which
-    listens on 0.0.0.0 unless server.host says otherwise. null means no cluster.
+    listens on 0.0.0.0 unless server.host says otherwise. mlx_parallm_train trains an adapter for all nodes. null means
+    no cluster.
     """
     token: ApiKey | None = Field(default=None, repr=False)
     """Secret that all nodes of a cluster have. null means that the head makes one, keeps it in the file token of

@@ -206,5 +206,8 @@ async def test_rewards_go_to_every_trainer(trainer):
     await collection.trajectories.reward_tokens("traj-1", [0.5])
     assert [name for name, _, _ in cluster.sent] == ["default", "math"] * 3
     assert cluster.sent[0][1] == Feedback("traj-1", 1.0, "ann")
+    cluster.error = StorageError("it is full")
+    with pytest.raises(StorageError, match="it is full"):
+        await collection.people.feedback("traj-1", 1.0)
     with pytest.raises(ConflictError, match="No adapter is trained in this cluster"):
         await ClusterCollection(FakeCluster(), "default").people.feedback("traj-1", 1.0)  # type: ignore[arg-type]

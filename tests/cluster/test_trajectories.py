@@ -127,3 +127,16 @@ async def test_a_lease_that_passed_to_another_ends_the_trainer(connection, monke
     await lease_of(connection, "ends", "run-b").acquire(0)
     with pytest.raises(ConflictError, match=r"another trainer \(run-b\)"):
         await asyncio.wait_for(running, 5)
+
+
+async def test_a_full_stream_refuses_what_comes_and_costs_no_other_adapter(tmp_path, monkeypatch):
+    monkeypatch.setattr("mlx_parallm.cluster.connection.MOST_WAITING", 3)
+    monkeypatch.setattr("mlx_parallm.cluster.trajectories._SEND_S", 0.3)
+    async with nats_server(tmp_path, "127.0.0.1") as server, connect(address_of(server), "test") as connection:
+        stream = Trajectories(connection)
+        for number in range(3):
+            await stream.send("full", b"%d" % number, f"full-{number}")
+        with pytest.raises(StorageError, match="maximum messages"):
+            await stream.send("full", b"more", "full-3")
+        await stream.send("other", b"fits", "other-1")
+        assert [each.body for each in await bodies(stream, "full", 1, 3)] == [b"0", b"1", b"2"]
