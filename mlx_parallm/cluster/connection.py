@@ -32,7 +32,7 @@ TRAINER_LEASE_S = 10.0
 TRAJECTORIES = "trajectories"
 """The stream, and the beginning of its subjects: `trajectories.NAME`."""
 MOST_WAITING, MOST_BYTES = 100_000, 1 << 30
-"""The stream holds so many messages of each adapter, and so many bytes in all. When it is full, a new one is refused."""
+"""So many messages of each adapter fit the stream, and so many bytes in all. New ones are refused when it is full."""
 DUPLICATES_S = 24 * 3600.0
 """How long NATS remembers the ids of trajectories, in seconds. One with an id that it remembers is dropped."""
 _RETRY_S = 0.2

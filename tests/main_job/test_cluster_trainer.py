@@ -199,7 +199,7 @@ def test_one_trainer_trains_an_adapter_and_the_next_one_goes_on_from_what_it_pub
     flags = (*COLLECTING, *reward_of(files))
     first = cluster.trainer("first", *flags)
     until(lambda: is_trained(head), 60)
-    while not head.get("/v1/cluster")["versions"]:
+    while not any(each["live"] for each in head.get("/v1/cluster")["versions"]):
         collected(head.http, 1)
     second = cluster.trainer("second", *flags)
     assert second.wait(90) == 1
@@ -214,6 +214,26 @@ def test_one_trainer_trains_an_adapter_and_the_next_one_goes_on_from_what_it_pub
     until(lambda: max(each["version"] for each in head.get("/v1/cluster")["versions"]) > live, 60)
     third.send_signal(signal.SIGINT)
     assert third.wait(60) == 128 + signal.SIGINT
+
+
+def test_a_trainer_that_stood_still_ends_when_another_one_has_its_lease(cluster: Cluster, files: Path) -> None:
+    head, _ = joined(cluster, 0)
+    flags = (*COLLECTING, *reward_of(files))
+    first = cluster.trainer("first", *flags)
+    until(lambda: is_trained(head), 60)
+    while not any(each["live"] for each in head.get("/v1/cluster")["versions"]):
+        collected(head.http, 1)
+    first.send_signal(signal.SIGSTOP)
+    cluster.trainer("second", *flags)
+    until(lambda: "continues from default@" in cluster.said("second"), 90)
+    live = max(each["version"] for each in head.get("/v1/cluster")["versions"])
+    for number in range(UPDATE):
+        collected(head.http, number, "default")
+    until(lambda: max(each["version"] for each in head.get("/v1/cluster")["versions"]) > live, 60)
+    first.send_signal(signal.SIGCONT)
+    assert first.wait(60) == 1
+    assert "another trainer" in cluster.said("first")
+    assert not (trained(cluster.journal("first")) & trained(cluster.journal("second")))
 
 
 def test_an_outside_server_is_one_more_node_for_rollouts(cluster: Cluster, files: Path, tmp_path: Path) -> None:
