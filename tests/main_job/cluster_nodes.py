@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -100,6 +101,13 @@ def until(condition: Callable[[], T], seconds: float = 30.0) -> T:
 def nodes_of(server: Server) -> dict[str, Any]:
     """The nodes that the head sees, by their address."""
     return {node["url"]: node for node in server.get("/v1/cluster")["nodes"]}
+
+
+def nats_of(head: Server) -> int:
+    """The process id of its NATS server."""
+    assert head.process is not None
+    found = subprocess.run(["pgrep", "-P", str(head.process.pid), "nats-server"], capture_output=True, text=True)
+    return int(found.stdout)
 
 
 def joined(cluster: Cluster, replicas: int) -> tuple[Server, list[Server]]:

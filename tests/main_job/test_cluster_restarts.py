@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ from threading import Event
 from typing import Any
 
 import pytest
-from main_job.cluster_nodes import Cluster, adapters_for, answer, answer_or_none, joined, nodes_of, until
+from main_job.cluster_nodes import Cluster, adapters_for, answer, answer_or_none, joined, nats_of, nodes_of, until
 from main_job.serving import Server
 
 pytestmark = pytest.mark.slow
@@ -46,13 +45,6 @@ def answer_of(server: Server, version: str) -> tuple[str, str] | None:
     """The answer if it is of this version."""
     said = answer_or_none(server)
     return said if said is not None and said[1] == version else None
-
-
-def nats_of(head: Server) -> int:
-    """The process id of its NATS server."""
-    assert head.process is not None
-    found = subprocess.run(["pgrep", "-P", str(head.process.pid), "nats-server"], capture_output=True, text=True)
-    return int(found.stdout)
 
 
 def is_running(process: int) -> bool:
