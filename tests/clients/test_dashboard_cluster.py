@@ -13,7 +13,7 @@ from clients.running import Report
 from main_job.cluster_nodes import Cluster, adapters_for, answer, answer_or_none, joined, nats_of, until
 from main_job.serving import Server
 
-MOST_KB = 200
+MOST_KB, MOST_BYTES = 200, 100_000
 
 pytestmark = [pytest.mark.timeout(900), needs_npm, needs_chromium]
 
@@ -48,6 +48,11 @@ def test_every_look_of_a_head(nodes: list[Server], pictures: Path, report: Repor
         assert seen["kilobytes"] < MOST_KB
 
 
+def test_the_picture_of_the_documentation(nodes: list[Server], pictures: Path) -> None:
+    assert browse("pictures.take", nodes[0].url, pictures, views="cluster") == []
+    assert 0 < (pictures / "cluster.webp").stat().st_size < MOST_BYTES
+
+
 def test_a_node_without_nats_says_so(nodes: list[Server], pictures: Path) -> None:
     head = nodes[0]
     nats = nats_of(head)
@@ -57,6 +62,7 @@ def test_a_node_without_nats_says_so(nodes: list[Server], pictures: Path) -> Non
     finally:
         os.kill(nats, signal.SIGCONT)
     assert seen["said"].startswith("This node has no connection to NATS")
+    assert (seen["ready"], seen["lost"]) == ("2", "0")
     assert (seen["faults"], seen["errors"]) == ([], [])
 
 

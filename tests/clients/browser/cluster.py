@@ -53,7 +53,9 @@ def cut_off(url: str, pictures: str) -> dict[str, Any]:
         expect(shown.page.get_by_role("alert")).to_be_visible()
         shown.page.screenshot(path=f"{pictures}/cluster-cut-off.png", full_page=True)
         said = shown.page.get_by_role("alert").inner_text()
-        return {"said": said, "faults": shown.axe(), "errors": shown.errors}
+        figures = _figures(shown)
+        ready, lost = figures["Nodes ready"], figures["Nodes lost"]
+        return {"said": said, "ready": ready, "lost": lost, "faults": shown.axe(), "errors": shown.errors}
 
 
 def off(url: str, pictures: str) -> dict[str, Any]:

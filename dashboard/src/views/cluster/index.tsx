@@ -5,7 +5,7 @@ import { Banner } from "../../components/banner";
 import { usePolled } from "../../live/polled";
 import { now } from "../../live/stats";
 import { AddNode, NoCluster } from "./empty";
-import { Headline } from "./headline";
+import { Headline, isHead } from "./headline";
 import { Nodes } from "./nodes";
 import { Unusable, Versions } from "./versions";
 import "../../style/learning.css";
@@ -35,7 +35,7 @@ function Shown() {
       <Headline cluster={value} />
       <div class="cards one">
         <Nodes cluster={value} />
-        {value.nodes.length < 2 && <AddNode />}
+        {value.nodes.length === 1 && isHead(value) && <AddNode />}
         <Versions cluster={value} />
         <Unusable reasons={value.unusable} />
       </div>

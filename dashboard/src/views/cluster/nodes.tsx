@@ -25,7 +25,7 @@ export function Nodes({ cluster }: { cluster: Cluster }) {
           { title: "Versions", cell: (node) => held(node, versions), numeric: true },
           { title: "Address", cell: (node) => node.url || "–" },
         ]}
-        empty="No node is known, because this one is not connected to NATS."
+        empty="No node has said anything yet."
       />
     </Card>
   );

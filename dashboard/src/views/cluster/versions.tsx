@@ -9,7 +9,7 @@ export function Versions({ cluster }: { cluster: Cluster }) {
   const holders = (version: SharedVersion): number =>
     serving.filter((node) => node.holds.includes(idOf(version))).length;
   return (
-    <Card title="Shared adapter versions" about="the same on every node">
+    <Card title="Shared adapter versions" about="published to every node">
       <Table
         caption="Shared adapter versions"
         rows={[...cluster.versions].sort(newestFirst)}
