@@ -3,12 +3,14 @@
     python benchmarks/cluster.py [--only PART ...] [--repeats N] [--out FILE]
 
     router       64 streams through the head against 64 streams to its replica: first tokens, each token, memory
-    paced        1, 2 and 3 engines that answer at a fixed pace, behind the router of a head
+    paced        1, 2 and 3 engines that answer at a fixed pace, behind the router of a head; tokens per second while
+                 every client has a request
     real         1 and 2 engines with the bundled model, each on one core
     sharing      versions of 20 MB: pulled by two processes at once, and published beside 16 rows of a replica
 
 All nodes run on this machine, and each computes on one thread: with more than there are cores, they wait for each
-other, and two servers were eight times slower than one. Takes ten minutes on two cores, prints a table and writes JSON.
+other, and two servers were eight times slower than one. Takes twelve minutes on two cores, prints a table and writes
+JSON.
 """
 
 import argparse
@@ -62,9 +64,12 @@ async def _measured(arguments: argparse.Namespace) -> tuple[list[Figure], dict[s
             figures += _of_router(added, memory)
             record["router"] = [asdict(one) for one in added]
         if "paced" in arguments.only:
-            figures += _of_rates("paced", [await routing.paced_rate(model, folder, count) for count in ENGINES])
+            rounds = [
+                [await routing.paced_rate(model, folder, count) for count in ENGINES] for _ in range(arguments.repeats)
+            ]
+            figures += _of_rates("paced", rounds)
         if "real" in arguments.only:
-            figures += _of_rates("real", [await _real_rate(folder, count) for count in ENGINES[:2]])
+            figures += _of_rates("real", [[await _real_rate(folder, count) for count in ENGINES[:2]]])
         if "sharing" in arguments.only:
             adapters = await asyncio.to_thread(sharing.adapter_folders, folder / "adapters", VERSIONS)
             async with cluster(None, 2, folder) as nodes:
@@ -90,14 +95,19 @@ def _of_router(added: list[Added], memory: float) -> Iterator[Figure]:
     yield Figure("a head takes more memory than a server alone", "MB", *reported([memory / 1e6]), MEMORY_MB)
 
 
-def _of_rates(kind: str, loads: list[Load]) -> Iterator[Figure]:
-    """`loads`: of one engine, of two, and so on."""
-    for count, load in enumerate(loads, 1):
-        yield Figure(f"{kind} engines: {count}", "tok/s", *reported([load.rate]))
-    gain = reported([loads[1].rate / loads[0].rate])
+def _of_rates(kind: str, rounds: list[list[Load]]) -> Iterator[Figure]:
+    """`rounds`: each has the load of one engine, of two, and so on."""
+    rates = [[routing.steady_rate(load) for load in loads] for loads in rounds]
+    for count, each in enumerate(zip(*rates, strict=True), 1):
+        yield Figure(f"{kind} engines: {count}", "tok/s", *reported(each))
+    for count, each in enumerate(zip(*rounds, strict=True), 1):
+        whole = [load.rate for load in each]
+        yield Figure(f"{kind} engines: {count}, until the last answer has ended", "tok/s", *reported(whole))
+    gain = reported([two / one for one, two, *_ in rates])
     limit = LEAST_GAIN if kind == "paced" else None
     yield Figure(f"two {kind} engines against one", "x", *gain, limit, at_least=True)
-    yield errors(f"{kind} engines: requests that failed", sum(len(load.errors) for load in loads))
+    failed = sum(len(load.errors) for loads in rounds for load in loads)
+    yield errors(f"{kind} engines: requests that failed", failed)
 
 
 def _of_sharing(shared: list[Shared]) -> Iterator[Figure]:

@@ -42,6 +42,12 @@ def resident_bytes(pid: int) -> int:
     return int(kib) * 1024
 
 
+def processor_seconds(pid: int) -> float:
+    """Processor time that a process has taken until now. Read from /proc, so this is for Linux."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
 def warn_if_busy() -> None:
     """Warns on stderr. Two processes that share the cores wait for each other's BLAS threads, and rates fall
     tenfold."""

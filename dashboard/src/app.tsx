@@ -24,7 +24,7 @@ export function App() {
       <header>
         <p class="brand">MLX ParaLLM</p>
         <nav aria-label="Views">
-          {VIEWS.map((each) => (
+          {VIEWS.filter((each) => each === view || (each.isListed?.(now.value) ?? true)).map((each) => (
             <a
               key={each.name}
               ref={each === view ? current : null}

@@ -1,7 +1,9 @@
 /** The views of the dashboard, in the order of the navigation. To add one, add a row; see README.md. */
 
 import type { FunctionComponent } from "preact";
+import type { Stats } from "./api/stats";
 import { AdaptersView } from "./views/adapters";
+import { ClusterView } from "./views/cluster";
 import { LearningView } from "./views/learning";
 import { NowView } from "./views/now";
 import { PlaygroundView } from "./views/playground";
@@ -15,6 +17,8 @@ export interface View {
   title: string;
   /** `rest`: what follows the name in the address. */
   component: FunctionComponent<{ rest: readonly string[] }>;
+  /** Whether the navigation has it; without this function, always. The address works on every server. */
+  isListed?: (stats: Stats | null) => boolean;
 }
 
 export const VIEWS: readonly [View, ...View[]] = [
@@ -24,4 +28,5 @@ export const VIEWS: readonly [View, ...View[]] = [
   { name: "adapters", title: "Adapters", component: AdaptersView },
   { name: "playground", title: "Playground", component: PlaygroundView },
   { name: "teach", title: "Teach", component: TeachView },
+  { name: "cluster", title: "Cluster", component: ClusterView, isListed: (stats) => stats?.cluster ?? false },
 ];

@@ -1,7 +1,7 @@
 """Who is in the cluster: each node renews a lease on its own entry, and follows the entries of all others.
 
 A node whose entry has not been renewed for `LEASE_S` seconds is lost. Each node measures this on its own clock, while
-it is connected to NATS.
+it hears renewals of any node, its own among them. Otherwise NATS is away or stands still, and nobody counts as lost.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ from mlx_parallm.core import Member, NodeInfo
 
 RENEWAL_S = 1.0
 _SWEEP_S = 0.25
+_QUIET_S = 2 * RENEWAL_S
+"""After this time without a renewal of any node, NATS stands still. It is less than a lease."""
+_RETURN_S = 12.0
+"""How long a node may take to connect to NATS again, in addition to its lease. An attempt that began while NATS stood
+still takes nats-py 10 s."""
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +75,7 @@ class Members:
         self._connection = connection
         self._clock = clock
         self._members: dict[str, Member] = {}
+        self._heard_at = clock()
         self.lost_total = 0
 
     def present(self) -> tuple[Member, ...]:
@@ -86,6 +92,7 @@ class Members:
 
     def note(self, change: Change) -> None:
         """Takes in one change of an entry."""
+        self._heard_at = self._clock()
         if change.value is None:
             self._drop(change.key)
         elif (info := from_json(NodeInfo, change.value)) is not None:
@@ -95,7 +102,14 @@ class Members:
                 self._members[info.id] = Member(info, self._clock())
                 _log.info("node %s is here, at %s", info.id, info.url or "no address")
             else:
-                known.info, known.seen_at = info, self._clock()
+                known.info, known.seen_at = info, max(known.seen_at, self._clock())
+
+    def sweep(self) -> None:
+        """Drops the nodes that have not renewed their entry in time, if renewals of others arrive."""
+        if self._connection.connected and self._clock() - self._heard_at < _QUIET_S:
+            self.drop_silent()
+        else:
+            self.extend_all()
 
     def drop_silent(self) -> None:
         """Drops the nodes that have not renewed their entry in time."""
@@ -106,17 +120,14 @@ class Members:
             self._drop(node)
 
     def extend_all(self) -> None:
-        """Counts every node as heard now. Called while NATS cannot be reached, because then nobody can be heard."""
+        """Gives every node a lease from now on, and the time to connect again. Called while nobody can be heard."""
         for member in self._members.values():
-            member.seen_at = self._clock()
+            member.seen_at = self._clock() + _RETURN_S
 
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(_SWEEP_S)
-            if self._connection.connected:
-                self.drop_silent()
-            else:
-                self.extend_all()
+            self.sweep()
 
     def _drop(self, node: str) -> None:
         if (member := self._members.pop(node, None)) is not None:

@@ -149,7 +149,7 @@ def create_app(
     ring = KeyRing(None if key is None else key.get_secret_value(), config.keys_file, token)
     accounts, sessions = Accounts(ring), Sessions(ring)
     model_names = [status.name for status in models.statuses()]
-    metrics = ServerMetrics(engine, adapters, training, gate, accounts, model_names)
+    metrics = ServerMetrics(engine, adapters, training, gate, accounts, model_names, parts)
     app = _empty_app()
     app.state.services = Services(
         engine,

@@ -29,7 +29,9 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.errors import AbortedError
 from mlx_parallm.server.access.accounts import Account, Accounts
+from mlx_parallm.server.cluster.parts import ClusterParts
 from mlx_parallm.server.lifecycle import SequenceGate
+from mlx_parallm.server.metrics_cluster import ClusterCollector
 from mlx_parallm.server.metrics_collectors import (
     MODEL_LABEL,
     PREFIX,
@@ -50,7 +52,7 @@ TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.75, 1.5, 3.0, 10.
 
 class ServerMetrics:
     """All metrics of one app, and the latencies of the last minute, which `/v1/stats` shows. `model_names`: those of
-    the base models, the first one first."""
+    the base models, the first one first. `cluster`: None if this server is not a node of one."""
 
     def __init__(
         self,
@@ -60,6 +62,7 @@ class ServerMetrics:
         gate: SequenceGate,
         accounts: Accounts,
         model_names: Sequence[str],
+        cluster: ClusterParts | None = None,
     ) -> None:
         self.registry = VLLMNamesRegistry()
         self.registry.register(EngineCollector(engine, model_names[0]))
@@ -69,6 +72,7 @@ class ServerMetrics:
         self.registry.register(TrainingCollector(training))
         self.registry.register(ComparisonCollector(training))
         self.registry.register(KeyCollector(accounts))
+        self.registry.register(ClusterCollector(cluster))
         self.ttft = self._histogram(
             "time_to_first_token_seconds", "Time from arrival to first token.", REQUEST_BUCKETS_S
         )

@@ -64,6 +64,82 @@ def test_ps_refuses_another_server(server, answers, capsys, path, answer):
     assert capsys.readouterr().err.startswith(f"error: {server.url}")
 
 
+CLUSTER = {
+    "object": "cluster",
+    "node": "head",
+    "connected": True,
+    "nodes": [
+        {"id": "head", "role": "head", "url": "http://10.0.0.1:8000", "outstanding_tokens": 7, "requests": 2}
+        | {"holds": ["math@1", "math@2"], "ready": True},
+        {"id": "replica-1", "role": "replica", "url": "http://10.0.0.2:8000", "outstanding_tokens": 40, "requests": 5}
+        | {"holds": ["math@1"], "ready": False},
+        {"id": "trainer-1", "role": "trainer", "url": "", "outstanding_tokens": 0, "requests": 0}
+        | {"holds": [], "ready": False},
+    ],
+    "versions": [
+        {"name": "math", "version": 1, "sha256": "a", "bytes": 5, "fence": 0, "live": False},
+        {"name": "math", "version": 2, "sha256": "b", "bytes": 5, "fence": 0, "live": True},
+    ],
+    "unusable": {},
+    "nodes_lost": 1,
+    "requests_retried": 3,
+    "streams_broken": 2,
+}
+
+
+def test_ps_cluster_shows_nodes_and_versions(server, answers, capsys):
+    answers["/v1/cluster"] = json.dumps(CLUSTER).encode()
+    assert main(["ps", "--cluster", "--url", server.url]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{server.url}  head, connected",
+        "node       role     address               ready  tokens to do  requests  versions  of them live",
+        "head       head     http://10.0.0.1:8000  yes    7             2         2 of 2    1 of 1",
+        "replica-1  replica  http://10.0.0.2:8000  no     40            5         1 of 2    0 of 1",
+        "trainer-1  trainer  -                     no     0             0         0 of 2    0 of 1",
+        "",
+        "live      math@2",
+        "other     math@1",
+        "faults    1 nodes lost, 3 requests retried, 2 streams broken",
+    ]
+
+
+def test_ps_cluster_says_what_is_wrong(server, answers, capsys):
+    unusable = {"math@2": "its rank is too high"}
+    faulty = {**CLUSTER, "connected": False, "nodes": [], "versions": [], "unusable": unusable}
+    answers["/v1/cluster"] = json.dumps(faulty).encode()
+    assert main(["ps", "--cluster", "--url", server.url]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{server.url}  head, NOT CONNECTED to NATS: what follows may be old",
+        "no nodes",
+        "",
+        "live      none",
+        "other     none",
+        "unusable  math@2: its rank is too high",
+        "faults    1 nodes lost, 3 requests retried, 2 streams broken",
+    ]
+
+
+def test_ps_cluster_of_another_node_says_who_counts(server, answers, capsys):
+    answers["/v1/cluster"] = json.dumps({**CLUSTER, "node": "replica-1"}).encode()
+    assert main(["ps", "--cluster", "--url", server.url]) == 0
+    note = "note      only the head counts requests, retries and broken streams"
+    assert capsys.readouterr().out.splitlines()[-1] == note
+
+
+def test_ps_cluster_of_a_server_that_is_no_node_gives_the_servers_words(server, answers, capsys):
+    message = "This server is not a node of a cluster; start it with --share-model or --connect-to."
+    answers["/v1/cluster"] = (409, json.dumps({"error": {"message": message}}).encode())
+    assert main(["ps", "--cluster", "--url", server.url]) == 1
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
+@pytest.mark.parametrize("answer", [b"<html>", b"{}", b"[]", b"\xff", b"", (500, b""), (404, b'{"error": "no"}')])
+def test_ps_cluster_refuses_another_server(server, answers, capsys, answer):
+    answers["/v1/cluster"] = answer
+    assert main(["ps", "--cluster", "--url", server.url]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {server.url}")
+
+
 # ---- adapters ----------------------------------------------------------------------------------
 
 
@@ -232,6 +308,7 @@ def test_an_update_says_what_became_of_it(server, answers, capsys):
         (["adapters", "list"], "/v1/adapters", NO_ADAPTERS),
         (["training", "status"], "/v1/training/status", STATUS),
         (["training", "update"], "/v1/training/update", UPDATED),
+        (["ps", "--cluster"], "/v1/cluster", CLUSTER),
     ],
 )
 def test_json_is_the_servers_answer(server, answers, capsys, command, path, answer):
@@ -246,7 +323,13 @@ def test_json_of_ps_has_all_its_answers(server, capsys):
     assert printed == {"url": server.url, "models": {"data": [{"id": "m"}]}, "adapters": NO_ADAPTERS, "state": STATE}
 
 
-EVERY = (["ps"], *(["adapters", *command] for command in COMMANDS), ["training", "status"], ["training", "pause"])
+EVERY = (
+    ["ps"],
+    ["ps", "--cluster"],
+    *(["adapters", *command] for command in COMMANDS),
+    ["training", "status"],
+    ["training", "pause"],
+)
 
 
 @pytest.mark.parametrize("command", EVERY)
@@ -261,7 +344,7 @@ def test_wrong_key_exits_2_and_does_not_show_it(server, capsys, command):
 @pytest.mark.parametrize("command", EVERY)
 def test_refused_host_exits_2_with_the_servers_words(server, answers, capsys, command):
     body = (403, b'{"error": {"message": "not that Host (allowed_hosts)"}}')
-    paths = ("load_lora_adapter", "unload_lora_adapter", "training/status", "training/pause")
+    paths = ("cluster", "load_lora_adapter", "unload_lora_adapter", "training/status", "training/pause")
     answers |= dict.fromkeys([*answers, *(f"/v1/{path}" for path in paths)], body)
     assert main([*command, "--url", server.url]) == 2
     assert capsys.readouterr().err == "error: not that Host (allowed_hosts)\n"

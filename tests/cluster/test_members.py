@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -41,6 +42,26 @@ def test_a_node_that_says_nothing_for_the_length_of_its_lease_is_lost(members, c
     members.drop_silent()
     assert members.present() == ()
     assert member.lost.is_set()
+    assert members.lost_total == 1
+
+
+def test_nobody_is_lost_while_nothing_is_heard_of_anybody(clock):
+    """NATS stands still, and the connection does not show it yet."""
+    members = Members(SimpleNamespace(connected=True), lambda: clock[0])
+    other = replace(NODE, id="head", role=NodeRole.HEAD)
+    renewed(members, NODE)
+    renewed(members, other)
+    for _ in range(100):
+        clock[0] += 0.25
+        members.sweep()
+    renewed(members, other)
+    members.sweep()
+    assert [member.info.id for member in members.present()] == ["head", "replica-1"]
+    for _ in range(70):
+        clock[0] += 0.25
+        renewed(members, other)
+        members.sweep()
+    assert [member.info.id for member in members.present()] == ["head"], "it has not come back"
     assert members.lost_total == 1
 
 

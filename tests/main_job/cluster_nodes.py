@@ -135,6 +135,13 @@ def nodes_of(server: Server) -> dict[str, Any]:
     return {node["url"]: node for node in server.get("/v1/cluster")["nodes"]}
 
 
+def nats_of(head: Server) -> int:
+    """The process id of its NATS server."""
+    assert head.process is not None
+    command = ["pgrep", "-P", str(head.process.pid), "nats-server"]
+    return int(until(lambda: subprocess.run(command, capture_output=True, text=True).stdout))
+
+
 def joined(cluster: Cluster, replicas: int) -> tuple[Server, list[Server]]:
     head = cluster.head()
     others = [cluster.replica() for _ in range(replicas)]

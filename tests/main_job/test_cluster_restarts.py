@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,12 +13,12 @@ from threading import Event
 from typing import Any
 
 import pytest
-from main_job.cluster_nodes import Cluster, adapters_for, answer, answer_or_none, joined, nodes_of, until
+from main_job.cluster_nodes import Cluster, adapters_for, answer, answer_or_none, joined, nats_of, nodes_of, until
 from main_job.serving import Server
 
 pytestmark = pytest.mark.slow
 
-CONTENTS, PUBLISHES, CLIENTS = 5, 50, 4
+CONTENTS, PUBLISHES, CLIENTS, STILL_S = 5, 50, 4, 8
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +45,6 @@ def answer_of(server: Server, version: str) -> tuple[str, str] | None:
     """The answer if it is of this version."""
     said = answer_or_none(server)
     return said if said is not None and said[1] == version else None
-
-
-def nats_of(head: Server) -> int:
-    """The process id of its NATS server."""
-    assert head.process is not None
-    command = ["pgrep", "-P", str(head.process.pid), "nats-server"]
-    return int(until(lambda: subprocess.run(command, capture_output=True, text=True).stdout))
 
 
 def is_running(process: int) -> bool:
@@ -108,6 +100,27 @@ def test_nats_that_was_killed_is_started_again_and_no_request_notices(cluster: C
     assert nats_of(head) != nats
     cluster.publish("math", 2, files / "adapter-2")
     assert until(lambda: answer_of(head, "math@2"))
+
+
+def test_nats_that_stands_still_costs_no_node_and_no_request(cluster: Cluster, files: Path) -> None:
+    head, (replica,) = joined(cluster, 1)
+    cluster.publish("math", 1, files / "adapter-1")
+    expected = {number: answer(head, number) for number in range(8)}
+    nats = nats_of(head)
+    os.kill(nats, signal.SIGSTOP)
+    stopped = time.monotonic()
+    try:
+        while time.monotonic() - stopped < STILL_S:
+            assert {number: answer(head, number) for number in expected} == expected
+        assert not head.get("/v1/cluster")["connected"]
+    finally:
+        os.kill(nats, signal.SIGCONT)
+    for node in (head, replica):
+        until(lambda: node.get("/v1/cluster")["connected"] and ready(node) == 2)  # noqa: B023
+    cluster.publish("math", 2, files / "adapter-2")
+    assert until(lambda: answer_of(head, "math@2"))
+    for node in (head, replica):
+        assert (node.get("/v1/cluster")["nodes_lost"], node.get("/v1/cluster")["streams_broken"]) == (0, 0)
 
 
 def test_no_answer_is_of_another_version_than_it_says(cluster: Cluster, files: Path) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 
 import httpx
 import pytest
-from main_job.cluster_nodes import Cluster, joined, nodes_of, until
+from main_job.cluster_nodes import Cluster, joined, nats_of, nodes_of, until
 from main_job.serving import Server, free_port, start
-from main_job.test_cluster_restarts import kill, nats_of
+from main_job.test_cluster_restarts import kill
 from tiny import save_tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

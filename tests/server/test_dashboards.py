@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import promql_parser
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
+from server.fake_cluster import FakeCluster, app_of
 
 from mlx_parallm.server.metrics_vllm import SHARED, WITHOUT_LABELS
 
@@ -63,18 +65,18 @@ def _parts(expression: Any) -> list[Any]:
 
 
 async def exported(client, engine, adapters, training) -> dict[str, set[str]]:
-    """The names of the samples that a server exports, with their labels."""
+    """The names of the samples that servers export, with their labels: one that trains, and a node of a cluster."""
     adapters.publish("math")
     engine.state["memory_bytes"] = {"rows": 1}
     await client.post(URL, json={"prompt": "x", "model": "math"})
+    node = httpx.ASGITransport(app_of(engine, adapters, FakeCluster()))
     samples: dict[str, set[str]] = {}
-    text = (await client.get("/metrics")).text
-    for family in text_string_to_metric_families(text):
-        samples[family.name + ("_total" if family.type == "counter" else "")] = (
-            set()
-        )  # one without samples has no labels
-        for sample in family.samples:
-            samples[sample.name] = set(sample.labels)
+    async with httpx.AsyncClient(transport=node, base_url="http://localhost:8000") as other:
+        for each in (client, other):
+            for family in text_string_to_metric_families((await each.get("/metrics")).text):
+                name = family.name + ("_total" if family.type == "counter" else "")
+                samples.setdefault(name, set())  # one without samples has no labels
+                samples |= {sample.name: set(sample.labels) for sample in family.samples}
     return samples
 
 

@@ -1,15 +1,12 @@
-"""The arithmetic of the simulated cluster, with times for which the result is known, and the paced engine."""
+"""The arithmetic of the simulated cluster, with times for which the result is known."""
 
 import math
 from dataclasses import replace
 
-import httpx
 import pytest
 from lib.cluster.inputs import Inputs, RouterCost, measured
 from lib.cluster.model import ONE_HEAD, Cluster, Design
 from lib.cluster.outcome import Scenario, lose_one, simulate
-from lib.programs.paced_engine import paced_app
-from lib.programs.relay import relay_app
 
 FREE = RouterCost(request_s=0.0, token_s=0.0)
 PLAIN = Inputs(
@@ -106,17 +103,3 @@ def test_the_inputs_come_from_the_records():
     assert inputs.step(12) == pytest.approx((inputs.step_s[8] + inputs.step_s[16]) / 2)
     assert 0 < inputs.prompt_s < inputs.update_s
     assert inputs.faster(10).step(16) == pytest.approx(inputs.step(16) / 10)
-
-
-async def test_a_paced_engine_and_the_relay_answer_with_all_tokens():
-    transport = httpx.ASGITransport(paced_app(pace_s=0.001, rows=1))
-    async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
-        answer = await client.post("/v1/completions", json={"max_tokens": 3})
-        health = await client.get("/health")
-    assert answer.text.count('"text"') == 3
-    assert '"completion_tokens": 3' in answer.text
-    assert answer.text.endswith("data: [DONE]\n\n")
-    assert health.status_code == 200
-    relay = httpx.ASGITransport(relay_app(["http://127.0.0.1:9"]))
-    async with httpx.AsyncClient(transport=relay, base_url="http://relay") as client:
-        assert (await client.get("/health")).json()["cpu_s"] > 0

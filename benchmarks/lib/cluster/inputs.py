@@ -18,7 +18,7 @@ GIGABIT = 118e6
 
 @dataclass(frozen=True, slots=True)
 class RouterCost:
-    """Processor seconds of a router: `cluster_sim.json`, measured with a plain relay of httpx and Starlette."""
+    """Processor seconds of the head of a cluster, whose replica answers: `cluster_sim.json`."""
 
     request_s: float
     token_s: float

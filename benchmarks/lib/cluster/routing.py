@@ -79,11 +79,28 @@ async def paced_rate(model: Path, folder: Path, engines: int) -> Load:
         return await rate(nodes, engines)
 
 
+def rate_lengths(engines: int) -> list[int]:
+    """Tokens of each answer, in the order in which they are asked for."""
+    draw = random.Random(0)
+    return [draw.randint(*RATE_TOKENS) for _ in range(engines * RATE_REQUESTS)]
+
+
 async def rate(nodes: Nodes, engines: int) -> Load:
     """As many clients as so many engines need, and different prompts."""
-    draw = random.Random(0)
-    bodies = [_body(number, draw.randint(*RATE_TOKENS)) for number in range(engines * RATE_REQUESTS)]
+    bodies = [_body(number, tokens) for number, tokens in enumerate(rate_lengths(engines))]
     return await closed_loop(nodes.head.port, bodies, engines * RATE_CLIENTS)
+
+
+def steady_rate(load: Load) -> float:
+    """Tokens per second while every client has a request: from the first token until the last request is sent. After
+    that rows run empty, one after another, and how long that takes depends on the lengths of the last answers."""
+    begin = min(stream.arrivals[0] for stream in load.streams)
+    end = max(stream.sent for stream in load.streams)
+    tokens = 0.0
+    for stream in load.streams:
+        within = sum(begin < arrival <= end for arrival in stream.arrivals)
+        tokens += stream.tokens * within / len(stream.arrivals)
+    return tokens / (end - begin)
 
 
 async def _streams(peer: Peer) -> Delays:

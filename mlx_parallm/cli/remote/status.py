@@ -1,26 +1,32 @@
-"""`mlx_parallm ps`: what a running server is doing."""
+"""`mlx_parallm ps`: what a running server is doing, or the cluster that it is a node of."""
 
 from __future__ import annotations
 
 import argparse
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.app.banner import listed
 from mlx_parallm.cli.remote.client import Client, add_request_arguments
-from mlx_parallm.cli.table import show
+from mlx_parallm.cli.table import show, table
 from mlx_parallm.config import human_bytes
+
+_COLUMNS = ("node", "role", "address", "ready", "tokens to do", "requests", "versions", "of them live")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
+    parser.add_argument("--cluster", action="store_true", help="Show the nodes of the server's cluster.")
     add_request_arguments(parser, ps)
 
 
 def ps(args: Namespace) -> int:
-    """Prints the models, adapters, sequences and memory of a running server."""
+    """Prints the models, adapters, sequences and memory of a running server; with --cluster, the nodes of its cluster
+    and the adapter versions that they share."""
     client = Client(args)
+    if args.cluster:
+        return _ps_cluster(args, client)
     models, adapters, state = (client.ask(path) for path in ("/v1/models", "/v1/adapters", "/debug/state"))
     with client.reading():
         text = _summary(client.base, models, adapters, state["engine"])
@@ -41,3 +47,44 @@ def _summary(base: str, models: Mapping[str, Any], adapters: Mapping[str, Any], 
         f"KV cache  {held} of {budget}, cached prefixes {cached}",
     )
     return "\n  ".join(lines)
+
+
+def _ps_cluster(args: Namespace, client: Client) -> int:
+    cluster = client.ask("/v1/cluster")
+    with client.reading():
+        text = _cluster(client.base, cluster)
+    return show(args, cluster, lambda: text)
+
+
+def _cluster(base: str, cluster: Mapping[str, Any]) -> str:
+    versions = {f"{each['name']}@{each['version']}": each["live"] for each in cluster["versions"]}
+    live = [version for version, is_live in versions.items() if is_live]
+    rows = [_node(node, versions, live) for node in cluster["nodes"]]
+    lost, retried, broken = (cluster[name] for name in ("nodes_lost", "requests_retried", "streams_broken"))
+    is_head = any(node["role"] == "head" for node in cluster["nodes"] if node["id"] == cluster["node"])
+    connection = "connected" if cluster["connected"] else "NOT CONNECTED to NATS: what follows may be old"
+    lines = (
+        f"{base}  {cluster['node']}, {connection}",
+        table([_COLUMNS, *rows]) if rows else "no nodes",
+        "",
+        f"live      {listed(live)}",
+        f"other     {listed([version for version in versions if version not in live])}",
+        *(f"unusable  {version}: {reason}" for version, reason in cluster["unusable"].items()),
+        f"faults    {lost} nodes lost, {retried} requests retried, {broken} streams broken",
+        *(() if is_head or not rows else ("note      only the head counts requests, retries and broken streams",)),
+    )
+    return "\n".join(lines)
+
+
+def _node(node: Mapping[str, Any], versions: Mapping[str, bool], live: Sequence[str]) -> tuple[str, ...]:
+    held = set(node["holds"])
+    return (
+        node["id"],
+        node["role"],
+        node["url"] or "-",
+        "yes" if node["ready"] else "no",
+        str(node["outstanding_tokens"]),
+        str(node["requests"]),
+        f"{len(held & versions.keys())} of {len(versions)}",
+        f"{len(held.intersection(live))} of {len(live)}",
+    )

@@ -174,6 +174,8 @@ class Stats(WireOutput):
     """Device memory now."""
     training: TrainingShare | None
     """null if the server does not train."""
+    cluster: bool
+    """Whether the server is a node of a cluster, which `/v1/cluster` shows."""
     intervals: list[IntervalObject]
     """The history after the interval that the client has, oldest first; at most 300 intervals."""
 
@@ -198,6 +200,7 @@ async def stats(services: ServicesDep, key: KeyDep, query: Annotated[StatsQuery,
         ),
         memory=_memory(engine),
         training=_training(services, engine),
+        cluster=services.cluster is not None,
         intervals=[_interval(each) for each in services.history.after(query.after)],
     )
 

@@ -3,73 +3,26 @@
 import asyncio
 from dataclasses import replace
 
-import httpx
 import pytest
-from server.fakes import CARD, ByteTokenizer, FakeEngine
-from server.one_model import OneModel
+from server.fake_cluster import TOKEN, FakeCluster, app_of
+from server.fakes import CARD, FakeEngine
 
-from mlx_parallm.config import ServerConfig
 from mlx_parallm.core import (
     AdapterRef,
-    ClusterStatus,
     GenerationRequest,
-    Joined,
     Member,
     NodeInfo,
     NodeRole,
     SamplingParams,
     SequenceOutput,
-    SharedBase,
-    SharedVersion,
     StopParams,
-    VersionState,
 )
-from mlx_parallm.errors import ConflictError, NodeFailedError, QueueTimeoutError
-from mlx_parallm.server.app import DrainingServer, bind, create_app
+from mlx_parallm.errors import NodeFailedError, QueueTimeoutError
+from mlx_parallm.server.app import DrainingServer, bind
 from mlx_parallm.server.cluster.remote import RemoteEngines
 
-TOKEN = "secret of the cluster"
-REF = AdapterRef("math", 1)
-VERSION = SharedVersion("math", 1, "ab", 5, 2)
 REQUEST = GenerationRequest("r", ((1, 2, 3),), SamplingParams(), StopParams(50))
 JOIN = {"role": "replica", "url": "http://10.0.0.2:8000", "fingerprint": "f", "version": "1"}
-
-
-class FakeCluster:
-    """A node of a cluster with one version and one other node."""
-
-    def __init__(self, routes=True, others=()):
-        self.token, self.routes, self.others = TOKEN, routes, others
-        self.calls = []
-
-    def others_with(self, ref):
-        return self.others
-
-    def status(self):
-        node = NodeInfo("head", NodeRole.HEAD, "http://10.0.0.1:8000", ("math@1",), 7, True, "x")
-        return ClusterStatus("head", True, (node,), VersionState({"math": VERSION}, {REF: VERSION}), {"a@1": "why"}, 3)
-
-    async def join(self, joining, reached_at):
-        if joining.fingerprint != "f":
-            raise ConflictError("another base model", param="fingerprint")
-        return Joined("replica-1", f"nats://{reached_at}:4222", "n", SharedBase("tiny", "f"))
-
-    async def put_adapter(self, ref, archive, sha256, fence):
-        self.calls.append((ref, archive, sha256, fence))
-        return replace(VERSION, name=ref.name, version=ref.version)
-
-
-def app_of(engine, adapters, cluster):
-    return create_app(engine, adapters, None, OneModel(ByteTokenizer(), CARD), ServerConfig(), cluster=cluster)
-
-
-@pytest.fixture
-def head(engine, adapters):
-    cluster = FakeCluster()
-    transport = httpx.ASGITransport(app_of(engine, adapters, cluster), raise_app_exceptions=False)
-    client = httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
-    client.cluster = cluster
-    return client
 
 
 SIGNED = {"authorization": f"Bearer {TOKEN}"}
