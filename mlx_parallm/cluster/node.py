@@ -6,8 +6,8 @@ import asyncio
 import hashlib
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from mlx_parallm.core import (
     SharedVersion,
 )
 from mlx_parallm.errors import ConflictError, StorageError
+
+_COUNT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ class Node(ABC):
         self._members: Members | None = None
         self._lease: Lease | None = None
         self._serving = asyncio.Event()
+        self._waiting: Mapping[str, int] = {}
 
     @property
     def routes(self) -> bool:
@@ -91,8 +94,16 @@ class Node(ABC):
         self._connection, self._members = connection, Members(connection)
         self._lease = Lease(connection, self.describe)
         follow = self.follower.run(Versions(connection).follow())
-        async with running(self._members.run(), self._hold_lease(self._lease), follow):
+        async with running(self._members.run(), self._hold_lease(self._lease), follow, self._count(connection)):
             yield
+
+    async def _count(self, connection: Connection) -> None:
+        """Counts what waits for trainers, until it is cancelled."""
+        stream = Trajectories(connection)
+        while True:
+            with suppress(StorageError):
+                self._waiting = await stream.waiting(self.follower.state.trained)
+            await asyncio.sleep(_COUNT_S)
 
     async def _hold_lease(self, lease: Lease) -> None:
         await self._serving.wait()
@@ -132,6 +143,7 @@ class Node(ABC):
             self.follower.state,
             {str(ref): reason for ref, reason in self.follower.unusable.items()},
             members.lost_total if members is not None else 0,
+            self._waiting,
         )
 
     async def send(self, name: str, body: bytes, message_id: str = "") -> None:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 import zlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -21,7 +21,7 @@ from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig
 from nats.js.errors import NotFoundError
 
-from mlx_parallm.cluster.connection import TRAJECTORIES, Connection, key_of
+from mlx_parallm.cluster.connection import TRAJECTORIES, Connection, key_of, stored
 from mlx_parallm.errors import ConflictError, StorageError
 
 ACK_S = 60.0
@@ -79,15 +79,12 @@ class Trajectories:
                     raise StorageError(f"the cluster cannot keep it now: {error or type(error).__name__}") from error
             await asyncio.sleep(_AGAIN_S)
 
-    async def waiting(self, name: str) -> int:
-        """How many messages for an adapter are in the stream. Raises StorageError: NATS cannot be reached."""
-        try:
-            info = await self._js.stream_info(TRAJECTORIES, subjects_filter=_subject(name))
-        except NatsError as error:
-            raise StorageError(
-                f"the stream of trajectories cannot be reached: {error or type(error).__name__}"
-            ) from error
-        return sum((info.state.subjects or {}).values())
+    async def waiting(self, names: Iterable[str]) -> dict[str, int]:
+        """How many messages for each of these adapters are in the stream. Raises StorageError: NATS cannot be
+        reached."""
+        async with stored():
+            info = await self._js.stream_info(TRAJECTORIES, subjects_filter=f"{TRAJECTORIES}.>")
+        return {name: (info.state.subjects or {}).get(_subject(name), 0) for name in names}
 
     async def read(self, name: str, fence: int) -> AsyncGenerator[Delivery, None]:
         """Yields the messages for an adapter: first all that were delivered before and not acknowledged, then those

@@ -134,6 +134,7 @@ class ClusterStatus:
         node_id: that node.
         unusable: shared versions that this node cannot serve, with the reason.
         lost_total: nodes that were lost without a word.
+        waiting: requests whose answers are sent and not yet learnt, by the name of the adapter that they train.
     """
 
     node_id: str
@@ -142,6 +143,7 @@ class ClusterStatus:
     versions: VersionState
     unusable: Mapping[str, str]
     lost_total: int
+    waiting: Mapping[str, int] = field(default_factory=dict)
 
 
 class ClusterClient(Protocol):

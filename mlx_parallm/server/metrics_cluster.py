@@ -38,6 +38,7 @@ CLUSTER_GAUGES: Mapping[str, tuple[str, Callable[[ClusterStatus], float]]] = {
 CLUSTER_COUNTERS: Mapping[str, tuple[str, Callable[[ClusterStatus], float]]] = {
     "nodes_lost": ("Nodes that fell silent since this one was started.", lambda status: status.lost_total),
 }
+TO_LEARN = "Requests whose answers wait for the trainer of the adapter."
 ROUTING_COUNTERS: Mapping[str, tuple[str, Callable[[RoutingCounts], float]]] = {
     "requests_retried": ("Requests that the head began anew on another node.", lambda counts: counts.retried),
     "streams_broken": ("Streams that ended with an error because their node was lost.", lambda counts: counts.broken),
@@ -75,6 +76,9 @@ def _metrics(
     for name, (about, of_routing) in ROUTING_COUNTERS.items():
         counter = CounterMetricFamily(CLUSTER_PREFIX + name, about)
         yield _filled(counter, (((), of_routing(counts)) for counts in routing))
+    of_head = statuses if routing else ()
+    waiting = GaugeMetricFamily(CLUSTER_PREFIX + "requests_to_learn", TO_LEARN, labels=("adapter",))
+    yield _filled(waiting, (((name,), count) for status in of_head for name, count in status.waiting.items()))
     requests = CounterMetricFamily(
         CLUSTER_PREFIX + "requests", "Requests that the head has sent to the node.", labels=NODE_LABELS
     )

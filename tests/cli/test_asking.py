@@ -81,6 +81,7 @@ CLUSTER = {
         {"name": "math", "version": 2, "sha256": "b", "bytes": 5, "fence": 0, "live": True},
     ],
     "unusable": {},
+    "waiting": {"math": 12},
     "nodes_lost": 1,
     "requests_retried": 3,
     "streams_broken": 2,
@@ -99,13 +100,14 @@ def test_ps_cluster_shows_nodes_and_versions(server, answers, capsys):
         "",
         "live      math@2",
         "other     math@1",
+        "to learn  12 requests for math",
         "faults    1 nodes lost, 3 requests retried, 2 streams broken",
     ]
 
 
 def test_ps_cluster_says_what_is_wrong(server, answers, capsys):
     unusable = {"math@2": "its rank is too high"}
-    faulty = {**CLUSTER, "connected": False, "nodes": [], "versions": [], "unusable": unusable}
+    faulty = {**CLUSTER, "connected": False, "nodes": [], "versions": [], "unusable": unusable, "waiting": {}}
     answers["/v1/cluster"] = json.dumps(faulty).encode()
     assert main(["ps", "--cluster", "--url", server.url]) == 0
     assert capsys.readouterr().out.splitlines() == [

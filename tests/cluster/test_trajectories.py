@@ -32,7 +32,7 @@ async def test_what_is_not_acknowledged_comes_again_to_the_next_reader(connectio
     for each in first[:2]:
         await each.acknowledge()
     await connection.client.flush()
-    assert await stream.waiting("kept") == 3
+    assert await stream.waiting(["kept", "none"]) == {"kept": 3, "none": 0}
     assert [each.body for each in await bodies(stream, "kept", 2, 3)] == [b"2", b"3", b"4"]
 
 
@@ -41,7 +41,7 @@ async def test_a_message_is_kept_once_and_adapters_are_apart(connection):
     for _ in range(3):
         await stream.send("once", b"same", "once-1")
     await stream.send("a.dot", b"other", "dot-1")
-    assert (await stream.waiting("once"), await stream.waiting("a.dot")) == (1, 1)
+    assert await stream.waiting(["once", "a.dot"]) == {"once": 1, "a.dot": 1}
     assert (await bodies(stream, "a.dot", 1, 1))[0].body == b"other"
 
 
@@ -80,7 +80,7 @@ async def test_reading_goes_on_after_nats_was_killed(tmp_path):
         async with asyncio.timeout(20):
             while len(found) < 60:
                 await asyncio.sleep(0.05)
-            while await stream.waiting("killed"):
+            while (await stream.waiting(["killed"]))["killed"]:
                 await asyncio.sleep(0.05)
         reading.cancel()
         assert server.restarts == 2

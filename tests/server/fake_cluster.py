@@ -28,7 +28,7 @@ class FakeCluster:
 
     def status(self):
         versions = VersionState({"math": VERSION}, {VERSION.ref: VERSION})
-        return ClusterStatus(self.node, True, self.nodes, versions, {"a@1": "why"}, 3)
+        return ClusterStatus(self.node, True, self.nodes, versions, {"a@1": "why"}, 3, {"math": 6})
 
     async def join(self, joining, reached_at):
         if joining.fingerprint != "f":

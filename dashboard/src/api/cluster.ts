@@ -31,6 +31,8 @@ export interface Cluster {
   versions: SharedVersion[];
   /** Versions that the node that answers cannot serve, with the reason. */
   unusable: Record<string, string>;
+  /** Requests whose answers wait for the trainer of an adapter, by its name. */
+  waiting: Record<string, number>;
   nodes_lost: number;
   requests_retried: number;
   streams_broken: number;

@@ -69,6 +69,7 @@ def _cluster(base: str, cluster: Mapping[str, Any]) -> str:
         "",
         f"live      {listed(live)}",
         f"other     {listed([version for version in versions if version not in live])}",
+        *(f"to learn  {count} requests for {name}" for name, count in cluster["waiting"].items()),
         *(f"unusable  {version}: {reason}" for version, reason in cluster["unusable"].items()),
         f"faults    {lost} nodes lost, {retried} requests retried, {broken} streams broken",
         *(() if is_head or not rows else ("note      only the head counts requests, retries and broken streams",)),

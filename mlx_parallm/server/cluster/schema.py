@@ -143,6 +143,8 @@ class ClusterObject(WireOutput):
     """The shared adapter versions."""
     unusable: dict[str, str]
     """Shared versions that this node cannot serve, with the reason."""
+    waiting: dict[str, int]
+    """Requests whose answers wait for the trainer of an adapter, by its name."""
     nodes_lost: int
     """Nodes that fell silent since this one was started."""
     requests_retried: int
@@ -162,6 +164,7 @@ class ClusterObject(WireOutput):
             nodes=[NodeObject.of(node, counts) for node in status.nodes],
             versions=[VersionObject.of(version, version.ref in live) for version in staged],
             unusable=dict(status.unusable),
+            waiting=dict(status.waiting),
             nodes_lost=status.lost_total,
             requests_retried=counts.retried,
             streams_broken=counts.broken,

@@ -44,6 +44,7 @@ async def test_the_head_has_all_nodes_and_what_its_router_did(head):
         ("requests_total", "head", "head"): 2,
         ("requests_total", "replica-1", "replica"): 5,
         ("requests_total", "trainer-1", "trainer"): 0,
+        ("requests_to_learn", "math"): 6,
         ("connected",): 1,
         ("versions_staged",): 1,
         ("versions_live",): 1,

@@ -68,6 +68,7 @@ async def test_the_status_has_nodes_versions_and_counts(head):
         ],
         "versions": [{"name": "math", "version": 1, "sha256": "ab", "bytes": 5, "fence": 2, "live": True}],
         "unusable": {"a@1": "why"},
+        "waiting": {"math": 6},
         "nodes_lost": 3,
         "requests_retried": 0,
         "streams_broken": 0,

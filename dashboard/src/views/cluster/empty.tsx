@@ -19,5 +19,7 @@ export const AddNode = () => (
     <Command
       text={`export MLX_PARALLM_CLUSTER_TOKEN=…\nmlx_parallm_serve --mode inference --connect-to ${location.host}`}
     />
+    <p>Or let it train an adapter on the requests with collect_trajectory that any node answers:</p>
+    <Command text={`mlx_parallm_train --mode rl --connect-to ${location.host}`} />
   </Card>
 );

@@ -19,6 +19,9 @@ export function Headline({ cluster }: { cluster: Cluster }) {
       <Figure label="Requests" value={counted(sum("requests"))}>
         {routes ? "to the nodes that are here" : BY_HEAD}
       </Figure>
+      <Figure label="To learn" value={number(Object.values(cluster.waiting).reduce((total, each) => total + each, 0))}>
+        requests that wait for a trainer
+      </Figure>
       <Figure label="Retried" value={counted(cluster.requests_retried)}>
         {routes ? "begun anew on another node" : BY_HEAD}
       </Figure>
