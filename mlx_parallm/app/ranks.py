@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from mlx_parallm.app.base_paths import base_paths
 from mlx_parallm.app.device import build_runner, kv_budget, mlx_limits
+from mlx_parallm.app.training import following_training
 from mlx_parallm.config import Config
 from mlx_parallm.core import DeviceMemory
 from mlx_parallm.errors import ConfigError, DeviceLostError
@@ -48,8 +49,6 @@ def refuse_training(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def _problems(config: Config) -> Iterator[str]:
-    if config.rl_training.enabled:
-        yield "rl_training.enabled: training is not possible"
     if config.model.other_base_models:
         yield "model.other_base_models: only one base model can be served"
     if config.cluster.wanted:
@@ -126,7 +125,8 @@ def _build(config: Config, parts: FollowingParts) -> Follower:
         adapters.max_loras, adapters.max_lora_rank, make_group=parts.linear_group(manager.split)
     )
     device = DeviceMemory(kv_budget(manager.card.weight_bytes, config))
-    return Follower(build_runner(manager, bank, config, device, parts=parts), bank)
+    runner = build_runner(manager, bank, config, device, parts=parts)
+    return Follower(runner, bank, following_training(manager, bank) if config.rl_training.enabled else None)
 
 
 def _exit(reason: str) -> None:

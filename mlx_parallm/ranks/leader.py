@@ -39,6 +39,7 @@ from mlx_parallm.core.operations import (
     RowTokens,
     Stop,
     WriteSlot,
+    on_all_ranks,
 )
 from mlx_parallm.errors import DeviceLostError
 from mlx_parallm.model.hooks import AttentionStyle
@@ -96,11 +97,9 @@ class LeadingRunner(BatchRunner):
         rows = [_row_tokens(span) for span in spans]
         ids: list[int] = inputs.tolist()  # type: ignore[assignment]
         self._followers.repeat(ForwardPass(ids, rows, self.dense_rows))
-        try:
+        with on_all_ranks("a forward pass"):
             outputs = super().run_trunk(inputs, spans)
             mx.eval(outputs, self.cache.arrays())
-        except Exception as error:
-            raise DeviceLostError(f"a forward pass on several ranks failed: {error}; start all ranks again") from error
         return outputs
 
 
