@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from mlx_parallm.app.base_paths import base_paths
 from mlx_parallm.app.device import build_runner, kv_budget, mlx_limits
@@ -23,7 +23,7 @@ from mlx_parallm.model.device import on_cpu, set_limits
 from mlx_parallm.model.loading import load
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.ranks.follower import Follower
-from mlx_parallm.ranks.joining import Ranks, is_launched
+from mlx_parallm.ranks.joining import Ranks
 from mlx_parallm.ranks.leader import Leader
 from mlx_parallm.ranks.parts import FollowingParts, LeadingParts
 from mlx_parallm.ranks.watchdog import Watchdog
@@ -38,14 +38,6 @@ def check_splittable(config: Config) -> None:
     """Raises ConfigError: a setting does not work with a model that is split over several machines."""
     if problems := list(_problems(config)):
         raise ConfigError("\n".join(f"{problem} with a model over several machines" for problem in problems))
-
-
-def refuse_training(environ: Mapping[str, str] = os.environ) -> None:
-    """Raises ConfigError: a launcher has started the train command, which every rank would run for itself."""
-    if is_launched(environ):
-        raise ConfigError(
-            "training is not possible with a model over several machines; start mlx_parallm_train without mlx.launch"
-        )
 
 
 def _problems(config: Config) -> Iterator[str]:

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 from configs import changed, loss_config
 from tiny import tiny_model
-from trainers import LORA, SETTINGS, gradients, learn, leaves, logprobs, make_policy, make_trainer, packed, samples
+from trainers import LORA, SETTINGS, gradients, learn, leaves, make_policy, make_trainer, samples
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.batch.runner import BatchRunner
