@@ -28,6 +28,7 @@
         ├── AdapterUnavailableError the weights of the adapter version are gone
         ├── NodeFailedError         another node of the cluster could not answer the request to its end
         ├── DeviceLostError         every call to the device fails
+        │   └── RankLostError       another rank of a model over several machines is gone
         └── EngineDeadError         the device thread has stopped or is shutting down
 
 The table in `server/errors.py` assigns an HTTP status and an error code to each.
@@ -142,6 +143,10 @@ class NodeFailedError(EngineError):
 
 class DeviceLostError(EngineError):
     """Every call to the device fails, so the device thread ends."""
+
+
+class RankLostError(DeviceLostError):
+    """Another rank of a model over several machines is gone. The message says which, and names no path."""
 
 
 class AbortedError(EngineError):

@@ -6,13 +6,11 @@ need no requests, no scheduler and no prefix cache for that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from mlx_parallm.core.branches import Branch
-from mlx_parallm.errors import DeviceLostError
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +173,17 @@ class Followers(Protocol):
         """Sends an operation. Call it before rank 0 does the same, because a forward pass needs all ranks at once.
 
         Raises:
-            DeviceLostError: a rank is gone.
+            RankLostError: a rank is gone.
+        """
+        ...
+
+    def together(self, what: str) -> AbstractContextManager[None]:
+        """A block in which all ranks compute together. If it fails on one, the others wait in it, so nothing else can
+        begin.
+
+        Raises:
+            RankLostError: it failed because a rank is gone.
+            DeviceLostError: it failed for another reason.
         """
         ...
 
@@ -190,19 +198,3 @@ class TrainingFollower(Protocol):
     def compute(self, number: int) -> None:
         """Computes the next stage of a pass, together with rank 0."""
         ...
-
-
-@contextmanager
-def on_all_ranks(what: str) -> Iterator[None]:
-    """A block in which all ranks compute together. If it fails on one, the others wait in it, so nothing else can
-    begin.
-
-    Raises:
-        DeviceLostError: the block failed.
-    """
-    try:
-        yield
-    except DeviceLostError:
-        raise
-    except Exception as error:
-        raise DeviceLostError(f"{what} on several ranks failed: {error}; start all ranks again") from error

@@ -35,7 +35,7 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.engine.loops import DeviceLoops, Loading
 from mlx_parallm.engine.parts import EngineParts
-from mlx_parallm.errors import EngineDeadError
+from mlx_parallm.errors import EngineDeadError, EngineError, RankLostError
 
 T = TypeVar("T")
 
@@ -97,9 +97,10 @@ class ContinuousBatchProcessor:
         return self._stats
 
     def lose(self, reason: str) -> None:
-        """Fails all requests, and counts the device thread as stopped, though it may hang."""
+        """Fails all requests because another rank is lost, and counts the device thread as stopped, though it may
+        hang."""
         self._stats = replace(self._stats, alive=False, ready=False)
-        self._call_soon(self._fail_all, EngineDeadError(reason))
+        self._call_soon(self._fail_all, RankLostError(reason))
 
     def wake(self) -> None:
         """Wakes the loop if it is idle."""
@@ -211,7 +212,7 @@ class ContinuousBatchProcessor:
             if (listener := self._queues.get(request_id)) is not None:
                 listener.put_nowait(event)
 
-    def _fail_all(self, error: EngineDeadError) -> None:
+    def _fail_all(self, error: EngineError) -> None:
         for listener in self._queues.values():
             listener.put_nowait(RequestFailed(error))
 
@@ -233,13 +234,15 @@ class ContinuousBatchProcessor:
             return
         finally:
             self._started.set()
+        failure: EngineError = EngineDeadError(_DEAD)
         try:
             self._serve(loops)
-        except Exception:  # noqa: BLE001 - the device is lost, or check_integrity failed: log it and end the thread
+        except Exception as error:  # noqa: BLE001 - the device is lost, or check_integrity failed: end the thread
             _log.exception("the device thread failed")
+            failure = error if isinstance(error, RankLostError) else failure
         finally:
             self._stats = replace(self._stats, alive=False, ready=False)
-            self._call_soon(self._fail_all, EngineDeadError(_DEAD))
+            self._call_soon(self._fail_all, failure)
             loops.close()
 
     def _serve(self, loops: DeviceLoops) -> None:

@@ -23,20 +23,21 @@ PROMPTS = (
     "Once upon a time there was a king who",
     "2 + 2 = 4, and 3 + 3",
 )
-TRAIN = ("--enable-rl-training", "--lora-rank", "4", "--lora-alpha", "8", "--learning-rate", "0.01")
+TRAIN = ("--enable-rl-training", "--lora-rank", "4", "--lora-alpha", "8")
 TARGETS = ("--lora-target-modules", "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj")
+BUNDLED_RATE = 0.001
 CLIPPED = 0.1
 """The norm to which gradients are scaled down: those of all updates here are larger."""
 
 
-def flags(folder: Path, *more: str) -> tuple[str, ...]:
+def flags(folder: Path, learning_rate: float = 0.01) -> tuple[str, ...]:
     """Checkpoints after every update, in this folder."""
     folder.mkdir(parents=True, exist_ok=True)
     config = folder / "config.yaml"
     optimizer = f"rl_training:\n  optimizer:\n    max_grad_norm: {CLIPPED}\n"
     config.write_text(f"checkpointing:\n  interval: 1\n{optimizer}")
     checkpoints = ("--config", str(config), "--checkpoint-dir", str(folder / "checkpoints"))
-    return (*TRAIN, *TARGETS, *checkpoints, "--log-level", "warning", *more)
+    return (*TRAIN, *TARGETS, *checkpoints, "--learning-rate", str(learning_rate), "--log-level", "warning")
 
 
 def trajectories(step: int, vocabulary: int, length: int) -> list[dict[str, Any]]:
@@ -101,9 +102,9 @@ def test_two_ranks_learn_what_one_learns_and_one_goes_on_from_their_checkpoint(
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_learn_what_one_learns_with_the_bundled_model(ranks: int, tmp_path: Path) -> None:
     """Two ranks get heads of zeros; its nine heads with three of keys and values can be divided by three."""
-    with in_thread(*flags(tmp_path / "one")) as server:
+    with in_thread(*flags(tmp_path / "one", BUNDLED_RATE)) as server:
         before, want = scored(server, "base"), trained(server, 40_000, 40)
-    with started(flags(tmp_path / "several"), tmp_path, ranks) as (server, _):
+    with started(flags(tmp_path / "several", BUNDLED_RATE), tmp_path, ranks) as (server, _):
         got = trained(server, 40_000, 40)
     print(f"{ranks} ranks: {far(got, want):.2e} apart, {far(want, before):.2e} learnt")
     assert far(want, before) > 0.01

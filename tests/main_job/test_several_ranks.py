@@ -67,7 +67,7 @@ def test_when_a_rank_is_lost_requests_fail_and_rank_0_ends(
         events = iter(server.stream("two", max_tokens=3000))
         next(events)
         follower.send_signal(how)
-        with pytest.raises(openai.APIError, match="engine is not running"):
+        with pytest.raises(openai.APIError, match="rank 1 is lost"):
             list(events)
         assert leader.wait(60) == 1
 

@@ -31,7 +31,7 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.split import ModelSplit
 from mlx_parallm.adapters.weights import LoRAPair
 from mlx_parallm.core.branches import Branch
-from mlx_parallm.core.operations import Followers, TrainedSpan, TrainingPass, TrainingStage, on_all_ranks
+from mlx_parallm.core.operations import Followers, TrainedSpan, TrainingPass, TrainingStage
 from mlx_parallm.model.hooks import AttentionStyle
 from mlx_parallm.rl.learn.model import Params, Recomputes, Span, TrainableModel, TrunkPass
 from mlx_parallm.rl.learn.stages import Stage, StageKind
@@ -139,7 +139,7 @@ class LeadingTrainableModel(SplitTrainableModel):
         recomputed = spans is not None and self._recomputed(tokens, branches, spans)
         plans = [self._plan(span) for span in spans or ()]
         self._followers.repeat(TrainingPass(number, ids, list(branches), plans, learns, recomputed, dropped))
-        with on_all_ranks("training"):
+        with self._followers.together("training"):
             self.shared_factors(spans or ())
         together = _Together(number, self._followers)
         weakref.finalize(together, self._dropped.append, number)
@@ -161,7 +161,7 @@ class _Together:
     def evaluate(self, arrays: object) -> None:
         """Computes a stage on all ranks. Raises DeviceLostError: it failed."""
         self.followers.repeat(TrainingStage(self.number))
-        with on_all_ranks("training"):
+        with self.followers.together("training"):
             mx.eval(arrays)
 
 
