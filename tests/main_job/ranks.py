@@ -55,19 +55,20 @@ def launched(flags: Sequence[str], ranks: int = 2) -> Iterator[Server]:
         process.communicate()
 
 
+def rank_environments(ranks: int, folder: Path) -> list[dict[str, str]]:
+    """The environments of processes that are ranks of this machine: what `mlx.launch` sets for each."""
+    hosts = folder / "hosts.json"
+    hosts.write_text(json.dumps([[f"127.0.0.1:{free_port()}"] for _ in range(ranks)]))
+    return [{**os.environ, "MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)} for rank in range(ranks)]
+
+
 @contextmanager
 def started(flags: Sequence[str], folder: Path, ranks: int = 2) -> Iterator[tuple[Server, Processes]]:
     """Each rank is a process of this one, with what `mlx.launch` sets for it. At the end rank 0 stops the others."""
-    hosts, port = folder / "hosts.json", free_port()
-    hosts.write_text(json.dumps([[f"127.0.0.1:{free_port()}"] for _ in range(ranks)]))
+    port = free_port()
     processes = [
-        subprocess.Popen(
-            [*COMMAND, "--port", str(port), *flags],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)},
-        )
-        for rank in range(ranks)
+        subprocess.Popen([*COMMAND, "--port", str(port), *flags], stderr=subprocess.PIPE, text=True, env=environment)
+        for environment in rank_environments(ranks, folder)
     ]
     try:
         with _serving(processes[0], port) as server:

@@ -92,6 +92,7 @@ def test_two_ranks_learn_what_one_learns_and_one_goes_on_from_their_checkpoint(
         before, want = scored(server, "base"), trained(server)
     with started([*model, *flags(tmp_path / "two")], tmp_path) as (server, _):
         got = trained(server)
+    print(f"tiny: {far(got, want):.2e} apart, {far(want, before):.2e} learnt")
     assert far(want, before) > 0.01
     assert far(got, want) < 1e-4
     with in_thread(*model, *flags(tmp_path / "two")) as server:
@@ -99,11 +100,19 @@ def test_two_ranks_learn_what_one_learns_and_one_goes_on_from_their_checkpoint(
         assert update(server, UPDATES + 1)["status"] == "published"
 
 
+@pytest.fixture(scope="module")
+def bundled(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], list[float]]:
+    """The logprobs of the base and of the trained adapter on one rank."""
+    with in_thread(*flags(tmp_path_factory.mktemp("one"), BUNDLED_RATE)) as server:
+        return scored(server, "base"), trained(server, 40_000, 40)
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_learn_what_one_learns_with_the_bundled_model(ranks: int, tmp_path: Path) -> None:
+def test_ranks_learn_what_one_learns_with_the_bundled_model(
+    ranks: int, bundled: tuple[list[float], list[float]], tmp_path: Path
+) -> None:
     """Two ranks get heads of zeros; its nine heads with three of keys and values can be divided by three."""
-    with in_thread(*flags(tmp_path / "one", BUNDLED_RATE)) as server:
-        before, want = scored(server, "base"), trained(server, 40_000, 40)
+    before, want = bundled
     with started(flags(tmp_path / "several", BUNDLED_RATE), tmp_path, ranks) as (server, _):
         got = trained(server, 40_000, 40)
     print(f"{ranks} ranks: {far(got, want):.2e} apart, {far(want, before):.2e} learnt")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any, cast
 
 import mlx.core as mx
@@ -22,6 +23,7 @@ from mlx_parallm.ranks.follower import Follower
 from mlx_parallm.ranks.joining import Ranks, join
 from mlx_parallm.ranks.leader import Leader
 from mlx_parallm.ranks.parts import FollowingParts, LeadingParts
+from mlx_parallm.rl.learn.policy import Policy
 from mlx_parallm.rl.learn.several_ranks import FollowingTraining, LeadingTrainableModel
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
 from mlx_parallm.rl.objectives.batches import UpdateBatch
@@ -29,7 +31,7 @@ from mlx_parallm.rl.objectives.batches import UpdateBatch
 HEADS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LOSS = loss_config(kl_coef=0.1)
-CLIPPED = 0.05
+CLIPPED, LEARNING_RATE = 0.05, 3e-3
 
 
 def settings(**fields: Any) -> ResolvedTraining:
@@ -68,7 +70,7 @@ def lead(family: str, ranks: Ranks) -> dict[str, float]:
         both = [gradients(each, make_policy(each, moved=0.05), samples(8)) for each in (split, whole)]
         found[f"gradients_{name}"] = apart(*both)
     lora = changed(LORA, lora_target_modules=TARGETS)
-    wanted = settings(gradient_checkpointing=True, max_grad_norm=CLIPPED)
+    wanted = settings(gradient_checkpointing=True, max_grad_norm=CLIPPED, learning_rate=LEARNING_RATE)
     trainers = [split_trainer(family, ranks, leader, wanted, lora), make_trainer(wanted, family, lora, **HEADS)[0]]
     found |= _updates(trainers)
     leader.stop()
@@ -77,9 +79,10 @@ def lead(family: str, ranks: Ranks) -> dict[str, float]:
 
 def _updates(trainers: list[GRPOTrainer]) -> dict[str, float]:
     """Three clipped updates of two policies that share micro-steps, after one that was abandoned halfway."""
-    scored, norms, factors = [], [], []
+    before, scored, norms, factors = [], [], [], []
     for trainer in trainers:
         policy, other = make_policy(trainer, moved=0.05), make_policy(trainer, moved=0.1, name="other")
+        before += _logprobs(trainer, [policy, other])
         trainer.pace(1e-9)  # a unit is one stage
         trainer.begin(policy, UpdateBatch(tuple(samples(8))))
         for _ in range(5):
@@ -89,15 +92,22 @@ def _updates(trainers: list[GRPOTrainer]) -> dict[str, float]:
             trainer.begin(other, UpdateBatch(tuple(samples(4, seed=7 + seed))))
             norms.append(learn(trainer, policy, samples(8, seed=seed)).metrics["grad_norm"])
         factors.append(leaves(policy) | {f"other.{name}": leaf for name, leaf in leaves(other).items()})
-        scored.append([trainer.logprobs(each, samples(8, seed=9)) for each in (policy, other, None)])
-        while trainer.waits():
-            trainer.advance()
-    split, whole = ([value for each in every for row in each.result(0) for value in row] for every in scored)
+        scored.append(_logprobs(trainer, [policy, other, None]))
+    split, whole = scored
     return {
+        "learnt": max(abs(one - other) for one, other in zip(before, split, strict=False)),
         "updates": apart(*factors),
         "logprobs": max(abs(one - other) for one, other in zip(split, whole, strict=True)),
         "smallest_norm": min(norms),
+        "max_grad_norm": CLIPPED,
     }
+
+
+def _logprobs(trainer: GRPOTrainer, policies: Sequence[Policy | None]) -> list[float]:
+    asked = [trainer.logprobs(each, samples(8, seed=9)) for each in policies]
+    while trainer.waits():
+        trainer.advance()
+    return [value for each in asked for row in each.result(0) for value in row]
 
 
 def follow(family: str, ranks: Ranks) -> None:
