@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import openai
 import pytest
 from main_job.ranks import flags_of, launched, started
-from main_job.serving import Server, in_thread
+from main_job.serving import Said, Server, asking, in_thread
 
 from mlx_parallm.model.sharding import SPLIT_FAMILIES
 
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.slow
 
 PROMPT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 3
 """204 tokens: three whole blocks, and a part of one."""
+LOAD = "/v1/load_lora_adapter"
 Answers = list[tuple[str, list[float]]]
 
 
@@ -70,6 +72,48 @@ def test_when_a_rank_is_lost_requests_fail_and_rank_0_ends(
         with pytest.raises(openai.APIError, match="rank 1 is lost"):
             list(events)
         assert leader.wait(60) == 1
+
+
+def test_versions_are_published_and_replaced_while_requests_run(tmp_path: Path) -> None:
+    flags, changing = flags_of("llama", tmp_path), tmp_path / "loose" / "changing"
+    adapters = tmp_path / "adapters"
+    shutil.copytree(adapters / "one", changing)
+    with started([*flags, "--allowed-adapter-roots", str(changing.parent)], tmp_path) as (server, _):
+        load = {"lora_name": "changing", "lora_path": str(changing), "load_inplace": True}
+        assert server.post(LOAD, **load)["lora_adapter"] == "changing@1"
+        first = Said(server.ask("one").text, "changing@1")
+        second = Said(server.ask("two").text, "changing@2")
+        with asking(server, "changing") as told:
+            for name, version in (("two", "changing@2"), ("one", "changing@3")):
+                shutil.copytree(adapters / name, changing, dirs_exist_ok=True)
+                assert server.post(LOAD, **load)["lora_adapter"] == version
+                assert server.ask("changing").adapter == version
+    third = Said(first.text, "changing@3")
+    assert {second, third} <= set(told) <= {first, second, third}
+    assert first.text != second.text
+
+
+def repeated(server: Server, model: str) -> tuple[str, list[float]]:
+    """A long answer of one token alone, which is easy to guess, with the model's own logprobs of it."""
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 100, "temperature": 0, "logit_bias": {"97": 100}}
+    [choice] = server.post("/v1/completions", logprobs=0, **body)["choices"]
+    return choice["text"], choice["logprobs"]["token_logprobs"]
+
+
+def test_drafts_change_no_answer(tmp_path: Path) -> None:
+    flags, names = flags_of("llama", tmp_path), ("base", "one", "two")
+    with in_thread(*flags) as server:
+        expected = [repeated(server, name) for name in names]
+    with started([*flags, "--speculation", "auto"], tmp_path) as (server, _):
+        got = [repeated(server, name) for name in names]
+        with ThreadPoolExecutor(3) as pool:
+            got += pool.map(lambda name: repeated(server, name), names)
+        figures = server.http.get("/metrics").text.splitlines()
+    for (text, logprobs), (want, wanted) in zip(got, [*expected, *expected], strict=True):
+        assert text == want
+        assert logprobs == pytest.approx(wanted, abs=1e-4)
+    [accepted] = [line for line in figures if line.startswith("vllm:spec_decode_num_accepted_tokens_total")]
+    assert float(accepted.split()[-1]) > 100
 
 
 def test_what_does_not_work_with_several_ranks_is_refused_by_name(flags: list[str], tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten, tree_map
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.forward_context import ExpertCall, TokenAdapters
@@ -36,6 +35,7 @@ from mlx_parallm.model.experts import AdaptedExpertLinear
 from mlx_parallm.model.hooks import AdaptedLinear, AttentionStyle
 from mlx_parallm.model.split import Head, trunk_of
 from mlx_parallm.rl.learn.attention import PackedCache, PackedStream
+from mlx_parallm.rl.learn.recomputation import recomputed
 from mlx_parallm.rl.learn.stages import Stage, StageKind
 
 Params = Mapping[str, Mapping[str, mx.array]]
@@ -262,38 +262,6 @@ class _Layer:
             return PackedCache(value, self._bank) if isinstance(value, PackedStream) else value
 
         return cast(mx.array, self._layer(hidden, *map(real, args), **{name: real(v) for name, v in kwargs.items()}))
-
-
-def recomputed(run: Callable[[list[Params], mx.array], mx.array]) -> Callable[[list[Params], mx.array], mx.array]:
-    """The same function of (factors, x), whose activations are not kept: the backward pass computes them again.
-
-    It waits for the gradient of the output before it does, unlike `mx.checkpoint`. So the backward pass of one layer
-    never overlaps that of the next one, and several ranks make their sums in the same order.
-    """
-
-    @mx.custom_function
-    def again(params: list[Params], x: mx.array) -> mx.array:
-        return run(params, x)
-
-    @again.vjp
-    def gradient(
-        primals: tuple[list[Params], mx.array], cotangent: mx.array, _output: mx.array
-    ) -> tuple[list[Params], mx.array]:
-        params, x = primals
-        leaves = [leaf for _, leaf in tree_flatten(params)]
-
-        def with_leaves(of: Sequence[mx.array]) -> list[Params]:
-            rest = iter(of)
-            return cast(list[Params], tree_map(lambda _: next(rest), params))
-
-        def flat(x: mx.array, *leaves: mx.array) -> mx.array:
-            return run(with_leaves(leaves), x)
-
-        (x,) = mx.depends([x], [cotangent])
-        _, (of_x, *of_leaves) = mx.vjp(flat, [x, *leaves], [cotangent])
-        return with_leaves(of_leaves), of_x
-
-    return cast(Callable[[list[Params], mx.array], mx.array], again)
 
 
 def _paths(layer: nn.Module) -> Iterator[str]:
