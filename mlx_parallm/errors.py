@@ -28,8 +28,8 @@
         ├── AdapterUnavailableError the weights of the adapter version are gone
         ├── NodeFailedError         another node of the cluster could not answer the request to its end
         ├── DeviceLostError         every call to the device fails
-        │   └── RankLostError       another rank of a model over several machines is gone
         └── EngineDeadError         the device thread has stopped or is shutting down
+            └── RankLostError       another rank of a model over several machines is gone; also a DeviceLostError
 
 The table in `server/errors.py` assigns an HTTP status and an error code to each.
 """
@@ -145,10 +145,6 @@ class DeviceLostError(EngineError):
     """Every call to the device fails, so the device thread ends."""
 
 
-class RankLostError(DeviceLostError):
-    """Another rank of a model over several machines is gone. The message says which, and names no path."""
-
-
 class AbortedError(EngineError):
     """The operator aborted the request, alone or with others, before it finished."""
 
@@ -171,6 +167,10 @@ class QueueFullError(EngineError):
 
 class EngineDeadError(EngineError):
     """The device thread has stopped and accepts no more requests."""
+
+
+class RankLostError(DeviceLostError, EngineDeadError):
+    """Another rank of a model over several machines is gone. The message says which, and names no path."""
 
 
 _SHOWN_CHARACTERS = 160

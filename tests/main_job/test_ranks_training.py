@@ -5,12 +5,11 @@ from __future__ import annotations
 import random
 import signal
 import threading
+import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from main_job.ranks import flags_of, started
 from main_job.serving import Server, in_thread
@@ -145,25 +144,34 @@ def test_updates_beside_requests_change_nothing_and_requests_are_answered(model:
     assert set(answers) == {alone}
 
 
-def test_after_a_rank_is_killed_in_an_update_the_same_command_goes_on(model: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("how", "within_s", "ends_s"), [(signal.SIGKILL, 2, 4), (signal.SIGSTOP, 10, 10)])
+def test_a_rank_that_is_lost_in_an_update_ends_it_and_the_same_command_goes_on(
+    model: list[str], tmp_path: Path, how: signal.Signals, within_s: float, ends_s: float
+) -> None:
     command = [*model, *flags(tmp_path / "run")]
     with started(command, tmp_path) as (server, (leader, follower)):
         update(server, 1)
         saved = scored(server)
-
-        def keep_learning() -> None:
-            with suppress(httpx.HTTPError, AssertionError):  # the server ends meanwhile
-                for step in range(2, 100):
-                    update(server, step)
-
-        learning = threading.Thread(target=keep_learning)
-        learning.start()
-        follower.send_signal(signal.SIGKILL)
-        assert leader.wait(10) == 1
-        learning.join()
+        threading.Timer(0.5, follower.send_signal, [how]).start()
+        error, last = refused_update(server)
+        seconds = time.monotonic() - last - 0.5
+        print(f"{how.name}: an error after {seconds:.2f} s at most: {error}")
+        assert "rank 1 is lost" in error
+        assert seconds < within_s
+        assert leader.wait(max(0.1, ends_s - seconds)) == 1
     with started(command, tmp_path) as (server, _):
         step = server.get("/v1/training/status")["step"]
         assert step >= 1
         if step == 1:
             assert far(scored(server), saved) < 1e-4
         assert update(server, step + 1)["status"] == "published"
+
+
+def refused_update(server: Server) -> tuple[str, float]:
+    """Updates until one fails: its error, and when the first one began."""
+    began = time.monotonic()
+    for step in range(2, 1000):
+        answer = server.http.post("/v1/training/update", json={"trajectories": trajectories(step, 250, 12)})
+        if answer.status_code != 200:
+            return answer.json()["error"]["message"], began
+    raise AssertionError("no update failed")

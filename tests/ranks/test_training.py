@@ -121,6 +121,7 @@ def test_gradients_and_updates_of_several_ranks_are_those_of_one(family: str, ra
     assert apart["smallest_norm"] > apart["max_grad_norm"]
     assert max(far for name, far in apart.items() if name.startswith("gradients")) < 2e-5, "of the largest gradient"
     assert apart["learnt"] > 0.1
+    assert apart["rewards"] < 1e-4, "of the largest reward"
     assert apart["logprobs"] < 1e-4
 
 

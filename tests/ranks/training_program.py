@@ -12,11 +12,11 @@ import mlx.core as mx
 import numpy as np
 from configs import changed, loss_config
 from tiny import tiny_model
-from trainers import LORA, SETTINGS, gradients, learn, leaves, make_policy, make_trainer, samples
+from trainers import LORA, SETTINGS, VOCABULARY, gradients, learn, leaves, make_policy, make_trainer, samples
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.batch.runner import BatchRunner
-from mlx_parallm.config import ResolvedTraining
+from mlx_parallm.config import OptimizerConfig, ResolvedTraining
 from mlx_parallm.model.hooks import adapter_layout, install_adapters, install_hook
 from mlx_parallm.model.sharding import split_model
 from mlx_parallm.ranks.follower import Follower
@@ -27,6 +27,10 @@ from mlx_parallm.rl.learn.policy import Policy
 from mlx_parallm.rl.learn.several_ranks import FollowingTraining, LeadingTrainableModel
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
 from mlx_parallm.rl.objectives.batches import UpdateBatch
+from mlx_parallm.rl.reward_models.fitting import RewardModelInTraining
+from mlx_parallm.rl.reward_models.model import RewardModel
+from mlx_parallm.rl.reward_models.preferences import Preference
+from mlx_parallm.rl.reward_models.work import RewardModelWork
 
 HEADS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -73,6 +77,7 @@ def lead(family: str, ranks: Ranks) -> dict[str, float]:
     wanted = settings(gradient_checkpointing=True, max_grad_norm=CLIPPED, learning_rate=LEARNING_RATE)
     trainers = [split_trainer(family, ranks, leader, wanted, lora), make_trainer(wanted, family, lora, **HEADS)[0]]
     found |= _updates(trainers)
+    found["rewards"] = apart(*map(_rewards, trainers))
     leader.stop()
     return found
 
@@ -101,6 +106,23 @@ def _updates(trainers: list[GRPOTrainer]) -> dict[str, float]:
         "smallest_norm": min(norms),
         "max_grad_norm": CLIPPED,
     }
+
+
+def _rewards(trainer: GRPOTrainer) -> dict[str, np.ndarray]:
+    """What a reward model says after two steps."""
+    work, random = RewardModelWork(trainer.model, 64), np.random.default_rng(1)
+    rows = [tuple(int(token) for token in random.integers(0, VOCABULARY, 9)) for _ in range(8)]
+    pairs = [Preference(one[:4], one[4:], other[4:]) for one, other in zip(rows[::2], rows[1::2], strict=True)]
+    model = RewardModel.new(work.trainable.layout, LORA, 0)
+    training = RewardModelInTraining(model, OptimizerConfig(learning_rate=0.01))
+    asked: list[Any] = [work.step(training, pairs) for _ in range(2)]
+    while work.waits():
+        work.advance()
+    asked.append(work.score(training.model, rows))
+    while work.waits():
+        work.advance()
+    assert all(step.result(0).loss < 1 for step in asked[:2])
+    return {"rewards": np.array(asked[2].result(0))}
 
 
 def _logprobs(trainer: GRPOTrainer, policies: Sequence[Policy | None]) -> list[float]:
