@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -11,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from main_job.ranks import flags_of, started
+from main_job.ranks import flags_of, rank_environments, started
 from main_job.serving import Server, in_thread
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -24,6 +27,7 @@ PROMPTS = (
 )
 TRAIN = ("--enable-rl-training", "--lora-rank", "4", "--lora-alpha", "8")
 TARGETS = ("--lora-target-modules", "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj")
+TRAIN_COMMAND = (sys.executable, "-c", "import sys; from mlx_parallm.cli.main import train; sys.exit(train())")
 BUNDLED_RATE = 0.001
 CLIPPED = 0.1
 """The norm to which gradients are scaled down: those of all updates here are larger."""
@@ -142,6 +146,28 @@ def test_updates_beside_requests_change_nothing_and_requests_are_answered(model:
                 thread.join()
     assert far(got, want) < 1e-4
     assert set(answers) == {alone}
+
+
+def test_the_train_command_runs_on_two_ranks_and_one_serves_its_checkpoint(model: list[str], tmp_path: Path) -> None:
+    tasks, rewards = tmp_path / "tasks.jsonl", tmp_path / "rewards.py"
+    rewards.write_text("def score(completion):\n    return len(set(completion)) / 8\n")
+    tasks.write_text("".join(json.dumps({"prompt": f"{at} + 1 =", "answer": f"{at + 1}"}) + "\n" for at in range(4)))
+    steps = ("--environment", str(tasks), "--reward", f"{rewards}:score", "--steps", "2", "--group-size", "4")
+    command = (*TRAIN_COMMAND, *model, *flags(tmp_path / "run")[1:], *steps, "--max-tokens", "8")
+    ranks = [
+        subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=environment)
+        for environment in rank_environments(2, tmp_path)
+    ]
+    try:
+        printed, _ = ranks[0].communicate(timeout=200)
+        assert (ranks[0].returncode, ranks[1].wait(30)) == (0, 0)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert "2 published" in printed
+    with in_thread(*model, "--checkpoint-dir", str(tmp_path / "run" / "checkpoints")) as server:
+        assert far(scored(server), scored(server, "base")) > 0.001
 
 
 @pytest.mark.parametrize(("how", "within_s", "ends_s"), [(signal.SIGKILL, 2, 4), (signal.SIGSTOP, 10, 10)])
