@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -61,16 +62,20 @@ def test_a_signal_to_rank_0_ends_both_without_an_error(flags: list[str], tmp_pat
         assert (leader.wait(60), follower.wait(60)) == (0, 0)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(("how", "within_s"), [(signal.SIGKILL, 2), (signal.SIGSTOP, 10)])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_when_a_rank_is_lost_requests_fail_and_rank_0_ends(
-    flags: list[str], tmp_path: Path, how: signal.Signals
+    flags: list[str], tmp_path: Path, ranks: int, how: signal.Signals, within_s: float
 ) -> None:
-    with started(flags, tmp_path) as (server, (leader, follower)):
+    with started(flags, tmp_path, ranks) as (server, (leader, *_, last)):
         events = iter(server.stream("two", max_tokens=3000))
         next(events)
-        follower.send_signal(how)
-        with pytest.raises(openai.APIError, match="rank 1 is lost"):
+        last.send_signal(how)
+        lost = time.monotonic()
+        with pytest.raises(openai.APIError, match=f"rank {ranks - 1} is lost"):
             list(events)
+        print(f"{ranks} ranks, {how.name}: an error after {time.monotonic() - lost:.2f} s")
+        assert time.monotonic() - lost < within_s
         assert leader.wait(60) == 1
 
 
