@@ -10,8 +10,9 @@ states, reaches them through a sum to which they add zeros.
 Every rank differentiates with respect to whole factors, of which it uses its own part. So its gradient is zero outside
 of that part, and the sum over the ranks is the gradient of the whole model. Rank 0 clips that, once.
 
-All ranks must make their sums in the same order. The sums of one stage depend on each other, except that those of the
-factors are computed last; so there is only one order.
+All ranks must make their sums in the same order. Stages are computed one after the other, and each sum of a stage needs
+the result of the one before it, so there is only one order. For this reason a layer that is computed again waits for
+the gradient of its output.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, count
+from itertools import accumulate, chain, count
 from typing import cast
 
 import mlx.core as mx
@@ -85,10 +86,8 @@ class SplitTrainableModel(TrainableModel):
 def _total(group: mx.distributed.Group, arrays: Sequence[mx.array]) -> list[mx.array]:
     """The sums of these arrays over the ranks, made together."""
     flat = mx.distributed.all_sum(mx.concatenate([each.flatten() for each in arrays]), group=group)
-    ends = [0]
-    for each in arrays:
-        ends.append(ends[-1] + each.size)
-    return [flat[start : start + each.size].reshape(each.shape) for start, each in zip(ends, arrays, strict=False)]
+    *ends, _ = accumulate(each.size for each in arrays)
+    return [part.reshape(each.shape) for part, each in zip(mx.split(flat, ends), arrays, strict=True)]
 
 
 def _summed_together(group: mx.distributed.Group, arrays: Sequence[mx.array]) -> Sequence[mx.array]:
