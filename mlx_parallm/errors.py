@@ -29,6 +29,7 @@
         ├── NodeFailedError         another node of the cluster could not answer the request to its end
         ├── DeviceLostError         every call to the device fails
         └── EngineDeadError         the device thread has stopped or is shutting down
+            └── RankLostError       another rank of a model over several machines is gone; also a DeviceLostError
 
 The table in `server/errors.py` assigns an HTTP status and an error code to each.
 """
@@ -166,6 +167,10 @@ class QueueFullError(EngineError):
 
 class EngineDeadError(EngineError):
     """The device thread has stopped and accepts no more requests."""
+
+
+class RankLostError(DeviceLostError, EngineDeadError):
+    """Another rank of a model over several machines is gone. The message says which, and names no path."""
 
 
 _SHOWN_CHARACTERS = 160

@@ -18,9 +18,9 @@ from tiny import tiny_model
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.weights import lora_scale
 from mlx_parallm.config import Algorithm, ModelConfig, ResolvedTraining
+from mlx_parallm.core.branches import Branch, Bucket
 from mlx_parallm.model.hooks import adapter_layout, install_adapters, install_hook
 from mlx_parallm.rl.events import UpdateOutcome
-from mlx_parallm.rl.learn.layout import Branch, Bucket
 from mlx_parallm.rl.learn.model import Params, Span, TrainableModel, TrainingContext
 from mlx_parallm.rl.learn.packing import MicroBatch, SampleBatch, pack
 from mlx_parallm.rl.learn.policy import Policy, PolicySnapshot

@@ -188,7 +188,7 @@ def _training(
     """The service that trains, and its work on the device; nothing if training is off."""
     config, processor, manager = shared.config, shared.processor, built.manager
     stall_s = device_schedule(config, on_cpu()).max_decode_stall_s
-    trainer = build_trainer(manager, built.bank, config, shared.budget, stall_s)
+    trainer = build_trainer(manager, built.bank, config, shared.budget, stall_s, shared.parts.followers)
     if trainer is None:
         return None, None
     assert run is not None  # a server that trains has a run

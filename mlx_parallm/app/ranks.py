@@ -11,10 +11,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from mlx_parallm.app.base_paths import base_paths
 from mlx_parallm.app.device import build_runner, kv_budget, mlx_limits
+from mlx_parallm.app.training import following_training
 from mlx_parallm.config import Config
 from mlx_parallm.core import DeviceMemory
 from mlx_parallm.errors import ConfigError, DeviceLostError
@@ -22,7 +23,7 @@ from mlx_parallm.model.device import on_cpu, set_limits
 from mlx_parallm.model.loading import load
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.ranks.follower import Follower
-from mlx_parallm.ranks.joining import Ranks, is_launched
+from mlx_parallm.ranks.joining import Ranks
 from mlx_parallm.ranks.leader import Leader
 from mlx_parallm.ranks.parts import FollowingParts, LeadingParts
 from mlx_parallm.ranks.watchdog import Watchdog
@@ -39,17 +40,7 @@ def check_splittable(config: Config) -> None:
         raise ConfigError("\n".join(f"{problem} with a model over several machines" for problem in problems))
 
 
-def refuse_training(environ: Mapping[str, str] = os.environ) -> None:
-    """Raises ConfigError: a launcher has started the train command, which every rank would run for itself."""
-    if is_launched(environ):
-        raise ConfigError(
-            "training is not possible with a model over several machines; start mlx_parallm_train without mlx.launch"
-        )
-
-
 def _problems(config: Config) -> Iterator[str]:
-    if config.rl_training.enabled:
-        yield "rl_training.enabled: training is not possible"
     if config.model.other_base_models:
         yield "model.other_base_models: only one base model can be served"
     if config.cluster.wanted:
@@ -126,7 +117,8 @@ def _build(config: Config, parts: FollowingParts) -> Follower:
         adapters.max_loras, adapters.max_lora_rank, make_group=parts.linear_group(manager.split)
     )
     device = DeviceMemory(kv_budget(manager.card.weight_bytes, config))
-    return Follower(build_runner(manager, bank, config, device, parts=parts), bank)
+    runner = build_runner(manager, bank, config, device, parts=parts)
+    return Follower(runner, bank, following_training(manager, bank) if config.rl_training.enabled else None)
 
 
 def _exit(reason: str) -> None:

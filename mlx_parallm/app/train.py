@@ -17,7 +17,7 @@ from mlx_parallm.app.atropos_run import AtroposRun
 from mlx_parallm.app.build import Engine, Served
 from mlx_parallm.app.environment_run import EnvironmentRun
 from mlx_parallm.app.inference import check_inference
-from mlx_parallm.app.ranks import refuse_training
+from mlx_parallm.app.ranks import check_splittable, follow
 from mlx_parallm.app.tracking import start_tracking
 from mlx_parallm.app.train_progress import TrainOptions, TrainView
 from mlx_parallm.app.training import TrainingRuntime
@@ -25,6 +25,7 @@ from mlx_parallm.app.training_run import TrainingRun
 from mlx_parallm.config import Config
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.extras import CLUSTER
+from mlx_parallm.ranks.joining import join
 from mlx_parallm.rl.environments import Environment, environment, read_system_prompt
 from mlx_parallm.rl.runs.record import RunState
 from mlx_parallm.rl.tracking.tracking import Tracking
@@ -35,7 +36,8 @@ _SHOW_CURSOR = b"\x1b[?25h"
 
 
 def run(config: Config, options: TrainOptions, view: TrainView) -> int:
-    """Makes the updates that are left of `options.steps`.
+    """Makes the updates that are left of `options.steps`. One of several processes that `mlx.launch` has started does
+    so, and the others compute with it.
 
     The updates are saved however the run ends, unless a second signal ends the process at once.
 
@@ -49,7 +51,11 @@ def run(config: Config, options: TrainOptions, view: TrainView) -> int:
         EngineError: the device thread ended, or could not draw.
     """
     logs.set_up(config.server.log_level, config.server.log_format == "json")
-    refuse_training()
+    ranks = join()
+    if ranks is not None:
+        check_splittable(config)
+        if not ranks.leads:
+            return follow(config, ranks)
     if config.model.other_base_models:
         raise ConfigError("model.other_base_models: a run trains one base model; give --model-path one value")
     training = config.rl_training
@@ -59,7 +65,7 @@ def run(config: Config, options: TrainOptions, view: TrainView) -> int:
         check_inference(config)
     read_system_prompt(training.system_prompt)  # what cannot be used is refused before the model is loaded
     config = _prepared(config)
-    engine = Engine(config, {name: value for name, value in asdict(options).items() if name != "log"})
+    engine = Engine(config, {name: value for name, value in asdict(options).items() if name != "log"}, ranks)
     served = engine.start()
     assert served.training is not None  # the command's configuration trains
     assert served.run is not None

@@ -16,6 +16,7 @@ from mlx_parallm.app.evaluation import evaluator_of, held_out_of
 from mlx_parallm.app.reward import judge_of, reward_of
 from mlx_parallm.config import Config, Mode, ResolvedTraining, RLTrainingConfig
 from mlx_parallm.core import AdapterRef, TextTokenizer, TrainingWork
+from mlx_parallm.core.operations import Followers
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
 from mlx_parallm.model.device import on_cpu
 from mlx_parallm.model.hooks import install_hook
@@ -29,6 +30,7 @@ from mlx_parallm.rl.learn.footprint import Footprint
 from mlx_parallm.rl.learn.learner import Learner
 from mlx_parallm.rl.learn.model import TrainableModel
 from mlx_parallm.rl.learn.policy import PolicySnapshot
+from mlx_parallm.rl.learn.several_ranks import FollowingTraining, LeadingTrainableModel
 from mlx_parallm.rl.learn.taking_turns import TakingTurns
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
 from mlx_parallm.rl.policies import PolicyService
@@ -46,13 +48,19 @@ from mlx_parallm.rl.updates.parts import TrainingParts
 
 
 def build_trainer(
-    manager: SharedModelManager, bank: AdapterBank, config: Config, memory: int, stall_s: float
+    manager: SharedModelManager,
+    bank: AdapterBank,
+    config: Config,
+    memory: int,
+    stall_s: float,
+    followers: Followers | None = None,
 ) -> GRPOTrainer | None:
     """The trainer, which holds no array of its own; None if training is off. On the device thread.
 
     Args:
         memory: bytes that requests and training share.
         stall_s: the longest that a decode step should wait for training.
+        followers: the other ranks, if the model is split among several.
 
     Raises:
         UnsupportedModelError: the model cannot be trained.
@@ -62,7 +70,7 @@ def build_trainer(
     head = bank.layout.head
     head_rank = config.model.lora_rank if head is not None and head.target in config.model.lora_target_modules else 0
     training = micro_steps_sized(config.rl_training, manager, bank, memory, stall_s, head_rank)
-    return GRPOTrainer(trainable(training, manager, bank, memory), training, config.model, memory=memory)
+    return GRPOTrainer(trainable(training, manager, bank, memory, followers), training, config.model, memory=memory)
 
 
 def build_reward_models(
@@ -92,9 +100,14 @@ def micro_steps_sized(
 
 
 def trainable(
-    training: ResolvedTraining, manager: SharedModelManager, bank: AdapterBank, memory: int
+    training: ResolvedTraining,
+    manager: SharedModelManager,
+    bank: AdapterBank,
+    memory: int,
+    followers: Followers | None = None,
 ) -> TrainableModel:
-    """The model with gradients, which keeps all activations of a micro-step as `gradient_checkpointing` says."""
+    """The model with gradients, which keeps all activations of a micro-step as `gradient_checkpointing` says.
+    `followers`: see `build_trainer`."""
     checkpointing, footprint = training.gradient_checkpointing, footprint_of(manager, bank)
 
     def recomputes(tokens: int, context: int, head_rank: int) -> bool:
@@ -102,7 +115,16 @@ def trainable(
             return checkpointing
         return not replace(footprint, head_rank=head_rank).fits(tokens, context, False, memory)
 
-    return TrainableModel(manager.model, bank, install_hook(manager.model), recomputes)
+    model, style = manager.model, install_hook(manager.model)
+    if manager.split is None or followers is None:
+        return TrainableModel(model, bank, style, recomputes)
+    return LeadingTrainableModel(model, bank, style, recomputes, manager.split, followers)
+
+
+def following_training(manager: SharedModelManager, bank: AdapterBank) -> FollowingTraining:
+    """What a rank other than 0 does of the training. Raises UnsupportedModelError: the model cannot be trained."""
+    assert manager.split is not None
+    return FollowingTraining(manager.model, bank, install_hook(manager.model), manager.split)
 
 
 def footprint_of(manager: SharedModelManager, bank: AdapterBank, head_rank: int = 0) -> Footprint:

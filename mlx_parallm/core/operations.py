@@ -6,8 +6,11 @@ need no requests, no scheduler and no prefix cache for that.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
+
+from mlx_parallm.core.branches import Branch
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +106,64 @@ class ClearGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainedSpan:
+    """Consecutive tokens of a training pass that use the same factors. `ranks`: of the factors, by the path of their
+    linear. The values are not in here: they travel by sums over the ranks."""
+
+    tokens: int
+    scale: float
+    ranks: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPass:
+    """Begins a pass through the trunk for training: `TrainableModel.trunk`. Nothing is computed yet but the sums that
+    give each rank the factors.
+
+    number: names the pass. tokens, branches, spans, learns: the arguments; no spans: the base model.
+    recomputed: whether the backward pass computes each layer again.
+    dropped: earlier passes that will not be computed to their end.
+    """
+
+    number: int
+    tokens: list[int]
+    branches: list[Branch]
+    spans: list[TrainedSpan]
+    learns: bool
+    recomputed: bool
+    dropped: list[int]
+    kind: Literal["training pass"] = "training pass"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingStage:
+    """Computes the next stage of a training pass: the output of a layer or, in the backward pass, the gradients of its
+    factors."""
+
+    number: int
+    kind: Literal["training stage"] = "training stage"
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """Rank 0 has ended as it should; the others end too."""
 
     kind: Literal["stop"] = "stop"
 
 
-Operation = ForwardPass | ResizeArena | CopyBlocks | ClearPool | FitSlots | WriteSlot | ReadSlot | ClearGroup | Stop
+Operation = (
+    ForwardPass
+    | ResizeArena
+    | CopyBlocks
+    | ClearPool
+    | FitSlots
+    | WriteSlot
+    | ReadSlot
+    | ClearGroup
+    | TrainingPass
+    | TrainingStage
+    | Stop
+)
 
 
 class Followers(Protocol):
@@ -119,6 +173,28 @@ class Followers(Protocol):
         """Sends an operation. Call it before rank 0 does the same, because a forward pass needs all ranks at once.
 
         Raises:
-            DeviceLostError: a rank is gone.
+            RankLostError: a rank is gone.
         """
+        ...
+
+    def together(self, what: str) -> AbstractContextManager[None]:
+        """A block in which all ranks compute together. If it fails on one, the others wait in it, so nothing else can
+        begin.
+
+        Raises:
+            RankLostError: it failed because a rank is gone.
+            DeviceLostError: it failed for another reason.
+        """
+        ...
+
+
+class TrainingFollower(Protocol):
+    """What another rank does of the training of rank 0."""
+
+    def begin(self, operation: TrainingPass) -> None:
+        """Begins a pass, together with rank 0."""
+        ...
+
+    def compute(self, number: int) -> None:
+        """Computes the next stage of a pass, together with rank 0."""
         ...

@@ -35,7 +35,7 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.engine.loops import DeviceLoops, Loading
 from mlx_parallm.engine.parts import EngineParts
-from mlx_parallm.errors import EngineDeadError
+from mlx_parallm.errors import EngineDeadError, RankLostError
 
 T = TypeVar("T")
 
@@ -71,6 +71,7 @@ class ContinuousBatchProcessor:
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._pauses = 0  # calls of `pause` and `resume` so far; a later call ends the wait of an earlier one
         self._stats = EngineStats(alive=True, ready=False)
+        self._lost_rank = ""  # which rank of a model over several machines is lost, in words
         self._started = threading.Event()
         self._start_error: BaseException | None = None
         self._thread = threading.Thread(target=self._main, name="device", daemon=True)
@@ -97,9 +98,10 @@ class ContinuousBatchProcessor:
         return self._stats
 
     def lose(self, reason: str) -> None:
-        """Fails all requests, and counts the device thread as stopped, though it may hang."""
-        self._stats = replace(self._stats, alive=False, ready=False)
-        self._call_soon(self._fail_all, EngineDeadError(reason))
+        """Fails all requests because another rank is lost, and counts the device thread as stopped, though it may
+        hang."""
+        self._lost_rank = reason
+        self._end()
 
     def wake(self) -> None:
         """Wakes the loop if it is idle."""
@@ -111,7 +113,7 @@ class ContinuousBatchProcessor:
         """See `core.EngineClient.generate`."""
         self._event_loop = asyncio.get_running_loop()
         if not self._stats.alive:
-            raise EngineDeadError(_DEAD)
+            raise self._dead()
         events: asyncio.Queue[Event] = asyncio.Queue()
         self._queues[request.request_id] = events
         self._inbox.put(lambda loops: loops.submit(request))
@@ -202,7 +204,7 @@ class ContinuousBatchProcessor:
         waiting.add_done_callback(asyncio.Future.exception)  # so that asyncio does not warn if the caller is cancelled
         while not waiting.done():
             if not self._stats.alive:
-                raise EngineDeadError(_DEAD)
+                raise self._dead()
             await asyncio.wait([waiting], timeout=_ALIVE_CHECK_S)
         return waiting.result()
 
@@ -235,12 +237,22 @@ class ContinuousBatchProcessor:
             self._started.set()
         try:
             self._serve(loops)
+        except RankLostError as error:
+            _log.exception("the device thread failed")
+            self._lost_rank = self._lost_rank or str(error)
         except Exception:  # noqa: BLE001 - the device is lost, or check_integrity failed: log it and end the thread
             _log.exception("the device thread failed")
         finally:
-            self._stats = replace(self._stats, alive=False, ready=False)
-            self._call_soon(self._fail_all, EngineDeadError(_DEAD))
+            self._end()
             loops.close()
+
+    def _end(self) -> None:
+        """Fails all requests, because the device thread has ended or hangs."""
+        self._stats = replace(self._stats, alive=False, ready=False)
+        self._call_soon(self._fail_all, self._dead())
+
+    def _dead(self) -> EngineDeadError:
+        return RankLostError(self._lost_rank) if self._lost_rank else EngineDeadError(_DEAD)
 
     def _serve(self, loops: DeviceLoops) -> None:
         taken_at, busy = 0.0, True

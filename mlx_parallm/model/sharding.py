@@ -4,6 +4,9 @@
     o, down              split by input: the sum over the ranks is the whole output
     all others           whole on every rank
 
+A rank's part of the first gives it only a part of the gradient of their input. The norm before them adds these parts
+in the backward pass, once for all linears with that input and for their adapters.
+
 Heads are divided among the ranks with their keys and values. If their number cannot be divided, heads of zeros are
 added. They change nothing, because the columns of the output projection that read them are zeros too.
 """
@@ -11,10 +14,11 @@ added. They change nothing, because the columns of the output projection that re
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.nn.layers.distributed import QuantizedAllToShardedLinear, QuantizedShardedToAllLinear
+from mlx.nn.layers.distributed import QuantizedAllToShardedLinear, QuantizedShardedToAllLinear, sum_gradients
 from mlx.utils import tree_unflatten
 
 from mlx_parallm.adapters.split import LinearSplit, ModelSplit, SplitBy
@@ -54,6 +58,20 @@ class SummedLinear(nn.Module):  # type: ignore[misc]
         return y + self.bias if "bias" in self else y
 
 
+class NormBeforeParts(nn.Module):  # type: ignore[misc]
+    """A norm whose output the linears that are split by output read. In the backward pass, the gradients that the ranks
+    have of this output are added."""
+
+    def __init__(self, norm: nn.Module, group: mx.distributed.Group) -> None:
+        super().__init__()
+        self.norm = norm
+        self._summed = sum_gradients(group)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """[..., hidden] → [..., hidden]."""
+        return cast(mx.array, self._summed(self.norm(x)))
+
+
 def split_model(model: nn.Module, group: mx.distributed.Group) -> ModelSplit:
     """Keeps this rank's part of a model with lazy weights, and returns how its linears are divided.
 
@@ -71,8 +89,11 @@ def split_model(model: nn.Module, group: mx.distributed.Group) -> ModelSplit:
         if (by := _BY.get(type(module))) is not None:
             splits[path] = LinearSplit(by, widths[path][0] if by is SplitBy.OUTPUT else inputs[path])
     modules = dict(model.named_modules())
-    summed = [path for path, split in splits.items() if split.by is SplitBy.INPUT]
-    model.update_modules(tree_unflatten([(path, _summed(modules[path], group)) for path in summed]))
+    parts = [(path, _part(modules[path], split.by, group)) for path, split in splits.items()]
+    model.update_modules(tree_unflatten(parts))
+    for layer in model.layers:
+        layer.input_layernorm = NormBeforeParts(layer.input_layernorm, group)
+        layer.post_attention_layernorm = NormBeforeParts(layer.post_attention_layernorm, group)
     return ModelSplit(group, splits)
 
 
@@ -143,10 +164,10 @@ def _padded(array: mx.array, axis: int, heads: int, before: int) -> mx.array:
     return mx.pad(array, widths)
 
 
-def _summed(linear: nn.Module, group: mx.distributed.Group) -> SummedLinear:
-    """The linear of this project in the place of mlx-lm's, which adds the outputs before an adapter could add to
-    them."""
-    if isinstance(linear, QuantizedShardedToAllLinear):
+def _part(linear: nn.Module, by: SplitBy, group: mx.distributed.Group) -> nn.Module:
+    """The linear of this project in the place of mlx-lm's. Those add outputs and gradients before an adapter could add
+    to them."""
+    if isinstance(linear, QuantizedAllToShardedLinear | QuantizedShardedToAllLinear):
         part = nn.QuantizedLinear(
             linear.group_size, 1, bias=False, group_size=linear.group_size, bits=linear.bits, mode=linear.mode
         )
@@ -156,4 +177,9 @@ def _summed(linear: nn.Module, group: mx.distributed.Group) -> SummedLinear:
     else:
         part = nn.Linear(1, 1, bias=False)
     part.weight = linear.weight
-    return SummedLinear(part, linear.bias if "bias" in linear else None, group)
+    bias = linear.bias if "bias" in linear else None
+    if by is SplitBy.INPUT:
+        return SummedLinear(part, bias, group)
+    if bias is not None:
+        part.bias = bias
+    return part

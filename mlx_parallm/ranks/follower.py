@@ -25,17 +25,21 @@ from mlx_parallm.core.operations import (
     ResizeArena,
     RowTokens,
     Stop,
+    TrainingFollower,
+    TrainingPass,
+    TrainingStage,
     WriteSlot,
 )
 from mlx_parallm.ranks.wire import decode, receive
 
 
 class Follower:
-    """Repeats operations. `bank`: the adapter bank of the runner's model."""
+    """Repeats operations. `bank`: the adapter bank of the runner's model. `training`: None if rank 0 does not train."""
 
-    def __init__(self, runner: BatchRunner, bank: AdapterBank) -> None:
+    def __init__(self, runner: BatchRunner, bank: AdapterBank, training: TrainingFollower | None = None) -> None:
         self._runner = runner
         self._bank = bank
+        self._training = training
 
     def follow(self, connection: socket.socket) -> None:
         """Repeats what comes until rank 0 stops.
@@ -65,6 +69,12 @@ class Follower:
                 self._bank.groups[group].read(slot, ranks)
             case ClearGroup(group):
                 self._bank.groups[group].clear()
+            case TrainingPass():
+                assert self._training is not None
+                self._training.begin(operation)
+            case TrainingStage(number):
+                assert self._training is not None
+                self._training.compute(number)
 
     def _run(self, operation: ForwardPass) -> None:
         self._runner.dense_rows = operation.dense_rows

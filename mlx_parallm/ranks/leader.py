@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from select import select
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -40,11 +42,14 @@ from mlx_parallm.core.operations import (
     Stop,
     WriteSlot,
 )
-from mlx_parallm.errors import DeviceLostError
+from mlx_parallm.errors import DeviceLostError, RankLostError
 from mlx_parallm.model.hooks import AttentionStyle
 from mlx_parallm.model.layer_state import KVLayout
 from mlx_parallm.ranks.joining import Peer
 from mlx_parallm.ranks.wire import encode
+
+_LOST_WITHIN_S = 0.5
+"""A rank whose end has made a computation fail is seen to have ended within this time, in seconds."""
 
 
 class Leader:
@@ -60,7 +65,25 @@ class Leader:
             try:
                 peer.work.sendall(message)
             except OSError as error:
-                raise DeviceLostError(f"rank {peer.rank} is lost: {error}; start all ranks again") from error
+                raise RankLostError(f"rank {peer.rank} is lost: {error}; start all ranks again") from error
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """See `Followers.together`."""
+        try:
+            yield
+        except RankLostError:
+            raise
+        except Exception as error:
+            if (lost := self._lost()) is not None:
+                raise RankLostError(f"rank {lost} is lost: its connection was closed; start all ranks again") from error
+            raise DeviceLostError(f"{what} on several ranks failed: {error}; start all ranks again") from error
+
+    def _lost(self) -> int | None:
+        """A rank that has ended. The others send nothing on these connections, so one that can be read was closed."""
+        ranks = {peer.work: peer.rank for peer in self._peers}
+        closed, _, _ = select([*ranks], [], [], _LOST_WITHIN_S)
+        return ranks[closed[0]] if closed else None
 
     def stop(self) -> None:
         """Ends the other ranks. Does nothing for one that is gone."""
@@ -96,11 +119,9 @@ class LeadingRunner(BatchRunner):
         rows = [_row_tokens(span) for span in spans]
         ids: list[int] = inputs.tolist()  # type: ignore[assignment]
         self._followers.repeat(ForwardPass(ids, rows, self.dense_rows))
-        try:
+        with self._followers.together("a forward pass"):
             outputs = super().run_trunk(inputs, spans)
             mx.eval(outputs, self.cache.arrays())
-        except Exception as error:
-            raise DeviceLostError(f"a forward pass on several ranks failed: {error}; start all ranks again") from error
         return outputs
 
 

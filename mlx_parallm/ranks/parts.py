@@ -28,10 +28,12 @@ from mlx_parallm.ranks.leader import LeadingGroup, LeadingMemory, LeadingRunner
 class Parts:
     """Makes the parts for a whole model.
 
-    `group`: the ranks that the model is split among; None if it is whole.
+    `group`: the ranks that the model is split among; None if it is whole. `followers`: on rank 0 of several, the
+    others.
     """
 
     group: mx.distributed.Group | None = None
+    followers: Followers | None = None
 
     def linear_group(self, split: ModelSplit | None) -> GroupMaker:
         """Makes the groups of linears of an adapter bank. `split`: how the model is divided."""
@@ -65,19 +67,19 @@ class LeadingParts(Parts):
 
     def __init__(self, group: mx.distributed.Group, followers: Followers) -> None:
         self.group = group
-        self._followers = followers
+        self.followers: Followers = followers
 
     def linear_group(self, split: ModelSplit | None) -> GroupMaker:
         """See `Parts.linear_group`."""
         assert split is not None
-        return partial(LeadingGroup, split=split, followers=self._followers)
+        return partial(LeadingGroup, split=split, followers=self.followers)
 
     def memory(self, layout: KVLayout, device: DeviceMemory) -> BlockMemory:
         """See `Parts.memory`."""
-        return LeadingMemory(layout, device, self._followers)
+        return LeadingMemory(layout, device, self.followers)
 
     def runner(
         self, model: nn.Module, cache: LoRABatchedKVCache, bank: AdapterBank, style: AttentionStyle, vocab_size: int
     ) -> BatchRunner:
         """See `Parts.runner`."""
-        return LeadingRunner(model, cache, bank, style, vocab_size, self._followers)
+        return LeadingRunner(model, cache, bank, style, vocab_size, self.followers)

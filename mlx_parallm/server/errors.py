@@ -33,6 +33,7 @@ from mlx_parallm.errors import (
     OverloadedError,
     QueueFullError,
     QueueTimeoutError,
+    RankLostError,
     RequestError,
     StepFailedError,
     StorageError,
@@ -150,6 +151,7 @@ RULES: Mapping[type[Exception], ErrorRule] = {
         "adapter_unavailable",
         "The weights of this adapter version can no longer be read; load it again.",
     ),
+    RankLostError: ErrorRule(503, "engine_dead"),
     EngineDeadError: ErrorRule(503, "engine_dead", "The engine is not running; restart the server."),
     DrainingError: ErrorRule(503, "draining", "The server is shutting down."),
     InferenceDisabledError: ErrorRule(

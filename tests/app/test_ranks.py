@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.app.ranks import check_splittable, refuse_training
+from mlx_parallm.app.ranks import check_splittable
 from mlx_parallm.config import resolve
 from mlx_parallm.config.sources import Setting
 from mlx_parallm.errors import ConfigError
@@ -14,15 +14,9 @@ from mlx_parallm.errors import ConfigError
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("rl_training.enabled", True), ("server.kv_bits", 8), ("server.prefix_cache_dir", "cached")],
+    [("server.kv_bits", 8), ("server.prefix_cache_dir", "cached")],
 )
 def test_a_setting_that_does_not_work_is_named(setting: str, value: Any) -> None:
     config = resolve({setting: Setting(value, "test")}).config
     with pytest.raises(ConfigError, match=f"^{setting}: .* with a model over several machines"):
         check_splittable(config)
-
-
-def test_the_train_command_is_refused_under_a_launcher() -> None:
-    refuse_training({})
-    with pytest.raises(ConfigError, match=r"start mlx_parallm_train without mlx\.launch"):
-        refuse_training({"MLX_RANK": "1"})

@@ -8,7 +8,7 @@ from concurrent.futures import Future, TimeoutError
 import pytest
 
 from mlx_parallm.core.operations import Stop
-from mlx_parallm.errors import DeviceLostError
+from mlx_parallm.errors import DeviceLostError, RankLostError
 from mlx_parallm.ranks.joining import Peer
 from mlx_parallm.ranks.leader import Leader
 from mlx_parallm.ranks.watchdog import Watchdog
@@ -52,3 +52,19 @@ def test_an_operation_for_a_lost_rank_says_which() -> None:
     its.close()
     with mine, pytest.raises(DeviceLostError, match="rank 3 is lost"):
         Leader([Peer(3, mine, mine)]).repeat(Stop())
+
+
+def test_a_computation_that_fails_because_a_rank_has_ended_says_which() -> None:
+    (mine, its), (my_other, its_other) = socket.socketpair(), socket.socketpair()
+    with mine, my_other, its_other:
+        its.close()
+        leader = Leader([Peer(1, my_other, my_other), Peer(2, mine, mine)])
+        with pytest.raises(RankLostError, match="rank 2 is lost"), leader.together("training"):
+            raise RuntimeError("[ring] connection to a peer was lost")
+
+
+def test_a_computation_that_fails_for_another_reason_gives_it() -> None:
+    mine, its = socket.socketpair()
+    with mine, its, pytest.raises(DeviceLostError, match="training on several ranks failed: no memory"):  # noqa: SIM117
+        with Leader([Peer(1, mine, mine)]).together("training"):
+            raise RuntimeError("no memory")

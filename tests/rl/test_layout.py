@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import pytest
 from trainers import all_buckets
 
-from mlx_parallm.rl.learn.layout import Branch, Bucket, Row, laid_out
+from mlx_parallm.core.branches import Branch, Bucket
+from mlx_parallm.rl.learn.layout import Row, laid_out
 
 
 def rows(*tokens: Sequence[int]) -> list[Row]:

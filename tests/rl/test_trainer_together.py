@@ -60,13 +60,13 @@ def finish(trainer: GRPOTrainer) -> None:
 def passes(trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of each pass over the trunk, as they come to be run."""
     seen: list[int] = []
-    hidden = trainer.model.hidden
+    trunk = trainer.model.trunk
 
-    def counted(tokens: mx.array, *rest: object) -> mx.array:
+    def counted(tokens: mx.array, *rest: object) -> object:
         seen.append(tokens.size)
-        return hidden(tokens, *rest)
+        return trunk(tokens, *rest)
 
-    monkeypatch.setattr(trainer.model, "hidden", counted)
+    monkeypatch.setattr(trainer.model, "trunk", counted)
     return seen
 
 

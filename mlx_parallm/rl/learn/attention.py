@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.batch.attention import additive, attention
-from mlx_parallm.rl.learn.layout import Branch
+from mlx_parallm.core.branches import Branch
 from mlx_parallm.rl.learn.recurrence import PackedStates
 
 SCORES_AT_ONCE = 1 << 19

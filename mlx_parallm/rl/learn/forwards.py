@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from itertools import accumulate, pairwise
 from typing import cast
 
@@ -18,34 +17,13 @@ from mlx.utils import tree_map
 
 from mlx_parallm.config import OldLogprobs, ResolvedLoss
 from mlx_parallm.rl.learn.head import HeadBlocks, Scores, head_blocks
-from mlx_parallm.rl.learn.model import Params, Span, TrainableModel
+from mlx_parallm.rl.learn.model import Params, Span, TrainableModel, TrunkPass
 from mlx_parallm.rl.learn.packing import MicroBatch
 from mlx_parallm.rl.learn.policy import PolicyState
+from mlx_parallm.rl.learn.stages import Stage, StageKind
 from mlx_parallm.rl.objectives.losses import LossStats, loss
 from mlx_parallm.rl.objectives.reductions import Denominators
 from mlx_parallm.rl.objectives.token_losses import TokenBatch
-
-
-class StageKind(Enum):
-    """What a stage computes. The value is its cost relative to the forward pass of one layer: a guess that is used
-    until a stage of this kind has been measured."""
-
-    FORWARD = 1.0
-    HEAD = 8.0
-    HEAD_BACKWARD = 20.0
-    BACKWARD = 3.0
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """Lazy arrays (any tree) that are evaluated together, after the arrays of the stages before it.
-
-    `positions`: how many positions of the head it computes; None if it computes something for every token.
-    """
-
-    kind: StageKind
-    arrays: object
-    positions: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +68,16 @@ class MicroStep:
 
 @dataclass(frozen=True, slots=True)
 class ForwardPass:
-    """One pass over trunk and head. `scores`: one pair for each micro-batch. `layers`: the output of each layer.
-    `blocks`: the scores of each block of positions."""
+    """One pass over trunk and head. `scores`: one pair for each micro-batch. `blocks`: the scores of each block of
+    positions."""
 
     scores: list[Scores]
-    layers: tuple[mx.array, ...]
+    trunk: TrunkPass
     blocks: HeadBlocks
 
     def stages(self, result: object) -> Iterator[Stage]:
         """The stages that compute `result`, which depends on the scores."""
-        yield from (Stage(StageKind.FORWARD, output) for output in self.layers)
+        yield from self.trunk.forward_stages()
         *first, last = self.blocks.scores
         yield from (Stage(StageKind.HEAD, block, block[0].size) for block in first)
         yield Stage(StageKind.HEAD, [last, result], last[0].size)
@@ -122,7 +100,7 @@ class TrainingForwards:
                 Span(each.batch.tokens.size, factors, each.policy.scale)
                 for each, factors in zip(inputs, params, strict=True)
             ]
-            forward = self.scores(batches, spans, entropy_gradient)
+            forward = self.scores(batches, spans, entropy_gradient, learns=True)
             losses = [
                 loss(_token_batch(each, scores, reference), each.denominators, each.loss)
                 for each, scores, reference in zip(inputs, forward.scores, references, strict=True)
@@ -136,32 +114,34 @@ class TrainingForwards:
             for each, (value, stats), logp, new in zip(inputs, losses, logprobs, gradients, strict=True)
         ]
         arrays = [[each.loss, each.stats.arrays(), each.logprobs] for each in results]
-        backward = self._backward(forward.blocks, [each.gradients for each in results])
+        backward = self._backward(forward, [each.gradients for each in results])
         return MicroStep(results, [*stages, *forward.stages(arrays), *backward])
 
-    def _backward(self, head: HeadBlocks, gradients: Sequence[Params]) -> Iterator[Stage]:
+    def _backward(self, forward: ForwardPass, gradients: Sequence[Params]) -> Iterator[Stage]:
         """The stages of the backward pass: one for each block of the head, then one for the gradients of each layer,
         from the last layer to the first."""
-        *first, last = head.gradients
+        *first, last = forward.blocks.gradients
         yield from (Stage(StageKind.HEAD_BACKWARD, block, block[0].shape[0]) for block in first)
-        of_head = list(_leaves(gradients, [self._model.head_path]))
+        of_head = [leaf for each in gradients for leaf in each.get(self._model.head_path, {}).values()]
         yield Stage(StageKind.HEAD_BACKWARD, [last, of_head], last[0].shape[0])
-        for paths in reversed(self._model.layer_paths):
-            if leaves := list(_leaves(gradients, paths)):
-                yield Stage(StageKind.BACKWARD, leaves)
+        yield from forward.trunk.backward_stages(gradients)
 
     def scores(
-        self, batches: Sequence[MicroBatch], spans: Sequence[Span] | None, entropy_gradient: bool = False
+        self,
+        batches: Sequence[MicroBatch],
+        spans: Sequence[Span] | None,
+        entropy_gradient: bool = False,
+        learns: bool = False,
     ) -> ForwardPass:
         """The scores of all micro-batches, in one pass. `spans`: the tokens' LoRA factors; None: the base model.
-        `entropy_gradient`: whether the entropies have a gradient."""
+        `entropy_gradient`: whether the entropies have a gradient. `learns`: see `TrainableModel.trunk`."""
         tokens, branches = mx.concatenate([batch.tokens for batch in batches]), [batch.branch for batch in batches]
-        hidden, layers = self._model.hidden(tokens, branches, spans)
+        trunk = self._model.trunk(tokens, branches, spans, learns)
         starts = accumulate((batch.tokens.size for batch in batches), initial=0)
         positions = [batch.positions + start for batch, start in zip(batches, starts, strict=False)]
         blocks = head_blocks(
             self._model.logits,
-            hidden[mx.concatenate(positions)],
+            trunk.hidden[mx.concatenate(positions)],
             mx.concatenate([batch.targets for batch in batches]),
             mx.concatenate([batch.temperatures for batch in batches]),
             self._head_spans(batches, spans or ()),
@@ -169,7 +149,7 @@ class TrainingForwards:
         )
         logp, entropy = blocks.joined()
         stops = accumulate((batch.targets.size for batch in batches), initial=0)
-        return ForwardPass([(logp[start:stop], entropy[start:stop]) for start, stop in pairwise(stops)], layers, blocks)
+        return ForwardPass([(logp[start:stop], entropy[start:stop]) for start, stop in pairwise(stops)], trunk, blocks)
 
     def _head_spans(self, batches: Sequence[MicroBatch], spans: Sequence[Span]) -> Sequence[Span]:
         """The head's LoRA factors of the trained positions; none if no policy has any."""
@@ -228,11 +208,6 @@ def _token_batch(each: MicroStepInput, scores: Scores, reference: mx.array | Non
         teacher_logp=batch.teacher_logprobs,
         kl_estimate=each.kl_estimate,
     )
-
-
-def _leaves(gradients: Sequence[Params], paths: Sequence[str]) -> Iterator[mx.array]:
-    """The gradients of these linears' factors, of all policies."""
-    return (leaf for each in gradients for path in paths for leaf in each.get(path, {}).values())
 
 
 def _sum(one: Params, other: Params) -> Params:

@@ -29,12 +29,14 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.forward_context import ExpertCall, TokenAdapters
 from mlx_parallm.adapters.linear_group import LinearGroup
 from mlx_parallm.adapters.weights import AdapterLayout
+from mlx_parallm.core.branches import Branch
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.experts import AdaptedExpertLinear
 from mlx_parallm.model.hooks import AdaptedLinear, AttentionStyle
 from mlx_parallm.model.split import Head, trunk_of
 from mlx_parallm.rl.learn.attention import PackedCache, PackedStream
-from mlx_parallm.rl.learn.layout import Branch
+from mlx_parallm.rl.learn.recomputation import recomputed
+from mlx_parallm.rl.learn.stages import Stage, StageKind
 
 Params = Mapping[str, Mapping[str, mx.array]]
 """LoRA factors by the path of their linear: {"a": [in, rank], "b": [rank, out]}, float32. Those of experts have an axis
@@ -53,6 +55,32 @@ class Span:
     tokens: int
     params: Params
     scale: float
+
+
+@dataclass(frozen=True)
+class TrunkPass:
+    """One pass through the trunk. Its arrays are lazy.
+
+    hidden: hidden states [N, D]. layers: the output of each layer, [N, 1, D]. paths: see `TrainableModel.layer_paths`.
+    """
+
+    hidden: mx.array
+    layers: tuple[mx.array, ...]
+    paths: Sequence[Sequence[str]]
+
+    def forward_stages(self) -> Iterator[Stage]:
+        """The stages of the forward pass, one for each layer."""
+        return (self.stage(StageKind.FORWARD, output) for output in self.layers)
+
+    def backward_stages(self, gradients: Sequence[Params]) -> Iterator[Stage]:
+        """The stages that compute these gradients of the factors: one for each layer, from the last to the first."""
+        for paths in reversed(self.paths):
+            if leaves := [leaf for each in gradients for path in paths for leaf in each.get(path, {}).values()]:
+                yield self.stage(StageKind.BACKWARD, leaves)
+
+    def stage(self, kind: StageKind, arrays: object) -> Stage:
+        """A stage of this pass."""
+        return Stage(kind, arrays)
 
 
 class TrainableModel:
@@ -99,26 +127,28 @@ class TrainableModel:
         with self.bank.using(TrainingContext(tuple(spans)) if spans else None):
             return self._head(hidden)
 
-    def hidden(
-        self, tokens: mx.array, branches: Sequence[Branch], spans: Sequence[Span] | None
-    ) -> tuple[mx.array, tuple[mx.array, ...]]:
-        """Hidden states [N, D] of tokens int [N], and the output of each layer.
+    def trunk(
+        self, tokens: mx.array, branches: Sequence[Branch], spans: Sequence[Span] | None, learns: bool = False
+    ) -> TrunkPass:
+        """Runs tokens int [N] through the trunk.
 
         Args:
             branches: how the tokens lie, one after the other.
             spans: the LoRA factors of all tokens, in order; None: the base model.
+            learns: whether the caller differentiates the result with respect to these factors.
         """
-        stream, longest = PackedStream.of(branches), max(branch.longest for branch in branches)
-        context = None
-        if spans is not None:
-            recomputed = self.recomputes(tokens.size, longest, self._head_rank(spans))
-            context = TrainingContext(tuple(spans), recomputed)
+        stream = PackedStream.of(branches)
+        context = None if spans is None else TrainingContext(tuple(spans), self._recomputed(tokens, branches, spans))
         self._outputs.clear()
         with self.bank.using(context):
             hidden: mx.array = self._trunk(tokens[:, None], cache=[stream] * len(self._trunk.layers))
         outputs = tuple(self._outputs)
         self._outputs.clear()
-        return hidden[:, 0], outputs
+        return TrunkPass(hidden[:, 0], outputs, self.layer_paths)
+
+    def _recomputed(self, tokens: mx.array, branches: Sequence[Branch], spans: Sequence[Span]) -> bool:
+        """Whether the backward pass computes each layer again."""
+        return self.recomputes(tokens.size, max(branch.longest for branch in branches), self._head_rank(spans))
 
     def _head_rank(self, spans: Sequence[Span]) -> int:
         path = self.head_path
@@ -195,7 +225,7 @@ def _adapted(span: Span, path: str, x: mx.array, y: mx.array) -> mx.array:
 class _Layer:
     """Wraps a layer of the trunk; the backward pass may compute it again. Other attributes are those of the layer.
 
-    `mx.checkpoint` gives gradients only to arguments of a function, so the layer's factors are arguments. The function
+    A function that is computed again gives gradients only to its arguments, so the layer's factors are arguments. It
     runs again in the backward pass, when the context of the forward pass is gone, so it sets up its own.
     """
 
@@ -223,8 +253,7 @@ class _Layer:
             with self._bank.using(context.with_params(params)):
                 return self._run(x, args, kwargs)
 
-        checkpointed: Callable[[list[Params], mx.array], mx.array] = mx.checkpoint(run)
-        return checkpointed(context.of_paths(self._paths), hidden)
+        return recomputed(run)(context.of_paths(self._paths), hidden)
 
     def _run(self, hidden: mx.array, args: tuple[Any, ...], kwargs: dict[str, Any]) -> mx.array:
         """Calls the layer with a cache of its own, which lives for this call: the backward pass makes another one."""

@@ -13,9 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 
-import mlx.core as mx
-
-from mlx_parallm.rl.learn.forwards import Stage, StageKind
+from mlx_parallm.rl.learn.stages import Stage, StageKind
 
 _TARGET = 0.75
 """Fraction of the budget that a unit aims at; the rest absorbs noise in the measured times."""
@@ -60,7 +58,7 @@ class Pacer:
             if not self._empty and ends > _TARGET * self.budget:
                 yield
             started = time.monotonic()
-            mx.eval(stage.arrays)
+            stage.evaluate()
             seconds = (time.monotonic() - started) / max(size, 1)
             before = measured.get(stage.kind, seconds)
             measured[stage.kind] = before + _NEWEST * (seconds - before)

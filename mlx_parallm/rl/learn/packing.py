@@ -12,7 +12,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_parallm.rl.learn.layout import Branch, Layout, Piece, Row, laid_out
+from mlx_parallm.core.branches import Branch, Piece
+from mlx_parallm.rl.learn.layout import Layout, Row, laid_out
 from mlx_parallm.rl.objectives.samples import Sample
 
 

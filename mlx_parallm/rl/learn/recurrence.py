@@ -14,8 +14,8 @@ from itertools import accumulate
 import mlx.core as mx
 
 from mlx_parallm.adapters.bank import AdapterBank
+from mlx_parallm.core.branches import Branch
 from mlx_parallm.model.recurrent import Mixer, RowStates, arrays_of, states_of_rows
-from mlx_parallm.rl.learn.layout import Branch
 
 States = Sequence[mx.array]
 """The states of rows, each array [rows, ...]."""

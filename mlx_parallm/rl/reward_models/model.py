@@ -7,7 +7,7 @@ The base is shared with everything else and stays as it is. Factors and head are
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -16,8 +16,9 @@ import numpy as np
 from mlx_parallm.adapters.files.reward_model import RewardModelWeights
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair, lora_scale
 from mlx_parallm.config import ModelConfig
-from mlx_parallm.rl.learn.layout import Branch, Row, laid_out
-from mlx_parallm.rl.learn.model import Params, Span, TrainableModel
+from mlx_parallm.core.branches import Branch
+from mlx_parallm.rl.learn.layout import Row, laid_out
+from mlx_parallm.rl.learn.model import Params, Span, TrainableModel, TrunkPass
 from mlx_parallm.rl.learn.packing import indices_of
 from mlx_parallm.rl.learn.policy import new_factors
 
@@ -99,12 +100,13 @@ class PackedRows:
 
 
 def rewards(
-    trainable: TrainableModel, params: Mapping[str, Mapping[str, mx.array]], scale: float, rows: PackedRows
-) -> tuple[mx.array, tuple[mx.array, ...]]:
-    """The rewards of the rows, float32 [n], and the output of each layer. Everything is lazy."""
-    hidden, layers = trainable.hidden(rows.tokens, [rows.branch], [Span(rows.tokens.size, params, scale)])
-    last = hidden[rows.last].astype(mx.float32)
-    return (last * params[HEAD]["weight"]).sum(-1), layers
+    trainable: TrainableModel, params: Params, scale: float, rows: PackedRows, learns: bool = False
+) -> tuple[mx.array, TrunkPass]:
+    """The rewards of the rows, float32 [n], and the pass that gives them. Everything is lazy. `learns`: see
+    `TrainableModel.trunk`."""
+    trunk = trainable.trunk(rows.tokens, [rows.branch], [Span(rows.tokens.size, params, scale)], learns)
+    last = trunk.hidden[rows.last].astype(mx.float32)
+    return (last * params[HEAD]["weight"]).sum(-1), trunk
 
 
 def preference_loss(chosen: mx.array, rejected: mx.array) -> mx.array:

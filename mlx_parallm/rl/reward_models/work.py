@@ -19,12 +19,12 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from mlx_parallm.errors import StepFailedError, TrainingFailedError
-from mlx_parallm.rl.learn.forwards import Stage, StageKind
 from mlx_parallm.rl.learn.job_memory import JobMemory
 from mlx_parallm.rl.learn.layout import Row as LaidOutRow
 from mlx_parallm.rl.learn.layout import laid_out
-from mlx_parallm.rl.learn.model import TrainableModel
+from mlx_parallm.rl.learn.model import TrainableModel, TrunkPass
 from mlx_parallm.rl.learn.pacing import Pacer
+from mlx_parallm.rl.learn.stages import Stage, StageKind
 from mlx_parallm.rl.reward_models.fitting import Gradients, RewardModelInTraining
 from mlx_parallm.rl.reward_models.model import HEAD, PackedRows, RewardModel, preference_loss, rewards
 from mlx_parallm.rl.reward_models.preferences import Preference
@@ -163,8 +163,8 @@ class RewardModelWork:
         found: dict[int, float] = {}
         for batch in batches([[tuple(row)] for row in rows], self._tokens):
             packed = PackedRows.of([rows[at] for at in batch])
-            values, layers = rewards(self.trainable, model.params, model.scale, packed)
-            yield from self._pacer.run(_forward(layers, values), packed.tokens.size)
+            values, trunk = rewards(self.trainable, model.params, model.scale, packed)
+            yield from self._pacer.run(_forward(trunk, values), packed.tokens.size)
             found.update(zip(batch, cast(list[float], values.tolist()), strict=True))
         return [found[at] for at in range(len(rows))]
 
@@ -186,24 +186,18 @@ class RewardModelWork:
         """The part that these pairs (chosen and rejected in turn) have in the mean loss of `count` pairs, and its
         gradients, added to those before."""
 
-        def objective(params: Gradients) -> tuple[mx.array, tuple[mx.array, tuple[mx.array, ...]]]:
-            values, layers = rewards(self.trainable, params, model.scale, rows)
-            return preference_loss(values[0::2], values[1::2]) / count, (values, layers)
+        def objective(params: Gradients) -> tuple[mx.array, tuple[mx.array, TrunkPass]]:
+            values, trunk = rewards(self.trainable, params, model.scale, rows, learns=True)
+            return preference_loss(values[0::2], values[1::2]) / count, (values, trunk)
 
-        (loss, (values, layers)), gradients = mx.value_and_grad(objective)(model.params)
+        (loss, (values, trunk)), gradients = mx.value_and_grad(objective)(model.params)
         if before is not None:
             gradients = tree_map(mx.add, before, gradients)
         chosen, rejected = mx.stop_gradient(values[0::2]), mx.stop_gradient(values[1::2])
         agreed = ((chosen > rejected) + 0.5 * (chosen == rejected)).sum()
-        stages = [*_forward(layers, [loss, agreed]), *self._backward(gradients)]
+        head = Stage(StageKind.HEAD_BACKWARD, gradients[HEAD]["weight"], 1)
+        stages = [*_forward(trunk, [loss, agreed]), head, *trunk.backward_stages([gradients])]
         return _MicroStep(loss, agreed, gradients, stages)
-
-    def _backward(self, gradients: Gradients) -> Iterator[Stage]:
-        """The stages of the backward pass: the head, and then each layer, from the last one to the first."""
-        yield Stage(StageKind.HEAD_BACKWARD, gradients[HEAD]["weight"], 1)
-        for paths in reversed(self.trainable.layer_paths):
-            if leaves := [leaf for path in paths if path in gradients for leaf in gradients[path].values()]:
-                yield Stage(StageKind.BACKWARD, leaves)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +210,8 @@ class _MicroStep:
     stages: Sequence[Stage]
 
 
-def _forward(layers: Sequence[mx.array], result: object) -> Iterator[Stage]:
-    yield from (Stage(StageKind.FORWARD, output) for output in layers)
+def _forward(trunk: TrunkPass, result: object) -> Iterator[Stage]:
+    yield from trunk.forward_stages()
     yield Stage(StageKind.HEAD, result, 1)
 
 
