@@ -20,7 +20,7 @@ class Head(ThreadingHTTPServer):
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.answers, self.sent_tokens, self.cut = {}, [], False
+        self.answers, self.sent_tokens, self.sent_bytes, self.cut = {}, [], [], False
         self.address = f"127.0.0.1:{self.server_port}"
 
 
@@ -28,6 +28,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         self.server.sent_tokens.append(self.headers["authorization"])
         status, body = self.server.answers[self.path]
+        if begun := self.headers["range"]:
+            status, body = 206, body[int(begun.removeprefix("bytes=").removesuffix("-")) :]
+        self.server.sent_bytes.append(len(body))
         self.send_response(status)
         self.send_header("content-length", str(len(body)))
         self.end_headers()
@@ -94,3 +97,24 @@ async def test_base_files_stay_in_their_folder(head, tmp_path):
             await client.fetch_base((BaseFile("../config.json", 2, digest(b"{}")),), tmp_path / "model")
     assert head.sent_tokens == []
     assert not (tmp_path / "config.json").exists()
+
+
+async def test_a_base_file_whose_fetch_was_broken_off_is_continued_and_checked(head, tmp_path):
+    file, path = BaseFile("weights", len(ARCHIVE), digest(ARCHIVE)), tmp_path / "model" / "weights"
+    head.answers["/v1/cluster/base/weights"], head.cut = (200, ARCHIVE), True
+    async with HeadClient(head.address, "secret") as client:
+        with pytest.raises(HeadUnreachableError):
+            await client.fetch_base((file,), path.parent)
+        assert not path.exists(), "what is not complete has no name of its own"
+        head.cut = False
+        await client.fetch_base((file,), path.parent)
+        assert path.read_bytes() == ARCHIVE
+        assert head.sent_bytes == [len(ARCHIVE), len(ARCHIVE) // 2]
+        await client.fetch_base((file,), path.parent)
+        assert len(head.sent_bytes) == 2, "it is there already"
+        path.rename(path.with_name(".weights.part"))
+        path.with_name(".weights.part").write_bytes(ARCHIVE[:-1] + b"?")
+        with pytest.raises(EngineError, match="another checksum"):
+            await client.fetch_base((file,), path.parent)
+        await client.fetch_base((file,), path.parent)
+        assert path.read_bytes() == ARCHIVE

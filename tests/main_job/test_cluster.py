@@ -102,6 +102,9 @@ def test_strangers_are_refused(cluster: Cluster, files: Path) -> None:
     head = cluster.head()
     join = {"role": "replica", "url": "http://127.0.0.1:9", "version": "0"}
     assert head.http.post("/v1/cluster/join", json=join).status_code == 401
+    refused = head.http.post("/v1/cluster/join", json=join, headers={"authorization": f"Bearer {TOKEN}"})
+    assert refused.status_code == 409
+    assert "install the same" in refused.json()["error"]["message"]
     with pytest.raises(AssertionError, match="the server ended with 2"):
         cluster.replica("--model-path", str(files / "other"))
     with pytest.raises(AssertionError, match="the server ended with 2"):
