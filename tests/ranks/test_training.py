@@ -28,6 +28,7 @@ from mlx_parallm.rl.learn.several_ranks import FollowingTraining, LeadingTrainab
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
 from mlx_parallm.rl.objectives.batches import UpdateBatch
 
+FAMILIES = ("llama", "qwen2", "qwen3", "quantized")
 PROGRAM = Path(__file__).with_name("training_program.py")
 
 
@@ -113,7 +114,9 @@ def test_how_tokens_lie_travels() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("family", "ranks"), [("llama", 2), ("qwen2", 2), ("qwen3", 2), ("llama", 3)])
+@pytest.mark.parametrize(
+    ("family", "ranks"), [("llama", 2), ("qwen2", 2), ("qwen3", 2), ("quantized", 2), ("llama", 3)]
+)
 def test_gradients_and_updates_of_several_ranks_are_those_of_one(family: str, ranks: int, tmp_path: Path) -> None:
     """Two ranks have heads of zeros, three have not. Every update was clipped."""
     apart = json.loads(on_ranks(ranks, tmp_path, family))

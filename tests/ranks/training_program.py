@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from configs import changed, loss_config
 from tiny import tiny_model
-from trainers import LORA, SETTINGS, VOCABULARY, gradients, learn, leaves, make_policy, make_trainer, samples
+from trainers import LORA, SETTINGS, VOCABULARY, gradients, learn, leaves, make_policy, samples, trainer_of
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.batch.runner import BatchRunner
@@ -35,7 +36,17 @@ from mlx_parallm.rl.reward_models.work import RewardModelWork
 HEADS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LOSS = loss_config(kl_coef=0.1)
+QUANTIZED = "quantized"
 CLIPPED, LEARNING_RATE = 0.05, 3e-3
+
+
+def model_of(family: str) -> nn.Module:
+    """The tiny model of a family, or a llama with quantized weights."""
+    if family != QUANTIZED:
+        return tiny_model(family, **HEADS)
+    model = tiny_model("llama", intermediate_size=128)
+    nn.quantize(model, group_size=32, bits=4)
+    return model
 
 
 def settings(**fields: Any) -> ResolvedTraining:
@@ -43,7 +54,7 @@ def settings(**fields: Any) -> ResolvedTraining:
 
 
 def split_trainer(family: str, ranks: Ranks, leader: Leader, wanted: ResolvedTraining, lora: Any) -> GRPOTrainer:
-    model = tiny_model(family, **HEADS)
+    model = model_of(family)
     layout = adapter_layout(model)
     split = split_model(model, ranks.group)
     bank = AdapterBank(layout, 4, 8, mx.float32, make_group=LeadingParts(ranks.group, leader).linear_group(split))
@@ -70,12 +81,12 @@ def lead(family: str, ranks: Ranks) -> dict[str, float]:
         lora = changed(LORA, lora_target_modules=targets)
         wanted = settings(gradient_checkpointing=recomputed)
         split = split_trainer(family, ranks, leader, wanted, lora)
-        whole, _ = make_trainer(wanted, family, lora, **HEADS)
+        whole, _ = trainer_of(model_of(family), wanted, lora)
         both = [gradients(each, make_policy(each, moved=0.05), samples(8)) for each in (split, whole)]
         found[f"gradients_{name}"] = apart(*both)
     lora = changed(LORA, lora_target_modules=TARGETS)
     wanted = settings(gradient_checkpointing=True, max_grad_norm=CLIPPED, learning_rate=LEARNING_RATE)
-    trainers = [split_trainer(family, ranks, leader, wanted, lora), make_trainer(wanted, family, lora, **HEADS)[0]]
+    trainers = [split_trainer(family, ranks, leader, wanted, lora), trainer_of(model_of(family), wanted, lora)[0]]
     found |= _updates(trainers)
     found["rewards"] = apart(*map(_rewards, trainers))
     leader.stop()
@@ -133,7 +144,7 @@ def _logprobs(trainer: GRPOTrainer, policies: Sequence[Policy | None]) -> list[f
 
 
 def follow(family: str, ranks: Ranks) -> None:
-    model = tiny_model(family, **HEADS)
+    model = model_of(family)
     layout = adapter_layout(model)
     split = split_model(model, ranks.group)
     bank = AdapterBank(layout, 4, 8, mx.float32, make_group=FollowingParts(ranks.group).linear_group(split))
