@@ -60,8 +60,8 @@ def run(config: Config, options: TrainOptions, view: TrainView) -> int:
         raise ConfigError("model.other_base_models: a run trains one base model; give --model-path one value")
     training = config.rl_training
     source = None
-    if training.environment is not None:
-        source = environment(training.environment, training.reward is not None)
+    if training.atropos_url is None and not _learns_from_clients(config):
+        source = environment(options.environment, training.reward is not None)
         check_inference(config)
     read_system_prompt(training.system_prompt)  # what cannot be used is refused before the model is loaded
     config = _prepared(config)
@@ -81,6 +81,12 @@ def run(config: Config, options: TrainOptions, view: TrainView) -> int:
         engine.stop()
 
 
+def _learns_from_clients(config: Config) -> bool:
+    """Whether the run learns from what the clients of a cluster send."""
+    training = config.rl_training
+    return config.cluster.wanted and training.environment is None and training.atropos_url is None
+
+
 def _prepared(config: Config) -> Config:
     """The configuration with which the model is loaded. Raises ConfigError: this run cannot take part in a cluster."""
     if not config.cluster.wanted:
@@ -94,17 +100,23 @@ def _prepared(config: Config) -> Config:
 
 def _work(parts: RunParts, source: Environment | None) -> Coroutine[Any, Any, None]:
     """All steps of the run."""
-    config = parts[0]
+    config, steps = parts[0], _run_of(parts, source)
     if not config.cluster.wanted:
-        return _run_of(parts, source).run()
-    from mlx_parallm.app.cluster_run import ClusterRun, run_in_cluster
+        return steps.run()
+    from mlx_parallm.app.cluster_run import run_in_cluster
 
-    asked = source is not None or config.rl_training.atropos_url is not None
-    return run_in_cluster(config, _run_of(parts, source) if asked else ClusterRun(*parts))
+    return run_in_cluster(config, steps)
 
 
 def _run_of(parts: RunParts, source: Environment | None) -> TrainingRun:
-    return AtroposRun(*parts) if source is None else EnvironmentRun(*parts, source=source)
+    """The run on an environment, on Atropos' groups, or on what the clients of a cluster send."""
+    if source is not None:
+        return EnvironmentRun(*parts, source=source)
+    if not _learns_from_clients(parts[0]):
+        return AtroposRun(*parts)
+    from mlx_parallm.app.cluster_run import ClusterRun
+
+    return ClusterRun(*parts)
 
 
 async def _until_signal(work: Coroutine[Any, Any, None]) -> int:

@@ -60,6 +60,21 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 OPTIONS = TrainOptions("letters", STEPS, GROUP, PROMPTS)
 
 
+def test_with_atropos_the_environment_is_a_name_for_people(tmp_path, monkeypatch):
+    """The environments of Atropos run by themselves, so none of this name has to be known here."""
+
+    class Loads(Exception):
+        pass
+
+    def load(*_):
+        raise Loads
+
+    monkeypatch.setattr("mlx_parallm.app.train.Engine", load)
+    keys = {"rl_training__environment": "gsm8k", "rl_training__atropos_url": "http://127.0.0.1:9"}
+    with pytest.raises(Loads):
+        run(config(tmp_path, **keys), replace(OPTIONS, environment="gsm8k"), View())
+
+
 @pytest.mark.timeout(120)
 def test_steps_draw_score_update_and_save_the_last(tmp_path: Path, user) -> None:
     user("regex")

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tiny import save_tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-TRAJECTORIES, GROUP, UPDATE = 500, 2, 10
+TRAJECTORIES, GROUP, UPDATE, REQUESTS = 500, 2, 10, 16
 COLLECTING = ("--group-size", str(GROUP), "--prompts-per-step", str(UPDATE // GROUP), "--learning-rate", "1e-5")
 REWARD = """
 import zlib
@@ -57,12 +58,12 @@ def is_trained(server: Server) -> bool:
     return bool(collected(server.http, 0))
 
 
-def collected(http: httpx.Client, number: int, model: str = "base-model") -> list[str]:
+def collected(http: httpx.Client, number: int, model: str = "base-model", tokens: int = 8) -> list[str]:
     """The ids of a request's trajectories, if they are kept."""
     body = {
         "model": model,
         "prompt": f"{number}: The quick brown fox",
-        "max_tokens": 8,
+        "max_tokens": tokens,
         "temperature": 1,
         "n": GROUP,
         "seed": number,
@@ -162,6 +163,34 @@ def test_each_trajectory_is_trained_on_once_though_trainer_nats_and_head_are_kil
     assert len(acknowledged - counts.keys()) < UPDATE, "the rest waits for the next update"
     assert set(counts.values()) == {1}
     print(f"{len(acknowledged)} acknowledged, {len(counts)} trained on, each once")
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_replica_costs_no_answer_and_leaves_no_trajectory_twice(
+    cluster: Cluster, files: Path, how: signal.Signals
+) -> None:
+    head, (first, _) = joined(cluster, 2)
+    trainer = cluster.trainer("run", *COLLECTING, *reward_of(files))
+    expected = until(lambda: collected(head.http, 0), 60)
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        asked = [pool.submit(collected, head.http, number, tokens=400) for number in range(1, REQUESTS + 1)]
+        until(lambda: nodes_of(head)[first.url]["outstanding_tokens"] > 0)
+        time.sleep(0.5)
+        assert first.process is not None
+        first.process.send_signal(how)
+        for each in asked:
+            assert len(each.result()) == GROUP
+            expected += each.result()
+    assert head.get("/v1/cluster")["requests_retried"] > 0
+    assert len(set(expected)) == len(expected)
+    came = "SELECT trajectory_id FROM intake WHERE kind = 'trajectory'"
+    until(lambda: len(rows(cluster.journal("run"), came)) >= len(expected))
+    trainer.send_signal(signal.SIGTERM)
+    assert trainer.wait(60) == 128 + signal.SIGTERM
+    assert sorted(one for (one,) in rows(cluster.journal("run"), came)) == sorted(expected)
+    counts = trained(cluster.journal("run"))
+    assert counts
+    assert set(counts.values()) == {1}
 
 
 def is_alive(process: int) -> bool:
