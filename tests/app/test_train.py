@@ -63,15 +63,15 @@ OPTIONS = TrainOptions("letters", STEPS, GROUP, PROMPTS)
 def test_with_atropos_the_environment_is_a_name_for_people(tmp_path, monkeypatch):
     """The environments of Atropos run by themselves, so none of this name has to be known here."""
 
-    class Loads(Exception):
+    class LoadsError(Exception):
         pass
 
     def load(*_):
-        raise Loads
+        raise LoadsError
 
     monkeypatch.setattr("mlx_parallm.app.train.Engine", load)
     keys = {"rl_training__environment": "gsm8k", "rl_training__atropos_url": "http://127.0.0.1:9"}
-    with pytest.raises(Loads):
+    with pytest.raises(LoadsError):
         run(config(tmp_path, **keys), replace(OPTIONS, environment="gsm8k"), View())
 
 
