@@ -9,7 +9,7 @@
     sharing      versions of 20 MB: pulled by two processes at once, and published beside 16 rows of a replica
 
 All nodes run on this machine, and each computes on one thread: with more than there are cores, they wait for each
-other, and two servers were eight times slower than one. Takes twelve minutes on two cores, prints a table and writes
+other, and two servers were eight times slower than one. Takes fifteen minutes on two cores, prints a table and writes
 JSON.
 """
 

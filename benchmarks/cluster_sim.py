@@ -10,7 +10,7 @@
     loss         one node is killed, or stands still until its lease ends
 
 Times come from the records of other benchmarks; `lib/cluster/inputs.py` names the record of each. Figures of the parts
-nodes and loss are those of a model. Takes twelve minutes on two cores, prints tables and writes JSON.
+nodes and loss are those of a model. Takes half an hour on two cores, prints tables and writes JSON.
 """
 
 import argparse
