@@ -106,14 +106,14 @@ class Trainer:
 
     async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
         """The answer, when the head and NATS answer."""
-        told = False
+        warned = False
         while True:
             try:
                 return await ask()
             except (HeadUnreachableError, StorageError) as error:
-                if not told:
+                if not warned:
                     _log.warning("%s; trying again until it answers", error)
-                told = True
+                warned = True
             await asyncio.sleep(_AGAIN_S)
 
     # -- trajectories ----------------------------------------------------------------------------
