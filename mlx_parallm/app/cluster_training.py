@@ -56,7 +56,7 @@ class ClusterTraining:
         self.engine = ClusterEngine(self, url, token)
         self._served = served
         self._training = training
-        self._published: set[AdapterRef] = set()
+        self._published = 0  # number of the last version that is live in the cluster
         self._publishing = asyncio.Lock()
 
     async def begin(self) -> None:
@@ -74,6 +74,7 @@ class ClusterTraining:
         if live is not None and not service.has_made(live.ref):
             await self._adopt(live)
             await service.start_adapter(name)
+            await service.pause()  # starting has resumed it
             await service.save(None, None, (), {})  # so that a restart has what this run begins with
         self._served.adapters.number_from(name, newest + 1)
         await self.publish_live()
@@ -86,7 +87,7 @@ class ClusterTraining:
         with tempfile.TemporaryDirectory() as folder:
             await asyncio.to_thread(unpack, archive, Path(folder) / _ADAPTER)
             await self._served.adapters.publish_folder(version.name, Path(folder) / _ADAPTER)
-        self._published.add(version.ref)
+        self._published = version.version
 
     async def publish_live(self) -> None:
         """Publishes the version that is live here, unless it is the base model."""
@@ -101,13 +102,13 @@ class ClusterTraining:
             ConflictError: the lease is lost.
         """
         async with self._publishing:
-            if any(ref.version <= each.version for each in self._published):
+            if ref.version <= self._published:
                 return
             with tempfile.TemporaryDirectory() as folder:
                 await self._served.adapters.write(ref, Path(folder) / _ADAPTER, _FORMAT)
                 archive = await asyncio.to_thread(pack, Path(folder) / _ADAPTER)
             await self.node.publish(ref, archive)
-            self._published = {ref}
+            self._published = ref.version
 
 
 class ClusterEngine:

@@ -104,9 +104,9 @@ class TrainingRun(ABC):
         options = self.options
         try:
             await self.training.start(self.restores)
+            await self.service.pause()  # each step makes its own update when its trajectories are scored
             if self.cluster is not None:
                 await self.cluster.begin()
-            await self.service.pause()  # each step makes its own update when its trajectories are scored
             done, taken = self._progress()
             await self._open(done, taken)
             self.view.started(run_facts(self.config, options, self.served), done)

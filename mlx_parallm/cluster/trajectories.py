@@ -29,7 +29,6 @@ ACK_S = 60.0
 _UNACKNOWLEDGED = 100_000
 """So many messages may be delivered and not acknowledged."""
 _SEND_S, _AGAIN_S, _WAIT_S = 10.0, 0.2, 1.0
-_NO_MESSAGE_ID = ""
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +55,7 @@ class Trajectories:
         self._js = connection.js
         self._client = connection.client
 
-    async def send(self, name: str, body: bytes, message_id: str = _NO_MESSAGE_ID) -> None:
+    async def send(self, name: str, body: bytes, message_id: str = "") -> None:
         """Returns when the message is on the disk of NATS.
 
         Args:
