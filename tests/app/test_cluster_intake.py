@@ -58,9 +58,11 @@ def answers(name: str, scorer: str | None = "exact") -> Message:
     return Message(to_message(Arrival(tuple(trajectory(name, index, scorer) for index in range(2)))))
 
 
-async def deliveries(*messages):
+async def deliveries(taken: asyncio.Event, *messages):
+    """Sets `taken` when the reader has done with the last message and asks for another."""
     for message in messages:
         yield message
+    taken.set()
     await asyncio.Event().wait()
 
 
@@ -72,8 +74,10 @@ class Trainer(World):
         self.intake = ClusterIntake(self.service)
 
     async def take(self, *messages) -> None:
-        reading = asyncio.create_task(self.intake.run(deliveries(*messages)))
-        await asyncio.sleep(0.2)
+        taken = asyncio.Event()
+        reading = asyncio.create_task(self.intake.run(deliveries(taken, *messages)))
+        waiting = asyncio.create_task(taken.wait())
+        await asyncio.wait([reading, waiting], return_when=asyncio.FIRST_COMPLETED)
         assert not reading.done()
         reading.cancel()
         await asyncio.wait([reading])

@@ -23,6 +23,13 @@ async def bodies(stream, name, fence, count):
         return [await anext(deliveries) for _ in range(count)]
 
 
+async def until_waiting(stream, name, count):
+    """NATS takes what was acknowledged out of the stream some time after it has the acknowledgement."""
+    async with asyncio.timeout(20):
+        while (await stream.waiting([name]))[name] != count:
+            await asyncio.sleep(0.05)
+
+
 async def test_what_is_not_acknowledged_comes_again_to_the_next_reader(connection):
     stream = Trajectories(connection)
     for number in range(5):
@@ -31,7 +38,7 @@ async def test_what_is_not_acknowledged_comes_again_to_the_next_reader(connectio
     assert [each.body for each in first] == [b"0", b"1", b"2", b"3", b"4"]
     for each in first[:2]:
         await each.acknowledge()
-    await connection.client.flush()
+    await until_waiting(stream, "kept", 3)
     assert await stream.waiting(["kept", "none"]) == {"kept": 3, "none": 0}
     assert [each.body for each in await bodies(stream, "kept", 2, 3)] == [b"2", b"3", b"4"]
 
@@ -80,8 +87,7 @@ async def test_reading_goes_on_after_nats_was_killed(tmp_path):
         async with asyncio.timeout(20):
             while len(found) < 60:
                 await asyncio.sleep(0.05)
-            while (await stream.waiting(["killed"]))["killed"]:
-                await asyncio.sleep(0.05)
+        await until_waiting(stream, "killed", 0)
         reading.cancel()
         assert server.restarts == 2
 
