@@ -62,8 +62,12 @@ class Rounding:
 
     @property
     def of_gradients(self) -> Limit:
-        """For gradients, as a share of the largest gradient."""
-        return self._limit(self.gradients)
+        """For gradients, as a share of the largest gradient.
+
+        With float32 activations, what was measured of logprobs counts too. A device that uses TF32 rounds the products
+        of matrices but not those with a single row. Logprobs were measured with single rows, and gradients were not.
+        """
+        return self._limit(max(self.gradients, self.logprobs) if self.float32 else self.gradients)
 
     @property
     def most(self) -> Limit:

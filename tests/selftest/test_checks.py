@@ -152,3 +152,10 @@ def test_limits_follow_the_device_where_it_rounds_more(
     found = Rounding(measured, measured, parameters, float32=False).of_logprobs
     assert found.value == pytest.approx(limit)
     assert source in found.source
+
+
+def test_the_limit_of_gradients_follows_products_in_tf32() -> None:
+    in_tf32 = Rounding(logprobs=1e-3, gradients=2e-6, parameters=10**5, float32=True)
+    assert in_tf32.of_gradients.value == pytest.approx(4e-3)
+    in_16_bits = Rounding(logprobs=0.05, gradients=0.01, parameters=10**5, float32=False)
+    assert in_16_bits.of_gradients.value == pytest.approx(0.04)
