@@ -99,7 +99,7 @@ def _cluster(config: Config, port: int) -> dict[str, str]:
         return {"cluster": f"a replica of {cluster.connect_to}"}
     if not cluster.share_model:
         return {}
-    where = "MLX_PARALLM_CLUSTER_TOKEN here" if cluster.token else f"in {cluster.state_dir / 'token'}"
+    where = "MLX_PARALLM_CLUSTER_TOKEN here" if cluster.token else f"in {cluster.state_dir.absolute() / 'token'}"
     address = cluster.advertise or f"HOST:{port}"
     return {"cluster": f"other nodes join with --connect-to {address} and the token, which is {where}"}
 

@@ -45,6 +45,7 @@ class ClusterIntake:
         self._held: dict[str, _Held] = {}  # by the id of the first trajectory of each message
         self._of_trajectory: dict[str, _Held] = {}
         self._in_checkpoint: list[Delivery] = []
+        self._told = False  # that some answers wait for feedback
         service.trajectories.on_end = self._on_end
         service.add_sink(self._on_event)
 
@@ -98,7 +99,18 @@ class ClusterIntake:
         held = self._held[first] = _Held(delivery, waiting)
         self._of_trajectory.update(dict.fromkeys(waiting, held))
         if not known:
+            self._tell_of_feedback(trajectories[0])
             await self._add(trajectories)
+
+    def _tell_of_feedback(self, trajectory: Trajectory) -> None:
+        """Says once that answers without a scoring function wait, or a user would not know why nothing is learnt."""
+        if trajectory.collection.scorer is None and not self._told:
+            self._told = True
+            _log.info(
+                "%s and others wait for POST /v1/training/feedback, because their requests name no scoring_function; "
+                'with "reward", the reward of this run scores them',
+                trajectory.trajectory_id,
+            )
 
     async def _add(self, trajectories: Sequence[Trajectory]) -> None:
         """Adds trajectories that are new. While an update is due, it waits until they fit without dropping others."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -14,6 +15,8 @@ from mlx_parallm.config import Config
 from mlx_parallm.errors import ConflictError, TrainingFailedError
 
 _POLL_S = 0.05
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -43,6 +46,7 @@ class ClusterRun(TrainingRun):
     async def _fill(self, is_last: bool) -> Filled:
         self.wanted = self.config.rl_training.update_frequency
         self._report_rollout(0)
+        warned = False
         while self.service.wants_groups:
             self._check_alive()
             assert self.reading is not None  # `_open` was called
@@ -50,6 +54,14 @@ class ClusterRun(TrainingRun):
                 self.reading.result()  # raises what has ended it
             await asyncio.sleep(_POLL_S)
             self._report_rollout(min(self.service.waiting_with_signal, self.wanted) - self.drawn)
+            if not warned and (alike := self.service.dropped_without_signal) >= self.wanted:
+                warned = True
+                _log.warning(
+                    "%d answers have come in groups that are rewarded alike, so nothing can be learnt from them; an "
+                    "update waits for %d answers in groups whose rewards differ",
+                    alike,
+                    self.wanted,
+                )
         return Filled()
 
 

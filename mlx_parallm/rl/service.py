@@ -163,6 +163,12 @@ class TrainingService:
         """Trajectories that the next update of the default adapter can learn from."""
         return self._loop(None).with_signal
 
+    @property
+    def dropped_without_signal(self) -> int:
+        """Trajectories that the default adapter cannot learn from, since its last update: all of their group were
+        rewarded alike."""
+        return self._loop(None).without_signal
+
     def groups(self) -> tuple[GroupCard, ...]:
         """The groups of the default adapter that are neither trained on nor dropped, oldest first."""
         return self.trajectories.groups(self._default)

@@ -119,6 +119,11 @@ class TrainingLoop:
         return self._selection.with_signal
 
     @property
+    def without_signal(self) -> int:
+        """Trajectories dropped since the last update, because all of their group were rewarded alike."""
+        return self._selection.without_signal
+
+    @property
     def _due(self) -> bool:
         wanted = self._turns.due is not None or self.training.rewards_fell
         return self._pausing.reason is None and not self.held and wanted

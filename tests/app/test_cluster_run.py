@@ -1,0 +1,39 @@
+"""The steps of a cluster's trainer while they wait for what clients send, with stand-ins for training."""
+
+import asyncio
+from types import SimpleNamespace
+
+from training_runs import View, config
+
+from mlx_parallm.app.cluster_run import ClusterRun
+from mlx_parallm.app.train_progress import TrainOptions
+
+
+class Service:
+    """Answers come and are dropped, 3 at a time, until 6 of use come."""
+
+    waiting_with_signal = dropped_without_signal = 0
+
+    @property
+    def wants_groups(self) -> bool:
+        if self.dropped_without_signal < 18:
+            self.dropped_without_signal += 3
+        else:
+            self.waiting_with_signal = 6
+        return self.waiting_with_signal < 6
+
+
+async def test_a_step_says_once_that_the_answers_are_rewarded_alike(tmp_path, caplog):
+    steps = ClusterRun(
+        config=config(tmp_path, "grpo", rl_training__update_frequency=6),
+        options=TrainOptions("default", 1, 2, 3),
+        view=View(),
+        served=SimpleNamespace(engine=SimpleNamespace(stats=lambda: SimpleNamespace(alive=True))),
+        training=SimpleNamespace(service=Service()),
+        tracking=None,
+    )
+    steps.reading = asyncio.create_task(asyncio.sleep(100))
+    await steps._fill(is_last=True)
+    steps.reading.cancel()
+    assert caplog.text.count("6 answers have come in groups that are rewarded alike") == 1
+    assert "waits for 6 answers in groups whose rewards differ" in caplog.text
