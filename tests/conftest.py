@@ -5,7 +5,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-# Each of two workers has a core of its own; the servers that tests start inherit this. Read when the BLAS is loaded.
+# More threads than cores would wait for each other. The servers that tests start inherit this, which is read when the
+# BLAS is loaded.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
