@@ -103,12 +103,12 @@ class ClusterIntake:
             await self._add(trajectories)
 
     def _tell_of_feedback(self, trajectory: Trajectory) -> None:
-        """Says once that answers without a scoring function wait, or a user would not know why nothing is learnt."""
+        """Logs the first answer that waits for feedback, so that a user knows why nothing is learnt from it."""
         if trajectory.collection.scorer is None and not self._told:
             self._told = True
             _log.info(
-                "%s and others wait for POST /v1/training/feedback, because their requests name no scoring_function; "
-                'with "reward", the reward of this run scores them',
+                "%s waits for POST /v1/training/feedback, because its request names no scoring_function; with "
+                '"scoring_function": "reward", the reward of this run would score it. This is said once.',
                 trajectory.trajectory_id,
             )
 

@@ -57,8 +57,8 @@ class ClusterRun(TrainingRun):
             if not warned and (alike := self.service.dropped_without_signal) >= self.wanted:
                 warned = True
                 _log.warning(
-                    "%d answers have come in groups that are rewarded alike, so nothing can be learnt from them; an "
-                    "update waits for %d answers in groups whose rewards differ",
+                    "%d answers were dropped, because all answers of their group have the same reward; an update waits "
+                    "for %d answers in groups whose rewards differ",
                     alike,
                     self.wanted,
                 )

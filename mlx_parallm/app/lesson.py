@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Callable
 from functools import partial
@@ -24,6 +23,7 @@ from mlx_parallm.core import (
 from mlx_parallm.rl.collect.groups import DropReason
 from mlx_parallm.rl.lessons.examples import batches_of, can_be_shown, examples_of, request_for
 from mlx_parallm.rl.lessons.progress import LessonProgress
+from mlx_parallm.rl.lessons.record import new_id
 from mlx_parallm.rl.lessons.rules import answers_per_update, tasks_of
 from mlx_parallm.rl.rollouts.answers import DrawResult, Rollouts, RolloutSettings, group_prefixes, task_number
 from mlx_parallm.rl.service import TrainingService
@@ -60,7 +60,7 @@ class Lesson:
         on_change: Callable[[], None],
     ) -> None:
         self.adapter = adapter
-        self._id, self._started = f"lesson-{secrets.token_hex(4)}", time.time()
+        self._id, self._started = new_id(), time.time()
         self.prefix = group_prefixes(self._id)[0]
         self._spec, self._service, self._checkpoint = spec, service, checkpoint
         self._fault, self._on_change = fault, on_change

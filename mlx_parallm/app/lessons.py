@@ -5,7 +5,8 @@
                        └──────────── rewards, updates ──────────┘
 
 A lesson is noted in the run's folder when it begins, after each update and when it ends. After a crash its updates are
-made again from the journal, as all others are, and the lesson counts as interrupted.
+made again from the journal, as all others are, and the lesson counts as interrupted. Its answers that no update took
+are dropped, as when it is stopped.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ from mlx_parallm.rl.competition.service import CompetitionService
 from mlx_parallm.rl.competition.trained import TrainedAdapter
 from mlx_parallm.rl.divergence.webhook import Webhook
 from mlx_parallm.rl.events import Emit, EventHub, Listener
+from mlx_parallm.rl.lessons.record import GROUPS as LESSONS
 from mlx_parallm.rl.people import People
 from mlx_parallm.rl.reading import GroupReader
 from mlx_parallm.rl.tracking.history import History
@@ -118,7 +119,9 @@ class TrainingService:
                 loop.entry = partial(self.competition.entry, name)
                 self._loops[name] = loop
                 if restore:
-                    await self.people.recall(await self.trajectories.restore(name, loop))
+                    too_late = await self.trajectories.restore(name, loop)
+                    self.trajectories.drop(name, LESSONS, DropReason.STOPPED)  # a lesson ends with its process
+                    await self.people.recall(too_late)
                 self.competition.begin_again(name)
                 # In a context of its own, because its updates do not belong to the request that starts it.
                 self._changes.spawn(loop.run(), Context())
@@ -165,8 +168,7 @@ class TrainingService:
 
     @property
     def dropped_without_signal(self) -> int:
-        """Trajectories that the default adapter cannot learn from, since its last update: all of their group were
-        rewarded alike."""
+        """Trajectories of the default adapter since its last update whose group has one and the same reward."""
         return self._loop(None).without_signal
 
     def groups(self) -> tuple[GroupCard, ...]:

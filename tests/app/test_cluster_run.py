@@ -35,5 +35,5 @@ async def test_a_step_says_once_that_the_answers_are_rewarded_alike(tmp_path, ca
     steps.reading = asyncio.create_task(asyncio.sleep(100))
     await steps._fill(is_last=True)
     steps.reading.cancel()
-    assert caplog.text.count("6 answers have come in groups that are rewarded alike") == 1
+    assert caplog.text.count("6 answers were dropped, because all answers of their group have the same reward") == 1
     assert "waits for 6 answers in groups whose rewards differ" in caplog.text

@@ -94,7 +94,7 @@ async def test_it_pauses_and_ends_with_the_server_and_a_restart_shows_it(tmp_pat
         lesson = (await client.get(ROUTE)).json()["lesson"]
         assert (lesson["outcome"], lesson["updates"]) == ("interrupted", noted["updates"])
         step = (await client.get("/v1/training/status")).json()["step"]
-        assert step >= noted["updates"], "its updates are kept, and what was collected may be trained on meanwhile"
+        assert step - noted["updates"] in (0, 1), "its updates are kept, and one that was under way may still be made"
 
 
 @pytest.mark.timeout(120)

@@ -10,8 +10,9 @@ from rl.service_rig import until, world
 from rl.test_recovery import Run
 
 from mlx_parallm.config import LearningRateSchedule, OptimizerConfig
-from mlx_parallm.core import BASE_ADAPTER
+from mlx_parallm.core import BASE_ADAPTER, CollectionSpec, GenerationRequest, SamplingParams, StopParams
 from mlx_parallm.rl.collect.groups import DropReason
+from mlx_parallm.rl.lessons.record import new_id
 from mlx_parallm.rl.updates.pace import Pace
 
 TAG = "before-lesson"
@@ -73,3 +74,23 @@ async def test_what_is_left_of_it_is_not_trained_on() -> None:
         states = one.states()
         assert {states[one_id] for one_id in ids} == {DropReason.STOPPED}
         assert {states[one_id] for one_id in others} == {"scored"}
+
+
+async def test_what_is_left_of_one_that_ended_with_its_process_is_not_trained_on(tmp_path: Path) -> None:
+    run = Run(tmp_path / "journal.sqlite")
+    async with run.process() as one:
+        await one.service.begin_lesson("main", Pace(8, 1e-3), TAG)
+        drawn = GenerationRequest(
+            f"rollout-{new_id()}-0", ((1,),), SamplingParams(), StopParams(4), n=2, collection=CollectionSpec("exact")
+        )
+        left = [event async for event in one.generate(drawn)][-1].trajectory_ids
+        others = await one.request()
+        await until(lambda: {one.states()[one_id] for one_id in (*left, *others)} == {"scored"})
+    for _ in range(2):  # the journal has it that they are dropped
+        async with run.process() as one:
+            await settle()
+            status = one.service.status()
+            assert (status.step, status.groups_ready) == (0, 1)
+            assert {one.states()[one_id] for one_id in others} == {"scored"}
+            fates = [await one.service.trajectories.fate(one_id) for one_id in left]
+            assert [fate.reason for fate in fates] == [DropReason.STOPPED] * 2

@@ -1,9 +1,11 @@
-"""lesson.json: the last lesson of a run, in its folder. It is replaced as a whole whenever the lesson changes."""
+"""The ids of lessons, and lesson.json: the last lesson of a run, in its folder. It is replaced as a whole whenever the
+lesson changes."""
 
 from __future__ import annotations
 
 import json
 import logging
+import secrets
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +14,20 @@ from pydantic import TypeAdapter
 
 from mlx_parallm import atomic
 from mlx_parallm.core import LessonCard, LessonOutcome
+from mlx_parallm.rl.rollouts.answers import group_prefixes
+
+GROUPS = group_prefixes("lesson")[0]
+"""The ids of the groups of every lesson begin with it, because the ids of lessons begin with `lesson-`."""
 
 _FILE = "lesson.json"
 _LESSON = TypeAdapter(LessonCard)
 
 _log = logging.getLogger(__name__)
+
+
+def new_id() -> str:
+    """The id of a new lesson."""
+    return f"lesson-{secrets.token_hex(4)}"
 
 
 def write_lesson(folder: Path, card: LessonCard) -> None:

@@ -120,7 +120,7 @@ class TrainingLoop:
 
     @property
     def without_signal(self) -> int:
-        """Trajectories dropped since the last update, because all of their group were rewarded alike."""
+        """Trajectories dropped since the last update, because all answers of their group have the same reward."""
         return self._selection.without_signal
 
     @property
