@@ -71,6 +71,8 @@ from mlx_parallm.server.protocols.ollama import embed as ollama_embed
 from mlx_parallm.server.protocols.ollama import models as ollama_models
 from mlx_parallm.server.protocols.ollama import route as ollama_routes
 from mlx_parallm.server.protocols.tinker import route as tinker_routes
+from mlx_parallm.server.protocols.tinker import sampling as tinker_sampling
+from mlx_parallm.server.protocols.tinker import weights as tinker_weights
 from mlx_parallm.server.protocols.tinker.server import TinkerServer
 from mlx_parallm.server.protocols.tokens import route as tokens
 from mlx_parallm.server.services import Services
@@ -106,6 +108,8 @@ ROUTES = (
     generate,
     trainers,
     tinker_routes,
+    tinker_sampling,
+    tinker_weights,
 )
 OLLAMA_ROUTES = (ollama_routes, ollama_embed, ollama_models)
 
@@ -182,7 +186,7 @@ def create_app(
     else:
         modules += (root,)
     routes = _add_routes(app, modules)
-    install_handlers(app, routes)
+    install_handlers(app)
     add_middlewares(app, config, metrics, ring, sessions, traces)
     app.openapi = partial(describe, app, routes, config.strict_fields)  # type: ignore[method-assign]
     return app
@@ -200,10 +204,10 @@ def _empty_app() -> FastAPI:
 
 
 def _add_routes(app: FastAPI, modules: Iterable[ModuleType]) -> list[Route]:
-    """Adds all routes of the modules to the app, and returns those that have a method and a path of their own."""
-    every = [route for module in modules for route in module.router.routes]
-    app.router.routes.extend(every)  # `include_router` would build each route once more, for every app
-    return [route for route in every if isinstance(route, Route)]
+    """Adds all routes of the modules to the app, and returns them."""
+    routes = [route for module in modules for route in module.router.routes if isinstance(route, Route)]
+    app.router.routes.extend(routes)  # `include_router` would build each route once more, for every app
+    return routes
 
 
 async def serve(app: FastAPI, on_started: Callable[[int], None]) -> int:

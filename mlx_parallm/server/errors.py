@@ -7,16 +7,14 @@ addresses or traces: if the exception's text may have any, its rule has a messag
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from functools import partial
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from mlx_parallm.errors import (
@@ -53,6 +51,22 @@ class ApiKeyError(RequestError):
 
 class ForbiddenOriginError(RequestError):
     """The Host or Origin header is not one that the server accepts."""
+
+
+class MalformedPathError(RequestError):
+    """The path has control characters."""
+
+
+class UnknownRouteError(RequestError):
+    """There is no route for that path."""
+
+
+class MethodError(RequestError):
+    """There are routes for that path, but none for that method."""
+
+    def __init__(self, allowed: Set[str]) -> None:
+        self.allowed = ", ".join(sorted(allowed | {"HEAD"} if "GET" in allowed else allowed))
+        super().__init__(f"This path takes {self.allowed} only.")
 
 
 class RoleError(RequestError):
@@ -117,6 +131,9 @@ RULES: Mapping[type[Exception], ErrorRule] = {
     RequestError: ErrorRule(400),
     AdapterFileError: ErrorRule(400, "invalid_adapter"),
     ContextLengthError: ErrorRule(400, "context_length_exceeded"),
+    MalformedPathError: ErrorRule(400, "malformed_path"),
+    UnknownRouteError: ErrorRule(404, "not_found"),
+    MethodError: ErrorRule(405, "method_not_allowed"),
     ApiKeyError: ErrorRule(401, "invalid_api_key"),
     ForbiddenOriginError: ErrorRule(403, "forbidden_origin"),
     RoleError: ErrorRule(403, "insufficient_role"),
@@ -162,10 +179,6 @@ RULES: Mapping[type[Exception], ErrorRule] = {
     AsleepError: ErrorRule(503, "asleep", "The server is asleep; POST /wake_up, then try again."),
     NotReadyError: ErrorRule(503, "not_ready", "The server is not ready for requests."),
     Exception: ErrorRule(500, "internal_error", "The server failed; its log says why."),
-}
-HTTP_MESSAGES: Mapping[int, tuple[str, str]] = {
-    404: ("not_found", "No such route."),
-    405: ("method_not_allowed", "This route does not accept that method."),
 }
 
 
@@ -224,12 +237,11 @@ def unexpected_response(error: Exception) -> ErrorResponse:
     return response
 
 
-def install_handlers(app: FastAPI, routes: Sequence[Route]) -> None:
-    """Makes `app` answer the project's exceptions and routing failures with error bodies. `EntryMiddleware` answers all
-    other exceptions. `routes`: all routes of the app."""
+def install_handlers(app: FastAPI) -> None:
+    """Makes `app` answer the project's exceptions with error bodies. `EntryMiddleware` answers all other exceptions."""
     for kind in (RequestError, EngineError):
         app.add_exception_handler(kind, _answer)
-    app.add_exception_handler(HTTPException, partial(_answer_http, routes))
+    app.add_exception_handler(HTTPException, _answer_http)
     app.add_exception_handler(RequestValidationError, _answer_parameter)
     app.add_exception_handler(ClientDisconnect, _answer_nobody)
 
@@ -238,19 +250,11 @@ async def _answer(_: Request, error: Exception) -> Response:
     return error_response(error)
 
 
-async def _answer_http(routes: Sequence[Route], request: Request, error: Exception) -> Response:
+async def _answer_http(_: Request, error: Exception) -> Response:
+    """Answers what Starlette refuses. `access.guard` has refused unknown paths and methods already."""
     assert isinstance(error, HTTPException)
-    allowed = _methods(routes, request.url.path) if error.status_code == 405 else []
-    headers = {"allow": ", ".join(allowed)} if allowed else error.headers
-    code, message = HTTP_MESSAGES.get(error.status_code, ("http_error", "The request cannot be served."))
-    return ErrorResponse(wire_error(error.status_code, code, message), error.status_code, headers)
-
-
-def _methods(routes: Sequence[Route], path: str) -> list[str]:
-    """The methods that all routes for `path` accept together; Starlette reports only those of the first route."""
-    pattern = next((route.path for route in routes if route.path_regex.match(path)), None)
-    methods = {method for route in routes if route.path == pattern for method in route.methods or ()}
-    return sorted(methods | {"HEAD"} if "GET" in methods else methods)
+    answer = wire_error(error.status_code, "http_error", "The request cannot be served.")
+    return ErrorResponse(answer, error.status_code, error.headers)
 
 
 async def _answer_parameter(_: Request, error: Exception) -> Response:
@@ -266,6 +270,8 @@ async def _answer_nobody(_: Request, __: Exception) -> Response:
 
 
 def _headers(status: int, error: Exception) -> dict[str, str]:
+    if isinstance(error, MethodError):
+        return {"allow": error.allowed}
     if status == 401:
         return {"www-authenticate": "Bearer"}
     if status == 408:

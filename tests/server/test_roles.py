@@ -1,20 +1,23 @@
 """What each role may do, on every route of the app."""
 
+import json
+import re
+from collections import defaultdict
+from functools import partial
+from itertools import product
+
 import pytest
 from server.fake_control import FakeAdapters, FakeTraining
 from server.fakes import CARD, ByteTokenizer, FakeEngine
 from server.keys import key_file
 from server.one_model import OneModel
+from starlette.responses import Response
+from starlette.routing import Route
 
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.rl.atropos.trajectory_api import Registration
-from mlx_parallm.server.access.guard import Guard
-from mlx_parallm.server.access.keys import KeyRing
-from mlx_parallm.server.access.roles import OPEN_PATHS, ROUTES, RouteTable
-from mlx_parallm.server.access.sessions import Sessions
+from mlx_parallm.server.access.roles import DECLARED, ROUTES
 from mlx_parallm.server.app import create_app
-from mlx_parallm.server.http.middleware import routes_of
-from mlx_parallm.server.http.request_log import RequestRecord
 
 ROLES = ("inference", "train", "admin")
 FORBIDDEN = {
@@ -38,79 +41,137 @@ FORBIDDEN = {
 }
 
 
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS", "TRACE")
+SPELLINGS = (
+    "{}",
+    "{}\n",
+    "{}\n/",
+    "\n{}",
+    "{}\r",
+    "{}\r\n",
+    "{}\x00",
+    "{}\x0b",
+    "{}\x85",
+    "{}\u2028",
+    "{} ",
+    "{}\u00a0",
+    "{}/",
+    "{}//",
+    "/{}",
+    "/.{}",
+    "/x/..{}",
+    "{}/.",
+    "{};x",
+    "{}?x",
+    "{}#x",
+    "{}%0A",
+    "http://127.0.0.1{}",
+)
+"""Of a path, decoded once, as the server gets them."""
+CONTROL = re.compile(r"[\n\r\x00\x0b\x85\u2028]")
+
+
+class Answers(dict):
+    """What a response was, sent to it as ASGI messages."""
+
+    async def __call__(self, message):
+        self |= message
+
+
 @pytest.fixture(scope="module")
-def routes():
-    """(method, path) of every route of an app that serves everything, HEAD apart, which is answered as GET."""
-    parts = (FakeEngine(), FakeAdapters(), FakeTraining(), OneModel(ByteTokenizer(), CARD), ServerConfig())
+def keys(tmp_path_factory):
+    return key_file(tmp_path_factory.mktemp("keys"), **{role: role for role in ROLES})
+
+
+@pytest.fixture
+def app(keys, tmp_path, monkeypatch):
+    """The app that serves everything, with its middlewares. In the place of what its routes do, `app.state.ran` gets
+    the method and the path of the route."""
+    config = ServerConfig(keys_file=keys[0], ollama_api=True, audit_log=tmp_path / "audit.jsonl", access_log=False)
+    parts = (FakeEngine(), FakeAdapters(), FakeTraining(), OneModel(ByteTokenizer(), CARD), config)
     app = create_app(*parts, Registration(32, 64, "/runs/one", 10, 0, 10**9, "run-1", "mlx-parallm"))
-    return [(method, path) for method, path in routes_of(app) if method != "HEAD"]
+    app.state.ran = []
+    for route in app.router.routes:
+        monkeypatch.setattr(route, "app", partial(ran, app.state.ran))
+    return app
 
 
-def test_every_route_has_its_role_declared(routes):
-    assert RouteTable([route for route in routes if route[1] not in OPEN_PATHS]).undeclared == []
-
-
-def test_no_role_is_declared_for_a_route_that_is_gone(routes):
-    declared = {tuple(line.split()) for _, text in ROUTES for line in text.strip().splitlines()}
-    assert declared <= set(routes)
-
-
-def test_each_route_is_declared_once():
-    lines = [line.strip() for _, text in ROUTES for line in text.strip().splitlines()]
-    assert len(lines) == len(set(lines))
-
-
-async def call(guard, method, path, headers):
-    """The status and headers that the guard, or an app behind it that always answers 200, gives."""
-    scope = {"type": "http", "method": method, "path": path, "headers": headers, "state": {"record": RequestRecord()}}
-    answer = {}
-
-    async def send(message):
-        answer.update(message)
-
-    await guard(scope, None, send)
-    return answer["status"], dict(answer["headers"])
-
-
-def guard_of(file, routes):
-    ring = KeyRing(file=file)
-    return Guard(always, ring, Sessions(ring), RouteTable(routes))
-
-
-async def always(scope, receive, send):
+async def ran(routes, scope, receive, send):
+    routes.append((scope["method"], scope["route"].path if "route" in scope else scope["path"]))
     await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body"})
 
 
-@pytest.mark.parametrize("role", ROLES)
-async def test_the_matrix_of_roles_and_routes(tmp_path, routes, role):
-    """A role may use exactly the routes that need it or a lower one, whatever stands in the place of a parameter."""
-    file, sent = key_file(tmp_path, someone=role)
-    guard = guard_of(file, routes)
-    headers = [(name.encode(), value.encode()) for name, value in sent["someone"].items()]
-    needs = {line.strip(): access.role for access, text in ROUTES for line in text.strip().splitlines()}
+@pytest.fixture
+def routes(app):
+    """(method, path) of every route, HEAD apart, which is answered as GET."""
+    return [(method, route.path) for route in app.router.routes for method in route.methods if method != "HEAD"]
+
+
+async def call(app, method, path, headers, kind="http"):
+    """The answer of the whole app, and the routes that it ran."""
+    app.state.ran.clear()
+    answer = Answers()
+    sent = [(b"host", b"127.0.0.1"), *((name.encode(), value.encode()) for name, value in headers.items())]
+    scope = {"type": kind, "method": method, "path": path, "query_string": b"", "headers": sent, "client": None}
+    await app(scope, nothing, answer)
+    return answer, list(app.state.ran)
+
+
+async def nothing():
+    return {"type": "http.disconnect"}
+
+
+def test_every_route_has_its_role_declared_once(routes):
+    assert sorted(routes) == sorted(DECLARED)
+    assert len(DECLARED) == sum(len(text.split("\n")) - 2 for _, text in ROUTES)
+
+
+@pytest.mark.parametrize("role", [None, *ROLES])
+async def test_no_spelling_of_a_path_lets_a_role_do_more(app, routes, keys, role):
+    """A role may run exactly the routes that need it or a lower one, whatever stands in the place of a parameter."""
+    headers = {} if role is None else keys[1][role]
+    may = {
+        route
+        for route, access in DECLARED.items()
+        if access.role is None or (role is not None and ROLES.index(role) >= ROLES.index(access.role))
+    }
     refused = set()
-    for method, path in routes:
-        status, answered = await call(
-            guard, method, path.replace("{", "x").replace("}", "y").replace(":", "z"), headers
-        )
-        if path in OPEN_PATHS:
-            assert status == 200
+    for method, pattern in routes:
+        path = re.sub(r"{\w+(:path)?}", "x", pattern)
+        answer, did = await call(app, method, path, headers)
+        if (method, pattern) in may:
+            assert did == [(method, pattern)], (method, path)
             continue
-        may = ROLES.index(role) >= ROLES.index(needs[f"{method} {path}"])
-        assert status == (200 if may else 403), (method, path)
-        if not may:
-            assert answered[b"x-should-retry"] == b"false"
-            refused.add(f"{method} {path}")
-    assert refused >= FORBIDDEN[role]
+        assert (answer["status"], did) == (401 if role is None else 403, []), (method, path)
+        refused.add(f"{method} {pattern}")
+    assert refused >= FORBIDDEN.get(role, set())
     assert bool(refused) is (role != "admin")
+    methods = defaultdict(set)
+    for method, pattern in routes:
+        methods[re.sub(r"{\w+(:path)?}", "x", pattern)].add(method)
+    for path, of_path in methods.items():
+        for spelling, method in [("{}", method) for method in METHODS] + list(product(SPELLINGS, of_path)):
+            answer, did = await call(app, method, spelling.format(path), headers)
+            assert set(did) <= may, (method, spelling, path)
+            assert did or answer["status"] in (400, 401, 403, 404, 405), (method, spelling, path)
+            assert not (did and CONTROL.search(spelling)), (method, spelling, path)
+        answer, did = await call(app, "GET", path, headers, "websocket")
+        assert (answer["type"], did) == ("websocket.close", []), path
 
 
-async def test_a_route_that_is_not_declared_needs_admin(tmp_path):
-    file, sent = key_file(tmp_path, small="train", great="admin")
-    guard = guard_of(file, [("POST", "/new/{name}")])
-    for name, expected in (("small", 403), ("great", 200)):
-        headers = [(b"authorization", sent[name]["authorization"].encode())]
-        assert (await call(guard, "POST", "/new/thing", headers))[0] == expected
+async def test_refused_control_actions_are_in_the_audit_log(app, routes, keys):
+    for method, path in ("POST", "/pause"), ("POST", "/pause/"), ("POST", "/sleep"), ("GET", "/reset_data"):
+        await call(app, method, path, keys[1]["inference"])
+        line = json.loads(app.state.services.config.audit_log.read_text().splitlines()[-1])
+        assert (line["key"], line["path"], line["status"]) == ("inference", path, 403)
+
+
+async def test_a_route_that_is_not_declared_needs_admin(app, keys):
+    app.router.routes.append(Route("/new/{name}", Response, methods=["POST"]))
+    app.router.routes[-1].app = partial(ran, app.state.ran)
+    for role, expected in (("train", 403), ("admin", 200)):
+        assert (await call(app, "POST", "/new/thing", keys[1][role]))[0]["status"] == expected
 
 
 async def test_the_answer_names_the_role_that_is_needed(make_client, tmp_path, fault, engine):

@@ -4,23 +4,26 @@ the route needs."""
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterable, Sequence
 from urllib.parse import quote
 
 from starlette.datastructures import Headers
 from starlette.responses import RedirectResponse, Response
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocketClose
 
 from mlx_parallm.server.access.audit import AuditLog
 from mlx_parallm.server.access.keys import ANYONE, KeyRing, NamedKey
-from mlx_parallm.server.access.roles import OPEN_PATHS, Access, RouteTable
+from mlx_parallm.server.access.roles import DECLARED, UNDECLARED, Access, Role
 from mlx_parallm.server.access.sessions import LOGIN, PAGES, Sessions, from_own_page
-from mlx_parallm.server.errors import ApiKeyError, RoleError, error_response
+from mlx_parallm.server.errors import ApiKeyError, MethodError, RoleError, UnknownRouteError, error_response
 from mlx_parallm.server.http.request_log import record_of
 
 
 class Guard:
-    """Answers 401 unless the request sends a key that the ring has, and 403 if the key's role may not use the route.
-    The paths of `OPEN_PATHS` need no key.
+    """Answers 401 unless the request sends a key that the ring has, and 403 if the key's role may not use the route
+    that would answer. Requests that no route would answer end here, with 404 or 405.
 
     A key is sent as `Authorization: Bearer <key>` or, as the SDKs of Tinker and Anthropic do, as `X-API-Key: <key>`, or
     as both, if they have the same key.
@@ -28,40 +31,46 @@ class Guard:
     Basic. People who have logged in have a cookie instead, which counts only where no key is sent.
 
     Args:
+        routes: those of the app's router.
         audit: gets a line for each control action, also for those that are refused. None: there is no such log.
     """
 
     def __init__(
-        self, app: ASGIApp, ring: KeyRing, sessions: Sessions, table: RouteTable, audit: AuditLog | None = None
+        self,
+        app: ASGIApp,
+        ring: KeyRing,
+        sessions: Sessions,
+        routes: Sequence[BaseRoute],
+        audit: AuditLog | None = None,
     ) -> None:
         self._app = app
         self._ring = ring
         self._sessions = sessions
-        self._table = table
+        self._routes = routes
         self._audit = audit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
-            await self._app(scope, receive, send)
+        if scope["type"] != "http":  # no route takes WebSockets
+            await (WebSocketClose() if scope["type"] == "websocket" else self._app)(scope, receive, send)
             return
-        needed = self._table.needed(scope["method"], scope["path"])
         try:
-            await self._let_in(scope, receive, send, needed)
+            access, app = needed(self._routes, scope), self._app
+        except (UnknownRouteError, MethodError) as error:
+            access, app = Access(Role.INFERENCE), error_response(error)
+        try:
+            await (app if access.role is None else self._admitted(scope, app, access.role))(scope, receive, send)
         finally:
-            if self._audit is not None and needed is not None and needed.audited:
+            if self._audit is not None and access.audited:
                 self._audit.write(record_of(scope), scope)
 
-    async def _let_in(self, scope: Scope, receive: Receive, send: Send, needed: Access | None) -> None:
+    def _admitted(self, scope: Scope, app: ASGIApp, role: Role) -> ASGIApp:
+        """`app`, or the refusal of a request without a key that has this role."""
         sent = sent_keys(scope)
         key = self._key_of(scope, sent)
         if key is None:
-            await _unauthorized(scope, sent)(scope, receive, send)
-            return
+            return _unauthorized(scope, sent)
         record_of(scope).key = key
-        if needed is None or key.role.allows(needed.role):
-            await self._app(scope, receive, send)
-        else:
-            await error_response(RoleError.needing(needed.role, key.role))(scope, receive, send)
+        return app if key.role.allows(role) else error_response(RoleError.needing(role, key.role))
 
     def _key_of(self, scope: Scope, sent: set[bytes]) -> NamedKey | None:
         if not self._ring.required:
@@ -70,6 +79,24 @@ class Guard:
             return self._ring.find(*sent) if len(sent) == 1 else None
         headers = Headers(scope=scope)
         return self._sessions.key_of(headers) if from_own_page(scope["method"], scope["path"], headers) else None
+
+
+def needed(routes: Iterable[BaseRoute], scope: Scope) -> Access:
+    """What a request needs of a key. This is decided by the route that the app's router will run for it: `routes` are
+    those of the router, and they are asked as the router asks them, in the same order.
+
+    Raises:
+        UnknownRouteError: there is no route for the path.
+        MethodError: there are routes for the path, but none for the method.
+    """
+    others: set[str] = set()
+    for route in routes:
+        match, _ = route.matches(scope)
+        if match is Match.FULL:
+            return DECLARED.get((scope["method"], getattr(route, "path", "")), UNDECLARED)
+        if match is Match.PARTIAL:
+            others |= getattr(route, "methods", None) or set()
+    raise MethodError(others) if others else UnknownRouteError("No such route.")
 
 
 def _unauthorized(scope: Scope, sent: set[bytes]) -> Response:

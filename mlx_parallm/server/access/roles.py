@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-
-from starlette.routing import compile_path
 
 
 class Role(StrEnum):
@@ -33,19 +30,30 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What a route needs of a key. `audited`: it is a control action, which the audit log records."""
+    """What a route needs of a key.
 
-    role: Role
+    Attributes:
+        role: the least role; None: no key is needed.
+        audited: whether it is a control action, which the audit log records.
+    """
+
+    role: Role | None
     audited: bool = False
 
 
-UNDECLARED = Access(Role.ADMIN, audited=True)
-
-
-OPEN_PATHS = frozenset({"/health", "/liveness", "/ready", "/login", "/logout"})
-"""Served without a key: probes send none, and people have to log in. The answers reveal nothing but the status."""
-
 ROUTES: tuple[tuple[Access, str], ...] = (
+    # Probes send no key, and people have to log in. The answers reveal nothing but the status.
+    (
+        Access(None),
+        """
+        GET /health
+        GET /liveness
+        GET /ready
+        GET /login
+        POST /login
+        POST /logout
+        """,
+    ),
     (
         Access(Role.INFERENCE),
         """
@@ -224,34 +232,14 @@ ROUTES: tuple[tuple[Access, str], ...] = (
         """,
     ),
 )
-"""What each route needs, by method and path pattern. A route that is in no list needs `admin` and is audited."""
-
-
-class RouteTable:
-    """Finds what a request needs, by its method and path.
-
-    Args:
-        routes: the method and the path pattern of each route of the app.
-        declared: as `ROUTES`.
-    """
-
-    def __init__(self, routes: Iterable[tuple[str, str]], declared: Iterable[tuple[Access, str]] = ROUTES) -> None:
-        known = {line: access for access, text in declared for line in _lines(text)}
-        needs = {route: known.get(route, UNDECLARED) for route in routes}
-        self.undeclared = sorted(set(needs) - set(known))
-        self._literal = {route: access for route, access in needs.items() if "{" not in route[1]}
-        self._patterns = [
-            (method, compile_path(path)[0], access) for (method, path), access in needs.items() if "{" in path
-        ]
-
-    def needed(self, method: str, path: str) -> Access | None:
-        """What a request needs. If several patterns match, it is that of the highest role. None: there is no such
-        route."""
-        if (access := self._literal.get((method, path))) is not None:
-            return access
-        matching = [access for verb, pattern, access in self._patterns if verb == method and pattern.match(path)]
-        return max(matching, key=lambda access: access.role.rank, default=None)
+"""What each route needs. A route that is in no list needs `admin` and is audited."""
 
 
 def _lines(text: str) -> list[tuple[str, str]]:
     return re.findall(r"^\s*([A-Z]+) (\S+)$", text, re.MULTILINE)
+
+
+DECLARED = {line: access for access, text in ROUTES for line in _lines(text)}
+"""What each route needs, by its method and path pattern."""
+OPEN_PATHS = frozenset(path for (_, path), access in DECLARED.items() if access.role is None)
+UNDECLARED = Access(Role.ADMIN, audited=True)

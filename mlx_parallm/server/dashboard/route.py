@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from fastapi import APIRouter
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.server.dashboard.files import FILE_HEADERS, PAGE, built_files, page
+from mlx_parallm.server.errors import UnknownRouteError
 
 router = APIRouter(include_in_schema=False)
 
@@ -23,5 +23,5 @@ async def built_file(name: str, request: Request) -> Response:
     """A script, a style sheet, or the licences of what they contain."""
     file = built_files().get(name)
     if file is None or name == PAGE:
-        raise HTTPException(404)
+        raise UnknownRouteError("There is no such file.")
     return file.response(request.headers, FILE_HEADERS)

@@ -14,20 +14,19 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI
-from fastapi.routing import iter_route_contexts
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_parallm.config import ServerConfig
+from mlx_parallm.errors import RequestError
 from mlx_parallm.logs import log_context
 from mlx_parallm.server.access.audit import AuditLog
 from mlx_parallm.server.access.guard import Guard
 from mlx_parallm.server.access.keys import KeyRing
-from mlx_parallm.server.access.roles import RouteTable
 from mlx_parallm.server.access.sessions import Sessions
 from mlx_parallm.server.error_forms import form_of
-from mlx_parallm.server.errors import ForbiddenOriginError, error_response, unexpected_response
+from mlx_parallm.server.errors import ForbiddenOriginError, MalformedPathError, error_response, unexpected_response
 from mlx_parallm.server.http import request_log
 from mlx_parallm.server.http.request_log import (
     IGNORED_FIELDS,
@@ -41,6 +40,7 @@ from mlx_parallm.server.metrics import ServerMetrics
 if TYPE_CHECKING:
     from mlx_parallm.server.traces.export import Traces
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,252}", re.ASCII)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]{0,31}://[A-Za-z0-9\[][A-Za-z0-9._:\]-]{0,252}", re.ASCII)
 
@@ -57,7 +57,7 @@ def add_middlewares(
 
     `traces`: None if requests are not traced."""
     audit = None if config.audit_log is None else AuditLog(config.audit_log)
-    app.add_middleware(Guard, ring=ring, sessions=sessions, table=RouteTable(routes_of(app)), audit=audit)
+    app.add_middleware(Guard, ring=ring, sessions=sessions, routes=app.router.routes, audit=audit)
     if config.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -69,16 +69,6 @@ def add_middlewares(
     app.add_middleware(EntryMiddleware, config=config, metrics=metrics, traces=traces)
 
 
-def routes_of(app: FastAPI) -> list[tuple[str, str]]:
-    """The method and the path pattern of every route."""
-    return [
-        (method, found.path)
-        for found in iter_route_contexts(app.routes)
-        if found.path is not None
-        for method in found.methods or ()
-    ]
-
-
 class EntryMiddleware:
     """The first to see a request and the last to see its response.
 
@@ -86,6 +76,7 @@ class EntryMiddleware:
       traced.
     - HEAD is answered like GET, without the body. A path with a trailing slash is routed like the path without it. It
       is not redirected, because clients do not send a body again when they follow a redirect.
+    - A path with control characters is answered with 400: a newline at its end would be no part of it for the router.
     - The answer is 403 unless the Host header is accepted, and every Origin header is accepted or names the same site.
     - Exceptions that no handler expected are answered here, and raised again for uvicorn to log.
     """
@@ -124,8 +115,8 @@ class EntryMiddleware:
             elif not is_head:
                 await send(message)
 
-        fault = self._fault(Headers(scope=scope))
-        app = self._app if fault is None else error_response(ForbiddenOriginError(fault))
+        fault = self._fault(scope)
+        app = self._app if fault is None else error_response(fault)
         try:
             await app(scope, receive, send_answer)
         except Exception as error:
@@ -152,8 +143,11 @@ class EntryMiddleware:
         if record.ignored.names:
             headers[IGNORED_FIELDS] = ", ".join(record.ignored.names)
 
-    def _fault(self, headers: Headers) -> str | None:
-        """Why the Host or an Origin is refused; None if they are accepted."""
+    def _fault(self, scope: Scope) -> RequestError | None:
+        """Why the path, the Host or an Origin is refused; None if they are accepted."""
+        if _CONTROL.search(scope["path"]):
+            return MalformedPathError("The path has control characters, such as %0A; send it without them.")
+        headers = Headers(scope=scope)
         host = headers.get("host", "")
         try:
             parts = urlsplit(f"//{host}")
@@ -161,11 +155,15 @@ class EntryMiddleware:
         except ValueError:  # malformed
             name = ""
         if "*" not in self._hosts and name not in self._hosts:
-            return f"This server does not answer to that Host; its operator can allow it with {host_flag(name)}."
+            return ForbiddenOriginError(
+                f"This server does not answer to that Host; its operator can allow it with {host_flag(name)}."
+            )
         for origin in headers.getlist("origin"):
             if not self._same_site(origin, host):
-                flag = origin_flag(origin)
-                return f"This server takes no requests from that Origin; its operator can allow it with {flag}."
+                return ForbiddenOriginError(
+                    "This server takes no requests from that Origin; its operator can allow it with "
+                    f"{origin_flag(origin)}."
+                )
         return None
 
     def _same_site(self, origin: str, host: str) -> bool:

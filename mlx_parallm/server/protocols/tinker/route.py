@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_parallm.server.http.body import validated
-from mlx_parallm.server.protocols.tinker import protobuf, sampling, weights
+from mlx_parallm.server.protocols.tinker import protobuf
 from mlx_parallm.server.protocols.tinker.answers import Answer
 from mlx_parallm.server.protocols.tinker.bodies import (
     Read,
@@ -49,8 +49,6 @@ POLL_S = 25.0
 _BYTES_PER_NUMBER = 12
 
 router = APIRouter(prefix="/api/v1", include_in_schema=False)
-router.include_router(weights.router)
-router.include_router(sampling.router)
 
 
 # -- the server ------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from mlx_parallm.server.protocols.tinker.server import TinkerServer
 from mlx_parallm.server.protocols.tinker.sessions import Sampler, SavedWeights
 from mlx_parallm.server.services import Services, ServicesDep
 
-router = APIRouter(include_in_schema=False)
+router = APIRouter(prefix="/api/v1", include_in_schema=False)
 
 
 @router.post("/create_sampling_session")

@@ -19,7 +19,7 @@ from mlx_parallm.server.services import Services, ServicesDep
 _TYPES = {"weights": "training", "sampler_weights": "sampler"}
 """Types of checkpoints, by the part of the path that says what they were saved for."""
 
-router = APIRouter(include_in_schema=False)
+router = APIRouter(prefix="/api/v1", include_in_schema=False)
 
 
 @router.post("/save_weights")
