@@ -35,6 +35,9 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
+_IDLE_S = 1.0
+"""After so long without a commit, the rows are moved out of the WAL."""
+
 _FORGET = ("DELETE FROM intake WHERE trajectory_id = ?", "DELETE FROM ends WHERE trajectory_id = ?")
 _IN = "INSERT INTO intake (adapter, group_id, trajectory_id, kind, arrival, body) VALUES (?, ?, ?, ?, ?, ?)"
 _END = "INSERT OR IGNORE INTO ends (trajectory_id, state, reason, at) VALUES (?, ?, ?, ?)"
@@ -68,6 +71,7 @@ class Journal:
         self._committing: asyncio.Task[None] | None = None
         self._failed = False  # the last commit has
         self._closed = False
+        self._idle: asyncio.TimerHandle | None = None
 
     # -- what is acknowledged after it is on the disk --------------------------------------------
     # These raise StorageError if it cannot be written.
@@ -159,6 +163,8 @@ class Journal:
         except StorageError as error:
             _log.error("%d entries of the journal are lost: %s", len(self._unwritten), error)
         self._closed = True
+        if self._idle is not None:
+            self._idle.cancel()
         if self._file is not None:
             await asyncio.get_running_loop().run_in_executor(self._worker, self._file.close)
         self._worker.shutdown()
@@ -201,6 +207,13 @@ class Journal:
                     _complete(entry.done, unusable.get(entry, error))
         finally:
             self._committing = None
+            if self._idle is not None:
+                self._idle.cancel()
+            self._idle = loop.call_later(_IDLE_S, self._move_into_place, file)
+
+    def _move_into_place(self, file: JournalFile) -> None:
+        if self._committing is None and not self._closed:
+            self._worker.submit(file.move_into_place)
 
     def _tell(self, error: Exception | None) -> None:
         """Logs the first failure of several."""
