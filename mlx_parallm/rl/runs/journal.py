@@ -279,5 +279,5 @@ def _entered(adapter: str, group_id: str, entry: GroupEntry) -> Statements:
 def _changed(change: PolicyChange) -> Statements:
     kind, text = body_to_json(change.body)
     row = (change.adapter, change.number, change.at, kind, text)
-    ids = change.body.trajectory_ids if isinstance(change.body, Update) else ()
+    ids = change.body.trajectory_ids if isinstance(change.body, Update) and change.body.changed_policy else ()
     return [(_CHANGE, [row]), (_END, [(one, "trained", "", change.at) for one in ids])]
