@@ -30,6 +30,7 @@ from mlx_parallm.rl.runs.records import (
     trajectory_to_json,
 )
 from mlx_parallm.rl.runs.store import TRAJECTORY, JournalFile, Statements
+from mlx_parallm.tasks import spawn
 
 T = TypeVar("T")
 
@@ -190,7 +191,7 @@ class Journal:
             return done
         self._waiting.append(_Entry(statements, kept, done))
         if self._committing is None:
-            self._committing = asyncio.create_task(self._commit_all(self._file))
+            self._committing = spawn(self._commit_all(self._file), _log, "writing the journal")
         return done
 
     async def _commit_all(self, file: JournalFile) -> None:

@@ -44,8 +44,8 @@ _log = logging.getLogger(__name__)
 _APPLICATION = 0x4D4C5850
 """application_id of the file: "MLXP"."""
 
-_ERRORS = (sqlite3.Error, UnicodeDecodeError)
-"""What SQLite raises. The second one: the message of the first would quote damaged bytes."""
+_ERRORS = (sqlite3.Error, UnicodeError)
+"""What SQLite raises. The second one: a message would quote damaged bytes, or an id is no text."""
 
 _WAIT_S = 2.0
 """Longest wait for another program that holds the database's lock, such as a backup."""

@@ -139,10 +139,6 @@ class Updates:
             if report.divergences:
                 await parts.response.to(report.divergences)
                 report = replace(report, adapter=training.live, step=training.reports.step)
-        except Exception as error:  # counted and reported, whatever it is, and raised again
-            training.reports.skipped(training.live, "failed", str(error) or type(error).__name__)
-            parts.pausing.failed("failed")
-            raise
         finally:
             parts.sweep()
         if report.status == "skipped" or (report.status == "held" and report.divergences):
@@ -150,6 +146,12 @@ class Updates:
         else:
             parts.pausing.succeeded()
         return report
+
+    def failed(self, error: Exception) -> None:
+        """Reports and counts an update, or what belongs to it, that has raised an error."""
+        training, reason = self._training, str(error) or type(error).__name__
+        training.reports.skipped(training.live, "failed", reason)
+        self._parts.pausing.failed(f"it failed: {reason}")
 
     async def conclude(self, report: UpdateReport) -> UpdateReport:
         """Evaluates the new version and saves a checkpoint, each if it is due. Adds them to the report."""
