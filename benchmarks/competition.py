@@ -3,12 +3,16 @@
     python benchmarks/competition.py [--runs 200] [--out benchmarks/results/competition.json]
 
 No model runs: the versions and the rewards are simulated, and everything between them is the server's own code, with
-its default settings. Each request is assigned by its user, rewarded, and looked at at once. It takes two minutes. The
+its default settings. Each request is assigned by its user, rewarded, and looked at at once. It takes half an hour. The
 figures depend on chance, but not on the machine. Half of the live version's answers are good, and of the candidate's:
 
     scorer, 0 or 1     0.6 (better), 0.4 (worse), 0.5 (equal), and 0.53, which is below smallest_effect
     thumbs             0.65, 0.35 or 0.5, judged by people whose thumbs are right 80 % of the time
     graded, drifting   0.6, 0.4 or 0.5; rewards between 0 and 1 that rise and fall for both versions meanwhile
+
+Then thumbs at shares from 0.1 to 0.9, of which the server takes those up to 0.5. Either half of the live version's
+answers are good throughout; or their part rises from 0.1 to 0.9, or falls so, over the 2,000 rewards that the candidate
+may get. The candidate is as good, or better or worse by 0.1.
 """
 
 import argparse
@@ -32,6 +36,7 @@ from rich.table import Table
 from mlx_parallm.config import CompetitionConfig
 from mlx_parallm.core import AdapterRef, CollectionSpec, ComparisonSpec, FinishReason, Trajectory
 from mlx_parallm.rl.collect.groups import TrajectoryGroup, TrajectoryState
+from mlx_parallm.rl.competition.comparison import Comparison
 from mlx_parallm.rl.competition.service import CompetitionService
 
 LIVE, CANDIDATE = AdapterRef("default", 1), AdapterRef("default", 2)
@@ -67,6 +72,12 @@ REWARDS: dict[str, tuple[Rewards, dict[str, float]]] = {
 """Each kind of reward, with the qualities of its candidates."""
 RIGHT_ENDS = {"better": "promoted", "worse": "withdrawn", "equal": "no_difference"}
 """How the comparison of such a candidate should end. For one that is slightly better there is no wrong end."""
+
+
+SHARES = tuple(number / 10 for number in range(1, 10))
+DRIFTS = {"steady": 0.0, "rising": 0.8, "falling": -0.8}
+"""By how much more of both versions' answers are good at the end than at the start."""
+DIFFERENCES = {"better": 0.1, "worse": -0.1, "equal": 0.0}
 
 
 class FakeVersions:
@@ -193,6 +204,62 @@ class Peeking:
         self.would_have_ended = abs(means[True] - means[False]) > NORMAL_95 * math.sqrt(variance)
 
 
+def run_at(share: float, drift: float, difference: float, seed: int) -> Ended:
+    """One comparison by thumbs, without users and a service."""
+    dice, settings = random.Random(seed), CompetitionConfig().model_copy(update={"share": share})
+    comparison, peeking, number = Comparison(LIVE, CANDIDATE, settings), Peeking(), 0
+    most = settings.max_rewards / share
+    outcome = None
+    while outcome is None:
+        candidate, good = dice.random() < share, 0.5 + drift * (number / most - 0.5)
+        reward = 1.0 if dice.random() < good + difference * candidate else -1.0
+        number += 1
+        peeking.add(reward, candidate)
+        outcome = comparison.add(reward, candidate)
+    return Ended(outcome.verdict, number, peeking.would_have_ended)
+
+
+def at_shares(runs: int) -> dict[tuple[float, str, str], list[Ended]]:
+    """The ends of all runs, by share, drift and candidate."""
+    return {
+        (share, drift, which): [run_at(share, DRIFTS[drift], DIFFERENCES[which], seed) for seed in range(runs)]
+        for share in SHARES
+        for drift in DRIFTS
+        for which in DIFFERENCES
+    }
+
+
+def share_figures(found: dict[tuple[float, str, str], list[Ended]], runs: int) -> Iterator[Figure]:
+    """Wrong verdicts, of which there may be a few more than the error rate by chance, and differences that are found
+    within the budget: at a share of 0.9 the live version has only 222 rewards by then."""
+    most = MOST_ERRORS + NORMAL_95 * math.sqrt(MOST_ERRORS * (1 - MOST_ERRORS) / runs)
+    for (share, drift, which), ends in found.items():
+        what = f"share {share}, {drift}, {which} candidate"
+        verdicts = Counter(end.verdict for end in ends)
+        wrong = (verdicts["promoted"] * (which != "better") + verdicts["withdrawn"] * (which != "worse")) / runs
+        yield Figure(f"wrong verdicts, {what}", "", *reported([wrong]), most)
+        if which != "equal":
+            yield Figure(f"found, {what}", "", *reported([verdicts[RIGHT_ENDS[which]] / runs]))
+
+
+def share_table(found: dict[tuple[float, str, str], list[Ended]]) -> Table:
+    made = Table("share", "rewards", title="Comparisons by thumbs, at other shares")
+    for which in DIFFERENCES:
+        made.add_column(f"{which}: promoted, withdrawn", justify="right")
+        made.add_column("requests", justify="right")
+    for share in SHARES:
+        for drift in DRIFTS:
+            cells = [cell for which in DIFFERENCES for cell in _cells(found[share, drift, which])]
+            made.add_row(f"{share}", drift, *cells)
+    return made
+
+
+def _cells(ends: list[Ended]) -> tuple[str, str]:
+    verdicts = Counter(end.verdict for end in ends)
+    requests = statistics.median(end.requests for end in ends)
+    return f"{verdicts['promoted']}, {verdicts['withdrawn']}", f"{requests:,.0f}"
+
+
 async def simulate(runs: int) -> dict[str, dict[str, list[Ended]]]:
     """The ends of all runs, by kind of reward and of candidate."""
     return {
@@ -245,13 +312,21 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "competition.json")
     arguments = parser.parse_args()
     machine = describe()
-    results = asyncio.run(simulate(arguments.runs))
-    judged = list(figures(results))
-    show(judged, table(results))
-    runs = {
+    results, shares = asyncio.run(simulate(arguments.runs)), at_shares(arguments.runs)
+    judged = [*figures(results), *share_figures(shares, arguments.runs)]
+    show(judged, table(results), share_table(shares))
+    runs: dict[str, dict[str, object]] = {
         f"{which}, {kind}": {"verdicts": Counter(end.verdict for end in ends), "requests": [e.requests for e in ends]}
         for kind, found in results.items()
         for which, ends in found.items()
+    }
+    runs |= {
+        f"share {share}, {drift}, {which}": {
+            "verdicts": Counter(end.verdict for end in ends),
+            "requests": statistics.median(end.requests for end in ends),
+            "z_test": sum(end.peeked for end in ends),
+        }
+        for (share, drift, which), ends in shares.items()
     }
     write(arguments.out, {"machine": machine, "setting": setting(arguments), "runs": runs}, judged)
     print(f"written to {arguments.out}")

@@ -32,6 +32,7 @@ from mlx_parallm.errors import (
     ParaLLMError,
     QueueTimeoutError,
 )
+from mlx_parallm.tasks import spawn
 
 _log = logging.getLogger(__name__)
 
@@ -180,7 +181,7 @@ class BaseSet:
     @asynccontextmanager
     async def kept_up(self) -> AsyncIterator[None]:
         """Loads and unloads base models while the block runs."""
-        task = asyncio.create_task(self._run())
+        task = spawn(self._run(), _log, "loading and unloading base models")
         try:
             yield
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -27,6 +28,9 @@ from mlx_parallm.rl.lessons.record import new_id
 from mlx_parallm.rl.lessons.rules import answers_per_update, tasks_of
 from mlx_parallm.rl.rollouts.answers import DrawResult, Rollouts, RolloutSettings, group_prefixes, task_number
 from mlx_parallm.rl.service import TrainingService
+from mlx_parallm.tasks import spawn
+
+_log = logging.getLogger(__name__)
 
 
 class Lesson:
@@ -125,7 +129,7 @@ class Lesson:
             self.progress.scored(task_number(group, self._id), answers)
             self._look()
             if self._examples is None and self.progress.needs_examples and can_be_shown(self._spec):
-                self._showing, self._examples = True, asyncio.create_task(self._show())
+                self._showing, self._examples = True, spawn(self._show(), _log, "showing examples of a lesson")
         elif event.kind == "dropped" and DropReason.SCORING_FAILED.value in data.get("reasons", {}):
             self._failed(self._fault())
 

@@ -12,6 +12,7 @@ are dropped, as when it is stopped.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -25,9 +26,12 @@ from mlx_parallm.errors import ConflictError, ContextLengthError, InvalidRequest
 from mlx_parallm.rl.lessons.record import interrupted, read_lesson, write_lesson
 from mlx_parallm.rl.lessons.rules import answers_per_update, collection_of
 from mlx_parallm.rl.updates.pace import Pace
+from mlx_parallm.tasks import spawn
 
 TAG = "before-lesson"
 """Of the checkpoint of an adapter as it was before its last lesson."""
+
+_log = logging.getLogger(__name__)
 
 
 class Lessons:
@@ -188,6 +192,6 @@ class Lessons:
             await asyncio.to_thread(partial(write_lesson, self._folder, card))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
+        task = spawn(work, _log, "a change of a lesson")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -18,6 +18,7 @@ from typing import Protocol
 from mlx_parallm.config import RLTrainingConfig
 from mlx_parallm.errors import EngineDeadError
 from mlx_parallm.rl.rollouts.answers import DrawResult
+from mlx_parallm.tasks import spawn
 
 _POLL_S = 0.1
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 60.0
@@ -96,7 +97,7 @@ class RolloutDriver:
 
     def start(self) -> None:
         """Begins to draw."""
-        self._running = asyncio.create_task(self._run())
+        self._running = spawn(self._run(), _log, "drawing rollouts")
 
     async def close(self) -> None:
         """Ends all rollouts. What was not finished is not collected. Safe to call before `start`, and twice."""
@@ -159,7 +160,7 @@ class RolloutDriver:
     # -- one group -------------------------------------------------------------------------------
 
     def _start_group(self) -> None:
-        task, self._started_at = asyncio.create_task(self._draw_group()), time.monotonic()
+        task, self._started_at = spawn(self._draw_group(), _log, "drawing a group"), time.monotonic()
         self._drawing.add(task)
         task.add_done_callback(self._drawing.discard)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -37,9 +38,12 @@ from mlx_parallm.server.app import create_app, serve
 from mlx_parallm.server.http import request_log
 from mlx_parallm.server.lifecycle import release
 from mlx_parallm.server.traces.export import Traces, open_traces
+from mlx_parallm.tasks import spawn
 
 if TYPE_CHECKING:  # it needs the extra `cluster`
     from mlx_parallm.cluster.node import Node
+
+_log = logging.getLogger(__name__)
 
 
 def run(config: Config) -> int:
@@ -261,7 +265,7 @@ class IntegratedServer:
         if self._config.rl_training.atropos_url is not None:
             registered = registration(self._config, served, training.service.status().step)
             self._atropos = open_source(self._config, served, training.service, registered)
-            self._taking_batches = asyncio.create_task(self._atropos.run())
+            self._taking_batches = spawn(self._atropos.run(), _log, "taking batches from Atropos")
         if self._environment is not None:
             self._rollouts = ServerRollouts(
                 self._config, served, training, self._environment, lambda: self._is_asleep()

@@ -8,7 +8,11 @@ from collections.abc import Coroutine
 from contextvars import Context
 from typing import Any, TypeVar
 
+from mlx_parallm.tasks import log_failure, spawn
+
 T = TypeVar("T")
+
+_WHAT = "a change of training"
 
 _log = logging.getLogger(__name__)
 
@@ -21,14 +25,21 @@ class Changes:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def finished(self, change: Coroutine[Any, Any, T]) -> T:
-        """Waits for a change."""
-        return await asyncio.shield(self.spawn(change))
+        """Waits for a change, and raises what it raises."""
+        task = self._keep(asyncio.create_task(change))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            log_failure(task, _log, _WHAT)  # nobody else gets its error now
+            raise
 
     def spawn(self, work: Coroutine[Any, Any, T], context: Context | None = None) -> asyncio.Task[T]:
-        """Begins a change. `context`: of its task; None: the caller's."""
-        task = asyncio.create_task(work, context=context)
+        """Begins a change that nobody waits for. `context`: of its task; None: the caller's."""
+        return self._keep(spawn(work, _log, _WHAT, context))
+
+    def _keep(self, task: asyncio.Task[T]) -> asyncio.Task[T]:
         self._tasks.add(task)
-        task.add_done_callback(self._forget)
+        task.add_done_callback(self._tasks.discard)
         return task
 
     async def cancel(self) -> None:
@@ -36,8 +47,3 @@ class Changes:
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _forget(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.debug("a change of training failed: %s", error)  # its caller gets the error

@@ -21,6 +21,7 @@ from mlx_parallm.core import (
     CollectionSpec,
     ComparisonSpec,
     GenerationRequest,
+    GivenGroup,
     GivenTrajectory,
     RequestFailed,
     RequestFinished,
@@ -30,6 +31,9 @@ from mlx_parallm.core import (
     TrainingEvent,
 )
 from mlx_parallm.errors import ConflictError
+from mlx_parallm.rl.collect.given import trajectories_of
+from mlx_parallm.rl.competition.trained import TrainedAdapter
+from mlx_parallm.rl.runs.records import Score
 from mlx_parallm.rl.service import TrainingService
 
 LORA = LoRAConfig(rank=4, alpha=8.0)
@@ -267,3 +271,39 @@ async def test_after_a_restart_a_new_version_still_has_to_win(tmp_path: Path) ->
     async with rig(tmp_path, **automatic) as made:
         assert not made.competes, "it has won already"
         assert made.live == candidate
+
+
+@pytest.mark.parametrize("when", ["before an update", "while it is saved for a comparison"])
+async def test_training_goes_on_if_its_adapter_is_unloaded_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    keep = TrainedAdapter.keep
+    async with rig(tmp_path, rl_training__competition__automatic=True) as made:
+
+        async def keep_and_unload(trained: TrainedAdapter, ref: AdapterRef) -> None:
+            monkeypatch.setattr(TrainedAdapter, "keep", keep)
+            await keep(trained, ref)
+            await made.served.adapters.unload("tone")
+
+        await made.service.start_adapter("tone")
+        await made.service.update("tone", given=GIVEN)
+        if when == "before an update":
+            await made.served.adapters.unload("tone")
+        else:
+            monkeypatch.setattr(TrainedAdapter, "keep", keep_and_unload)
+        answers = [GivenTrajectory((5, 6), (7 + at,), float(at)) for at in range(4)]
+        given = trajectories_of(GivenGroup("g", "test", tuple(answers)))
+        scores = [Score(one.trajectory_id, float(at)) for at, one in enumerate(given)]
+        await made.service.trajectories.keep("tone", "test", given, scores)
+        async with asyncio.timeout(20):
+            while made.service.status("tone").updates_total < 2:
+                await asyncio.sleep(0.01)
+        await made.service._loops["tone"].settled()
+        status = made.service.status("tone")
+        assert (status.state, status.step, status.current) == ("idle", 2, made.served.adapters.live("tone"))
+        skipped = [str(event.data["reason"]) for event in made.events if event.kind == "skipped"]
+        if when == "before an update":
+            assert skipped == []
+        else:
+            assert status.skips == {"failed": 1}
+            assert "No model or adapter is called 'tone@2'" in skipped[0]

@@ -19,6 +19,7 @@ import pytest
 from tiny import save_tiny
 
 from mlx_parallm import LoRAConfig, RLConfig, RLIntegratedServer
+from mlx_parallm.adapters.checkpoints.runs import JOURNAL
 from mlx_parallm.app.build import Served
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.core import (
@@ -33,6 +34,7 @@ from mlx_parallm.core import (
     StopParams,
     WorkClass,
 )
+from mlx_parallm.errors import ConfigError
 
 Found = dict[str, Any]
 """The digest of the weights, the live version, the number of updates, and what waits: [state, reward] by id."""
@@ -143,6 +145,12 @@ async def resumed(path: Path) -> Found:
 async def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
     save_tiny("llama", tmp_path / "model")
     *_, before = await asyncio.to_thread(killed, tmp_path, 2)
+    wal = tmp_path / "run" / f"{JOURNAL}-wal"
+    kept = wal.read_bytes()
+    wal.unlink()
+    with pytest.raises(ConfigError, match=r"run\.commits beside it says"):
+        await resumed(tmp_path)
+    wal.write_bytes(kept)
     first, *_, last = await asyncio.to_thread(killed, tmp_path, 2)
     assert first == before, "made again from nothing, as there was no checkpoint"
     assert (last["step"], last["current"]) == (7, "default@4")

@@ -17,6 +17,7 @@ from rl.user_package import install
 from safetensors.numpy import load_file
 from training_runs import GROUP, PROMPTS, STEPS, View, config
 
+from mlx_parallm.adapters.checkpoints.runs import COMMITS, JOURNAL
 from mlx_parallm.app.train import run
 from mlx_parallm.app.train_progress import TrainOptions
 from mlx_parallm.app.training_run import FINAL
@@ -104,6 +105,16 @@ def test_steps_draw_score_update_and_save_the_last(tmp_path: Path, user) -> None
     assert (lines[0]["kind"], lines[0]["status"], lines[0]["failures"]) == ("update", "published", [])
     assert lines[2]["checkpoint"] == view.reports[2].checkpoint
     assert view.facts["adapter"].startswith("default, rank 4, alpha 8")
+
+
+def test_a_run_whose_journal_is_gone_does_not_start(tmp_path: Path, user) -> None:
+    user("regex")
+    kept = tmp_path / "checkpoints"
+    kept.mkdir()
+    (kept / COMMITS).write_text("3\n")
+    with pytest.raises(ConfigError, match=r"journal\.sqlite is gone, with at least 3 commits"):
+        run(config(tmp_path, "grpo", checkpointing__checkpoint_dir=kept), OPTIONS, View())
+    assert not (kept / JOURNAL).exists()
 
 
 def weights_in(folder: Path) -> dict[str, np.ndarray]:

@@ -27,7 +27,7 @@ from trainers import (
 )
 
 from mlx_parallm.config import Algorithm, OptimizerConfig
-from mlx_parallm.errors import StepFailedError
+from mlx_parallm.errors import InvalidRequestError, StepFailedError
 from mlx_parallm.rl.learn.policy import Policy
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
 from mlx_parallm.rl.objectives.batches import UpdateBatch
@@ -186,6 +186,68 @@ def test_a_step_behind_a_call_that_fails_is_not_made(monkeypatch: pytest.MonkeyP
     assert all(np.array_equal(leaf, before[name]) for name, leaf in leaves(policy).items())
     with pytest.raises(ValueError, match="accumulated no gradients"):
         trainer.step(policy, OPTIMIZER)
+
+
+def test_gradients_of_weights_that_were_replaced_move_nothing() -> None:
+    trainer, _ = make_trainer(SETTINGS)
+    policy = make_policy(trainer, moved=0.05)
+    done(trainer, trainer.accumulate(policy, samples(4, groups=1), LOSS))
+    waiting = trainer.accumulate(policy, samples(3, groups=1), LOSS)
+    stepping = trainer.step(policy, OPTIMIZER)
+    trainer.restore("default", None)
+    for future in (waiting, stepping):
+        with pytest.raises(StepFailedError):
+            done(trainer, future)
+    with pytest.raises(ValueError, match="no gradients"):
+        trainer.step(policy, OPTIMIZER)
+    assert trainer.bytes_held == policy.nbytes * len(policy.states)
+
+
+def test_a_checkpoint_that_does_not_fit_leaves_the_gradients() -> None:
+    trainer, _ = make_trainer(SETTINGS)
+    policy = make_policy(trainer, moved=0.05)
+    other = trainer.open("other", lora=changed(LORA, lora_rank=2 * LORA.lora_rank))
+    parts = other.state.copied()
+    snapshot = next(part for part in parts if part is not None)
+    done(trainer, trainer.accumulate(policy, samples(4, groups=1), LOSS))
+    with pytest.raises(InvalidRequestError):
+        trainer.restore("default", snapshot)
+    (outcome,) = done(trainer, trainer.step(policy, OPTIMIZER))
+    assert outcome.step == 1
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_an_update_that_is_under_way_never_replaces_weights_that_were_loaded_meanwhile(minibatches: int) -> None:
+    """Wherever it is: its step may be made already, and only be measured."""
+    settings = changed(limited(SETTINGS, kl_step=9.0), minibatches=minibatches, micro_batch_tokens=16)
+    units = 0
+    while True:
+        trainer, _ = make_trainer(settings)
+        policy = make_policy(trainer, moved=0.05)
+        trainer.pace(0.0)
+        future = trainer.begin(policy, UpdateBatch(samples(8, groups=2)))
+        for _ in range(units):
+            trainer.advance()
+        if not trainer.waits():
+            break
+        trainer.restore("default", None)
+        loaded = policy.state
+        with pytest.raises(StepFailedError):
+            done(trainer, future)
+        assert policy.state is loaded
+        units += 1
+    assert units > 3
+
+
+def test_a_policy_that_is_opened_again_leaves_nothing_of_the_one_before() -> None:
+    trainer, _ = make_trainer(SETTINGS)
+    policy = make_policy(trainer, moved=0.05)
+    done(trainer, trainer.accumulate(policy, samples(4, groups=1), LOSS))
+    waiting = trainer.accumulate(policy, samples(3, groups=1), LOSS)
+    again = trainer.open("default")
+    with pytest.raises(StepFailedError):
+        done(trainer, waiting)
+    assert trainer.bytes_held == again.nbytes * len(again.states)
 
 
 def test_policies_have_lora_settings_of_their_own() -> None:

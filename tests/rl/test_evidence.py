@@ -1,4 +1,4 @@
-"""The sequential test behind comparisons: its capital by hand, its error rates by simulation, its blocks."""
+"""The sequential test behind comparisons: its capital by hand, error rates by simulation, its use of rewards."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from mlx_parallm.rl.competition.evidence import BETS, Blocks, Capital, DifferenceTest, Verdict
+from mlx_parallm.rl.competition.evidence import BETS, Capital, Contrast, DifferenceTest, Verdict
 
 
 def test_the_capital_is_the_mean_over_bets_of_the_products_of_gains() -> None:
@@ -88,14 +88,48 @@ def test_evidence_is_never_taken_back() -> None:
     assert all(later <= earlier for earlier, later in pairwise(seen))
 
 
-def test_a_block_is_one_reward_of_the_candidate_and_so_many_of_the_live_version() -> None:
-    blocks = Blocks(live_per_block=2, span=2.0)
-    given = [(0.0, False), (1.0, True), (1.0, False), (1.0, False), (1.0, False), (1.0, False), (0.0, True)]
-    assert [blocks.add(*one) for one in given] == [None, None, 0.25, None, None, None, -0.5]
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.9])
+def test_the_mean_contrast_is_the_difference_of_the_versions_whatever_came_before(share: float) -> None:
+    """The mean over who answers, the candidate with the probability `share`, for a reward of each."""
+    for before in ([], [1.0] * 40, [-1.0, 1.0, 0.25]):
+        of = {}
+        for candidate, reward in ((True, 0.75), (False, -0.5)):
+            contrast = Contrast(share, -1.0, 1.0)
+            for place, earlier in enumerate(before):
+                contrast.add(earlier, place % 2 == 0)
+            of[candidate] = contrast.add(reward, candidate)
+        assert share * of[True] + (1 - share) * of[False] == pytest.approx(contrast.scale * 1.25)
 
 
-def test_rewards_that_wait_for_others_are_bounded() -> None:
-    blocks = Blocks(live_per_block=1, span=1.0)
-    for number in range(5000):
-        blocks.add(float(number), candidate=False)
-    assert blocks.add(4000.0, candidate=True) == 0.0
+def test_a_contrast_is_at_most_1() -> None:
+    for share in (0.01, 0.3, 0.5, 0.99):
+        contrast = Contrast(share, 0.0, 10.0)
+        for _ in range(1000):
+            contrast.add(10.0, candidate=False)
+        assert 0.9 < max(abs(contrast.add(0.0, candidate)) for candidate in (False, True)) <= 1
+
+
+def drifting(share: float, seed: int, better: float = 0.0, drift: float = 0.8, rewards: int = 2000) -> Verdict | None:
+    """The verdict on rewards of -1 or 1 of which ever more are 1; of the candidate's, `better` more."""
+    dice, contrast = random.Random(seed), Contrast(share, -1.0, 1.0)
+    test = DifferenceTest(0.05, 0.05 * contrast.scale)
+    for number in range(rewards):
+        candidate = dice.random() < share
+        good = 0.5 + drift * (number / rewards - 0.5) + better * candidate
+        if verdict := test.observe(contrast.add(1.0 if dice.random() < good else -1.0, candidate)):
+            return verdict
+    return None
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.4, 0.9])
+@pytest.mark.parametrize("drift", [0.8, -0.8])
+def test_a_drift_of_both_versions_is_no_difference_at_any_share(share: float, drift: float) -> None:
+    """One wrong verdict of 20 is what the error rate allows on average."""
+    found = [drifting(share, seed, drift=drift) for seed in range(12)]
+    assert sum(verdict in (Verdict.BETTER, Verdict.WORSE) for verdict in found) <= 2
+
+
+def test_a_difference_is_found_under_a_drift_in_either_direction() -> None:
+    for drift in (0.8, -0.8):
+        assert [drifting(0.4, seed, 0.3, drift) for seed in range(10)] == [Verdict.BETTER] * 10
+        assert [drifting(0.4, seed, -0.3, drift) for seed in range(10)] == [Verdict.WORSE] * 10

@@ -9,6 +9,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rl.fakes import trajectories
 
+from mlx_parallm.adapters.checkpoints.runs import COMMITS
 from mlx_parallm.core import AdapterRef, CollectionSpec, GivenTrajectory
 from mlx_parallm.errors import ConfigError, StorageError
 from mlx_parallm.rl.runs.journal import Journal
@@ -231,6 +233,7 @@ async def test_a_torn_end_of_the_wal_loses_only_what_was_not_acknowledged(path: 
     for cut in (len(kept) + 1, len(torn) - 5):  # a crash has left some pages of the second commit
         path.write_bytes(content)
         wal.write_bytes(torn[:cut])
+        path.with_name(COMMITS).write_text("1\n")
         assert await reopened(path) == [["a-0", "a-1"]]
 
 
@@ -344,6 +347,117 @@ async def test_a_damaged_journal_is_told_and_not_passed_over(path: Path) -> None
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"damaged .*restore it from a backup"):
         JournalFile(path)
+
+
+def flipped(content: bytes) -> bytes:
+    return bytes(255 - byte if place % 97 == 96 else byte for place, byte in enumerate(content))
+
+
+async def killed(path: Path, moved: int, in_wal: int) -> dict[str, bytes]:
+    """The files of a process that was killed after so many commits, of which the first were moved out of the WAL."""
+    file = JournalFile(path)
+    journal = Journal(file)
+    for number in range(moved + in_wal):
+        await journal.accept("math", trajectories(f"g{number}", REF))
+        if number + 1 == moved:
+            file.move_into_place()
+    files = {one.name: one.read_bytes() for one in path.parent.iterdir() if not one.name.endswith("-shm")}
+    await journal.close()
+    for one in path.parent.iterdir():
+        one.unlink()
+    return files
+
+
+JOURNAL_NAME, WAL_NAME = "journal.sqlite", "journal.sqlite-wal"
+DAMAGES: dict[str, Callable[[dict[str, bytes]], dict[str, bytes]]] = {
+    "every 97th byte of both": lambda files: {name: flipped(data) for name, data in files.items()},
+    "every 97th byte of the WAL": lambda files: {WAL_NAME: flipped(files[WAL_NAME])},
+    "every 97th byte of the main file": lambda files: {JOURNAL_NAME: flipped(files[JOURNAL_NAME]), WAL_NAME: b""},
+    "no WAL": lambda files: {WAL_NAME: b""},
+    "the beginning of a WAL": lambda files: {WAL_NAME: files[WAL_NAME][: len(files[WAL_NAME]) // 20]},
+    "no main file": lambda files: {JOURNAL_NAME: b""},
+    "neither": lambda files: {JOURNAL_NAME: b"", WAL_NAME: b""},
+    "half a main file and no WAL": lambda files: {
+        JOURNAL_NAME: files[JOURNAL_NAME][: len(files[JOURNAL_NAME]) // 2],
+        WAL_NAME: b"",
+    },
+}
+
+
+@pytest.mark.parametrize("emptied", [True, False])
+@pytest.mark.parametrize(("moved", "in_wal"), [(0, 1), (20, 3)])
+@pytest.mark.parametrize("damage", DAMAGES)
+async def test_a_killed_run_whose_journal_is_gone_or_cut_does_not_start(
+    path: Path, damage: str, moved: int, in_wal: int, emptied: bool
+) -> None:
+    """Whether the files are empty or missing; and what is refused stays as it is, for whoever can repair it."""
+    files = await killed(path, moved, in_wal)
+    count = files.pop(COMMITS)
+    left = {**files, **DAMAGES[damage](files)}
+    for name, data in left.items():
+        if data or emptied:
+            (path.parent / name).write_bytes(data)
+    path.with_name(COMMITS).write_bytes(count)
+    with pytest.raises(ConfigError, match=r"(?s)journal\.sqlite .*[Rr]estore .*from a backup"):
+        JournalFile(path)
+    for name, data in left.items():
+        if data:
+            assert (path.parent / name).read_bytes() == data
+    with pytest.raises(ConfigError, match=r"journal\.sqlite"):
+        JournalFile(path, read_only=True).newest_changes(1)
+    for name, data in files.items():
+        (path.parent / name).write_bytes(data)
+    (path.parent / f"{JOURNAL_NAME}-shm").unlink(missing_ok=True)
+    assert len(await reopened(path)) == moved + in_wal, "unharmed, it is recovered"
+
+
+async def test_what_is_left_of_a_cut_journal_is_used_if_the_operator_says_so(path: Path) -> None:
+    files = await killed(path, 2, 2)
+    path.write_bytes(files[JOURNAL_NAME])
+    path.with_name(COMMITS).write_bytes(files[COMMITS])
+    with pytest.raises(ConfigError, match=r"has 2 of at least 4 commits.*remove run\.commits"):
+        JournalFile(path)
+    path.with_name(COMMITS).unlink()
+    assert await reopened(path) == [["g0-0", "g0-1"], ["g1-0", "g1-1"]]
+
+
+async def test_the_count_never_runs_ahead_of_the_journal(path: Path) -> None:
+    """A full disk and a process that is killed are no damage."""
+    file = FullDisk(path)
+    journal = Journal(file)
+    await journal.accept("math", trajectories("a", REF))
+    file.full = True
+    with pytest.raises(StorageError):
+        await journal.accept("math", trajectories("b", REF))
+    file.full = False
+    await journal.flush()
+    assert path.with_name(COMMITS).read_text() == "1\n"
+    await journal.close()
+    path.with_name(COMMITS).write_text("")  # a power failure has left the file without its content
+    assert await reopened(path) == [["a-0", "a-1"]]
+    path.with_name(COMMITS).write_text("many\n")
+    with pytest.raises(ConfigError, match=r"run\.commits is damaged"):
+        JournalFile(path)
+
+
+async def test_rows_leave_the_wal_at_the_start_and_when_nothing_comes(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlx_parallm.rl.runs.journal._IDLE_S", 0.01)
+    file = JournalFile(path)
+    file.commit([])
+    assert path.stat().st_size > 4096, "the tables"
+    moved, move = asyncio.Event(), file.move_into_place
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(file, "move_into_place", lambda: (move(), loop.call_soon_threadsafe(moved.set)))
+    journal = Journal(file)
+    await journal.accept("math", trajectories("a", REF))
+    await moved.wait()
+    main = path.read_bytes()
+    await journal.close()
+    alone = path.with_name("alone.sqlite")
+    alone.write_bytes(main)
+    assert len(JournalFile(alone, read_only=True).waiting("math")) == 1
 
 
 def test_an_empty_file_that_a_crash_has_left_is_a_new_journal(path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 from configs import changed, loss_config
@@ -16,6 +18,7 @@ from mlx_parallm.core import BASE_ADAPTER, GivenTrajectory
 from mlx_parallm.errors import (
     InvalidRequestError,
     StepFailedError,
+    UnknownModelError,
 )
 from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, TrajectoryState
 from mlx_parallm.rl.objectives.rewards import RewardHistory
@@ -279,6 +282,40 @@ async def test_faults_of_the_device_pause_training_and_kill_nothing() -> None:
         rig.loop.resume()
     assert rig.publisher.versions[ref(1)] == 1.0
     rig.check()
+
+
+async def test_whatever_fails_around_an_update_is_reported_and_the_loop_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Such as a comparison that cannot begin, because its version was unloaded meanwhile."""
+    rig = await opened(settings=changed(SETTINGS, max_skips=3, update_frequency=2))
+    failures = 2
+
+    @asynccontextmanager
+    async def entry() -> AsyncIterator[None]:
+        nonlocal failures
+        failures -= 1
+        if failures >= 0:
+            raise UnknownModelError("math@1 was unloaded")
+        yield
+
+    rig.loop.entry = entry
+    async with running(rig):
+        rig.drawn(1.0, 0.0)
+        await settle()
+        assert rig.kinds == ["skipped", "skipped", "update"]
+        assert rig.loop.status().skips == {"failed": 2}
+        assert caplog.text.count("UnknownModelError: math@1 was unloaded") == 2
+        failures = 9
+        rig.drawn(1.0, 0.0)
+        await settle()
+        assert rig.loop.status().state == "paused"
+        assert "math@1 was unloaded" in rig.loop.status().detail["pause_reason"]
+        failures = 0
+        rig.loop.resume()
+        await settle()
+        assert rig.kinds[-2:] == ["resumed", "update"], "nothing that waited is lost"
+        rig.check()
 
 
 async def test_a_paused_loop_updates_on_request_only() -> None:

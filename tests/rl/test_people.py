@@ -370,7 +370,8 @@ async def test_the_journal_of_an_adding_learner_tells_losses_apart(tmp_path: Pat
     """Guards the tests above: the same edit as a correction and as a preference makes different policies."""
     policies = []
     for name, edit in (("a", correction()), ("b", preference())):
-        async with Run(tmp_path / f"{name}.sqlite").process() as one:
+        (tmp_path / name).mkdir()
+        async with Run(tmp_path / name / "journal.sqlite").process() as one:
             assert isinstance(one.learner, Adding)
             await one.service.people.edit(edit)
             await one.service.update()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ from mlx_parallm.core import (
     CollectionSpec,
     FinishReason,
     GenerationRequest,
+    GivenTrajectory,
     RequestFinished,
     SamplingParams,
     SequenceOutput,
@@ -310,7 +311,7 @@ STEPS = st.lists(
     st.sampled_from(
         [
             *("request", "people", "feedback", "turn", "turn", "tokens", "episode", "close"),
-            *("update", "given", "save", "rollback", "crash", "crash"),
+            *("update", "given", "single", "dull", "held", "skipped", "failed", "save", "rollback", "crash", "crash"),
         ]
     ),
     max_size=16,
@@ -320,10 +321,11 @@ STEPS = st.lists(
 @given(STEPS)
 @settings(max_examples=50, deadline=None)
 def test_any_history_with_crashes_ends_as_the_same_history_without(tmp_path_factory, steps: list[str]) -> None:
-    """Policies, states and rewards are equal: nothing is lost, and nothing is trained on twice."""
+    """Policies, baselines, states and rewards are equal: nothing is lost, nothing is trained on twice, and an update
+    that came to nothing leaves nothing."""
 
     async def ends(crashes: bool) -> object:
-        run = Run(tmp_path_factory.mktemp("run") / "journal.sqlite")
+        run = Run(tmp_path_factory.mktemp("run") / "journal.sqlite", limited(MANUAL, kl_step=0.5))
         parts: list[list[str]] = [[]]
         for step in steps:
             if step == "crash" and crashes:
@@ -339,7 +341,7 @@ def test_any_history_with_crashes_ends_as_the_same_history_without(tmp_path_fact
                 one.service.check_integrity()
                 cards = one.service.trajectories.newest(999)
                 waiting = {c.trajectory.trajectory_id: (c.state, c.reward) for c in cards if c.state in OPEN}
-                found = (one.learner.policies["main"], waiting)
+                found = (one.learner.policies["main"], baselines(one), waiting)
         return found
 
     assert asyncio.run(ends(crashes=True)) == asyncio.run(ends(crashes=False))
@@ -375,10 +377,78 @@ async def did(one: World, step: str, run: Run) -> None:
         case "update" | "given":
             run.group += 1
             await one.service.update(given=GIVEN if step == "given" else None)
+        case "single" | "held" | "skipped" | "failed" | "dull":
+            run.group += 1
+            await single(one, run.group, step)
         case "save" if live != BASE_ADAPTER:
             await one.service.save(None, None, [] if has_first(one) else ["first"], {})
         case "rollback" if has_first(one):
             await one.service.rollback(to="first")
+
+
+async def single(one: World, number: int, ends: str = "single") -> None:
+    """An update of answers without a group, whose rewards are compared with those before. `dull`: they are equal."""
+    rewards = [0.25] * 2 if ends == "dull" else [number % 5 / 4, number % 3 / 2]
+    given = [GivenTrajectory((1, at), (2,), reward, f"s{at}") for at, reward in enumerate(rewards)]
+    one.learner.metrics = {"loss": 0.5, "kl_step": 1.0 if ends == "held" else 0.1}
+    one.learner.skip = "loss_not_finite" if ends == "skipped" else ""
+    one.learner.error = OSError("device") if ends == "failed" else None
+    with suppress(OSError):
+        report = await one.service.update(given=given)
+        assert report.status in {"held": ("held", "skipped"), "skipped": ("skipped",)}.get(ends, report.status)
+    one.learner.metrics, one.learner.skip, one.learner.error = {"loss": 0.5}, "", None
+
+
+def baselines(one: World) -> Mapping[str, float]:
+    return one.service._loop(None).training.rewards.baselines()
+
+
+@pytest.mark.parametrize("ends", ["held", "skipped", "failed"])
+async def test_an_update_that_comes_to_nothing_leaves_the_baselines(tmp_path: Path, ends: str) -> None:
+    """So that one made again after a crash has the advantages that it had."""
+    run = Run(tmp_path / "journal.sqlite", limited(MANUAL, kl_step=0.5))
+    async with run.process() as one:
+        for number in (1, 2):
+            await single(one, number)
+        await one.service.save(None, None, [], {})
+        before = baselines(one)
+        await single(one, 4, ends)
+        assert baselines(one) == before
+        await single(one, 5)
+        advantages = [sample.advantages for sample in one.learner.batches[-1].samples]
+        found, policy = baselines(one), one.learner.policies["main"]
+        assert found != before
+    async with run.process() as one:
+        (again,) = one.learner.batches
+        assert [sample.advantages for sample in again.samples] == advantages
+        assert (baselines(one), one.learner.policies["main"]) == (found, policy)
+
+
+async def test_rewards_without_a_signal_count_for_the_next_update_after_a_crash_too(tmp_path: Path) -> None:
+    run = Run(tmp_path / "journal.sqlite")
+    for number in range(3):
+        async with run.process() as one:
+            assert baselines(one).get("baseline_count.given", 0) == 2 * number
+            await single(one, 0, "dull")
+            assert one.service.status().step == 0, "nothing was learnt"
+    async with run.process() as one:
+        await single(one, 4)
+        assert one.learner.batches[0].samples, "there is something to compare with"
+
+
+async def test_a_rollback_keeps_the_baselines_after_a_crash_too(tmp_path: Path) -> None:
+    run = Run(tmp_path / "journal.sqlite")
+    async with run.process() as one:
+        await single(one, 1)
+        await one.service.save(None, None, ["good"], {})
+        await single(one, 2)
+        await one.service.rollback(to="good")
+        found = baselines(one)
+        await single(one, 4)
+        policy, ended = one.learner.policies["main"], baselines(one)
+    assert found != ended
+    async with run.process() as one:
+        assert (one.learner.policies["main"], baselines(one)) == (policy, ended)
 
 
 def has_first(one: World) -> bool:

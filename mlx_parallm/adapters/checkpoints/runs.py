@@ -5,6 +5,7 @@
             run.lock                      the ids of the run and of its process, which locks it (flock)
             run.json                      see `rl.runs.record`
             journal.sqlite                see `rl.runs.store`
+            run.commits               how many commits it has at least
             metrics.jsonl                 see `rl.tracking.trackers`
             default/checkpoint-10/ ...    see `store`
 
@@ -29,7 +30,8 @@ from mlx_parallm.errors import ConfigError
 
 ROOT = Path("checkpoints")
 """Relative to the current folder."""
-LOCK, RECORD, JOURNAL, METRICS = "run.lock", "run.json", "journal.sqlite", "metrics.jsonl"
+LOCK, RECORD, METRICS = "run.lock", "run.json", "metrics.jsonl"
+JOURNAL, COMMITS = "journal.sqlite", "run.commits"
 _MOMENT_S = 0.05
 
 
@@ -114,8 +116,9 @@ def runs_in(root: Path) -> Iterator[Path]:
 
 
 def can_resume(folder: Path) -> bool:
-    """Whether a run has left something in this folder: a checkpoint, or a journal."""
-    return any(folder.glob(f"*/checkpoint-*/{MANIFEST}")) or (folder / JOURNAL).is_file()
+    """Whether a run has left a checkpoint here, a journal, or the count of one that is gone."""
+    kept = (folder / JOURNAL, folder / COMMITS)
+    return any(folder.glob(f"*/checkpoint-*/{MANIFEST}")) or any(path.is_file() for path in kept)
 
 
 def named_run(text: str) -> Path:

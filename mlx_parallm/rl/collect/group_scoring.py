@@ -14,6 +14,7 @@ from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.records import Score
 from mlx_parallm.rl.scoring.pool import ScoringError
 from mlx_parallm.rl.scoring.service import ScoringService
+from mlx_parallm.tasks import spawn
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class GroupScoring:
 
     def start(self, group: TrajectoryGroup) -> None:
         """Begins to score a group to which no more members come."""
-        task = asyncio.create_task(self._score(group))
+        task = spawn(self._score(group), _log, f"scoring {group.group_id}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -13,7 +13,7 @@ from weakref import WeakSet
 from mlx_parallm.config import CompetitionConfig
 from mlx_parallm.core import AdapterRef, ComparisonCard
 from mlx_parallm.rl.collect.groups import TrajectoryGroup
-from mlx_parallm.rl.competition.evidence import Blocks, DifferenceTest, Verdict
+from mlx_parallm.rl.competition.evidence import Contrast, DifferenceTest, Verdict
 
 
 @dataclass(slots=True)
@@ -74,13 +74,12 @@ class Comparison:
     _salt: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     _counted: WeakSet[TrajectoryGroup] = field(default_factory=WeakSet)
     _test: DifferenceTest = field(init=False)
-    _blocks: Blocks = field(init=False)
+    _contrast: Contrast = field(init=False)
 
     def __post_init__(self) -> None:
         settings = self.settings
-        span = settings.highest_reward - settings.lowest_reward
-        self._test = DifferenceTest(settings.error_rate, settings.smallest_effect / span)
-        self._blocks = Blocks(max(1, round((1 - settings.share) / settings.share)), span)
+        self._contrast = Contrast(settings.share, settings.lowest_reward, settings.highest_reward)
+        self._test = DifferenceTest(settings.error_rate, settings.smallest_effect * self._contrast.scale)
 
     def choose(self, key: str) -> AdapterRef:
         """The version for a request with this key. The same one each time; another comparison draws anew."""
@@ -109,8 +108,7 @@ class Comparison:
         within = min(max(reward, self.settings.lowest_reward), self.settings.highest_reward)
         self.clipped += within != reward
         (self._of_candidate if of_candidate else self._of_live).add(within)
-        difference = self._blocks.add(within, of_candidate)
-        if difference is not None and (verdict := self._test.observe(difference)):
+        if verdict := self._test.observe(self._contrast.add(within, of_candidate)):
             return _OUTCOMES[verdict]
         return OUT_OF_REWARDS if self._of_candidate.count >= self.settings.max_rewards else None
 

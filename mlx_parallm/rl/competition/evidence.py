@@ -4,25 +4,24 @@ on for longer, does not raise their error rates.
 Each hypothesis is tested by betting against it. The capital of somebody who bets against a true hypothesis is a
 nonnegative supermartingale, because every bet is fair or loses on average. By Ville's inequality it ever reaches 1 / a
 with probability at most a. Sources: Waudby-Smith and Ramdas, "Estimating means of bounded random variables by betting"
-(JRSS B, 2024), for the bets on bounded means; Turner, Ly and Grünwald, "Generic E-variables for exact sequential
-k-sample tests that allow for optional stopping" (2024), for two samples in blocks of a fixed composition.
+(JRSS B, 2024), for the bets on bounded means; Howard, Ramdas, McAuliffe and Sekhon, "Time-uniform, nonparametric,
+nonasymptotic confidence sequences" (Annals of Statistics, 2021), section 4.2, for differences of rewards whose version
+is chosen at random.
 
-A block is one reward of the candidate and the mean of some rewards of the live version that came at about the same
-time. The rewards may drift, and need not be of any distribution: only the mean difference of a block matters, given all
-blocks before it.
+Rewards may drift, and need not be of any distribution. Each of them is compared with what was usual just before it, and
+never with an old reward of the other version; see `Contrast`.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from enum import StrEnum
 
 BETS = tuple(0.9 * 0.65**power for power in range(12))
 """Shares of the largest bet that cannot lose everything. The capital is spread over all of them at the start."""
 
-MOST_UNPAIRED = 1000
-"""Rewards of one version that may wait for those of the other. Beyond it, the oldest are left out."""
+_NEWEST_WEIGHT = 1 / 32
+"""Least weight of the newest reward in the running mean."""
 
 
 class Verdict(StrEnum):
@@ -39,18 +38,16 @@ class Capital:
     def __init__(self, bound: float) -> None:
         self._bound = bound
         self._bets = [share / (1 + bound) for share in BETS]
-        self._logs = [0.0] * len(BETS)
+        self._capitals = [1.0] * len(BETS)
 
     def observe(self, value: float) -> None:
         gain = value - self._bound
-        for place, bet in enumerate(self._bets):
-            self._logs[place] += math.log1p(bet * gain)
+        self._capitals = [capital * (1 + bet * gain) for capital, bet in zip(self._capitals, self._bets, strict=True)]
 
     @property
     def log(self) -> float:
         """Logarithm of the capital; 0 at the start."""
-        largest = max(self._logs)
-        return largest + math.log(sum(math.exp(log - largest) for log in self._logs) / len(self._logs))
+        return math.log(sum(self._capitals) / len(BETS))
 
 
 class DifferenceTest:
@@ -98,21 +95,28 @@ class DifferenceTest:
         return min(1.0, 2 * math.exp(-self._largest_below))
 
 
-class Blocks:
-    """Differences of a candidate's rewards from those of the live version, each from one reward of the candidate and
-    `live_per_block` of the other, in order of their arrival. They are scaled by `span`, so that they are from -1 to 1.
+class Contrast:
+    """Makes of each reward a value from -1 to 1 whose mean is `scale` times the difference of the versions' mean
+    rewards: the candidate's minus the live version's.
+
+    A reward r counts as (r - m) (1 - share) if the candidate got it, and as -(r - m) share if the live version did. m
+    is the mean of both versions' last rewards, before r. Since chance decides who answers, the mean of that is
+    share (1 - share) times the difference at this moment, whatever m is and however the rewards drift (Horvitz and
+    Thompson, 1952). With a good m it varies little, and a share of rewards that differs from `share` matters little.
+
+    Args:
+        share: probability that the candidate answers.
+        lowest, highest: all rewards are from one to the other.
     """
 
-    def __init__(self, live_per_block: int, span: float) -> None:
-        self._of_live: deque[float] = deque(maxlen=MOST_UNPAIRED)
-        self._of_candidate: deque[float] = deque(maxlen=MOST_UNPAIRED)
-        self._wanted = live_per_block
-        self._span = span
+    def __init__(self, share: float, lowest: float, highest: float) -> None:
+        largest = max(share, 1 - share) * (highest - lowest)
+        self.scale = share * (1 - share) / largest
+        self._of_candidate, self._of_live = (1 - share) / largest, -share / largest
+        self._mean, self._count = (lowest + highest) / 2, 1
 
-    def add(self, reward: float, candidate: bool) -> float | None:
-        """Adds a reward. Returns the difference of the block that it completes."""
-        (self._of_candidate if candidate else self._of_live).append(reward)
-        if not self._of_candidate or len(self._of_live) < self._wanted:
-            return None
-        live = math.fsum(self._of_live.popleft() for _ in range(self._wanted)) / self._wanted
-        return (self._of_candidate.popleft() - live) / self._span
+    def add(self, reward: float, candidate: bool) -> float:
+        centred = reward - self._mean
+        self._count += 1
+        self._mean += max(1 / self._count, _NEWEST_WEIGHT) * centred
+        return centred * (self._of_candidate if candidate else self._of_live)

@@ -14,6 +14,7 @@ import httpx
 
 from mlx_parallm.config import is_loopback
 from mlx_parallm.core import TrainingEvent
+from mlx_parallm.tasks import spawn
 
 _MAX_QUEUED = 100
 """Divergences that may wait to be posted. Further ones are lost, and counted."""
@@ -57,7 +58,7 @@ class Webhook:
         except asyncio.QueueFull:
             self._failed(f"it is too slow: {_MAX_QUEUED} divergences wait")
         if self._worker is None:
-            self._worker = asyncio.get_running_loop().create_task(self._work())
+            self._worker = spawn(self._work(), _log, "the webhook for divergences")
 
     async def close(self) -> None:
         """Waits a little for what is queued, and ends."""

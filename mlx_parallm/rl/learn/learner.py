@@ -149,12 +149,13 @@ class Learner:
         return copy
 
     async def restore(self, name: str, goal: PolicyState | PolicySnapshot | None) -> None:
-        """Goes back to a state or a checkpoint; None: to a new policy, equal to the base model.
+        """Goes back to a state or a checkpoint; None: to a new policy, equal to the base model. What was asked of the
+        policy as it is now is given up, and so are its gradients since the last step.
 
         Raises:
             InvalidRequestError: the checkpoint has another rank, alpha or targets than those configured.
         """
-        await self._device.run(lambda: self.trainer.policies[name].restore(goal))
+        await self._device.run(lambda: self.trainer.restore(name, goal))
 
     def weights(self, name: str) -> AdapterWeights:
         """The current weights as MLX arrays, which only the device thread may read."""

@@ -171,12 +171,14 @@ class Policy:
         Raises:
             InvalidRequestError: the snapshot has other linear layers, ranks or scales than the policy.
         """
+        self.state = self.state_of(goal)
+        self.states.add(self.state)
+
+    def state_of(self, goal: PolicyState | PolicySnapshot | None) -> PolicyState:
+        """The state that `restore` sets; raises what it raises."""
         if goal is None:
-            goal = self._fresh(new_factors(self._layout, self._lora, self._seed), 0)
-        elif isinstance(goal, PolicySnapshot):
-            goal = self._loaded(goal)
-        self.state = goal
-        self.states.add(goal)
+            return self._fresh(new_factors(self._layout, self._lora, self._seed), 0)
+        return self._loaded(goal) if isinstance(goal, PolicySnapshot) else goal
 
     def _fresh(self, params: Params, step: int) -> PolicyState:
         """These factors with the state of a new optimizer, which does not depend on its settings."""

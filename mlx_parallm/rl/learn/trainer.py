@@ -32,7 +32,7 @@ from mlx_parallm.rl.learn.logprobs import Logprobs
 from mlx_parallm.rl.learn.model import TrainableModel
 from mlx_parallm.rl.learn.pacing import Pacer
 from mlx_parallm.rl.learn.packing import SampleBatch, minibatches
-from mlx_parallm.rl.learn.policy import Policy, PolicySnapshot, check_room
+from mlx_parallm.rl.learn.policy import Policy, PolicySnapshot, PolicyState, check_room
 from mlx_parallm.rl.learn.step import Step
 from mlx_parallm.rl.learn.update import Update
 from mlx_parallm.rl.objectives.batches import UpdateBatch
@@ -84,15 +84,29 @@ class GRPOTrainer:
         lora: ModelConfig | None = None,
         seed: int | None = None,
     ) -> Policy:
-        """Makes a new policy of this name, in place of an earlier one. Raises what `check_room` and `Policy` raise.
+        """Makes a new policy of this name, in place of an earlier one, which is closed. Raises what `check_room` and
+        `Policy` raise.
 
         `lora`: its rank, alpha and targets. `seed`: of its initial weights. None: those of the trainer.
         """
         lora = lora or self.lora
         check_room(self.model.layout, lora, self.memory)
         policy = Policy(self.model.layout, lora, self.config.seed if seed is None else seed, start)
+        self.close(name)
         self.policies[name] = policy
         return policy
+
+    def restore(self, name: str, goal: PolicyState | PolicySnapshot | None) -> None:
+        """Sets a policy to a state or a snapshot; None: to a new policy, equal to the base model. What is queued for it
+        and what it has accumulated are of the weights before, and are given up.
+
+        Raises:
+            InvalidRequestError: see `Policy.restore`; nothing has changed.
+        """
+        policy = self.policies[name]
+        state = policy.state_of(goal)
+        self.abandon(policy)
+        policy.restore(state)
 
     def close(self, name: str) -> None:
         """Fails what is queued for a policy, and forgets it. Does nothing if there is none."""

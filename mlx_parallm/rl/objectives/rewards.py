@@ -174,6 +174,18 @@ class RewardHistory:
         """Starts a new trend. Call this when the policy is replaced. Baselines belong to scorers, and stay."""
         self.trend = RewardTrend()
 
+    def draft(self) -> RewardHistory:
+        """A history with the same baselines, for an update that may come to nothing; see `accept`."""
+        draft = RewardHistory()
+        draft._baselines = dict(self._baselines)
+        return draft
+
+    def accept(self, draft: RewardHistory) -> bool:
+        """Takes over the baselines of a draft. Returns whether they had moved."""
+        moved = self._baselines != draft._baselines
+        self._baselines = draft._baselines
+        return moved
+
     def advantage(self, scorer: str, reward: float, scaled: bool = False) -> float | None:
         """The advantage of a sample without a group over the scorer's earlier rewards. Then adds `reward` to these.
 
@@ -192,11 +204,11 @@ class RewardHistory:
         metrics = {} if trend.mean is None else {"reward_running_mean": trend.mean}
         if trend.best is not None and not trend.provisional:
             metrics[_BEST] = trend.best
-        for prefix, scorers in (("reward", trend.scorers), ("baseline", self._baselines)):
-            for scorer, running in scorers.items():
-                if len(scorer) <= _MAX_SCORER_NAME and scorer.isprintable():
-                    metrics |= {f"{prefix}_{name}.{scorer}": float(value) for name, value in asdict(running).items()}
-        return metrics
+        return metrics | _figures("reward", trend.scorers) | self.baselines()
+
+    def baselines(self) -> dict[str, float]:
+        """What `restore_baselines` needs."""
+        return _figures("baseline", self._baselines)
 
     def restore(self, metrics: Mapping[str, float]) -> None:
         """Continues from what `to_metrics` returned."""
@@ -204,7 +216,19 @@ class RewardHistory:
         self.trend.scorers = _restored("reward", RunningReward, metrics)
         if self.trend.scorers and _BEST in metrics:
             self.trend.best, self.trend.provisional = metrics[_BEST], False
+        self.restore_baselines(metrics)
+
+    def restore_baselines(self, metrics: Mapping[str, float]) -> None:
         self._baselines = _restored("baseline", RunningBaseline, metrics)
+
+
+def _figures(prefix: str, scorers: Mapping[str, RunningReward] | Mapping[str, RunningBaseline]) -> dict[str, float]:
+    return {
+        f"{prefix}_{name}.{scorer}": float(value)
+        for scorer, running in scorers.items()
+        if len(scorer) <= _MAX_SCORER_NAME and scorer.isprintable()
+        for name, value in asdict(running).items()
+    }
 
 
 def _restored(prefix: str, kind: type[R], metrics: Mapping[str, float]) -> dict[str, R]:

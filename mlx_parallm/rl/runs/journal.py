@@ -30,10 +30,14 @@ from mlx_parallm.rl.runs.records import (
     trajectory_to_json,
 )
 from mlx_parallm.rl.runs.store import TRAJECTORY, JournalFile, Statements
+from mlx_parallm.tasks import spawn
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
+
+_IDLE_S = 1.0
+"""After so long without a commit, the rows are moved out of the WAL."""
 
 _FORGET = ("DELETE FROM intake WHERE trajectory_id = ?", "DELETE FROM ends WHERE trajectory_id = ?")
 _IN = "INSERT INTO intake (adapter, group_id, trajectory_id, kind, arrival, body) VALUES (?, ?, ?, ?, ?, ?)"
@@ -68,6 +72,7 @@ class Journal:
         self._committing: asyncio.Task[None] | None = None
         self._failed = False  # the last commit has
         self._closed = False
+        self._idle: asyncio.TimerHandle | None = None
 
     # -- what is acknowledged after it is on the disk --------------------------------------------
     # These raise StorageError if it cannot be written.
@@ -159,6 +164,8 @@ class Journal:
         except StorageError as error:
             _log.error("%d entries of the journal are lost: %s", len(self._unwritten), error)
         self._closed = True
+        if self._idle is not None:
+            self._idle.cancel()
         if self._file is not None:
             await asyncio.get_running_loop().run_in_executor(self._worker, self._file.close)
         self._worker.shutdown()
@@ -184,7 +191,7 @@ class Journal:
             return done
         self._waiting.append(_Entry(statements, kept, done))
         if self._committing is None:
-            self._committing = asyncio.create_task(self._commit_all(self._file))
+            self._committing = spawn(self._commit_all(self._file), _log, "writing the journal")
         return done
 
     async def _commit_all(self, file: JournalFile) -> None:
@@ -201,6 +208,13 @@ class Journal:
                     _complete(entry.done, unusable.get(entry, error))
         finally:
             self._committing = None
+            if self._idle is not None:
+                self._idle.cancel()
+            self._idle = loop.call_later(_IDLE_S, self._move_into_place, file)
+
+    def _move_into_place(self, file: JournalFile) -> None:
+        if self._committing is None and not self._closed:
+            self._worker.submit(file.move_into_place)
 
     def _tell(self, error: Exception | None) -> None:
         """Logs the first failure of several."""
@@ -266,5 +280,5 @@ def _entered(adapter: str, group_id: str, entry: GroupEntry) -> Statements:
 def _changed(change: PolicyChange) -> Statements:
     kind, text = body_to_json(change.body)
     row = (change.adapter, change.number, change.at, kind, text)
-    ids = change.body.trajectory_ids if isinstance(change.body, Update) else ()
+    ids = change.body.trajectory_ids if isinstance(change.body, Update) and change.body.changed_policy else ()
     return [(_CHANGE, [row]), (_END, [(one, "trained", "", change.at) for one in ids])]

@@ -83,6 +83,10 @@ GroupEntry = Feedback | TokenRewards | EpisodeReward | Score | Closed
 # -- what changes a policy -----------------------------------------------------------------------
 
 
+CHANGED = ("published", "trained")
+"""The statuses of updates that have changed the policy."""
+
+
 @dataclass(frozen=True, slots=True)
 class TrainedEpisode:
     """One member of a group. Its turns are the trajectories of the journal with `trajectory_ids` or, if a client sent
@@ -120,15 +124,18 @@ class Start:
 @dataclass(frozen=True, slots=True)
 class Rollback:
     """The policy of `checkpoint` replaced the current one. Empty: that policy is in no checkpoint. `lineage`: the
-    versions that training had continued from then, oldest first."""
+    versions that training had continued from then, oldest first. `baselines`: of rewards, which a rollback keeps; see
+    `RewardHistory.baselines`. None: a version wrote it that did not keep them."""
 
     checkpoint: str = ""
     lineage: tuple[str, ...] = ()
+    baselines: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One update that changed the policy: all that is needed to make it again, and what it reported.
+    """One update: all that is needed to make it again, and what it reported. It changed the policy; or it had no
+    signal, and its rewards moved the baselines that later rewards are compared with.
 
     Attributes:
         wanted: trajectories that made a whole update; None: all that there were.
@@ -149,13 +156,18 @@ class Update:
     learning_rate: float | None = None
 
     @property
+    def changed_policy(self) -> bool:
+        return self.status in CHANGED
+
+    @property
     def trajectory_ids(self) -> tuple[str, ...]:
         return tuple(one for group in self.groups for episode in group.episodes for one in episode.trajectory_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyChange:
-    """One change of an adapter's policy. `number` counts the changes of this adapter, from 1; `at` is Unix time."""
+    """One change of an adapter's policy, or only of its baselines. `number` counts the changes of this adapter, from 1;
+    `at` is Unix time."""
 
     adapter: str
     number: int

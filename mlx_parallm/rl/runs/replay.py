@@ -44,6 +44,7 @@ class Recovery:
         progress: after the last update; see `AdapterTraining.progress`.
         lineage: the versions that training had continued from before `updates`, as text, oldest first.
         recent: metrics of the updates before `updates`, since the last rollback, oldest first.
+        baselines: of rewards, before `updates`; None: those of the start point.
     """
 
     last: int
@@ -54,6 +55,7 @@ class Recovery:
     progress: Mapping[str, float] = field(default_factory=dict)
     lineage: tuple[str, ...] = ()
     recent: tuple[Mapping[str, float], ...] = ()
+    baselines: Mapping[str, float] | None = None
 
 
 def plan(changes: Sequence[PolicyChange], start: StartPoint) -> Recovery:
@@ -70,11 +72,13 @@ def plan(changes: Sequence[PolicyChange], start: StartPoint) -> Recovery:
     origin = None if at is None else later[at].body
     updates = tuple(later if at is None else later[at + 1 :])
     if not _can_begin(origin, start):
-        lost = sum(isinstance(change.body, Update) for change in later)
+        lost = sum(isinstance(change.body, Update) and change.body.changed_policy for change in later)
         return Recovery(last, lost=lost, is_new=True, progress=progress)
     to = origin.checkpoint if isinstance(origin, Rollback) and origin.checkpoint != start.checkpoint else ""
     before = done if at is None or to else changes[: len(done) + at + 1]
-    return Recovery(last, to, updates, progress=progress, lineage=_lineage(before), recent=_recent(before))
+    baselines = origin.baselines if isinstance(origin, Rollback) else None
+    lineage, recent = _lineage(before), _recent(before)
+    return Recovery(last, to, updates, progress=progress, lineage=lineage, recent=recent, baselines=baselines)
 
 
 def _can_begin(origin: Start | Rollback | Update | None, start: StartPoint) -> bool:
@@ -105,7 +109,7 @@ def _lineage(changes: Sequence[PolicyChange]) -> tuple[str, ...]:
 def _recent(changes: Sequence[PolicyChange]) -> tuple[Mapping[str, float], ...]:
     """Metrics of the updates since the last rollback or start."""
     updates = takewhile(lambda body: isinstance(body, Update), (change.body for change in reversed(changes)))
-    return tuple(body.metrics for body in updates if isinstance(body, Update))[::-1]
+    return tuple(body.metrics for body in updates if isinstance(body, Update) and body.changed_policy)[::-1]
 
 
 def _last_progress(changes: Sequence[PolicyChange]) -> Mapping[str, float]:

@@ -6,11 +6,14 @@
     about     the base model that all of it was drawn from
 
 In WAL mode with synchronous=FULL, a commit returns when its rows are on the disk, and a crash at any moment leaves the
-rows of whole commits.
+rows of whole commits. SQLite takes a damaged frame of the WAL for its end, and a WAL that is gone for an empty one, so
+the journal counts its commits, and after each one the file `run.commits` beside it gets the number. A journal that
+has fewer commits than that file says has lost some of them.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mlx_parallm import atomic
+from mlx_parallm.adapters.checkpoints.runs import COMMITS
 from mlx_parallm.core import Trajectory
 from mlx_parallm.errors import ConfigError, StorageError
 from mlx_parallm.rl.runs.records import Arrival, Fate, GroupEntry, PolicyChange, body_from_json, trajectory_from_json
@@ -35,8 +39,13 @@ Statements = Sequence[tuple[str, Sequence[tuple[object, ...]]]]
 
 T = TypeVar("T")
 
+_log = logging.getLogger(__name__)
+
 _APPLICATION = 0x4D4C5850
 """application_id of the file: "MLXP"."""
+
+_ERRORS = (sqlite3.Error, UnicodeError)
+"""What SQLite raises. The second one: a message would quote damaged bytes, or an id is no text."""
 
 _WAIT_S = 2.0
 """Longest wait for another program that holds the database's lock, such as a backup."""
@@ -69,6 +78,7 @@ _GROUPS = (
     "AND t.group_id BETWEEN ?1 AND ?2 AND coalesce(e.reason, '') != ?3 "
     "GROUP BY t.group_id ORDER BY max(t.number) DESC LIMIT ?4) ORDER BY i.number"
 )
+_COUNTED = "INSERT OR REPLACE INTO about (name, value) VALUES ('commits', ?)"
 _CHANGES = "SELECT adapter, number, at, kind, body FROM changes"
 
 
@@ -88,9 +98,14 @@ class JournalFile:
         self._path = path
         self._model = model
         self._connection: sqlite3.Connection | None = None
+        self._commits = 0
+        self._count = _Count(path.with_name(COMMITS))
         try:
-            if path.exists():
-                self._connection = _connect(path, model, read_only)
+            least = self._count.read()
+            if path.exists() and (path.stat().st_size or not least):  # SQLite deletes the WAL of an empty file
+                self._connection, self._commits = _connect(path, model, least, read_only)
+            elif least:
+                raise _lost(path, 0, least)
         except (sqlite3.Error, OSError) as error:
             raise ConfigError(f"{path} cannot be opened: {_reason(error)}") from error
 
@@ -102,14 +117,27 @@ class JournalFile:
         """
         try:
             if self._connection is None:
-                self._connection = _connect(self._path, self._model)
+                self._connection, self._commits = _connect(self._path, self._model)
+            if not statements:
+                return
+            number = self._commits + 1
             with _transaction(self._connection) as connection:
-                for statement, rows in statements:
+                for statement, rows in (*statements, (_COUNTED, [(str(number),)])):
                     connection.executemany(statement, rows)
-        except (sqlite3.Error, OSError) as error:
+        except (*_ERRORS, OSError) as error:
             raise StorageError(f"the journal of the run cannot be written: {_reason(error)}") from error
+        self._commits = number
+        self._count.write(number)
+
+    def move_into_place(self) -> None:
+        """Copies the rows in the WAL into the main file, so that less depends on the WAL. If a reader is in the way or
+        the disk fails, they stay in the WAL."""
+        if self._connection is not None:
+            with suppress(sqlite3.Error):  # the commits are on the disk either way
+                self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
     def close(self) -> None:
+        self._count.close()
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -184,7 +212,7 @@ class JournalFile:
             return []
         try:
             return self._connection.execute(query, values).fetchall()
-        except sqlite3.Error as error:
+        except _ERRORS as error:
             raise _damaged(self._path, _reason(error)) from error
 
     def _read(self, parse: Callable[[str], T], text: str) -> T:
@@ -197,32 +225,83 @@ class JournalFile:
 # -- opening -------------------------------------------------------------------------------------
 
 
-def _connect(path: Path, model: str, read_only: bool = False) -> sqlite3.Connection:
-    if not read_only:
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # prompts and answers are in it
-        atomic.sync(path.parent)
-    connection = sqlite3.connect(
-        f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rw'}",
-        timeout=_WAIT_S,
-        isolation_level=None,
-        check_same_thread=False,
-        uri=True,
-    )
-    try:
-        _prepare(connection, path, model, read_only)
-    except sqlite3.DatabaseError as error:
-        connection.close()
-        if isinstance(error, sqlite3.OperationalError):  # the disk, and not the file's content
+class _Count:
+    """The file with the number of commits. It is not fsynced: after a power failure it may have an older number, and
+    never one that is too high. It is no part of the journal, so that damage of one of the two shows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+
+    def read(self) -> int:
+        """0 if there is none. Raises ConfigError, OSError."""
+        try:
+            text = self._path.read_bytes()[:20].split(b"\n")[0]
+        except FileNotFoundError:
+            return 0
+        if text and not text.isdigit():
+            raise ConfigError(
+                f"{self._path} is damaged: restore it from a backup together with the journal, or remove it"
+            )
+        return int(text or 0)
+
+    def write(self, number: int) -> None:
+        try:
+            if self._descriptor is None:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+                self._descriptor = os.open(self._path, flags, 0o600)
+            os.pwrite(self._descriptor, b"%d\n" % number, 0)  # never shorter than the number before
+        except OSError as error:  # the commit itself is on the disk
+            _log.debug("%s cannot be written: %s", self._path, error)
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _connect(path: Path, model: str, least: int = 0, read_only: bool = False) -> tuple[sqlite3.Connection, int]:
+    """A connection, and the number of the last commit. Raises ConfigError: it is less than `least`, or see
+    `JournalFile`. A file that is refused stays as it is, with its WAL."""
+    if path.exists():
+        looking = _open(path, "ro")
+        try:
+            commits = _checked(looking, path, model, least, thoroughly=not read_only)
+        except BaseException:  # an interrupt too: the file must not stay open
+            looking.close()
             raise
-        raise _damaged(path, _reason(error)) from error
+        if read_only:
+            return looking, commits
+        looking.close()
+    else:
+        commits = 0
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # prompts and answers are in it
+    atomic.sync(path.parent)
+    connection = _open(path, "rw")
+    try:
+        _prepare(connection, model)
     except BaseException:  # an interrupt too: the file must not stay open
         connection.close()
         raise
-    return connection
+    return connection, commits
 
 
-def _prepare(connection: sqlite3.Connection, path: Path, model: str, read_only: bool) -> None:
-    """Checks the file, and makes the tables if it is new."""
+def _open(path: Path, mode: str) -> sqlite3.Connection:
+    uri = f"{path.absolute().as_uri()}?mode={mode}"
+    return sqlite3.connect(uri, timeout=_WAIT_S, isolation_level=None, check_same_thread=False, uri=True)
+
+
+def _checked(connection: sqlite3.Connection, path: Path, model: str, least: int, thoroughly: bool) -> int:
+    """The number of the last commit. Raises ConfigError; sqlite3.OperationalError: of the disk, not the content."""
+    try:
+        return _check(connection, path, model, least, thoroughly)
+    except sqlite3.OperationalError:
+        raise
+    except _ERRORS as error:
+        raise _damaged(path, _reason(error)) from error
+
+
+def _check(connection: sqlite3.Connection, path: Path, model: str, least: int, thoroughly: bool) -> int:
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (schema,) = connection.execute("PRAGMA user_version").fetchone()
@@ -233,24 +312,33 @@ def _prepare(connection: sqlite3.Connection, path: Path, model: str, read_only: 
             f"{path} was written by a newer version of MLX ParaLLM (its schema is {schema}, and this version reads "
             f"{SCHEMA}): use that version, or name another --checkpoint-dir"
         )
-    if read_only:
-        return
+    about = dict(connection.execute("SELECT name, value FROM about").fetchall()) if tables else {}
+    if (commits := int(about.get("commits", 0))) < least:
+        raise _lost(path, commits, least)
+    if not (tables and thoroughly):
+        return commits
+    (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+    if found != "ok":
+        raise _damaged(path, str(found))
+    if model not in ("", of_model := about["model"]):
+        raise ConfigError(
+            f"{path} is the journal of a run on another base model ({of_model}, and {model} is served): serve that "
+            "model, or name another --checkpoint-dir"
+        )
+    return commits
+
+
+def _prepare(connection: sqlite3.Connection, model: str) -> None:
+    """Makes the tables if the file is new, and copies all rows into the main file."""
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
+    (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     if not tables:
         with _transaction(connection):
             for statement in _TABLES:
                 connection.execute(statement)
             connection.execute("INSERT INTO about (name, value) VALUES ('model', ?)", (model,))
-    (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
-    if found != "ok":
-        raise _damaged(path, str(found))
-    (of_model,) = connection.execute("SELECT value FROM about WHERE name = 'model'").fetchone()
-    if model not in ("", of_model):
-        raise ConfigError(
-            f"{path} is the journal of a run on another base model ({of_model}, and {model} is served): serve that "
-            "model, or name another --checkpoint-dir"
-        )
+    connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
 
 @contextmanager
@@ -265,11 +353,21 @@ def _transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]
         raise
 
 
+_LOSES = "which loses the trajectories that wait for training and the updates since the last checkpoint"
+
+
 def _damaged(path: Path, reason: str) -> ConfigError:
     return ConfigError(
         f"{path} is damaged ({' '.join(reason.split())}): restore it from a backup; or move it away together "
-        f"with {path.name}-wal, which loses the trajectories that wait for training and the updates since the last "
-        "checkpoint"
+        f"with {path.name}-wal and {COMMITS}, {_LOSES}"
+    )
+
+
+def _lost(path: Path, commits: int, least: int) -> ConfigError:
+    what = f"has {commits} of at least {least} commits" if path.exists() else f"is gone, with at least {least} commits"
+    return ConfigError(
+        f"{path} {what}, as {COMMITS} beside it says: it or {path.name}-wal was damaged, cut or removed. Restore all "
+        f"three from a backup; or remove {COMMITS} to go on with what is left, {_LOSES}"
     )
 
 

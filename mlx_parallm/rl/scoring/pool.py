@@ -21,6 +21,7 @@ from typing import Any
 
 from mlx_parallm.processes import command, environment
 from mlx_parallm.rl.scoring.queue import FairQueue, Rule
+from mlx_parallm.tasks import spawn
 
 _log = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ class ScoringPool:
             raise ScoringError(CLOSED)
         self._queue.put(job)
         if self._idle and (batch := self._queue.take(self._batch_size.now)) is not None:
-            task = asyncio.create_task(self._work(self._idle.pop(), batch), name="scoring")
+            task = spawn(self._work(self._idle.pop(), batch), _log, "scoring")
             self._busy.add(task)
             task.add_done_callback(self._busy.discard)
         try:

@@ -104,7 +104,7 @@ class AdapterTraining:
         self.evaluations = EvaluationHistory(self._parts.evaluator, self._parts.config.evaluation.every or 1)
         self.checkpoints.unsaved.clear()
         self.checkpoints.set_best(None)
-        self.versions = VersionHistory(live or BASE_ADAPTER)
+        self.versions = VersionHistory(live or BASE_ADAPTER, self._parts.config.max_staleness)
         self.reports.step = start.step if start else 0
         number = card.metrics.get(CHANGE) if card is not None else None
         self.start = StartPoint(

@@ -38,6 +38,9 @@ from mlx_parallm.rl.updates.status import training_status
 from mlx_parallm.rl.updates.turns import Chosen, UpdateTurns
 from mlx_parallm.rl.updates.update import UpdateParts, Updates
 
+_AFTER_FAILURE_S = 1.0
+"""Pause after a failure while updates are paused already."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -91,17 +94,38 @@ class TrainingLoop:
     # -- automatic updates -----------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Makes updates and checkpoints when they are due. Never returns; a failing update does not stop it."""
+        """Makes updates and checkpoints when they are due. Never returns. Whatever fails is logged, reported and tried
+        again; after `max_skips` failures in a row, or if the disk fails, updates pause."""
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self.training.checkpoints.unsaved.due_in):
-                    await self._changed.wait()
-            self._changed.clear()
-            while self._due:
-                async with self.entry(), self._lock:
-                    await self._automatic_update()
-            async with self._lock:
-                await self.training.save_if_due()
+            was_paused = self._pausing.reason is not None
+            try:
+                await self._wait()
+                await self._catch_up()
+            except Exception as error:  # noqa: BLE001 - without this loop, nothing would ever be learnt again
+                _log.exception("an update of %s failed", self.name)
+                self._updates.failed(error)
+                if isinstance(error, StorageError):
+                    self.pause(str(error))
+                if was_paused:  # so it was no update that failed, and may fail at once again
+                    await asyncio.sleep(_AFTER_FAILURE_S)
+                self._changed.set()
+
+    async def _wait(self) -> None:
+        """Waits until something has changed, or a checkpoint is due."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.training.checkpoints.unsaved.due_in):
+                await self._changed.wait()
+        self._changed.clear()
+
+    async def _catch_up(self) -> None:
+        """Makes the updates and the checkpoint that are due."""
+        while self._due:
+            async with self.entry(), self._lock:
+                if self._due:  # still true, so no other update has taken the trajectories
+                    await self._changes.flush()
+                    await self._updates.conclude(await self._updates.on_groups(self._turns.take()))
+        async with self._lock:
+            await self.training.save_if_due()
 
     def wake(self) -> None:
         """Lets `run` check whether an update is due. Call this when groups may have become complete."""
@@ -127,16 +151,6 @@ class TrainingLoop:
     def _due(self) -> bool:
         wanted = self._turns.due is not None or self.training.rewards_fell
         return self._pausing.reason is None and not self.held and wanted
-
-    async def _automatic_update(self) -> None:
-        if self._due:  # still true, so no other update has taken the trajectories
-            try:
-                await self._changes.flush()
-                await self._updates.conclude(await self._updates.on_groups(self._turns.take()))
-            except StorageError as error:
-                self.pause(str(error))
-            except Exception:  # noqa: BLE001 - only this update fails; after `max_skips` of them training pauses
-                _log.exception("an update of %s failed", self.name)
 
     # -- on request ------------------------------------------------------------------------------
 
@@ -188,11 +202,15 @@ class TrainingLoop:
             check_loss(groups, loss_of(signal_of(groups), self._config.loss))
         async with self._lock:
             await self._changes.flush()
-            if groups is None:
-                report = await self._updates.on_groups(self._turns.take_all(signal, chosen), publish, progress)
-            else:
-                report = await self._updates.on_given(groups, publish, progress)
-            report = await self._updates.conclude(report)
+            try:
+                if groups is None:
+                    report = await self._updates.on_groups(self._turns.take_all(signal, chosen), publish, progress)
+                else:
+                    report = await self._updates.on_given(groups, publish, progress)
+                report = await self._updates.conclude(report)
+            except Exception as error:  # whatever it is, it is reported and raised again
+                self._updates.failed(error)
+                raise
             self.wake()  # so that `run` waits for the time of the next checkpoint
             return await self._kept(report, tag)
 

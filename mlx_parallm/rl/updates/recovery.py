@@ -14,15 +14,12 @@ from mlx_parallm.errors import ParaLLMError, RequestError
 from mlx_parallm.rl.objectives.batches import ScoredGroup
 from mlx_parallm.rl.objectives.episodes import Episode
 from mlx_parallm.rl.objectives.signals import prepare_signal
-from mlx_parallm.rl.runs.records import PolicyChange, Rollback, Start, TrainedEpisode, TrainedGroup, Update
+from mlx_parallm.rl.runs.records import CHANGED, PolicyChange, Rollback, Start, TrainedEpisode, TrainedGroup, Update
 from mlx_parallm.rl.runs.replay import plan
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
 
 _LINEAGE = 100
 """Versions of a lineage that are kept. Trajectories of older ones are too stale to be trained on."""
-
-CHANGED = ("published", "trained")
-"""The statuses of updates that have changed the policy."""
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +58,7 @@ class PolicyJournal:
         report: UpdateReport,
         learning_rate: float | None = None,
     ) -> None:
-        """An update on these groups has changed the policy."""
+        """An update on these groups has changed the policy, or only the baselines."""
         published = report.status == "published" and report.adapter is not None
         await self._changed(
             Update(
@@ -80,7 +77,9 @@ class PolicyJournal:
     async def rolled_back(self) -> None:
         """The policy is now the one of the live version."""
         card = self._training.checkpoints.newest_of(self._training.live)
-        await self._changed(Rollback(card.name if card else "", self._training.versions.last(_LINEAGE)))
+        training = self._training
+        baselines = training.rewards.baselines()
+        await self._changed(Rollback(card.name if card else "", training.versions.last(_LINEAGE), baselines))
 
     async def _changed(self, body: Rollback | Update) -> None:
         self.begin()
@@ -113,6 +112,8 @@ class PolicyJournal:
         training.versions.continue_from([_ref(version) for version in recovery.lineage])
         if not await self._rolled_back_to(recovery.roll_back_to):
             recovery = replace(recovery, updates=(), lost=len(recovery.updates), is_new=True, recent=())
+        if recovery.baselines is not None:
+            training.rewards.restore_baselines(recovery.baselines)
         training.watch.restart(recovery.recent)
         if recovery.lost:
             _log.warning(
@@ -149,8 +150,13 @@ class PolicyJournal:
                 collected = group.signal is Signal.REWARDS and not trained.is_given
                 if group.rewards and collected and not self._config.loss.imitates:
                     training.rewards.trend.observe(group.scorer, fmean(group.rewards), group.on_policy)
-            prepared = prepare_signal(groups, self._config.loss, training.rewards, update.wanted)
+            history = training.rewards.draft()
+            prepared = prepare_signal(groups, self._config.loss, history, update.wanted)
             await training.mark_best()
+            if not update.changed_policy:
+                training.rewards.accept(history)
+                training.change = change.number
+                return
             if update.version is not None:
                 training.number_versions_from(update.version)
             batch = replace(prepared.batch, learning_rate=update.learning_rate)
@@ -161,7 +167,9 @@ class PolicyJournal:
             _log.error("update %d of %s could not be made again: %s", change.number, training.name, error)
             return
         training.change = change.number
-        if report.status not in CHANGED:
+        if report.status in CHANGED:
+            training.rewards.accept(history)
+        else:
             _log.warning("update %d of %s, made again, is %s", change.number, training.name, report.status)
 
 

@@ -14,10 +14,12 @@ from mlx_parallm.rl.collect.sources import SourceLedger
 from mlx_parallm.rl.divergence.pausing import Pausing
 from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.objectives.batches import GroupAdvantages, PreparedBatch, ScoredGroup
+from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.rl.objectives.signals import prepare_signal, signal_of
+from mlx_parallm.rl.runs.records import CHANGED
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
 from mlx_parallm.rl.updates.pace import OF_LESSONS
-from mlx_parallm.rl.updates.recovery import CHANGED, PolicyJournal
+from mlx_parallm.rl.updates.recovery import PolicyJournal
 from mlx_parallm.rl.updates.response import DivergenceResponse
 from mlx_parallm.rl.updates.turns import UpdateTurns, sources
 
@@ -72,9 +74,10 @@ class Updates:
             without_signal, taken = parts.turns.scored(groups)
             scored = [*without_signal, *taken]
             wanted = parts.turns.wanted(signal_of(scored))
-            prepared = prepare_signal(scored, parts.config.loss, self._training.rewards, wanted)
+            history = self._training.rewards.draft()
+            prepared = prepare_signal(scored, parts.config.loss, history, wanted)
             _note_advantages(groups, prepared.advantages[len(without_signal) :])
-            report = await self._learn(scored, prepared, publish, progress, wanted)
+            report = await self._learn(scored, prepared, history, publish, progress, wanted)
             if report.status in CHANGED:
                 parts.ledger.updated(self._training.name, learnt, report.metrics)
             of_groups = prepared.drop_reasons[len(without_signal) :]
@@ -93,8 +96,9 @@ class Updates:
     ) -> UpdateReport:
         """Trains on groups that a client gave."""
         self._tell_beginning((), sum(len(episode.turns) for group in groups for episode in group.episodes))
-        prepared = prepare_signal(groups, self._parts.config.loss, self._training.rewards)
-        return await self._learn(groups, prepared, publish, progress)
+        history = self._training.rewards.draft()
+        prepared = prepare_signal(groups, self._parts.config.loss, history)
+        return await self._learn(groups, prepared, history, publish, progress)
 
     def _tell_beginning(self, group_ids: Sequence[str], trajectories: int) -> None:
         """Emits that an update begins. `group_ids`: of collected groups; the first of them are named."""
@@ -105,10 +109,13 @@ class Updates:
         self,
         groups: Sequence[ScoredGroup],
         prepared: PreparedBatch,
+        history: RewardHistory,
         publish: bool,
         progress: Mapping[str, float] | None,
         wanted: int | None = None,
     ) -> UpdateReport:
+        """`history`: of rewards, with those of these groups. It counts if the update changes the policy, or has no
+        signal that could; and then the journal has it, so that a later update made again sees the same history."""
         training, parts = self._training, self._parts
         progress = self._own_progress() if progress is None else progress
         try:
@@ -119,19 +126,19 @@ class Updates:
             if not groups:
                 return training.reports.skipped(training.live, "no_trajectories")
             if not prepared.batch.samples:
-                return training.reports.skipped(training.live, "no_signal", metrics=prepared.batch.metrics)
+                report = training.reports.skipped(training.live, "no_signal", metrics=prepared.batch.metrics)
+                if training.rewards.accept(history):
+                    await parts.pausing.recorded(parts.changes.updated(groups, wanted, publish, None, report))
+                return report
             await training.evaluate_if_due()  # the version that training starts from
             rate = training.pace.learning_rate if signal_of(groups) in OF_LESSONS else None
             report = await training.learn(replace(prepared.batch, learning_rate=rate), publish, progress)
             if report.status in CHANGED:
+                training.rewards.accept(history)
                 await parts.pausing.recorded(parts.changes.updated(groups, wanted, publish, progress, report, rate))
             if report.divergences:
                 await parts.response.to(report.divergences)
                 report = replace(report, adapter=training.live, step=training.reports.step)
-        except Exception as error:  # counted and reported, whatever it is, and raised again
-            training.reports.skipped(training.live, "failed", str(error) or type(error).__name__)
-            parts.pausing.failed("failed")
-            raise
         finally:
             parts.sweep()
         if report.status == "skipped" or (report.status == "held" and report.divergences):
@@ -139,6 +146,12 @@ class Updates:
         else:
             parts.pausing.succeeded()
         return report
+
+    def failed(self, error: Exception) -> None:
+        """Reports and counts an update, or what belongs to it, that has raised an error."""
+        training, reason = self._training, str(error) or type(error).__name__
+        training.reports.skipped(training.live, "failed", reason)
+        self._parts.pausing.failed(f"it failed: {reason}")
 
     async def conclude(self, report: UpdateReport) -> UpdateReport:
         """Evaluates the new version and saves a checkpoint, each if it is due. Adds them to the report."""

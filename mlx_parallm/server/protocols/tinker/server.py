@@ -30,6 +30,7 @@ from mlx_parallm.server.protocols.tinker.schema import (
     SaveBody,
 )
 from mlx_parallm.server.protocols.tinker.sessions import Model, Sampler, SavedWeights, Session, Sessions
+from mlx_parallm.tasks import spawn
 
 ALPHA = 32.0
 """Tinker's LoRA adapters are scaled by 32 / rank."""
@@ -62,7 +63,7 @@ class TinkerServer:
         """See `Sessions.open`. While there are sessions, those that fall silent are looked for."""
         session = self.sessions.open(key)
         if self._sweeper is None or self._sweeper.done():
-            self._sweeper = asyncio.create_task(self._sweep())
+            self._sweeper = spawn(self._sweep(), log, "looking for silent sessions")
         return session
 
     async def _sweep(self) -> None:
@@ -84,7 +85,7 @@ class TinkerServer:
 
     def _begin_close(self, adapter: str) -> None:
         """Closes a policy in a task of its own, so that nobody who leaves meanwhile can stop it."""
-        task = asyncio.create_task(self._close(adapter))
+        task = spawn(self._close(adapter), log, f"closing {adapter}")
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
