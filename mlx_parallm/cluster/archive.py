@@ -57,7 +57,7 @@ def _contents(data: bytes) -> dict[str, bytes]:
     try:
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
             for entry in archive:
-                file = archive.extractfile(entry) if entry.isreg() and entry.name in _FILES else None
+                file = archive.extractfile(entry) if _is_plain(entry) and entry.name in _FILES else None
                 if file is None:
                     raise AdapterFileError(f"the archive has an entry that is no adapter's file: {entry.name[:80]!a}")
                 contents[entry.name] = file.read()
@@ -66,3 +66,9 @@ def _contents(data: bytes) -> dict[str, bytes]:
     if CONFIG_FILE not in contents or len(contents) != 2:
         raise AdapterFileError(f"the archive must have two files: {CONFIG_FILE} and the weights")
     return contents
+
+
+def _is_plain(entry: tarfile.TarInfo) -> bool:
+    """Whether an entry is a file with all its bytes in the archive. The rest of a sparse one is zeros that the reader
+    makes, so a small archive could be very large in memory."""
+    return entry.type == tarfile.REGTYPE and not entry.issparse()

@@ -7,3 +7,5 @@ checks   one file for each subject; a check asks the engine and the plain model 
 timings  how long the parts of the engine take
 report   what is printed, and written to a file that can be attached to an issue
 """
+
+import mlx_parallm.model  # noqa: F401  # before anything imports mlx-lm

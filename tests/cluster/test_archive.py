@@ -2,6 +2,7 @@
 
 import io
 import tarfile
+import tracemalloc
 
 import pytest
 
@@ -26,6 +27,18 @@ def tar(*entries):
 
 def file(name, content=b"x"):
     return (name, content, tarfile.REGTYPE)
+
+
+def sparse(size):
+    """An archive whose config has `size` zeros that are not in it, as GNU tar writes one."""
+    entry = tarfile.TarInfo(CONFIG)
+    entry.type = tarfile.GNUTYPE_SPARSE
+    header = bytearray(entry.tobuf(tarfile.GNU_FORMAT))
+    header[483:495] = b"%011o\0" % size  # realsize
+    header[386:410] = b"%011o\0%011o\0" % (size, 0)  # the only piece: nothing, at the end
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header) + GOOD
 
 
 GOOD = tar(file(CONFIG), file(WEIGHTS))
@@ -56,8 +69,9 @@ def test_a_folder_arrives_as_it_was_packed(tmp_path):
         tar(file(CONFIG), file(WEIGHTS), file("more.txt")),
         tar(file(CONFIG), file(f"../{WEIGHTS}")),
         tar(file(CONFIG), (WEIGHTS, b"", tarfile.SYMTYPE)),
+        tar(file(CONFIG), (WEIGHTS, b"x", tarfile.CONTTYPE)),
     ],
-    ids=["text", "empty", "cut off", "no weights", "another file", "a path", "a link"],
+    ids=["text", "empty", "cut off", "no weights", "another file", "a path", "a link", "another kind"],
 )
 def test_what_is_no_adapter_is_refused_and_leaves_nothing(tmp_path, archive):
     with pytest.raises(AdapterFileError):
@@ -65,6 +79,16 @@ def test_what_is_no_adapter_is_refused_and_leaves_nothing(tmp_path, archive):
     with pytest.raises(AdapterFileError):
         AdapterArchives(tmp_path / "kept").put(REF, archive, digest(archive), 0)
     assert [each for each in tmp_path.rglob("*") if each.is_file()] == []
+
+
+def test_a_sparse_file_takes_no_memory(tmp_path):
+    tracemalloc.start()
+    try:
+        with pytest.raises(AdapterFileError, match="no adapter's file"):
+            unpack(sparse(1 << 28), tmp_path / "there")
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_version_has_one_content(tmp_path):

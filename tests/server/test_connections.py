@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import json
 import resource
+import subprocess
+import sys
 
 import httpx
 import pytest
@@ -208,3 +210,14 @@ def test_a_maximum_below_the_hard_limit_is_found(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, resource.RLIM_INFINITY))
     monkeypatch.setattr(resource, "setrlimit", setrlimit)
     assert 256 <= reserve_open_files(900) + OTHER_FILES <= 300
+
+
+@pytest.mark.parametrize("hard", ["200", "resource.getrlimit(files)[1]"])
+def test_importing_the_model_leaves_the_limits_of_open_files(hard):
+    """mlx-lm sets them to 2,048 of 4,096."""
+    program = (
+        f"import resource; files = resource.RLIMIT_NOFILE; hard = {hard}; resource.setrlimit(files, (150, hard)); "
+        "import mlx_parallm.model.loading; print(resource.getrlimit(files) == (150, hard))"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert found == "True\n"
