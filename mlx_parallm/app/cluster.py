@@ -22,7 +22,7 @@ from mlx_parallm.cluster.node import Node, Report
 from mlx_parallm.cluster.replica import ask_head, fetch_base, own_address, replica
 from mlx_parallm.cluster.state import locked_folder
 from mlx_parallm.cluster.trainer import Trainer, trainer
-from mlx_parallm.config import Config
+from mlx_parallm.config import Config, is_loopback
 from mlx_parallm.core import Joined, SharedBase
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.model.loading import fingerprint_of, source_of
@@ -45,6 +45,12 @@ def prepare(config: Config) -> Config:
         )
     if config.server.scheme != "http":
         raise ConfigError("cluster: nodes speak plain HTTP to each other; leave out --ssl-certfile")
+    server = config.server
+    if not is_loopback(server.host) and server.api_key is None and server.keys_file is None:
+        raise ConfigError(
+            f"cluster: this node would listen on {server.host} without a key, and the network could control it. Set "
+            "MLX_PARALLM_API_KEY or --keys-file, or listen on this machine only: --host 127.0.0.1"
+        )
     if config.cluster.connect_to is None:
         return config
     return asyncio.run(_with_base(config, config.cluster.connect_to, _replica_folder(config)))

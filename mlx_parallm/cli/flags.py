@@ -85,6 +85,7 @@ GROUPS = (
             Flag("--keys-file", "server.keys_file", "FILE"),
             Flag("--allowed-hosts", "server.allowed_hosts", "NAME,NAME"),
             Flag("--cors-origins", "server.cors_origins", "ORIGIN,ORIGIN"),
+            Flag("--trusted-proxies", "server.trusted_proxies", "ADDRESS,ADDRESS"),
             Flag("--dashboard", "server.dashboard"),
             Flag("--shutdown-timeout", "server.shutdown_timeout", "SECONDS"),
         ),

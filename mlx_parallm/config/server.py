@@ -20,6 +20,7 @@ from mlx_parallm.config.types import (
     Number,
     OptionalNames,
     Origins,
+    Proxies,
     Section,
     Url,
     is_loopback,
@@ -209,6 +210,10 @@ class ServerConfig(Section):
     """
     cors_origins: Origins = ()
     """Web origins whose pages may call this server, such as https://example.org."""
+    trusted_proxies: Proxies = ()
+    """Addresses or networks of reverse proxies, such as 127.0.0.1 or 10.0.0.0/8, whose headers X-Forwarded-For and
+    X-Forwarded-Proto say who the client is and whether it uses HTTPS. From any other address these headers are ignored.
+    """
     strict_fields: bool = False
     """Refuse requests that have unknown fields. Otherwise unknown fields are ignored and listed in the header
     x-ignored-fields. The routes for adapters, training and control always refuse them, and so does every request with

@@ -104,6 +104,14 @@ def _check_host(host: str) -> str:
     return host
 
 
+def _check_proxies(proxy: str) -> str:
+    try:
+        ipaddress.ip_network(proxy)
+    except ValueError:
+        raise ValueError("must be an address such as 127.0.0.1, or a network such as 10.0.0.0/8") from None
+    return proxy
+
+
 def _check_origin(origin: str) -> str:
     parts = urlsplit(origin)
     if origin != "*" and (not parts.netloc or f"{parts.scheme}://{parts.netloc}" != origin):
@@ -192,6 +200,7 @@ OptionalNames = Annotated[tuple[Text, ...], BeforeValidator(optional_names)]
 """Names; null means none."""
 Hosts = Annotated[tuple[Host, ...], BeforeValidator(_split_commas)]
 Origins = Annotated[tuple[Annotated[str, AfterValidator(_check_origin)], ...], BeforeValidator(_split_commas)]
+Proxies = Annotated[tuple[Annotated[str, AfterValidator(_check_proxies)], ...], BeforeValidator(_split_commas)]
 Folder = Annotated[Path, BeforeValidator(partial(_parse_path, kind="folder"))]
 File = Annotated[Path, BeforeValidator(partial(_parse_path, kind="file"))]
 Folders = Annotated[tuple[Folder, ...], BeforeValidator(_split_commas)]

@@ -8,6 +8,8 @@ A signal starts a drain. The server also stops if the engine dies.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import socket
 import ssl
 import time
@@ -114,7 +116,13 @@ ROUTES = (
 OLLAMA_ROUTES = (ollama_routes, ollama_embed, ollama_models)
 
 MAX_HEADER_BYTES = 64 * 1024
+BACKLOG, ACCEPTED_AT_ONCE = 2048, 128
+"""Connections that the system keeps for the server, and those that asyncio accepts in one turn of its loop. If no file
+can be opened any more, it logs a trace for each of the latter, each second."""
+ACCEPT_FAULT, ACCEPT_FAULT_EVERY_S = "socket.accept() out of system resource", 60.0
+"""How asyncio calls it, and how often it is logged here."""
 CLOSING_S = 3
+log = logging.getLogger(__name__)
 TICKS_A_SECOND = 10  # of `DrainingServer.on_tick`
 EXIT_OK, EXIT_ENGINE_DEAD = 0, 1
 
@@ -238,7 +246,7 @@ def bind(host: str, port: int) -> socket.socket:
     """Opens a listening socket. Raises ConfigError if the address is in use or does not belong to this machine."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listening = socket.create_server((host, port), family=family, backlog=2048)
+        listening = socket.create_server((host, port), family=family, backlog=BACKLOG)
         # Accepted sockets inherit this option. asyncio sets it only on sockets whose protocol number is given. Without
         # it, Nagle's algorithm and delayed ACKs delay the body on a reused connection by 40 ms.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -275,10 +283,26 @@ class DrainingServer(uvicorn.Server):
         self._services: Services = app.state.services
         self._on_started = on_started
         self._drain_until: float | None = None
+        self._accept_fault_until = 0.0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(BACKLOG)  # asyncio has set it to `ACCEPTED_AT_ONCE`
+        asyncio.get_running_loop().set_exception_handler(self._on_loop_fault)
         self._on_started()
+
+    def _on_loop_fault(self, loop: asyncio.AbstractEventLoop, fault: dict[str, Any]) -> None:
+        """Logs what no task or callback has handled; but one line in a while if no connection can be accepted."""
+        if fault.get("message") != ACCEPT_FAULT:
+            loop.default_exception_handler(fault)
+        elif loop.time() >= self._accept_fault_until:
+            self._accept_fault_until = loop.time() + ACCEPT_FAULT_EVERY_S
+            log.error(
+                "no connection can be accepted (%s): this process has too many open files; raise its limit "
+                "(ulimit -n), or lower --max-connections",
+                fault.get("exception"),
+            )
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Replaces uvicorn's handler, which exits without a drain and raises the signal again."""
@@ -326,6 +350,9 @@ def _uvicorn_config(app: FastAPI) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=partial(LimitedProtocol, limits),  # type: ignore[arg-type]  # uvicorn only calls it, as it calls a class
+        proxy_headers=bool(config.trusted_proxies),
+        forwarded_allow_ips=list(config.trusted_proxies),
+        backlog=ACCEPTED_AT_ONCE,
         ws="none",
         lifespan="off",
         log_config=None,

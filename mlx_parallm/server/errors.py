@@ -57,6 +57,10 @@ class MalformedPathError(RequestError):
     """The path has control characters."""
 
 
+class FramingError(RequestError):
+    """The headers say in two ways where the body ends."""
+
+
 class UnknownRouteError(RequestError):
     """There is no route for that path."""
 
@@ -132,6 +136,7 @@ RULES: Mapping[type[Exception], ErrorRule] = {
     AdapterFileError: ErrorRule(400, "invalid_adapter"),
     ContextLengthError: ErrorRule(400, "context_length_exceeded"),
     MalformedPathError: ErrorRule(400, "malformed_path"),
+    FramingError: ErrorRule(400, "ambiguous_body_length"),
     UnknownRouteError: ErrorRule(404, "not_found"),
     MethodError: ErrorRule(405, "method_not_allowed"),
     ApiKeyError: ErrorRule(401, "invalid_api_key"),
@@ -274,7 +279,7 @@ def _headers(status: int, error: Exception) -> dict[str, str]:
         return {"allow": error.allowed}
     if status == 401:
         return {"www-authenticate": "Bearer"}
-    if status == 408:
+    if status == 408 or isinstance(error, FramingError):
         return {"connection": "close"}  # the rest of the body would be read as the next request
     if status in (403, 409, 501) or isinstance(error, InferenceDisabledError | AsleepError):
         return {"x-should-retry": "false"}  # otherwise OpenAI's clients retry a 409 and a 5xx

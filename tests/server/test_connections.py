@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import json
+import os
 import resource
+import socket
 import subprocess
 import sys
 
@@ -189,6 +191,35 @@ async def test_the_limit_of_open_files_is_raised_at_start(serving, open_files):
             assert (await client.get("/health")).status_code == 200
         for _, writer in held:
             writer.close()
+
+
+async def test_a_body_that_ends_in_two_ways_is_refused_and_hides_no_request(serving, engine):
+    hidden = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 0\r\n\r\n"
+    both = b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n"
+    async with serving() as server:
+        reader, writer = await opened(server, HEAD + both + hidden)
+        status, head, error = await answer_of(reader)
+        writer.close()
+    assert (status, error["code"]) == (400, "ambiguous_body_length")
+    assert b"connection: close" in head
+    assert not engine.requests
+
+
+async def test_that_no_connection_can_be_accepted_is_logged_once(serving, open_files, caplog):
+    loop = asyncio.get_running_loop()
+    async with serving(max_connections=10) as server:
+        with socket.socket() as client:
+            client.setblocking(False)
+            open_files(max(map(int, os.listdir("/dev/fd"))) + 1)
+            await loop.sock_connect(client, ("127.0.0.1", server.port))
+            await eventually(lambda: "no connection can be accepted" in caplog.text)
+            await asyncio.sleep(1.2)  # asyncio tries again after a second
+            open_files(1000)
+            await loop.sock_sendall(client, b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            async with asyncio.timeout(PATIENCE_S):
+                assert (await loop.sock_recv(client, 1000)).startswith(b"HTTP/1.1 200 ")
+    assert caplog.text.count("no connection can be accepted") == 1
+    assert "out of system resource" not in caplog.text
 
 
 def test_fewer_files_than_needed_are_fewer_connections_and_a_warning(monkeypatch, caplog):

@@ -57,6 +57,39 @@ async def test_the_flags_that_are_named_are_accepted(make_client):
     assert (await client.get("/health", headers={"origin": "app://obsidian.md"})).status_code == 200
 
 
+# ---- pages of other sites, and proxies -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+async def test_a_page_of_another_site_changes_and_reads_nothing_without_an_origin(client, fault, site):
+    """Browsers send no Origin for an image or a link. Another port of this machine is the same site."""
+    for path in ("/health", "/v1/models", "/metrics", "/reset_data"):
+        answer = await client.get(path, headers={"sec-fetch-site": site})
+        assert (answer.status_code, fault(answer)["code"]) == (403, "forbidden_origin")
+    for path in ("/", "/dashboard", "/docs", "/login"):
+        assert (await client.get(path, headers={"sec-fetch-site": site})).status_code != 403
+    for own in ("none", "same-origin"):
+        assert (await client.get("/health", headers={"sec-fetch-site": own})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "origin", ["ftp://localhost:8000", "https://localhost:8000", "localhost:8000", "http://localhost"]
+)
+async def test_an_origin_of_another_scheme_or_port_is_another_site(client, fault, origin):
+    answer = await client.post("/v1/completions", json={"prompt": "x"}, headers={"origin": origin})
+    assert (answer.status_code, fault(answer)["code"]) == (403, "forbidden_origin")
+
+
+@pytest.mark.parametrize(("trusted", "refused"), [((), 429), (("127.0.0.0/8",), 401), (("10.0.0.0/8",), 429)])
+async def test_only_a_trusted_proxy_says_who_the_client_is(serving, tmp_path, trusted, refused):
+    file, _ = key_file(tmp_path, someone="admin")
+    async with serving(keys_file=file, trusted_proxies=trusted) as server, httpx.AsyncClient() as client:
+        for number in range(12):
+            forwarded = {"origin": server.url, "x-forwarded-for": f"10.0.0.{number}", "x-forwarded-proto": "http"}
+            answer = await client.post(f"{server.url}/login", data={"key": "wrong"}, headers=forwarded)
+        assert answer.status_code == refused
+
+
 # ---- HTTPS ---------------------------------------------------------------------------------------
 
 

@@ -113,7 +113,15 @@ async def call(app, method, path, headers, kind="http"):
     app.state.ran.clear()
     answer = Answers()
     sent = [(b"host", b"127.0.0.1"), *((name.encode(), value.encode()) for name, value in headers.items())]
-    scope = {"type": kind, "method": method, "path": path, "query_string": b"", "headers": sent, "client": None}
+    scope = {
+        "type": kind,
+        "method": method,
+        "path": path,
+        "scheme": "http",
+        "query_string": b"",
+        "headers": sent,
+        "client": None,
+    }
     await app(scope, nothing, answer)
     return answer, list(app.state.ran)
 

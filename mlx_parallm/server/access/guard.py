@@ -78,7 +78,7 @@ class Guard:
         if sent:
             return self._ring.find(*sent) if len(sent) == 1 else None
         headers = Headers(scope=scope)
-        return self._sessions.key_of(headers) if from_own_page(scope["method"], scope["path"], headers) else None
+        return self._sessions.key_of(headers) if from_own_page(scope, headers) else None
 
 
 def needed(routes: Iterable[BaseRoute], scope: Scope) -> Access:

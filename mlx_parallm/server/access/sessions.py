@@ -15,9 +15,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from http.cookies import CookieError, SimpleCookie
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.types import Scope
 
 from mlx_parallm.server.access.keys import KeyRing, NamedKey
 
@@ -91,19 +91,24 @@ def _cookie(headers: Headers) -> str:
     return "" if cookie is None else cookie.value
 
 
-def from_own_page(method: str, path: str, headers: Headers) -> bool:
+def from_other_site(headers: Headers) -> bool:
+    """Whether a browser says that a page of another site, or of another port of this machine, made the request."""
+    return headers.get("sec-fetch-site", "none") not in ("same-origin", "none")
+
+
+def from_own_page(scope: Scope, headers: Headers) -> bool:
     """Whether a request that has only a cookie comes from a page of this server, or opens one of its pages.
 
     `SameSite=Strict` keeps the pages of other sites from using the cookie, but programs at other ports of the same
     machine are the same site. Origin, Sec-Fetch-Site and Referer tell them apart; the first one that was sent counts.
     """
-    host = headers.get("host", "").lower()
+    own = f"{scope['scheme']}://{headers.get('host', '')}".lower()
     if "origin" in headers:
-        return all(urlsplit(origin).netloc.lower() == host for origin in headers.getlist("origin"))
-    opens_page = method == "GET" and path in PAGES
+        return all(origin.lower() == own for origin in headers.getlist("origin"))
+    opens_page = scope["method"] == "GET" and scope["path"] in PAGES
     if "sec-fetch-site" in headers:
         site = headers["sec-fetch-site"]
         return site == "same-origin" or (opens_page and site == "none")
     if "referer" in headers:
-        return urlsplit(headers["referer"]).netloc.lower() == host
+        return f"{headers['referer'].lower()}/".startswith(f"{own}/")
     return opens_page

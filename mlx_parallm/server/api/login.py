@@ -66,7 +66,7 @@ async def log_out(request: Request, services: ServicesDep) -> Response:
     """Ends the session."""
     services.sessions.close(request.headers)
     answer = RedirectResponse(LOGIN, status_code=303)
-    answer.delete_cookie(COOKIE)
+    answer.delete_cookie(COOKIE, httponly=True, samesite="strict", secure=request.url.scheme == "https")
     return answer
 
 

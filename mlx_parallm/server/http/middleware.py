@@ -24,9 +24,15 @@ from mlx_parallm.logs import log_context
 from mlx_parallm.server.access.audit import AuditLog
 from mlx_parallm.server.access.guard import Guard
 from mlx_parallm.server.access.keys import KeyRing
-from mlx_parallm.server.access.sessions import Sessions
+from mlx_parallm.server.access.sessions import LOGIN, PAGES, Sessions, from_other_site
 from mlx_parallm.server.error_forms import form_of
-from mlx_parallm.server.errors import ForbiddenOriginError, MalformedPathError, error_response, unexpected_response
+from mlx_parallm.server.errors import (
+    ForbiddenOriginError,
+    FramingError,
+    MalformedPathError,
+    error_response,
+    unexpected_response,
+)
 from mlx_parallm.server.http import request_log
 from mlx_parallm.server.http.request_log import (
     IGNORED_FIELDS,
@@ -77,7 +83,9 @@ class EntryMiddleware:
     - HEAD is answered like GET, without the body. A path with a trailing slash is routed like the path without it. It
       is not redirected, because clients do not send a body again when they follow a redirect.
     - A path with control characters is answered with 400: a newline at its end would be no part of it for the router.
-    - The answer is 403 unless the Host header is accepted, and every Origin header is accepted or names the same site.
+    - The answer is 403 unless the Host header is accepted, and every Origin header is accepted or names this server.
+      Pages of other sites may send no Origin, as for an image; they may only open the pages for people.
+    - A request with Content-Length and Transfer-Encoding is answered with 400.
     - Exceptions that no handler expected are answered here, and raised again for uvicorn to log.
     """
 
@@ -148,6 +156,8 @@ class EntryMiddleware:
         if _CONTROL.search(scope["path"]):
             return MalformedPathError("The path has control characters, such as %0A; send it without them.")
         headers = Headers(scope=scope)
+        if "transfer-encoding" in headers and "content-length" in headers:  # RFC 9112, section 6.1: request smuggling
+            return FramingError("Transfer-Encoding and Content-Length contradict each other; send one of them.")
         host = headers.get("host", "")
         try:
             parts = urlsplit(f"//{host}")
@@ -159,17 +169,17 @@ class EntryMiddleware:
                 f"This server does not answer to that Host; its operator can allow it with {host_flag(name)}."
             )
         for origin in headers.getlist("origin"):
-            if not self._same_site(origin, host):
+            if not self._accepts(origin, scope["scheme"], host):
                 return ForbiddenOriginError(
                     "This server takes no requests from that Origin; its operator can allow it with "
                     f"{origin_flag(origin)}."
                 )
+        if "origin" not in headers and scope["path"] not in (*PAGES, LOGIN) and from_other_site(headers):
+            return ForbiddenOriginError("This server takes no such requests from pages of other sites.")
         return None
 
-    def _same_site(self, origin: str, host: str) -> bool:
-        if origin in self._origins or "*" in self._origins:
-            return True
-        return origin.partition("://")[2].lower() == host.lower()
+    def _accepts(self, origin: str, scheme: str, host: str) -> bool:
+        return bool(self._origins & {origin, "*"}) or origin.lower() == f"{scheme}://{host}".lower()
 
 
 def host_flag(name: str | None) -> str:

@@ -1,0 +1,27 @@
+"""What a server must have before it becomes a node of a cluster."""
+
+import pytest
+
+from mlx_parallm.app.cluster import prepare
+from mlx_parallm.config import resolve
+from mlx_parallm.config.sources import Setting
+from mlx_parallm.errors import ConfigError
+
+HEAD, REPLICA = {"cluster.share_model": True}, {"cluster.connect_to": "node1:8000", "cluster.token": "t"}
+
+
+def configured(**settings):
+    return resolve({path: Setting(value, "test") for path, value in settings.items()}).config
+
+
+@pytest.mark.parametrize("node", [HEAD, REPLICA], ids=["head", "replica"])
+@pytest.mark.parametrize("host", [{}, {"server.host": "192.168.1.7"}, {"server.host": "::"}], ids=str)
+def test_a_node_that_the_network_can_reach_needs_a_key(node, host):
+    with pytest.raises(ConfigError, match=r"MLX_PARALLM_API_KEY or --keys-file, or .* --host 127\.0\.0\.1"):
+        prepare(configured(**node, **host))
+
+
+def test_a_head_with_a_key_or_on_this_machine_starts(tmp_path):
+    for more in {"server.api_key": "k"}, {"server.keys_file": str(tmp_path / "keys.json")}, {"server.host": "::1"}:
+        config = configured(**HEAD, **more)
+        assert prepare(config) == config
