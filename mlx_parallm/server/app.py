@@ -175,7 +175,7 @@ def create_app(
         metrics,
         ResponseStore(),
         EpisodeHistories(),
-        Workers(config.body_timeout),
+        Workers(config.body_timeout, config.max_body_bytes),
         accounts,
         sessions,
         started_at=int(time.time()),

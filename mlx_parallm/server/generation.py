@@ -35,7 +35,7 @@ from mlx_parallm.server.assignment import assignment_key
 from mlx_parallm.server.errors import code_of
 from mlx_parallm.server.http.framing import EVENTS, Framing
 from mlx_parallm.server.http.request_log import RequestRecord, key_of, record_of
-from mlx_parallm.server.http.workers import SMALL_BYTES, client_of
+from mlx_parallm.server.http.workers import SMALL_BYTES, address_of, client_of
 from mlx_parallm.server.lifecycle import while_connected
 from mlx_parallm.server.metrics import RequestObserver
 from mlx_parallm.server.planning import AdapterSelector, adapter_named_by, select_adapter
@@ -199,7 +199,7 @@ class GenerationResponse(Response):
         collection = CollectionSpec(
             body.scoring_function,
             body.metadata or {},
-            client_of(scope),
+            address_of(scope),
             group_id=body.group_id or "",
             group_size=body.group_size,
             episode_id=body.episode_id or "",

@@ -11,8 +11,10 @@ import sys
 
 import httpx
 import pytest
+from server.keys import key_file
 
 from mlx_parallm.core import FinishReason, SequenceOutput
+from mlx_parallm.server.api import login
 from mlx_parallm.server.http.connection import OTHER_FILES, reserve_open_files
 
 PATIENCE_S = 30
@@ -203,6 +205,37 @@ async def test_a_body_that_ends_in_two_ways_is_refused_and_hides_no_request(serv
     assert (status, error["code"]) == (400, "ambiguous_body_length")
     assert b"connection: close" in head
     assert not engine.requests
+
+
+@pytest.mark.parametrize("path", ["/login", "/v1/completions", "/tokenize"])
+async def test_bodies_that_do_not_arrive_leave_room_for_others(serving, tmp_path, path):
+    """With a key or without one: their connections are the first to be replaced."""
+    file, sent = key_file(tmp_path, slow="inference", other="inference")
+    key = sent["slow"]["authorization"].encode()
+    async with serving(max_connections=8, keys_file=file) as server:
+        begun = b"POST %s HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nOrigin: %s\r\n" % (
+            path.encode(),
+            server.port,
+            server.url.encode(),
+        )
+        begun += b"Authorization: %s\r\nContent-Type: application/json\r\nContent-Length: 4000\r\n\r\n{" % key
+        held = [await opened(server, begun) for _ in range(8)]
+        await asyncio.sleep(0.1)
+        for _ in range(3):
+            async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S, headers=sent["other"]) as client:
+                assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+        for _, writer in held:
+            writer.close()
+
+
+async def test_a_form_that_does_not_arrive_is_answered_in_time(serving, monkeypatch):
+    monkeypatch.setattr(login, "FORM_TIMEOUT_S", 0.1)
+    async with serving(api_key="k") as server:
+        begun = b"POST /login HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nOrigin: %s\r\n" % (server.port, server.url.encode())
+        reader, writer = await opened(server, begun + b"Content-Length: 4000\r\n\r\nkey=")
+        status, _, error = await answer_of(reader)
+        writer.close()
+    assert (status, error["code"]) == (408, "body_timeout")
 
 
 async def test_that_no_connection_can_be_accepted_is_logged_once(serving, open_files, caplog):

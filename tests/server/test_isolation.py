@@ -3,11 +3,13 @@
 import asyncio
 import json
 import threading
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from server.keys import key_file
 
 from mlx_parallm.core import (
     FinishReason,
@@ -22,7 +24,7 @@ from mlx_parallm.server.api.answer import ChoiceWriter
 from mlx_parallm.server.api.fields import WireOutput
 from mlx_parallm.server.http import body as bodies
 from mlx_parallm.server.http import workers
-from mlx_parallm.server.http.workers import PerClientSemaphore, Workers
+from mlx_parallm.server.http.workers import ArrivingBodies, PerClientSemaphore
 
 URL, CHAT = "/v1/completions", "/v1/chat/completions"
 PATIENCE_S = 30
@@ -99,24 +101,43 @@ def test_values_are_counted_without_parsing(value):
     assert counted == values_in(value) - 1 + empty_in(value)
 
 
-async def test_one_client_does_not_hold_all_places_for_large_bodies(make_client):
-    app = make_client().app
+async def test_slow_large_bodies_hold_up_nobody(make_client, tmp_path):
+    """From two addresses with one key, and from one address with two keys."""
+    file, sent = key_file(tmp_path, greedy="inference", other="inference")
+    app = make_client(keys_file=file).app
     never = asyncio.Event()
 
     async def endless():
         yield b'{"prompt":'
         await never.wait()
 
-    headers = {"content-type": "application/json"}
-    async with from_address(app, "10.0.0.1") as greedy, from_address(app, "10.0.0.2") as other:
-        held = [asyncio.create_task(greedy.post(URL, content=endless(), headers=headers)) for _ in range(40)]
+    headers = {"content-type": "application/json", **sent["greedy"]}
+    async with from_address(app, "10.0.0.1") as one, from_address(app, "10.0.0.2") as two:
+        held = [asyncio.create_task(client.post(URL, content=endless(), headers=headers)) for client in (one, two) * 20]
         await asyncio.sleep(0.05)
         async with asyncio.timeout(PATIENCE_S):
-            assert (await other.post("/tokenize", json={"prompt": "x" * 100_000})).status_code == 400
-            assert (await greedy.post(URL, json={"prompt": "x"})).status_code == 200
+            large = {"prompt": "x" * 100_000}
+            assert (await one.post("/tokenize", json=large, headers=sent["other"])).status_code == 400
+            assert (await one.post("/tokenize", json=large, headers=sent["greedy"])).status_code == 400
         for task in held:
             task.cancel()
         await asyncio.wait(held)
+
+
+async def test_a_client_holds_half_of_the_bytes_of_large_bodies(monkeypatch):
+    monkeypatch.setattr(asyncio, "sleep", AsyncMock())
+    arriving = ArrivingBodies(100)
+    with arriving.hold("a") as add, arriving.hold("a") as more, arriving.hold("b") as other:
+        await add(40)
+        with pytest.raises(OverloadedError):
+            await more(11)
+        await more(10)
+        await other(50)
+        with arriving.hold("c") as third, pytest.raises(OverloadedError):
+            await third(1)
+    with arriving.hold("a") as add:
+        await add(50)
+    assert not arriving._held
 
 
 # ---- answers -----------------------------------------------------------------------------------
@@ -267,22 +288,40 @@ async def test_large_bodies_of_all_clients_together_are_read_at_one_pace(monkeyp
 
     monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now[0])
     monkeypatch.setattr(asyncio, "sleep", sleep)
-    paced = Workers(body_timeout_s=1)
-    for _ in range(3):
-        await paced.pace(workers._LARGE_BODY_BYTES_PER_S)
-    assert pauses == [1.0, 2.0, 3.0]
-    now[0] += 10
-    await paced.pace(workers._LARGE_BODY_BYTES_PER_S)
-    assert pauses[3:] == [1.0]
+    monkeypatch.setattr(workers, "_OF_ONE_CLIENT", 10**12)
+    second = workers._LARGE_BODY_BYTES_PER_S
+    arriving = ArrivingBodies(100 * second)
+    with arriving.hold("a") as one, arriving.hold("b") as other:
+        for add in (one, other, one):
+            await add(second)
+        assert pauses == [1.0, 2.0, 3.0]
+        now[0] += 10
+        await one(second)
+        assert pauses[3:] == [1.0]
+
+
+async def test_one_client_leaves_some_of_the_rate_to_the_others(monkeypatch):
+    pauses = []
+
+    async def sleep(seconds):
+        pauses.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: 100.0)
+    arriving = ArrivingBodies(10**12)
+    with arriving.hold("a") as add:
+        await add(workers._OF_ONE_CLIENT)
+    assert pauses == [1.0, workers._OF_ONE_CLIENT / workers._LARGE_BODY_BYTES_PER_S]
+    assert pauses[1] < 1
 
 
 async def test_a_large_body_is_paced_and_a_small_one_is_not(client, monkeypatch):
     counts = []
 
-    async def pace(self, count):
-        counts.append(count)
+    async def pace(self, who, rate, size):
+        counts.append(size if who else 0)
 
-    monkeypatch.setattr(Workers, "pace", pace)
+    monkeypatch.setattr(ArrivingBodies, "_pace", pace)
     assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
     assert not counts
     body = json.dumps({"prompt": "x" * 100_000, "max_tokens": 1}).encode()

@@ -12,11 +12,13 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from mlx_parallm.server.access.sessions import COOKIE, LIFETIME_S, LOGIN, PAGES
-from mlx_parallm.server.errors import ForbiddenOriginError
-from mlx_parallm.server.http.workers import client_of
+from mlx_parallm.server.errors import BodyTooLargeError, ForbiddenOriginError
+from mlx_parallm.server.http.body import read_bytes
+from mlx_parallm.server.http.workers import address_of
 from mlx_parallm.server.services import ServicesDep
 
 MAX_FORM_BYTES = 4096
+FORM_TIMEOUT_S = 10.0
 FIRST_PAGE = "/"
 HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'self'; "
@@ -41,7 +43,7 @@ async def log_in(request: Request, services: ServicesDep) -> Response:
     if "origin" not in request.headers:
         raise ForbiddenOriginError("This is for browsers; programs send the key as `Authorization: Bearer <key>`.")
     form = await _form(request)
-    page, client, sessions = form.get("next", [FIRST_PAGE])[0], client_of(request.scope), services.sessions
+    page, client, sessions = form.get("next", [FIRST_PAGE])[0], address_of(request.scope), services.sessions
     if wait_s := sessions.wait_s(client):
         seconds = math.ceil(wait_s)
         return _page(page, f"Too many wrong keys; try again in {seconds} s.", 429, {"retry-after": str(seconds)})
@@ -71,15 +73,12 @@ async def log_out(request: Request, services: ServicesDep) -> Response:
 
 
 async def _form(request: Request) -> dict[str, list[str]]:
-    """The fields of the form; none if there is more than the form of the login page can have."""
-    body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_FORM_BYTES:
-            return {}
+    """The fields of the form; none if there is more than the form of the login page can have. Raises
+    BodyTimeoutError."""
     try:
+        body = await read_bytes(request, MAX_FORM_BYTES, FORM_TIMEOUT_S)
         return parse_qs(body.decode("ascii", "replace"), max_num_fields=8)
-    except ValueError:  # too many fields
+    except (BodyTooLargeError, ValueError):  # of which the second is about too many fields
         return {}
 
 

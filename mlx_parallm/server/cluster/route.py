@@ -20,13 +20,14 @@ from mlx_parallm.server.cluster.parts import ClusterParts
 from mlx_parallm.server.cluster.remote import GENERATE, SAMPLE
 from mlx_parallm.server.cluster.schema import ClusterObject, JoinAnswer, JoinBody, VersionObject
 from mlx_parallm.server.cluster.wire import WireRequest
-from mlx_parallm.server.errors import ApiKeyError, BodyTooLargeError
-from mlx_parallm.server.http.body import json_body, read_body
+from mlx_parallm.server.errors import ApiKeyError, BodyTimeoutError, BodyTooLargeError
+from mlx_parallm.server.http.body import json_body, read_body, read_bytes
 from mlx_parallm.server.openapi.responses import raises
 from mlx_parallm.server.services import ServicesDep
 
 MAX_ARCHIVE_BYTES = 1 << 30
-"""The largest archive of an adapter."""
+ARCHIVE_TIMEOUT_S = 600.0
+"""The largest archive of an adapter, and the time that it may take to arrive."""
 
 router = APIRouter()
 
@@ -85,7 +86,7 @@ async def base_file(cluster: NodesDep, file: FileName) -> LargeFile:
 @router.put(
     "/v1/cluster/adapters/{name}/{version}",
     include_in_schema=False,
-    responses=raises(ApiKeyError, ConflictError, InvalidRequestError, BodyTooLargeError),
+    responses=raises(ApiKeyError, ConflictError, InvalidRequestError, BodyTooLargeError, BodyTimeoutError),
 )
 async def put_adapter(
     request: Request,
@@ -97,7 +98,7 @@ async def put_adapter(
 ) -> VersionObject:
     """Keeps an adapter version, the body: a tar of its two files. When the answer comes, the version is staged, and
     every node fetches it. It is not live yet."""
-    archive = await _archive(request)
+    archive = await read_bytes(request, MAX_ARCHIVE_BYTES, ARCHIVE_TIMEOUT_S)
     kept = await cluster.client.put_adapter(AdapterRef(name, version), archive, x_sha256, x_fence)
     return VersionObject.of(kept)
 
@@ -125,12 +126,3 @@ async def sample(request: Request, services: ServicesDep, cluster: NodesDep) -> 
     """Answers a request of a trainer with any node's engine. For nodes of the same version only."""
     asked = await read_body(request, services, WireRequest.model_validate_json)
     return EngineResponse(services, cluster.engine, asked)
-
-
-async def _archive(request: Request) -> bytes:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_ARCHIVE_BYTES:
-            raise BodyTooLargeError(f"The archive is over the limit of {MAX_ARCHIVE_BYTES} bytes.")
-    return bytes(body)

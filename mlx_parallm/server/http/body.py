@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
-from mlx_parallm.config import ServerConfig
 from mlx_parallm.errors import InvalidRequestError, UnknownModelError
 from mlx_parallm.server.api.fields import IgnoredFields, OpenBody
 from mlx_parallm.server.errors import BodyTimeoutError, BodyTooLargeError, MediaTypeError
@@ -29,7 +28,6 @@ from mlx_parallm.server.services import Services, ServicesDep
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
-Pace = Callable[[int], Awaitable[None]]
 
 # `curl -d '{…}'` sends the second type. A browser may send it to another site without a preflight request, so it is
 # accepted only because the Host and Origin checks run first.
@@ -84,19 +82,21 @@ async def read_body(
     Raises:
         MediaTypeError: its type is not one of `media_types`, or it is compressed in another way.
         BodyTooLargeError, BodyTimeoutError: it is too long, or does not arrive in time.
-        OverloadedError: other large bodies are being read.
+        OverloadedError: other large bodies are being read or parsed.
     """
     most = services.config.max_body_bytes
     length = _check_headers(request, most, media_types)
     gzipped = inflates and _is_compressed(request)
+    timeout_s, workers, client = services.config.body_timeout, services.workers, client_of(request.scope)
     if length is not None and length <= SMALL_BYTES and "content-encoding" not in request.headers:
-        return parse(await _read(request, services.config))
-    async with services.workers.large_bodies.hold(client_of(request.scope)):
-        raw = await _read(request, services.config, services.workers.pace)
-        if gzipped:
-            raw = await services.workers.run(most, partial(inflate, raw, most))
-            request.state.body_bytes = len(raw)
-        return await services.workers.run(len(raw), partial(parse, raw))
+        return parse(await read_bytes(request, most, timeout_s))
+    with workers.arriving.hold(client) as add:
+        raw = await read_bytes(request, most, timeout_s, add)
+        async with workers.large_bodies.hold(client):
+            if gzipped:
+                raw = await workers.run(most, partial(inflate, raw, most))
+                request.state.body_bytes = len(raw)
+            return await workers.run(len(raw), partial(parse, raw))
 
 
 def _check_headers(request: Request, limit: int, media_types: Collection[str]) -> int | None:
@@ -147,27 +147,30 @@ def _too_large(limit: int) -> BodyTooLargeError:
     return BodyTooLargeError(f"The body is over the limit of {limit} bytes.")
 
 
-async def _read(request: Request, config: ServerConfig, pace: Pace | None = None) -> bytes:
-    """Reads the body and keeps its length in `request.state.body_bytes`. Stops at the chunk that exceeds the limit.
+async def read_bytes(
+    request: Request, most: int, timeout_s: float, add: Callable[[int], Awaitable[None]] | None = None
+) -> bytes:
+    """Reads the body, which every route does with this, and keeps its length in `request.state.body_bytes`.
 
     Args:
-        pace: called with the length of each chunk, and awaited before the next one is read.
+        most: bytes; reading stops at the chunk that exceeds them.
+        timeout_s: seconds within which the whole body must arrive.
+        add: called with the length of each chunk, and awaited before the next one is read. See `ArrivingBodies`.
 
     Raises:
-        BodyTimeoutError: it did not arrive within `config.body_timeout` seconds.
-        BodyTooLargeError: it is longer than `config.max_body_bytes`.
+        BodyTimeoutError, BodyTooLargeError: it arrives too late, or is too long.
     """
     body = bytearray()
     try:
-        async with asyncio.timeout(config.body_timeout):
+        async with asyncio.timeout(timeout_s):
             async for chunk in request.stream():
                 body += chunk
-                if len(body) > config.max_body_bytes:
-                    raise _too_large(config.max_body_bytes)
-                if pace is not None:
-                    await pace(len(chunk))
+                if len(body) > most:
+                    raise _too_large(most)
+                if add is not None:
+                    await add(len(chunk))
     except TimeoutError:
-        raise BodyTimeoutError(f"The body did not arrive within {config.body_timeout:g} seconds.") from None
+        raise BodyTimeoutError(f"The body did not arrive within {timeout_s:g} seconds.") from None
     request.state.body_bytes = len(body)
     return bytes(body)
 

@@ -1,7 +1,8 @@
 """One client's connection: HTTP/1.1 by uvicorn and h11, with limits so that one client cannot hold what others need.
 
 - The number of open connections is limited. A new connection replaces the one that has been idle, or sending its
-  headers, for longest. If all others are being answered, the new one gets a 503.
+  headers, for longest. If there is none, it replaces one whose body has not arrived: of the client that has the most
+  of these, the oldest. If all others are being answered, the new one gets a 503.
 - Headers must arrive within a time limit (so must bodies: see `body`).
 - A client that stops reading its answer is disconnected, which frees its rows.
 - Input that is not HTTP gets an error body like any other error, with an id and a line in the request log.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -116,7 +118,7 @@ class LimitedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
         self._header_timer = self.loop.call_later(self._limits.header_timeout_s, self._headers_late)
-        if len(self.connections) > self._limits.max_connections and not self._close_idlest():
+        if len(self.connections) > self._limits.max_connections and not self._replace_other():
             self._refuse(503, "too_many_connections", "Too many connections are open; try again.")
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -157,13 +159,26 @@ class LimitedProtocol(H11Protocol):
         """Whether the connection is open and no request is being answered. Headers that still arrive do not count."""
         return (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing()
 
-    def _close_idlest(self) -> bool:
-        """Closes the connection that has been idle for longest. Returns false if every other connection is busy."""
+    @property
+    def _receiving(self) -> bool:
+        """Whether a body has not arrived as a whole."""
+        return self.cycle is not None and self.cycle.more_body and not self.transport.is_closing()
+
+    def _replace_other(self) -> bool:
+        """Closes another connection that is not being answered. Returns false if all others are."""
         others = [other for other in self.connections if isinstance(other, LimitedProtocol) and other is not self]
-        idle = [other for other in others if other._idle]
-        if idle:
-            min(idle, key=lambda other: other._idle_since).transport.abort()
-        return bool(idle)
+        waiting = [other for other in others if other._idle]
+        if not waiting:
+            receiving = [other for other in others if other._receiving]
+            by_client = Counter(other._address for other in receiving)
+            waiting = [other for other in receiving if by_client[other._address] == max(by_client.values())]
+        if waiting:
+            min(waiting, key=lambda other: other._idle_since).transport.abort()
+        return bool(waiting)
+
+    @property
+    def _address(self) -> str:
+        return self.client[0] if self.client else ""
 
     # header timeout
 

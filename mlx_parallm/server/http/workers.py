@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
 from anyio import CapacityLimiter, to_thread
@@ -18,6 +18,8 @@ from starlette.types import Scope
 
 from mlx_parallm.errors import OverloadedError
 from mlx_parallm.grammar.trial import CHILDREN
+from mlx_parallm.server.access.keys import ANYONE
+from mlx_parallm.server.http.request_log import record_of
 
 T = TypeVar("T")
 
@@ -27,15 +29,21 @@ SMALL_BYTES = 64 * 1024
 _SMALL_THREADS, _LARGE_THREADS = 40, 2
 _GRAMMAR_TIMEOUT_S = 10.0
 _LARGE_BODIES, _LARGE_BODIES_PER_CLIENT = 16, 8
-_LARGE_BODY_BYTES_PER_S = 16 * 2**20
-"""Rate at which the large bodies of all clients together are read."""
+_LARGE_BODY_BYTES_PER_S, _OF_ONE_CLIENT = 16 * 2**20, 12 * 2**20
+"""Rates at which the large bodies of all clients together, and of one, are read."""
 _MIN_SLEEP_S = 0.01
 
 
-def client_of(scope: Scope) -> str:
-    """Identifies the client by its address, because many clients may share one API key."""
+def address_of(scope: Scope) -> str:
+    """The client's address."""
     client = scope.get("client")
     return client[0] if client else ""
+
+
+def client_of(scope: Scope) -> str:
+    """Identifies the client whose limits a request counts for: by its key, or where no key is needed, its address."""
+    key = record_of(scope).key
+    return f"address {address_of(scope)}" if key in (None, ANYONE) else f"key {key.name}"
 
 
 class PerClientSemaphore:
@@ -87,23 +95,70 @@ class PerClientSemaphore:
             raise OverloadedError(self._busy) from None
 
 
-class Workers:
-    """The thread pools and the limits for large bodies. A request holds a place of `large_bodies` while its large body
-    is read and parsed. Used on the event loop's thread only.
+class ArrivingBodies:
+    """Bounds the bytes of large bodies from their arrival until they are parsed, and the rate at which they are read. A
+    client that sends slowly holds up nobody else, because it holds only the bytes that it has sent. Used on the event
+    loop's thread only.
 
     Args:
-        body_timeout_s: longest time in seconds that a large body waits while others are read.
+        most: bytes of all clients together. One client may hold half of them.
     """
 
-    def __init__(self, body_timeout_s: float) -> None:
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held: Counter[str] = Counter()
+        self._next_read_at: dict[str, float] = {}  # event loop time, by client; "" for all together
+
+    @contextmanager
+    def hold(self, client: str) -> Iterator[Callable[[int], Awaitable[None]]]:
+        """Gives a function to be called with the number of bytes of each chunk, and awaited before the next one is
+        read. It raises OverloadedError if there is no room for the chunk. The bytes count until the block ends."""
+        count = 0
+
+        async def add(size: int) -> None:
+            nonlocal count
+            if self._held.total() + size > self._most or self._held[client] + size > self._most // 2:
+                raise OverloadedError("Other large bodies are being read; try again.")
+            self._held[client] += size
+            count += size
+            await self._pace(client, _OF_ONE_CLIENT, size)
+            await self._pace("", _LARGE_BODY_BYTES_PER_S, size)
+
+        try:
+            yield add
+        finally:
+            self._held[client] -= count
+            if not self._held[client]:
+                del self._held[client]
+                self._next_read_at.pop(client, None)
+
+    async def _pace(self, who: str, rate: int, size: int) -> None:
+        """Waits, after `size` bytes were read, until more may be read. Without this limit, bodies sent over loopback
+        and then refused would take most of a core from the event loop and the device thread."""
+        now = asyncio.get_running_loop().time()
+        self._next_read_at[who] = max(self._next_read_at.get(who, now), now) + size / rate
+        if (sleep := self._next_read_at[who] - now) > _MIN_SLEEP_S:
+            await asyncio.sleep(sleep)
+
+
+class Workers:
+    """The thread pools and the limits for large bodies. `arriving` bounds what is read; a request holds a place of
+    `large_bodies` while its body, which has arrived, is parsed. Used on the event loop's thread only.
+
+    Args:
+        body_timeout_s: longest time in seconds that a large body waits while others are parsed.
+        max_body_bytes: the largest body.
+    """
+
+    def __init__(self, body_timeout_s: float, max_body_bytes: int) -> None:
         self._small = CapacityLimiter(_SMALL_THREADS)
         self._large = CapacityLimiter(_LARGE_THREADS)
         self._compiling = CapacityLimiter(CHILDREN)
         busy = "Other grammars are being compiled; try again."
         self._grammars = PerClientSemaphore(CHILDREN, max(1, CHILDREN // 2), _GRAMMAR_TIMEOUT_S, busy)
-        busy = "Other large bodies are being read; try again."
+        busy = "Other large bodies are being parsed; try again."
         self.large_bodies = PerClientSemaphore(_LARGE_BODIES, _LARGE_BODIES_PER_CLIENT, body_timeout_s, busy)
-        self._next_read_at = 0.0  # event loop time
+        self.arriving = ArrivingBodies(_LARGE_BODIES * max_body_bytes)
 
     async def run(self, size: int, call: Callable[[], T]) -> T:
         """Runs `call` in a thread of the small or the large pool. `size`: the number of bytes that it works on."""
@@ -113,11 +168,3 @@ class Workers:
         """Runs `call`, which compiles a grammar. Raises OverloadedError if the client waited too long for a place."""
         async with self._grammars.hold(client):
             return await to_thread.run_sync(call, limiter=self._compiling)
-
-    async def pace(self, count: int) -> None:
-        """Waits, after `count` bytes of a large body were read, until more may be read. Without this limit, bodies sent
-        over loopback and then refused would take most of a core from the event loop and the device thread."""
-        now = asyncio.get_running_loop().time()
-        self._next_read_at = max(self._next_read_at, now) + count / _LARGE_BODY_BYTES_PER_S
-        if (sleep := self._next_read_at - now) > _MIN_SLEEP_S:
-            await asyncio.sleep(sleep)
