@@ -61,6 +61,16 @@ class NamedKey(Section):
         """Whether it may read what the key of that name has sent and got."""
         return self.role is Role.ADMIN or self.name == owner
 
+    @property
+    def mark(self) -> str:
+        """Twelve hexadecimal digits that stand for its name, in ids of things that outlive the process."""
+        return hashlib.sha256(self.name.encode()).hexdigest()[:12]
+
+    @property
+    def reader(self) -> str | None:
+        """Its name, or None for a key that may read what any key has sent."""
+        return None if self.role is Role.ADMIN else self.name
+
 
 def _unhashed(name: str) -> NamedKey:
     """An admin key that is in no file."""
