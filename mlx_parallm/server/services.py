@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, cast
 
 from fastapi import Depends
@@ -27,14 +27,14 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.errors import InvalidRequestError, TrainingDisabledError, UnknownModelError
 from mlx_parallm.server.access.accounts import Accounts
-from mlx_parallm.server.access.keys import NamedKey
+from mlx_parallm.server.access.keys import ANYONE, NamedKey
 from mlx_parallm.server.access.sessions import Sessions
 from mlx_parallm.server.api.chat.history import EpisodeHistories
 from mlx_parallm.server.api.responses.conversation import ResponseStore
 from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES
 from mlx_parallm.server.cluster.parts import ClusterParts
 from mlx_parallm.server.errors import AsleepError, DrainingError, InferenceDisabledError
-from mlx_parallm.server.http.request_log import key_of
+from mlx_parallm.server.http.request_log import key_of, record_of
 from mlx_parallm.server.http.workers import Workers
 from mlx_parallm.server.lifecycle import Lifecycle, SequenceGate, SleepSwitch
 from mlx_parallm.server.metrics import ServerMetrics
@@ -51,6 +51,7 @@ class Services:
 
     `training`, `tinker`, `averages`, `reward_models` and `lessons` are None if the server does not train; `collection`,
     if requests cannot be collected; `cluster`, if it is not a node of a cluster. `started_at` is Unix time in seconds.
+    `key` is that of the request which uses them.
     `schedule_lock` is held while the schedule is changed, so that each change starts from the one before.
     """
 
@@ -75,6 +76,7 @@ class Services:
     lessons: LessonClient | None = None
     collection: CollectionClient | None = None
     cluster: ClusterParts | None = None
+    key: NamedKey = ANYONE
     schedule_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     history: History = field(default_factory=History)
 
@@ -203,7 +205,10 @@ class Services:
 
 
 async def services_of(request: Request) -> Services:
-    return cast(Services, request.app.state.services)
+    """The parts, for the key of this request."""
+    services = cast(Services, request.app.state.services)
+    key = record_of(request.scope).key
+    return services if key is None else replace(services, key=key)  # probes and the login page need no key
 
 
 ServicesDep = Annotated[Services, Depends(services_of)]

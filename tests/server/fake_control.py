@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from mlx_parallm.core import (
     BASE_ADAPTER,
+    EVERYTHING,
     AdapterCard,
     AdapterRef,
     AdapterStats,
@@ -336,7 +337,7 @@ class FakeTraining:
         self.buffer = TrajectoryBuffer(1000)
         self.collected_groups = GroupReader(self.buffer)
 
-    async def check(self, collection, adapter, prompt=None):
+    async def check(self, collection, adapter, prompt=None, key=""):
         await self.checks_go_on.wait()
         self.checked.append((collection, adapter))
         self.prompts.append(prompt)
@@ -369,7 +370,7 @@ class FakeTraining:
     async def last_given(self, count):
         return self.given_earlier[:count]
 
-    async def feedback(self, trajectory_id, score, user=""):
+    async def feedback(self, trajectory_id, score, user="", reader=EVERYTHING):
         if self.error:
             raise self.error
         if trajectory_id not in self.known:
@@ -377,7 +378,7 @@ class FakeTraining:
         self.calls.append(("feedback", trajectory_id, score, user))
         return FeedbackCard(score / 2, 2)
 
-    async def find(self, trajectory_id):
+    async def find(self, trajectory_id, reader=EVERYTHING):
         if trajectory_id not in self.found:
             raise UnknownTrajectoryError(f"No trajectory of this run has the id {trajectory_id!r}.")
         return self.found[trajectory_id]
@@ -392,15 +393,15 @@ class FakeTraining:
         source = SourceReport("feedback", 3, 1, 1, {"stale": 1}, 1, 1.0, 0.25)
         return SignalReport(self.status(adapter).adapter, 4, 2, (source,))
 
-    async def reward_tokens(self, trajectory_id, rewards):
+    async def reward_tokens(self, trajectory_id, rewards, reader=EVERYTHING):
         self.calls.append(("reward_tokens", trajectory_id, list(rewards)))
 
-    async def reward_episode(self, episode_id, group_id, score):
+    async def reward_episode(self, episode_id, group_id, score, reader=EVERYTHING):
         if self.error:
             raise self.error
         self.calls.append(("reward_episode", episode_id, group_id, score))
 
-    async def close_group(self, group_id):
+    async def close_group(self, group_id, reader=EVERYTHING):
         if self.error:
             raise self.error
         self.calls.append(("close_group", group_id))

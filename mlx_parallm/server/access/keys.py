@@ -21,6 +21,7 @@ from pydantic import Field, ValidationError
 
 from mlx_parallm.atomic import replace_file
 from mlx_parallm.config.types import Section
+from mlx_parallm.core import Reader
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.server.access.roles import Role
 
@@ -67,9 +68,9 @@ class NamedKey(Section):
         return hashlib.sha256(self.name.encode()).hexdigest()[:12]
 
     @property
-    def reader(self) -> str | None:
-        """Its name, or None for a key that may read what any key has sent."""
-        return None if self.role is Role.ADMIN else self.name
+    def reader(self) -> Reader:
+        """What it may read and reward of trajectories."""
+        return Reader(self.name, reads_all=self.role is Role.ADMIN)
 
 
 def _unhashed(name: str) -> NamedKey:

@@ -171,9 +171,11 @@ async def _rewards(body: PairsBody, name: str, services: Services, request: Requ
     models, request_id, account = services.require_reward_models(), new_request_id("score"), services.accounts.of(key)
     with account.request(), services.gate.reserve(len(body.judged), account.queue_name):
         rows = await services.workers.run(request.state.body_bytes, partial(_rows, body, services.first))
+        tokens = sum(len(question) + len(answer) for question, answer in rows)
+        account.add_prompt(tokens)
         async with while_connected(request.receive, services.lifecycle.expired):
             rewards = await models.score(name, [(*question, *answer) for question, answer in rows])
-    usage = token_usage(sum(len(question) + len(answer) for question, answer in rows), 0)
+    usage = token_usage(tokens, 0)
     fields = {"id": request_id, "usage": usage, "model": body.model}
     return Scored(rewards, [len(answer) for _, answer in rows], fields)
 

@@ -58,7 +58,7 @@ from mlx_parallm.server.lifecycle import Lifecycle, while_connected
 from mlx_parallm.server.metrics_training import training_statuses
 from mlx_parallm.server.openapi.responses import EVENTS, raises
 from mlx_parallm.server.planning import adapter_named_by
-from mlx_parallm.server.services import CollectionDep, Services, ServicesDep, TrainingDep
+from mlx_parallm.server.services import CollectionDep, KeyDep, Services, ServicesDep, TrainingDep
 
 MAX_LISTED = 1000
 CONTROL_ERRORS = (UnknownModelError, ConflictError, TrainingDisabledError, DrainingError, EngineDeadError)
@@ -98,7 +98,7 @@ REWARD_ERRORS = (UnknownTrajectoryError, ConflictError, TrainingDisabledError, S
 
 @router.post("/v1/training/feedback", responses=raises(*REWARD_ERRORS))
 async def feedback(
-    body: Annotated[FeedbackBody, Depends(json_body(FeedbackBody))], collection: CollectionDep
+    body: Annotated[FeedbackBody, Depends(json_body(FeedbackBody))], collection: CollectionDep, key: KeyDep
 ) -> FeedbackObject:
     """Sets the reward of an answer, an episode, a turn or the tokens of an answer. The last feedback before training
     counts; of an answer or a turn, the last one of each `user`, and the reward is their mean. If a request had neither
@@ -108,11 +108,11 @@ async def feedback(
     score = math.fsum(body.token_rewards or ()) if body.score is None else body.score
     of_people: dict[str, Any] = {}
     if body.episode_id is not None:
-        await collection.trajectories.reward_episode(body.episode_id, body.group_id or "", score)
+        await collection.trajectories.reward_episode(body.episode_id, body.group_id or "", score, key.reader)
     elif body.token_rewards is not None:
-        await collection.trajectories.reward_tokens(body.trajectory_id or "", body.token_rewards)
+        await collection.trajectories.reward_tokens(body.trajectory_id or "", body.token_rewards, key.reader)
     else:
-        card = await collection.people.feedback(body.trajectory_id or "", score, body.user or "")
+        card = await collection.people.feedback(body.trajectory_id or "", score, body.user or "", key.reader)
         of_people = {"reward": card.reward, "people": card.people, "late": card.late}
     return FeedbackObject(
         status="success", trajectory_id=body.trajectory_id, episode_id=body.episode_id, score=score, **of_people
@@ -126,11 +126,12 @@ async def feedback(
 async def close_group(
     group_id: Annotated[str, Path(max_length=MAX_EPISODE_ID, description="The `group_id` of its requests.")],
     collection: CollectionDep,
+    key: KeyDep,
 ) -> GroupObject:
     """Lets no more answers into a group, so that it can be trained on. If its requests named a `scoring_function`, that
     rewards the members without a reward; otherwise they are dropped. The answer is 409 if the group was trained on or
     dropped."""
-    card = await collection.trajectories.close_group(group_id)
+    card = await collection.trajectories.close_group(group_id, key.reader)
     return GroupObject(
         group_id=card.group_id,
         lora_adapter=card.adapter,
