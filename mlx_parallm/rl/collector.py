@@ -28,7 +28,7 @@ from mlx_parallm.core import (
     Trajectory,
     TrajectoryCard,
 )
-from mlx_parallm.errors import ConflictError, StorageError, shown
+from mlx_parallm.errors import ConflictError, StorageError, UnknownTrajectoryError, shown
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
 from mlx_parallm.rl.collect.given import PREFIX, rewards_of, trajectories_of
 from mlx_parallm.rl.collect.group_rewards import group_of_episode
@@ -302,15 +302,15 @@ class Collector:
     async def reward_episode(self, episode_id: str, group_id: str, score: float, reader: Reader = EVERYTHING) -> None:
         """See `core.TrajectoryClient.reward_episode`."""
         owner = self._owner(group_of_episode(episode_id, group_id), reader)
-        await self._finished(self.enter(EpisodeReward(episode_id, group_id, score, owner)))
+        await self._finished(self.enter(EpisodeReward(episode_id, group_id, score, owner), reader))
 
     async def reward_tokens(self, trajectory_id: str, rewards: Sequence[float], reader: Reader = EVERYTHING) -> None:
         """See `core.TrajectoryClient.reward_tokens`."""
-        await self._finished(self.enter(TokenRewards(trajectory_id, tuple(rewards), reader.bound)))
+        await self._finished(self.enter(TokenRewards(trajectory_id, tuple(rewards), reader.bound), reader))
 
     async def close_group(self, group_id: str, reader: Reader = EVERYTHING) -> GroupCard:
         """See `core.TrajectoryClient.close_group`."""
-        return _card(await self._finished(self.enter(Closed(group_id, self._owner(group_id, reader)))))
+        return _card(await self._finished(self.enter(Closed(group_id, self._owner(group_id, reader)), reader)))
 
     def _owner(self, group_id: str, reader: Reader) -> str:
         """The owner of the group that a reader means by its id: its own one, or else another one that it may read.
@@ -345,14 +345,17 @@ class Collector:
         members = () if group is None else group.members
         return [(member.trajectory.text, member.reward) for member in members if member.reward is not None]
 
-    async def enter(self, entry: GroupEntry) -> TrajectoryGroup:
+    async def enter(self, entry: GroupEntry, reader: Reader = EVERYTHING) -> TrajectoryGroup:
         """Writes an entry into the journal, and applies it. Returns its group.
 
         Raises:
             StorageError: it could not be written, and is not applied.
             RequestError: it does not apply; see `Intake.group_of`.
+            UnknownTrajectoryError: the reader does not see the adapter that the group trains.
         """
         group = self._intake.group_of(entry)
+        if not reader.sees(group.adapter):
+            raise UnknownTrajectoryError("No trajectory has this id, or it is forgotten by now.")
         await self._journal.entered(group.adapter, group.group_id, entry)
         self._intake.apply(entry)  # the group may have been trained on meanwhile
         return group

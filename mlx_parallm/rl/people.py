@@ -78,7 +78,7 @@ class People:
 
     async def _feedback(self, trajectory_id: str, score: float, user: str, reader: Reader) -> FeedbackCard:
         try:
-            group = await self._collector.enter(Feedback(trajectory_id, score, user, reader.bound))
+            group = await self._collector.enter(Feedback(trajectory_id, score, user, reader.bound), reader)
         except (UnknownTrajectoryError, ConflictError) as error:
             return await self._late_feedback(trajectory_id, score, user, error, reader)
         return self._taken(group, trajectory_id, user, late=False)
@@ -97,7 +97,7 @@ class People:
             fate = await self._journal.fate(trajectory_id)
             if fate is None or fate.state == "" or trajectory_id.startswith(LATE):
                 raise error
-            if not reader.may_read(fate.trajectory.owner):
+            if not (reader.may_read(fate.trajectory.owner) and reader.sees(fate.adapter)):
                 raise error
             _check_counts(fate)
             copy = late_copy(fate.trajectory)
@@ -135,7 +135,7 @@ class People:
             adapter, turn = known[0].adapter, known[1].turn(trajectory_id)
         elif (fate := await self._journal.fate(trajectory_id)) is not None:
             adapter, turn = fate.adapter, fate.trajectory
-        if turn is None or not reader.may_read(turn.owner):
+        if turn is None or not (reader.may_read(turn.owner) and reader.sees(adapter)):
             raise UnknownTrajectoryError(f"No trajectory of this run has the id {shown(trajectory_id)}.")
         return FoundTrajectory(adapter, turn.prompt_ids, turn.completion_ids, turn.text)
 

@@ -103,6 +103,9 @@ class FakeAdapters:
         self.folders.append(path)
         return self.publish("in-folder").name
 
+    async def loaded_folder(self, path):
+        return "in-folder" if path in self.folders else None
+
     @property
     def has_default_folder(self):
         return self.default is not None
@@ -416,6 +419,13 @@ class FakeTraining:
         if name not in self.state:
             raise UnknownModelError(f"no adapter {name!r} is trained here")
         return self.state[name]
+
+    @property
+    def default_adapter(self):
+        return "policy"
+
+    def statuses(self):
+        return [self.status(name) for name in self.status().trained]
 
     async def start(self, adapter=None):
         name = adapter or "policy"

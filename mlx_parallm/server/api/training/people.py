@@ -59,7 +59,9 @@ async def preference(
     with adapter_named_by("lora_adapter", body.lora_adapter):
         key = key_of(request.scope)
         found = {field: await _found(training, field, named, key.reader) for field, named in body.trajectories.items()}
-        adapter = adapter_of(body, found, training.status(body.lora_adapter).adapter)
+        named = body.lora_adapter
+        default = training.default_adapter if named is None else training.status(named).adapter
+        adapter = adapter_of(body, found, default)
         encode = partial(edit_of, body, found, adapter, services)
         edit = replace(await services.workers.run(request.state.body_bytes, encode), owner=key.name)
         return preference_object(await services.lifecycle.run_to_end(training.people.edit(edit)))

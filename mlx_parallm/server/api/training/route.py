@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from functools import partial
 from typing import Annotated, Any, cast
 
@@ -24,6 +24,7 @@ from mlx_parallm.errors import (
     ContextLengthError,
     EngineDeadError,
     EngineError,
+    OverloadedError,
     QueueFullError,
     StorageError,
     TrainingDisabledError,
@@ -54,6 +55,7 @@ from mlx_parallm.server.api.training.schema import (
 from mlx_parallm.server.errors import DrainingError, error_body
 from mlx_parallm.server.generation import EventStream
 from mlx_parallm.server.http.body import json_body
+from mlx_parallm.server.http.request_log import record_of
 from mlx_parallm.server.lifecycle import Lifecycle, while_connected
 from mlx_parallm.server.metrics_training import training_statuses
 from mlx_parallm.server.openapi.responses import EVENTS, raises
@@ -71,23 +73,27 @@ router = APIRouter()
 # -- update ----------------------------------------------------------------------------------------
 
 
-@router.post("/v1/training/update", responses=raises(*PUBLISH_ERRORS, ContextLengthError))
+@router.post("/v1/training/update", responses=raises(*PUBLISH_ERRORS, ContextLengthError, OverloadedError))
 async def update(
     body: Annotated[UpdateBody, Depends(json_body(UpdateBody, required=False))],
     request: Request,
     services: ServicesDep,
     training: TrainingDep,
 ) -> UpdateObject:
-    """Makes one update now, with the complete groups or with the given trajectories. When the answer comes, the update
+    """Makes one update now, with the complete groups or with the given trajectories, whose tokens count as those of a
+    prompt. When the answer comes, the update
     has ended, and a version that it published is live."""
-    given = None
-    if body.given is not None:
-        encode = partial(given_trajectories, body.given, services)
-        given = await services.workers.run(request.state.body_bytes, encode)
-    with adapter_named_by("lora_adapter", body.lora_adapter):
-        signal = None if body.signal is None else Signal(body.signal)
-        updating = training.update(body.lora_adapter, given, body.update_inference, body.checkpoint_name, signal)
-        return update_object(await services.lifecycle.run_to_end(updating))
+    given, signal = None, None if body.signal is None else Signal(body.signal)
+    with ExitStack() as charged:
+        if body.given is not None:
+            account = record_of(request.scope).account = services.accounts.of(services.key)
+            charged.enter_context(account.request())
+            encode = partial(given_trajectories, body.given, services)
+            given = await services.workers.run(request.state.body_bytes, encode)
+            account.add_prompt(sum(len(each.prompt_ids) + len(each.completion_ids) for each in given))
+        with adapter_named_by("lora_adapter", body.lora_adapter):
+            updating = training.update(body.lora_adapter, given, body.update_inference, body.checkpoint_name, signal)
+            return update_object(await services.lifecycle.run_to_end(updating))
 
 
 # -- feedback --------------------------------------------------------------------------------------

@@ -69,7 +69,9 @@ class AtroposParts:
         return UNREGISTERED if environment is None else environment.source
 
 
-async def parts_of(request: Request) -> AtroposParts:
+async def parts_of(request: Request, services: ServicesDep) -> AtroposParts:
+    """Raises UnknownModelError if the key does not see the default adapter, which these groups train."""
+    services.require_training().status()
     return cast(AtroposParts, request.app.state.atropos)
 
 

@@ -42,7 +42,7 @@ def new_id(key: NamedKey) -> str:
 def is_of(key: NamedKey, any_id: str) -> bool:
     """Whether the key may use what has this id: it made it, or is an admin's. Ids of earlier versions of this package
     have no mark, so only an admin may use what they name."""
-    return key.role is Role.ADMIN or re.fullmatch(rf"tinker-[0-9a-f]{{12}}{key.mark}([-:].*)?", any_id) is not None
+    return key.role is Role.ADMIN or key.made(any_id)
 
 
 class Turns:
