@@ -122,7 +122,11 @@ USES = {
     "detokenize": ("POST", "/detokenize", {"model": "{}", "tokens": [1]}),
     "a model": ("GET", "/v1/models/{}", None),
     "an adapter": ("GET", "/v1/adapters/{}", None),
-    "trl: generate": ("POST", "/inference/v1/generate", {"model": "{}", "token_ids": [1], "sampling_params": {"max_tokens": 1}}),
+    "vllm: generate": (
+        "POST",
+        "/inference/v1/generate",
+        {"model": "{}", "token_ids": [1], "sampling_params": {"max_tokens": 1}},
+    ),
 }
 CHANGES = {
     "load": ("POST", "/v1/load_lora_adapter", {"lora_name": "{}", "lora_path": "acme-1", "load_inplace": True}),

@@ -168,7 +168,8 @@ async def _rewards(body: PairsBody, name: str, services: Services, request: Requ
     check_permitted(key, body)
     record.set_model(body.model or name)
     services.check_open()
-    models, request_id, account = services.require_reward_models(), new_request_id("score"), services.accounts.of(key)
+    models, request_id = services.require_reward_models(), new_request_id("score")
+    account = record.account = services.accounts.of(key)
     with account.request(), services.gate.reserve(len(body.judged), account.queue_name):
         rows = await services.workers.run(request.state.body_bytes, partial(_rows, body, services.first))
         tokens = sum(len(question) + len(answer) for question, answer in rows)
