@@ -28,6 +28,10 @@ class LoadedFolders:
 
     def live_with(self, file: AdapterFile) -> str | None:
         """The name of the adapter whose live version came from this folder, with this content."""
+        return self.live_from(file.path, file.digest)
+
+    def live_from(self, folder: Path, digest: str | None = None) -> str | None:
+        """The name of the adapter whose live version came from this folder. `digest`: with this content; None: any."""
         live = (self._registry.live(name) for name in {version.ref.name for version in self._registry.versions()})
-        place = (str(file.path), file.digest)
-        return next((v.ref.name for v in live if v and (v.info.root, v.info.digest) == place), None)
+        found = (v for v in live if v and v.info.root == str(folder) and digest in (None, v.info.digest))
+        return next((version.ref.name for version in found), None)

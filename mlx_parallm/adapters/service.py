@@ -139,6 +139,14 @@ class AdapterService:
             self._folders.remember(folder, stamp, name)
             return name
 
+    async def loaded_folder(self, path: str) -> str | None:
+        """See `core.AdapterClient.loaded_folder`."""
+        try:
+            folder = await asyncio.to_thread(self._library.resolve, path)
+        except InvalidRequestError:
+            return None
+        return self._folders.live_from(folder)
+
     @property
     def has_default_folder(self) -> bool:
         return self._default_folder is not None

@@ -114,6 +114,10 @@ class AllAdapters:
         async with self._models.use(self._first.name):
             return await self._first.adapters.load_folder(path)
 
+    async def loaded_folder(self, path: str) -> str | None:
+        """See `core.AdapterClient.loaded_folder`."""
+        return await self._first.adapters.loaded_folder(path)
+
     @property
     def has_default_folder(self) -> bool:
         """See `core.AdapterClient.has_default_folder`."""

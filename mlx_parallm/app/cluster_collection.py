@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from mlx_parallm.core import (
     BASE_ADAPTER,
+    EVERYTHING,
     AdapterRef,
     ClusterClient,
     CollectionSpec,
@@ -18,6 +19,7 @@ from mlx_parallm.core import (
     FeedbackCard,
     GenerationRequest,
     GroupCard,
+    Reader,
     Trajectory,
 )
 from mlx_parallm.errors import ConflictError, StorageError, shown
@@ -69,7 +71,9 @@ class ClusterCollection:
 
     # -- core.CollectingClient -------------------------------------------------------------------
 
-    async def check(self, collection: CollectionSpec, adapter: AdapterRef, prompt: str | None = None) -> CollectionSpec:
+    async def check(
+        self, collection: CollectionSpec, adapter: AdapterRef, prompt: str | None = None, key: str = ""
+    ) -> CollectionSpec:
         """See `core.CollectingClient.check`."""
         name = self._trained_by(adapter)
         if name not in self._trained:
@@ -86,15 +90,15 @@ class ClusterCollection:
             return events
         return collect(request, events, self._send_group, lambda: None)
 
-    async def reward_tokens(self, trajectory_id: str, rewards: Sequence[float]) -> None:
+    async def reward_tokens(self, trajectory_id: str, rewards: Sequence[float], reader: Reader = EVERYTHING) -> None:
         """See `core.CollectingClient.reward_tokens`."""
-        await self._send_reward(TokenRewards(trajectory_id, tuple(rewards)))
+        await self._send_reward(TokenRewards(trajectory_id, tuple(rewards), reader.bound))
 
-    async def reward_episode(self, episode_id: str, group_id: str, score: float) -> None:
+    async def reward_episode(self, episode_id: str, group_id: str, score: float, reader: Reader = EVERYTHING) -> None:
         """See `core.CollectingClient.reward_episode`."""
-        await self._send_reward(EpisodeReward(episode_id, group_id, score))
+        await self._send_reward(EpisodeReward(episode_id, group_id, score, reader.bound))
 
-    async def close_group(self, group_id: str) -> GroupCard:
+    async def close_group(self, group_id: str, reader: Reader = EVERYTHING) -> GroupCard:
         """Raises ConflictError: only the trainer knows the members of a group."""
         raise ConflictError(
             "This node does not train, so it cannot close a group; send group_size with its requests, and it closes "
@@ -103,9 +107,11 @@ class ClusterCollection:
 
     # -- core.OpinionClient ----------------------------------------------------------------------
 
-    async def feedback(self, trajectory_id: str, score: float, user: str = "") -> FeedbackCard:
+    async def feedback(
+        self, trajectory_id: str, score: float, user: str = "", reader: Reader = EVERYTHING
+    ) -> FeedbackCard:
         """See `core.OpinionClient.feedback`. What others said of the answer is not known here."""
-        await self._send_reward(Feedback(trajectory_id, score, user))
+        await self._send_reward(Feedback(trajectory_id, score, user, reader.bound))
         return FeedbackCard(score, 1, late=False)
 
     # -- messages --------------------------------------------------------------------------------

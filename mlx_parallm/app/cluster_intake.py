@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from mlx_parallm.app.cluster_collection import from_message
 from mlx_parallm.cluster.trajectories import Delivery
-from mlx_parallm.core import TrainingEvent, Trajectory
+from mlx_parallm.core import EVERYTHING, Reader, TrainingEvent, Trajectory
 from mlx_parallm.errors import QueueFullError, RequestError
 from mlx_parallm.rl.collect.groups import TrajectoryGroup
 from mlx_parallm.rl.runs.records import Arrival, Feedback, GroupEntry
@@ -128,7 +128,8 @@ class ClusterIntake:
 
     async def _take_reward(self, entry: GroupEntry) -> None:
         if isinstance(entry, Feedback):
-            await self._service.people.feedback(entry.trajectory_id, entry.score, entry.user)
+            reader = EVERYTHING if entry.key is None else Reader(entry.key)
+            await self._service.people.feedback(entry.trajectory_id, entry.score, entry.user, reader)
         else:
             await self._service.trajectories.enter(entry)
 

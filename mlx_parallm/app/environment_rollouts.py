@@ -156,7 +156,7 @@ class EnvironmentRollouts:
 
     def _learn_rewards(self, event: TrainingEvent) -> None:
         """Notes the rewards of the tasks of this run."""
-        if event.kind == "scored" and event.data.get("complete"):
+        if event.kind == "scored" and event.data.get("complete") and not event.data["key"]:
             self._learn(event.data["group_id"], event.data.get("rewards", ()))
 
     def _learn(self, group_id: str, rewards: Collection[float]) -> None:

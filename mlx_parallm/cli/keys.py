@@ -19,8 +19,15 @@ if TYPE_CHECKING:
 DEFAULT_FILE = Path("~/.mlx_parallm/keys.json")
 _VARIABLE = KEYS["server.keys_file"].env_name
 _ROLES = ("inference", "train", "admin")
-_LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "least_priority", "own_prefix_cache")
-_COLUMNS = ("name", "role", "created", "requests/min", "tokens/min", "concurrent", "priority", "own cache")
+_LIMITS = (
+    "requests_per_minute",
+    "tokens_per_minute",
+    "max_concurrent",
+    "least_priority",
+    "own_prefix_cache",
+    "adapters",
+)
+_COLUMNS = ("name", "role", "created", "requests/min", "tokens/min", "concurrent", "priority", "own cache", "adapters")
 
 
 def add_commands(add: AddCommand) -> None:
@@ -49,6 +56,13 @@ def _add_adding(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-concurrent", type=int, metavar="N", help="Requests under way. Default: no limit.")
     parser.add_argument(
         "--least-priority", type=int, metavar="N", help="The lowest (most urgent) priority it may ask for. Default: 0."
+    )
+    parser.add_argument(
+        "--adapters",
+        type=lambda text: tuple(text.split(",")),
+        metavar="PATTERNS",
+        help="The only adapters that it may list, use, teach and change, such as 'acme*,base': * stands for any text, "
+        "and base is the base model. To it, all others do not exist. Default: all adapters.",
     )
     parser.add_argument("--own-prefix-cache", action="store_true", help="Cache its prompts apart from those of others.")
     _add_file_argument(parser)
@@ -115,7 +129,15 @@ def remove_key(args: Namespace) -> int:
 def _row(key: NamedKey) -> tuple[str, ...]:
     limits = (key.requests_per_minute, key.tokens_per_minute, key.max_concurrent)
     cache = "yes" if key.own_prefix_cache else "no"
-    return (key.name, key.role, key.created, *map(_shown, limits), str(key.least_priority), cache)
+    return (
+        key.name,
+        key.role,
+        key.created,
+        *map(_shown, limits),
+        str(key.least_priority),
+        cache,
+        ",".join(key.adapters or ["all"]),
+    )
 
 
 def _shown(limit: Any) -> str:

@@ -123,6 +123,7 @@ from mlx_parallm.core.policies import (
     TokenLoss,
     TokenScores,
 )
+from mlx_parallm.core.readers import EVERYTHING, Reader
 from mlx_parallm.core.requests import (
     CollectionSpec,
     Event,

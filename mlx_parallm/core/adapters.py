@@ -218,6 +218,11 @@ class AdapterClient(Protocol):
         """
         ...
 
+    async def loaded_folder(self, path: str) -> str | None:
+        """The name of the adapter whose live version was read from a directory; None if there is none. No file is read,
+        so the adapter's may have been written since."""
+        ...
+
     @property
     def has_default_folder(self) -> bool:
         """Whether `default_name` can be anything but None."""

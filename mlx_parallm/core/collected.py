@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.readers import Reader
 from mlx_parallm.core.signals import Signal
 from mlx_parallm.core.trajectories import Trajectory
 
@@ -130,16 +131,15 @@ class CollectedClient(Protocol):
     """The part of `core.TrainingClient` that shows what was collected: what waits for an update, and about as much of
     what was trained on or dropped since the process started.
 
-    `reader`: the name of an API key. It reads what it has sent itself, and what the server has drawn for tasks of its
-    own; None reads everything. In a group of several keys, each sees its own samples.
+    In a group of several keys, each reader sees its own samples.
     """
 
-    async def page(self, wanted: GroupFilter, after: int | None, limit: int, reader: str | None) -> GroupPage:
+    async def page(self, wanted: GroupFilter, after: int | None, limit: int, reader: Reader) -> GroupPage:
         """The newest `limit` groups that are wanted, of those that are older than the group with the number `after`;
         None: of all."""
         ...
 
-    def group(self, name: str, most: int, reader: str | None) -> CollectedGroup:
+    def group(self, name: str, most: int, reader: Reader) -> CollectedGroup:
         """The group with this id, or the one that has the trajectory with this id, with its first `most` samples.
 
         Raises:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from mlx_parallm.core.readers import EVERYTHING, Reader
+
 
 class Signal(StrEnum):
     """What a group teaches, and so the loss of its updates.
@@ -124,7 +126,9 @@ class SignalReport:
 class OpinionClient(Protocol):
     """Takes people's opinions of answers."""
 
-    async def feedback(self, trajectory_id: str, score: float, user: str = "") -> FeedbackCard:
+    async def feedback(
+        self, trajectory_id: str, score: float, user: str = "", reader: Reader = EVERYTHING
+    ) -> FeedbackCard:
         """Adds a person's opinion of an answer, and returns when it is on the disk. The last one of each `user` counts;
         the reward is the mean over users. One rewarded answer is enough to train on the group of one request. For a
         turn of an episode, it is the reward of that turn, which adds to the episode's.
@@ -135,7 +139,7 @@ class OpinionClient(Protocol):
         Raises:
             StorageError: it could not be written, and does not count.
             QueueFullError: it is late, and too many answers wait.
-            UnknownTrajectoryError: the trajectory does not exist.
+            UnknownTrajectoryError: the trajectory does not exist, or the reader may not judge it.
             ConflictError: it was trained on, or its update was refused; or as many people have judged it as may.
         """
         ...
@@ -144,8 +148,9 @@ class OpinionClient(Protocol):
 class PeopleClient(OpinionClient, Protocol):
     """The part of `core.TrainingClient` that takes what people say about answers."""
 
-    async def find(self, trajectory_id: str) -> FoundTrajectory:
-        """A trajectory of this run, whatever became of it. Raises UnknownTrajectoryError: there is none of this id."""
+    async def find(self, trajectory_id: str, reader: Reader = EVERYTHING) -> FoundTrajectory:
+        """A trajectory of this run, whatever became of it. Raises UnknownTrajectoryError: there is none of this id that
+        the reader may read."""
         ...
 
     async def edit(self, edit: Edit) -> EditCard:

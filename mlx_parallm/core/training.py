@@ -168,6 +168,15 @@ class TrainingClient(Protocol):
 
     def status(self, adapter: str | None = None) -> TrainingStatus: ...
 
+    @property
+    def default_adapter(self) -> str:
+        """The name of the default adapter."""
+        ...
+
+    def statuses(self) -> Sequence[TrainingStatus]:
+        """The status of every trained adapter, the default one first, which need not have been started."""
+        ...
+
     async def start(self, adapter: str | None = None) -> TrainingStatus:
         """Trains this adapter too. Training starts from its live version, or from new weights if it has none."""
         ...

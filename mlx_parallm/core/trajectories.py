@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.readers import EVERYTHING, Reader
 from mlx_parallm.core.requests import CollectionSpec, Event, FinishReason, GenerationRequest
 
 
@@ -132,8 +133,11 @@ class GivenGroup:
 class CollectingClient(Protocol):
     """Collects the answers to requests, and takes their rewards."""
 
-    async def check(self, collection: CollectionSpec, adapter: AdapterRef, prompt: str | None = None) -> CollectionSpec:
-        """Checks before generation whether a request may be collected. This may wait for a child process.
+    async def check(
+        self, collection: CollectionSpec, adapter: AdapterRef, prompt: str | None = None, key: str = ""
+    ) -> CollectionSpec:
+        """Checks before generation whether a request may be collected. This may wait for a child process. `key`: the
+        name of the API key that sends it. Groups of different keys are different ones, even if their ids are equal.
 
         If its scorer reads an answer and `metadata` has none, the answer is that of the server's task with the id
         `metadata.problem_id`, or with the text `prompt`.
@@ -157,7 +161,7 @@ class CollectingClient(Protocol):
         """
         ...
 
-    async def reward_tokens(self, trajectory_id: str, rewards: Sequence[float]) -> None:
+    async def reward_tokens(self, trajectory_id: str, rewards: Sequence[float], reader: Reader = EVERYTHING) -> None:
         """Sets one reward for each token of an answer or turn. Each is credited to its token and those before it.
 
         Raises:
@@ -166,23 +170,24 @@ class CollectingClient(Protocol):
         """
         ...
 
-    async def reward_episode(self, episode_id: str, group_id: str, score: float) -> None:
+    async def reward_episode(self, episode_id: str, group_id: str, score: float, reader: Reader = EVERYTHING) -> None:
         """Sets the reward of an episode as a whole, which ends it. `group_id`: empty if its requests named no group.
 
         Raises:
-            UnknownTrajectoryError: no turn of it was collected.
-            ConflictError: it was trained on, or dropped.
+            UnknownTrajectoryError: no turn of it was collected that the reader may reward.
+            ConflictError: it was trained on, or dropped; or several keys have such an episode, and none is the
+                reader's.
             StorageError: the reward could not be written, and does not count.
         """
         ...
 
-    async def close_group(self, group_id: str) -> GroupCard:
+    async def close_group(self, group_id: str, reader: Reader = EVERYTHING) -> GroupCard:
         """Lets no more members into a group that requests have named. If it has a scorer, the scorer rewards the
         members without a reward; otherwise they are dropped, except episodes whose turns or tokens have rewards.
 
         Raises:
-            UnknownTrajectoryError: there is no such group.
-            ConflictError: it was trained on, or dropped.
+            UnknownTrajectoryError: the reader has no such group.
+            ConflictError: it was trained on, or dropped; or several keys have such a group, and none is the reader's.
             StorageError: this could not be written, and the group stays open.
         """
         ...

@@ -16,19 +16,22 @@ from typing import Any, Protocol, TypeVar
 from mlx_parallm.config import ResolvedTraining
 from mlx_parallm.core import (
     BASE_ADAPTER,
+    EVERYTHING,
     AdapterRef,
     CollectionSpec,
     Event,
     GenerationRequest,
     GivenGroup,
     GroupCard,
+    Reader,
     Signal,
     Trajectory,
     TrajectoryCard,
 )
-from mlx_parallm.errors import ConflictError, StorageError
+from mlx_parallm.errors import ConflictError, StorageError, UnknownTrajectoryError, shown
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
 from mlx_parallm.rl.collect.given import PREFIX, rewards_of, trajectories_of
+from mlx_parallm.rl.collect.group_rewards import group_of_episode
 from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, TrajectoryState
 from mlx_parallm.rl.collect.intake import Intake
 from mlx_parallm.rl.collect.late import outlived
@@ -132,7 +135,9 @@ class Collector:
 
     # -- trajectories ----------------------------------------------------------------------------
 
-    async def check(self, collection: CollectionSpec, adapter: AdapterRef, prompt: str | None = None) -> CollectionSpec:
+    async def check(
+        self, collection: CollectionSpec, adapter: AdapterRef, prompt: str | None = None, key: str = ""
+    ) -> CollectionSpec:
         """See `core.TrajectoryClient.check`."""
         loop = self._loops.get(self._trained_by(adapter))
         known = self._competing.includes(adapter)
@@ -142,7 +147,7 @@ class Collector:
                 "or POST /v1/training/start.",
                 param="collect_trajectory",
             )
-        self._intake.check(collection, loop.name)
+        self._intake.check(collection, loop.name, key)
         task = self._tasks.find(collection.metadata.get(PROBLEM_ID), prompt)
         if task is not None and names_reward(collection):
             collection = replace(collection, metadata={**task.metadata, **collection.metadata})
@@ -187,7 +192,7 @@ class Collector:
         adapter = self._trained_by(version)
         last = {each.collection.episode_id: each.trajectory_id for each in trajectories}
         entries: list[GroupEntry] = [Score(last[episode], reward) for episode, reward in rewards.items()]
-        entries.append(Closed(trajectories[0].group_id))
+        entries.append(Closed(trajectories[0].group_id, trajectories[0].owner or ""))
         await self._journal.accept(adapter, trajectories, entries)
         loop = self._loops.get(adapter)
         refused = loop.reason_against(version) if loop else DropReason.UNKNOWN_VERSION
@@ -244,7 +249,7 @@ class Collector:
         """
         version = trajectories[0].adapter
         assert version is not None  # an engine drew them
-        collection = await self.check(trajectories[0].collection, version)
+        collection = await self.check(trajectories[0].collection, version, key=trajectories[0].owner or "")
         return await self._finished(self._keep([replace(each, collection=collection) for each in trajectories]))
 
     async def _add_group(self, trajectories: Sequence[Trajectory]) -> str:
@@ -294,42 +299,63 @@ class Collector:
         self.buffer.count_aborted(adapter, trajectories, reason)
         self._emit("dropped", adapter=adapter, reasons={reason.value: trajectories})
 
-    async def reward_episode(self, episode_id: str, group_id: str, score: float) -> None:
+    async def reward_episode(self, episode_id: str, group_id: str, score: float, reader: Reader = EVERYTHING) -> None:
         """See `core.TrajectoryClient.reward_episode`."""
-        await self._finished(self.enter(EpisodeReward(episode_id, group_id, score)))
+        owner = self._owner(group_of_episode(episode_id, group_id), reader)
+        await self._finished(self.enter(EpisodeReward(episode_id, group_id, score, owner), reader))
 
-    async def reward_tokens(self, trajectory_id: str, rewards: Sequence[float]) -> None:
+    async def reward_tokens(self, trajectory_id: str, rewards: Sequence[float], reader: Reader = EVERYTHING) -> None:
         """See `core.TrajectoryClient.reward_tokens`."""
-        await self._finished(self.enter(TokenRewards(trajectory_id, tuple(rewards))))
+        await self._finished(self.enter(TokenRewards(trajectory_id, tuple(rewards), reader.bound), reader))
 
-    async def close_group(self, group_id: str) -> GroupCard:
+    async def close_group(self, group_id: str, reader: Reader = EVERYTHING) -> GroupCard:
         """See `core.TrajectoryClient.close_group`."""
-        return _card(await self._finished(self.enter(Closed(group_id))))
+        return _card(await self._finished(self.enter(Closed(group_id, self._owner(group_id, reader)), reader)))
+
+    def _owner(self, group_id: str, reader: Reader) -> str:
+        """The owner of the group that a reader means by its id: its own one, or else another one that it may read.
+
+        Raises:
+            ConflictError: several keys have such a group.
+        """
+        owners = self.buffer.owners(group_id)
+        if not reader.reads_all or reader.name in owners or not owners:
+            return reader.name
+        if len(owners) > 1:
+            raise ConflictError(
+                f"Several keys have a group {shown(group_id)}: use the key of the one that you mean.", param="group_id"
+            )
+        return owners.pop()
 
     def groups(self, adapter: str) -> tuple[GroupCard, ...]:
         """The groups of an adapter that are in the buffer, oldest first."""
         return tuple(map(_card, self.buffer.of(adapter)))
 
     def drop(self, adapter: str, prefix: str, reason: DropReason) -> None:
-        """Drops the groups of an adapter whose ids begin with `prefix`, unless an update has taken them."""
+        """Drops the groups of an adapter that the server has sampled itself, whose ids begin with `prefix`, unless an
+        update has taken them."""
         for group in [*self.buffer.of(adapter)]:
-            if group.group_id.startswith(prefix) and not group.taken:
+            if group.group_id.startswith(prefix) and not group.owner and not group.taken:
                 self.buffer.drop(group, reason)
 
     def answers(self, group_id: str) -> Sequence[tuple[str, float]]:
-        """The texts of a group's answers and their rewards, while the group is in the buffer."""
+        """The texts of the answers of a group that the server has sampled itself, and their rewards, while the group is
+        in the buffer."""
         group = self.buffer.find(group_id)
         members = () if group is None else group.members
         return [(member.trajectory.text, member.reward) for member in members if member.reward is not None]
 
-    async def enter(self, entry: GroupEntry) -> TrajectoryGroup:
+    async def enter(self, entry: GroupEntry, reader: Reader = EVERYTHING) -> TrajectoryGroup:
         """Writes an entry into the journal, and applies it. Returns its group.
 
         Raises:
             StorageError: it could not be written, and is not applied.
             RequestError: it does not apply; see `Intake.group_of`.
+            UnknownTrajectoryError: the reader does not see the adapter that the group trains.
         """
         group = self._intake.group_of(entry)
+        if not reader.sees(group.adapter):
+            raise UnknownTrajectoryError("No trajectory has this id, or it is forgotten by now.")
         await self._journal.entered(group.adapter, group.group_id, entry)
         self._intake.apply(entry)  # the group may have been trained on meanwhile
         return group
@@ -356,7 +382,7 @@ class Collector:
     def _on_group_end(self, group: TrajectoryGroup) -> None:
         if dropped := group.in_state(TrajectoryState.DROPPED):
             reasons = Counter(str(member.reason) for member in dropped)
-            self._emit("dropped", adapter=group.adapter, group_id=group.group_id, reasons=dict(reasons))
+            self._emit("dropped", **group.event_data, reasons=dict(reasons))
         self._ledger.ended(group)
         self.on_end(group)
         for copy, opinions in outlived(group):

@@ -15,11 +15,13 @@ from contextlib import suppress
 
 from mlx_parallm.config import ResolvedTraining
 from mlx_parallm.core import (
+    EVERYTHING,
     CollectionSpec,
     Edit,
     EditCard,
     FeedbackCard,
     FoundTrajectory,
+    Reader,
     Signal,
     SignalReport,
     Trajectory,
@@ -68,15 +70,17 @@ class People:
 
     # -- opinions --------------------------------------------------------------------------------
 
-    async def feedback(self, trajectory_id: str, score: float, user: str = "") -> FeedbackCard:
+    async def feedback(
+        self, trajectory_id: str, score: float, user: str = "", reader: Reader = EVERYTHING
+    ) -> FeedbackCard:
         """See `core.PeopleClient.feedback`."""
-        return await self._finished(self._feedback(trajectory_id, score, user))
+        return await self._finished(self._feedback(trajectory_id, score, user, reader))
 
-    async def _feedback(self, trajectory_id: str, score: float, user: str) -> FeedbackCard:
+    async def _feedback(self, trajectory_id: str, score: float, user: str, reader: Reader) -> FeedbackCard:
         try:
-            group = await self._collector.enter(Feedback(trajectory_id, score, user))
+            group = await self._collector.enter(Feedback(trajectory_id, score, user, reader.bound), reader)
         except (UnknownTrajectoryError, ConflictError) as error:
-            return await self._late_feedback(trajectory_id, score, user, error)
+            return await self._late_feedback(trajectory_id, score, user, error, reader)
         return self._taken(group, trajectory_id, user, late=False)
 
     def _taken(self, group: TrajectoryGroup, trajectory_id: str, user: str, late: bool) -> FeedbackCard:
@@ -85,11 +89,15 @@ class People:
         opinions = member.opinions[trajectory_id].values()
         return FeedbackCard(sum(opinions) / len(opinions), len(opinions), late)
 
-    async def _late_feedback(self, trajectory_id: str, score: float, user: str, error: RequestError) -> FeedbackCard:
+    async def _late_feedback(
+        self, trajectory_id: str, score: float, user: str, error: RequestError, reader: Reader = EVERYTHING
+    ) -> FeedbackCard:
         """An opinion of an answer that does not wait. Raises `error`, or why it does not count."""
         async with self._lock:
             fate = await self._journal.fate(trajectory_id)
             if fate is None or fate.state == "" or trajectory_id.startswith(LATE):
+                raise error
+            if not (reader.may_read(fate.trajectory.owner) and reader.sees(fate.adapter)):
                 raise error
             _check_counts(fate)
             copy = late_copy(fate.trajectory)
@@ -119,14 +127,15 @@ class People:
 
     # -- edits -----------------------------------------------------------------------------------
 
-    async def find(self, trajectory_id: str) -> FoundTrajectory:
+    async def find(self, trajectory_id: str, reader: Reader = EVERYTHING) -> FoundTrajectory:
         """See `core.PeopleClient.find`."""
+        adapter, turn = "", None
         known = self._buffer.member(trajectory_id)
         if known is not None:
             adapter, turn = known[0].adapter, known[1].turn(trajectory_id)
         elif (fate := await self._journal.fate(trajectory_id)) is not None:
             adapter, turn = fate.adapter, fate.trajectory
-        else:
+        if turn is None or not (reader.may_read(turn.owner) and reader.sees(adapter)):
             raise UnknownTrajectoryError(f"No trajectory of this run has the id {shown(trajectory_id)}.")
         return FoundTrajectory(adapter, turn.prompt_ids, turn.completion_ids, turn.text)
 
@@ -220,7 +229,7 @@ def _is_same(group: TrajectoryGroup, edit: Edit) -> bool:
     first = group.members[0].trajectory
     completions = [member.trajectory.completion_ids for member in group.members]
     return (
-        _said_by(group, edit.user)
+        _said_by(group, edit)
         and first.prompt_ids == edit.prompt_ids
         and completions == [ids for ids in (edit.chosen_ids, edit.rejected_ids) if ids]
     )
@@ -230,8 +239,10 @@ def _is_replaced(group: TrajectoryGroup, edit: Edit) -> bool:
     """Whether a waiting group is an earlier edit of the same user about the same thing."""
     first = group.members[0].trajectory
     about = first.collection.metadata.get(ABOUT) or first.prompt_ids
-    return bool(edit.user) and _said_by(group, edit.user) and about == (edit.about or edit.prompt_ids)
+    return bool(edit.user) and _said_by(group, edit) and about == (edit.about or edit.prompt_ids)
 
 
-def _said_by(group: TrajectoryGroup, user: str) -> bool:
-    return bool(group.members[0].trajectory.collection.metadata.get(_USER, "") == user)
+def _said_by(group: TrajectoryGroup, edit: Edit) -> bool:
+    """Whether a waiting group is an edit of the same user of the same key."""
+    user = group.members[0].trajectory.collection.metadata.get(_USER, "")
+    return (user, group.owner) == (edit.user, edit.owner or "")

@@ -16,6 +16,7 @@ from mlx_parallm.core import (
     GroupFilter,
     GroupPage,
     GroupRow,
+    Reader,
     Signal,
     Thumbs,
     Trajectory,
@@ -52,7 +53,7 @@ class GroupReader:
 
     # -- the list --------------------------------------------------------------------------------
 
-    async def page(self, wanted: GroupFilter, after: int | None, limit: int, reader: str | None) -> GroupPage:
+    async def page(self, wanted: GroupFilter, after: int | None, limit: int, reader: Reader) -> GroupPage:
         """See `core.CollectedClient.page`."""
         numbers = self._buffer.numbers
         older = numbers if after is None else numbers[: bisect_left(numbers, after)]
@@ -71,10 +72,10 @@ class GroupReader:
 
     # -- one group -------------------------------------------------------------------------------
 
-    def group(self, name: str, most: int, reader: str | None) -> CollectedGroup:
+    def group(self, name: str, most: int, reader: Reader) -> CollectedGroup:
         """See `core.CollectedClient.group`."""
-        group = self._buffer.lookup(name)
-        row = None if group is None else _row(group, reader)
+        rows = ((group, _row(group, reader)) for group in self._buffer.called(name))
+        group, row = next(((group, row) for group, row in rows if row is not None), (None, None))
         if group is None or row is None:
             raise UnknownTrajectoryError(f"No group and no trajectory has the id {shown(name)}, or it is forgotten.")
         members = _visible(group, reader)[:most]
@@ -83,13 +84,13 @@ class GroupReader:
         samples = [self._sample(group, member, advantages.get(id(member), ()), edits) for member in members]
         return CollectedGroup(row, group.scorer, samples)
 
-    def _edits_of(self, members: Sequence[GroupMember], reader: str | None) -> Mapping[str, list[EditedAnswer]]:
+    def _edits_of(self, members: Sequence[GroupMember], reader: Reader) -> Mapping[str, list[EditedAnswer]]:
         """The edits of these answers that the reader may see, by the id of the answer, oldest first."""
         found: dict[str, list[EditedAnswer]] = {turn.trajectory_id: [] for member in members for turn in member.turns}
         for group in self._buffer.edits():
             chosen = group.members[0]
             about = chosen.trajectory.collection.metadata.get(ABOUT)
-            if about in found and _may_read(reader, chosen.trajectory):
+            if about in found and reader.may_read(chosen.trajectory.owner):
                 reason = chosen.reason or ""
                 found[about].append(EditedAnswer(chosen.trajectory.text, group.signal, chosen.state.value, reason))
         return found
@@ -137,18 +138,14 @@ class GroupReader:
         return Thumbs.COUNT_LATE if all(copy.is_open for copy in copies) else Thumbs.NOTHING
 
 
-def _may_read(reader: str | None, trajectory: Trajectory) -> bool:
-    return reader is None or trajectory.owner in (reader, "")
-
-
-def _visible(group: TrajectoryGroup, reader: str | None) -> Sequence[GroupMember]:
+def _visible(group: TrajectoryGroup, reader: Reader) -> Sequence[GroupMember]:
     """The members all of whose turns the reader may see."""
-    if reader is None:
-        return group.members
-    return [member for member in group.members if all(_may_read(reader, turn) for turn in member.turns)]
+    if not reader.sees(group.adapter):
+        return ()
+    return [member for member in group.members if all(reader.may_read(turn.owner) for turn in member.turns)]
 
 
-def _row(group: TrajectoryGroup, reader: str | None) -> GroupRow | None:
+def _row(group: TrajectoryGroup, reader: Reader) -> GroupRow | None:
     """The group as the reader may see it; None: not at all."""
     members = _visible(group, reader)
     if not members:

@@ -235,6 +235,15 @@ class TrainingService:
             },
         )
 
+    @property
+    def default_adapter(self) -> str:
+        """See `core.TrainingClient.default_adapter`."""
+        return self._default
+
+    def statuses(self) -> Sequence[TrainingStatus]:
+        """See `core.TrainingClient.statuses`."""
+        return [self.status(), *(self.status(name) for name in self._loops if name != self._default)]
+
     async def start(self, adapter: str | None = None) -> TrainingStatus:
         """See `core.TrainingClient.start`."""
         name = self._default if adapter is None else adapter

@@ -166,7 +166,7 @@ class GenerationResponse(Response):
             held.enter_context(account.request())
             held.enter_context(services.gate.reserve(sequences, account.queue_name))
             model = await held.enter_async_context(self._loaded(base, receive))
-            name = await services.adapter_name(selector, base)
+            name = await services.adapter_name(selector, base, record)
             with adapter_named_by(selector.param, name):
                 adapter = held.enter_context(services.adapters.lease(name, assignment_key(scope, body)))
             collection = await self._collection(scope, adapter)
@@ -206,7 +206,7 @@ class GenerationResponse(Response):
             turn=body.turn,
         )
         client = self._services.require_collection("collect_trajectory")
-        return await client.trajectories.check(collection, adapter, body.task_prompt)
+        return await client.trajectories.check(collection, adapter, body.task_prompt, key_of(scope).name)
 
     async def _send_whole(self, writer: AnswerWriter, scope: Scope, receive: Receive, send: Send) -> None:
         services, record = self._services, record_of(scope)

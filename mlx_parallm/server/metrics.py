@@ -29,6 +29,7 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.errors import AbortedError
 from mlx_parallm.server.access.accounts import Account, Accounts
+from mlx_parallm.server.access.keys import NamedKey
 from mlx_parallm.server.cluster.parts import ClusterParts
 from mlx_parallm.server.lifecycle import SequenceGate
 from mlx_parallm.server.metrics_cluster import ClusterCollector
@@ -41,6 +42,7 @@ from mlx_parallm.server.metrics_collectors import (
 )
 from mlx_parallm.server.metrics_comparisons import ComparisonCollector
 from mlx_parallm.server.metrics_keys import KeyCollector
+from mlx_parallm.server.metrics_seen import SeenMetrics
 from mlx_parallm.server.metrics_training import TrainingCollector
 from mlx_parallm.server.metrics_vllm import VLLMNamesRegistry
 from mlx_parallm.server.recent import RecentValues
@@ -112,9 +114,9 @@ class ServerMetrics:
         limit = Gauge(PREFIX + "queue_sequences_limit", "Places in the bounded queue.", registry=self.registry)
         limit.set(gate.limit)
 
-    def exposition(self) -> bytes:
-        """The metrics in Prometheus's text format."""
-        return generate_latest(self.registry)
+    def exposition(self, key: NamedKey) -> bytes:
+        """The metrics that a key sees, in Prometheus's text format."""
+        return generate_latest(self.registry if key.adapters is None else SeenMetrics(self.registry, key))
 
     def observe_first_token(self, model: str, seconds: float) -> None:
         self.ttft.labels(model).observe(seconds)

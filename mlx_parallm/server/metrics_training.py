@@ -97,11 +97,8 @@ class TrainingCollector(Collector):
 
 
 def training_statuses(training: TrainingClient | None) -> list[TrainingStatus]:
-    """The status of every trained adapter, the default one first; empty if the server does not train."""
-    if training is None:
-        return []
-    default = training.status()
-    return [default, *(training.status(name) for name in default.trained if name != default.adapter)]
+    """See `core.TrainingClient.statuses`; empty if the server does not train."""
+    return [] if training is None else [*training.statuses()]
 
 
 def _training_gauge(name: str, about: str, values: Mapping[str, float | None]) -> Metric:

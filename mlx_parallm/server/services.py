@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, cast
 
 from fastapi import Depends
@@ -27,14 +27,17 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.errors import InvalidRequestError, TrainingDisabledError, UnknownModelError
 from mlx_parallm.server.access.accounts import Accounts
-from mlx_parallm.server.access.keys import NamedKey
+from mlx_parallm.server.access.keys import ANYONE, NamedKey
+from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.access.sessions import Sessions
+from mlx_parallm.server.access.training_views import SeenAverages, SeenLessons, SeenRewardModels, SeenTraining
+from mlx_parallm.server.access.views import SeenAdapters, SeenModels
 from mlx_parallm.server.api.chat.history import EpisodeHistories
 from mlx_parallm.server.api.responses.conversation import ResponseStore
 from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES
 from mlx_parallm.server.cluster.parts import ClusterParts
-from mlx_parallm.server.errors import AsleepError, DrainingError, InferenceDisabledError
-from mlx_parallm.server.http.request_log import key_of
+from mlx_parallm.server.errors import AsleepError, DrainingError, InferenceDisabledError, RoleError
+from mlx_parallm.server.http.request_log import RequestRecord, key_of, record_of
 from mlx_parallm.server.http.workers import Workers
 from mlx_parallm.server.lifecycle import Lifecycle, SequenceGate, SleepSwitch
 from mlx_parallm.server.metrics import ServerMetrics
@@ -51,6 +54,7 @@ class Services:
 
     `training`, `tinker`, `averages`, `reward_models` and `lessons` are None if the server does not train; `collection`,
     if requests cannot be collected; `cluster`, if it is not a node of a cluster. `started_at` is Unix time in seconds.
+    `key` is that of the request which uses them.
     `schedule_lock` is held while the schedule is changed, so that each change starts from the one before.
     """
 
@@ -75,8 +79,26 @@ class Services:
     lessons: LessonClient | None = None
     collection: CollectionClient | None = None
     cluster: ClusterParts | None = None
+    key: NamedKey = ANYONE
     schedule_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     history: History = field(default_factory=History)
+
+    def seen_by(self, key: NamedKey) -> Services:
+        """The parts as this key sees them; see `access.views`."""
+        if key.adapters is None:
+            return replace(self, key=key)
+        adapters = SeenAdapters(self.adapters, key, sorted(self.first.names))
+        training = None if self.training is None else SeenTraining(self.training, adapters, key)
+        seen = replace(self, key=key, adapters=adapters, models=SeenModels(self.models, key), training=training)
+        if training is None:
+            return seen
+        return replace(
+            seen,
+            collection=training if self.collection is self.training else self.collection,
+            averages=None if self.averages is None else SeenAverages(self.averages, adapters),
+            reward_models=None if self.reward_models is None else SeenRewardModels(self.reward_models, key),
+            lessons=None if self.lessons is None else SeenLessons(self.lessons, training, key),
+        )
 
     @property
     def first(self) -> ServedModel:
@@ -108,11 +130,13 @@ class Services:
         if self.sleep.asleep:
             raise AsleepError("asleep")
 
-    async def adapter_name(self, selector: AdapterSelector, base: str) -> str | None:
+    async def adapter_name(self, selector: AdapterSelector, base: str, record: RequestRecord) -> str | None:
         """What `AdapterClient.lease` needs for a request of a base model: the name that it has, or that of a folder's
         adapter, which is loaded if it is not loaded yet. Only of the first base model can there be a default adapter.
+        To load a folder is a control action, which `record` notes.
 
         Raises:
+            RoleError: the folder is not loaded, and the key may not load it.
             InvalidRequestError: the folder cannot be loaded; the error names the field `adapters` if that has it.
         """
         folder = selector.folder
@@ -120,6 +144,13 @@ class Services:
             return BASE_ADAPTER.name
         if folder is None and (selector.name is not None or not self.adapters.has_default_folder):
             return selector.name
+        if folder is not None:
+            loaded = await self.adapters.loaded_folder(folder)
+            record.controls = loaded is None
+            if not self.key.role.allows(Role.TRAIN):
+                if loaded is None:
+                    raise RoleError.needing(Role.TRAIN, self.key.role, "Loading an adapter by its path", selector.param)
+                return loaded
         loading = self.adapters.default_name() if folder is None else self.adapters.load_folder(folder)
         try:
             return await self.lifecycle.run_to_end(loading)
@@ -132,19 +163,24 @@ class Services:
             return self.adapters.find(selector)
 
     def routed_adapter(self) -> AdapterRef | None:
-        """The version with the largest share of the requests that name no adapter. None: the base model."""
+        """The version with the largest share of the requests that name no adapter. None: the base model, or none that
+        the key sees."""
         route = self.adapters.route()
-        selector = max(route, key=lambda name: route[name])
+        selector = max(route, key=lambda name: route[name], default=BASE_ADAPTER.name)
         return None if selector == BASE_ADAPTER.name else self.adapters.find(selector).ref
 
     def is_base(self, model: str | None) -> bool:
-        """Whether `model` is left out or names the first base model."""
+        """Whether `model` is left out or names the first base model, and the key sees that."""
         first = ModelNames(self.first.names, self.config.model_aliases)
-        return model is None or model in first or model == BASE_ADAPTER.name
+        return model is None or (self._sees_base and (model in first or model == BASE_ADAPTER.name))
+
+    @property
+    def _sees_base(self) -> bool:
+        return self.key.sees(BASE_ADAPTER.name)
 
     def check_model(self, name: str | None) -> None:
         """Raises UnknownModelError unless `name` is left out or names a base model or an adapter."""
-        if name is None or self.is_base(name) or name in self.models.names:
+        if name is None or self.is_base(name) or (self._sees_base and name in self.models.names):
             return
         if not any(name in status.adapters for status in self.models.statuses()):
             self.find(name, "model")
@@ -203,7 +239,10 @@ class Services:
 
 
 async def services_of(request: Request) -> Services:
-    return cast(Services, request.app.state.services)
+    """The parts, for the key of this request."""
+    services = cast(Services, request.app.state.services)
+    key = record_of(request.scope).key
+    return services if key is None else services.seen_by(key)  # probes and the login page need no key
 
 
 ServicesDep = Annotated[Services, Depends(services_of)]

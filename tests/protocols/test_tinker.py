@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -449,3 +450,101 @@ async def test_what_one_key_draws_is_not_anothers_to_read(tmp_path: Path) -> Non
         for name in ("mine", "boss"):
             client.http.headers = sent[name]
             assert "sequences" in await client.result(asked)
+
+
+@pytest.fixture
+async def of_mine(tmp_path: Path) -> AsyncIterator[tuple[Client, Any]]:
+    """A client whose key `mine` has a model, saved weights and a sampling session, and the headers of all keys."""
+    file, sent = key_file(tmp_path, mine="train", other="train", boss="admin")
+    async with client_of(ServerConfig(keys_file=file)) as client:
+        client.http.headers = sent["mine"]
+        await client.start()
+        await client.ask("save_weights", seq_id=1, path="one", type="save_weights")
+        made = {"session_id": client.session, "sampling_session_seq_id": 0, "base_model": NAME}
+        await client.post("create_sampling_session", {**made, "type": "create_sampling_session"})
+        yield client, sent
+
+
+ROUTES_WITH_IDS = [
+    ("GET", "sessions/{session}", {}),
+    ("POST", "session_heartbeat", {"session_id": "{session}"}),
+    ("POST", "create_model", {"session_id": "{session}", "model_seq_id": 1, "base_model": NAME}),
+    ("POST", "get_info", {"model_id": "{model}"}),
+    (
+        "POST",
+        "forward",
+        {"model_id": "{model}", "seq_id": 2, "forward_input": {"data": DATA, "loss_fn": "cross_entropy"}},
+    ),
+    ("POST", "forward_backward", {"model_id": "{model}", **imitated(2)}),
+    ("POST", "optim_step", {"model_id": "{model}", "seq_id": 2, "adam_params": ADAM}),
+    ("POST", "save_weights", {"model_id": "{model}", "seq_id": 2, "path": "two"}),
+    ("POST", "save_weights_for_sampler", {"model_id": "{model}", "seq_id": 2, "path": "two"}),
+    ("POST", "load_weights", {"model_id": "{model}", "seq_id": 2, "path": "{path}", "optimizer": True}),
+    ("POST", "unload_model", {"model_id": "{model}"}),
+    ("POST", "asample", sampling("{session}:sample:0")),
+    ("POST", "asample", sampling("", model_path="{path}", sampling_session_id=None)),
+    ("POST", "create_sampling_session", {"session_id": "{session}", "sampling_session_seq_id": 1, "base_model": NAME}),
+    ("GET", "samplers/{session}:sample:0", {}),
+    ("POST", "weights_info", {"tinker_path": "{path}"}),
+    ("GET", "training_runs/{model}", {}),
+    ("GET", "training_runs/{model}/checkpoints", {}),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body"), ROUTES_WITH_IDS, ids=[route[1] for route in ROUTES_WITH_IDS])
+async def test_what_one_key_has_made_does_not_exist_for_another(
+    of_mine: tuple[Client, Any], method: str, path: str, body: dict[str, Any]
+) -> None:
+    client, sent = of_mine
+    text = json.dumps([path, body])
+    own = {"{session}": client.session, "{model}": client.model, "{path}": f"tinker://{client.model}/weights/one"}
+    unknown = {name: value.replace(client.session, "tinker-" + "0" * 24) for name, value in own.items()}
+
+    async def answer(name: str, ids: dict[str, str]) -> tuple[int, str]:
+        filled = text
+        for placeholder, value in ids.items():
+            filled = filled.replace(placeholder, value)
+        where, sending = json.loads(filled)
+        client.http.headers = sent[name]
+        response = await client.http.request(method, f"/api/v1/{where}", json=sending or None)
+        return response.status_code, response.text.replace(client.session, "tinker-" + "0" * 24)
+
+    assert await answer("other", own) == await answer("other", unknown)
+    status, _ = await answer("mine", own)
+    assert status == 200, "it was left as it was"
+    if path not in ("unload_model",):
+        assert (await answer("boss", own))[0] in (200, 409), "an admin may use all"
+
+
+async def test_runs_and_sessions_of_other_keys_are_not_listed_or_ended(of_mine: tuple[Client, Any]) -> None:
+    client, sent = of_mine
+    client.http.headers = sent["other"]
+    assert (await client.http.get("/api/v1/training_runs")).json()["training_runs"] == []
+    assert (await client.http.post(f"/api/v1/sessions/{client.session}/finish", json={})).status_code == 200
+    for name in ("mine", "boss"):
+        client.http.headers = sent[name]
+        runs = (await client.http.get("/api/v1/training_runs")).json()["training_runs"]
+        assert [run["training_run_id"] for run in runs] == [client.model]
+
+
+@pytest.mark.parametrize("path", ["forward", "forward_backward"])
+async def test_a_loss_is_charged_to_the_key(tmp_path: Path, path: str) -> None:
+    file, sent = key_file(tmp_path, mine=("train", {"tokens_per_minute": 5, "requests_per_minute": 4}))
+    async with client_of(ServerConfig(keys_file=file)) as client:
+        client.http.headers = sent["mine"]
+        await client.start()
+        data = {"data": DATA, "loss_fn": "cross_entropy"}
+        tokens = sum(len(chunk["tokens"]) for datum in DATA for chunk in datum["model_input"]["chunks"])
+        asked = [{"model_id": client.model, f"{path}_input": data, "seq_id": number} for number in (1, 2, 3, 4)]
+        served = 0
+        for body in asked:
+            response = await client.http.post(f"/api/v1/{path}", json=body)
+            if response.status_code == 429:
+                assert "tokens a minute" in response.json()["error"]["message"]
+                break
+            await client.result(response.json()["request_id"])
+            await client.post(path, body)  # sent again, it is not charged again
+            served += 1
+        assert served == -(-5 // tokens)
+        usage = (await client.http.get("/v1/usage")).json()["data"][0]
+        assert (usage["requests"], usage["prompt_tokens"], usage["running"]) == (served, served * tokens, 0)

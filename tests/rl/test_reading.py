@@ -12,7 +12,7 @@ from rl.service_rig import SETTINGS, World, settle, world
 from rl.test_recovery import MANUAL
 
 from mlx_parallm.config import RewardScale
-from mlx_parallm.core import AdapterRef, Edit, GroupFilter, Thumbs
+from mlx_parallm.core import EVERYTHING, AdapterRef, Edit, GroupFilter, Reader, Thumbs
 from mlx_parallm.errors import UnknownTrajectoryError
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
 from mlx_parallm.rl.collect.group_rewards import GroupRewards
@@ -47,7 +47,7 @@ class Shelf:
         return group
 
     async def names(
-        self, wanted: GroupFilter = ALL, after: int | None = None, limit: int = 100, reader: str | None = None
+        self, wanted: GroupFilter = ALL, after: int | None = None, limit: int = 100, reader: Reader = EVERYTHING
     ) -> list[str]:
         page = await self.reader.page(wanted, after, limit, reader)
         return [row.group_id for row in page.rows]
@@ -58,7 +58,7 @@ async def test_a_page_has_what_waits_and_what_has_ended_newest_first() -> None:
     first, _, third, _ = shelf.put("a", 1.0, 0.0), shelf.put("b"), shelf.put("c", 1.0, 1.0), shelf.put("d", 0.5, 0.25)
     shelf.buffer.take("math", 2)
     shelf.buffer.drop(third, DropReason.ZERO_VARIANCE)
-    rows = (await shelf.reader.page(ALL, None, 100, None)).rows
+    rows = (await shelf.reader.page(ALL, None, 100, EVERYTHING)).rows
     assert [(row.group_id, row.samples, row.reward, row.fate, row.reason) for row in rows] == [
         ("d", 2, 0.375, "scored", ""),
         ("c", 2, 1.0, "dropped", "zero_variance"),
@@ -66,21 +66,21 @@ async def test_a_page_has_what_waits_and_what_has_ended_newest_first() -> None:
         ("a", 2, 0.5, "training", ""),
     ]
     shelf.buffer.finish(first)
-    assert (await shelf.reader.page(ALL, None, 100, None)).rows[-1].fate == "trained"
+    assert (await shelf.reader.page(ALL, None, 100, EVERYTHING)).rows[-1].fate == "trained"
 
 
 async def test_pages_follow_each_other_while_groups_come_and_are_forgotten() -> None:
     shelf = Shelf(size=12)
     for number in range(6):
         shelf.put(f"g{number}", 1.0, 0.0)
-    first = await shelf.reader.page(ALL, None, 2, None)
+    first = await shelf.reader.page(ALL, None, 2, EVERYTHING)
     assert [row.group_id for row in first.rows] == ["g5", "g4"]
     assert first.more
     for number in range(6, 15):  # those that were there are dropped, and the first of them forgotten
         shelf.put(f"g{number}", 1.0, 0.0)
     assert await shelf.names(after=first.rows[-1].number) == ["g3"]
     assert await shelf.names(limit=2) == ["g14", "g13"]
-    assert not (await shelf.reader.page(ALL, first.rows[-1].number, 1, None)).more
+    assert not (await shelf.reader.page(ALL, first.rows[-1].number, 1, EVERYTHING)).more
 
 
 @pytest.mark.parametrize(
@@ -116,27 +116,29 @@ async def test_a_key_sees_its_own_samples_and_those_of_the_server_and_an_admin_a
         "given": [None],
     }.items():
         shelf.put(name, 0.0, 1.0, owners=owners)
-    assert await shelf.names(reader=None) == ["given", "own", "both", "theirs", "mine"]
-    assert await shelf.names(reader="me") == ["own", "both", "mine"]
-    (both,) = (row for row in (await shelf.reader.page(ALL, None, 9, "you")).rows if row.group_id == "both")
+    assert await shelf.names(reader=EVERYTHING) == ["given", "own", "both", "theirs", "mine"]
+    assert await shelf.names(reader=Reader("me")) == ["own", "both", "mine"]
+    (both,) = (row for row in (await shelf.reader.page(ALL, None, 9, Reader("you"))).rows if row.group_id == "both")
     assert (both.samples, both.reward, both.first.trajectory_id) == (1, 1.0, "both-1")
-    assert [s.turns[0].trajectory.trajectory_id for s in shelf.reader.group("both", 9, "me").samples] == ["both-0"]
+    assert [s.turns[0].trajectory.trajectory_id for s in shelf.reader.group("both", 9, Reader("me")).samples] == [
+        "both-0"
+    ]
     for name in ("theirs", "theirs-0", "given", "none"):
         with pytest.raises(UnknownTrajectoryError, match="No group and no trajectory"):
-            shelf.reader.group(name, 9, "me")
+            shelf.reader.group(name, 9, Reader("me"))
 
 
 async def test_a_group_is_found_by_its_trajectories_also_when_it_has_ended() -> None:
     shelf = Shelf()
     shelf.buffer.drop(shelf.put("a", 0.0, 1.0, 0.5), DropReason.STALE)
     for name in ("a", "a-2"):
-        found = shelf.reader.group(name, 2, None)
+        found = shelf.reader.group(name, 2, EVERYTHING)
         assert (found.row.samples, len(found.samples)) == (3, 2)
     assert [(sample.fate, sample.reason) for sample in found.samples] == [("dropped", "stale")] * 2
 
 
 def advantages(one: World, trajectory_id: str) -> list[tuple[float | None, tuple[float, ...], Thumbs]]:
-    group = one.service.collected_groups.group(trajectory_id, 9, None)
+    group = one.service.collected_groups.group(trajectory_id, 9, EVERYTHING)
     return [(sample.advantage, tuple(sample.turns[0].advantages), sample.thumbs) for sample in group.samples]
 
 
@@ -171,13 +173,15 @@ async def test_thumbs_and_edits_are_counted_also_late_ones() -> None:
         for user, score in (("ann", 1.0), ("bob", 0.0), ("cy", -1.0)):
             await one.service.people.feedback(answer, score, user)
         shelf = one.service.collected_groups
-        sample = shelf.group(answer, 9, None).samples[0]
+        sample = shelf.group(answer, 9, EVERYTHING).samples[0]
         assert (sample.turns[0].up, sample.turns[0].down, sample.thumbs) == (1, 2, Thumbs.COUNT)
-        assert shelf.group(answer, 9, None).row.fate == "scored", "one thumb is enough for the answers of one request"
+        assert shelf.group(answer, 9, EVERYTHING).row.fate == "scored", (
+            "one thumb is enough for the answers of one request"
+        )
         for owner, text in (("me", "better"), ("you", "another")):
             edit = Edit("main", (1,), (7, 2), chosen_text=text, about=other, user=owner, owner=owner)
             await one.service.people.edit(edit)
-        edits = shelf.group(other, 9, None).samples[1].turns[0].edits
+        edits = shelf.group(other, 9, EVERYTHING).samples[1].turns[0].edits
         assert [(edit.text, edit.signal.value, edit.fate) for edit in edits] == [
             ("better", "corrections", "scored"),
             ("another", "corrections", "scored"),
@@ -187,8 +191,8 @@ async def test_thumbs_and_edits_are_counted_also_late_ones() -> None:
 async def test_an_edit_is_a_group_of_its_own_on_which_thumbs_do_nothing() -> None:
     async with world(MANUAL) as one:
         card = await one.service.people.edit(Edit("main", (1,), (7, 2), (5, 2), chosen_text="a", owner="me"))
-        group = one.service.collected_groups.group(card.edit_id, 9, "me")
+        group = one.service.collected_groups.group(card.edit_id, 9, Reader("me"))
         assert (group.row.signal.value, group.row.reward, len(group.samples)) == ("preferences", None, 2)
         assert {sample.thumbs for sample in group.samples} == {Thumbs.NOTHING}
         with pytest.raises(UnknownTrajectoryError):
-            one.service.collected_groups.group(card.edit_id, 9, "you")
+            one.service.collected_groups.group(card.edit_id, 9, Reader("you"))

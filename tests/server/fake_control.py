@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from mlx_parallm.core import (
     BASE_ADAPTER,
+    EVERYTHING,
     AdapterCard,
     AdapterRef,
     AdapterStats,
@@ -101,6 +102,9 @@ class FakeAdapters:
         await self._work()
         self.folders.append(path)
         return self.publish("in-folder").name
+
+    async def loaded_folder(self, path):
+        return "in-folder" if path in self.folders else None
 
     @property
     def has_default_folder(self):
@@ -336,7 +340,7 @@ class FakeTraining:
         self.buffer = TrajectoryBuffer(1000)
         self.collected_groups = GroupReader(self.buffer)
 
-    async def check(self, collection, adapter, prompt=None):
+    async def check(self, collection, adapter, prompt=None, key=""):
         await self.checks_go_on.wait()
         self.checked.append((collection, adapter))
         self.prompts.append(prompt)
@@ -369,7 +373,7 @@ class FakeTraining:
     async def last_given(self, count):
         return self.given_earlier[:count]
 
-    async def feedback(self, trajectory_id, score, user=""):
+    async def feedback(self, trajectory_id, score, user="", reader=EVERYTHING):
         if self.error:
             raise self.error
         if trajectory_id not in self.known:
@@ -377,7 +381,7 @@ class FakeTraining:
         self.calls.append(("feedback", trajectory_id, score, user))
         return FeedbackCard(score / 2, 2)
 
-    async def find(self, trajectory_id):
+    async def find(self, trajectory_id, reader=EVERYTHING):
         if trajectory_id not in self.found:
             raise UnknownTrajectoryError(f"No trajectory of this run has the id {trajectory_id!r}.")
         return self.found[trajectory_id]
@@ -392,15 +396,15 @@ class FakeTraining:
         source = SourceReport("feedback", 3, 1, 1, {"stale": 1}, 1, 1.0, 0.25)
         return SignalReport(self.status(adapter).adapter, 4, 2, (source,))
 
-    async def reward_tokens(self, trajectory_id, rewards):
+    async def reward_tokens(self, trajectory_id, rewards, reader=EVERYTHING):
         self.calls.append(("reward_tokens", trajectory_id, list(rewards)))
 
-    async def reward_episode(self, episode_id, group_id, score):
+    async def reward_episode(self, episode_id, group_id, score, reader=EVERYTHING):
         if self.error:
             raise self.error
         self.calls.append(("reward_episode", episode_id, group_id, score))
 
-    async def close_group(self, group_id):
+    async def close_group(self, group_id, reader=EVERYTHING):
         if self.error:
             raise self.error
         self.calls.append(("close_group", group_id))
@@ -415,6 +419,13 @@ class FakeTraining:
         if name not in self.state:
             raise UnknownModelError(f"no adapter {name!r} is trained here")
         return self.state[name]
+
+    @property
+    def default_adapter(self):
+        return "policy"
+
+    def statuses(self):
+        return [self.status(name) for name in self.status().trained]
 
     async def start(self, adapter=None):
         name = adapter or "policy"

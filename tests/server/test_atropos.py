@@ -9,6 +9,7 @@ from dataclasses import replace
 import httpx
 import pytest
 from server.fakes import CARD, ByteTokenizer
+from server.keys import key_file
 from server.one_model import OneModel
 
 from mlx_parallm.config import ServerConfig
@@ -332,3 +333,25 @@ async def test_the_last_groups_before_a_restart_are_taken_once(make_client, trai
     assert len(training.given) == 1
     await after.post("/scored_data", json=group())
     assert len(training.given) == 2
+
+
+async def test_an_environment_is_its_own_keys(make_client, training, tmp_path):
+    limited = ("train", {"adapters": ("acme*",)})
+    file, sent = key_file(tmp_path, one="train", two="train", acme=limited)
+    client = make_client(keys_file=file)
+    body = {"max_token_length": 64, "desired_name": "a", "weight": 1.0, "group_size": 2}
+    env_id = (await client.post("/register-env", json=body, headers=sent["one"])).json()["env_id"]
+    known = {"env_id": env_id}
+    ended = [(await client.post("/disconnect-env", json=known, headers=sent[key])).json() for key in ("two", "one")]
+    assert [answer["status"] for answer in ended] == ["failure", "success"]
+    for key in ("two", "one"):
+        assert (await client.post("/scored_data", json=group(env_id=env_id), headers=sent[key])).status_code == 200
+    assert [given.source for given in training.given] == ["atropos:unregistered", "atropos:a_0"]
+    for method, path, sending in (
+        ("POST", "/register-env", body),
+        ("POST", "/scored_data", group()),
+        ("GET", "/info", None),
+        ("GET", "/status", None),
+    ):
+        answer = await client.request(method, path, json=sending, headers=sent["acme"])
+        assert answer.status_code == 404, "they train the default adapter, which this key does not see"

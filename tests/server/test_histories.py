@@ -67,7 +67,7 @@ class Play:
         coder = tokenizer(self.family)
         conversation = Conversation.of(self.messages, (), coder, self.options)
         rendered = conversation.render(coder)
-        self.prompt, why = self.histories.prompt_of(("g", "e"), conversation, coder, rendered)
+        self.prompt, why = self.histories.prompt_of(("", "g", "e"), conversation, coder, rendered)
         plain = [i for i in range(coder.vocab_size) if i not in coder.special_ids]
         ids = self.rng.choices(plain, k=self.rng.randint(1, 9))
         ended = self.rng.random() < 0.7
@@ -75,7 +75,7 @@ class Play:
         text = coder.decode(ids)
         reason = FinishReason.STOP if ended else FinishReason.LENGTH
         request = GenerationRequest("r", (tuple(self.prompt),), SamplingParams(), StopParams(9))
-        planned = PlannedTurn(("g", "e"), conversation, rendered, AnswerSyntax())
+        planned = PlannedTurn(("", "g", "e"), conversation, rendered, AnswerSyntax())
         events = [SequenceOutput(0, self.drawn, text, finish_reason=reason), FINISHED]
         assert [event async for event in self.histories.recorded(planned, request, replay(events))] == events
         self.messages.append(Message(role="assistant", content=text, tool_calls=list(calls)))
@@ -192,7 +192,7 @@ async def test_calls_come_back_whatever_their_ids() -> None:
     ids = tuple(coder.encode(TEXTS["json_tools"], False))
     request = GenerationRequest("r", (tuple(rendered),), SamplingParams(), StopParams(99))
     events = [SequenceOutput(0, ids, TEXTS["json_tools"], finish_reason=FinishReason.STOP), FINISHED]
-    planned = PlannedTurn(("g", "e"), first, rendered, syntax)
+    planned = PlannedTurn(("", "g", "e"), first, rendered, syntax)
     assert [event async for event in histories.recorded(planned, request, replay(events))] == events
     name, arguments = ASKED
     for sent, why in ((arguments, ""), ({**arguments, "days": 4}, CHANGED)):
@@ -200,7 +200,7 @@ async def test_calls_come_back_whatever_their_ids() -> None:
         answer = Message(role="assistant", content=None, tool_calls=[call])
         result = Message(role="tool", content="rain", tool_call_id="call-7")
         second = Conversation.of([asked, answer, result], TOOLS, coder, OPTIONS)
-        prompt, told = histories.prompt_of(("g", "e"), second, coder, second.render(coder))
+        prompt, told = histories.prompt_of(("", "g", "e"), second, coder, second.render(coder))
         assert told == why
         assert starts_with(prompt, rendered, ids) is not bool(why)
 
@@ -223,4 +223,4 @@ async def test_what_was_used_least_recently_is_forgotten() -> None:
     coder = tokenizer("chatml")
     conversation = Conversation.of(play.messages, (), coder, OPTIONS)
     rendered = conversation.render(coder)
-    assert histories.prompt_of(("g", "e"), conversation, coder, rendered) == (rendered, "")
+    assert histories.prompt_of(("", "g", "e"), conversation, coder, rendered) == (rendered, "")

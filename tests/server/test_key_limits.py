@@ -174,3 +174,26 @@ def test_keys_that_flood_the_queue_leave_places_for_the_next():
     assert gate.held == 0
     with gate.reserve(640):
         assert gate.held == gate.limit, "the one key of a server may hold all"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "tokens"),
+    [
+        ("/v1/score", {"model": "reward_model:polite", "text_1": "ab", "text_2": "cd"}, None),
+        ("/v1/rerank", {"model": "reward_model:polite", "query": "ab", "documents": ["cd", "ef"]}, None),
+        ("/v1/embeddings", {"input": "abcd"}, 4),
+        ("/v1/completions", {"prompt": "abcd", "max_tokens": 0, "echo": True, "logprobs": 0}, 4),
+        ("/v1/training/update", {"trajectories": [{"prompt": "ab", "output": "cd", "reward": 1.0}] * 2}, 8),
+    ],
+)
+async def test_what_computes_is_charged(make_client, tmp_path, fault, path, body, tokens):
+    file, sent = key_file(tmp_path, app=("train", {"tokens_per_minute": 1}))
+    client = make_client(keys_file=file)
+    answer = await client.post(path, json=body, headers=sent["app"])
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-ratelimit-remaining-tokens"] == "0"
+    (usage,) = (await client.get("/v1/usage", headers=sent["app"])).json()["data"]
+    computed = answer.json()["usage"]["prompt_tokens"] if tokens is None else tokens
+    assert (usage["requests"], usage["prompt_tokens"]) == (1, computed)
+    refused = await client.post(path, json=body, headers=sent["app"])
+    assert (refused.status_code, fault(refused)["code"]) == (429, "rate_limit_exceeded")

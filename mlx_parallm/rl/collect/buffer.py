@@ -8,7 +8,14 @@ from itertools import chain, islice
 
 from mlx_parallm.core import AdapterRef, Signal, Trajectory, TrajectoryCard
 from mlx_parallm.errors import QueueFullError
-from mlx_parallm.rl.collect.groups import NEVER_COLLECTED, DropReason, GroupMember, TrajectoryGroup, TrajectoryState
+from mlx_parallm.rl.collect.groups import (
+    NEVER_COLLECTED,
+    DropReason,
+    GroupKey,
+    GroupMember,
+    TrajectoryGroup,
+    TrajectoryState,
+)
 
 
 class TrajectoryBuffer:
@@ -37,10 +44,10 @@ class TrajectoryBuffer:
         self._size = size
         self._on_end = on_end
         self._on_drop = on_drop
-        self._groups: dict[str, TrajectoryGroup] = {}  # oldest first
+        self._groups: dict[GroupKey, TrajectoryGroup] = {}  # oldest first
         self._known: dict[int, TrajectoryGroup] = {}  # those held and those of the past, by number, oldest first
         self._past: deque[TrajectoryGroup] = deque()
-        self._past_ids: Counter[str] = Counter()
+        self._past_keys: Counter[GroupKey] = Counter()
         self._members: dict[str, tuple[TrajectoryGroup, GroupMember]] = {}
         self._held = self._remembered = self._arrivals = 0
 
@@ -48,10 +55,10 @@ class TrajectoryBuffer:
 
     def add(self, group: TrajectoryGroup) -> None:
         """Adds a new group. It, or older groups, may be dropped for lack of room."""
-        assert group.group_id not in self._groups
+        assert group.key not in self._groups
         self._arrivals += 1
         group.number = self._arrivals
-        self._groups[group.group_id] = self._known[group.number] = group
+        self._groups[group.key] = self._known[group.number] = group
         self._members.update((t.trajectory_id, (group, member)) for member in group.members for t in member.turns)
         self._count_in(group, [turn for member in group.members for turn in member.turns])
 
@@ -132,22 +139,27 @@ class TrajectoryBuffer:
         """Counts trajectories that are not collected. `reason`: one of NEVER_COLLECTED."""
         self.drops[adapter][reason] += trajectories
 
-    def find(self, group_id: str) -> TrajectoryGroup | None:
-        """The group of this id, if it has not left."""
-        return self._groups.get(group_id)
+    def find(self, group_id: str, owner: str | None = "") -> TrajectoryGroup | None:
+        """The group of this id and owner, if it has not left. `owner` None: the oldest one of this id."""
+        if owner is not None:
+            return self._groups.get((owner, group_id))
+        return next((group for (_, name), group in self._groups.items() if name == group_id), None)
+
+    def owners(self, group_id: str) -> set[str]:
+        """The owners of the groups with this id that have not left."""
+        return {owner for owner, name in self._groups if name == group_id}
 
     def member(self, trajectory_id: str) -> tuple[TrajectoryGroup, GroupMember] | None:
         """The group and the member of a trajectory, also of one that has left; None: it is not known here."""
         return self._members.get(trajectory_id)
 
-    def lookup(self, name: str) -> TrajectoryGroup | None:
-        """The group with this id, or the group of the trajectory with this id, also one that has left; None: it is not
-        known here. Of several groups with one id, the one that is held or else the one that left last."""
-        if (group := self._groups.get(name)) is not None:
-            return group
+    def called(self, name: str) -> Iterator[TrajectoryGroup]:
+        """The groups with this id, those that are held first, and the group of the trajectory with this id; also those
+        that have left, the last one first."""
+        yield from (group for (_, group_id), group in self._groups.items() if group_id == name)
         if (known := self._members.get(name)) is not None:
-            return known[0]
-        return next((group for group in reversed(self._past) if group.group_id == name), None)
+            yield known[0]
+        yield from (group for group in reversed(self._past) if group.group_id == name)
 
     @property
     def numbers(self) -> Sequence[int]:
@@ -163,9 +175,11 @@ class TrajectoryBuffer:
         signals = (Signal.PREFERENCES, Signal.CORRECTIONS)
         return (group for group in self._known.values() if group.signal in signals)
 
-    def has_left(self, group_id: str) -> bool:
-        """Whether a group of this id has left, and is still remembered."""
-        return group_id in self._past_ids
+    def has_left(self, group_id: str, owner: str | None = "") -> bool:
+        """Whether a group of this id and owner has left, and is still remembered. `owner` None: of any."""
+        if owner is not None:
+            return (owner, group_id) in self._past_keys
+        return any(name == group_id for _, name in self._past_keys)
 
     # -- out -------------------------------------------------------------------------------------
 
@@ -235,10 +249,10 @@ class TrajectoryBuffer:
         if not self.holds(group) or group.waiting or group.scored or group.taken:
             return
         group.closed = True
-        del self._groups[group.group_id]
+        del self._groups[group.key]
         self._held -= group.trajectories
         self._past.append(group)
-        self._past_ids[group.group_id] += 1
+        self._past_keys[group.key] += 1
         self._remembered += group.trajectories
         while self._remembered > self._size:
             self._forget(self._past.popleft())
@@ -247,9 +261,9 @@ class TrajectoryBuffer:
     def _forget(self, group: TrajectoryGroup) -> None:
         self._remembered -= group.trajectories
         del self._known[group.number]
-        self._past_ids[group.group_id] -= 1
-        if not self._past_ids[group.group_id]:
-            del self._past_ids[group.group_id]
+        self._past_keys[group.key] -= 1
+        if not self._past_keys[group.key]:
+            del self._past_keys[group.key]
         for turn in chain.from_iterable(member.turns for member in group.members):
             del self._members[turn.trajectory_id]
 
@@ -257,7 +271,7 @@ class TrajectoryBuffer:
 
     def holds(self, group: TrajectoryGroup) -> bool:
         """Whether the group is still in the buffer: some member is neither trained nor dropped."""
-        return self._groups.get(group.group_id) is group
+        return self._groups.get(group.key) is group
 
     def unrewarded(self, adapter: str) -> int:
         """Trajectories that wait for a reward."""
@@ -287,7 +301,7 @@ class TrajectoryBuffer:
         held, past = list(self._groups.values()), list(self._past)
         assert sum(group.trajectories for group in held) == self._held <= self._size
         assert sum(group.trajectories for group in past) == self._remembered <= self._size
-        assert Counter(group.group_id for group in past) == self._past_ids
+        assert Counter(group.key for group in past) == self._past_keys
         assert {group.number: group for group in held + past} == self._known
         assert sorted(self._known) == [*self._known]
         every = [(group, member, turn) for group in held + past for member in group.members for turn in member.turns]

@@ -32,50 +32,54 @@ class GroupRewards:
             ConflictError: it was taken for training, or dropped; or too many people have judged the answer.
         """
         match entry:
-            case Feedback(trajectory_id, score, user):
+            case Feedback(trajectory_id, score, user, key):
                 check_finite("score", score)
-                group, member = self.open_answer(trajectory_id)
+                group, member = self.open_answer(trajectory_id, key=key)
                 opinions = member.opinions.get(trajectory_id, {})
                 if user not in opinions and len(opinions) >= MAX_PEOPLE:
                     raise ConflictError(f"{MAX_PEOPLE} people have judged this answer; no more can.", param="user")
                 return group
-            case TokenRewards(trajectory_id, rewards):
+            case TokenRewards(trajectory_id, rewards, key):
                 check_finite("token_rewards", *rewards)
-                return self.open_answer(trajectory_id, len(rewards))[0]
-            case EpisodeReward(episode_id, group_id, score):
+                return self.open_answer(trajectory_id, len(rewards), key)[0]
+            case EpisodeReward(episode_id, group_id, score, key):
                 check_finite("score", score)
-                return self.open_episode(group_of_episode(episode_id, group_id), episode_id)[0]
-            case Closed(group_id):
-                return self.group(group_id)
+                return self.open_episode(group_of_episode(episode_id, group_id), episode_id, key)[0]
+            case Closed(group_id, key):
+                return self.group(group_id, key)
             case Score(trajectory_id):
                 return self.open_answer(trajectory_id)[0]
 
-    def group(self, group_id: str) -> TrajectoryGroup:
-        """A group that has not left.
+    def group(self, group_id: str, key: str | None = None) -> TrajectoryGroup:
+        """A group that has not left. `key`: its owner; None: any.
 
         Raises:
             UnknownTrajectoryError: there is none of this id.
             ConflictError: it has been trained on or dropped.
         """
-        if (group := self._buffer.find(group_id)) is None:
-            if self._buffer.has_left(group_id):
+        if (group := self._buffer.find(group_id, key)) is None:
+            if self._buffer.has_left(group_id, key):
                 raise ConflictError("The group has been trained on or dropped already.", param="group_id")
             raise UnknownTrajectoryError(f"No group {shown(group_id)} has been collected.", param="group_id")
         return group
 
-    def open_answer(self, trajectory_id: str, tokens: int | None = None) -> tuple[TrajectoryGroup, GroupMember]:
+    def open_answer(
+        self, trajectory_id: str, tokens: int | None = None, key: str | None = None
+    ) -> tuple[TrajectoryGroup, GroupMember]:
         """The member with this trajectory, and its group, if feedback still counts. `tokens`: of the answer, if known.
+        `key`: the API key that judges it; None: it may judge those of all keys.
 
         Raises:
-            UnknownTrajectoryError: no such trajectory, or it is forgotten.
+            UnknownTrajectoryError: no such trajectory, it is forgotten, or it is another key's.
             ConflictError: it was taken for training, or dropped.
             InvalidRequestError: it has another number of tokens.
         """
-        if (known := self._buffer.member(trajectory_id)) is None:
+        known = self._buffer.member(trajectory_id)
+        turn = None if known is None else known[1].turn(trajectory_id)
+        if known is None or turn is None or (key is not None and turn.owner not in (key, "")):
             raise UnknownTrajectoryError("No trajectory has this id, or it is forgotten by now.", param="trajectory_id")
         group, member = known
         _check_open(member, "trajectory_id")
-        turn = member.turn(trajectory_id)
         if tokens not in (None, len(turn.completion_ids)):
             raise InvalidRequestError(
                 f"The answer has {len(turn.completion_ids)} tokens, and there are {tokens} rewards; send one for each "
@@ -84,17 +88,19 @@ class GroupRewards:
             )
         return group, member
 
-    def open_episode(self, group_id: str, episode_id: str) -> tuple[TrajectoryGroup, GroupMember]:
-        """An episode, and its group, if feedback still counts.
+    def open_episode(
+        self, group_id: str, episode_id: str, key: str | None = None
+    ) -> tuple[TrajectoryGroup, GroupMember]:
+        """An episode, and its group, if feedback still counts. `key`: the owner of the group; None: any.
 
         Raises:
             UnknownTrajectoryError: there is no such episode, or it is forgotten.
             ConflictError: it was taken for training, or dropped.
         """
-        group = self._buffer.find(group_id)
+        group = self._buffer.find(group_id, key)
         member = None if group is None else group.episode(episode_id)
         if group is None or member is None:
-            if self._buffer.has_left(group_id):
+            if self._buffer.has_left(group_id, key):
                 raise ConflictError("The group has been trained on or dropped already.", param="episode_id")
             raise UnknownTrajectoryError("No turn of this episode has been collected.", param="episode_id")
         _check_open(member, "episode_id")
@@ -123,13 +129,13 @@ class GroupRewards:
         member.reward_tokens(member.turn(trajectory_id), tuple(rewards))
         return group
 
-    def reward_episode(self, group_id: str, episode_id: str, score: float) -> TrajectoryGroup:
+    def reward_episode(self, group_id: str, episode_id: str, score: float, key: str | None = None) -> TrajectoryGroup:
         """Sets the reward of an episode, in place of an earlier one. Returns its group.
 
         Raises:
             UnknownTrajectoryError, ConflictError: see `open_episode`.
         """
-        group, member = self.open_episode(group_id, episode_id)
+        group, member = self.open_episode(group_id, episode_id, key)
         member.set_reward(score)
         return group
 
@@ -157,9 +163,9 @@ class GroupRewards:
         if group.scorer is None:
             self._buffer.drop(group, DropReason.UNREWARDED, group.waiting)
 
-    def expire(self, group_id: str) -> None:
+    def expire(self, group_id: str, owner: str = "") -> None:
         """Drops the members without a reward, because the time limit for rewards has passed."""
-        if (group := self._buffer.find(group_id)) is not None:
+        if (group := self._buffer.find(group_id, owner)) is not None:
             group.closed = True
             self._buffer.drop(group, DropReason.TIMEOUT, group.waiting)
 

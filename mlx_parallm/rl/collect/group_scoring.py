@@ -67,6 +67,6 @@ class GroupScoring:
             for member, reward in zip(group.members, rewards, strict=True):
                 self._journal.noted(group.adapter, group.group_id, Score(member.trajectory.trajectory_id, reward))
             self._rewards.score(group, rewards)
-            of_group = {"adapter": group.adapter, "group_id": group.group_id, "complete": group.complete}
+            of_group = {**group.event_data, "complete": group.complete}
             self._emit("scored", **of_group, rewards=list(rewards))
         self._on_ready(group)

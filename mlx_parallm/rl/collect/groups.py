@@ -166,12 +166,18 @@ def group_name(collection: CollectionSpec) -> str:
     return collection.group_id or (f"episode-{collection.episode_id}" if collection.episode_id else "")
 
 
+GroupKey = tuple[str, str]
+"""The owner of a group, and its id."""
+
+
 class TrajectoryGroup:
     """Answers to one prompt, or episodes of one task. All train the same adapter.
 
     Attributes:
         adapter: name of the adapter that the group trains.
         scorer: the scoring function that the request named; None: rewards come only from feedback.
+        owner: the name of the API key that has sent it; empty if the server has sampled it for a task of its own, or if
+            that is not known. Groups of different owners may have the same id.
         size: the number of members that have ended after which an open group is closed; None: it is closed on request.
         closed: whether no more members may be added.
         number: order of arrival, assigned by the buffer.
@@ -186,6 +192,7 @@ class TrajectoryGroup:
         first = trajectories[0]
         collection = first.collection
         self.adapter, self.group_id, self.scorer = adapter, first.group_id, collection.scorer
+        self.owner = first.owner or ""
         self.members: list[GroupMember] = []
         self.named = bool(group_name(collection))
         self.size = collection.group_size if collection.group_id else 1
@@ -196,6 +203,16 @@ class TrajectoryGroup:
         self._episodes: dict[str, GroupMember] = {}
         for trajectory in trajectories:
             self.add(trajectory)
+
+    @property
+    def key(self) -> GroupKey:
+        """What no other group has."""
+        return self.owner, self.group_id
+
+    @property
+    def event_data(self) -> dict[str, str]:
+        """What each event of a group has."""
+        return {"adapter": self.adapter, "group_id": self.group_id, "key": self.owner}
 
     # -- members ---------------------------------------------------------------------------------
 

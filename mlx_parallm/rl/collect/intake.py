@@ -15,7 +15,7 @@ from mlx_parallm.errors import ConflictError, InvalidRequestError, RequestError,
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
 from mlx_parallm.rl.collect.group_rewards import GroupRewards, check_finite, group_of_episode
 from mlx_parallm.rl.collect.group_scoring import GroupScoring
-from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, group_name
+from mlx_parallm.rl.collect.groups import DropReason, GroupKey, TrajectoryGroup, group_name
 from mlx_parallm.rl.collect.turn_kinds import TurnKind, kinds_of_turns
 from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.runs.journal import Journal
@@ -63,16 +63,16 @@ class Intake:
         """Groups whose scoring functions are at work."""
         return len(self._scoring)
 
-    def check(self, collection: CollectionSpec, adapter: str) -> None:
-        """Checks before generation that the group that a request names will take its answers.
+    def check(self, collection: CollectionSpec, adapter: str, owner: str = "") -> None:
+        """Checks before generation that the group that a request of this API key names will take its answers.
 
         Raises:
             InvalidRequestError: the group has another size or scorer.
             ConflictError: the group is closed, or trains another adapter.
         """
         name = group_name(collection)
-        group = self._buffer.find(name) if name else None
-        if (group is not None and group.closed) or (group is None and name and self._buffer.has_left(name)):
+        group = self._buffer.find(name, owner) if name else None
+        if (group is not None and group.closed) or (group is None and name and self._buffer.has_left(name, owner)):
             raise ConflictError(f"The group {shown(name)} is closed; use another group_id.", param="group_id")
         if group is None:
             return
@@ -91,8 +91,9 @@ class Intake:
     def add(self, adapter: str, trajectories: Sequence[Trajectory], refused: DropReason | None) -> Added:
         """Adds the answers of one request to one prompt. `refused`: why they cannot be trained on; None if they can."""
         first = trajectories[0]
-        group = self._buffer.find(first.group_id)
-        closed = group.closed or group.adapter != adapter if group else self._buffer.has_left(first.group_id)
+        key = (first.group_id, first.owner or "")
+        group = self._buffer.find(*key)
+        closed = group.closed or group.adapter != adapter if group else self._buffer.has_left(*key)
         refused = refused or (DropReason.CLOSED if closed and group_name(first.collection) else None)
         if refused is not None or group is None:
             group = self._begin(adapter, trajectories, refused)
@@ -102,8 +103,7 @@ class Intake:
         self.turns[adapter].update(kinds)
         self._emit(
             "collected",
-            adapter=adapter,
-            group_id=first.group_id,
+            **{**group.event_data, "group_id": first.group_id},
             version=None if first.adapter is None else str(first.adapter),
             trajectories=len(trajectories),
         )
@@ -129,24 +129,23 @@ class Intake:
             with self._unrecorded():
                 for entry in entries:
                     self.apply(entry)
-            if (group := self._buffer.find(trajectories[0].group_id)) is not None:
+            if (group := self._buffer.find(trajectories[0].group_id, trajectories[0].owner or "")) is not None:
                 rewards = [member.reward for member in group.members]
-                self._emit("scored", adapter=adapter, group_id=group.group_id, complete=group.complete, rewards=rewards)
+                self._emit("scored", **group.event_data, complete=group.complete, rewards=rewards)
         return added
 
     def give(self, adapter: str, trajectories: Sequence[Trajectory], entries: Sequence[Score | Feedback]) -> None:
         """Adds a group that came with its rewards."""
         group = TrajectoryGroup(adapter, trajectories)
         self._buffer.add(group)
-        of_group = {"adapter": adapter, "group_id": group.group_id}
-        self._emit("collected", **of_group, version=None, trajectories=len(trajectories))
+        self._emit("collected", **group.event_data, version=None, trajectories=len(trajectories))
         for entry in entries:
             if isinstance(entry, Score):
                 self._rewards.score_member(entry.trajectory_id, entry.reward)
             else:
                 self._rewards.feedback(entry.trajectory_id, entry.score, entry.user)
         rewards = [member.reward for member in group.members]
-        self._emit("scored", **of_group, complete=group.complete, rewards=rewards)
+        self._emit("scored", **group.event_data, complete=group.complete, rewards=rewards)
         self._on_ready(group)
 
     def _begin(self, adapter: str, trajectories: Sequence[Trajectory], refused: DropReason | None) -> TrajectoryGroup:
@@ -156,7 +155,7 @@ class Intake:
             group.group_id, group.closed = trajectories[0].trajectory_id, True
         self._buffer.add(group)
         if not group.closed and (timeout_s := self._config.feedback_timeout_s) is not None:
-            asyncio.get_running_loop().call_later(timeout_s, self._expire, group.group_id)
+            asyncio.get_running_loop().call_later(timeout_s, self._expire, group.key)
         return group
 
     def _await_rewards(self, group: TrajectoryGroup) -> None:
@@ -165,7 +164,7 @@ class Intake:
             return
         timeout_s = self._config.feedback_timeout_s if group.scorer is None else self._config.group_timeout_s
         if timeout_s is not None:
-            asyncio.get_running_loop().call_later(timeout_s, self._expire, group.group_id)
+            asyncio.get_running_loop().call_later(timeout_s, self._expire, group.key)
         if group.scorer is not None:
             self._scoring.start(group)
 
@@ -204,14 +203,14 @@ class Intake:
 
     # -- groups that requests name ---------------------------------------------------------------
 
-    def close_group(self, group_id: str) -> TrajectoryGroup:
-        """Lets no more members into a group; see `TrajectoryBuffer.close`. A closed one stays as it is.
+    def close_group(self, group_id: str, key: str | None = None) -> TrajectoryGroup:
+        """Lets no more members into a group; see `GroupRewards.close`. A closed one stays as it is.
 
         Raises:
             UnknownTrajectoryError: there is no such group.
             ConflictError: it has been trained on or dropped.
         """
-        group = self._rewards.group(group_id)
+        group = self._rewards.group(group_id, key)
         if not group.closed:
             self._close(group)
         return group
@@ -221,9 +220,9 @@ class Intake:
             self._close(group)
 
     def _close(self, group: TrajectoryGroup) -> None:
-        self._journal.noted(group.adapter, group.group_id, Closed(group.group_id))
+        self._journal.noted(group.adapter, group.group_id, Closed(group.group_id, group.owner))
         self._rewards.close(group)
-        self._emit("closed", adapter=group.adapter, group_id=group.group_id, members=len(group.members))
+        self._emit("closed", **group.event_data, members=len(group.members))
         if group.scorer is not None:
             self._await_rewards(group)
         self._on_ready(group)
@@ -242,10 +241,10 @@ class Intake:
                 self.feedback(trajectory_id, score, user)
             case TokenRewards(trajectory_id, rewards):
                 self.reward_tokens(trajectory_id, rewards)
-            case EpisodeReward(episode_id, group_id, score):
-                self.reward_episode(episode_id, group_id, score)
-            case Closed(group_id):
-                self.close_group(group_id)
+            case EpisodeReward(episode_id, group_id, score, key):
+                self.reward_episode(episode_id, group_id, score, key)
+            case Closed(group_id, key):
+                self.close_group(group_id, key)
             case Score(trajectory_id, reward):
                 self._on_ready(self._rewards.score_member(trajectory_id, reward))
 
@@ -254,11 +253,12 @@ class Intake:
         check_finite("score", score)
         self._rewarded(self._rewards.feedback(trajectory_id, score, user), trajectory_id=trajectory_id, score=score)
 
-    def reward_episode(self, episode_id: str, group_id: str, score: float) -> None:
+    def reward_episode(self, episode_id: str, group_id: str, score: float, key: str | None = None) -> None:
         """See `core.TrainingClient.reward_episode`. Raises InvalidRequestError if the score is not a finite number."""
         check_finite("score", score)
         name = group_of_episode(episode_id, group_id)
-        self._rewarded(self._rewards.reward_episode(name, episode_id, score), episode_id=episode_id, score=score)
+        group = self._rewards.reward_episode(name, episode_id, score, key)
+        self._rewarded(group, episode_id=episode_id, score=score)
 
     def reward_tokens(self, trajectory_id: str, rewards: Sequence[float]) -> None:
         """See `core.TrainingClient.reward_tokens`. Raises InvalidRequestError if one is not a finite number."""
@@ -268,17 +268,17 @@ class Intake:
 
     def _rewarded(self, group: TrajectoryGroup, **data: object) -> None:
         self._close_if_full(group)
-        of_group = {"adapter": group.adapter, "group_id": group.group_id, "complete": group.complete}
-        self._emit("scored", **of_group, **data)
+        self._emit("scored", **group.event_data, complete=group.complete, **data)
         self._on_ready(group)
 
     async def close(self) -> None:
         """Cancels all scoring."""
         await self._scoring.close()
 
-    def _expire(self, group_id: str) -> None:
-        """Drops the members that still have no reward. The argument is an id and not a group, so that the timer does
-        not keep an ended group in memory."""
-        if (group := self._buffer.find(group_id)) is not None:
-            self._rewards.expire(group_id)
+    def _expire(self, key: GroupKey) -> None:
+        """Drops the members that still have no reward. The argument is not a group, so that the timer does not keep an
+        ended group in memory."""
+        owner, group_id = key
+        if (group := self._buffer.find(group_id, owner)) is not None:
+            self._rewards.expire(group_id, owner)
             self._on_ready(group)

@@ -27,28 +27,32 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """An opinion of an answer or a turn. `user`: whose it is; empty if that is unknown."""
+    """An opinion of an answer or a turn. `user`: whose it is; empty if that is unknown. `key`: see `Closed`."""
 
     trajectory_id: str
     score: float
     user: str = ""
+    key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRewards:
-    """A client's rewards of the tokens of an answer or a turn."""
+    """A client's rewards of the tokens of an answer or a turn. `key`: see `Closed`."""
 
     trajectory_id: str
     rewards: tuple[float, ...]
+    key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeReward:
-    """A client's reward of an episode. `group_id`: as the client sent it, empty if it named no group."""
+    """A client's reward of an episode. `group_id`: as the client sent it, empty if it named no group. `key`: see
+    `Closed`."""
 
     episode_id: str
     group_id: str
     score: float
+    key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +65,11 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """No more members come into a group."""
+    """No more members come into a group. `key`: the name of the API key that has sent what this entry is about. None:
+    any key; so it was before groups and episodes of different keys were kept apart."""
 
     group_id: str
+    key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

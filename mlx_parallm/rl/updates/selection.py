@@ -7,7 +7,7 @@ from statistics import fmean
 
 from mlx_parallm.config import ResolvedTraining
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
-from mlx_parallm.rl.collect.groups import FEEDBACK, DropReason, GroupMember, TrajectoryGroup, TrajectoryState
+from mlx_parallm.rl.collect.groups import FEEDBACK, DropReason, GroupKey, GroupMember, TrajectoryGroup, TrajectoryState
 from mlx_parallm.rl.objectives.batches import ScoredGroup, no_signal
 from mlx_parallm.rl.objectives.episodes import episode_of
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
@@ -28,7 +28,7 @@ class GroupSelection:
         self._buffer = buffer
         self._imitates = config.loss.imitates  # then every group has a signal
         self._threshold = config.loss.imitation_threshold
-        self._without_signal: dict[str, ScoredGroup] = {}  # by group id: dropped since the last update, oldest first
+        self._without_signal: dict[GroupKey, ScoredGroup] = {}  # dropped since the last update, oldest first
 
     @property
     def with_signal(self) -> int:
@@ -56,7 +56,7 @@ class GroupSelection:
             scored = self._observe(group, group.scored)
             group.observed = True
             if scored.is_compared and (reason := no_signal(scored.rewards)):
-                self._without_signal[group.group_id] = scored
+                self._without_signal[group.key] = scored
                 self._buffer.drop(group, reason)
         while self.without_signal > (1 + REFILLS) * self._training.pace.trajectories:  # training is paused
             del self._without_signal[next(iter(self._without_signal))]
@@ -78,7 +78,8 @@ class GroupSelection:
             for group in groups:
                 self._drop_low(group)
         taken = [self._observe(group, group.in_state(TrajectoryState.TRAINING)) for group in groups]
-        without_signal = [self._without_signal.pop(group_id) for group_id in filter(chosen, [*self._without_signal])]
+        counted = [key for key in self._without_signal if chosen(key[1])]
+        without_signal = [self._without_signal.pop(key) for key in counted]
         return without_signal, taken
 
     def restart(self) -> None:

@@ -60,7 +60,7 @@ class Guard:
         try:
             await (app if access.role is None else self._admitted(scope, app, access.role))(scope, receive, send)
         finally:
-            if self._audit is not None and access.audited:
+            if self._audit is not None and (access.audited or record_of(scope).controls):
                 self._audit.write(record_of(scope), scope)
 
     def _admitted(self, scope: Scope, app: ASGIApp, role: Role) -> ASGIApp:

@@ -11,16 +11,19 @@ import hmac
 import json
 import logging
 import os
+import re
 import secrets
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
 from mlx_parallm.atomic import replace_file
 from mlx_parallm.config.types import Section
+from mlx_parallm.core import Reader
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.server.access.roles import Role
 
@@ -33,6 +36,7 @@ log = logging.getLogger(__name__)
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Limit = Annotated[int, Field(ge=1)]
+Pattern = Annotated[str, Field(pattern=r"^[A-Za-z0-9._*?-]{1,64}$")]
 
 
 class NamedKey(Section):
@@ -56,10 +60,40 @@ class NamedKey(Section):
     """The lowest `priority` that its requests may have; lower ones run earlier. An admin key may have any."""
     own_prefix_cache: bool = False
     """Whether its prompts are cached apart from those of other keys."""
+    adapters: Annotated[tuple[Pattern, ...], Field(min_length=1, max_length=64)] | None = None
+    """Patterns of the names of the adapters that it may use; `base` is the base model, and `*` stands for any text. All
+    others are to it as if they did not exist. Null: it may use all. Not for an admin key, which may do everything."""
+
+    @field_validator("adapters")
+    @classmethod
+    def _limits_no_admin(cls, adapters: tuple[str, ...] | None, info: ValidationInfo) -> tuple[str, ...] | None:
+        if adapters is not None and info.data.get("role") is Role.ADMIN:
+            raise ValueError("an admin key may do everything; give it another role, or leave the adapters out")
+        return adapters
 
     def may_read(self, owner: str) -> bool:
         """Whether it may read what the key of that name has sent and got."""
         return self.role is Role.ADMIN or self.name == owner
+
+    @property
+    def mark(self) -> str:
+        """Twelve hexadecimal digits that stand for its name, in ids of things that outlive the process."""
+        return hashlib.sha256(self.name.encode()).hexdigest()[:12]
+
+    def made(self, any_id: str) -> bool:
+        """Whether an id has the mark of this key, as the ids of a Tinker client's session, models and adapters do."""
+        return re.fullmatch(rf"tinker-[0-9a-f]{{12}}{self.mark}([-:].*)?", any_id) is not None
+
+    def sees(self, adapter: str) -> bool:
+        """Whether it may use the adapter of this name, or know of it. What it has trained with Tinker it always may."""
+        if self.adapters is None:
+            return True
+        return any(fnmatchcase(adapter, pattern) for pattern in self.adapters) or self.made(adapter)
+
+    @property
+    def reader(self) -> Reader:
+        """What it may read and reward of trajectories."""
+        return Reader(self.name, self.role is Role.ADMIN, self.sees)
 
 
 def _unhashed(name: str) -> NamedKey:

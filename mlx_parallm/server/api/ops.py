@@ -76,7 +76,7 @@ async def version() -> ServerVersion:
 )
 async def metrics(services: ServicesDep) -> Response:
     """Metrics in Prometheus's text format."""
-    return Response(services.metrics.exposition(), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
+    return Response(services.metrics.exposition(services.key), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
 
 # -- server info -----------------------------------------------------------------------------------

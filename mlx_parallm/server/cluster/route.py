@@ -23,7 +23,7 @@ from mlx_parallm.server.cluster.wire import WireRequest
 from mlx_parallm.server.errors import ApiKeyError, BodyTimeoutError, BodyTooLargeError
 from mlx_parallm.server.http.body import json_body, read_body, read_bytes
 from mlx_parallm.server.openapi.responses import raises
-from mlx_parallm.server.services import ServicesDep
+from mlx_parallm.server.services import KeyDep, ServicesDep
 
 MAX_ARCHIVE_BYTES = 1 << 30
 ARCHIVE_TIMEOUT_S = 600.0
@@ -63,9 +63,9 @@ FileName = Annotated[str, Path(description="One of the files that POST /v1/clust
 
 
 @router.get("/v1/cluster", responses=raises(ConflictError))
-async def status(cluster: ClusterDep) -> ClusterObject:
+async def status(cluster: ClusterDep, key: KeyDep) -> ClusterObject:
     """The nodes of the cluster, their adapter versions, and what the router has done."""
-    return ClusterObject.of(cluster.client.status(), cluster.counts)
+    return ClusterObject.of(cluster.client.status(), cluster.counts, key.sees)
 
 
 @router.post("/v1/cluster/join", include_in_schema=False, responses=raises(ApiKeyError, ConflictError))

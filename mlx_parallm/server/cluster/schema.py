@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 from mlx_parallm.core import ClusterStatus, Joined, Joining, NodeInfo, NodeRole, SharedVersion
@@ -116,13 +117,13 @@ class NodeObject(WireOutput):
     """Requests that the head has sent it. 0 in the answers of other nodes."""
 
     @classmethod
-    def of(cls, node: NodeInfo, counts: RoutingCounts) -> NodeObject:
+    def of(cls, node: NodeInfo, counts: RoutingCounts, sees: Callable[[str], bool]) -> NodeObject:
         """The node as it describes itself."""
         return cls(
             id=node.id,
             role=node.role,
             url=node.url,
-            holds=list(node.holds),
+            holds=[version for version in node.holds if sees(version.partition("@")[0])],
             outstanding_tokens=node.outstanding_tokens,
             ready=node.ready,
             requests=counts.requests[node.id],
@@ -153,18 +154,18 @@ class ClusterObject(WireOutput):
     """Streams that ended with an error because their node was lost."""
 
     @classmethod
-    def of(cls, status: ClusterStatus, counts: RoutingCounts) -> ClusterObject:
-        """The cluster with what the router has counted."""
+    def of(cls, status: ClusterStatus, counts: RoutingCounts, sees: Callable[[str], bool]) -> ClusterObject:
+        """The cluster with what the router has counted. `sees`: whether the reader may know of an adapter."""
         staged = sorted(status.versions.staged.values(), key=lambda version: (version.name, version.version))
         live = {version.ref for version in status.versions.live.values()}
         return cls(
             object="cluster",
             node=status.node_id,
             connected=status.connected,
-            nodes=[NodeObject.of(node, counts) for node in status.nodes],
-            versions=[VersionObject.of(version, version.ref in live) for version in staged],
-            unusable=dict(status.unusable),
-            waiting=dict(status.waiting),
+            nodes=[NodeObject.of(node, counts, sees) for node in status.nodes],
+            versions=[VersionObject.of(version, version.ref in live) for version in staged if sees(version.name)],
+            unusable={name: why for name, why in status.unusable.items() if sees(name.partition("@")[0])},
+            waiting={name: count for name, count in status.waiting.items() if sees(name)},
             nodes_lost=status.lost_total,
             requests_retried=counts.retried,
             streams_broken=counts.broken,

@@ -53,9 +53,10 @@ class RequestRecord:
     `request_id` is the value of the response's x-request-id header. If `id_from_client`, the client chose it, and two
     requests may have the same; `engine_id` is unique. Times are `time.monotonic`: of the arrival, and when the request
     came into the engine's queue, left it, and got its first token. None means that it did not get that far. `key`: the
-    key that it was let in with; None before that, and for paths that need none. `account`: that of the key, for
-    requests for answers. `finished`: the last event of a request that was answered to its end. `trace_id` and
-    `traceresponse`: those of its trace; None if there is none.
+    key that it was let in with; None before that, and for paths that need none. `controls`: it is a control
+    action, though its route is not one of those. `account`: that of the key, for requests for answers. `finished`: the
+    last event of a request that was answered to its end. `trace_id` and `traceresponse`: those of its trace; None if
+    there is none.
     """
 
     request_id: str = field(default_factory=lambda: f"req-{uuid.uuid4().hex}")
@@ -64,6 +65,7 @@ class RequestRecord:
     path: str | None = None
     key: NamedKey | None = None
     account: Account | None = None
+    controls: bool = False
     arrived_at: float = field(default_factory=time.monotonic)
     status: int | None = None
     error: str | None = None

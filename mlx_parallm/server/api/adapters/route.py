@@ -69,6 +69,13 @@ async def load_lora_adapter(
 async def load(services: Services, name: str, path: str, replace: bool, base_model_name: str | None) -> LoadedLora:
     """See `core.AdapterClient.load`."""
     base = services.base_called(base_model_name, "base_model_name")
+    statuses = () if services.training is None else services.training.statuses()
+    if any(name.partition("@")[0] == status.adapter for status in statuses):
+        raise ConflictError(
+            f"lora_name: {name!r} is in training here, and its versions are those of its updates: load the files under "
+            "another name. POST /v1/training/rollback serves an earlier version.",
+            param="lora_name",
+        )
     card = await services.lifecycle.run_to_end(services.adapters.load(name, path, replace, base))
     adapter = adapter_object(card, Traffic.of(services)).model_dump()
     return LoadedLora(**adapter, status="success", lora_name=card.ref.name, lora_adapter=str(card.ref))
@@ -151,7 +158,7 @@ async def list_adapters(services: ServicesDep) -> AdapterList:
         object="list",
         data=[adapter_object(card, traffic) for card in services.adapters.cards()],
         route=dict(services.adapters.route()),
-        base_requests=traffic.requests[BASE_ADAPTER],
+        base_requests=traffic.requests[BASE_ADAPTER] if services.key.sees(BASE_ADAPTER.name) else 0,
         slots=SlotCounts(total=stats.slots, used=stats.slots_used, pinned=stats.slots_pinned),
         bank_bytes=stats.bank_bytes,
     )

@@ -34,8 +34,8 @@ MAX_TOKENS = 8_000_000
 CHANGED = "the messages are not those of an earlier turn of its episode, followed by the answer to it"
 RENDERED_ANEW = "the chat template writes the earlier messages differently now"
 
-EpisodeKey = tuple[str, str]
-"""The ids of the group (or empty) and of the episode."""
+EpisodeKey = tuple[str, str, str]
+"""The name of the API key, and the ids of the group (or empty) and of the episode."""
 
 
 @dataclass(frozen=True, slots=True)

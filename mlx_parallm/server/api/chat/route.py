@@ -119,7 +119,7 @@ def plan_chat(
     if collection is not None:
         collection = replace(collection, messages=tuple(message.for_template() for message in body.messages))
     continues = collection is not None and collection.episode_id and body.given_prompt is None
-    key = (collection.group_id, collection.episode_id) if collection and continues else None
+    key = (services.key.name, collection.group_id, collection.episode_id) if collection and continues else None
     if collection is not None and key is not None:
         prompt, unmatched = histories.prompt_of(key, conversation, tokenizer, rendered)
         collection = replace(collection, unmatched=unmatched)

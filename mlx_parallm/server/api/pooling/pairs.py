@@ -168,12 +168,15 @@ async def _rewards(body: PairsBody, name: str, services: Services, request: Requ
     check_permitted(key, body)
     record.set_model(body.model or name)
     services.check_open()
-    models, request_id, account = services.require_reward_models(), new_request_id("score"), services.accounts.of(key)
+    models, request_id = services.require_reward_models(), new_request_id("score")
+    account = record.account = services.accounts.of(key)
     with account.request(), services.gate.reserve(len(body.judged), account.queue_name):
         rows = await services.workers.run(request.state.body_bytes, partial(_rows, body, services.first))
+        tokens = sum(len(question) + len(answer) for question, answer in rows)
+        account.add_prompt(tokens)
         async with while_connected(request.receive, services.lifecycle.expired):
             rewards = await models.score(name, [(*question, *answer) for question, answer in rows])
-    usage = token_usage(sum(len(question) + len(answer) for question, answer in rows), 0)
+    usage = token_usage(tokens, 0)
     fields = {"id": request_id, "usage": usage, "model": body.model}
     return Scored(rewards, [len(answer) for _, answer in rows], fields)
 

@@ -9,7 +9,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query
 from starlette.requests import Request
 
-from mlx_parallm.core import FoundTrajectory, TrainingClient
+from mlx_parallm.core import FoundTrajectory, Reader, TrainingClient
 from mlx_parallm.errors import (
     ConflictError,
     ContextLengthError,
@@ -57,17 +57,20 @@ async def preference(
     about any answer of this run, also one that was trained on or dropped. The answer comes when the edit is on the
     disk, so that a crash does not lose it."""
     with adapter_named_by("lora_adapter", body.lora_adapter):
-        found = {field: await _found(training, field, named) for field, named in body.trajectories.items()}
-        adapter = adapter_of(body, found, training.status(body.lora_adapter).adapter)
+        key = key_of(request.scope)
+        found = {field: await _found(training, field, named, key.reader) for field, named in body.trajectories.items()}
+        named = body.lora_adapter
+        default = training.default_adapter if named is None else training.status(named).adapter
+        adapter = adapter_of(body, found, default)
         encode = partial(edit_of, body, found, adapter, services)
-        edit = replace(await services.workers.run(request.state.body_bytes, encode), owner=key_of(request.scope).name)
+        edit = replace(await services.workers.run(request.state.body_bytes, encode), owner=key.name)
         return preference_object(await services.lifecycle.run_to_end(training.people.edit(edit)))
 
 
-async def _found(training: TrainingClient, field: str, trajectory_id: str) -> FoundTrajectory:
+async def _found(training: TrainingClient, field: str, trajectory_id: str, reader: Reader) -> FoundTrajectory:
     """The trajectory that a field names. Raises UnknownTrajectoryError, naming the field, if there is none."""
     try:
-        return await training.people.find(trajectory_id)
+        return await training.people.find(trajectory_id, reader)
     except UnknownTrajectoryError as error:
         raise UnknownTrajectoryError(f"{field}: {error}", param=field) from None
 

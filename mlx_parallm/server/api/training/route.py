@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from functools import partial
 from typing import Annotated, Any, cast
 
@@ -24,6 +24,7 @@ from mlx_parallm.errors import (
     ContextLengthError,
     EngineDeadError,
     EngineError,
+    OverloadedError,
     QueueFullError,
     StorageError,
     TrainingDisabledError,
@@ -54,11 +55,12 @@ from mlx_parallm.server.api.training.schema import (
 from mlx_parallm.server.errors import DrainingError, error_body
 from mlx_parallm.server.generation import EventStream
 from mlx_parallm.server.http.body import json_body
+from mlx_parallm.server.http.request_log import record_of
 from mlx_parallm.server.lifecycle import Lifecycle, while_connected
 from mlx_parallm.server.metrics_training import training_statuses
 from mlx_parallm.server.openapi.responses import EVENTS, raises
 from mlx_parallm.server.planning import adapter_named_by
-from mlx_parallm.server.services import CollectionDep, Services, ServicesDep, TrainingDep
+from mlx_parallm.server.services import CollectionDep, KeyDep, Services, ServicesDep, TrainingDep
 
 MAX_LISTED = 1000
 CONTROL_ERRORS = (UnknownModelError, ConflictError, TrainingDisabledError, DrainingError, EngineDeadError)
@@ -71,23 +73,27 @@ router = APIRouter()
 # -- update ----------------------------------------------------------------------------------------
 
 
-@router.post("/v1/training/update", responses=raises(*PUBLISH_ERRORS, ContextLengthError))
+@router.post("/v1/training/update", responses=raises(*PUBLISH_ERRORS, ContextLengthError, OverloadedError))
 async def update(
     body: Annotated[UpdateBody, Depends(json_body(UpdateBody, required=False))],
     request: Request,
     services: ServicesDep,
     training: TrainingDep,
 ) -> UpdateObject:
-    """Makes one update now, with the complete groups or with the given trajectories. When the answer comes, the update
+    """Makes one update now, with the complete groups or with the given trajectories, whose tokens count as those of a
+    prompt. When the answer comes, the update
     has ended, and a version that it published is live."""
-    given = None
-    if body.given is not None:
-        encode = partial(given_trajectories, body.given, services)
-        given = await services.workers.run(request.state.body_bytes, encode)
-    with adapter_named_by("lora_adapter", body.lora_adapter):
-        signal = None if body.signal is None else Signal(body.signal)
-        updating = training.update(body.lora_adapter, given, body.update_inference, body.checkpoint_name, signal)
-        return update_object(await services.lifecycle.run_to_end(updating))
+    given, signal = None, None if body.signal is None else Signal(body.signal)
+    with ExitStack() as charged:
+        if body.given is not None:
+            account = record_of(request.scope).account = services.accounts.of(services.key)
+            charged.enter_context(account.request())
+            encode = partial(given_trajectories, body.given, services)
+            given = await services.workers.run(request.state.body_bytes, encode)
+            account.add_prompt(sum(len(each.prompt_ids) + len(each.completion_ids) for each in given))
+        with adapter_named_by("lora_adapter", body.lora_adapter):
+            updating = training.update(body.lora_adapter, given, body.update_inference, body.checkpoint_name, signal)
+            return update_object(await services.lifecycle.run_to_end(updating))
 
 
 # -- feedback --------------------------------------------------------------------------------------
@@ -98,7 +104,7 @@ REWARD_ERRORS = (UnknownTrajectoryError, ConflictError, TrainingDisabledError, S
 
 @router.post("/v1/training/feedback", responses=raises(*REWARD_ERRORS))
 async def feedback(
-    body: Annotated[FeedbackBody, Depends(json_body(FeedbackBody))], collection: CollectionDep
+    body: Annotated[FeedbackBody, Depends(json_body(FeedbackBody))], collection: CollectionDep, key: KeyDep
 ) -> FeedbackObject:
     """Sets the reward of an answer, an episode, a turn or the tokens of an answer. The last feedback before training
     counts; of an answer or a turn, the last one of each `user`, and the reward is their mean. If a request had neither
@@ -108,11 +114,11 @@ async def feedback(
     score = math.fsum(body.token_rewards or ()) if body.score is None else body.score
     of_people: dict[str, Any] = {}
     if body.episode_id is not None:
-        await collection.trajectories.reward_episode(body.episode_id, body.group_id or "", score)
+        await collection.trajectories.reward_episode(body.episode_id, body.group_id or "", score, key.reader)
     elif body.token_rewards is not None:
-        await collection.trajectories.reward_tokens(body.trajectory_id or "", body.token_rewards)
+        await collection.trajectories.reward_tokens(body.trajectory_id or "", body.token_rewards, key.reader)
     else:
-        card = await collection.people.feedback(body.trajectory_id or "", score, body.user or "")
+        card = await collection.people.feedback(body.trajectory_id or "", score, body.user or "", key.reader)
         of_people = {"reward": card.reward, "people": card.people, "late": card.late}
     return FeedbackObject(
         status="success", trajectory_id=body.trajectory_id, episode_id=body.episode_id, score=score, **of_people
@@ -126,11 +132,12 @@ async def feedback(
 async def close_group(
     group_id: Annotated[str, Path(max_length=MAX_EPISODE_ID, description="The `group_id` of its requests.")],
     collection: CollectionDep,
+    key: KeyDep,
 ) -> GroupObject:
     """Lets no more answers into a group, so that it can be trained on. If its requests named a `scoring_function`, that
     rewards the members without a reward; otherwise they are dropped. The answer is 409 if the group was trained on or
     dropped."""
-    card = await collection.trajectories.close_group(group_id)
+    card = await collection.trajectories.close_group(group_id, key.reader)
     return GroupObject(
         group_id=card.group_id,
         lora_adapter=card.adapter,

@@ -43,20 +43,22 @@ class Environment:
 
 
 class Environments:
-    """Registered environments by id. Ids count from the time of the server's start in milliseconds, so an environment
+    """Registered environments by the name of their API key and their id: a key has to do with its own ones only. Ids
+    count from the time of the server's start in milliseconds, so an environment
     that outlives a restart of the server never has the id of one that registers later."""
 
     def __init__(self) -> None:
-        self._by_id: dict[int, Environment] = {}
+        self._by_id: dict[tuple[str, int], Environment] = {}
         self._next = time.time_ns() // 1_000_000
 
-    def register(self, wanted: RegisterEnv) -> Environment:
+    def register(self, wanted: RegisterEnv, key: str) -> Environment:
         """Raises OverloadedError: there are too many."""
         self._make_room()
         same = sum(each.desired_name == wanted.desired_name for each in self._by_id.values())
-        while self._next in self._by_id:
+        while any(env_id == self._next for _, env_id in self._by_id):
             self._next += 1
         return self._add(
+            key,
             self._next,
             f"{wanted.desired_name}_{same}",
             wanted.desired_name,
@@ -65,22 +67,22 @@ class Environments:
             wanted.group_size,
         )
 
-    def known(self, env_id: int) -> Environment | None:
-        return self._by_id.get(env_id)
+    def known(self, env_id: int, key: str) -> Environment | None:
+        return self._by_id.get((key, env_id))
 
-    def find(self, env_id: int) -> Environment:
+    def find(self, env_id: int, key: str) -> Environment:
         """The environment of an id. One that registered before this server was restarted is added again, with what is
         known of it."""
-        found = self._by_id.get(env_id)
+        found = self.known(env_id, key)
         if found is None:
             self._make_room()
-            found = self._add(env_id, f"environment_{env_id}", "", 1, 1.0, 1)
+            found = self._add(key, env_id, f"environment_{env_id}", "", 1, 1.0, 1)
         found.last_seen = time.monotonic()
         return found
 
-    def disconnect(self, env_id: int) -> bool:
-        """Returns whether there is such an environment."""
-        found = self._by_id.get(env_id)
+    def disconnect(self, env_id: int, key: str) -> bool:
+        """Returns whether the key has such an environment."""
+        found = self.known(env_id, key)
         if found is not None:
             found.connected = False
         return found is not None
@@ -88,9 +90,9 @@ class Environments:
     def forget_all(self) -> None:
         self._by_id.clear()
 
-    def status(self, env_id: int, sizes: Mapping[str, Sequence[int]]) -> dict[str, float | int]:
+    def status(self, env_id: int, key: str, sizes: Mapping[str, Sequence[int]]) -> dict[str, float | int]:
         """The answer of /status-env, computed as Atropos does. `sizes`: of waiting groups, by source."""
-        environment = self.find(env_id)
+        environment = self.find(env_id, key)
         own = sizes.get(environment.source, ())
         largest = max((size for groups in sizes.values() for size in groups), default=1)
         environment.group_size = max([environment.group_size, *own])
@@ -106,16 +108,16 @@ class Environments:
         }
 
     def _add(
-        self, env_id: int, name: str, desired_name: str, max_token_length: int, weight: float, group_size: int
+        self, key: str, env_id: int, name: str, desired_name: str, max_token_length: int, weight: float, group_size: int
     ) -> Environment:
         added = Environment(env_id, name, desired_name, max_token_length, weight, group_size, time.monotonic())
-        self._by_id[env_id] = added
+        self._by_id[key, env_id] = added
         return added
 
     def _make_room(self) -> None:
         if len(self._by_id) < MAX_ENVIRONMENTS:
             return
-        oldest = min(self._by_id.values(), key=lambda each: each.last_seen)
-        if time.monotonic() - oldest.last_seen < FORGOTTEN_AFTER_S:
+        oldest = min(self._by_id, key=lambda name: self._by_id[name].last_seen)
+        if time.monotonic() - self._by_id[oldest].last_seen < FORGOTTEN_AFTER_S:
             raise OverloadedError(f"{MAX_ENVIRONMENTS} environments are registered; end some of them and try again.")
-        del self._by_id[oldest.env_id]
+        del self._by_id[oldest]

@@ -13,6 +13,7 @@ trained in the order in which they come.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Depends, Request
@@ -29,6 +30,7 @@ from mlx_parallm.errors import (
 from mlx_parallm.rl.atropos.scored_data import ScoredData, TokenLimits
 from mlx_parallm.rl.atropos.source import SOURCE
 from mlx_parallm.rl.atropos.trajectory_api import Registration
+from mlx_parallm.server.access.keys import NamedKey
 from mlx_parallm.server.api.root import page_for
 from mlx_parallm.server.errors import DrainingError
 from mlx_parallm.server.http.body import json_body
@@ -36,7 +38,7 @@ from mlx_parallm.server.openapi.responses import raises
 from mlx_parallm.server.protocols.atropos.environments import Environments
 from mlx_parallm.server.protocols.atropos.queue import GroupQueue, SentGroup
 from mlx_parallm.server.protocols.atropos.schema import EnvIdentifier, RegisterEnv, ScoredDataList
-from mlx_parallm.server.services import Services, ServicesDep
+from mlx_parallm.server.services import KeyDep, Services, ServicesDep
 
 UNREGISTERED = f"{SOURCE}:unregistered"
 """The source of groups without the id of an environment that this server knows."""
@@ -64,12 +66,14 @@ class AtroposParts:
         """Updates made so far, also before a restart."""
         return self.training.status().step
 
-    def source_of(self, data: ScoredData) -> str:
-        environment = None if data.env_id is None else self.environments.known(data.env_id)
+    def source_of(self, key: NamedKey, data: ScoredData) -> str:
+        environment = None if data.env_id is None else self.environments.known(data.env_id, key.name)
         return UNREGISTERED if environment is None else environment.source
 
 
-async def parts_of(request: Request) -> AtroposParts:
+async def parts_of(request: Request, services: ServicesDep) -> AtroposParts:
+    """Raises UnknownModelError if the key does not see the default adapter, which these groups train."""
+    services.require_training().status()
     return cast(AtroposParts, request.app.state.atropos)
 
 
@@ -87,7 +91,7 @@ async def root(request: Request, services: ServicesDep) -> Response | dict[str, 
 
 @router.post("/register-env", responses=raises(InvalidRequestError, OverloadedError))
 async def register_env(
-    body: Annotated[RegisterEnv, Depends(json_body(RegisterEnv))], parts: PartsDep
+    body: Annotated[RegisterEnv, Depends(json_body(RegisterEnv))], parts: PartsDep, key: KeyDep
 ) -> dict[str, Any]:
     """Registers an environment, whose groups have a part of the queue to themselves."""
     if body.min_batch_allocation is not None:
@@ -96,7 +100,7 @@ async def register_env(
             "leave it out.",
             param="min_batch_allocation",
         )
-    environment, trainer = parts.environments.register(body), parts.trainer
+    environment, trainer = parts.environments.register(body, key.name), parts.trainer
     return {
         "status": "success",
         "env_id": environment.env_id,
@@ -110,21 +114,21 @@ async def register_env(
 
 @router.post("/disconnect-env")
 async def disconnect_env(
-    body: Annotated[EnvIdentifier, Depends(json_body(EnvIdentifier))], parts: PartsDep
+    body: Annotated[EnvIdentifier, Depends(json_body(EnvIdentifier))], parts: PartsDep, key: KeyDep
 ) -> dict[str, str]:
     """An environment ends. Its groups are trained on all the same."""
-    if parts.environments.disconnect(body.env_id):
+    if parts.environments.disconnect(body.env_id, key.name):
         return {"status": "success"}
     return {"status": "failure", "error": f"no environment has the id {body.env_id}"}
 
 
 @router.get("/status-env", responses=raises(OverloadedError))
 async def status_env(
-    body: Annotated[EnvIdentifier, Depends(json_body(EnvIdentifier))], parts: PartsDep
+    body: Annotated[EnvIdentifier, Depends(json_body(EnvIdentifier))], parts: PartsDep, key: KeyDep
 ) -> dict[str, float | int]:
     """How many groups wait, by which an environment decides whether to make more. The request has a body, although it
     is a GET."""
-    status = parts.environments.status(body.env_id, parts.training.trajectories.given_sizes())
+    status = parts.environments.status(body.env_id, key.name, parts.training.trajectories.given_sizes())
     return {"current_step": parts.step, **status}
 
 
@@ -162,7 +166,8 @@ async def _accept(groups: list[ScoredData], request: Request, services: Services
         return [SentGroup.of(data, parts.limits) for data in groups]
 
     sent = await services.workers.run(request.state.body_bytes, read)
-    accepting = parts.queue.accept(sent, parts.source_of, request.is_disconnected)
+    source_of = partial(parts.source_of, services.key)
+    accepting = parts.queue.accept(sent, source_of, request.is_disconnected)
     await services.lifecycle.run_to_end(accepting)
 
 

@@ -113,7 +113,7 @@ class Futures:
         """
         pending = self._pending.get(request_id)
         if pending is None:
-            raise ExpiredError(f"No operation {request_id[:100]!r} is known, or its result is not kept any more.")
+            raise no_operation(request_id)
         await asyncio.wait([pending.task], timeout=wait_s)
         if not pending.task.done():
             return None
@@ -137,6 +137,11 @@ class Futures:
         """Forgets results that were kept long enough."""
         now = time.monotonic()
         self._pending = {name: each for name, each in self._pending.items() if not each.outdated(now)}
+
+
+def no_operation(request_id: str) -> ExpiredError:
+    """The error about an operation that is not known."""
+    return ExpiredError(f"No operation {request_id[:100]!r} is known, or its result is not kept any more.")
 
 
 async def _answered(request_id: str, work: Coroutine[Any, Any, Answer]) -> Answer:

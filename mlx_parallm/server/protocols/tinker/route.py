@@ -16,7 +16,9 @@ from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from mlx_parallm.server.access.accounts import Account
 from mlx_parallm.server.http.body import validated
+from mlx_parallm.server.http.request_log import key_of, record_of
 from mlx_parallm.server.protocols.tinker import protobuf
 from mlx_parallm.server.protocols.tinker.answers import Answer
 from mlx_parallm.server.protocols.tinker.bodies import (
@@ -42,6 +44,7 @@ from mlx_parallm.server.protocols.tinker.schema import (
     SessionBody,
 )
 from mlx_parallm.server.protocols.tinker.server import TinkerServer
+from mlx_parallm.server.protocols.tinker.sessions import is_of
 from mlx_parallm.server.services import KeyDep, Services, ServicesDep
 
 POLL_S = 25.0
@@ -93,7 +96,7 @@ async def create_session(
     key: KeyDep,
 ) -> dict[str, Any]:
     services.check_open()
-    answer = {"session_id": tinker.open_session(key.name).session_id, "type": "create_session"}
+    answer = {"session_id": tinker.open_session(key).session_id, "type": "create_session"}
     if not tinker.policies.head_can_be_trained:
         answer["warning_message"] = (
             "The output head of this model cannot be trained here: train_unembed has no effect, and the attention and "
@@ -104,27 +107,29 @@ async def create_session(
 
 @router.post("/session_heartbeat")
 async def session_heartbeat(
-    read: Annotated[Read[HeartbeatBody], Depends(json_of(HeartbeatBody))], tinker: TinkerDep
+    read: Annotated[Read[HeartbeatBody], Depends(json_of(HeartbeatBody))], tinker: TinkerDep, key: KeyDep
 ) -> dict[str, Any]:
-    tinker.sessions.find(read.body.session_id)
+    tinker.sessions.find(read.body.session_id, key)
     return {"type": "session_heartbeat"}
 
 
 @router.post("/sessions/{session_id}/finish", dependencies=[Depends(skip_body)])
-async def finish_session(session_id: str, tinker: TinkerDep) -> dict[str, Any]:
-    tinker.end_session(session_id)
+async def finish_session(session_id: str, tinker: TinkerDep, key: KeyDep) -> dict[str, Any]:
+    """Another key's session is left alone, with the answer for one that has ended already."""
+    if is_of(key, session_id):
+        tinker.end_session(session_id)
     return {}
 
 
 @router.get("/sessions/{session_id}")
-async def session(session_id: str, tinker: TinkerDep) -> dict[str, Any]:
-    found = tinker.sessions.find(session_id)
+async def session(session_id: str, tinker: TinkerDep, key: KeyDep) -> dict[str, Any]:
+    found = tinker.sessions.find(session_id, key)
     return {"training_run_ids": [*found.models], "sampler_ids": [*found.samplers]}
 
 
 @router.get("/sessions")
-async def sessions(tinker: TinkerDep) -> dict[str, Any]:
-    return {"sessions": [each.session_id for each in tinker.sessions]}
+async def sessions(tinker: TinkerDep, key: KeyDep) -> dict[str, Any]:
+    return {"sessions": [each.session_id for each in tinker.sessions.of(key)]}
 
 
 # -- models ----------------------------------------------------------------------------------------
@@ -132,19 +137,22 @@ async def sessions(tinker: TinkerDep) -> dict[str, Any]:
 
 @router.post("/create_model")
 async def create_model(
-    read: Annotated[Read[CreateModelBody], Depends(json_of(CreateModelBody))], services: ServicesDep, tinker: TinkerDep
+    read: Annotated[Read[CreateModelBody], Depends(json_of(CreateModelBody))],
+    services: ServicesDep,
+    tinker: TinkerDep,
+    key: KeyDep,
 ) -> dict[str, Any]:
     check_base(services, read.body.base_model)
     services.check_open()
-    request_id, model_id = tinker.create_model(read.body, read.digest)
+    request_id, model_id = tinker.create_model(read.body, read.digest, key)
     return {"request_id": request_id, "model_id": model_id}
 
 
 @router.post("/get_info")
 async def get_info(
-    read: Annotated[Read[ModelBody], Depends(json_of(ModelBody))], services: ServicesDep, tinker: TinkerDep
+    read: Annotated[Read[ModelBody], Depends(json_of(ModelBody))], services: ServicesDep, tinker: TinkerDep, key: KeyDep
 ) -> dict[str, Any]:
-    model = tinker.sessions.model(read.body.model_id)
+    model = tinker.sessions.model(read.body.model_id, key)
     name = services.first.card.name
     return {
         "type": "get_info",
@@ -162,9 +170,9 @@ async def get_info(
 
 @router.post("/unload_model")
 async def unload_model(
-    read: Annotated[Read[ModelBody], Depends(json_of(ModelBody))], tinker: TinkerDep
+    read: Annotated[Read[ModelBody], Depends(json_of(ModelBody))], tinker: TinkerDep, key: KeyDep
 ) -> dict[str, Any]:
-    tinker.unload(read.body.model_id)
+    tinker.unload(read.body.model_id, key)
     return {"model_id": read.body.model_id, "type": "unload_model"}
 
 
@@ -178,20 +186,31 @@ async def forward_backward(request: Request, services: ServicesDep, tinker: Tink
     if not is_protobuf(request):
         read = await read_json(ForwardBackwardBody, request, services)
         given = read.body.forward_backward_input
-        return _score(tinker, services, read, given, backward=True)
+        return _score(tinker, services, read, given, _account(request, services), backward=True)
     message, digest, nbytes = await read_loss_request(request, services)
     reading = partial(services.workers.run, nbytes, message.input)
     backward = not message.forward_only
-    request_id = tinker.score(message.model_id, message.seq_id, reading, backward, digest, nbytes)
+    account = _account(request, services)
+    request_id = tinker.score(message.model_id, message.seq_id, reading, backward, digest, nbytes, account)
     return {"request_id": request_id, "model_id": message.model_id}
 
 
 @router.post("/forward")
 async def forward(
-    read: Annotated[Read[ForwardBody], Depends(json_of(ForwardBody))], services: ServicesDep, tinker: TinkerDep
+    read: Annotated[Read[ForwardBody], Depends(json_of(ForwardBody))],
+    request: Request,
+    services: ServicesDep,
+    tinker: TinkerDep,
 ) -> dict[str, Any]:
     services.check_open()
-    return _score(tinker, services, read, read.body.forward_input, backward=False)
+    return _score(tinker, services, read, read.body.forward_input, _account(request, services), backward=False)
+
+
+def _account(request: Request, services: Services) -> Account:
+    """The account of the request's key, of whose limits the answer has headers."""
+    record = record_of(request.scope)
+    record.account = services.accounts.of(key_of(request.scope))
+    return record.account
 
 
 def _score(
@@ -199,6 +218,7 @@ def _score(
     services: Services,
     read: Read[ForwardBackwardBody] | Read[ForwardBody],
     given: dict[str, Any],
+    account: Account,
     backward: bool,
 ) -> dict[str, Any]:
     def parse() -> LossInput:
@@ -206,17 +226,20 @@ def _score(
 
     reading = partial(services.workers.run, read.nbytes, parse)
     model_id = read.body.model_id
-    request_id = tinker.score(model_id, read.body.seq_id, reading, backward, read.digest, read.nbytes)
+    request_id = tinker.score(model_id, read.body.seq_id, reading, backward, read.digest, read.nbytes, account)
     return {"request_id": request_id, "model_id": model_id}
 
 
 @router.post("/optim_step")
 async def optim_step(
-    read: Annotated[Read[OptimStepBody], Depends(json_of(OptimStepBody))], services: ServicesDep, tinker: TinkerDep
+    read: Annotated[Read[OptimStepBody], Depends(json_of(OptimStepBody))],
+    services: ServicesDep,
+    tinker: TinkerDep,
+    key: KeyDep,
 ) -> dict[str, Any]:
     services.check_open()
     reading = partial(validated, AdamBody, read.body.adam_params)
-    return {"request_id": tinker.step(read.body, read.digest, reading), "model_id": read.body.model_id}
+    return {"request_id": tinker.step(read.body, read.digest, key, reading), "model_id": read.body.model_id}
 
 
 # -- futures ---------------------------------------------------------------------------------------
@@ -232,8 +255,7 @@ async def retrieve_future(
 ) -> Response:
     """Waits for a result, for a while. A client that gets `try_again` asks again at once."""
     request_id = read.body.request_id
-    tinker.check_reader(request_id, key)
-    answer = await tinker.futures.result(request_id, POLL_S)
+    answer = await tinker.result(request_id, key, POLL_S)
     if answer is None:
         return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"})
     as_protobuf = protobuf.MEDIA_TYPE in request.headers.get("accept", "")
@@ -252,6 +274,5 @@ async def cancel_future(
     read: Annotated[Read[FutureBody], Depends(json_of(FutureBody))], tinker: TinkerDep, key: KeyDep
 ) -> dict[str, Any]:
     """Ends sampling early. Operations of a model keep their place in its order and are not cancelled."""
-    tinker.check_reader(read.body.request_id, key)
-    tinker.cancel(read.body.request_id)
+    tinker.cancel(read.body.request_id, key)
     return {}

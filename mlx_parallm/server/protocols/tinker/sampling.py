@@ -9,15 +9,16 @@ from fastapi import APIRouter, Depends
 from starlette.requests import Request
 
 from mlx_parallm.server.access.accounts import Account
+from mlx_parallm.server.access.keys import NamedKey
 from mlx_parallm.server.access.permits import as_of
-from mlx_parallm.server.http.request_log import key_of, new_request_id, record_of
+from mlx_parallm.server.http.request_log import record_of
 from mlx_parallm.server.protocols.tinker.bodies import Read, json_of
 from mlx_parallm.server.protocols.tinker.dependencies import TinkerDep, check_base
 from mlx_parallm.server.protocols.tinker.draws import draw, generation_request
 from mlx_parallm.server.protocols.tinker.schema import SampleBody, SamplingSessionBody
 from mlx_parallm.server.protocols.tinker.server import TinkerServer
-from mlx_parallm.server.protocols.tinker.sessions import Sampler, SavedWeights
-from mlx_parallm.server.services import Services, ServicesDep
+from mlx_parallm.server.protocols.tinker.sessions import Sampler, SavedWeights, new_id
+from mlx_parallm.server.services import KeyDep, Services, ServicesDep
 
 router = APIRouter(prefix="/api/v1", include_in_schema=False)
 
@@ -27,17 +28,18 @@ async def create_sampling_session(
     read: Annotated[Read[SamplingSessionBody], Depends(json_of(SamplingSessionBody))],
     services: ServicesDep,
     tinker: TinkerDep,
+    key: KeyDep,
 ) -> dict[str, Any]:
     body = read.body
     if body.model_path is None:
         check_base(services, body.base_model)
-    sampler = tinker.add_sampler(body.session_id, body.sampling_session_seq_id, body.model_path)
+    sampler = tinker.add_sampler(body.session_id, body.sampling_session_seq_id, body.model_path, key)
     return {"sampling_session_id": sampler.sampler_id, "type": "create_sampling_session"}
 
 
 @router.get("/samplers/{sampler_id}")
-async def get_sampler(sampler_id: str, services: ServicesDep, tinker: TinkerDep) -> dict[str, Any]:
-    found = tinker.sessions.sampler(sampler_id)
+async def get_sampler(sampler_id: str, services: ServicesDep, tinker: TinkerDep, key: KeyDep) -> dict[str, Any]:
+    found = tinker.sessions.sampler(sampler_id, key)
     path = None if found.saved is None else found.saved.path
     return {"sampler_id": sampler_id, "base_model": services.first.card.name, "model_path": path}
 
@@ -48,17 +50,18 @@ async def asample(
     asked: Request,
     services: ServicesDep,
     tinker: TinkerDep,
+    key: KeyDep,
 ) -> dict[str, Any]:
     """Begins to sample. The sequences take their places in the server's queue now: if it is full, the answer is 429,
     and the SDK tries again."""
     services.check_open()
     body = read.body
-    sampler = _sampler(body, services, tinker)
+    sampler = _sampler(body, services, tinker, key)
     number = body.seq_id if sampler.sampler_id else None
-    request_id = new_request_id("tinker") if number is None else f"{sampler.sampler_id}:{number}"
+    request_id = new_id(key) if number is None else f"{sampler.sampler_id}:{number}"
     if not tinker.futures.repeated(request_id, read.digest):
         record = record_of(asked.scope)
-        record.account = services.accounts.of(key_of(asked.scope))
+        record.account = services.accounts.of(key)
         _start(request_id, read, sampler, services, tinker, record.account)
     return {"request_id": request_id, "sample_sequence_ids": [f"{request_id}:{at}" for at in range(body.num_samples)]}
 
@@ -84,11 +87,11 @@ def _start(
         tinker.futures.start(request_id, owner, read.digest, read.nbytes, work, held=opened.pop_all())
 
 
-def _sampler(body: SampleBody, services: Services, tinker: TinkerServer) -> Sampler:
+def _sampler(body: SampleBody, services: Services, tinker: TinkerServer, key: NamedKey) -> Sampler:
     """What the request draws from: a sampling session, or what it names itself."""
     if body.sampling_session_id is not None:
-        return tinker.sessions.sampler(body.sampling_session_id)
+        return tinker.sessions.sampler(body.sampling_session_id, key)
     if body.model_path is not None:
-        return Sampler("", saved=SavedWeights.of(body.model_path))
+        return Sampler("", saved=SavedWeights.of(body.model_path, key))
     check_base(services, body.base_model)
     return Sampler("")

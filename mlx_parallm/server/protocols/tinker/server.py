@@ -16,10 +16,10 @@ from contextlib import suppress
 from mlx_parallm.config import TinkerConfig
 from mlx_parallm.core import BASE_ADAPTER, AdamSettings, Layers, ModelCard, PolicyClient, PolicySpec
 from mlx_parallm.errors import InvalidRequestError, ParaLLMError, UnknownModelError
+from mlx_parallm.server.access.accounts import Account
 from mlx_parallm.server.access.keys import NamedKey
-from mlx_parallm.server.errors import ExpiredError
 from mlx_parallm.server.protocols.tinker.answers import Answer, Fields, LossAnswer
-from mlx_parallm.server.protocols.tinker.futures import Futures
+from mlx_parallm.server.protocols.tinker.futures import Futures, no_operation
 from mlx_parallm.server.protocols.tinker.losses import LossInput, summed_loss, targeted_tokens
 from mlx_parallm.server.protocols.tinker.schema import (
     AdamBody,
@@ -29,7 +29,7 @@ from mlx_parallm.server.protocols.tinker.schema import (
     OptimStepBody,
     SaveBody,
 )
-from mlx_parallm.server.protocols.tinker.sessions import Model, Sampler, SavedWeights, Session, Sessions
+from mlx_parallm.server.protocols.tinker.sessions import Model, Sampler, SavedWeights, Session, Sessions, is_of
 from mlx_parallm.tasks import spawn
 
 ALPHA = 32.0
@@ -59,7 +59,7 @@ class TinkerServer:
 
     # -- sessions --------------------------------------------------------------------------------
 
-    def open_session(self, key: str) -> Session:
+    def open_session(self, key: NamedKey) -> Session:
         """See `Sessions.open`. While there are sessions, those that fall silent are looked for."""
         session = self.sessions.open(key)
         if self._sweeper is None or self._sweeper.done():
@@ -95,12 +95,12 @@ class TinkerServer:
 
     # -- models ----------------------------------------------------------------------------------
 
-    def create_model(self, body: CreateModelBody, digest: bytes) -> tuple[str, str]:
+    def create_model(self, body: CreateModelBody, digest: bytes, key: NamedKey) -> tuple[str, str]:
         """Begins to create a model. Returns the id of the future, and the model's."""
         lora = body.lora_config or LoraConfig(rank=DEFAULT_RANK)
         seed = secrets.randbits(32) if lora.seed is None else lora.seed
         spec = PolicySpec(lora.rank, ALPHA, seed, Layers(lora.train_attn, lora.train_mlp, lora.train_unembed))
-        model = self._new_model(body.session_id, body.model_seq_id)
+        model = self._new_model(body.session_id, body.model_seq_id, key)
 
         async def create() -> Answer:
             await self.policies.create(model.adapter, spec)
@@ -108,8 +108,8 @@ class TinkerServer:
 
         return self._in_turn(model, 0, digest, 0, create), model.model_id
 
-    def _new_model(self, session_id: str, number: int) -> Model:
-        session = self.sessions.find(session_id)
+    def _new_model(self, session_id: str, number: int, key: NamedKey) -> Model:
+        session = self.sessions.find(session_id, key)
         self.futures.check_room(0)
         return session.new_model(number)
 
@@ -120,22 +120,33 @@ class TinkerServer:
         except UnknownModelError:
             return None
 
-    def unload(self, model_id: str) -> None:
+    def unload(self, model_id: str, key: NamedKey) -> None:
         """Ends a model and what is under way for it."""
-        model = self.sessions.model(model_id)
-        del self.sessions.find(model.session_id).models[model_id]
+        model = self.sessions.model(model_id, key)
+        del self.sessions.find(model.session_id, key).models[model_id]
         self._begin_close(model.adapter)
 
     # -- operations of a model -------------------------------------------------------------------
 
-    def _in_turn(self, model: Model, number: int | None, digest: bytes, nbytes: int, operation: Operation) -> str:
+    def _in_turn(
+        self,
+        model: Model,
+        number: int | None,
+        digest: bytes,
+        nbytes: int,
+        operation: Operation,
+        account: Account | None = None,
+    ) -> str:
         """Runs an operation when its turn has come. Returns the id of its future. A repeated request gets the future of
-        the first one.
+        the first one. `account`: counts it as a request; None: it computes nothing.
 
         Raises:
-            ConflictError, OverloadedError: see `Turns.take` and `Futures.check_room`.
+            ConflictError, OverloadedError: see `Turns.take`, `Futures.check_room` and `Account.request`.
         """
         self.futures.check_room(nbytes)
+        if account is not None and not model.turns.repeats(number, digest):
+            with account.request():  # it is not under way while it waits for its turn, or it could wait for a request
+                pass  # before it that the limit refuses
         place, repeated = model.turns.take(number, digest)
         request_id = f"{model.model_id}:{place}"
         if not repeated:
@@ -155,25 +166,35 @@ class TinkerServer:
         backward: bool,
         digest: bytes,
         nbytes: int,
+        account: Account,
     ) -> str:
-        """Begins `forward`, or `forward_backward`. `read`: reads the data, when its turn has come."""
-        model = self.sessions.model(model_id)
+        """Begins `forward`, or `forward_backward`.
+
+        Args:
+            read: reads the data, when its turn has come.
+            account: of the key, to which it is charged as a request for an answer whose prompts are the data.
+
+        Raises:
+            OverloadedError: a limit of the key does not allow it now.
+        """
+        model = self.sessions.model(model_id, account.key)
 
         async def score() -> Answer:
             given = await read()
             loss = summed_loss(given)
             sequences = await asyncio.to_thread(targeted_tokens, given, loss, self._card)
+            account.add_prompt(sum(len(sequence.token_ids) for sequence in sequences))
             run = self.policies.forward_backward if backward else self.policies.forward
             scores = await run(model.adapter, sequences, loss)
             if not math.isfinite(scores.loss):
                 raise InvalidRequestError("the loss is not finite: check logprobs, advantages and weights")
             return LossAnswer(scores)
 
-        return self._in_turn(model, number, digest, nbytes, score)
+        return self._in_turn(model, number, digest, nbytes, score, account)
 
-    def step(self, body: OptimStepBody, digest: bytes, read: Callable[[], AdamBody]) -> str:
+    def step(self, body: OptimStepBody, digest: bytes, key: NamedKey, read: Callable[[], AdamBody]) -> str:
         """Begins an optimizer step. `read`: reads its settings, when its turn has come."""
-        model = self.sessions.model(body.model_id)
+        model = self.sessions.model(body.model_id, key)
 
         async def step() -> Answer:
             if body.optimizer_params:
@@ -195,51 +216,51 @@ class TinkerServer:
 
         return self._in_turn(model, body.seq_id, digest, 0, step)
 
-    def save(self, body: SaveBody, digest: bytes) -> str:
+    def save(self, body: SaveBody, digest: bytes, key: NamedKey) -> str:
         """Begins to save the weights and the optimizer's state."""
-        model = self.sessions.model(body.model_id)
+        model = self.sessions.model(body.model_id, key)
 
         async def save() -> Answer:
             name = body.path or f"step-{self.policies.card(model.adapter).step}"
-            saved = SavedWeights.named(model.model_id, "weights", name)
+            saved = SavedWeights.named(model.model_id, "weights", name, key)
             await self.policies.save(model.adapter, saved.tag, body.overwrite or body.path is None)
             return Fields({"path": saved.path, "type": "save_weights"})
 
         return self._in_turn(model, body.seq_id, digest, 0, save)
 
-    def save_for_sampler(self, body: SaveBody, digest: bytes) -> str:
+    def save_for_sampler(self, body: SaveBody, digest: bytes, key: NamedKey) -> str:
         """Begins to make the weights available for sampling: under a name, or as a sampling session."""
-        model = self.sessions.model(body.model_id)
+        model = self.sessions.model(body.model_id, key)
 
         async def save() -> Answer:
             if body.kind != "snapshot":
                 raise InvalidRequestError("kind: only snapshots of the weights are supported", param="kind")
             if body.path is not None:
-                saved = SavedWeights.named(model.model_id, "sampler_weights", body.path)
+                saved = SavedWeights.named(model.model_id, "sampler_weights", body.path, key)
                 await self.policies.save(model.adapter, saved.tag, True)
                 return Fields({"path": saved.path, "type": "save_weights_for_sampler"})
             if body.sampling_session_seq_id is None:
                 raise InvalidRequestError("path: give a name, or a sampling_session_seq_id", param="path")
             version = await self.policies.publish(model.adapter)
-            session = self.sessions.find(model.session_id)
+            session = self.sessions.find(model.session_id, key)
             sampler_id = session.sampler_id(body.sampling_session_seq_id)
             session.add_sampler(Sampler(sampler_id, version))
             return Fields({"path": None, "sampling_session_id": sampler_id, "type": "save_weights_for_sampler"})
 
         return self._in_turn(model, body.seq_id, digest, 0, save)
 
-    def load(self, body: LoadBody, digest: bytes) -> tuple[str, str]:
+    def load(self, body: LoadBody, digest: bytes, key: NamedKey) -> tuple[str, str]:
         """Begins to load saved weights, into a model or as a new one. Returns the id of the future, and the model's."""
         if (body.model_id is None) == (body.session_id is None or body.model_seq_id is None):
             raise InvalidRequestError("send model_id, or session_id and model_seq_id", param="model_id")
         creates = body.model_id is None
         if body.model_id is not None:
-            model = self.sessions.model(body.model_id)
+            model = self.sessions.model(body.model_id, key)
         else:
-            model = self._new_model(body.session_id or "", body.model_seq_id or 0)
+            model = self._new_model(body.session_id or "", body.model_seq_id or 0, key)
 
         async def load() -> Answer:
-            saved = SavedWeights.of(body.path)
+            saved = SavedWeights.of(body.path, key)
             if creates:
                 await self.policies.create_from(model.adapter, saved.adapter, saved.tag, body.optimizer)
             else:
@@ -250,14 +271,14 @@ class TinkerServer:
 
     # -- sampling --------------------------------------------------------------------------------
 
-    def add_sampler(self, session_id: str, number: int, path: str | None) -> Sampler:
+    def add_sampler(self, session_id: str, number: int, path: str | None, key: NamedKey) -> Sampler:
         """A sampling session of saved weights; None: of the base model.
 
         Raises:
             UnknownModelError: there are no such weights.
         """
-        session = self.sessions.find(session_id)
-        saved = None if path is None else SavedWeights.of(path)
+        session = self.sessions.find(session_id, key)
+        saved = None if path is None else SavedWeights.of(path, key)
         if saved is not None:
             self.policies.saved(saved.adapter, saved.tag)
         return session.add_sampler(Sampler(session.sampler_id(number), saved=saved))
@@ -269,13 +290,19 @@ class TinkerServer:
         version = sampler.version if saved is None else self.policies.saved(saved.adapter, saved.tag)
         return version.name if version == BASE_ADAPTER else str(version)
 
-    def check_reader(self, request_id: str, key: NamedKey) -> None:
-        """Raises ExpiredError if the operation belongs to a session of another key, and `key` may not read it."""
-        owner = self.sessions.owner(request_id.partition(":")[0])
-        if owner is not None and not key.may_read(owner):
-            raise ExpiredError(f"No operation {request_id[:100]!r} is known, or its result is not kept any more.")
+    async def result(self, request_id: str, key: NamedKey, wait_s: float) -> Answer | None:
+        """See `Futures.result`. Raises ExpiredError also if the operation is another key's."""
+        if not is_of(key, request_id):
+            raise no_operation(request_id)
+        return await self.futures.result(request_id, wait_s)
 
-    def cancel(self, request_id: str) -> None:
-        """Ends an operation early, if it samples. Those of a model have a place in its order."""
+    def cancel(self, request_id: str, key: NamedKey) -> None:
+        """Ends an operation early, if it samples. Those of a model have a place in its order.
+
+        Raises:
+            ExpiredError: it is another key's.
+        """
+        if not is_of(key, request_id):
+            raise no_operation(request_id)
         if ":train:" not in request_id:
             self.futures.cancel(request_id)

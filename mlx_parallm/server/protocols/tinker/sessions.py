@@ -1,5 +1,8 @@
 """The sessions of Tinker clients, their models, and the sampling sessions in them.
 
+Every id begins with that of its session, which ends with the mark of the key that opened it. So what belongs to whom
+is known from the id alone, also of weights that were saved by an earlier process. To other keys, it does not exist.
+
 A model's requests are numbered. They run in the order of their numbers, one at a time, and none runs twice.
 """
 
@@ -15,7 +18,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef
-from mlx_parallm.errors import ConflictError, InvalidRequestError, OverloadedError, shown
+from mlx_parallm.errors import ConflictError, InvalidRequestError, OverloadedError, UnknownModelError, shown
+from mlx_parallm.server.access.keys import NamedKey
+from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.errors import ExpiredError
 from mlx_parallm.server.protocols.tinker.schema import MAX_NAME, NAME
 
@@ -25,8 +30,19 @@ MAX_MODELS, MAX_SAMPLERS = 1024, 4096
 """Models and sampling sessions of one session, those that have ended included."""
 _REMEMBERED = 4096
 """Numbers of past requests of a model that are remembered, to tell a repeated request from a wrong one."""
-_MODEL_ID = re.compile(r"(tinker-[0-9a-f]{12}):train:([0-9]{1,9})")
+_MODEL_ID = re.compile(r"(tinker-[0-9a-f]{12,24}):train:([0-9]{1,9})")
 _PATH = re.compile(rf"tinker://({_MODEL_ID.pattern})/(weights|sampler_weights)/([^/]+)")
+
+
+def new_id(key: NamedKey) -> str:
+    """The id of something that belongs to this key."""
+    return f"tinker-{secrets.token_hex(6)}{key.mark}"
+
+
+def is_of(key: NamedKey, any_id: str) -> bool:
+    """Whether the key may use what has this id: it made it, or is an admin's. Ids of earlier versions of this package
+    have no mark, so only an admin may use what they name."""
+    return key.role is Role.ADMIN or key.made(any_id)
 
 
 class Turns:
@@ -41,6 +57,10 @@ class Turns:
         self._arrived: dict[int, asyncio.Event] = {}
         self._digests: OrderedDict[int, bytes] = OrderedDict()
 
+    def repeats(self, number: int | None, digest: bytes) -> bool:
+        """Whether the same request has taken this place before."""
+        return number is not None and self._digests.get(number) == digest
+
     def take(self, number: int | None, digest: bytes) -> tuple[int, bool]:
         """Takes the place of a request. None: the place after all others.
 
@@ -52,10 +72,9 @@ class Turns:
             OverloadedError: too many requests of this model wait.
         """
         number = self._highest + 1 if number is None else number
-        known = self._digests.get(number)
-        if known == digest:
+        if self.repeats(number, digest):
             return number, True
-        if known is not None or number < self.next:
+        if number in self._digests or number < self.next:
             raise ConflictError(
                 f"seq_id: the request {number} of this model was another one; the next is {self.next}", param="seq_id"
             )
@@ -103,8 +122,13 @@ class SavedWeights:
     tag: str
 
     @classmethod
-    def of(cls, path: str) -> SavedWeights:
-        """Raises InvalidRequestError if it is not such a path of this server."""
+    def of(cls, path: str, key: NamedKey) -> SavedWeights:
+        """The weights that a key names.
+
+        Raises:
+            InvalidRequestError: it is not such a path of this server.
+            UnknownModelError: they are another key's.
+        """
         match = _PATH.fullmatch(path)
         if match is None or not re.fullmatch(NAME, match[5]):
             raise InvalidRequestError(
@@ -112,18 +136,25 @@ class SavedWeights:
                 "tinker://<model_id>/sampler_weights/<name>",
                 param="path",
             )
-        return cls(path, match[1], f"{match[2]}-{match[3]}", f"{match[4]}-{match[5]}")
+        saved = cls(path, match[1], f"{match[2]}-{match[3]}", f"{match[4]}-{match[5]}")
+        if not is_of(key, match[2]):
+            raise saved.missing()
+        return saved
 
     @classmethod
-    def named(cls, model_id: str, kind: str, name: str | None) -> SavedWeights:
-        """Raises InvalidRequestError if a checkpoint cannot have that name."""
+    def named(cls, model_id: str, kind: str, name: str | None, key: NamedKey) -> SavedWeights:
+        """Raises InvalidRequestError if a checkpoint cannot have that name. Also the errors of `of`."""
         if name is None or not re.fullmatch(NAME, name):
             raise InvalidRequestError(
                 f"path: {shown(str(name))} cannot be the name of a checkpoint: use 1 to {MAX_NAME} letters, digits, "
                 "'.', '_' and '-', not starting with '.'",
                 param="path",
             )
-        return cls.of(f"tinker://{model_id}/{kind}/{name}")
+        return cls.of(f"tinker://{model_id}/{kind}/{name}", key)
+
+    def missing(self) -> UnknownModelError:
+        """The error about weights that were not saved; the checkpoints raise it too."""
+        return UnknownModelError(f"{self.adapter!r} has no checkpoint {self.tag!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +168,9 @@ class Sampler:
 
 @dataclass(eq=False, slots=True)
 class Session:
-    """One client. `key`: the name of its API key. `seen_at`: when it was last heard of, in seconds of
-    `time.monotonic`."""
+    """One client. `seen_at`: when it was last heard of, in seconds of `time.monotonic`."""
 
     session_id: str
-    key: str
     seen_at: float = field(default_factory=time.monotonic)
     models: dict[str, Model] = field(default_factory=dict)
     samplers: dict[str, Sampler] = field(default_factory=dict)
@@ -182,42 +211,41 @@ class Sessions:
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._open.values()))
 
-    def open(self, key: str) -> Session:
-        """A new session of the API key of that name. Raises OverloadedError if there are too many."""
+    def of(self, key: NamedKey) -> list[Session]:
+        """Those that the key may use."""
+        return [session for session in self if is_of(key, session.session_id)]
+
+    def open(self, key: NamedKey) -> Session:
+        """A new session of a key. Raises OverloadedError if there are too many."""
         if len(self._open) >= self._most:
             raise OverloadedError(
                 f"{self._most} Tinker sessions are open, which is the limit: end one, or raise "
                 "rl_training.tinker.max_sessions"
             )
-        session = Session(f"tinker-{secrets.token_hex(6)}", key)
+        session = Session(new_id(key))
         self._open[session.session_id] = session
         return session
 
-    def find(self, session_id: str) -> Session:
-        """The session, which is alive now. Raises ExpiredError if there is none."""
+    def find(self, session_id: str, key: NamedKey) -> Session:
+        """The session, which is alive now. Raises ExpiredError if the key has none of this id."""
         session = self._open.get(session_id)
-        if session is None:
+        if session is None or not is_of(key, session_id):
             raise ExpiredError(f"There is no session {session_id[:100]!r}, or it has ended; create a new one.")
         session.seen_at = time.monotonic()
         return session
 
-    def owner(self, session_id: str) -> str | None:
-        """The name of the API key of a session; None if there is no such session."""
-        session = self._open.get(session_id)
-        return None if session is None else session.key
-
-    def model(self, model_id: str) -> Model:
-        """A model in training. Raises ExpiredError if there is none."""
-        session = self.find(model_id.partition(":")[0])
+    def model(self, model_id: str, key: NamedKey) -> Model:
+        """A model in training. Raises ExpiredError if the key has none of this id."""
+        session = self.find(model_id.partition(":")[0], key)
         if model_id not in session.models:
             raise ExpiredError(f"There is no model {model_id[:100]!r}, or it was unloaded; create a new one.")
         model = session.models[model_id]
         model.last_request = time.time()
         return model
 
-    def sampler(self, sampler_id: str) -> Sampler:
-        """A sampling session. Raises ExpiredError if there is none."""
-        session = self.find(sampler_id.partition(":")[0])
+    def sampler(self, sampler_id: str, key: NamedKey) -> Sampler:
+        """A sampling session. Raises ExpiredError if the key has none of this id."""
+        session = self.find(sampler_id.partition(":")[0], key)
         if sampler_id not in session.samplers:
             raise ExpiredError(f"There is no sampling session {sampler_id[:100]!r}, or not any more; create a new one.")
         return session.samplers[sampler_id]

@@ -11,8 +11,6 @@ from starlette.responses import Response
 
 from mlx_parallm.core import GroupFilter
 from mlx_parallm.errors import TrainingDisabledError, UnknownTrajectoryError
-from mlx_parallm.server.access.keys import NamedKey
-from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.adapters.schema import MAX_NAME
 from mlx_parallm.server.api.training.collected.schema import CollectedGroupObject, Fate, GroupPageObject
 from mlx_parallm.server.api.training.collected.texts import MAX_SAMPLES, group_json, page_json
@@ -50,7 +48,7 @@ async def groups(
     `rl_training.trajectory_buffer_size` says. A key sees what it has sent itself, and what the server has drawn for
     tasks of its own; an admin key sees everything."""
     wanted = GroupFilter(lora_adapter, lora_version, fate, min_reward, max_reward)
-    page = await training.collected_groups.page(wanted, after, limit, _reader(key_of(request.scope)))
+    page = await training.collected_groups.page(wanted, after, limit, key_of(request.scope).reader)
     write = partial(page_json, page, services.first.tokenizer)
     return _json(await services.workers.run(_ROW_BYTES * len(page.rows), write))
 
@@ -68,14 +66,9 @@ async def group(
 ) -> Response:
     """One group with its prompt and its samples: their tokens with log-probabilities and advantages, rewards, what
     became of them, and what people have said about them. Long texts are cut."""
-    found = training.collected_groups.group(group_id, MAX_SAMPLES, _reader(key_of(request.scope)))
+    found = training.collected_groups.group(group_id, MAX_SAMPLES, key_of(request.scope).reader)
     write = partial(group_json, found, services.first.tokenizer)
     return _json(await services.workers.run(_GROUP_BYTES, write))
-
-
-def _reader(key: NamedKey) -> str | None:
-    """The reader of `core.CollectedClient`."""
-    return None if key.role is Role.ADMIN else key.name
 
 
 def _json(text: str) -> Response:

@@ -1,0 +1,372 @@
+"""What a key may see, use and change of another's: each cell of the table in docs/keys.md, over the real app.
+
+`acme` is limited to the adapters `acme*`, `free` is not limited; both have the role train. The adapter `globex` and the
+default adapter `policy` are others'.
+"""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from server.fake_control import COMPARISON, FakeAdapters, FakeAverages, FakeLessons, FakeRewardModels, FakeTraining
+from server.fakes import CARD, ByteTokenizer, FakeEngine
+from server.keys import key_file
+from server.one_model import OneModel
+
+from mlx_parallm.config import ServerConfig
+from mlx_parallm.core import (
+    AdapterRef,
+    AdapterStats,
+    CheckpointCard,
+    CollectionSpec,
+    FinishReason,
+    FoundTrajectory,
+    GroupFilter,
+    Reader,
+    TrainingStatus,
+    Trajectory,
+)
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.rl.collect.groups import TrajectoryGroup
+from mlx_parallm.server.access.keys import new_key
+from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.app import create_app
+
+MESSAGES = [{"role": "user", "content": "x"}]
+LIMITED = {"adapters": ("acme*",)}
+
+
+def trajectory(adapter, owner):
+    name = f"of-{adapter}-{owner or 'server'}"
+    return Trajectory(
+        name, name, 1, AdapterRef(adapter, 1), (1,), (2,), (-0.5,), 1.0, "text", FinishReason.STOP,
+        CollectionSpec(), 1_800_000_000.0, owner=owner,
+    )  # fmt: skip
+
+
+@pytest.fixture
+async def server(tmp_path):
+    """A server over fakes. `server.ask(key, method, path, body)` → the response; `server.names` are those of adapters
+    that `acme` must not hear of."""
+    adapters, training = FakeAdapters(), FakeTraining()
+    for name in ("acme-1", "globex", "policy"):
+        adapters.publish(name)
+        adapters.saved.append(CheckpointCard("checkpoint-1", AdapterRef(name, 1), 1, "", 1))
+    adapters.state = AdapterStats(slots=4, running=("acme-1", "globex"), waiting=("policy",))
+    trained = ("policy", "acme-1", "globex")
+    training.state = {name: TrainingStatus(state="idle", adapter=name, trained=trained) for name in trained}
+    training.competition.known = {
+        name: replace(COMPARISON, adapter=name, live=AdapterRef(name, 2), candidate=AdapterRef(name, 1))
+        for name in ("acme-1", "globex")
+    }
+    training.found |= {"of-globex": FoundTrajectory("globex", (1,), (2,), "b")}
+    for name in ("acme-1", "globex"):
+        for owner in ("acme", "free", ""):
+            training.buffer.add(TrajectoryGroup(name, [trajectory(name, owner)]))
+    limits = {
+        "acme": ("train", LIMITED),
+        "asker": ("inference", LIMITED),
+        "based": ("inference", {"adapters": ("acme*", "base")}),
+        "free": "train",
+        "boss": "admin",
+    }
+    file, sent = key_file(tmp_path, **limits)
+    app = create_app(
+        FakeEngine(),
+        adapters,
+        training,
+        OneModel(ByteTokenizer(), CARD),
+        ServerConfig(keys_file=file, audit_log=tmp_path / "audit.jsonl", ollama_api=True),
+        averages=FakeAverages(),
+        reward_models=FakeRewardModels(),
+        lessons=FakeLessons(),
+    )
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost:8000") as client:
+
+        async def ask(key, method, path, body=None):
+            return await client.request(method, path, json=body, headers=sent[key])
+
+        yield SimpleNamespace(ask=ask, adapters=adapters, training=training, app=app, folder=tmp_path)
+
+
+# -- a name ----------------------------------------------------------------------------------------
+
+USES = {
+    "completions: model": ("POST", "/v1/completions", {"model": "{}", "prompt": "x"}),
+    "completions: lora_adapter": ("POST", "/v1/completions", {"lora_adapter": "{}", "prompt": "x"}),
+    "completions: adapters": ("POST", "/v1/completions", {"adapters": "{}", "prompt": "x"}),
+    "completions: with the base model": (
+        "POST",
+        "/v1/completions",
+        {"model": CARD.name, "adapters": "{}", "prompt": "x"},
+    ),
+    "completions: streamed": ("POST", "/v1/completions", {"model": "{}", "prompt": "x", "stream": True}),
+    "chat": ("POST", "/v1/chat/completions", {"model": "{}", "messages": MESSAGES}),
+    "chat: tokens": ("POST", "/v1/chat/completions/tokens", {"model": "{}", "messages": MESSAGES, "tokens": [1]}),
+    "chat: render": ("POST", "/v1/chat/completions/render", {"model": "{}", "messages": MESSAGES}),
+    "messages": ("POST", "/v1/messages", {"model": "{}", "messages": MESSAGES, "max_tokens": 2}),
+    "messages: count": ("POST", "/v1/messages/count_tokens", {"model": "{}", "messages": MESSAGES}),
+    "responses": ("POST", "/v1/responses", {"model": "{}", "input": "x"}),
+    "responses: input_tokens": ("POST", "/v1/responses/input_tokens", {"model": "{}", "input": "x"}),
+    "embeddings": ("POST", "/v1/embeddings", {"model": "{}", "input": "x"}),
+    "score": ("POST", "/v1/score", {"model": "{}", "text_1": "x", "text_2": "y"}),
+    "rerank": ("POST", "/v1/rerank", {"model": "{}", "query": "x", "documents": ["y"]}),
+    "ollama: chat": ("POST", "/api/chat", {"model": "{}", "messages": MESSAGES, "stream": False}),
+    "ollama: generate": ("POST", "/api/generate", {"model": "{}", "prompt": "x", "stream": False}),
+    "ollama: embed": ("POST", "/api/embed", {"model": "{}", "input": "x"}),
+    "ollama: show": ("POST", "/api/show", {"model": "{}"}),
+    "tokenize": ("POST", "/tokenize", {"model": "{}", "prompt": "x"}),
+    "detokenize": ("POST", "/detokenize", {"model": "{}", "tokens": [1]}),
+    "a model": ("GET", "/v1/models/{}", None),
+    "an adapter": ("GET", "/v1/adapters/{}", None),
+    "vllm: generate": (
+        "POST",
+        "/inference/v1/generate",
+        {"model": "{}", "token_ids": [1], "sampling_params": {"max_tokens": 1}},
+    ),
+}
+CHANGES = {
+    "load": ("POST", "/v1/load_lora_adapter", {"lora_name": "{}", "lora_path": "acme-1", "load_inplace": True}),
+    "unload": ("POST", "/v1/unload_lora_adapter", {"lora_name": "{}"}),
+    "delete": ("DELETE", "/v1/adapters/{}", None),
+    "roll back": ("POST", "/v1/adapters/rollback", {"lora_name": "{}"}),
+    "checkpoint": ("POST", "/v1/training/checkpoint", {"lora_name": "{}"}),
+    "update": ("POST", "/v1/training/update", {"lora_adapter": "{}"}),
+    "start": ("POST", "/v1/training/start", {"lora_adapter": "{}"}),
+    "pause": ("POST", "/v1/training/pause", {"lora_adapter": "{}"}),
+    "resume": ("POST", "/v1/training/resume", {"lora_adapter": "{}"}),
+    "training rollback": ("POST", "/v1/training/rollback", {"lora_adapter": "{}"}),
+    "status": ("GET", "/v1/training/status?lora_adapter={}", None),
+    "history": ("GET", "/v1/training/history?lora_adapter={}", None),
+    "report": ("GET", "/v1/training/report?lora_adapter={}", None),
+    "compare": ("POST", "/v1/training/compare", {"lora_adapter": "{}", "candidate": "x"}),
+    "stop comparing": ("POST", "/v1/training/compare/stop", {"lora_adapter": "{}"}),
+    "average": ("POST", "/v1/training/average", {"adapters": ["acme-1", "{}"], "lora_adapter": "acme-2"}),
+    "average as": ("POST", "/v1/training/average", {"adapters": ["acme-1", "acme-1"], "lora_adapter": "{}"}),
+    "edit": ("POST", "/v1/training/preference", {"prompt": "x", "correction": "y", "lora_adapter": "{}"}),
+    "given version": (
+        "POST",
+        "/v1/training/update",
+        {"lora_adapter": "acme-1", "trajectories": [{"prompt": "x", "output": "y", "reward": 1, "lora_version": "{}"}]},
+    ),
+    "lesson": ("POST", "/v1/training/lesson", {"prompts": ["x"], "reward": {"word": "y"}, "lora_adapter": "{}"}),
+}
+
+
+async def answer(server, key, row, name):
+    method, path, body = json.loads(json.dumps(row).replace("{}", name))
+    response = await server.ask(key, method, path, body)
+    return response.status_code, response.text.replace(name, "NAME")
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+@pytest.mark.parametrize("spelling", ["globex", "globex@1"])
+async def test_to_a_limited_key_other_adapters_do_not_exist(server, use, spelling):
+    status, text = await answer(server, "asker", use, spelling)
+    assert status == 404, text
+    assert (status, text) == await answer(server, "asker", use, "nobody"), "it is told the same of a name that is none"
+    assert "policy" not in text
+    assert (await answer(server, "asker", use, "acme-1"))[0] == 200
+    assert (await answer(server, "free", use, spelling))[0] == 200, "without a limit, all adapters are everybody's"
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+async def test_a_limited_key_changes_only_its_own_adapters(server, change):
+    server.training.found.clear()
+    status, text = await answer(server, "acme", change, "globex")
+    assert status == 404, text
+    assert server.training.calls == server.training.competition.asked == []
+    assert "globex" in {ref.name for ref in server.adapters.known}
+    own = (await answer(server, "acme", change, "acme-1"))[0]
+    assert own in (200, 409), "409: the fakes have nothing to go back to, or it is in training"
+    assert (await answer(server, "free", change, "globex"))[0] == own
+
+
+async def test_names_in_errors_are_those_that_the_key_sees(server):
+    for key, seen in {"asker": {"acme-1"}, "based": {"acme-1", "base"}}.items():
+        message = (await server.ask(key, "POST", "/v1/completions", {"model": "nobody", "prompt": "x"})).json()
+        listed = message["error"]["message"].partition("there are ")[2].partition(":")[0].split(", ")
+        assert seen == set(listed) - {CARD.name, "base-model"}
+
+
+# -- the base model, and requests that name nothing -------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["base", CARD.name, "base-model", None])
+async def test_the_base_model_is_an_adapter_called_base(server, model):
+    body = {"prompt": "x"} | ({} if model is None else {"model": model})
+    assert (await server.ask("asker", "POST", "/v1/completions", body)).status_code == 404
+    assert (await server.ask("based", "POST", "/v1/completions", body)).status_code == 200
+    if model is not None:
+        assert (await server.ask("asker", "POST", "/tokenize", {"model": model, "prompt": "x"})).status_code == 404
+        assert (await server.ask("asker", "GET", f"/v1/models/{model}")).status_code == 404
+        assert (await server.ask("based", "GET", f"/v1/models/{model}")).status_code == 200
+
+
+async def test_requests_that_name_nothing_get_the_route_if_the_key_sees_all_of_it(server):
+    for shares, status in (
+        ({"acme-1": 1.0}, 200),
+        ({"acme-1": 0.5, "globex@1": 0.5}, 404),
+        ({"globex": 1.0}, 404),
+    ):
+        server.adapters.shares = shares
+        response = await server.ask("asker", "POST", "/v1/completions", {"prompt": "x"})
+        assert response.status_code == status
+        assert "globex" not in response.text
+        route = (await server.ask("asker", "GET", "/v1/adapters/route")).json()["route"]
+        assert route == {name: share for name, share in shares.items() if "acme" in name}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "/v1/adapters/route", {"weights": {"acme-1": 1}}),
+        ("POST", "/v1/model/switch-lora", {"version": "acme-1"}),
+        ("DELETE", "/v1/adapters/route", None),
+        ("POST", "/v1/adapters/rollback", {}),
+        ("POST", "/v1/training/reward_model", {"name": "acme-judge"}),
+    ],
+)
+async def test_what_concerns_all_adapters_is_not_for_a_limited_key(server, method, path, body):
+    response = await server.ask("acme", method, path, body)
+    assert response.status_code == 403
+    assert "all keys" in response.json()["error"]["message"]
+    assert (await server.ask("free", method, path, body)).status_code in (200, 409)
+
+
+# -- what is listed --------------------------------------------------------------------------------
+
+LISTS = [
+    "/v1/models",
+    "/v1/adapters",
+    "/v1/checkpoints",
+    "/api/tags",
+    "/api/ps",
+    "/v1/stats",
+    "/server_info",
+    "/metrics",
+    "/v1/usage",
+    "/v1/training/compare",
+    "/v1/training/lesson",
+    "/v1/training/trajectories",
+    "/v1/training/status?lora_adapter=acme-1",
+]
+
+
+@pytest.mark.parametrize("path", LISTS)
+async def test_lists_have_only_what_the_key_sees(server, path):
+    for name in ("acme-1", "globex"):
+        await server.ask("boss", "POST", "/v1/completions", {"model": name, "prompt": "x"})
+    await server.ask("boss", "POST", "/v1/training/lesson", {"prompts": ["x"], "reward": {"word": "y"}})
+    seen, every = [(await server.ask(key, "GET", path)) for key in ("acme", "boss")]
+    assert (seen.status_code, every.status_code) == (200, 200), seen.text
+    shown = "".join(line for line in seen.text.splitlines() if not line.startswith("#"))
+    for name in ("globex", "policy", '"boss"'):
+        assert name not in shown
+    if path not in ("/server_info", "/v1/usage", "/v1/training/lesson", "/api/ps"):
+        assert "acme" in seen.text
+        assert "globex" in every.text
+
+
+async def test_a_lesson_for_another_adapter_is_neither_shown_nor_stopped(server):
+    await server.ask("boss", "POST", "/v1/training/lesson", {"prompts": ["x"], "reward": {"word": "y"}})
+    assert (await server.ask("acme", "GET", "/v1/training/lesson")).json()["lesson"] is None
+    stopped = await server.ask("acme", "DELETE", "/v1/training/lesson")
+    assert (stopped.status_code, stopped.json()["error"]["message"]) == (409, "No lesson runs.")
+    own = {"prompts": ["x"], "reward": {"word": "y"}, "lora_adapter": "acme-1"}
+    assert "policy" not in (await server.ask("acme", "POST", "/v1/training/lesson", own)).text
+
+
+async def test_the_stream_of_events_has_those_of_seen_adapters(server):
+    from mlx_parallm.core import TrainingEvent
+
+    told = [
+        TrainingEvent("update", 1.0, {"adapter": "globex"}, "1"),
+        TrainingEvent("averaged", 1.0, {"adapter": "acme-1", "adapters": ["acme-1@1", "globex@1"]}, "2"),
+        TrainingEvent("update", 1.0, {"adapter": "acme-1"}, "3"),
+        None,
+    ]
+    for event in told:
+        server.training.told.put_nowait(event)
+    text = (await server.ask("acme", "GET", "/v1/training/events")).text
+    assert "acme-1" in text
+    assert "globex" not in text
+
+
+async def test_trajectories_are_those_of_the_key_and_of_seen_adapters(server):
+    readers = {"acme": Reader("acme", sees=lambda name: name.startswith("acme")), "free": Reader("free")}
+    found = {}
+    for key in readers:
+        page = (await server.ask(key, "GET", "/v1/training/trajectories")).json()
+        found[key] = {row["group_id"] for row in page["data"]}
+        for row in ("of-acme-1-acme", "of-acme-1-free", "of-globex-acme", "of-globex-free", "of-globex-server"):
+            status = (await server.ask(key, "GET", f"/v1/training/trajectories/{row}")).status_code
+            assert (status == 200) == (row in found[key])
+    assert found == {
+        "acme": {"of-acme-1-acme", "of-acme-1-server"},
+        "free": {"of-acme-1-free", "of-acme-1-server", "of-globex-free", "of-globex-server"},
+    }
+    page = await server.training.collected_groups.page(GroupFilter(), None, 99, Reader("boss", reads_all=True))
+    assert len(page.rows) == 6
+
+
+# -- by a path -------------------------------------------------------------------------------------
+
+
+async def test_to_load_an_adapter_by_its_path_needs_the_role_train(server):
+    body = {"prompt": "x", "adapters": "some/acme-1"}
+    for key in ("asker", "based"):
+        refused = await server.ask(key, "POST", "/v1/completions", body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "insufficient_role")
+        assert refused.json()["error"]["param"] == "adapters"
+    assert server.adapters.folders == []
+    assert (await server.ask("free", "POST", "/v1/completions", body)).status_code == 200
+    assert (await server.ask("free", "POST", "/v1/completions", body)).status_code == 200
+    lines = [json.loads(line) for line in (server.folder / "audit.jsonl").read_text().splitlines()]
+    assert [(line["key"], line["path"], line["status"]) for line in lines] == [
+        ("asker", "/v1/completions", 403),
+        ("based", "/v1/completions", 403),
+        ("free", "/v1/completions", 200),
+    ], "what is loaded already is no control action"
+
+
+@pytest.mark.parametrize("path", ["old/globex", "acme-1/../globex", "globex/checkpoint-3", "/adapters/globex/", ".."])
+async def test_a_limited_key_reads_no_other_adapters_folder(server, path):
+    named = {"lora_name": "acme-2", "lora_path": path}
+    assert (await server.ask("acme", "POST", "/v1/load_lora_adapter", named)).status_code == 404
+    by_path = {"prompt": "x", "adapters": f"./{path}"}
+    assert (await server.ask("acme", "POST", "/v1/completions", by_path)).status_code == 404
+    assert server.adapters.folders == []
+    assert "acme-2" not in {ref.name for ref in server.adapters.known}
+
+
+# -- names of trained adapters ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["policy", "policy@7", "globex"])
+async def test_the_name_of_an_adapter_in_training_is_reserved(server, name):
+    body = {"lora_name": name, "lora_path": "some/folder", "load_inplace": True}
+    for path in ("/v1/load_lora_adapter", "/load_lora_adapter"):
+        response = await server.ask("free", "POST", path, body)
+        assert response.status_code == 409
+        assert "another name" in response.json()["error"]["message"]
+
+
+# -- the key itself --------------------------------------------------------------------------------
+
+
+def test_an_admin_key_cannot_be_limited():
+    with pytest.raises(ConfigError, match="an admin key may do everything"):
+        new_key("boss", Role.ADMIN, adapters=("acme*",))
+    for wrong in ((), ("a b",), ("",), ("x" * 65,)):
+        with pytest.raises(ConfigError, match="adapters"):
+            new_key("app", Role.TRAIN, adapters=wrong)
+
+
+def test_what_a_key_has_trained_with_tinker_is_its_own():
+    mine, other = (new_key(name, Role.TRAIN, adapters=("acme*",))[0] for name in ("mine", "other"))
+    adapter = f"tinker-{'0' * 12}{mine.mark}-0"
+    assert (mine.sees(adapter), other.sees(adapter)) == (True, False)
