@@ -65,16 +65,25 @@ def main() -> int:
         for _ in range(arguments.repeats):
             for name, run in runs.items():
                 starts[name].append(started(run, site))
+        read = {name: [reading(run / "kept" / JOURNAL) for _ in range(arguments.repeats)] for name, run in runs.items()}
         size_mb = (runs["long"] / "kept" / JOURNAL).stat().st_size / 1e6
     longer = [ours - theirs for ours, theirs in zip(starts["long"], starts["short"], strict=True)]
     figures = [
         Figure("start after a few updates", "s", *reported(starts["short"])),
         Figure(f"start after {arguments.updates:,} updates", "s", *reported(starts["long"])),
         Figure("that takes longer", "s", spread(longer), spread(longer).median, LONGER_S),
+        Figure("CPU time of what it reads of the journal, a few updates", "s", *reported(read["short"])),
+        Figure(
+            f"CPU time of what it reads of the journal, {arguments.updates:,}", "s", *reported(read["long"]), LONGER_S
+        ),
         Figure("journal", "MB", *reported([size_mb])),
     ]
     show(figures)
-    write(arguments.out, {"machine": described, "setting": setting(arguments), "starts_s": starts}, figures)
+    write(
+        arguments.out,
+        {"machine": described, "setting": setting(arguments), "starts_s": starts, "reads_s": read},
+        figures,
+    )
     print(f"written to {arguments.out}")
     return int(any(figure.met is False for figure in figures))
 
@@ -139,6 +148,19 @@ def update(number: int) -> Update:
     trained = TrainedGroup(episodes, tuple(float(at % 2) for at in range(MEMBERS)), "exact", 0, True)
     progress = {"run_steps": float(number), "run_tasks": float(number)}
     return Update((trained,), MEMBERS, True, number, "published", number, METRICS, progress)
+
+
+def reading(path: Path) -> float:
+    """CPU seconds of what a start reads, which other programs on the machine do not change."""
+    began = time.process_time()
+    file = JournalFile(path)
+    last = file.newest_changes(1)[0].number
+    file.changes_since("default", last)
+    file.progress("default")
+    file.waiting("default")
+    file.newest_groups("rollout-", 1000)
+    file.close()
+    return time.process_time() - began
 
 
 def started(run: Path, site: Path) -> float:
