@@ -10,7 +10,8 @@ that had been reported, as a line of training.jsonl or as an answer over HTTP.
 After a kill, the run's journal must have every trajectory, reward and update that was acknowledged, no trajectory may
 be in two updates, and the adapter of a run that was killed must be the one that its journal alone gives, to the bit
 (see `lib/durability/kills.py`). The moments of kills are counted from when the model is loaded. The adapters have rank
-4.
+4. Another run makes updates of which some are held, skipped or fail. After each kill, its weights and the baselines of
+its rewards are compared with those of a run that was not killed, to the bit (see `lib/durability/updates.py`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from pathlib import Path
 from lib import machine
 from lib.durability.kills import kill_runs
 from lib.durability.processes import end, free_port, install, post, start
+from lib.durability.updates import kill_updates
 
 MAX_FEEDBACK_MS = 20.0
 """95th percentile of the time until feedback is acknowledged."""
@@ -82,6 +84,7 @@ def main() -> int:
             os.environ["MLX_PARALLM_MODEL__BASE_MODEL_PATH"] = args.model_path
         stops = [_stop(number, dice, folder, args.longest) for number in range(args.stops)]
         killed = kill_runs(args.kills, dice, folder, args.longest)
+        updates = kill_updates(args.kills, dice, folder)
     lost, latency = sum(stop.lost for stop in stops), killed["feedback_ms"]
     remade, whole = killed["remade_adapter_difference"], killed["whole_run_adapter_difference"]
     print(f"{lost} finished updates lost in {len(stops)} stops; {sum(stop.reported > 0 for stop in stops)} had some")
@@ -90,9 +93,19 @@ def main() -> int:
         f"trained on twice; the adapter differs by {remade:.1e} from that of its journal, by {whole:.1e} from that of "
         f"another run; feedback takes {latency['p50']:.1f} ms, p95 {latency['p95']:.1f} ms, of {latency['count']}"
     )
-    report = {"machine": machine.describe(), "lost": lost, "stops": [asdict(stop) for stop in stops], "killed": killed}
+    print(
+        f"{updates['kills']} kills between {updates['changes']} updates: {updates['different']} of "
+        f"{updates['compared']} policies and baselines differ from those of a run that was not killed"
+    )
+    report = {
+        "machine": machine.describe(),
+        "lost": lost,
+        "stops": [asdict(stop) for stop in stops],
+        "killed": killed,
+        "updates": updates,
+    }
     args.out.write_text(json.dumps(report, indent=1) + "\n")
-    held = remade == 0.0 and latency["p95"] <= MAX_FEEDBACK_MS
+    held = remade == 0.0 and not updates["different"] and latency["p95"] <= MAX_FEEDBACK_MS
     return 0 if held and not (lost or killed["lost"] or killed["trained_twice"]) else 1
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, Mapping, Sequence
@@ -152,7 +153,12 @@ class EnvironmentRollouts:
             return itertools.islice(tasks, taken, None)
         if first.level is None:
             _log.warning("curriculum: the first task has no level; all tasks without one count as one level")
-        return Curriculum(tasks, curriculum, self._config.rl_training.seed, taken, state)
+        return Curriculum(tasks, curriculum, self._config.rl_training.seed, taken, state, self._lag)
+
+    @property
+    def _lag(self) -> int:
+        """Tasks of two updates: while the groups of one wait for their rewards, those of the next one are drawn."""
+        return max(1, 2 * math.ceil(self._config.rl_training.update_frequency / self._group_size))
 
     def _learn_rewards(self, event: TrainingEvent) -> None:
         """Notes the rewards of the tasks of this run."""

@@ -15,7 +15,7 @@ import pytest
 from mlx_parallm.config import CurriculumConfig
 from mlx_parallm.core import CollectionSpec
 from mlx_parallm.rl.environments import Task
-from mlx_parallm.rl.rollouts.curriculum import MOST_LEVELS, OTHER, WITHOUT, Curriculum, figures
+from mlx_parallm.rl.rollouts.curriculum import LAG, MOST_LEVELS, OTHER, WITHOUT, Curriculum, figures
 
 ON = CurriculumConfig(enabled=True)
 LEVELS = ("easy", "fair", "hard")
@@ -257,6 +257,56 @@ def test_rewards_count_in_the_order_of_tasks_whenever_they_come() -> None:
     curriculum.learn(5, [1.0])  # a second time
     curriculum.settle()
     assert curriculum.state == states[0]
+
+
+def order(delay: Callable[[int], int], count: int = 200) -> list[int]:
+    """The tasks, when the rewards of each come before the task that is so many further is taken."""
+    curriculum, taken, due = Curriculum(stream(), ON, 0), list[Task](), dict[int, list[int]]()
+    for number in range(count):
+        for done in due.pop(number, ()):
+            curriculum.learn(done, [0.0, 1.0] if taken[done].level == "hard" else [1.0, 1.0])
+        taken.append(next(curriculum))
+        due.setdefault(number + delay(number), []).append(number)
+    return [number_of(one) for one in taken]
+
+
+def test_the_order_of_tasks_does_not_depend_on_when_rewards_come() -> None:
+    dice = Random(0)
+    orders = [order(lambda _: 1), order(lambda _: 5), order(lambda _: LAG), order(lambda _: dice.randint(1, LAG))]
+    assert orders[1:] == orders[:1] * 3
+    assert order(lambda _: 10**6) != orders[0], "rewards matter"
+
+
+@pytest.mark.parametrize("stop", [8, 60, 400])
+@pytest.mark.parametrize("levels", [LEVELS, ("much",) * 40 + ("rare",)])
+def test_a_run_that_takes_tasks_ahead_goes_on_exactly(levels: Sequence[str], stop: int) -> None:
+    """Whatever came for those tasks, and if a level has so many tasks waiting that the oldest are left out."""
+
+    def reward(one: Task) -> list[float]:
+        solved = 1.0 if one.level == "much" else 0.4
+        return [float(Random(f"{one.level}/{number_of(one)}/{at}").random() < solved) for at in range(GROUP)]
+
+    first, dice, taken, due = Curriculum(stream(levels), ON, 7), Random(stop), list[Task](), dict[int, list[int]]()
+    for number in range(stop + 6):
+        for done in due.pop(number, ()):
+            first.learn(done, reward(taken[done]))
+        taken.append(next(first))
+        due.setdefault(number + dice.randint(1, LAG), []).append(number)
+    for number in range(stop):  # a second time, for most of them
+        first.learn(number, reward(taken[number]))
+    first.settle(before=stop)
+    second = Curriculum(stream(levels), ON, 7, stop, first.state)
+    assert stop < 400 or levels == LEVELS or first.state["curriculum/much/waiting"] >= 255
+    again = [next(second) for _ in range(6)]
+    assert again == taken[stop:]
+    for number, one in enumerate(again, stop):
+        first.learn(number, reward(one))
+        second.learn(number, reward(one))
+    assert [next(second) for _ in range(300)] == [next(first) for _ in range(300)]
+    first.settle()
+    second.settle()
+    assert second.state == first.state
+    assert second.cards == first.cards
 
 
 # ---- a learner -----------------------------------------------------------------------------------

@@ -134,11 +134,26 @@ async def test_what_waits_comes_back_in_order_with_its_rewards_and_what_ended_do
         *(Closed("c"), Closed("d")),
     ]
     journal = Journal(JournalFile(path))
-    assert await journal.changes("math") == (change(1, Start("")), change(2))
-    assert await journal.changes("tone") == ()
+    assert await journal.changes_since("math", 0) == (change(1, Start("")), change(2))
+    assert await journal.changes_since("tone", 0) == ()
     assert await journal.trajectories(["d-0", "a-1", "none"]) == {
         one.trajectory_id: one for one in (trajectories("d", REF)[0], trajectories("a", REF)[1])
     }
+    await journal.close()
+
+
+async def test_a_start_reads_what_it_needs_of_a_long_run(path: Path) -> None:
+    """What is made again, a thousand changes before it, and the progress of all updates."""
+    journal = Journal(JournalFile(path))
+    for number in range(1, 4001):
+        replaced = {1: Start(""), 2500: Rollback("checkpoint-7")}
+        made = replace(UPDATE, metrics={"kl": math.nan}, progress={"warm_up" if number < 9 else "steps": float(number)})
+        journal.started(change(number, replaced.get(number, made)))
+    await journal.flush()
+    assert await journal.progress("math") == {"warm_up": 8.0, "steps": 4000.0}
+    assert [one.number for one in await journal.changes_since("math", 3990)] == [*range(2991, 4001)]
+    assert [one.number for one in await journal.changes_since("math", 7)] == [*range(1501, 4001)]
+    assert await journal.progress("tone") == {}
     await journal.close()
 
 

@@ -60,7 +60,6 @@ def test_updates_after_the_checkpoint_are_made_again() -> None:
     made = changes(Start(), update(1, run_steps=1.0, seen=9.0), update(2, run_steps=2.0), update(3))
     found = plan(made, StartPoint("main@2", "checkpoint-2", 3))
     assert (numbers(found.updates), found.last, found.roll_back_to, found.lost, found.is_new) == ([4], 4, "", 0, False)
-    assert found.progress == {"run_steps": 2.0, "seen": 9.0}
     assert plan(made, StartPoint("main@3", "checkpoint-3", 4)).updates == ()
 
 

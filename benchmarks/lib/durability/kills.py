@@ -89,7 +89,7 @@ def kill_runs(kills: int, dice: random.Random, folder: Path, longest: float) -> 
 # -- a server ------------------------------------------------------------------------------------
 
 
-def _serve(run: Path, site: Path) -> tuple[subprocess.Popen[bytes], str]:
+def serve(run: Path, site: Path) -> tuple[subprocess.Popen[bytes], str]:
     """A server that answers, and its base URL."""
     port = free_port()
     by_request = ("--update-frequency", "100000", "--trajectory-buffer-size", "100000", "--max-staleness", "1000")
@@ -107,14 +107,14 @@ def _serve(run: Path, site: Path) -> tuple[subprocess.Popen[bytes], str]:
 
 def _not_recovered(run: Path, site: Path, known: Acknowledged) -> int:
     """Steps that were acknowledged, and that the last process does not have."""
-    process, base = _serve(run, site)
+    process, base = serve(run, site)
     step = get(f"{base}/training/status")["step"]
     end(process, signal.SIGTERM, 0.0)
     return int(max(0, known.step - step))
 
 
 def _kill_server(run: Path, site: Path, known: Acknowledged, after: float, dice: random.Random) -> Killed:
-    (process, base), lock = _serve(run, site), threading.Lock()
+    (process, base), lock = serve(run, site), threading.Lock()
     threads = [
         threading.Thread(target=_client, args=(base, process, known, lock, random.Random(dice.random())), daemon=True)
         for _ in range(CLIENTS)

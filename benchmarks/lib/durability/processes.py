@@ -17,7 +17,7 @@ STOPPED_S = 60
 """Longest time for a process to end after its signal."""
 
 COMMON = ("--lora-rank", "4", "--lora-alpha", "8", "--learning-rate", "1e-3", "--log-level", "error")
-_NO_ROLLBACK = {"MLX_PARALLM_RL_TRAINING__GATE__ROLLBACK_DROP": "1000"}
+_NO_ROLLBACK = {"MLX_PARALLM_RL_TRAINING__DIVERGENCE__REWARD__LIMIT": "1000"}
 """Rewards are random. A rollback, which drops what the versions after it drew, would count as lost here."""
 
 PACKAGE = """
@@ -53,6 +53,13 @@ def end(process: subprocess.Popen[bytes], chosen: signal.Signals, after: float) 
         return process.wait(STOPPED_S), time.monotonic() - began
     finally:
         process.kill()
+
+
+def small_model(folder: Path) -> Path:
+    """Writes a random model of two narrow layers, for runs in which it does not matter what is computed."""
+    benchmarks = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-m", "lib.programs.small_model", str(folder)], cwd=benchmarks, check=True)
+    return folder
 
 
 def free_port() -> int:

@@ -14,7 +14,6 @@ never with an old reward of the other version; see `Contrast`.
 
 from __future__ import annotations
 
-import math
 from enum import StrEnum
 
 BETS = tuple(0.9 * 0.65**power for power in range(12))
@@ -40,14 +39,11 @@ class Capital:
         self._bets = [share / (1 + bound) for share in BETS]
         self._capitals = [1.0] * len(BETS)
 
-    def observe(self, value: float) -> None:
+    def observe(self, value: float) -> float:
+        """Returns the capital after the bets on the next value. At the start it was 1."""
         gain = value - self._bound
         self._capitals = [capital * (1 + bet * gain) for capital, bet in zip(self._capitals, self._bets, strict=True)]
-
-    @property
-    def log(self) -> float:
-        """Logarithm of the capital; 0 at the start."""
-        return math.log(sum(self._capitals) / len(BETS))
+        return sum(self._capitals) / len(BETS)
 
 
 class DifferenceTest:
@@ -60,24 +56,20 @@ class DifferenceTest:
     """
 
     def __init__(self, error_rate: float, smallest: float) -> None:
-        self._enough = math.log(2 / error_rate)
+        self._enough = 2 / error_rate
         self._above = Capital(0.0)  # bets that the mean is above 0; against "at most 0"
         self._below = Capital(0.0)  # of the negated differences
         self._under_smallest = Capital(-smallest)  # against "at least `smallest`", of the negated differences
         self._over_smallest = Capital(-smallest)  # against "at most -`smallest`"
-        self._largest_above = self._largest_below = 0.0
+        self._largest_above = self._largest_below = 1.0
         self._is_under = self._is_over = False
 
     def observe(self, difference: float) -> Verdict | None:
         """Takes the next difference. Returns a verdict as soon as there is one."""
-        self._above.observe(difference)
-        self._over_smallest.observe(difference)
-        self._below.observe(-difference)
-        self._under_smallest.observe(-difference)
-        self._largest_above = max(self._largest_above, self._above.log)
-        self._largest_below = max(self._largest_below, self._below.log)
-        self._is_under |= self._under_smallest.log >= self._enough
-        self._is_over |= self._over_smallest.log >= self._enough
+        self._largest_above = max(self._largest_above, self._above.observe(difference))
+        self._largest_below = max(self._largest_below, self._below.observe(-difference))
+        self._is_under |= self._under_smallest.observe(-difference) >= self._enough
+        self._is_over |= self._over_smallest.observe(difference) >= self._enough
         if self._largest_above >= self._enough:
             return Verdict.BETTER
         if self._largest_below >= self._enough:
@@ -87,12 +79,12 @@ class DifferenceTest:
     @property
     def p_better(self) -> float:
         """The smallest error rate at which this test would have said by now that the mean is above 0."""
-        return min(1.0, 2 * math.exp(-self._largest_above))
+        return min(1.0, 2 / self._largest_above)
 
     @property
     def p_worse(self) -> float:
         """The same for a mean below 0."""
-        return min(1.0, 2 * math.exp(-self._largest_below))
+        return min(1.0, 2 / self._largest_below)
 
 
 class Contrast:

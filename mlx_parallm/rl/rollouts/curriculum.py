@@ -8,14 +8,17 @@ A level's share of the tasks is, besides a floor, proportional to n s: n is how 
 s is the share of its recent tasks whose group had different rewards. Groups whose rewards are all equal teach nothing,
 so levels that are always or never solved come rarely, and one that is solved now and then comes often, however low its
 mean reward still is. If s is the same for all levels, tasks come as often as in the environment.
+
+Rewards come when they come. So that the order of the tasks does not depend on it, the reward of a task counts from the
+`lag`-th task after it on, and not before. One that comes later than that counts when it is there.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from random import Random
 from statistics import fmean
@@ -41,11 +44,21 @@ _MOST_WAITING = 256
 _MOST_UNREWARDED = 4096
 """Tasks whose rewards are still awaited. If there are more, those of the oldest are not counted."""
 
+_MOST_AHEAD = 512
+"""Tasks taken since the last `settle` that may wait again in a state."""
+
+LAG = 8
+"""Tasks after which a reward counts, at least."""
+
 _PRIOR = 0.5
 """Success of a level that was never tried, and its `s`. It counts as one task, so that new levels are tried soon."""
 
-_SKIPPED, _SEEN, TAKEN = (LEVEL_PREFIX + name for name in ("skipped", "seen", "taken"))
+_SKIPPED, _SEEN, TAKEN, _LAG = (LEVEL_PREFIX + name for name in ("skipped", "seen", "taken", "lag"))
 """Keys of a state that belong to no level."""
+
+_CAME, _MEAN = (LEVEL_PREFIX + name for name in ("came", "mean"))
+"""Keys of a reward that has come and does not count yet, before a number: that of its task modulo the lag. The first
+one's value is twice the place of its level, + 1 if its answers had different rewards; -1 if there is none."""
 
 
 @dataclass(slots=True)
@@ -59,7 +72,14 @@ class _Level:
     rewards: float = _PRIOR
     signals: float = _PRIOR
     weight: float = 1.0
-    waiting: deque[Task] = field(default_factory=lambda: deque(maxlen=_MOST_WAITING))
+    waiting: deque[Task] = field(default_factory=deque)
+
+    def learn(self, reward: float, differ: bool, memory: int) -> None:
+        """Counts the mean reward of a task, and whether its answers had different rewards."""
+        keep = 1 - 1 / memory
+        self.rewards = keep * self.rewards + reward
+        self.signals = keep * self.signals + differ
+        self.weight = keep * self.weight + 1
 
     @property
     def success(self) -> float:
@@ -71,17 +91,27 @@ class _Level:
         return self.seen * self.signals / self.weight
 
 
+@dataclass(frozen=True, slots=True)
+class _Reward:
+    """What has come for a task. `differ`: its answers had different rewards."""
+
+    level: str
+    mean: float
+    differ: bool
+
+
 class Curriculum(Iterator[Task]):
     """The tasks of an environment, in an order that depends on what they gave.
 
-    It is the same order whenever the seed, the environment and the rewards are the same. `next` may run on any thread,
-    but not on two at once.
+    It is the same order whenever the seed, the environment and the rewards are the same, and each reward comes before
+    the `lag`-th task after its own is taken. `next` may run on any thread, but not on two at once.
 
     Args:
         tasks: of the environment, from its first one.
         taken: tasks that were taken before.
-        state: what `state` was when the last of them was taken or before. Those taken since are drawn again, and left
+        state: what `state` was when the last of them was taken or before. Those taken since are taken again, and left
             out. If it lacks the curriculum, the curriculum begins after the first `taken` tasks.
+        lag: the reward of a task counts from the choice of so many tasks after it on.
     """
 
     def __init__(
@@ -91,11 +121,15 @@ class Curriculum(Iterator[Task]):
         seed: int,
         taken: int = 0,
         state: Mapping[str, float] | None = None,
+        lag: int = LAG,
     ) -> None:
-        self._settings, self._seed = settings, seed
+        self._settings, self._seed, self._lag = settings, seed, lag
         self._levels: dict[str, _Level] = {}
         self._unrewarded: dict[int, str] = {}  # level by number of the task, oldest first
-        self._rewarded = deque[tuple[int, float, float]]()
+        self._rewarded = deque[tuple[int, float, bool]]()  # not looked at yet; any thread adds to it
+        self._came: dict[int, _Reward] = {}  # by number of the task; those that may be needed for a state
+        self._counted: set[int] = set()  # of `_came`
+        self._ahead: dict[int, Mapping[str, float]] = {}  # the state before each task since the last `settle`
         self._cards: tuple[LevelCard, ...] = ()
         self._state: Mapping[str, float] = {}
         self._drawing = Lock()
@@ -109,66 +143,95 @@ class Curriculum(Iterator[Task]):
         while self._taken < taken:
             with suppress(Exception):  # what the environment raises takes the place of a task
                 next(self)
+        self.settle()
 
     @property
     def cards(self) -> tuple[LevelCard, ...]:
-        """The levels that are known, in the order of their first tasks. Any thread may read them."""
+        """The levels that are known, in the order of their first tasks, with all rewards that have come; the shares are
+        those of the next task. Any thread may read them."""
         return self._cards
 
     @property
     def state(self) -> Mapping[str, float]:
-        """All that another process needs to go on from where rewards were counted last. Any thread may read it."""
+        """All that another process needs to go on from where rewards were looked at last. Any thread may read it."""
         return self._state
 
     # -- rewards ---------------------------------------------------------------------------------
 
     def learn(self, number: int, rewards: Sequence[float]) -> None:
-        """Notes the rewards of a task by its number, 0 the first of the run. They count from the next `settle` on."""
+        """Notes the rewards of a task by its number, 0 the first of the run."""
         if rewards:
             mean = fmean(min(max(reward, 0.0), 1.0) for reward in rewards)
-            self._rewarded.append((number, mean, float(max(rewards) > min(rewards))))
+            self._rewarded.append((number, mean, max(rewards) > min(rewards)))
 
     def settle(self, before: int | None = None) -> None:
-        """Counts the rewards that have come, in the order of their tasks, up to the task `before`; None: all. `next`
-        counts all too; while it is at work on another thread, this returns at once.
+        """Looks at the rewards that have come. `next` does so too; while it is at work on another thread, this returns
+        at once.
 
-        In `state`, the task `before` and those that were drawn after it wait again.
+        `before`: in `state`, this task and those that were taken after it wait again. None: none does.
         """
         if self._drawing.acquire(blocking=False):
             try:
-                self._settle(before)
+                self._look_at_rewards()
+                self._note_state(self._taken if before is None else before)
+                self._forget(self._taken if before is None else before)
             finally:
                 self._drawing.release()
 
-    def _settle(self, before: int | None = None) -> None:
-        came = [self._rewarded.popleft() for _ in range(len(self._rewarded))]
-        for number, reward, signal in sorted(came):
-            if before is not None and number >= before:
-                self._rewarded.append((number, reward, signal))
-            elif (name := self._unrewarded.pop(number, None)) is not None:
-                level, keep = self._levels[name], 1 - 1 / self._settings.memory
-                level.rewards = keep * level.rewards + reward
-                level.signals = keep * level.signals + signal
-                level.weight = keep * level.weight + 1
+    def _look_at_rewards(self) -> None:
+        """Counts the rewards that have come and count for the next task, in the order of their tasks."""
+        for number, mean, differ in [self._rewarded.popleft() for _ in range(len(self._rewarded))]:
+            if (level := self._unrewarded.pop(number, None)) is not None:
+                self._came[number] = _Reward(level, mean, differ)
+        for number in sorted(self._came.keys() - self._counted):
+            if number <= self._taken - self._lag:
+                one = self._came[number]
+                self._levels[one.level].learn(one.mean, one.differ, self._settings.memory)
+                self._counted.add(number)
+
+    def _note_state(self, before: int) -> None:
+        """Makes `state` and `cards`."""
+        state = self._ahead.get(before) or self._levels_state()
+        self._state = {**state, **self._rewards_state(before)}
+        known = {name: replace(level) for name, level in self._levels.items()}
+        for number in sorted(self._came.keys() - self._counted):
+            one = self._came[number]
+            known[one.level].learn(one.mean, one.differ, self._settings.memory)
         self._cards = tuple(
             LevelCard(level.name, level.success, share, level.drawn)
-            for level, share in zip(self._levels.values(), self._shares(), strict=True)
+            for level, share in zip(known.values(), self._shares(), strict=True)
         )
-        self._state = self._state_at(self._taken if before is None else before)
 
-    def _state_at(self, taken: int) -> Mapping[str, float]:
-        """The state, as if no more tasks had been taken."""
-        state: dict[str, float] = {_SKIPPED: self._skipped, _SEEN: self._seen, TAKEN: taken}
-        ahead = Counter(level for number, level in self._unrewarded.items() if number >= taken)
+    def _forget(self, before: int) -> None:
+        """Forgets what only states from before this task need."""
+        self._ahead = {number: state for number, state in self._ahead.items() if number >= before}
+        self._came = {number: one for number, one in self._came.items() if number >= before - self._lag}
+        self._counted &= self._came.keys()
+
+    def _levels_state(self) -> Mapping[str, float]:
+        """The state before the next task is taken, without the rewards that do not count for it."""
+        state: dict[str, float] = {_SKIPPED: self._skipped, _SEEN: self._seen, TAKEN: self._taken, _LAG: self._lag}
         for level in self._levels.values():
             values = {
-                "drawn": level.drawn - ahead[level.name],
+                "drawn": level.drawn,
                 "rewards": level.rewards,
                 "signals": level.signals,
                 "weight": level.weight,
-                "waiting": len(level.waiting) + ahead[level.name],
+                "waiting": len(level.waiting),
             }
             state |= {f"{LEVEL_PREFIX}{level.name}/{key}": value for key, value in values.items()}
+        return state
+
+    def _rewards_state(self, before: int) -> Mapping[str, float]:
+        """The rewards that have come and do not count yet for this task, for a state. It has all keys, because a later
+        state replaces only what it has."""
+        places = {name: place for place, name in enumerate(self._levels)}
+        counted = before - self._lag
+        state: dict[str, float] = {}
+        for number in range(counted, before):
+            one, slot = self._came.get(number) if number > counted else None, number % self._lag
+            state[f"{_CAME}{slot}"] = -1 if one is None else 2 * places[one.level] + one.differ
+            state[f"{_MEAN}{slot}"] = 0.0 if one is None else one.mean
         return state
 
     # -- tasks -----------------------------------------------------------------------------------
@@ -179,17 +242,21 @@ class Curriculum(Iterator[Task]):
             return self._next()
 
     def _next(self) -> Task:
+        self._look_at_rewards()
+        self._ahead[self._taken] = self._levels_state()
+        if len(self._ahead) > _MOST_AHEAD:
+            self._forget(self._taken - _MOST_AHEAD // 2)
         number, self._taken = self._taken, self._taken + 1
         while not self._ended and self._seen < self._taken - self._skipped + _AHEAD:
             self._look()
-        self._settle()
         level = self._drawn_level(number)
         task = level.waiting.popleft()
         level.drawn += 1
         self._unrewarded[number] = level.name
         while len(self._unrewarded) > _MOST_UNREWARDED:
             del self._unrewarded[next(iter(self._unrewarded))]
-        self._settle()
+        self._look_at_rewards()
+        self._note_state(self._taken)
         return task
 
     def _look(self) -> None:
@@ -206,6 +273,8 @@ class Curriculum(Iterator[Task]):
         level = self._levels.setdefault(name, _Level(name))
         level.seen += 1
         level.waiting.append(task)
+        if len(level.waiting) > _MOST_WAITING:
+            level.waiting.popleft()
 
     def _drawn_level(self, number: int) -> _Level:
         """A level that has a task waiting, chosen by the shares."""
@@ -244,7 +313,12 @@ class Curriculum(Iterator[Task]):
             level.signals = state.get(f"{of_level}/signals", _PRIOR * level.weight)
             while len(level.waiting) > state.get(f"{of_level}/waiting", 0):
                 level.waiting.popleft()
-        self._settle()
+        names, lag = [*self._levels], int(state.get(_LAG, self._lag))
+        for number in range(max(0, self._taken - lag), self._taken):
+            came = int(state.get(f"{_CAME}{number % lag}", -1))
+            if 0 <= came < 2 * len(names):
+                mean = state.get(f"{_MEAN}{number % lag}", 0.0)
+                self._came[number] = _Reward(names[came // 2], mean, bool(came % 2))
 
 
 def figures(cards: Sequence[LevelCard]) -> Mapping[str, float]:

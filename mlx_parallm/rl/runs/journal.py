@@ -141,9 +141,13 @@ class Journal:
             await self.flush()
         return await self._read(lambda file: file.groups(prefix, but, most), ())
 
-    async def changes(self, adapter: str) -> tuple[PolicyChange, ...]:
-        """All changes of an adapter's policy, in order."""
-        return await self._read(lambda file: file.changes(adapter), ())
+    async def changes_since(self, adapter: str, number: int) -> tuple[PolicyChange, ...]:
+        """See `JournalFile.changes_since`."""
+        return await self._read(lambda file: file.changes_since(adapter, number), ())
+
+    async def progress(self, adapter: str) -> dict[str, float]:
+        """See `JournalFile.progress`."""
+        return await self._read(lambda file: file.progress(adapter), {})
 
     async def trajectories(self, ids: Sequence[str]) -> Mapping[str, Trajectory]:
         """See `JournalFile.trajectories`."""

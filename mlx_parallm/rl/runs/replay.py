@@ -10,7 +10,7 @@ after the crash is the one before it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 
 from mlx_parallm.rl.runs.records import PolicyChange, Rollback, Start, Update
@@ -41,7 +41,6 @@ class Recovery:
         lost: updates that cannot be made again, because what they started from is gone.
         last: number of the adapter's last change.
         is_new: this start point is not in the journal yet.
-        progress: after the last update; see `AdapterTraining.progress`.
         lineage: the versions that training had continued from before `updates`, as text, oldest first.
         recent: metrics of the updates before `updates`, since the last rollback, oldest first.
         baselines: of rewards, before `updates`; None: those of the start point.
@@ -52,33 +51,30 @@ class Recovery:
     updates: tuple[PolicyChange, ...] = ()
     lost: int = 0
     is_new: bool = False
-    progress: Mapping[str, float] = field(default_factory=dict)
     lineage: tuple[str, ...] = ()
     recent: tuple[Mapping[str, float], ...] = ()
     baselines: Mapping[str, float] | None = None
 
 
 def plan(changes: Sequence[PolicyChange], start: StartPoint) -> Recovery:
-    """What has to be done after training was opened at `start`. `changes`: all of the adapter, in order."""
+    """What has to be done after training was opened at `start`. `changes`: of the adapter, in order; all of them, or
+    those that `JournalFile.changes_since` gives."""
     last = max(start.number or 0, changes[-1].number if changes else 0)
-    progress = _last_progress(changes)
     done = [change for change in changes if change.number <= (start.number or 0)]
     later = changes[len(done) :]
     if not later:
-        return Recovery(
-            last, is_new=start.number is None, progress=progress, lineage=_lineage(done), recent=_recent(done)
-        )
+        return Recovery(last, is_new=start.number is None, lineage=_lineage(done), recent=_recent(done))
     at = max((place for place, change in enumerate(later) if not isinstance(change.body, Update)), default=None)
     origin = None if at is None else later[at].body
     updates = tuple(later if at is None else later[at + 1 :])
     if not _can_begin(origin, start):
         lost = sum(isinstance(change.body, Update) and change.body.changed_policy for change in later)
-        return Recovery(last, lost=lost, is_new=True, progress=progress)
+        return Recovery(last, lost=lost, is_new=True)
     to = origin.checkpoint if isinstance(origin, Rollback) and origin.checkpoint != start.checkpoint else ""
     before = done if at is None or to else changes[: len(done) + at + 1]
     baselines = origin.baselines if isinstance(origin, Rollback) else None
     lineage, recent = _lineage(before), _recent(before)
-    return Recovery(last, to, updates, progress=progress, lineage=lineage, recent=recent, baselines=baselines)
+    return Recovery(last, to, updates, lineage=lineage, recent=recent, baselines=baselines)
 
 
 def _can_begin(origin: Start | Rollback | Update | None, start: StartPoint) -> bool:
@@ -110,11 +106,3 @@ def _recent(changes: Sequence[PolicyChange]) -> tuple[Mapping[str, float], ...]:
     """Metrics of the updates since the last rollback or start."""
     updates = takewhile(lambda body: isinstance(body, Update), (change.body for change in reversed(changes)))
     return tuple(body.metrics for body in updates if isinstance(body, Update) and body.changed_policy)[::-1]
-
-
-def _last_progress(changes: Sequence[PolicyChange]) -> Mapping[str, float]:
-    progress: dict[str, float] = {}
-    for change in changes:
-        if isinstance(change.body, Update):
-            progress |= change.body.progress
-    return progress

@@ -13,6 +13,7 @@ has fewer commits than that file says has lost some of them.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sqlite3
@@ -80,6 +81,9 @@ _GROUPS = (
 )
 _COUNTED = "INSERT OR REPLACE INTO about (name, value) VALUES ('commits', ?)"
 _CHANGES = "SELECT adapter, number, at, kind, body FROM changes"
+_UPDATES = "SELECT body FROM changes WHERE adapter = ? AND kind = 'update' ORDER BY number"
+_LAST_REPLACED = "SELECT coalesce(max(number), 0) FROM changes WHERE adapter = ? AND kind != 'update'"
+_BEFORE = 1000
 
 
 class JournalFile:
@@ -198,6 +202,23 @@ class JournalFile:
         """The changes of an adapter's policy with a higher number than `after`, in order."""
         rows = self._rows(f"{_CHANGES} WHERE adapter = ? AND number > ? ORDER BY number", adapter, after)
         return tuple(map(self._change, rows))
+
+    def changes_since(self, adapter: str, number: int) -> tuple[PolicyChange, ...]:
+        """What a start from the change of this number needs: those after it or, if the policy was replaced since then,
+        from the last time on; and up to 1,000 before these."""
+        ((replaced,),) = self._rows(_LAST_REPLACED, adapter) or [(0,)]
+        return self.changes(adapter, max(0, max(number, replaced) - _BEFORE))
+
+    def progress(self, adapter: str) -> dict[str, float]:
+        """The progress of all updates of an adapter, each value from the last one that names it."""
+        progress: dict[str, float] = {}
+        if self._connection is not None:
+            try:
+                for (body,) in self._connection.execute(_UPDATES, (adapter,)):  # there may be very many
+                    progress |= self._read(json.loads, body).get("progress", {})
+            except _ERRORS as error:
+                raise _damaged(self._path, _reason(error)) from error
+        return progress
 
     def newest_changes(self, count: int) -> tuple[PolicyChange, ...]:
         """The newest changes of all adapters, newest first."""

@@ -107,8 +107,9 @@ class PolicyJournal:
     async def _recover(self) -> None:
         """Brings the policy from its last checkpoint to where it was when the process ended, and saves it."""
         training = self._training
-        recovery = plan(await self._journal.changes(training.name), training.start)
-        training.progress = recovery.progress
+        changes = await self._journal.changes_since(training.name, training.start.number or 0)
+        recovery = plan(changes, training.start)
+        training.progress = await self._journal.progress(training.name)
         training.versions.continue_from([_ref(version) for version in recovery.lineage])
         if not await self._rolled_back_to(recovery.roll_back_to):
             recovery = replace(recovery, updates=(), lost=len(recovery.updates), is_new=True, recent=())
