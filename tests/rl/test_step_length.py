@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from configs import changed
@@ -94,6 +96,18 @@ def test_losses_of_samples_that_the_policy_need_not_have_drawn_are_not_measured(
     trainer, _ = make_trainer(changed(WILD, loss=changed(WILD.loss, algorithm=Algorithm.CROSS_ENTROPY)))
     metrics = learn(trainer, make_policy(trainer), samples()).metrics
     assert ("kl_step" in metrics, metrics["step_scale"]) == (False, 1.0)
+
+
+def test_an_update_without_any_gradient_is_skipped_and_leaves_the_policy() -> None:
+    trainer, _ = make_trainer(WILD)
+    policy = make_policy(trainer, moved=0.05)
+    learn(trainer, policy, samples())
+    before = leaves(policy)
+    equal = [replace(sample, advantages=(0.0,) * len(sample.token_ids)) for sample in samples()]
+    outcome = learn(trainer, policy, equal)
+    assert (outcome.skipped, outcome.step) == ("no_gradient", 1)
+    after = leaves(policy)
+    assert all((before[name] == after[name]).all() for name in before), "nor does it go on as before"
 
 
 def test_the_target_holds_without_the_limit_of_divergence() -> None:

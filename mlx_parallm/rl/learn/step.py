@@ -25,6 +25,9 @@ from mlx_parallm.rl.learn.policy import Policy, PolicyState
 
 _log = logging.getLogger(__name__)
 
+NO_GRADIENT = "no_gradient"
+"""Why a step was skipped that had nothing to learn from. The other reasons are faults."""
+
 _MEASUREMENTS = 8
 """Most measurements of one step. What is still too long then is judged by the limits of divergence."""
 
@@ -52,6 +55,8 @@ class Step:
         metrics: further metrics of the samples, for the outcome.
         origin: the state from which the step is measured, and towards which it is moved back; None: that of the policy
             before the step.
+        needs_gradient: skip the step if all gradients are zero. What AdamW remembers of earlier ones would move the
+            policy all the same.
     """
 
     def __init__(
@@ -63,6 +68,7 @@ class Step:
         needs: Sequence[Accumulation] = (),
         measured: Sequence[Accumulation] = (),
         origin: Callable[[], PolicyState | None] = lambda: None,
+        needs_gradient: bool = False,
     ) -> None:
         self.policy = policy
         self.needs = needs
@@ -76,6 +82,7 @@ class Step:
         self._scale = scale
         self._metrics = metrics or {}
         self._origin = origin
+        self._needs_gradient = needs_gradient
         self._share = 1.0  # of the way that the step would have gone
         self._moves = 0
         self._grad_norm = 0.0
@@ -90,6 +97,8 @@ class Step:
             self.skipped = "loss_not_finite"
         elif not math.isfinite(self._grad_norm):
             self.skipped = "gradient_not_finite"
+        elif self._needs_gradient and self._grad_norm == 0:
+            self.skipped = NO_GRADIENT
         else:
             after = self.policy.stepped(self._clipped(gradients), self._optimizer, self._scale)
             if _all_finite(after.params):

@@ -179,7 +179,15 @@ class GRPOTrainer:
             return update.future
         gradients = Accumulation(policy, batch.samples, loss, config.micro_batch_tokens)
         measured = [gradients] if measures_kl else []
-        step = Step(policy, optimizer, batch.step_scale, batch.metrics, needs=[gradients], measured=measured)
+        step = Step(
+            policy,
+            optimizer,
+            batch.step_scale,
+            batch.metrics,
+            needs=[gradients],
+            measured=measured,
+            needs_gradient=True,
+        )
         self._queue += gradients, step
         return step.future
 

@@ -13,6 +13,7 @@ from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, Trajector
 from mlx_parallm.rl.collect.sources import SourceLedger
 from mlx_parallm.rl.divergence.pausing import Pausing
 from mlx_parallm.rl.events import Emit
+from mlx_parallm.rl.learn.step import NO_GRADIENT
 from mlx_parallm.rl.objectives.batches import GroupAdvantages, PreparedBatch, ScoredGroup
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.rl.objectives.signals import prepare_signal, signal_of
@@ -154,7 +155,8 @@ class Updates:
                 report = replace(report, adapter=training.live, step=training.reports.step)
         finally:
             parts.sweep()
-        if report.status == "skipped" or (report.status == "held" and report.divergences):
+        at_fault = report.status == "skipped" and report.reason != NO_GRADIENT
+        if at_fault or (report.status == "held" and report.divergences):
             parts.pausing.failed(report.reason)
         else:
             parts.pausing.succeeded()
