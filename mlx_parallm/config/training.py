@@ -86,9 +86,9 @@ class PlateauConfig(Section):
     """A plateau: nearly all answers earn the same part of the reward and none earns more, so that their rewards teach
     nothing."""
 
-    explore: bool = True
-    """Whether updates look for a way out: the best answers seen so far are learnt again or, if none was better, short
-    answers are preferred to long ones. false: a plateau is only reported.
+    explore_updates: Integer = Field(default=10, ge=0)
+    """Number of updates that look for a way out: the best answers seen so far are learnt again or, if none was better,
+    short answers are preferred to long ones. After that, a plateau is only reported. 0: from the beginning.
     """
     updates: Integer = Field(default=2, ge=1)
     """Number of updates whose answers must earn the same."""

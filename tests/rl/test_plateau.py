@@ -22,7 +22,7 @@ from mlx_parallm.rl.objectives.signals import prepare_signal
 from mlx_parallm.rl.updates.plateau import Plateau
 
 VERSION = AdapterRef(NAME, 1)
-QUIET = changed(SETTINGS, explore=False)
+QUIET = changed(SETTINGS, explore_updates=0)
 
 
 def watched(**fields: Any) -> tuple[Plateau, list[tuple[str, dict[str, object]]]]:
@@ -103,6 +103,16 @@ def test_nothing_is_known_of_a_way_out_if_no_answer_has_ever_earned_anything() -
     assert "None of the last 8 answers earned a reward" in plateau.advice
     observe(plateau, (0.0, 0.0, 0.0, 1.0), (0.0,) * 4, (0.0,) * 4)
     assert plateau.explores
+
+
+def test_it_gives_up_after_some_updates_since_rewards_may_be_the_same_whatever_the_answers_are() -> None:
+    plateau, _ = watched(explore_updates=3)
+    tries = [observe(plateau, (0.5,) * 4).explores for _ in range(8)]
+    assert tries == [False, True, True, True, False, False, False, False]
+    assert "earned 0.5" in plateau.advice
+    observe(plateau, (0.5, 0.5, 0.0, 0.0), (0.5,) * 4, (0.5,) * 4)
+    assert plateau.explores, "rewards have differed"
+    assert not observe(watched(explore_updates=0)[0], (0.5,) * 4, (0.5,) * 4).explores
 
 
 # ---- the batch of an update that explores --------------------------------------------------------

@@ -62,6 +62,7 @@ class Plateau:
         self._rewards: deque[float] = deque()
         self._best: list[tuple[float, int, ScoredGroup]] = []  # a heap, the worst first
         self._full = self._config.full_reward
+        self._standing = 0  # answers since the plateau began
         self._numbers = count()
 
     def observe(self, group: ScoredGroup) -> None:
@@ -76,11 +77,16 @@ class Plateau:
         while len(self._rewards) > self._answers:
             self._rewards.popleft()
         self._tell(self._found())
+        self._standing = 0 if self.level is None else self._standing + len(group.rewards)
 
     @property
     def explores(self) -> bool:
-        """Whether updates look for a way out. Nothing is known of one if no answer has ever earned anything."""
-        return self.level is not None and self._config.explore and (self.level > 0 or bool(self.better))
+        """Whether updates look for a way out. Nothing is known of one if no answer has ever earned anything; and where
+        none is found in some updates, rewards may be the same whatever the answers are."""
+        most = self._config.explore_updates * self._per_update()
+        if self.level is None or not most or self._standing > most:
+            return False
+        return self.level > 0 or bool(self.better)
 
     @property
     def better(self) -> list[ScoredGroup]:
