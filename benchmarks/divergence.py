@@ -118,6 +118,8 @@ def _measured(name: str, steps: int) -> Run:
         folder = Path(place)
         lifted = "".join(f"    {signal}:\n      limit: null\n" for signal in WITHOUT.get(name, ()))
         config = CONFIG + (f"  divergence:\n{lifted}" if lifted else "")
+        if name in ("kl_step", "kl"):  # which updates that are moved back never provoke
+            config += "  optimizer:\n    max_kl_step: null\n"
         prepare(folder, config, TURNED_REWARDS, [row(question) for question in questions(slice(0, SPLIT))])
         began = time.monotonic()
         if name == "healthy":

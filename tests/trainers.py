@@ -35,7 +35,9 @@ MIXER_TARGETS = {
     "mamba2": ("in_proj", "out_proj"),
     "qwen3_next": ("in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "down_proj"),
 }
-SETTINGS = changed(TRAINING, learning_rate=1e-2, micro_batch_tokens=64, gradient_checkpointing=False, seed=3)
+SETTINGS = changed(
+    TRAINING, learning_rate=1e-2, max_kl_step=None, micro_batch_tokens=64, gradient_checkpointing=False, seed=3
+)
 VOCABULARY = 250
 SINGLE = [each for each in Algorithm if each not in (Algorithm.DPO, Algorithm.KTO, Algorithm.DISTILLATION)]
 """Losses of one sequence at a time, without a teacher or an estimate over all samples."""

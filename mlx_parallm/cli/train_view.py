@@ -67,6 +67,7 @@ class RichTrainView:
         self._evaluation = ""
         self._samples: tuple[SampleText, ...] = ()
         self._levels: list[str] = []
+        self._advice = ""
         self._seconds = deque[float](maxlen=_STEPS_TIMED)
         self.steps_done = 0
         self._live = Live(console=self._console, get_renderable=self._below)
@@ -114,6 +115,9 @@ class RichTrainView:
         self._remember(report)
         for found in report.divergences:
             self._print(f"DIVERGES {found.reason} ({found.action})", "red")
+        if report.advice and report.advice != self._advice:
+            self._print(f"PLATEAU {report.advice}", "yellow")
+        self._advice = report.advice
         style = {"held": "yellow", "skipped": "yellow"}.get(report.status, "")
         left = self._left_s
         self._print(line(self.steps_done, self._steps, report, left, self._evaluates), style)

@@ -31,6 +31,7 @@ from mlx_parallm.config.tinker import TinkerConfig
 from mlx_parallm.config.training import (
     LearningRateSchedule,
     OptimizerConfig,
+    PlateauConfig,
     ResolvedTraining,
     RLTrainingConfig,
     TrackerName,

@@ -58,6 +58,12 @@ class OptimizerConfig(Section):
     """Decoupled weight decay, as a multiple of the learning rate."""
     max_grad_norm: Number = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global norm."""
+    max_kl_step: Number | None = Field(default=0.2, gt=0)
+    """Largest KL divergence of the policy before an update from the one after it, in nats per token. An update that
+    moved the policy further is moved back until it does not, which takes one more forward pass over a quarter of the
+    tokens each time. AdamW's first steps move every number by the learning rate, however small its gradient is.
+    cross_entropy, dpo, kto and Tinker's optim_step are not measured. null means no limit.
+    """
 
     def at(self, learning_rate: float | None) -> OptimizerConfig:
         """These settings with a learning rate that does not change; None: these settings."""
@@ -73,6 +79,22 @@ class GateConfig(Section):
     eval_floor: Number | None = None
     """Smallest mean reward of an evaluation. Versions whose evaluation is due (evaluation.every) are then evaluated
     before they go live, and do not go live below it. null means no floor.
+    """
+
+
+class PlateauConfig(Section):
+    """A plateau: nearly all answers earn the same part of the reward and none earns more, so that their rewards teach
+    nothing."""
+
+    explore_updates: Integer = Field(default=10, ge=0)
+    """Number of updates that look for a way out: the best answers seen so far are learnt again or, if none was better,
+    short answers are preferred to long ones. After that, a plateau is only reported. 0: from the beginning.
+    """
+    updates: Integer = Field(default=2, ge=1)
+    """Number of updates whose answers must earn the same."""
+    full_reward: Number = 1.0
+    """Reward of a perfect answer: answers that all earn it are on no plateau. It is the highest reward seen so far, if
+    that is more.
     """
 
 
@@ -215,6 +237,7 @@ class RLTrainingConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     gate: GateConfig = GateConfig()
     divergence: DivergenceConfig = DivergenceConfig()
+    plateau: PlateauConfig = PlateauConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     curriculum: CurriculumConfig = CurriculumConfig()
     judge: JudgeConfig = JudgeConfig()

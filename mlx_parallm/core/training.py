@@ -27,6 +27,7 @@ class UpdateReport:
         metrics: loss, reward_mean, reward_std, kl, entropy and others by name.
         signal: what it has learnt from.
         divergences: its figures that are beyond their limits.
+        advice: what people should change, because answers are on a plateau; empty if there is nothing.
     """
 
     adapter: AdapterRef | None
@@ -37,6 +38,7 @@ class UpdateReport:
     checkpoint: str | None = None
     signal: Signal = Signal.REWARDS
     divergences: tuple[Divergence, ...] = ()
+    advice: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ class TrainingStatus:
         rollouts: those that the server draws by itself for this adapter; None: it draws none.
         checkpoints: names of its checkpoints, oldest first, each followed by its tags.
         drops, skips: counts by reason since start.
+        advice: see `UpdateReport`.
         diverged: counts by signal and action since start. last_divergences: the newest ones, oldest first.
     """
 
@@ -106,6 +109,7 @@ class TrainingStatus:
     skips: Mapping[str, int] = field(default_factory=dict)
     diverged: Mapping[tuple[str, str], int] = field(default_factory=dict)
     last_divergences: tuple[Divergence, ...] = ()
+    advice: str = ""
     reward_running_mean: float | None = None
     best: AdapterRef | None = None
     evaluation: EvaluationResult | None = None

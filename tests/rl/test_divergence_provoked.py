@@ -21,7 +21,7 @@ PROMPT = (5, 6, 7)
 GROUP, LENGTH = 16, 6
 TEMPERATURE = 0.25
 """The tiny model's logits are so close to each other that at 1 it cannot become certain of anything."""
-USUAL = changed(TRAINING, learning_rate=2e-3, micro_batch_tokens=1000, gradient_checkpointing=False)
+USUAL = changed(TRAINING, learning_rate=2e-3, max_kl_step=None, micro_batch_tokens=1000, gradient_checkpointing=False)
 WILD = changed(USUAL, learning_rate=1.0)
 
 

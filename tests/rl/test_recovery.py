@@ -452,3 +452,22 @@ async def test_a_rollback_keeps_the_baselines_after_a_crash_too(tmp_path: Path) 
 
 def has_first(one: World) -> bool:
     return any("first" in card.tags for card, _ in one.publisher.saved)
+
+
+async def test_an_update_that_left_a_plateau_is_made_again_with_the_answers_that_it_remembered(tmp_path: Path) -> None:
+    run = Run(tmp_path / "journal.sqlite", limited(changed(SETTINGS, update_frequency=2), reward=None))
+    async with run.process() as one:
+        await one.request()  # rewards 1 and 0
+        await until(lambda: one.service.status().step == 1)
+        one.scorers.rewards = lambda _: 0.3
+        for _ in range(2):
+            await one.request(AdapterRef("main", 1))
+            await settle()
+        await until(lambda: one.service.status().step == 2)
+        made = one.learner.batches[-1]
+        assert [sample.sampling_logprobs == () for sample in made.samples].count(True) == 1, "it earned more, long ago"
+        policy = one.learner.policies["main"]
+        await one.service._journal.flush()
+    async with run.process() as one:
+        assert one.learner.batches[-1].samples == made.samples
+        assert one.learner.policies["main"] == policy

@@ -106,6 +106,7 @@ FULL_JSON = {
             "at": "2027-01-15T08:00:00.250Z",
         }
     ],
+    "advice": "",
     "evaluation": {
         "lora_adapter": "policy@5",
         "step": 5,

@@ -65,7 +65,7 @@ class Run:
 
     task: str
     seed: int
-    before: Evaluation
+    before: Evaluation | None
     after: Evaluation | None = None
     updates: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
@@ -103,16 +103,16 @@ async def run(task: Task, seed: int, logs: Path, limit_s: float = LIMIT_S) -> Ru
     async with peers.our_server(None, logs, [*FLAGS, "--seed", str(seed), "--config", str(config)]) as server:
         with server.awake():
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=120) as http:
-                client = _Client(http, task, seed)
+                client = Client(http, task, seed)
                 result = Run(task.name, seed, await client.evaluate())
-                await _learn(client, task, seed, result, began + limit_s)
+                await learn(client, task, seed, result, began + limit_s)
                 result.after = await client.evaluate()
                 result.served_by = client.served_by
     result.seconds = time.monotonic() - began
     return result
 
 
-async def _learn(client: "_Client", task: Task, seed: int, result: Run, until: float) -> None:
+async def learn(client: "Client", task: Task, seed: int, result: Run, until: float) -> None:
     """Makes updates until the task is solved, their number is reached, or the time is nearly over."""
     prompts, solved, slowest, reward = task.training(seed), 0, 0.0, 0.0
     reserve = 2.0 * client.evaluation_s
@@ -132,7 +132,7 @@ async def _learn(client: "_Client", task: Task, seed: int, result: Run, until: f
             return
 
 
-class _Client:
+class Client:
     """The requests of an RL program to a server."""
 
     def __init__(self, http: httpx.AsyncClient, task: Task, seed: int) -> None:

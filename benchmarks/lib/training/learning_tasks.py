@@ -171,6 +171,33 @@ class Ending:
         return Prompt(chat(f"Write a short sentence ending with the word {word}."), {"word": word})
 
 
+class OneWord:
+    """Asks for one word. The client gives feedback, with partial credit: a policy that says the word and goes on until
+    it is cut off earns 0.3 with every answer."""
+
+    name, max_tokens = "one word", 8
+
+    def __init__(self, updates: int = 20) -> None:
+        self.updates = updates
+
+    def training(self, seed: int) -> Iterator[Prompt]:
+        return _shuffled([self.prompt(word) for word in WORDS[:-HELD_OUT]], seed)
+
+    def held_out(self) -> list[Prompt]:
+        return [self.prompt(word) for word in WORDS[-HELD_OUT:]]
+
+    def rewarded(self, prompt: Prompt, text: str, ended: bool) -> float:
+        """1 for the word alone, 0.3 for an answer that contains it."""
+        words, wanted = re.findall(r"[a-z]+", text.lower()), prompt.metadata["word"]
+        if wanted not in words:
+            return 0.0
+        return 1.0 if ended and len(words) == 1 else 0.3
+
+    @staticmethod
+    def prompt(word: str) -> Prompt:
+        return Prompt(chat(f"Say only the word {word}."), {"word": word})
+
+
 class RandomRewards(Sentiment):
     """The control: the same prompts, with random rewards."""
 

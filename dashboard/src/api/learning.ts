@@ -16,6 +16,8 @@ export interface TrainingState {
   lora_adapter: string | null;
   live_lora: string | null;
   best_lora: string | null;
+  /** What people should change, because nearly all answers earn the same; empty if there is nothing. */
+  advice: string;
   step: number;
   trajectories_collected: number;
   trajectories_waiting: number;

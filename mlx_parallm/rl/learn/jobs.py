@@ -125,16 +125,26 @@ class Jobs:
                 work.base_kls.append(kl / batch.trained_tokens)
 
     def _step(self, step: Step, accumulated: Accumulated) -> Iterator[None]:
-        """Makes a step, and measures its KL over a sample of the accumulations that it names."""
+        """Makes a step, and measures its KL over a sample of the accumulations that it names. It is moved back and
+        measured again until it is short enough."""
         step.run(accumulated)
-        for part in () if step.skipped else step.measured:
+        while step.measured and not step.skipped:
+            yield from self._measure(step)
+            if not step.move_back():
+                break
+        yield from ()  # makes this a generator even if nothing is measured
+
+    def _measure(self, step: Step) -> Iterator[None]:
+        """Estimates the KL of a step, in nats per token."""
+        total = 0.0
+        for part in step.measured:
             kls = []
             for batch in part.sampled_batches():
                 yield
                 kl = yield from self._kl(part, batch, step.after)
                 kls.append(kl / batch.trained_tokens)
-            step.kls.append(part.trained_tokens * sum(kls) / len(kls))
-        yield from ()  # makes this a generator even if nothing is measured
+            total += part.trained_tokens * sum(kls) / len(kls)
+        step.kl = total / sum(part.trained_tokens for part in step.measured)
 
     def _logprobs(self, work: Logprobs) -> Iterator[None]:
         """Computes logprobs, batch by batch."""

@@ -159,11 +159,20 @@ class Policy:
         optimizer.state = {**tree_map(lambda leaf: leaf, before.optimizer), _LEARNING_RATE: learning_rate}
         params = optimizer.apply_gradients(gradients, before.params)
         if scale != 1.0:
-            params = tree_map(lambda old, new: old + scale * (new - old), before.params, params)
+            params = _between(before.params, params, scale)
         mx.eval(params, optimizer.state)
         after = replace(before, params=cast(Params, params), optimizer=optimizer.state, step=before.step + 1)
         self.states.add(after)
         return after
+
+    def moved_back(self, after: PolicyState, before: PolicyState, share: float) -> PolicyState:
+        """Returns `after` with factors that are only this share of the way from those of `before`. The optimizer's
+        state is that of `after`; the policy itself stays as it is."""
+        params = _between(before.params, after.params, share)
+        mx.eval(params)
+        nearer = replace(after, params=params)
+        self.states.add(nearer)
+        return nearer
 
     def restore(self, goal: PolicyState | PolicySnapshot | None) -> None:
         """Sets the policy to a state or a snapshot; None: to a new policy, equal to the base model.
@@ -213,6 +222,11 @@ class Policy:
                 f"{lora.lora_alpha:g}{' (rsLoRA)' if lora.lora_rslora else ''} and "
                 f"{', '.join(sorted(lora.lora_target_modules))}: start the server with the adapter's own values"
             )
+
+
+def _between(before: Params, after: Params, share: float) -> Params:
+    """The factors at this share of the way from `before` to `after`."""
+    return cast(Params, tree_map(lambda old, new: old + share * (new - old), before, after))
 
 
 def new_factors(layout: AdapterLayout, lora: ModelConfig, seed: int) -> dict[str, dict[str, mx.array]]:

@@ -170,7 +170,8 @@ class GRPOTrainer:
         many minibatches are configured. See `step` for the future."""
         config = self.config
         loss, optimizer = batch.loss or config.loss, config.optimizer.at(batch.learning_rate)
-        measures_kl = loss.compares and config.divergence.kl_step.limit is not None
+        limited = optimizer.max_kl_step is not None or config.divergence.kl_step.limit is not None
+        measures_kl = loss.compares and limited
         parts = minibatches(batch.samples, config.minibatches)
         if len(parts) > 1:
             update = Update(policy, batch, parts, config, optimizer, measures_kl)
@@ -178,7 +179,15 @@ class GRPOTrainer:
             return update.future
         gradients = Accumulation(policy, batch.samples, loss, config.micro_batch_tokens)
         measured = [gradients] if measures_kl else []
-        step = Step(policy, optimizer, batch.step_scale, batch.metrics, needs=[gradients], measured=measured)
+        step = Step(
+            policy,
+            optimizer,
+            batch.step_scale,
+            batch.metrics,
+            needs=[gradients],
+            measured=measured,
+            needs_gradient=True,
+        )
         self._queue += gradients, step
         return step.future
 

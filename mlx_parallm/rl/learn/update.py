@@ -59,7 +59,10 @@ class Update:
             each = Accumulation(policy, part, batch.loss or config.loss, tokens, before=self._before, needs=earlier)
             gradients.append(each)
             measured = gradients if measures_kl and number == len(parts) else []
-            self._steps.append(Step(policy, optimizer, batch.step_scale, needs=[each], measured=measured))
+            step = Step(
+                policy, optimizer, batch.step_scale, needs=[each], measured=measured, origin=lambda: self._start
+            )
+            self._steps.append(step)
             self.works += each, self._steps[-1]
         self._steps[-1].future.add_done_callback(self._complete)
 

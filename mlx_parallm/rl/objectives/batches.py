@@ -20,6 +20,10 @@ from mlx_parallm.rl.objectives.samples import Sample
 # ---- what an update learns from ------------------------------------------------------------------
 
 
+_LEAST_STEP = 0.01
+"""Updates of smaller steps are not made."""
+
+
 @dataclass(frozen=True, slots=True)
 class UpdateBatch:
     """The samples of one optimizer step, and their metrics (reward_mean, staleness, ...).
@@ -35,6 +39,11 @@ class UpdateBatch:
     loss: ResolvedLoss | None = None
     learning_rate: float | None = None
 
+    @property
+    def teaches(self) -> bool:
+        """Whether an update makes a step that matters: its samples have a signal, which is not next to nothing."""
+        return bool(self.samples) and self.step_scale >= _LEAST_STEP
+
 
 @dataclass(frozen=True, slots=True)
 class ScoredGroup:
@@ -42,7 +51,8 @@ class ScoredGroup:
 
     `rewards` is empty if none were given. `scorer`: a single episode is compared with earlier rewards of this scorer.
     `staleness`: versions published since the oldest of its turns was drawn. `on_policy`: the version in training drew
-    all of them. `signal`: what it teaches.
+    all of them. `signal`: what it teaches. `remembered`: its one answer is an old one that is learnt again, as if the
+    version in training had drawn it.
     """
 
     episodes: tuple[Episode, ...]
@@ -51,6 +61,7 @@ class ScoredGroup:
     staleness: int = 0
     on_policy: bool = False
     signal: Signal = Signal.REWARDS
+    remembered: bool = False
 
     @property
     def is_compared(self) -> bool:
@@ -74,7 +85,7 @@ class ScoredGroup:
 # Each reward minus the mean of its group, scaled. Standard deviations divide by n, not by n - 1, so the rewards
 # 0, 0, 1, 1 give advantages of ±0.9998.
 
-_EPSILON = 1e-4
+EPSILON = 1e-4
 """Added to standard deviations."""
 
 _LEAST_DEVIATION = 0.02
@@ -119,7 +130,7 @@ def group_advantages(groups: Sequence[Sequence[float]], scale: RewardScale) -> t
     """
     rewards = [np.asarray(group, np.float64) for group in groups]
     pooled = np.concatenate(rewards) if rewards and scale is RewardScale.BATCH else np.zeros(0)
-    divisor = float(pooled.std()) + _EPSILON if pooled.size else 1.0
+    divisor = float(pooled.std()) + EPSILON if pooled.size else 1.0
     return tuple(
         GroupAdvantages.none(group.size, reason) if (reason := no_signal(group)) else _centred(group, scale, divisor)
         for group in rewards
@@ -137,7 +148,7 @@ def no_signal(rewards: Sequence[float] | NDArray[np.float64]) -> DropReason | No
 
 def _centred(rewards: NDArray[np.float64], scale: RewardScale, batch_divisor: float) -> GroupAdvantages:
     deviation, least = float(rewards.std()), _LEAST_DEVIATION * float(np.abs(rewards).max())
-    divisor = max(deviation, least) + _EPSILON if scale is RewardScale.GROUP else batch_divisor
+    divisor = max(deviation, least) + EPSILON if scale is RewardScale.GROUP else batch_divisor
     values = tuple(((rewards - rewards.mean()) / divisor).tolist())
     return GroupAdvantages(values, strength=min(1.0, deviation / least), divisor=divisor)
 
@@ -194,11 +205,14 @@ def prepare(
 
 
 def batch_of(
-    groups: Sequence[ScoredGroup], advantages: Sequence[GroupAdvantages], loss: ResolvedLoss, wanted: int | None
+    groups: Sequence[ScoredGroup],
+    advantages: Sequence[GroupAdvantages],
+    loss: ResolvedLoss,
+    wanted: int | None = None,
 ) -> PreparedBatch:
     """The batch of these groups with these advantages. `wanted`: see `prepare`."""
-    samples = _samples(groups, advantages, loss.mask_truncated)
-    batch = UpdateBatch(samples, _reward_metrics(groups) | _metrics(groups), _step_scale(advantages, wanted))
+    samples, new = _samples(groups, advantages, loss.mask_truncated), [each for each in groups if not each.remembered]
+    batch = UpdateBatch(samples, _reward_metrics(new) | _metrics(new), _step_scale(advantages, wanted))
     return PreparedBatch(batch, tuple(advantages))
 
 
@@ -315,6 +329,8 @@ def _samples(
         values = token_advantages(group.episodes, computed.values, computed.divisor)
         for episode, of_turns in zip(group.episodes, values, strict=True):
             samples = list(samples_of(episode, of_turns, number, group.on_policy, mask_truncated))
+            if group.remembered:
+                samples = [replace(sample, sampling_logprobs=()) for sample in samples]
             made += [max(samples, key=lambda sample: len(sample.token_ids))] if samples and one_each else samples
     return tuple(made)
 

@@ -17,6 +17,7 @@ from mlx_parallm.config import Algorithm, ResolvedLoss, RewardScale
 from mlx_parallm.core import Signal
 from mlx_parallm.rl.collect.groups import DropReason
 from mlx_parallm.rl.objectives.batches import GroupAdvantages, PreparedBatch, ScoredGroup, batch_of, prepare
+from mlx_parallm.rl.objectives.exploring import prepare_exploring
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 
 _ALGORITHMS: Mapping[Signal, Algorithm] = {
@@ -41,11 +42,17 @@ def loss_of(signal: Signal, configured: ResolvedLoss) -> ResolvedLoss:
 
 
 def prepare_signal(
-    groups: Sequence[ScoredGroup], configured: ResolvedLoss, history: RewardHistory, wanted: int | None = None
+    groups: Sequence[ScoredGroup],
+    configured: ResolvedLoss,
+    history: RewardHistory,
+    wanted: int | None = None,
+    explores: bool = False,
 ) -> PreparedBatch:
-    """The batch of one update on groups that teach the same; see `prepare`."""
+    """The batch of one update on groups that teach the same; see `prepare`. `explores`: see `prepare_exploring`."""
     signal = signal_of(groups)
     loss = loss_of(signal, configured)
+    if explores:
+        return prepare_exploring(groups, loss)
     if signal is Signal.REWARDS:
         return prepare(groups, loss, history, wanted)
     if signal is Signal.LATE_FEEDBACK:

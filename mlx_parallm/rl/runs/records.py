@@ -113,6 +113,7 @@ class TrainedGroup:
     staleness: int = 0
     on_policy: bool = False
     signal: Signal = Signal.REWARDS
+    remembered: bool = False
 
     @property
     def is_given(self) -> bool:
@@ -149,6 +150,7 @@ class Update:
         version: number of that version; None if there is none.
         progress: see `AdapterTraining.progress`.
         learning_rate: see `objectives.batches.UpdateBatch`.
+        explores: whether it looked for a way out of a plateau.
     """
 
     groups: tuple[TrainedGroup, ...]
@@ -160,6 +162,7 @@ class Update:
     metrics: Mapping[str, float] = field(default_factory=dict)
     progress: Mapping[str, float] = field(default_factory=dict)
     learning_rate: float | None = None
+    explores: bool = False
 
     @property
     def changed_policy(self) -> bool:

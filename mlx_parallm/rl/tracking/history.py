@@ -22,6 +22,8 @@ KINDS = frozenset(
         "evaluation",
         "evaluation_failed",
         "divergence",
+        "plateau",
+        "plateau_ended",
         "rollback",
         "checkpoint",
         "averaged",

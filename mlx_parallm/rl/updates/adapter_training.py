@@ -29,6 +29,7 @@ from mlx_parallm.rl.runs.replay import StartPoint
 from mlx_parallm.rl.updates.checkpoints import BEST, AdapterCheckpoints, TrainedVersion
 from mlx_parallm.rl.updates.pace import Pace
 from mlx_parallm.rl.updates.parts import AdapterTrainingParts
+from mlx_parallm.rl.updates.plateau import Plateau
 from mlx_parallm.rl.updates.undo import UndoablePolicy
 
 CHANGE = "journal_change"
@@ -47,6 +48,7 @@ class AdapterTraining:
         change: number of the last change of the policy. `PolicyJournal` counts them.
         start: where training started; set by `open`.
         pace: of its updates of rewards.
+        plateau: whether nearly all answers earn the same part of the reward.
         checkpoints: those of the adapter, and its best version: the one with the best evaluation or, without
             evaluations, the one that was the latest when the running mean reward was highest.
 
@@ -65,6 +67,7 @@ class AdapterTraining:
         self.change = 0
         self.start = StartPoint()
         self.pace = Pace(parts.config.update_frequency)
+        self.plateau = Plateau(name, parts.config.plateau, parts.emit, lambda: self.pace.trajectories)
         self.checkpoints = AdapterCheckpoints(
             name, parts.learner, parts.adapters, parts.checkpoints, parts.checkpointing, parts.emit, parts.policy_of
         )
@@ -101,6 +104,7 @@ class AdapterTraining:
         self._policy.accept()
         self.unpublished, self.rewards = False, RewardHistory()
         self.watch.restart()
+        self.plateau.restart()
         self.evaluations = EvaluationHistory(self._parts.evaluator, self._parts.config.evaluation.every or 1)
         self.checkpoints.unsaved.clear()
         self.checkpoints.set_best(None)
@@ -133,9 +137,11 @@ class AdapterTraining:
         self.pace = pace
         self.rewards.restart()
         self.watch.restart()
+        self.plateau.restart()
 
     def end_lesson(self) -> None:
         self.pace = Pace(self._parts.config.update_frequency)
+        self.plateau.restart()
 
     # -- an update -------------------------------------------------------------------------------
 
@@ -354,6 +360,7 @@ class AdapterTraining:
             self.unpublished = False
             self.rewards.restart()
             self.watch.restart()
+            self.plateau.restart()
             self.reports.step = goal.policy.step if goal.policy else 0
             self._parts.emit("rollback", adapter=self.name, version=str(ref), step=self.reports.step)
             await self._resume_from(ref, best=to in (None, BEST))

@@ -57,6 +57,7 @@ class PolicyJournal:
         progress: Mapping[str, float] | None,
         report: UpdateReport,
         learning_rate: float | None = None,
+        explores: bool = False,
     ) -> None:
         """An update on these groups has changed the policy, or only the baselines."""
         published = report.status == "published" and report.adapter is not None
@@ -71,6 +72,7 @@ class PolicyJournal:
                 metrics=dict(report.metrics),
                 progress=dict(progress or {}),
                 learning_rate=learning_rate,
+                explores=explores,
             )
         )
 
@@ -148,11 +150,11 @@ class PolicyJournal:
         try:
             groups = [_scored(group, known) for group in update.groups]
             for group, trained in zip(groups, update.groups, strict=True):
-                collected = group.signal is Signal.REWARDS and not trained.is_given
+                collected = group.signal is Signal.REWARDS and not (trained.is_given or trained.remembered)
                 if group.rewards and collected and not self._config.loss.imitates:
                     training.rewards.trend.observe(group.scorer, fmean(group.rewards), group.on_policy)
             history = training.rewards.draft()
-            prepared = prepare_signal(groups, self._config.loss, history, update.wanted)
+            prepared = prepare_signal(groups, self._config.loss, history, update.wanted, update.explores)
             await training.mark_best()
             if not update.changed_policy:
                 training.rewards.accept(history)
@@ -181,7 +183,9 @@ def _ref(version: str) -> AdapterRef:
 
 def _trained(group: ScoredGroup) -> TrainedGroup:
     episodes = tuple(map(_trained_episode, group.episodes))
-    return TrainedGroup(episodes, group.rewards, group.scorer, group.staleness, group.on_policy, group.signal)
+    return TrainedGroup(
+        episodes, group.rewards, group.scorer, group.staleness, group.on_policy, group.signal, group.remembered
+    )
 
 
 def _trained_episode(episode: Episode) -> TrainedEpisode:
@@ -196,4 +200,6 @@ def _scored(group: TrainedGroup, known: Mapping[str, Trajectory]) -> ScoredGroup
         Episode(episode.given or tuple(known[one] for one in episode.trajectory_ids), episode.token_rewards)
         for episode in group.episodes
     )
-    return ScoredGroup(episodes, group.rewards, group.scorer, group.staleness, group.on_policy, group.signal)
+    return ScoredGroup(
+        episodes, group.rewards, group.scorer, group.staleness, group.on_policy, group.signal, group.remembered
+    )

@@ -27,6 +27,7 @@ class GroupSelection:
         self._training = training
         self._buffer = buffer
         self._imitates = config.loss.imitates  # then every group has a signal
+        self._compares = config.loss.compares
         self._threshold = config.loss.imitation_threshold
         self._without_signal: dict[GroupKey, ScoredGroup] = {}  # dropped since the last update, oldest first
 
@@ -46,6 +47,11 @@ class GroupSelection:
         with_signal, wanted = self.with_signal, self._training.pace.trajectories
         return with_signal >= wanted or with_signal + self.without_signal >= (1 + REFILLS) * wanted
 
+    @property
+    def explores(self) -> bool:
+        """Whether the next update looks for a way out of a plateau. Then groups of equal rewards have a signal too."""
+        return self._compares and self._training.plateau.explores
+
     def look(self) -> None:
         """Observes the rewards of groups that have become complete, and drops those without a signal."""
         if self._imitates:
@@ -55,7 +61,9 @@ class GroupSelection:
                 continue
             scored = self._observe(group, group.scored)
             group.observed = True
-            if scored.is_compared and (reason := no_signal(scored.rewards)):
+            if self.explores or not scored.is_compared:
+                continue
+            if reason := no_signal(scored.rewards):
                 self._without_signal[group.key] = scored
                 self._buffer.drop(group, reason)
         while self.without_signal > (1 + REFILLS) * self._training.pace.trajectories:  # training is paused
@@ -117,5 +125,7 @@ class GroupSelection:
             on_policy=staleness == 0 and not self._training.unpublished and not group.was_given,
         )
         if scored.rewards and not group.observed and not self._imitates:
+            if len(scored.rewards) == len(scored.episodes):
+                self._training.plateau.observe(scored)
             self._training.rewards.trend.observe(scored.scorer, fmean(scored.rewards), scored.on_policy)
         return scored

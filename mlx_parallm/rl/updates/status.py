@@ -33,6 +33,7 @@ def training_status(
         skips=dict(reports.skips),
         diverged=dict(training.watch.counts),
         last_divergences=tuple(training.watch.newest),
+        advice=training.plateau.advice,
         reward_running_mean=training.rewards.trend.mean,
         best=best.ref if best else None,
         evaluation=training.evaluations.last,

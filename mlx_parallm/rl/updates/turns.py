@@ -78,6 +78,11 @@ class UpdateTurns:
             return self._selection.take(groups, self._chosen)
         return [], list(map(_scored, groups))
 
+    @property
+    def explores(self) -> bool:
+        """See `GroupSelection.explores`."""
+        return self._selection.explores
+
     def _enough(self, signal: Signal) -> bool:
         if signal is Signal.REWARDS:
             return self._selection.enough

@@ -13,6 +13,7 @@ from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, Trajector
 from mlx_parallm.rl.collect.sources import SourceLedger
 from mlx_parallm.rl.divergence.pausing import Pausing
 from mlx_parallm.rl.events import Emit
+from mlx_parallm.rl.learn.step import NO_GRADIENT
 from mlx_parallm.rl.objectives.batches import GroupAdvantages, PreparedBatch, ScoredGroup
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.rl.objectives.signals import prepare_signal, signal_of
@@ -73,16 +74,20 @@ class Updates:
             learnt = sources(groups)
             without_signal, taken = parts.turns.scored(groups)
             scored = [*without_signal, *taken]
+            explores = self._explores(scored)
+            if explores:
+                scored += self._training.plateau.better
             wanted = parts.turns.wanted(signal_of(scored))
             history = self._training.rewards.draft()
-            prepared = prepare_signal(scored, parts.config.loss, history, wanted)
-            _note_advantages(groups, prepared.advantages[len(without_signal) :])
-            report = await self._learn(scored, prepared, history, publish, progress, wanted)
+            prepared = prepare_signal(scored, parts.config.loss, history, wanted, explores)
+            first = len(without_signal)
+            _note_advantages(groups, prepared.advantages[first : first + len(groups)])
+            report = await self._learn(scored, prepared, history, publish, progress, wanted, explores)
             if report.status in CHANGED:
                 parts.ledger.updated(self._training.name, learnt, report.metrics)
-            of_groups = prepared.drop_reasons[len(without_signal) :]
+            of_groups = prepared.drop_reasons[first : first + len(groups)]
             reasons = [reason or _DROP_REASONS[report.status] for reason in of_groups]
-            return replace(report, signal=signal_of(scored))
+            return replace(report, signal=signal_of(scored), advice=self._training.plateau.advice)
         except asyncio.CancelledError:
             for group in groups:
                 parts.buffer.give_back(group)
@@ -100,6 +105,11 @@ class Updates:
         prepared = prepare_signal(groups, self._parts.config.loss, history)
         return await self._learn(groups, prepared, history, publish, progress)
 
+    def _explores(self, scored: Sequence[ScoredGroup]) -> bool:
+        """Whether an update on these groups looks for a way out of a plateau."""
+        of_rewards = bool(scored) and signal_of(scored) is Signal.REWARDS
+        return of_rewards and self._parts.turns.explores and not any(group.has_advantages for group in scored)
+
     def _tell_beginning(self, group_ids: Sequence[str], trajectories: int) -> None:
         """Emits that an update begins. `group_ids`: of collected groups; the first of them are named."""
         named = list(group_ids[:_MAX_NAMED_GROUPS])
@@ -113,6 +123,7 @@ class Updates:
         publish: bool,
         progress: Mapping[str, float] | None,
         wanted: int | None = None,
+        explores: bool = False,
     ) -> UpdateReport:
         """`history`: of rewards, with those of these groups. It counts if the update changes the policy, or has no
         signal that could; and then the journal has it, so that a later update made again sees the same history."""
@@ -125,23 +136,27 @@ class Updates:
                 return instead
             if not groups:
                 return training.reports.skipped(training.live, "no_trajectories")
-            if not prepared.batch.samples:
+            if not prepared.batch.teaches:
                 report = training.reports.skipped(training.live, "no_signal", metrics=prepared.batch.metrics)
                 if training.rewards.accept(history):
-                    await parts.pausing.recorded(parts.changes.updated(groups, wanted, publish, None, report))
+                    await parts.pausing.recorded(
+                        parts.changes.updated(groups, wanted, publish, None, report, explores=explores)
+                    )
                 return report
             await training.evaluate_if_due()  # the version that training starts from
             rate = training.pace.learning_rate if signal_of(groups) in OF_LESSONS else None
             report = await training.learn(replace(prepared.batch, learning_rate=rate), publish, progress)
             if report.status in CHANGED:
                 training.rewards.accept(history)
-                await parts.pausing.recorded(parts.changes.updated(groups, wanted, publish, progress, report, rate))
+                update = parts.changes.updated(groups, wanted, publish, progress, report, rate, explores)
+                await parts.pausing.recorded(update)
             if report.divergences:
                 await parts.response.to(report.divergences)
                 report = replace(report, adapter=training.live, step=training.reports.step)
         finally:
             parts.sweep()
-        if report.status == "skipped" or (report.status == "held" and report.divergences):
+        at_fault = report.status == "skipped" and report.reason != NO_GRADIENT
+        if at_fault or (report.status == "held" and report.divergences):
             parts.pausing.failed(report.reason)
         else:
             parts.pausing.succeeded()

@@ -15,6 +15,7 @@ interface Data {
   reason?: string;
   verdict?: string;
   action?: string;
+  reward?: number;
   signal?: string;
   checkpoint?: string;
   outcome?: string;
@@ -183,6 +184,8 @@ const SAID: Record<string, (data: Data) => Partial<Moment> & { what: string }> =
     what: `Divergence of ${signal}: ${ACTIONS[action ?? ""] ?? action}`,
     wrong: true,
   }),
+  plateau: ({ reward }) => ({ what: `Nearly all answers earn ${reward}`, wrong: true }),
+  plateau_ended: () => ({ what: "Rewards differ again" }),
   evaluation_failed: ({ version }) => ({ what: `The evaluation of ${version} failed`, wrong: true }),
   checkpoint: ({ version, checkpoint }) => ({ what: `${version} saved as ${checkpoint}` }),
   comparison_started: ({ live, candidate }) => ({ what: `${candidate} competes with ${live}` }),

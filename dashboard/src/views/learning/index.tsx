@@ -69,6 +69,11 @@ function OneAdapter({ adapter }: { adapter: string }) {
         paused={paused}
         rewards={course.updates.map((update) => update.metrics.reward_mean ?? null)}
       />
+      {state.advice && (
+        <p class="advice" role="status">
+          {state.advice}
+        </p>
+      )}
       <Controls adapter={adapter} state={state} paused={paused} />
       {course.updates.length === 0 ? <Waiting state={state} /> : <Charts {...course} />}
       <div class="cards one">

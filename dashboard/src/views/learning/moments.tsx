@@ -16,7 +16,7 @@ export const Moments = ({ moments, truncated }: { moments: readonly Moment[]; tr
         { title: "Event", cell: ({ what, wrong }) => (wrong ? <b class="wrong">{what}</b> : what) },
         { title: "Why", cell: ({ why }) => why },
       ]}
-      empty="Nothing yet. Rollbacks, pauses, checkpoints and divergences are listed here."
+      empty="Nothing yet. Rollbacks, pauses, checkpoints, divergences and plateaus are listed here."
     />
   </Card>
 );

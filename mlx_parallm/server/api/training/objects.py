@@ -120,6 +120,8 @@ class TrainingObject(WireOutput):
     """Updates skipped, by reason."""
     divergences: list[DivergenceObject]
     """The last divergences, oldest first, 8 at most."""
+    advice: str
+    """What to change, because nearly all answers earn the same part of the reward; empty if there is nothing."""
     evaluation: EvaluationObject | None
     """The last evaluation; null if there was none."""
     rollouts: RolloutsObject | None
@@ -273,6 +275,7 @@ def status_object(status: TrainingStatus, current: AdapterRef | None) -> Trainin
         drops=dict(status.drops),
         skips=dict(status.skips),
         divergences=[divergence_object(each) for each in status.last_divergences],
+        advice=status.advice,
         evaluation=None if status.evaluation is None else evaluation_object(status.evaluation),
         rollouts=None if status.rollouts is None else RolloutsObject.of(status.rollouts),
         best_lora=_name(status.best),

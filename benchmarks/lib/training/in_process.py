@@ -1,0 +1,156 @@
+"""Updates of rewarded answers in this process: a trainer, the rewards that it remembers, and a plain sampler.
+
+What an update learns is computed as in a server that gets the rewards as feedback. There is no server: a second copy of
+the model, with the adapter merged into its weights, samples all answers in one batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
+
+import mlx.core as mx  # isort: skip
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_parallm.app.training import trainable
+from mlx_parallm.config import ModelConfig, RLTrainingConfig
+from mlx_parallm.core import CollectionSpec, FinishReason, Trajectory
+from mlx_parallm.model.manager import SharedModelManager
+from mlx_parallm.rl.collect.groups import FEEDBACK
+from mlx_parallm.rl.events import UpdateOutcome
+from mlx_parallm.rl.learn.model import Params
+from mlx_parallm.rl.learn.policy import Policy
+from mlx_parallm.rl.learn.trainer import GRPOTrainer
+from mlx_parallm.rl.objectives.batches import ScoredGroup
+from mlx_parallm.rl.objectives.episodes import Episode
+from mlx_parallm.rl.objectives.rewards import RewardHistory
+from mlx_parallm.rl.objectives.signals import prepare_signal
+from mlx_parallm.rl.updates.plateau import Plateau
+
+MEMORY = 8 << 30
+MICRO_BATCH_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One sampled answer: its tokens, with that which ended it, their logprobs, and its text."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str
+    ended: bool
+
+
+class Sampler:
+    """Samples answers of a policy at temperature 1."""
+
+    def __init__(self) -> None:
+        manager = SharedModelManager(progress=False)
+        self.tokenizer = manager.tokenizer
+        self._model = manager.model
+        self._modules = dict(manager.model.named_modules())
+        self._weights: dict[str, mx.array] = {}
+        (self._end,) = manager.tokenizer.encode("<|im_end|>")
+
+    def put(self, params: Params, scale: float) -> None:
+        """Merges these factors into the weights."""
+        for path, pair in params.items():
+            plain = self._weights.setdefault(path, self._modules[path].weight)
+            self._modules[path].weight = plain + (scale * (pair["a"] @ pair["b"])).T
+        mx.eval([self._modules[path].weight for path in params])
+
+    def sample(self, prompts: Sequence[str], count: int, max_tokens: int, key: mx.array) -> list[list[Answer]]:
+        """`count` answers to each prompt. All prompts have the same number of tokens."""
+        ids = [tuple(self.tokenizer.encode(prompt)) for prompt in prompts]
+        cache = make_prompt_cache(self._model)
+        logits = self._model(mx.array(ids), cache=cache)[:, -1]
+        for layer in cache:
+            layer.keys, layer.values = mx.repeat(layer.keys, count, 0), mx.repeat(layer.values, count, 0)
+        logits, tokens, logprobs = mx.repeat(logits, count, 0), [], []
+        for at in range(max_tokens):
+            if at:
+                logits = self._model(tokens[-1][:, None], cache=cache)[:, -1]
+            known = logits.astype(mx.float32) - mx.logsumexp(logits.astype(mx.float32), -1, keepdims=True)
+            key, dice = mx.random.split(key)
+            tokens.append(mx.random.categorical(known, key=dice))
+            logprobs.append(mx.take_along_axis(known, tokens[-1][:, None], -1)[:, 0])
+            mx.eval(tokens[-1], logprobs[-1])
+        rows = list(zip(mx.stack(tokens, 1).tolist(), mx.stack(logprobs, 1).tolist(), strict=True))
+        return [
+            [self._answer(prompt, *row) for row in rows[at * count : (at + 1) * count]] for at, prompt in enumerate(ids)
+        ]
+
+    def _answer(self, prompt: tuple[int, ...], tokens: list[int], logprobs: list[float]) -> Answer:
+        ended = self._end in tokens
+        length = tokens.index(self._end) + 1 if ended else len(tokens)
+        text = self.tokenizer.decode([token for token in tokens[:length] if token != self._end])
+        return Answer(prompt, tuple(tokens[:length]), tuple(logprobs[:length]), text, ended)
+
+
+class InProcess:
+    """One policy with its trainer. `update` makes an update as a server does with feedback.
+
+    Attributes:
+        policy: it equals the base model after `restart`.
+        events: what training has reported.
+    """
+
+    policy: Policy
+    events: list[str]
+
+    def __init__(self, config: RLTrainingConfig, lora: ModelConfig) -> None:
+        self.training = config.resolved(float32=True, micro_batch_tokens=MICRO_BATCH_TOKENS)
+        manager = SharedModelManager(progress=False)
+        bank = manager.install_bank(1, lora.lora_rank)
+        model = trainable(self.training, manager, bank, MEMORY)
+        self._trainer = GRPOTrainer(model, self.training, lora, measure_kl=False)
+        self._trainer.pace(1e9)  # there are no requests
+        self.restart(0)
+
+    def restart(self, seed: int) -> None:
+        """Begins with a new policy. `seed`: of its initial weights."""
+        self.policy, self.events = self._trainer.open("one", seed=seed), []
+        self._history = RewardHistory()
+        self._plateau = Plateau("one", self.training.plateau, self._emit, lambda: self.training.update_frequency)
+
+    def _emit(self, kind: str, **_: object) -> None:
+        self.events.append(kind)
+
+    def update(self, groups: Sequence[tuple[Sequence[Answer], Sequence[float]]]) -> UpdateOutcome | None:
+        """Learns from answers and their rewards. None: they teach nothing."""
+        scored = [self._scored(answers, rewards) for answers, rewards in groups]
+        for group in scored:
+            self._plateau.observe(group)
+        if explores := self._plateau.explores:
+            scored += self._plateau.better
+        wanted = self.training.update_frequency
+        batch = prepare_signal(scored, self.training.loss, self._history, wanted, explores).batch
+        if not batch.teaches:
+            return None
+        done = self._trainer.begin(self.policy, batch)
+        while self._trainer.waits():
+            self._trainer.advance()
+        return done.result()
+
+    def _scored(self, answers: Sequence[Answer], rewards: Sequence[float]) -> ScoredGroup:
+        return ScoredGroup(
+            tuple(Episode((_trajectory(answer),)) for answer in answers), tuple(rewards), FEEDBACK, on_policy=True
+        )
+
+
+def _trajectory(answer: Answer) -> Trajectory:
+    return Trajectory(
+        trajectory_id="",
+        group_id="",
+        group_size=1,
+        adapter=None,
+        prompt_ids=answer.prompt,
+        completion_ids=answer.tokens,
+        sampling_logprobs=answer.logprobs,
+        temperature=1.0,
+        text=answer.text,
+        finish_reason=FinishReason.STOP if answer.ended else FinishReason.LENGTH,
+        collection=CollectionSpec(),
+        created=0.0,
+    )

@@ -1,0 +1,236 @@
+"""Answers that all earn the same part of the reward: it is noticed and told, and updates look for a way out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from configs import TRAINING, changed
+from rl.fakes import answers, trajectories
+from rl.rig import NAME, SETTINGS, Rig, opened, running, settle
+
+from mlx_parallm.config import PlateauConfig, RewardScale
+from mlx_parallm.core import AdapterRef, FinishReason, Trajectory
+from mlx_parallm.rl.collect.group_rewards import GroupRewards
+from mlx_parallm.rl.collect.groups import TrajectoryGroup
+from mlx_parallm.rl.objectives.batches import PreparedBatch, ScoredGroup
+from mlx_parallm.rl.objectives.rewards import RewardHistory
+from mlx_parallm.rl.objectives.signals import prepare_signal
+from mlx_parallm.rl.updates.plateau import Plateau
+
+VERSION = AdapterRef(NAME, 1)
+QUIET = changed(SETTINGS, explore_updates=0)
+
+
+def watched(**fields: Any) -> tuple[Plateau, list[tuple[str, dict[str, object]]]]:
+    """A plateau of updates of four answers, and the events it emits."""
+    events: list[tuple[str, dict[str, object]]] = []
+    config = PlateauConfig(**fields)
+    return Plateau(NAME, config, lambda kind, **data: events.append((kind, data)), lambda: 4), events
+
+
+def scored(*rewards: float) -> ScoredGroup:
+    return ScoredGroup(answers(*trajectories("g", VERSION, len(rewards))), rewards, "exact")
+
+
+def observe(plateau: Plateau, *groups: Sequence[float]) -> Plateau:
+    for rewards in groups:
+        plateau.observe(scored(*rewards))
+    return plateau
+
+
+# ---- what is a plateau ---------------------------------------------------------------------------
+
+
+def test_it_begins_after_two_updates_of_equal_rewards_and_ends_when_they_differ() -> None:
+    plateau, events = watched()
+    observe(plateau, (0.3,) * 4)
+    assert (plateau.level, plateau.advice, events) == (None, "", [])
+    observe(plateau, (0.3,) * 4)
+    assert plateau.level == 0.3
+    assert "100% of the last 8 answers earned 0.3" in plateau.advice
+    observe(plateau, (0.3,) * 4)
+    assert [kind for kind, _ in events] == ["plateau"], "told once"
+    assert events[0][1] == {"adapter": NAME, "reward": 0.3, "reason": plateau.advice}
+    observe(plateau, (0.3, 0.3, 0.3, 1.0))
+    assert (plateau.level, plateau.advice) == (None, "")
+    assert [kind for kind, _ in events] == ["plateau", "plateau_ended"]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "level"),
+    [
+        ((0.3,) * 19 + (0.0,), 0.3),  # nearly all
+        ((0.3,) * 16 + (0.0,) * 4, None),  # the groups of many of them still have a signal
+        ((0.0,) * 20, 0.0),
+        ((1.0,) * 20, None),  # solved
+        ((5.0,) * 20, None),
+        (tuple(np.linspace(0, 1, 20)), None),
+    ],
+)
+def test_what_is_one(rewards: Sequence[float], level: float | None) -> None:
+    plateau, _ = watched(updates=5)
+    observe(plateau, *np.reshape(rewards, (5, 4)).tolist())
+    assert plateau.level == level
+
+
+def test_the_full_reward_is_the_highest_one_that_was_seen_if_that_is_more_than_configured() -> None:
+    plateau, _ = watched()
+    observe(plateau, (10.0, 5.0, 5.0, 5.0), (5.0,) * 4)
+    assert plateau.level is None, "one of the last 8 earned more"
+    observe(plateau, (5.0,) * 4)
+    assert plateau.level == 5.0
+    low, _ = watched(full_reward=0.3)
+    assert observe(low, (0.3,) * 4, (0.3,) * 4).level is None
+
+
+def test_the_better_answers_of_earlier_updates_are_kept_the_best_first_and_only_some() -> None:
+    plateau, _ = watched()
+    observe(plateau, (0.5, 1.0, 0.2, 0.3), *[(0.3,) * 4] * 30)
+    assert [group.rewards for group in plateau.better] == [(1.0,), (0.5,)]
+    assert all(group.remembered and len(group.episodes) == 1 for group in plateau.better)
+    observe(plateau, *[(0.4,) * 4] * 30)
+    assert [group.rewards for group in plateau.better] == [(1.0,), (0.5,)]
+
+
+def test_nothing_is_known_of_a_way_out_if_no_answer_has_ever_earned_anything() -> None:
+    plateau, _ = watched()
+    observe(plateau, (0.0,) * 4, (0.0,) * 4)
+    assert not plateau.explores
+    assert "None of the last 8 answers earned a reward" in plateau.advice
+    observe(plateau, (0.0, 0.0, 0.0, 1.0), (0.0,) * 4, (0.0,) * 4)
+    assert plateau.explores
+
+
+def test_it_gives_up_after_some_updates_since_rewards_may_be_the_same_whatever_the_answers_are() -> None:
+    plateau, _ = watched(explore_updates=3)
+    tries = [observe(plateau, (0.5,) * 4).explores for _ in range(8)]
+    assert tries == [False, True, True, True, False, False, False, False]
+    assert "earned 0.5" in plateau.advice
+    observe(plateau, (0.5, 0.5, 0.0, 0.0), (0.5,) * 4, (0.5,) * 4)
+    assert plateau.explores, "rewards have differed"
+    assert not observe(watched(explore_updates=0)[0], (0.5,) * 4, (0.5,) * 4).explores
+
+
+# ---- the batch of an update that explores --------------------------------------------------------
+
+
+def of_lengths(*lengths: int, cut_off: Sequence[int] = ()) -> tuple[Trajectory, ...]:
+    return tuple(
+        replace(
+            one,
+            completion_ids=tuple(range(3, 3 + length)),
+            sampling_logprobs=(-1.0,) * length,
+            finish_reason=FinishReason.LENGTH if at in cut_off else FinishReason.STOP,
+        )
+        for at, (one, length) in enumerate(zip(trajectories("g", VERSION, len(lengths)), lengths, strict=True))
+    )
+
+
+def prepared(*groups: ScoredGroup) -> PreparedBatch:
+    return prepare_signal(groups, TRAINING.loss, RewardHistory(), explores=True)
+
+
+def test_of_answers_that_earn_the_same_the_shorter_ones_are_better() -> None:
+    group = ScoredGroup(answers(*of_lengths(8, 3, 8, 5, 2, cut_off=(0,))), (0.3, 0.3, 0.3, 0.3, 0.0), "exact")
+    made = prepared(group)
+    cut_off, short, long, middle, failed = made.advantages[0].values
+    assert short > middle > long > cut_off > failed
+    assert sum(made.advantages[0].values) == pytest.approx(0)
+    assert (made.batch.step_scale, made.drop_reasons) == (1.0, (None,))
+
+
+def test_answers_that_earned_more_are_learnt_again_as_if_the_policy_had_drawn_them_now() -> None:
+    now = ScoredGroup(answers(*of_lengths(3, 4, 5)), (0.3, 0.3, 0.3), "exact", on_policy=True)
+    better = ScoredGroup(answers(*of_lengths(2)), (1.0,), "exact", remembered=True)
+    made = prepared(now, better)
+    assert made.advantages[1].values[0] > 0 > max(made.advantages[0].values)
+    assert len(set(made.advantages[0].values)) == 1, "lengths do not count then"
+    assert [bool(sample.sampling_logprobs) for sample in made.batch.samples] == [True, True, True, False]
+    assert made.batch.metrics["reward_mean"] == pytest.approx(0.3), "the reward of the answers of this update"
+    assert made.batch.metrics["trajectories"] == 3
+
+
+def test_answers_that_are_equal_in_all_teach_nothing() -> None:
+    made = prepared(ScoredGroup(answers(*of_lengths(3, 3)), (0.3, 0.3), "exact"))
+    assert (made.batch.samples, made.batch.teaches) == ((), False)
+
+
+# ---- in training ---------------------------------------------------------------------------------
+
+
+def drawn(rig: Rig, rewards: Sequence[float], lengths: Sequence[int]) -> None:
+    """A complete group of the last version, of answers of these lengths."""
+    rig.groups += 1
+    members = [
+        replace(
+            one, trajectory_id=f"g{rig.groups}-{at}", group_id=f"g{rig.groups}", adapter=rig.training.versions.latest
+        )
+        for at, one in enumerate(of_lengths(*lengths))
+    ]
+    group = TrajectoryGroup(NAME, members)
+    rig.buffer.add(group)
+    GroupRewards(rig.buffer).score(group, rewards)
+    rig.loop.wake()
+
+
+async def test_updates_look_for_a_way_out_until_rewards_differ_again() -> None:
+    rig = await opened()
+    async with running(rig):
+        drawn(rig, (0.3,) * 4, (2, 3, 4, 5))
+        await settle()
+        assert rig.learner.batches == [], "equal rewards teach nothing"
+        for _ in range(2):
+            drawn(rig, (0.3,) * 4, (2, 3, 4, 5))
+            await settle()
+        assert rig.kinds[-3:].count("update") >= 1
+        assert "plateau" in rig.kinds
+        assert "earned 0.3" in rig.loop.status().advice
+        explored = len(rig.learner.batches)
+        assert {sample.advantages[2] > 0 for sample in rig.learner.batches[-1].samples} == {True, False}
+        drawn(rig, (0.3, 0.3, 1.0, 0.3), (2, 3, 4, 5))
+        await settle()
+        assert (rig.kinds.count("plateau_ended"), rig.loop.status().advice) == (1, "")
+        best = max(rig.learner.batches[explored].samples, key=lambda sample: sample.advantages[-1])
+        assert len(best.token_ids) == 2 + 4, "by its reward, not by its length"
+        for _ in range(2):
+            drawn(rig, (0.3,) * 4, (2, 3, 4, 5))
+            await settle()
+        best = max(rig.learner.batches[-1].samples, key=lambda sample: sample.advantages[-1])
+        assert (len(best.token_ids), best.sampling_logprobs) == (2 + 4, ()), "the one that earned more, again"
+    rig.check()
+
+
+async def test_one_setting_turns_it_off_and_it_is_still_told() -> None:
+    rig = await opened(settings=QUIET)
+    async with running(rig):
+        for _ in range(6):
+            drawn(rig, (0.3,) * 4, (2, 3, 4, 5))
+            await settle()
+    assert rig.learner.batches == []
+    assert rig.kinds.count("plateau") == 1
+    assert "earned 0.3" in rig.loop.status().advice
+
+
+async def test_an_update_says_what_people_should_change() -> None:
+    rig = await opened(settings=QUIET)
+    drawn(rig, (0.3,) * 8, (2,) * 8)
+    report = await rig.loop.update(None)
+    assert (report.status, report.reason) == ("skipped", "no_signal")
+    assert "earned 0.3" in report.advice
+
+
+async def test_an_update_of_next_to_no_signal_is_not_made_and_publishes_nothing() -> None:
+    """Equal feedback is compared with earlier feedback, which it comes to equal."""
+    rig = await opened(settings=changed(QUIET, scale_rewards=RewardScale.GROUP))
+    reports = []
+    for _ in range(60):
+        rig.drawn(0.3, 0.3, 0.3, 0.3, scorer=None)
+        reports.append(await rig.loop.update(None))
+    assert reports[0].status == "published"
+    assert {(report.status, report.reason) for report in reports[40:]} == {("skipped", "no_signal")}
+    assert len(rig.publisher.versions) == sum(report.status == "published" for report in reports)
+    rig.check()
