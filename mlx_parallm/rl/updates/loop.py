@@ -295,6 +295,11 @@ class TrainingLoop:
         if self._pausing.resume():
             self.wake()
 
+    def hold(self, reason: str) -> None:
+        """Stops automatic updates, until the next call with "" for the reason."""
+        self._pausing.hold(reason)
+        self.wake()
+
     # -- what may be trained on ------------------------------------------------------------------
 
     def reason_against(self, version: AdapterRef | None) -> DropReason | None:
