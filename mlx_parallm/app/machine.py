@@ -37,6 +37,29 @@ def footprint_limit(configured: int | None, ram: int) -> int:
     return int(_RAM_SHARE * ram) if configured is None else configured
 
 
+def machine_facts() -> dict[str, str]:
+    """What the watch of a server sees of this machine now, for `mlx_parallm doctor`."""
+    return {"memory guard": _said(_memory_fact), "power": _said(_power_fact)}
+
+
+def _said(fact: Callable[[], str]) -> str:
+    try:
+        return fact()
+    except Exception as error:  # noqa: BLE001 - a system may say anything; the rest of the report is still of use
+        return f"cannot be read, so it is not watched: {error!r}"
+
+
+def _memory_fact() -> str:
+    limit, pressure = footprint_limit(None, machine_memory().ram), read_memory().pressure
+    return f"acts when a server takes more than {limit / 2**30:.1f} GiB; memory pressure is {pressure.name.lower()} now"
+
+
+def _power_fact() -> str:
+    power = read_power()
+    extras = [text for text, on in (("Low Power Mode", power.low_power), ("hot", power.hot)) if on]
+    return ", ".join(["battery" if power.on_battery else "mains", *extras])
+
+
 @dataclass(frozen=True, slots=True)
 class Readers:
     """Where readings come from. `clocks`: `time.monotonic`, which stops while the machine sleeps, and one that does
@@ -74,8 +97,9 @@ class MachineWatch:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Watches until the block ends."""
+        """Watches until the block ends. The first reading is taken before it begins."""
         with ThreadPoolExecutor(1, thread_name_prefix="machine") as reader:
+            await self._look(reader)
             task = asyncio.create_task(self._run(reader))
             try:
                 yield
@@ -84,10 +108,12 @@ class MachineWatch:
                 await asyncio.gather(task, return_exceptions=True)
 
     async def _run(self, reader: ThreadPoolExecutor) -> None:
-        loop = asyncio.get_running_loop()
         while True:
-            self.look(*await loop.run_in_executor(reader, self._read))
             await asyncio.sleep(_INTERVAL_S)
+            await self._look(reader)
+
+    async def _look(self, reader: ThreadPoolExecutor) -> None:
+        self.look(*await asyncio.get_running_loop().run_in_executor(reader, self._read))
 
     def _read(self) -> tuple[MemoryReading | None, PowerReading | None]:
         memory = self._reading("memory", self._readers.memory) if self._guard is not None else None

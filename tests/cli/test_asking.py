@@ -10,7 +10,8 @@ import pytest
 from mlx_parallm.cli.main import main
 
 KV_BYTES = {"kv_bytes_held": 2**20, "kv_bytes_budget": 2**30, "kv_bytes_cached": 3 * 2**20}
-STATE = {"engine": {"running": 3, "waiting": 1, **KV_BYTES}}
+MACHINE = {"shortage": "", "training_waits_for": ""}
+STATE = {"engine": {"running": 3, "waiting": 1, "machine": MACHINE, **KV_BYTES}}
 NO_ADAPTERS = {"data": [], "route": {"base": 1.0}, "slots": {"total": 8, "used": 0, "pinned": 0}, "bank_bytes": 2**21}
 
 
@@ -47,6 +48,16 @@ def test_ps_shows_a_running_server(server, capsys):
         "  running   3",
         "  waiting   1",
         "  KV cache  1.0 MiB of 1.0 GiB, cached prefixes 3.0 MiB",
+    ]
+
+
+def test_ps_shows_what_the_machine_lacks(server, answers, capsys):
+    lacks = {"shortage": "too much is taken", "training_waits_for": "the machine is too hot"}
+    answers["/debug/state"] = json.dumps({"engine": STATE["engine"] | {"machine": lacks}}).encode()
+    assert main(["ps", "--url", server.url]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "  short of  too much is taken",
+        "  training  the machine is too hot",
     ]
 
 
