@@ -243,6 +243,7 @@ STATUS = {
     "training_enabled": True,
     "lora_adapter": "default",
     "state": "running",
+    "pause_reason": None,
     "live_lora": "default@3",
     "best_lora": "default@2",
     "updates_total": 3,
@@ -261,10 +262,11 @@ UPDATED = {"status": "published", "reason": "", "lora_adapter": "default@4", "st
 
 
 def test_training_status_in_a_few_lines(server, answers, capsys):
-    answers["/v1/training/status"] = json.dumps(STATUS).encode()
+    paused = {"state": "paused", "pause_reason": "it is too hot"}
+    answers["/v1/training/status"] = json.dumps(STATUS | paused).encode()
     assert main(["training", "status", "--url", server.url]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "training    default, running",
+        "training    default, paused: it is too hot",
         "live        default@3",
         "best        default@2",
         "updates     3 since the start, 13 steps in all",

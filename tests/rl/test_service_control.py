@@ -193,7 +193,7 @@ async def test_while_it_is_held_nothing_is_updated_by_itself_and_then_what_has_w
             await one.request()
         await settle()
         status = one.service.status()
-        assert (status.state, status.detail["pause_reason"]) == ("paused", "the machine runs on battery")
+        assert (status.state, status.pause_reason) == ("paused", "the machine runs on battery")
         assert one.learner.batches == []
         assert one.service.needs().pause_reason, "so that the server's own rollouts wait too"
         one.service.hold("")
@@ -212,11 +212,11 @@ async def test_the_end_of_a_hold_does_not_end_a_pause_and_resuming_does_not_end_
     async with world() as one:
         await one.service.pause()
         one.service.hold("battery")
-        assert one.service.status().detail["pause_reason"] == "asked"
+        assert one.service.status().pause_reason == "asked"
         one.service.hold("")
         assert one.service.status().state == "paused"
         one.service.hold("battery")
-        assert (await one.service.resume()).detail["pause_reason"] == "battery"
+        assert (await one.service.resume()).pause_reason == "battery"
         one.service.hold("")
         assert one.service.status().state != "paused"
 
