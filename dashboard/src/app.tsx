@@ -100,7 +100,10 @@ function Problems() {
   if (refused.value) {
     return <Banner>{refused.value.message}</Banner>;
   }
-  return now.value?.state === "dead" ? (
-    <Banner>The device thread has stopped, so no request is answered. Restart the server; its log says why.</Banner>
-  ) : null;
+  if (now.value?.state === "dead") {
+    return (
+      <Banner>The device thread has stopped, so no request is answered. Restart the server; its log says why.</Banner>
+    );
+  }
+  return now.value?.notices.length ? <Banner>{now.value.notices.join(" ")}</Banner> : null;
 }

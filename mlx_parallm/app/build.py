@@ -19,6 +19,7 @@ from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.app.base_model import BaseModel, Built, SharedDevice
 from mlx_parallm.app.base_paths import base_paths
 from mlx_parallm.app.device import device_schedule, mlx_limits
+from mlx_parallm.app.machine import MachineWatch
 from mlx_parallm.app.ranks import Lead
 from mlx_parallm.app.reward import check_reward
 from mlx_parallm.app.training import TrainingRuntime, build_reward_models, build_trainer, build_training
@@ -77,7 +78,7 @@ class Engine:
     """The device thread with the first base model, ready to generate between `start` and `stop`.
 
     `bases`: all base models of the configuration. `shared`: what they share. `load_seconds`: how long it took to load
-    the first one.
+    the first one. `watch`: of the machine; its user runs it.
     """
 
     def __init__(self, config: Config, command: Mapping[str, Any] | None = None, ranks: Ranks | None = None) -> None:
@@ -91,6 +92,7 @@ class Engine:
         self._record: RunFile | None = None
         self._ending = (RunState.FINISHED, "")
         self.processor = ContinuousBatchProcessor(self._build, debug=config.debug.check_when_idle)
+        self.watch = MachineWatch(config, self.processor)
         self._lead = Lead(ranks, self.processor.lose) if ranks is not None else None
         parts = self._lead.parts if self._lead is not None else Parts()
         self.shared = SharedDevice(config, self.processor, base_paths(config), parts)

@@ -29,7 +29,8 @@ _DECODE_STALL_S, _CPU_DECODE_STALL_S = 0.1, 0.5
 
 def mlx_limits(config: Config) -> MemoryLimits:
     """The memory that MLX may take on this device, as configured."""
-    return memory_limits(machine_memory(), config.server.mlx_memory_limit, config.server.mlx_cache_limit)
+    server = config.server
+    return memory_limits(machine_memory(), server.mlx_memory_limit, server.mlx_cache_limit, server.wired_memory)
 
 
 def build_runner(

@@ -158,7 +158,7 @@ class IntegratedServer:
                     await self._training_started.wait()
                 self._is_asleep = lambda: app.state.services.sleep.asleep
                 with self._engine.failures_recorded():
-                    async with models.kept_up():
+                    async with models.kept_up(), self._engine.watch.running():
                         return await serve(app, partial(_started, served, config, app, node))
         finally:
             self._inference_ended.set()
@@ -232,7 +232,8 @@ class IntegratedServer:
             with self._engine.failures_recorded():
                 if served.training is not None:
                     await self._start_training(served.training, served)
-                yield served
+                async with self._engine.watch.running():
+                    yield served
         finally:
             await self._stop()
 
@@ -262,6 +263,7 @@ class IntegratedServer:
         training.service.restore_history(earlier)
         self._tracking = start_tracking(self._config, served.run)
         training.service.track(self._tracking)
+        self._engine.watch.attach(training.service.hold)
         if self._config.rl_training.atropos_url is not None:
             registered = registration(self._config, served, training.service.status().step)
             self._atropos = open_source(self._config, served, training.service, registered)

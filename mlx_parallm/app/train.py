@@ -17,6 +17,7 @@ from mlx_parallm.app.atropos_run import AtroposRun
 from mlx_parallm.app.build import Engine, Served
 from mlx_parallm.app.environment_run import EnvironmentRun
 from mlx_parallm.app.inference import check_inference
+from mlx_parallm.app.machine import MachineWatch
 from mlx_parallm.app.ranks import check_splittable, follow
 from mlx_parallm.app.tracking import start_tracking
 from mlx_parallm.app.train_progress import TrainOptions, TrainView
@@ -73,7 +74,7 @@ def run(config: Config, options: TrainOptions, view: TrainView) -> int:
         with closing(start_tracking(config, served.run, options.log)) as tracking:
             parts = (config, options, view, served, served.training, tracking)
             with engine.failures_recorded():
-                exit_code = asyncio.run(_until_signal(_work(parts, source)))
+                exit_code = asyncio.run(_until_signal(_watched(engine.watch, _work(parts, source))))
         if exit_code:
             engine.ends(RunState.INTERRUPTED, f"it was stopped by {signal.Signals(exit_code - 128).name}")
         return exit_code
@@ -106,6 +107,11 @@ def _work(parts: RunParts, source: Environment | None) -> Coroutine[Any, Any, No
     from mlx_parallm.app.cluster_run import run_in_cluster
 
     return run_in_cluster(config, steps)
+
+
+async def _watched(watch: MachineWatch, work: Coroutine[Any, Any, None]) -> None:
+    async with watch.running():
+        await work
 
 
 def _run_of(parts: RunParts, source: Environment | None) -> TrainingRun:

@@ -5,6 +5,7 @@ Each step fills the buffer with groups that have their rewards, and makes one up
 
 from __future__ import annotations
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -23,6 +24,8 @@ from mlx_parallm.rl.updates.turns import Chosen
 
 if TYPE_CHECKING:  # it needs the extra `cluster`
     from mlx_parallm.app.cluster_training import ClusterTraining
+
+_POLL_S = 0.5
 
 FINAL = "final"
 """Tag of the checkpoint that a run ends with."""
@@ -133,6 +136,7 @@ class TrainingRun(ABC):
 
     async def _step(self, step: int) -> None:
         """Makes one update, and reports it with the speed of the whole step."""
+        await self._until_allowed()
         started, self.drawn, self.wanted = time.monotonic(), 0, 0
         filled = await self._fill(is_last=step == self.options.steps)
         self._show_samples(filled.chosen)
@@ -147,6 +151,12 @@ class TrainingRun(ABC):
         self.view.updated(report)
         self.tracking.write(Record("update", step, report.metrics, _fields(report, filled.failures)))
         _check_not_paused(report)
+
+    async def _until_allowed(self) -> None:
+        """Returns when the machine may train. Until then, the log says why it should not."""
+        while self.served.engine.stats().machine.training_waits_for:
+            self._check_alive()
+            await asyncio.sleep(_POLL_S)
 
     def _show_samples(self, chosen: Chosen | None) -> None:
         """Shows the best and the worst sample of this step to the view."""

@@ -121,6 +121,8 @@ GROUPS = (
             Flag("--prefix-cache-disk", "server.prefix_cache_disk", "SIZE"),
             Flag("--mlx-memory-limit", "server.mlx_memory_limit", "SIZE"),
             Flag("--mlx-cache-limit", "server.mlx_cache_limit", "SIZE"),
+            Flag("--memory-guard", "server.memory_guard", "auto|off|SIZE"),
+            Flag("--wired-memory", "server.wired_memory"),
         ),
     ),
     FlagGroup(
@@ -152,6 +154,7 @@ GROUPS = (
             Flag("--update-frequency", "rl_training.update_frequency", "TRAJECTORIES"),
             Flag("--max-staleness", "rl_training.max_staleness", "VERSIONS"),
             Flag("--training-time-share", "rl_training.training_time_share", "SHARE"),
+            Flag("--train-on-battery", "rl_training.train_on_battery"),
             Flag("--micro-batch-tokens", "rl_training.micro_batch_tokens", "TOKENS"),
             Flag("--trajectory-buffer-size", "rl_training.trajectory_buffer_size", "TRAJECTORIES"),
             Flag("--seed", "rl_training.seed", "SEED"),

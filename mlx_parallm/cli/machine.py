@@ -56,10 +56,11 @@ def doctor(args: Namespace) -> int:
     self_test.check_arguments(args)
     if args.self_test:
         return self_test.self_test(args)
+    from mlx_parallm.app.machine import machine_facts
     from mlx_parallm.batch.attention_times import typical_attention
     from mlx_parallm.model.device import report
 
-    found = report({"attention": typical_attention().text})
+    found = report({**machine_facts(), "attention": typical_attention().text})
     return show(args, {**found.facts, "warnings": list(found.warnings)}, lambda: found.text)
 
 

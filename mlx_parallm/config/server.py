@@ -13,6 +13,7 @@ from mlx_parallm.config.types import (
     ByteSize,
     File,
     Folder,
+    GuardSize,
     Host,
     Hosts,
     Integer,
@@ -156,12 +157,20 @@ class ServerConfig(Section):
     """Largest size of the files in prefix_cache_dir, such as 20GB. Those used least recently are removed beyond it."""
     mlx_memory_limit: AutoByteSize = None
     """Memory that MLX may use in all. Above it, MLX waits for running work and frees cached buffers before it
-    allocates. auto takes Metal's recommended working set, 95 % of another GPU's memory, or 80 % of RAM on a CPU. On
-    Metal the same amount is wired, so that macOS does not page it out.
+    allocates. auto takes Metal's recommended working set, 95 % of another GPU's memory, or 80 % of RAM on a CPU.
     """
     mlx_cache_limit: AutoByteSize = None
     """Memory of freed buffers that MLX keeps for reuse; it counts toward mlx_memory_limit. auto takes 5 % of that
     limit, but 256 MiB at least and 4 GiB at most; on a CPU it takes 32 MiB.
+    """
+    memory_guard: GuardSize = None
+    """Memory of this process above which the server holds less: first it keeps no cached prefixes, then rollouts wait,
+    then new requests get 503, until there is memory again. It does the same while the system says that memory is
+    short. auto takes 90 % of RAM, or of the container's limit. off: nothing is watched.
+    """
+    wired_memory: bool = False
+    """On Metal, wire the memory that MLX may use, so that macOS does not page it out between requests. Some versions
+    of macOS panic, and the Mac restarts, when memory is wired and several requests run at once.
     """
     max_decode_stall_ms: Integer | None = Field(default=None, ge=1, le=60_000)
     """Longest time in milliseconds that a running request should wait between two tokens for other prompts' prefill and

@@ -196,6 +196,10 @@ class RLTrainingConfig(Section):
     """Share of device time that updates get while there are requests. They also get all idle time. null means 0.12, or
     0.5 in the mode training_priority.
     """
+    train_on_battery: bool = False
+    """Train while the machine runs on battery or saves energy (Low Power Mode of macOS). Otherwise automatic updates
+    and the server's own rollouts wait until it does not.
+    """
     micro_batch_tokens: Integer | None = Field(default=None, ge=1)
     """Largest number of prompt and completion tokens in one micro-step of training; one sample may have more. A larger
     number is faster and takes more memory. A micro-step is cut between layers to keep to max_decode_stall_ms. null

@@ -76,6 +76,11 @@ def _parse_auto_bytes(value: object) -> int | None:
     return None if value is None or value == AUTO else parse_bytes(value)
 
 
+def _parse_guard_bytes(value: object) -> int | None:
+    """`off`, which yaml reads as false, is 0."""
+    return 0 if value in (0, "off") else _parse_auto_bytes(value)
+
+
 # -- network addresses ---------------------------------------------------------------------------
 
 
@@ -214,4 +219,9 @@ AutoByteSize = Annotated[
     int | None,
     BeforeValidator(_parse_auto_bytes),
     PlainSerializer(lambda size: AUTO if size is None else exact_bytes(size)),
+]
+GuardSize = Annotated[
+    int | None,
+    BeforeValidator(_parse_guard_bytes),
+    PlainSerializer(lambda size: AUTO if size is None else exact_bytes(size) if size else "off"),
 ]

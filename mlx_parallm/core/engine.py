@@ -15,6 +15,7 @@ from mlx_parallm.core.device import (
     Histogram,
     PauseMode,
 )
+from mlx_parallm.core.machine import UNKNOWN_MACHINE, MachineState
 from mlx_parallm.core.requests import Event, GenerationRequest
 
 
@@ -67,6 +68,7 @@ class EngineStats:
         device_seconds: what the device has worked on since start.
         taken_at: when the snapshot was taken, on the monotonic clock.
         paused: `pause` was called and `resume` was not. Requests may still be running.
+        machine: what is known of the machine, and what is done about it.
         detail: JSON values for `/debug/state`.
         bases: the same of each base model by its name, if there are several.
     """
@@ -101,6 +103,7 @@ class EngineStats:
     device_seconds: DeviceSeconds = NO_TIME
     taken_at: float = 0.0
     paused: bool = False
+    machine: MachineState = UNKNOWN_MACHINE
     detail: Mapping[str, Any] = field(default_factory=dict)
     bases: Mapping[str, EngineStats] = field(default_factory=dict)
 

@@ -17,6 +17,9 @@ When the reserved part grows, the KV pool gives back free blocks and cached pref
 with them; they give way when the next row needs a block. A row that is alone may use the reserved part too, so that
 every request that fits the budget is served.
 
+While the machine is short of memory (`core.machine`), no cached prefixes are kept, and the pool gives back what rows do
+not use.
+
 Base models that are loaded side by side share one budget. Each has a DeviceMemory of its own, which counts what the
 others hold as taken. Free blocks and cached prefixes of the others are given back at once when a row needs them.
 """
@@ -92,6 +95,7 @@ class DeviceMemory:
     Attributes:
         budget_bytes: what the KV pool, adapters and training share.
         shortages: the last shortages, oldest first.
+        keeps_prefixes: False while the machine is short of memory.
         give_back: called to free blocks and cached prefixes until `excess` is 0, or none are left.
 
     Args:
@@ -101,6 +105,7 @@ class DeviceMemory:
     def __init__(self, budget_bytes: int, sharing: list[DeviceMemory] | None = None) -> None:
         self.budget_bytes = budget_bytes
         self.shortages: deque[Shortage] = deque(maxlen=_REMEMBERED)
+        self.keeps_prefixes = True
         self.give_back: Callable[[], object] = lambda: None
         self._accounts: dict[Account, Callable[[], int]] = {}
         self._sharing = [] if sharing is None else sharing
@@ -112,6 +117,11 @@ class DeviceMemory:
     def leave(self) -> None:
         """Ends the sharing, when the base model is unloaded."""
         self._sharing.remove(self)
+
+    def keep_prefixes(self, keep: bool) -> None:
+        """Whether this base model, its draft model and all others keep cached prefixes."""
+        for each in self._sharing:
+            each.keeps_prefixes = keep
 
     def ask_others(self, nbytes: int, must: bool) -> None:
         """Has other base models give back memory, so that `nbytes` more fit the budget here.

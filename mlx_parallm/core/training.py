@@ -76,6 +76,7 @@ class TrainingStatus:
 
     Attributes:
         state: disabled, idle, running, updating or paused.
+        pause_reason: why no automatic updates are made; None: they are.
         current: the live version; None before the first one.
         trajectories_waiting: trajectories without a reward.
         groups_open: groups to which requests may still add.
@@ -93,6 +94,7 @@ class TrainingStatus:
     """
 
     state: str = "disabled"
+    pause_reason: str | None = None
     adapter: str = ""
     current: AdapterRef | None = None
     step: int = 0

@@ -20,6 +20,7 @@ from mlx_parallm.core import (
     EngineStats,
     GenerationRequest,
     PauseMode,
+    Relief,
     completed,
     then,
 )
@@ -126,6 +127,17 @@ class DeviceLoop:
             self._requests.fail_all(AbortedError("the server was paused"))
         self._requests.flush()
 
+    def relieve(self, relief: Relief) -> None:
+        """Holds less memory, as this step says, or as much as before."""
+        self._runner.cache.device.keep_prefixes(relief < Relief.PREFIXES)
+        self.scheduler.holds_rollouts = relief >= Relief.ROLLOUTS
+
+    def forget_speed(self) -> None:
+        """Has the next units say how fast the machine is."""
+        self.scheduler.cost.forget()
+        if self._draft_model is not None:
+            self._draft_model.cost.forget()
+
     def reset_prefix_cache(self, files: bool = False) -> Future[int]:
         """Forgets every cached prefix, and returns the number of tokens that were cached. Live rows keep theirs.
 
@@ -224,6 +236,8 @@ class DeviceLoop:
         """
         started, waited = time.monotonic(), self._gives_way
         left = self._memory.tidy(started, others_wait or self.adapters.urgent)
+        if self._draft_model is not None and self._draft_model.tidy():
+            left = True
         self._gives_way = left and self._runner.cache.device.excess > 0
         self.scheduler.gap.add_wait_time(time.monotonic() - started)
         return left or waited

@@ -21,6 +21,7 @@ from mlx_parallm.core import (
     EngineStats,
     GenerationRequest,
     PauseMode,
+    Relief,
     RequestFailed,
     complete,
     completed,
@@ -70,6 +71,7 @@ class DeviceLoops:
         self._turns: dict[object, _Turns] = {}
         self._current: _Turns | None = None
         self._pause: PauseMode | None = None
+        self._relief = Relief.NONE
         self._schedule = first.scheduler.schedule
         self._first = first.base
         self._stats: dict[str, EngineStats] = {}  # as they were last read
@@ -107,6 +109,7 @@ class DeviceLoops:
         parts = replace(parts, scheduler=replace(parts.scheduler, schedule=self._schedule))
         loop = self._loops[parts.base] = DeviceLoop(parts, self._publish)
         self._turns[parts.base] = _Turns(loop.step, loop.rest, self._least_seconds())
+        loop.relieve(self._relief)
         if self._pause is not None:
             loop.pause(self._pause)
 
@@ -172,6 +175,17 @@ class DeviceLoops:
         self._schedule = schedule
         for loop in self._loops.values():
             loop.scheduler.reschedule(schedule)
+
+    def relieve(self, relief: Relief) -> None:
+        """See `DeviceLoop.relieve`. Applies to base models that are loaded later too."""
+        self._relief = relief
+        for loop in self._loops.values():
+            loop.relieve(relief)
+
+    def forget_speed(self) -> None:
+        """See `DeviceLoop.forget_speed`."""
+        for loop in self._loops.values():
+            loop.forget_speed()
 
     def reset_prefix_cache(self, files: bool = False) -> Future[int]:
         """See `DeviceLoop.reset_prefix_cache`."""

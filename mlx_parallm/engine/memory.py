@@ -138,10 +138,13 @@ class PoolMemory:
             Whether more is left to do now.
         """
         self._drop_unreachable()
+        short = not self._cache.device.keeps_prefixes
+        if short and self._cache.bytes_cached:
+            self._rows_have_ended = True  # once they are dropped, MLX's freed buffers are given back too
         quiet = now - self._opened_at > (_QUIET_WITH_CACHE_S if self._cache.bytes_cached else _QUIET_S)
         pausing = others_wait or (not self._cache.bytes_used and now - self._ended_at < _PAUSE_S)
         left = self._cache.tidy(self._tidy_bytes, quiet, pausing)
-        if self._rows_have_ended and quiet and not left and not pausing:
+        if self._rows_have_ended and (quiet or short) and not left and not pausing:
             mx.clear_cache()
             self._rows_have_ended = False
         return left

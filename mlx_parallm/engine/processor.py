@@ -29,6 +29,7 @@ from mlx_parallm.core import (
     EngineStats,
     Event,
     GenerationRequest,
+    MachineState,
     PauseMode,
     RequestFailed,
     RequestFinished,
@@ -71,6 +72,7 @@ class ContinuousBatchProcessor:
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._pauses = 0  # calls of `pause` and `resume` so far; a later call ends the wait of an earlier one
         self._stats = EngineStats(alive=True, ready=False)
+        self._machine = MachineState()
         self._lost_rank = ""  # which rank of a model over several machines is lost, in words
         self._started = threading.Event()
         self._start_error: BaseException | None = None
@@ -95,7 +97,17 @@ class ContinuousBatchProcessor:
             self._thread.join(timeout_s)
 
     def stats(self) -> EngineStats:
-        return self._stats
+        return replace(self._stats, machine=self._machine)
+
+    def heed(self, machine: MachineState) -> None:
+        """Does what a new reading of the machine asks for, between two units."""
+        if machine.relief is not self._machine.relief:
+            self._inbox.put(lambda loops: loops.relieve(machine.relief))
+        self._machine = machine
+
+    def forget_speed(self) -> None:
+        """Lets the next units say how fast the machine is, because it may have changed."""
+        self._inbox.put(lambda loops: loops.forget_speed())
 
     def lose(self, reason: str) -> None:
         """Fails all requests because another rank is lost, and counts the device thread as stopped, though it may

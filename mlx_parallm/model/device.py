@@ -57,8 +57,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 # -- how much memory MLX may use -----------------------------------------------------------------
 #
-# On Metal, MLX's defaults let a process take 1.5 times the recommended working set, let it keep as much in freed
-# buffers, and wire nothing, so that a Mac swaps instead of refusing an allocation. These limits are tighter.
+# On Metal, MLX's defaults let a process take 1.5 times the recommended working set and let it keep as much in freed
+# buffers, so that a Mac swaps instead of refusing an allocation. These limits are tighter. Nothing is wired unless the
+# operator asks for it: with a wired limit and two busy streams, macOS has panicked within two minutes
+# (https://github.com/ml-explore/mlx/issues/3186); without one it has not.
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _RAM_SHARE = 0.8
@@ -91,7 +93,7 @@ class MemoryLimits:
 
     memory: above it, MLX waits for running work and frees cached buffers before it allocates
     cache: freed buffers that MLX keeps for reuse
-    wired: memory kept resident, so that macOS does not page it out between requests; None if it cannot be set
+    wired: memory kept resident, so that macOS does not page it out between requests; None: MLX's default, which is none
     """
 
     memory: int
@@ -112,15 +114,19 @@ def _ram_bytes() -> int:
     return ram if limit == "max" else min(ram, int(limit))
 
 
-def memory_limits(device: MachineMemory, memory: int | None = None, cache: int | None = None) -> MemoryLimits:
-    """The limits for a device. `memory` and `cache` are what the operator configured; None means automatic."""
+def memory_limits(
+    device: MachineMemory, memory: int | None = None, cache: int | None = None, wire: bool = False
+) -> MemoryLimits:
+    """The limits for a device. `memory` and `cache` are what the operator configured; None means automatic. `wire`:
+    whether memory is wired, if the device can do that."""
     most = _usable_bytes(device)
     memory = memory or most
     automatic_cache = _CPU_CACHE
     if device.recommended is not None:
         automatic_cache = min(max(int(_CACHE_SHARE * memory), _MIN_CACHE), _MAX_CACHE)
     # Metal refuses to wire more than the working set that it recommends.
-    return MemoryLimits(memory, min(cache or automatic_cache, memory), min(memory, most) if device.can_wire else None)
+    wired = min(memory, most) if wire and device.can_wire else None
+    return MemoryLimits(memory, min(cache or automatic_cache, memory), wired)
 
 
 def _usable_bytes(device: MachineMemory) -> int:

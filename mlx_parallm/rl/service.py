@@ -97,6 +97,7 @@ class TrainingService:
         if self._webhook is not None:
             self._hub.add_sink(self._webhook.on_event)
         self._starting = asyncio.Lock()
+        self._hold_reason = ""
 
     # -- start and end ---------------------------------------------------------------------------
 
@@ -116,6 +117,7 @@ class TrainingService:
                 training = AdapterTraining(check_name(name, "lora_adapter"), self._adapter_parts, name == self._default)
                 loop = TrainingLoop(training, self.trajectories.buffer, self._config, self._hub.emit, self._ledger)
                 await loop.open()
+                loop.hold(self._hold_reason)
                 loop.entry = partial(self.competition.entry, name)
                 self._loops[name] = loop
                 if restore:
@@ -259,6 +261,13 @@ class TrainingService:
         """See `core.TrainingClient.resume`."""
         self._loop(adapter).resume()
         return self.status(adapter)
+
+    def hold(self, reason: str) -> None:
+        """Stops the automatic updates of all adapters, until the next call with "" for the reason. Updates that clients
+        ask for are made."""
+        self._hold_reason = reason
+        for loop in self._loops.values():
+            loop.hold(reason)
 
     async def rollback(self, adapter: str | None = None, to: str | None = None) -> TrainingStatus:
         """See `core.TrainingClient.rollback`."""

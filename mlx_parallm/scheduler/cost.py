@@ -112,6 +112,11 @@ class CostModel:
         self.growth_scale += min(seconds / _GROWTH_MEMORY_S, 1.0) * (1.0 - self.growth_scale)
         self._observed_at = now
 
+    def forget(self) -> None:
+        """Lets the next unit set the scale alone, whatever was observed before. Call it when the machine has slept: its
+        clock rate may be another one."""
+        self._observed_at, self.growth_scale = -math.inf, 1.0
+
     def observe_drafts(self, rows: Sequence[Chunk], drafts: int, seconds: float) -> None:
         """Corrects `growth` by a unit of decode rows, and of so many tokens of drafts, that took `seconds`.
 

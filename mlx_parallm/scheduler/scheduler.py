@@ -76,6 +76,9 @@ class SchedulerConfig:
 class RLAwareScheduler:
     """Owns the waiting queue and the live rows. Device thread only.
 
+    Attributes:
+        holds_rollouts: no further rollout gets a row. Those that have one go on.
+
     Args:
         memory: where rows come from; None is memory without limits.
         cost: predicts the seconds of forward units. The scheduler corrects it by observed times.
@@ -91,6 +94,7 @@ class RLAwareScheduler:
         self.gap, self.share_meter, self.record_training = beside.gap, beside.share_meter, beside.record_training
         self.preemptions = 0
         self.paused = False
+        self.holds_rollouts = False
         self._memory = memory or UnlimitedMemory()
         self._shares = TokenShares()
         self._order = PromptOrder(cost, self._memory, self._shares)
@@ -156,6 +160,8 @@ class RLAwareScheduler:
         if self._frozen or (self._memory_is_short and self._rows):
             return
         lanes = [lane for lane in self._waiting.lanes() if self._memory.ready(lane.adapter)]
+        if self.holds_rollouts:
+            lanes = [lane for lane in lanes if lane.work_class is not WorkClass.TRAINING]
         if not lanes:
             return
         in_prefill = Counter(map(prompt_kind, prefilling(self._rows)))

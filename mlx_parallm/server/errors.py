@@ -118,6 +118,15 @@ class AsleepError(EngineError):
     """The server is asleep and accepts no generation requests until POST /wake_up."""
 
 
+class ShortMemoryError(EngineError):
+    """The machine is short of memory, so the server accepts no generation requests until it is not."""
+
+    retry_after_s = 10
+
+    def __init__(self, shortage: str) -> None:
+        super().__init__(f"The server's machine is short of memory ({shortage}); try again later.")
+
+
 class NotReadyError(EngineError):
     """The server runs but is not ready for requests."""
 
@@ -182,6 +191,7 @@ RULES: Mapping[type[Exception], ErrorRule] = {
         "This server only trains; send the request to one that is not in training_only mode.",
     ),
     AsleepError: ErrorRule(503, "asleep", "The server is asleep; POST /wake_up, then try again."),
+    ShortMemoryError: ErrorRule(503, "memory_pressure"),
     NotReadyError: ErrorRule(503, "not_ready", "The server is not ready for requests."),
     Exception: ErrorRule(500, "internal_error", "The server failed; its log says why."),
 }

@@ -98,6 +98,19 @@ BASE_COUNTERS: Table[EngineStats] = {
 ENGINE_GAUGES: Table[EngineStats] = {
     "engine_paused": ("1 from POST /pause to POST /resume.", lambda stats: stats.paused),
     "engine_alive": ("1 while the device thread runs.", lambda stats: stats.alive),
+    "process_footprint_bytes": ("Bytes of memory that this process takes.", lambda stats: stats.machine.footprint),
+    "process_footprint_limit_bytes": (
+        "Bytes above which memory counts as short; 0 if it is not watched.",
+        lambda stats: stats.machine.footprint_limit,
+    ),
+    "memory_relief": (
+        "What is done about short memory: 0 nothing, 1 no cached prefixes, 2 training waits too, 3 no new requests.",
+        lambda stats: stats.machine.relief,
+    ),
+    "training_held": (
+        "1 while training waits for power, cooling or memory.",
+        lambda stats: bool(stats.machine.training_waits_for),
+    ),
     "training_share_now": (
         "Share of device time that training got in the last window.",
         lambda stats: stats.training_share,

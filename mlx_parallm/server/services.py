@@ -21,6 +21,7 @@ from mlx_parallm.core import (
     CollectionClient,
     EngineClient,
     LessonClient,
+    Relief,
     RewardModelClient,
     ServedModel,
     TrainingClient,
@@ -36,7 +37,13 @@ from mlx_parallm.server.api.chat.history import EpisodeHistories
 from mlx_parallm.server.api.responses.conversation import ResponseStore
 from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES
 from mlx_parallm.server.cluster.parts import ClusterParts
-from mlx_parallm.server.errors import AsleepError, DrainingError, InferenceDisabledError, RoleError
+from mlx_parallm.server.errors import (
+    AsleepError,
+    DrainingError,
+    InferenceDisabledError,
+    RoleError,
+    ShortMemoryError,
+)
 from mlx_parallm.server.http.request_log import RequestRecord, key_of, record_of
 from mlx_parallm.server.http.workers import Workers
 from mlx_parallm.server.lifecycle import Lifecycle, SequenceGate, SleepSwitch
@@ -122,6 +129,7 @@ class Services:
             DrainingError: it is shutting down.
             InferenceDisabledError: it only trains.
             AsleepError: it is asleep.
+            ShortMemoryError: the machine is short of memory.
         """
         if self.lifecycle.drain_begun.is_set():
             raise DrainingError("draining")
@@ -129,6 +137,9 @@ class Services:
             raise InferenceDisabledError("training only")
         if self.sleep.asleep:
             raise AsleepError("asleep")
+        machine = self.engine.stats().machine
+        if machine.relief is Relief.REQUESTS:
+            raise ShortMemoryError(machine.shortage)
 
     async def adapter_name(self, selector: AdapterSelector, base: str, record: RequestRecord) -> str | None:
         """What `AdapterClient.lease` needs for a request of a base model: the name that it has, or that of a folder's

@@ -10,7 +10,8 @@ import pytest
 from mlx_parallm.cli.main import main
 
 KV_BYTES = {"kv_bytes_held": 2**20, "kv_bytes_budget": 2**30, "kv_bytes_cached": 3 * 2**20}
-STATE = {"engine": {"running": 3, "waiting": 1, **KV_BYTES}}
+MACHINE = {"shortage": "", "training_waits_for": ""}
+STATE = {"engine": {"running": 3, "waiting": 1, "machine": MACHINE, **KV_BYTES}}
 NO_ADAPTERS = {"data": [], "route": {"base": 1.0}, "slots": {"total": 8, "used": 0, "pinned": 0}, "bank_bytes": 2**21}
 
 
@@ -47,6 +48,16 @@ def test_ps_shows_a_running_server(server, capsys):
         "  running   3",
         "  waiting   1",
         "  KV cache  1.0 MiB of 1.0 GiB, cached prefixes 3.0 MiB",
+    ]
+
+
+def test_ps_shows_what_the_machine_lacks(server, answers, capsys):
+    lacks = {"shortage": "too much is taken", "training_waits_for": "the machine is too hot"}
+    answers["/debug/state"] = json.dumps({"engine": STATE["engine"] | {"machine": lacks}}).encode()
+    assert main(["ps", "--url", server.url]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "  short of  too much is taken",
+        "  training  the machine is too hot",
     ]
 
 
@@ -232,6 +243,7 @@ STATUS = {
     "training_enabled": True,
     "lora_adapter": "default",
     "state": "running",
+    "pause_reason": None,
     "live_lora": "default@3",
     "best_lora": "default@2",
     "updates_total": 3,
@@ -250,10 +262,11 @@ UPDATED = {"status": "published", "reason": "", "lora_adapter": "default@4", "st
 
 
 def test_training_status_in_a_few_lines(server, answers, capsys):
-    answers["/v1/training/status"] = json.dumps(STATUS).encode()
+    paused = {"state": "paused", "pause_reason": "it is too hot"}
+    answers["/v1/training/status"] = json.dumps(STATUS | paused).encode()
     assert main(["training", "status", "--url", server.url]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "training    default, running",
+        "training    default, paused: it is too hot",
         "live        default@3",
         "best        default@2",
         "updates     3 since the start, 13 steps in all",

@@ -108,6 +108,7 @@ def test_every_flag_sets_its_own_key(app):
     values = {"--port": "1", "--mode": "inference", "--log-level": "error", "--kv-cache-memory": "1GB"}
     values |= {"--trusted-proxies": "127.0.0.1", "--log-format": "json", "--otlp-traces-endpoint": "http://a"}
     values |= {"--mlx-memory-limit": "8GB", "--mlx-cache-limit": "1GB", "--prefix-cache-disk": "1GB"}
+    values |= {"--memory-guard": "8GB"}
     values |= {"--kv-bits": "4", "--logprobs-mode": "processed_logprobs", "--max-logprobs": "100"}
     values |= {"--generation-config": "vllm", "--embedding-pooling": "mean", "--speculation": "auto"}
     values |= {"--judge-url": "http://a", "--judge-model": "m", "--atropos-url": "http://a"}

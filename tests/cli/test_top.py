@@ -36,6 +36,7 @@ def stats(*intervals, started_at=1_800_000_000, role="admin", **fields):
         "latency": LATENCY,
         "memory": {**MEMORY, "training": 0},
         "training": {"target": 0.1, "measured": 0.1, "adapters": [{"name": "tone", "state": "running", "step": 7}]},
+        "notices": [],
         "intervals": list(intervals),
     }
     return json.dumps(answer | fields).encode()
@@ -85,6 +86,12 @@ def test_once_prints_the_view(server, capsys):
         "adapters  1 live; requests now: tone@2 2",
         "training  tone running, step 7, reward 0.500, mean 0.400, loss -0.0100, KL -",
     ]
+
+
+def test_what_the_machine_lacks_is_said_at_the_top(server, capsys):
+    server.answers["/v1/stats?after=0"] = stats(notices=["Training waits: the machine is too hot."])
+    assert main(["top", "--once", "--url", server.url]) == 0
+    assert capsys.readouterr().out.splitlines()[1].rstrip() == "Training waits: the machine is too hot."
 
 
 def test_json_has_the_figures_of_the_view(server, capsys):

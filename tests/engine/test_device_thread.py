@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Generator
 from concurrent.futures import Future
 from functools import partial
 
 import mlx.core as mx
 import pytest
-from harness import PlainText, make_harness, solo
+from harness import Harness, PlainText, make_harness, solo
 from tiny import tiny_model
 
 from mlx_parallm.core import (
     DeviceSchedule,
     GenerationRequest,
+    MachineState,
+    Relief,
     SamplingParams,
     SequenceOutput,
     StopParams,
@@ -23,6 +25,7 @@ from mlx_parallm.core import (
     then,
 )
 from mlx_parallm.engine.live import Vocabulary
+from mlx_parallm.engine.loops import DeviceLoops
 from mlx_parallm.engine.parts import EngineParts
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
 from mlx_parallm.errors import EngineDeadError
@@ -181,3 +184,39 @@ async def test_a_stopped_thread_cannot_sleep_or_be_rescheduled_or_forget(engine:
         await engine.reschedule(DeviceSchedule())
     with pytest.raises(EngineDeadError):
         await engine.reset_prefix_cache()
+
+
+async def test_an_idle_engine_gives_cached_prefixes_back_while_memory_is_short(
+    engine: ContinuousBatchProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlx_parallm.engine.memory._PAUSE_S", 0.0)
+    await generate(engine, "r", 100)
+    while not engine.stats().kv_bytes_cached:
+        await asyncio.sleep(0.01)
+    engine.heed(MachineState(9, 8, Relief.PREFIXES, "too much"))
+    assert engine.stats().machine.footprint == 9
+    while engine.stats().kv_bytes_cached:
+        await asyncio.sleep(0.01)
+
+
+async def test_a_base_model_that_is_loaded_while_memory_is_short_keeps_no_prefixes_either() -> None:
+    first, second = ("first", make_harness()), ("second", make_harness())
+    loops = DeviceLoops(parts_of(*first), lambda events: None)
+    loops.relieve(Relief.PREFIXES)
+    done: Future[None] = Future()
+    loops.load(loading(parts_of(*second)), done)
+    while not done.done():
+        loops.step()
+    assert not any(each.runner.cache.device.keeps_prefixes for _, each in (first, second))
+    loops.relieve(Relief.NONE)
+    assert all(each.runner.cache.device.keeps_prefixes for _, each in (first, second))
+
+
+def parts_of(base: str, harness: Harness) -> EngineParts:
+    vocabulary = Vocabulary(263, frozenset(), lambda prompt, visible_specials: PlainText())
+    return EngineParts(harness.runner, harness.adapters, vocabulary, SchedulerConfig(), CostModel(), base=base)
+
+
+def loading(parts: EngineParts) -> Generator[None, None, EngineParts]:
+    yield
+    return parts

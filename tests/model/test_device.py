@@ -23,10 +23,14 @@ CUDA_80 = MachineMemory(ram=256 * GIB, recommended=80 * GIB, can_wire=False)
 CPU_24 = MachineMemory(ram=24 * GIB, recommended=None, can_wire=False)
 
 
-def test_metal_may_take_its_recommended_working_set_and_wires_it():
+def test_metal_may_take_its_recommended_working_set_and_wires_nothing():
     limits = memory_limits(MAC_16)
-    assert limits.memory == limits.wired == MAC_16.recommended
-    assert limits.cache == int(0.05 * MAC_16.recommended)
+    assert limits == MemoryLimits(MAC_16.recommended, int(0.05 * MAC_16.recommended), None)
+
+
+def test_memory_is_wired_if_the_operator_asks_and_the_device_can():
+    assert memory_limits(MAC_16, wire=True).wired == MAC_16.recommended
+    assert memory_limits(CPU_24, wire=True).wired is None
 
 
 def test_the_cache_is_neither_tiny_nor_huge():
@@ -40,8 +44,8 @@ def test_nothing_is_wired_where_there_is_no_metal():
 
 
 def test_what_the_operator_sets_counts_and_never_wires_more_than_the_device_recommends():
-    assert memory_limits(MAC_16, memory=6 * GIB, cache=GIB) == MemoryLimits(6 * GIB, GIB, 6 * GIB)
-    assert memory_limits(MAC_16, memory=14 * GIB).wired == MAC_16.recommended
+    assert memory_limits(MAC_16, memory=6 * GIB, cache=GIB, wire=True) == MemoryLimits(6 * GIB, GIB, 6 * GIB)
+    assert memory_limits(MAC_16, memory=14 * GIB, wire=True).wired == MAC_16.recommended
     assert memory_limits(MAC_16, memory=GIB, cache=2 * GIB).cache == GIB
 
 
@@ -61,11 +65,13 @@ def test_they_are_set_in_this_process(restored):
     assert mx.set_cache_limit(0) == 5 * MIB
 
 
-def test_metal_is_told_what_to_wire(restored, monkeypatch):
+def test_the_wired_limit_of_metal_is_set_only_on_request(restored, monkeypatch):
     wired = []
     monkeypatch.setattr(mx, "set_wired_limit", wired.append)
     set_limits(memory_limits(MAC_16))
-    set_limits(memory_limits(CPU_24))
+    set_limits(memory_limits(CPU_24, wire=True))
+    assert wired == []
+    set_limits(memory_limits(MAC_16, wire=True))
     assert wired == [MAC_16.recommended]
 
 

@@ -182,7 +182,7 @@ async def test_a_held_version_is_never_live_and_three_in_a_row_pause_training() 
     assert list(rig.publisher.versions) == [ref(1), ref(2), ref(3), ref(4)]
     assert divergences(rig) == [("kl_step", "hold")] * 3
     assert rig.loop.status().state == "paused"
-    assert "3 updates in a row were skipped or held" in str(rig.loop.status().detail["pause_reason"])
+    assert "3 updates in a row were skipped or held" in str(rig.loop.status().pause_reason)
     rig.check()
 
 

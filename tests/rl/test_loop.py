@@ -251,7 +251,7 @@ async def test_training_pauses_after_so_many_skips_in_a_row_and_resumes_when_ask
         status = rig.loop.status()
         assert status.state == "paused"
         assert status.skips == {"loss_not_finite": 1, "gradient_not_finite": 2}
-        assert "gradient_not_finite" in str(status.detail["pause_reason"])
+        assert "gradient_not_finite" in str(status.pause_reason)
         assert [group.members[0].state for group in bad] == [
             TrajectoryState.DROPPED,
             TrajectoryState.DROPPED,
@@ -310,7 +310,7 @@ async def test_whatever_fails_around_an_update_is_reported_and_the_loop_goes_on(
         rig.drawn(1.0, 0.0)
         await settle()
         assert rig.loop.status().state == "paused"
-        assert "math@1 was unloaded" in rig.loop.status().detail["pause_reason"]
+        assert "math@1 was unloaded" in rig.loop.status().pause_reason
         failures = 0
         rig.loop.resume()
         await settle()

@@ -281,7 +281,7 @@ async def test_a_full_disk_refuses_feedback_and_updates_and_loses_nothing(tmp_pa
             await one.request()
         full[0] = True
         await until(lambda: one.service.status().state == "paused")
-        assert "disk full" in one.service.status().detail["pause_reason"]
+        assert "disk full" in one.service.status().pause_reason
         made = len(one.learner.batches)
         assert made <= 1
         for _ in range(2):

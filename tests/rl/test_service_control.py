@@ -175,3 +175,53 @@ async def test_close_gives_up_what_is_under_way() -> None:
             await updating
         assert one.publisher.flips == []
         assert len(asyncio.all_tasks()) == 1
+
+
+# ---- while the machine should not train --------------------------------------------------------------
+
+
+def pauses(events: list[TrainingEvent]) -> list[tuple[str, object]]:
+    return [(event.kind, event.data.get("reason")) for event in events if event.kind in ("paused", "resumed")]
+
+
+async def test_while_it_is_held_nothing_is_updated_by_itself_and_then_what_has_waited_is() -> None:
+    async with world() as one:
+        events: list[TrainingEvent] = []
+        one.service.add_sink(events.append)
+        one.service.hold("the machine runs on battery")
+        for _ in range(2):
+            await one.request()
+        await settle()
+        status = one.service.status()
+        assert (status.state, status.pause_reason) == ("paused", "the machine runs on battery")
+        assert one.learner.batches == []
+        assert one.service.needs().pause_reason, "so that the server's own rollouts wait too"
+        one.service.hold("")
+        await settle()
+        assert len(one.learner.batches) == 1
+        assert pauses(events) == [("paused", "the machine runs on battery"), ("resumed", None)]
+
+
+async def test_an_update_that_a_client_asks_for_is_made_though_training_is_held() -> None:
+    async with world() as one:
+        one.service.hold("battery")
+        assert (await one.service.update(given=GIVEN)).step == 1
+
+
+async def test_the_end_of_a_hold_does_not_end_a_pause_and_resuming_does_not_end_a_hold() -> None:
+    async with world() as one:
+        await one.service.pause()
+        one.service.hold("battery")
+        assert one.service.status().pause_reason == "asked"
+        one.service.hold("")
+        assert one.service.status().state == "paused"
+        one.service.hold("battery")
+        assert (await one.service.resume()).pause_reason == "battery"
+        one.service.hold("")
+        assert one.service.status().state != "paused"
+
+
+async def test_an_adapter_whose_training_begins_meanwhile_is_held_too() -> None:
+    async with world() as one:
+        one.service.hold("battery")
+        assert (await one.service.start("math")).state == "paused"

@@ -101,3 +101,36 @@ def test_drafts_that_cost_more_than_was_measured_are_left_off_and_tried_again() 
     assert machine.cost.growth(4, 4) == 1.0
     machine.decode(1.0, times=int(300 / plain))
     assert machine.cost.growth(4, 8) == pytest.approx(1.1, abs=0.01)
+
+
+# -- what no longer fits ---------------------------------------------------------------------------
+
+
+def test_bad_minutes_are_forgotten_after_a_pause() -> None:
+    """A hot machine cools down while nobody asks."""
+    machine = Machine()
+    machine.decode(6.0, times=50)
+    machine.now += 120
+    machine.decode(1.0)
+    assert machine.cost.scale == pytest.approx(1.0, rel=0.1)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1.0, 3.0), (3.0, 1.0)])
+def test_low_power_mode_is_followed_within_seconds(before: float, after: float) -> None:
+    machine = Machine()
+    machine.decode(before, times=50)
+    started = machine.now
+    while abs(machine.cost.scale - after) > 0.1 * after:
+        machine.decode(after)
+    assert machine.now - started < 3
+
+
+def test_after_sleep_the_first_unit_alone_sets_the_scale() -> None:
+    """The clock stands still during sleep, so without `forget` the scale would look fresh."""
+    machine = Machine()
+    machine.decode(5.0, times=50)
+    machine.cost.observe_drafts(ROWS, 3, 1.0)
+    machine.cost.forget()
+    machine.decode(1.0)
+    assert machine.cost.scale == pytest.approx(1.0)
+    assert machine.cost.growth_scale == pytest.approx(1.0)

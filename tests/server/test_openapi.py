@@ -91,6 +91,7 @@ async def test_the_errors_of_a_route_are_those_it_can_give(document):
         "draining",
         "engine_dead",
         "inference_disabled",
+        "memory_pressure",
         "model_unavailable",
         "out_of_memory",
         "queue_timeout",

@@ -25,6 +25,7 @@ ASYNC = (UPDATE, START, PAUSE, RESUME, ROLLBACK)
 JSON = {"content-type": "application/json"}
 FULL = TrainingStatus(
     state="updating",
+    pause_reason="asked",
     adapter="policy",
     current=AdapterRef("policy", 7),
     step=6,
@@ -62,6 +63,7 @@ FULL = TrainingStatus(
 FULL_JSON = {
     "training_enabled": True,
     "state": "updating",
+    "pause_reason": "asked",
     "lora_adapter": "policy",
     "live_lora": "policy@7",
     "current_lora": None,

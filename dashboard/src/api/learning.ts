@@ -13,6 +13,8 @@ export interface Evaluation {
 
 export interface TrainingState {
   state: "disabled" | "idle" | "running" | "updating" | "paused";
+  /** Why no automatic updates are made: "asked", or in words. */
+  pause_reason: string | null;
   lora_adapter: string | null;
   live_lora: string | null;
   best_lora: string | null;

@@ -46,6 +46,8 @@ export interface Stats {
   latency: { first_token: Percentiles | null; between_tokens: Percentiles | null };
   memory: Memory;
   training: { target: number; measured: number; adapters: { name: string; state: string; step: number }[] } | null;
+  /** What the server does about short memory, and why training waits. */
+  notices: string[];
   /** Whether the server is a node of a cluster. */
   cluster: boolean;
   intervals: Interval[];

@@ -9,12 +9,18 @@ from mlx_parallm.batch.kv.memory import BlockMemory
 from mlx_parallm.batch.kv.sizing import is_short, places_kept_in_excess, size_for_next_rows
 from mlx_parallm.model.device import is_out_of_memory
 
+_EVICTED_BLOCKS = 512
+"""Cached blocks of each group that are dropped at a time while the machine is short of memory."""
+_LARGEST_SLACK = 1 / 8
+"""Free memory that arenas keep then, as a share of what rows use. With less, they would be resized all the time."""
+
 
 def tidy(memory: BlockMemory, most_bytes: int, quiet: bool, pausing: bool = False) -> bool:
     """Grows arenas that are short of free places, so that the next row need not wait for that. Shrinks arenas of which
     much is unused, after the blocks in their highest places have moved.
 
-    Cached prefixes are evicted first where the arenas hold memory that was reserved meanwhile.
+    Cached prefixes are evicted first where the arenas hold memory that was reserved meanwhile. While the machine is
+    short of memory, all of them are.
 
     Args:
         most_bytes: bytes that may be copied in each group now. At least one block is moved, or one layer resized.
@@ -26,14 +32,17 @@ def tidy(memory: BlockMemory, most_bytes: int, quiet: bool, pausing: bool = Fals
         Whether more is left to do.
     """
     excess = memory.nbytes - memory.device.pool_limit(alone=False)
-    reserved = excess > 0
+    reserved, evicted = excess > 0, 0
+    if not memory.device.keeps_prefixes:
+        evicted = sum(memory.evict(number, _EVICTED_BLOCKS) for number in range(len(memory.stores)))
+        quiet = quiet or memory.bytes_free > _LARGEST_SLACK * memory.bytes_used
     for number, group in enumerate(memory.stores):
         wanted = max(0, -(-excess // group.arena.block_bytes))
         memory.evict(number, wanted - group.places.free)
         excess -= min(wanted, group.places.free) * group.arena.block_bytes
     groups = [group for group in memory.stores if reserved or not pausing or is_short(group)]
     left = [_tidy_group(memory, group, most_bytes, quiet) for group in groups]
-    return any(left)
+    return any(left) or evicted > 0
 
 
 def _tidy_group(memory: BlockMemory, group: Store, most_bytes: int, quiet: bool) -> bool:

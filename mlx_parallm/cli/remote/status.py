@@ -14,6 +14,9 @@ from mlx_parallm.config import human_bytes
 
 _COLUMNS = ("node", "role", "address", "ready", "tokens to do", "requests", "versions", "of them live")
 
+_WAITS = {"short of": "shortage", "training": "training_waits_for"}
+"""Labels of what the machine lacks, and the fields of its state."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the command."""
@@ -45,6 +48,7 @@ def _summary(base: str, models: Mapping[str, Any], adapters: Mapping[str, Any], 
         f"running   {engine['running']}",
         f"waiting   {engine['waiting']}",
         f"KV cache  {held} of {budget}, cached prefixes {cached}",
+        *(f"{label:<8}  {text}" for label, field in _WAITS.items() if (text := engine["machine"][field])),
     )
     return "\n  ".join(lines)
 

@@ -133,6 +133,8 @@ def _banner(reading: Reading) -> Iterator[Text]:
     if reading.failure is not None:
         why, since = reading.failure
         yield Text(f"no answer since {_clock(since)}, and asked again: {why}", style="bold red")
+    for notice in stats["notices"]:
+        yield Text(notice, style="yellow")
     if reading.note:
         yield Text(reading.note, style="yellow")
 

@@ -82,8 +82,9 @@ def _status_text(base: str, answer: Mapping[str, Any]) -> str:
     if not answer["training_enabled"]:
         return f"{base} does not train; start it with --enable-rl-training"
     waiting = f"{answer['trajectories_waiting']} wait for a reward, {answer['groups_ready']} groups for an update"
+    reason = f": {answer['pause_reason']}" if answer["pause_reason"] else ""
     lines = {
-        "training": f"{answer['lora_adapter']}, {answer['state']}",
+        "training": f"{answer['lora_adapter']}, {answer['state']}{reason}",
         "live": answer["live_lora"] or "none yet",
         "best": answer["best_lora"] or "none yet",
         "updates": f"{answer['updates_total']} since the start, {answer['step']} steps in all",

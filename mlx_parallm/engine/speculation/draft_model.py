@@ -250,6 +250,12 @@ class DraftModel:
             self._rests = _REST
             self._give_back()
 
+    def tidy(self) -> bool:
+        """While the machine is short of memory and no row is here, gives back some of it. Returns whether more is left
+        to do."""
+        cache = self._cache
+        return not cache.device.keeps_prefixes and not self._rows and cache.tidy(cache.device.budget_bytes, quiet=True)
+
     def leave(self) -> None:
         """Ends the sharing of memory, when the base model is unloaded."""
         self._cache.device.leave()

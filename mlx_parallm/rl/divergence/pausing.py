@@ -9,33 +9,48 @@ from mlx_parallm.rl.events import Emit
 
 
 class Pausing:
-    """Pauses automatic updates: when asked, after `most_failures` updates in a row that were skipped or held, and while
-    the journal cannot be written.
+    """Pauses automatic updates: when asked, after `most_failures` updates in a row that were skipped or held, while the
+    journal cannot be written, and while the machine should not train.
 
     Attributes:
-        reason: why they are paused; None: they are not.
         failures: updates in a row that were skipped or held.
     """
 
     def __init__(self, name: str, emit: Emit, most_failures: int) -> None:
-        self.reason: str | None = None
         self.failures = 0
         self._name = name
         self._emit = emit
         self._most_failures = most_failures
+        self._paused: str | None = None  # until `resume`
+        self._held = ""  # until the machine may train again
+
+    @property
+    def reason(self) -> str | None:
+        """Why they are paused; None: they are not."""
+        return self._paused or self._held or None
+
+    def _change(self, paused: str | None, held: str) -> None:
+        before, self._paused, self._held = self.reason, paused, held
+        if self.reason == before:
+            return
+        if self.reason is None:
+            self._emit("resumed", adapter=self._name)
+        else:
+            self._emit("paused", adapter=self._name, reason=self.reason)
 
     def pause(self, reason: str) -> None:
-        if self.reason is None:
-            self.reason = reason
-            self._emit("paused", adapter=self._name, reason=reason)
+        self._change(self._paused or reason, self._held)
+
+    def hold(self, reason: str) -> None:
+        """Pauses updates until the next call, with "" for the reason."""
+        self._change(self._paused, reason)
 
     def resume(self) -> bool:
-        """Returns whether they were paused."""
-        if self.reason is None:
+        """Ends a pause, but not `hold`. Returns whether there was one."""
+        if self._paused is None:
             return False
-        self.reason = None
         self.failures = 0
-        self._emit("resumed", adapter=self._name)
+        self._change(None, self._held)
         return True
 
     def succeeded(self) -> None:

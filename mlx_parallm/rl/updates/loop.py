@@ -295,6 +295,11 @@ class TrainingLoop:
         if self._pausing.resume():
             self.wake()
 
+    def hold(self, reason: str) -> None:
+        """Stops automatic updates, until the next call with "" for the reason."""
+        self._pausing.hold(reason)
+        self.wake()
+
     # -- what may be trained on ------------------------------------------------------------------
 
     def reason_against(self, version: AdapterRef | None) -> DropReason | None:
@@ -315,13 +320,12 @@ class TrainingLoop:
     def status(self) -> TrainingStatus:
         """See `training_status`."""
         detail = {
-            "pause_reason": self._pausing.reason,
             "failures_in_a_row": self._pausing.failures,
             "trajectories_with_signal": self._selection.with_signal,
             "trajectories_without_signal": self._selection.without_signal,
             "people_waiting": self._turns.waiting(),
         }
-        return training_status(self.training, self._buffer, self._state(), detail)
+        return training_status(self.training, self._buffer, self._state(), self._pausing.reason, detail)
 
     @property
     def is_changing(self) -> bool:

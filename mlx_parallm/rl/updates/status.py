@@ -12,12 +12,17 @@ _VERSIONS_SHOWN = 8
 
 
 def training_status(
-    training: AdapterTraining, buffer: TrajectoryBuffer, state: str, detail: Mapping[str, object]
+    training: AdapterTraining,
+    buffer: TrajectoryBuffer,
+    state: str,
+    pause_reason: str | None,
+    detail: Mapping[str, object],
 ) -> TrainingStatus:
     """The status of an adapter. The service adds `checkpoints` and `trained`. `detail`: what the loop knows besides."""
     best, reports, name = training.checkpoints.best, training.reports, training.name
     return TrainingStatus(
         state=state,
+        pause_reason=pause_reason,
         adapter=name,
         current=training.live,
         step=reports.step,

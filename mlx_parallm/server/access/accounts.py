@@ -9,11 +9,11 @@ what the bucket then owes must be refilled before the next one.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from mlx_parallm.core import seconds_with_sleep
 from mlx_parallm.errors import OverloadedError
 from mlx_parallm.server.access.keys import ANYONE, API_KEY, KeyRing, NamedKey
 
@@ -152,7 +152,7 @@ class Accounts:
     Those of keys that are not in the file any more are dropped, so their number is bounded.
     """
 
-    def __init__(self, ring: KeyRing, clock: Clock = time.monotonic) -> None:
+    def __init__(self, ring: KeyRing, clock: Clock = seconds_with_sleep) -> None:
         self.ring = ring
         self._clock = clock
         self._accounts: dict[str, Account] = {}

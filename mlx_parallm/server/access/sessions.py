@@ -11,7 +11,6 @@ removed.
 from __future__ import annotations
 
 import secrets
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 from http.cookies import CookieError, SimpleCookie
@@ -19,6 +18,7 @@ from http.cookies import CookieError, SimpleCookie
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from mlx_parallm.core import seconds_with_sleep
 from mlx_parallm.server.access.keys import KeyRing, NamedKey
 
 COOKIE = "mlx_parallm_session"
@@ -39,7 +39,7 @@ class Sessions:
     Invariant: at most `MAX_SESSIONS` sessions, and failures of at most `MAX_CLIENTS` clients; the oldest are forgotten.
     """
 
-    def __init__(self, ring: KeyRing, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, ring: KeyRing, clock: Callable[[], float] = seconds_with_sleep) -> None:
         self._ring = ring
         self._clock = clock
         self._sessions: OrderedDict[str, tuple[str, float]] = OrderedDict()  # the digest of the key, and when it ends

@@ -19,7 +19,13 @@ from mlx_parallm.errors import EngineDeadError
 from mlx_parallm.server.api.fields import WireOutput, WireQuery
 from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES
 from mlx_parallm.server.api.training.schedule import ModeName, mode_of, schedule_object
-from mlx_parallm.server.errors import AsleepError, DrainingError, InferenceDisabledError, NotReadyError
+from mlx_parallm.server.errors import (
+    AsleepError,
+    DrainingError,
+    InferenceDisabledError,
+    NotReadyError,
+    ShortMemoryError,
+)
 from mlx_parallm.server.openapi.responses import raises
 from mlx_parallm.server.protocols.vllm_config import VLLMConfig, vllm_config
 from mlx_parallm.server.sampling import used_defaults
@@ -38,6 +44,8 @@ class ProbeStatus(WireOutput):
 
     status: str
     """`ok` or `ready`."""
+    notices: tuple[str, ...] = ()
+    """What the server does about short memory, and why; left out if nothing."""
 
 
 class ServerVersion(WireOutput):
@@ -47,15 +55,21 @@ class ServerVersion(WireOutput):
     """The version of the package mlx_parallm."""
 
 
-@router.get("/health", responses=raises(EngineDeadError))
+@router.get("/health", responses=raises(EngineDeadError), response_model_exclude_unset=True)
 async def health(services: ServicesDep) -> ProbeStatus:
     """Whether the server works: 503 if the device thread, which runs the model, has stopped."""
-    if not services.engine.stats().alive:
+    stats = services.engine.stats()
+    if not stats.alive:
         raise EngineDeadError("the device thread is not running")
-    return ProbeStatus(status="ok")
+    text = stats.machine.relief_text
+    return ProbeStatus(status="ok", notices=(text,)) if text else ProbeStatus(status="ok")
 
 
-@router.get("/ready", responses=raises(NotReadyError, DrainingError, InferenceDisabledError, AsleepError))
+@router.get(
+    "/ready",
+    responses=raises(NotReadyError, DrainingError, InferenceDisabledError, AsleepError, ShortMemoryError),
+    response_model_exclude_unset=True,
+)
 async def ready(services: ServicesDep) -> ProbeStatus:
     """Whether generation requests are accepted now; if not, 503. A server that sleeps, or only trains, is not ready."""
     services.check_open()

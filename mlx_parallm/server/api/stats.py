@@ -174,6 +174,8 @@ class Stats(WireOutput):
     """Device memory now."""
     training: TrainingShare | None
     """null if the server does not train."""
+    notices: list[str]
+    """What the server does about short memory, and why training waits: a sentence for each; empty if all is well."""
     cluster: bool
     """Whether the server is a node of a cluster, which `/v1/cluster` shows."""
     intervals: list[IntervalObject]
@@ -200,6 +202,7 @@ async def stats(services: ServicesDep, key: KeyDep, query: Annotated[StatsQuery,
         ),
         memory=_memory(engine),
         training=_training(services, engine),
+        notices=list(engine.machine.notices),
         cluster=services.cluster is not None,
         intervals=[_interval(each) for each in services.history.after(query.after)],
     )

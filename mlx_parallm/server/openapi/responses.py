@@ -24,7 +24,7 @@ from mlx_parallm.errors import (
     TrainingDisabledError,
     UnknownModelError,
 )
-from mlx_parallm.server.errors import AsleepError, DrainingError, InferenceDisabledError, rule_of
+from mlx_parallm.server.errors import AsleepError, DrainingError, InferenceDisabledError, ShortMemoryError, rule_of
 from mlx_parallm.server.http.request_log import LORA_ADAPTER
 
 Kind = type[Exception]
@@ -78,6 +78,7 @@ GENERATING: tuple[Kind, ...] = (
     DrainingError,
     InferenceDisabledError,
     AsleepError,
+    ShortMemoryError,
 )
 
 

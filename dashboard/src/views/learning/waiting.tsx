@@ -15,7 +15,12 @@ export const Waiting = ({ state }: { state: TrainingState }) => (
       wait for a reward, and {number(state.groups_ready)} groups are complete.
       {Object.values(state.drops).some(Boolean) && ` Dropped: ${reasons(state.drops)}.`}
     </p>
-    {state.state === "paused" && <p>Updates are paused. Press “Resume updates” above.</p>}
+    {state.pause_reason && (
+      <p>
+        Updates are paused
+        {state.pause_reason === "asked" ? ". Press “Resume updates” above." : `: ${state.pause_reason}.`}
+      </p>
+    )}
     {state.rollouts ? <Rollouts rollouts={state.rollouts} /> : <Collect adapter={state.lora_adapter} />}
   </Card>
 );

@@ -67,6 +67,8 @@ class TrainingObject(WireOutput):
     """Whether the server trains."""
     state: str
     """`disabled`, `idle`, `running`, `updating` or `paused`."""
+    pause_reason: str | None
+    """Why no automatic updates are made: `asked`, or in words; null if they are."""
     lora_adapter: str | None
     """The trained adapter."""
     live_lora: str | None
@@ -258,6 +260,7 @@ def status_object(status: TrainingStatus, current: AdapterRef | None) -> Trainin
     return TrainingObject(
         training_enabled=status.state != "disabled",
         state=status.state,
+        pause_reason=status.pause_reason,
         lora_adapter=status.adapter or None,
         live_lora=_name(status.current),
         current_lora=_name(current),

@@ -1,0 +1,176 @@
+"""MachineWatch reads the machine's memory, power and clocks each second, and has the engine and training act on it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from mlx_parallm.config import Config
+from mlx_parallm.core import MachineState, Relief, seconds_with_sleep
+from mlx_parallm.engine.processor import ContinuousBatchProcessor
+from mlx_parallm.machine.guard import MemoryGuard
+from mlx_parallm.machine.memory import MemoryReading, read_memory
+from mlx_parallm.machine.power import PowerReading, read_power
+from mlx_parallm.model.device import machine_memory
+
+T = TypeVar("T")
+
+_INTERVAL_S = 1.0
+_POWER_CALM_S = 15.0
+"""Power must have been no reason to wait for so long before training goes on, so that a hot machine cools down."""
+_SLEPT_S = 2.0
+"""The machine has slept if the clock that counts sleep has gained so many seconds on the other between two readings."""
+_RAM_SHARE = 0.9
+"""The automatic limit of this process' memory, as a share of RAM."""
+
+_log = logging.getLogger(__name__)
+
+
+def footprint_limit(configured: int | None, ram: int) -> int:
+    """Bytes that this process may take; 0 if it is not watched. `configured`: `server.memory_guard`."""
+    return int(_RAM_SHARE * ram) if configured is None else configured
+
+
+def machine_facts() -> dict[str, str]:
+    """What the watch of a server sees of this machine now, for `mlx_parallm doctor`."""
+    return {"memory guard": _said(_memory_fact), "power": _said(_power_fact)}
+
+
+def _said(fact: Callable[[], str]) -> str:
+    try:
+        return fact()
+    except Exception as error:  # noqa: BLE001 - a system may say anything; the rest of the report is still of use
+        return f"cannot be read, so it is not watched: {error!r}"
+
+
+def _memory_fact() -> str:
+    limit, pressure = footprint_limit(None, machine_memory().ram), read_memory().pressure
+    return f"acts when a server takes more than {limit / 2**30:.1f} GiB; memory pressure is {pressure.name.lower()} now"
+
+
+def _power_fact() -> str:
+    power = read_power()
+    extras = [text for text, on in (("Low Power Mode", power.low_power), ("hot", power.hot)) if on]
+    return ", ".join(["battery" if power.on_battery else "mains", *extras])
+
+
+@dataclass(frozen=True, slots=True)
+class Readers:
+    """Where readings come from. `clocks`: `time.monotonic`, which stops while the machine sleeps, and one that does
+    not."""
+
+    memory: Callable[[], MemoryReading] = read_memory
+    power: Callable[[], PowerReading] = read_power
+    clocks: Callable[[], tuple[float, float]] = lambda: (time.monotonic(), seconds_with_sleep())
+
+
+class MachineWatch:
+    """Event loop's thread only; the readings themselves are taken on a thread of their own. What cannot be read is
+    logged once, and then taken as if nothing was in the way.
+
+    Args:
+        processor: does what the readings ask for.
+    """
+
+    def __init__(self, config: Config, processor: ContinuousBatchProcessor, readers: Readers | None = None) -> None:
+        self._processor = processor
+        self._readers = readers or Readers()
+        self._trains_on_battery = config.rl_training.train_on_battery
+        limit = footprint_limit(config.server.memory_guard, machine_memory().ram)
+        self._guard = MemoryGuard(limit) if limit else None
+        self._state = MachineState(footprint_limit=limit)
+        self._hold_training: Callable[[str], None] = lambda reason: None
+        self._power_reason, self._power_reason_at = "", 0.0
+        self._clocks = self._readers.clocks()
+        self._unreadable: set[str] = set()
+
+    def attach(self, hold_training: Callable[[str], None]) -> None:
+        """Has `hold_training` called with the reason whenever training should wait, and with "" when it may go on."""
+        self._hold_training = hold_training
+        hold_training(self._state.training_waits_for)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Watches until the block ends. The first reading is taken before it begins."""
+        with ThreadPoolExecutor(1, thread_name_prefix="machine") as reader:
+            await self._look(reader)
+            task = asyncio.create_task(self._run(reader))
+            try:
+                yield
+            finally:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    async def _run(self, reader: ThreadPoolExecutor) -> None:
+        while True:
+            await asyncio.sleep(_INTERVAL_S)
+            await self._look(reader)
+
+    async def _look(self, reader: ThreadPoolExecutor) -> None:
+        self.look(*await asyncio.get_running_loop().run_in_executor(reader, self._read))
+
+    def _read(self) -> tuple[MemoryReading | None, PowerReading | None]:
+        memory = self._reading("memory", self._readers.memory) if self._guard is not None else None
+        return memory, self._reading("power supply", self._readers.power)
+
+    def _reading(self, what: str, read: Callable[[], T]) -> T | None:
+        try:
+            return read()
+        except Exception as error:  # noqa: BLE001 - a system may say anything; without a reading, the server just serves
+            if what not in self._unreadable:
+                _log.warning("the %s of this machine cannot be read and is not watched: %r", what, error)
+            self._unreadable.add(what)
+            return None
+
+    # -- what a reading means --------------------------------------------------------------------
+
+    def look(self, memory: MemoryReading | None, power: PowerReading | None) -> None:
+        """Takes in one reading; None: it could not be taken."""
+        self._note_sleep()
+        now = self._clocks[0]
+        relief, shortage = Relief.NONE, ""
+        if self._guard is not None:
+            self._guard.update(memory, self._processor.stats().running == 0, now)
+            relief, shortage = self._guard.relief, self._guard.shortage
+        waits_for = self._waits_for_power(power, now)
+        if relief >= Relief.ROLLOUTS:
+            waits_for = f"memory is short, as {shortage}"
+        state = MachineState(
+            memory.footprint if memory else 0, self._state.footprint_limit, relief, shortage, waits_for
+        )
+        before, self._state = self._state, state
+        self._processor.heed(state)
+        if bool(before.training_waits_for) != bool(waits_for):
+            self._hold_training(waits_for)
+        _log_changes(before, state)
+
+    def _note_sleep(self) -> None:
+        before, self._clocks = self._clocks, self._readers.clocks()
+        slept = (self._clocks[1] - before[1]) - (self._clocks[0] - before[0])
+        if slept >= _SLEPT_S:
+            _log.info("the machine has slept for %.0f s; the speed of its device is measured again", slept)
+            self._processor.forget_speed()
+
+    def _waits_for_power(self, power: PowerReading | None, now: float) -> str:
+        if power is None:
+            return ""
+        if reason := power.reason_to_wait(self._trains_on_battery):
+            self._power_reason, self._power_reason_at = reason, now
+        elif now - self._power_reason_at >= _POWER_CALM_S:
+            self._power_reason = ""
+        return self._power_reason
+
+
+def _log_changes(before: MachineState, state: MachineState) -> None:
+    if state.relief != before.relief:
+        level = logging.WARNING if state.relief > before.relief else logging.INFO
+        _log.log(level, "%s", state.relief_text or "There is enough memory again: nothing is held back for it.")
+    if bool(state.training_waits_for) != bool(before.training_waits_for):
+        waits = state.training_waits_for
+        _log.info("%s", f"training waits: {waits}" if waits else "training goes on: nothing is in its way any more")

@@ -1,0 +1,66 @@
+"""MemoryGuard decides what the server does about short memory: a step at a time, and a step back at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlx_parallm.core import Relief
+from mlx_parallm.machine.memory import MemoryReading, Pressure
+
+_STEP_S = 3.0
+"""Time for one step to give memory back before the next one is taken."""
+_CALM_S = 10.0
+"""Memory must have been enough for so long before a step is undone, so that the steps do not alternate."""
+_ENOUGH = 0.95
+"""Share of the limit below which the footprint counts as small enough again."""
+
+
+@dataclass
+class MemoryGuard:
+    """`limit`: of this process' memory in bytes. `relief`: what is done now. `shortage`: why, for people."""
+
+    limit: int
+    relief: Relief = Relief.NONE
+    shortage: str = ""
+    _changed_at: float = -_STEP_S
+    _needed_at: float = 0.0
+
+    def update(self, reading: MemoryReading | None, idle: bool, now: float) -> None:
+        """Takes in a reading.
+
+        Args:
+            reading: None: memory cannot be read. Then nothing is done.
+            idle: no sequence has a row. Then all that could be given back was, so a footprint above the limit is no
+                reason to refuse requests: they would be refused forever.
+            now: seconds on a clock that does not jump.
+        """
+        if reading is None:
+            self.relief, self.shortage = Relief.NONE, ""
+            return
+        wanted, needed = self._most(reading, idle, 1.0), self._most(reading, idle, _ENOUGH)
+        if needed >= self.relief:
+            self._needed_at = now
+        if wanted > self.relief and now - self._changed_at >= _STEP_S:
+            self._change(Relief(self.relief + 1), now)
+        elif needed < self.relief and now - self._needed_at >= _CALM_S:
+            self._change(Relief(self.relief - 1), now)
+        self.shortage = self._why(reading) or self.shortage if self.relief else ""
+
+    def _change(self, relief: Relief, now: float) -> None:
+        self.relief, self._changed_at, self._needed_at = relief, now, now
+
+    def _most(self, reading: MemoryReading, idle: bool, share: float) -> Relief:
+        """The furthest step that a reading is a reason for. `share`: of the limit that the process may take."""
+        if reading.pressure is Pressure.CRITICAL:
+            return Relief.REQUESTS
+        if reading.footprint > share * self.limit:
+            return Relief.ROLLOUTS if idle else Relief.REQUESTS
+        return Relief.PREFIXES if reading.pressure is Pressure.WARNING else Relief.NONE
+
+    def _why(self, reading: MemoryReading) -> str:
+        if reading.footprint > self.limit:
+            took, most = reading.footprint / 2**30, self.limit / 2**30
+            return f"this process takes {took:.1f} GiB of at most {most:.1f} GiB, --memory-guard"
+        if reading.pressure is Pressure.NORMAL:
+            return ""
+        return f"the system's memory pressure is {'critical' if reading.pressure is Pressure.CRITICAL else 'high'}"

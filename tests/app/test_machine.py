@@ -1,0 +1,197 @@
+"""What the watch has the engine and training do about readings of memory, power and clocks, which are made here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+from training_runs import GROUP, PROMPTS, View, config
+
+from mlx_parallm.app import machine as app_machine
+from mlx_parallm.app.machine import MachineWatch, Readers, footprint_limit
+from mlx_parallm.app.train import run
+from mlx_parallm.app.train_progress import TrainOptions
+from mlx_parallm.config import configure
+from mlx_parallm.core import UNKNOWN_MACHINE, EngineStats, MachineState, Relief
+from mlx_parallm.machine.memory import MemoryReading, Pressure
+from mlx_parallm.machine.power import PowerReading
+
+GIB = 1 << 30
+ENOUGH, TOO_MUCH = MemoryReading(GIB, Pressure.NORMAL), MemoryReading(9 * GIB, Pressure.NORMAL)
+MAINS, BATTERY = PowerReading(), PowerReading(on_battery=True)
+
+
+class FakeEngine:
+    """Notes what it is told; one sequence runs."""
+
+    def __init__(self) -> None:
+        self.states: list[MachineState] = []
+        self.forgotten = 0
+
+    def stats(self) -> EngineStats:
+        return EngineStats(alive=True, ready=True, running=1)
+
+    def heed(self, machine: MachineState) -> None:
+        self.states.append(machine)
+
+    def forget_speed(self) -> None:
+        self.forgotten += 1
+
+
+class Machine:
+    """A watch over a machine whose clocks the test sets. `holds`: what training was told."""
+
+    def __init__(self, **keys: object) -> None:
+        self.awake = self.time = 1000.0
+        self.engine = FakeEngine()
+        readers = Readers(clocks=lambda: (self.awake, self.time))
+        keys = {"server__memory_guard": 8 * GIB} | keys
+        self.watch = MachineWatch(configure(**keys), self.engine, readers)
+        self.holds: list[str] = []
+        self.watch.attach(self.holds.append)
+
+    def look(self, seconds: int, memory: MemoryReading | None = ENOUGH, power: PowerReading | None = MAINS) -> None:
+        for _ in range(seconds):
+            self.awake, self.time = self.awake + 1, self.time + 1
+            self.watch.look(memory, power)
+
+    def sleep(self, seconds: float) -> None:
+        self.time += seconds
+
+    @property
+    def state(self) -> MachineState:
+        return self.engine.states[-1]
+
+
+def test_the_automatic_limit_is_a_share_of_ram_and_off_is_none():
+    assert (footprint_limit(None, 10 * GIB), footprint_limit(5, GIB), footprint_limit(0, GIB)) == (9 * GIB, 5, 0)
+
+
+def test_short_memory_is_relieved_and_all_is_undone(caplog):
+    caplog.set_level(logging.INFO, "mlx_parallm")
+    machine = Machine()
+    machine.look(20, TOO_MUCH)
+    assert (machine.state.relief, machine.state.footprint) == (Relief.REQUESTS, 9 * GIB)
+    assert "memory is short" in machine.holds[-1], "training waits too"
+    machine.look(60)
+    assert machine.state == MachineState(GIB, 8 * GIB)
+    assert machine.holds[-1] == ""
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 8, "each change once: three steps, three back, and that training waits and goes on"
+
+
+@pytest.mark.parametrize("guard", ["off", False])
+def test_without_a_guard_nothing_is_relieved(guard):
+    machine = Machine(server__memory_guard=guard)
+    machine.look(20, TOO_MUCH)
+    assert machine.state.relief is Relief.NONE
+    assert machine.state.footprint_limit == 0
+
+
+def test_training_waits_on_battery_and_goes_on_with_the_charger(caplog):
+    caplog.set_level(logging.INFO, "mlx_parallm")
+    machine = Machine()
+    machine.look(5)
+    assert machine.holds == [""]
+    machine.look(100, power=BATTERY)
+    assert machine.holds[1:] == ["the machine runs on battery; connect the charger, or set --train-on-battery"]
+    assert machine.state.notices == (f"Training waits: {machine.holds[-1]}.",)
+    machine.look(14)
+    assert machine.holds[-1], "not for a moment only"
+    machine.look(10)
+    assert machine.holds[2:] == [""]
+    assert len(caplog.records) == 2
+
+
+def test_training_on_battery_can_be_asked_for():
+    machine = Machine(rl_training__train_on_battery=True)
+    machine.look(30, power=BATTERY)
+    machine.look(30, power=PowerReading(low_power=True))
+    assert machine.holds == [""]
+    machine.look(1, power=PowerReading(hot=True))
+    assert machine.holds[1:] == ["the machine is too hot"]
+
+
+def test_who_attaches_later_learns_that_training_waits():
+    machine, late = Machine(), []
+    machine.look(1, power=BATTERY)
+    machine.watch.attach(late.append)
+    assert "battery" in late[0]
+
+
+def test_sleep_is_noticed_and_the_speed_is_measured_again(caplog):
+    caplog.set_level(logging.INFO, "mlx_parallm")
+    machine = Machine()
+    machine.look(10)
+    assert machine.engine.forgotten == 0
+    machine.sleep(3600)
+    machine.look(10)
+    assert machine.engine.forgotten == 1
+    assert "has slept for 3600 s" in caplog.text
+
+
+def test_sleep_is_no_time_in_which_memory_was_enough():
+    machine = Machine()
+    machine.look(20, TOO_MUCH)
+    machine.sleep(3600)
+    machine.look(5)
+    assert machine.state.relief is Relief.REQUESTS
+
+
+async def test_what_cannot_be_read_is_logged_once_and_changes_nothing(caplog):
+    def fails():
+        raise FileNotFoundError("/proc/none")
+
+    def odd():
+        raise ValueError("an odd level")
+
+    engine = FakeEngine()
+    watch = MachineWatch(configure(), engine, Readers(memory=fails, power=odd))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("mlx_parallm.app.machine._INTERVAL_S", 0.0)
+        async with watch.running():
+            while len(engine.states) < 5:
+                await asyncio.sleep(0.001)
+    assert {state.relief for state in engine.states} == {Relief.NONE}
+    assert {state.training_waits_for for state in engine.states} == {""}
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == 2, warned
+    assert UNKNOWN_MACHINE.notices == ()
+
+
+@pytest.fixture
+def powered(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], PowerReading]], None]:
+    """`powered(read)`: what the power of this machine is, read without pauses."""
+    monkeypatch.setattr(app_machine, "_INTERVAL_S", 0.01)
+    monkeypatch.setattr(app_machine, "_POWER_CALM_S", 0.0)
+    return lambda read: monkeypatch.setattr(app_machine, "Readers", partial(Readers, power=read))
+
+
+@pytest.mark.timeout(120)
+def test_a_run_waits_for_the_charger(tmp_path: Path, powered) -> None:
+    view, left, begun = View(), 30, []
+
+    def read() -> PowerReading:
+        nonlocal left
+        left -= 1
+        if left > 0:
+            begun.append(len(view.rollouts))
+        return BATTERY if left > 0 else MAINS
+
+    powered(read)
+    assert run(config(tmp_path), TrainOptions("words", 1, GROUP, PROMPTS), view) == 0
+    assert len(view.reports) == 1
+    assert begun == [0] * 29
+
+
+@pytest.mark.timeout(120)
+def test_a_run_that_may_train_on_battery_does(tmp_path: Path, powered) -> None:
+    view = View()
+    powered(lambda: BATTERY)
+    asked = config(tmp_path, rl_training__train_on_battery=True)
+    assert run(asked, TrainOptions("words", 1, GROUP, PROMPTS), view) == 0
+    assert len(view.reports) == 1
