@@ -107,6 +107,10 @@ class Services:
             lessons=None if self.lessons is None else SeenLessons(self.lessons, training, key),
         )
 
+    def path(self, text: str) -> str:
+        """A path of this machine for keys that may name one, those of `train`; empty for others."""
+        return text if self.key.role.allows(Role.TRAIN) else ""
+
     @property
     def first(self) -> ServedModel:
         """See `core.BaseModels.first`."""

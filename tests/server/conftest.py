@@ -72,8 +72,8 @@ def lessons(training):
 def make_client(engine, adapters, training, averages, reward_models, lessons):
     """`make_client(**settings)` → an httpx client on an in-process app; `client.app` is the app."""
 
-    def make(**settings):
-        parts = (engine, adapters, training, OneModel(ByteTokenizer(), CARD), ServerConfig(**settings))
+    def make(card=CARD, **settings):
+        parts = (engine, adapters, training, OneModel(ByteTokenizer(), card), ServerConfig(**settings))
         app = create_app(*parts, averages=averages, reward_models=reward_models, lessons=lessons)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         client = httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")

@@ -3,6 +3,7 @@
 import json
 import re
 from collections import defaultdict
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -237,3 +238,16 @@ async def test_collecting_needs_the_role_train(make_client, tmp_path, fault, eng
     assert (answer.status_code, fault(answer)["param"]) == (403, "collect_trajectory")
     assert not engine.requests
     assert (await client.post("/v1/completions", headers=sent["trainer"], json=body)).status_code == 200
+
+
+async def test_paths_of_this_machine_are_shown_to_keys_that_may_name_one(make_client, tmp_path, adapters, monkeypatch):
+    file, sent = key_file(tmp_path, app="inference", trainer="train")
+    cards = tuple(replace(card, root="/adapters/x") for card in adapters.cards())
+    monkeypatch.setattr(adapters, "cards", lambda: cards)
+    client = make_client(card=replace(CARD, tokenizer="/models/x"), keys_file=file)
+    for key, shown in (("app", False), ("trainer", True)):
+        info = (await client.get("/server_info", headers=sent[key])).json()
+        assert bool(info["model"]["tokenizer"]) is shown
+        for listing in "/v1/adapters", "/v1/models":
+            data = (await client.get(listing, headers=sent[key])).json()["data"]
+            assert any(each["root"].startswith("/") for each in data) is shown

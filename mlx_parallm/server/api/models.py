@@ -37,7 +37,8 @@ class Model(WireOutput):
     owned_by: str
     """Always `mlx_parallm`."""
     root: str
-    """For an adapter, the folder that it was loaded from. For the base model, its name."""
+    """For an adapter, the folder that it was loaded from; its name for keys with the role `inference`. For the base
+    model, its name."""
     parent: str | None
     """For an adapter, the base model's name."""
     max_model_len: int | None
@@ -124,7 +125,7 @@ def _adapter(card: AdapterCard, services: Services) -> Model:
         object="model",
         created=card.created,
         owned_by="mlx_parallm",
-        root=card.root or card.ref.name,
+        root=services.path(card.root) or card.ref.name,
         parent=card.base or services.first.card.name,
         max_model_len=_context_of(card.base, services),
         version=card.ref.version,

@@ -125,7 +125,8 @@ class ModelInfo(WireOutput):
     aliases: tuple[str, ...]
     """Other names that `model` accepts for it."""
     tokenizer: str
-    """The folder from which programs on this machine can load its tokenizer; empty if there is none."""
+    """The folder from which programs on this machine can load its tokenizer; empty if there is none, and for keys with
+    the role `inference`."""
     generation_defaults: dict[str, float]
     """The values of sampling fields that a request leaves out, where they are not OpenAI's, and `max_new_tokens`, the
     number of tokens in chats."""
@@ -151,7 +152,7 @@ class ServerLimits(WireOutput):
 
 
 class ServerInfo(WireOutput):
-    """Model, versions, limits and state of this server. Paths and keys are not shown."""
+    """Model, versions, limits and state of this server. Keys are not shown."""
 
     version: str
     """The version of the package mlx_parallm."""
@@ -208,7 +209,8 @@ async def server_info(services: ServicesDep, _: Annotated[ServerInfoQuery, Query
 
 def _model_info(services: Services) -> ModelInfo:
     card = services.first.card
-    return ModelInfo(**{**asdict(card), "generation_defaults": dict(used_defaults(card, services.config))})
+    defaults = dict(used_defaults(card, services.config))
+    return ModelInfo(**{**asdict(card), "tokenizer": services.path(card.tokenizer), "generation_defaults": defaults})
 
 
 def server_mode(services: Services) -> ServerMode:

@@ -77,7 +77,7 @@ async def load(services: Services, name: str, path: str, replace: bool, base_mod
             param="lora_name",
         )
     card = await services.lifecycle.run_to_end(services.adapters.load(name, path, replace, base))
-    adapter = adapter_object(card, Traffic.of(services)).model_dump()
+    adapter = adapter_object(card, Traffic.of(services), services).model_dump()
     return LoadedLora(**adapter, status="success", lora_name=card.ref.name, lora_adapter=str(card.ref))
 
 
@@ -156,7 +156,7 @@ async def list_adapters(services: ServicesDep) -> AdapterList:
     stats, traffic = services.adapters.stats(), Traffic.of(services)
     return AdapterList(
         object="list",
-        data=[adapter_object(card, traffic) for card in services.adapters.cards()],
+        data=[adapter_object(card, traffic, services) for card in services.adapters.cards()],
         route=dict(services.adapters.route()),
         base_requests=traffic.requests[BASE_ADAPTER] if services.key.sees(BASE_ADAPTER.name) else 0,
         slots=SlotCounts(total=stats.slots, used=stats.slots_used, pinned=stats.slots_pinned),
@@ -167,7 +167,7 @@ async def list_adapters(services: ServicesDep) -> AdapterList:
 @router.get("/v1/adapters/{selector:path}", responses=raises(UnknownModelError))
 async def get_adapter(selector: Selector, services: ServicesDep) -> Adapter:
     """One adapter version."""
-    return adapter_object(services.find(selector, "selector"), Traffic.of(services))
+    return adapter_object(services.find(selector, "selector"), Traffic.of(services), services)
 
 
 @router.delete("/v1/adapters/{selector:path}", responses=UNLOAD_ERRORS)
@@ -176,14 +176,14 @@ async def delete_adapter(selector: Selector, services: ServicesDep) -> UnloadedL
     return await unload(services, selector, "selector")
 
 
-def adapter_object(card: AdapterCard, traffic: Traffic) -> Adapter:
+def adapter_object(card: AdapterCard, traffic: Traffic, services: Services) -> Adapter:
     return Adapter(
         id=str(card.ref),
         name=card.ref.name,
         version=card.ref.version,
         live=card.live,
         residence=card.residence.value,
-        root=card.root,
+        root=services.path(card.root),
         rank=card.rank,
         alpha=card.alpha,
         targets=list(card.targets),

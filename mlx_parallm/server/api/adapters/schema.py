@@ -132,7 +132,7 @@ class Adapter(WireOutput):
     residence: Literal["slot", "copy", "file"]
     """`slot`: in the adapter bank. `copy`: in memory. `file`: only on disk."""
     root: str
-    """The folder that it was loaded from."""
+    """The folder that it was loaded from; empty for keys with the role `inference`."""
     rank: int
     """The largest rank of its modules."""
     alpha: float
