@@ -94,9 +94,13 @@ class QuantizedGroupForward:
         self._in_tails = [tails.layers.index(layer) for layer in group.layers]
         self._tail_of = mx.array([piece.tail for piece in pieces])
         self._filled = _moves([(i, piece.table[piece.block]) for i, piece in enumerate(pieces) if piece.fills])
-        self._kept = _moves([(i, piece.tail) for i, piece in enumerate(pieces) if piece.is_last])
+        crosses = len(pieces) > len(spans)
+        self._kept = _moves([(i, piece.tail) for i, piece in enumerate(pieces) if piece.is_last]) if crosses else None
         self._targets = (
-            np.repeat(np.arange(len(pieces)), [piece.stop - piece.start for piece in pieces]),
+            np.repeat(
+                np.arange(len(pieces)) if crosses else [piece.tail for piece in pieces],
+                [piece.stop - piece.start for piece in pieces],
+            ),
             np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces]) % BLOCK_TOKENS,
         )
         read = dict.fromkeys(piece.table[block] for piece in pieces for block in piece.read_blocks(group.window))
@@ -104,7 +108,7 @@ class QuantizedGroupForward:
         at = dict(zip(read, count(len(pieces)), strict=False))
         rows = [_seen(piece, staged, at, group.window) for staged, piece in enumerate(pieces)]
         self._calls = AttentionCalls(rows, group.window, dense_rows)
-        self._lines: dict[int, mx.array] = {}
+        self._lines: dict[tuple[int, int], mx.array] = {}
         self._staged: dict[int, tuple[mx.array, mx.array]] = {}
 
     def write(self, index: int, keys: mx.array, values: mx.array) -> None:
@@ -125,18 +129,32 @@ class QuantizedGroupForward:
     def _write(
         self, tokens: mx.array, blocks: list[mx.array], index: int, tails: list[mx.array], layer: int
     ) -> mx.array:
-        """Returns the staged blocks [kv_heads, pieces, 64, head_dim]."""
-        kv_heads, pieces = tokens.shape[1], len(self._tail_of)
-        if kv_heads not in self._lines:
-            self._lines[kv_heads] = lines(*self._targets, kv_heads, pieces)
-        staged = scattered(tails[layer][:, self._tail_of], self._lines[kv_heads], tokens)
+        """Returns the staged blocks [kv_heads, pieces, 64, head_dim].
+
+        If no row's tokens cross the end of a block, they are written into the tails, which are read afterwards.
+        Otherwise the tails are read first, because they still hold the blocks that the tokens fill, and the write
+        copies the array.
+        """
+        tail = tails[layer]
+        if self._kept is None:
+            tails[layer] = scattered(tail, self._lines_for(tail), tokens)
+            staged = tails[layer][:, self._tail_of]
+        else:
+            staged = tail[:, self._tail_of]
+            staged = scattered(staged, self._lines_for(staged), tokens)
+            staged_at, places = self._kept
+            tails[layer][:, places] = staged[:, staged_at]
         if self._filled is not None:
             staged_at, places = self._filled
             blocks[index][:, places] = pack(staged[:, staged_at], self._bits)
-        if self._kept is not None:
-            staged_at, places = self._kept
-            tails[layer][:, places] = staged[:, staged_at]
         return staged
+
+    def _lines_for(self, array: mx.array) -> mx.array:
+        """Where the new tokens go in an array [kv_heads, blocks, 64, head_dim]: the tails, or the staged blocks."""
+        kv_heads, blocks = array.shape[:2]
+        if (kv_heads, blocks) not in self._lines:
+            self._lines[kv_heads, blocks] = lines(*self._targets, kv_heads, blocks)
+        return self._lines[kv_heads, blocks]
 
     def _beside(self, staged: mx.array, blocks: mx.array) -> mx.array:
         """The staged blocks and the quantized ones that the pass reads."""

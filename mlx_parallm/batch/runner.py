@@ -1,11 +1,14 @@
 """Runs the model over rows of the KV pool: one forward pass for single tokens and chunks of prompts, then the drawing.
 
     begin   builds the forward pass, and the logits and pooled hidden states that are asked for
-    draw    launches the sampling of the next token of some rows
-    read    waits for a launched pass
+    wait    until the pass before it has ended
+    draw    launches the pass and the sampling of the next token of some rows
+    read    copies the tokens and scores of a pass to the host
 
-MLX is lazy: logits that nobody asks for are not computed, and a pass can be launched before the tokens of the pass
-before it have reached the host.
+MLX is lazy: logits that nobody asks for are not computed, and a pass can be built before the tokens of the pass before
+it are known. It must not be launched before that pass has ended, though. MLX writes into an array in place only if
+nothing else holds it, and a pass in flight holds the keys and values of all rows and cached prefixes: the next one
+would write into copies of them.
 """
 
 from __future__ import annotations
@@ -73,13 +76,12 @@ class Pending:
 @dataclass(frozen=True, slots=True)
 class Launched:
     """A launched forward pass: the rows that draw a token, in order, with their draws, and scores and pooled hidden
-    states; all of them lazy."""
+    states. It holds no array of the KV pool, because the next pass would copy that array."""
 
     rows: tuple[Row, ...]
     sampled: Sampled | None
     scores: tuple[tuple[Row, int, PromptScores], ...]
     pooled: PooledParts[Row] | None
-    arrays: list[mx.array]
 
 
 class BatchRunner:
@@ -128,7 +130,7 @@ class BatchRunner:
     # -- one pass --------------------------------------------------------------------------------
 
     def begin(self, spans: Sequence[Span[Row]], draws: Sequence[Row], previous: Launched | None) -> Pending:
-        """Builds a forward pass, and launches it at once if drawing has to wait.
+        """Builds a forward pass.
 
         Args:
             spans: the tokens to compute; each row has room for them.
@@ -141,13 +143,22 @@ class BatchRunner:
         asked = [_asked_for(span, count) for span, count in zip(spans, counts, strict=True)]
         outputs = self._outputs(_inputs(spans, previous), spans)
         logits = self._logits(outputs, spans, asked)
-        pending = self._pending(spans, counts, asked, logits, pool(outputs, spans))
-        if pending.needs_previous_tokens:
-            mx.async_eval(pending.logits)  # type: ignore[no-untyped-call]
-        return pending
+        return self._pending(spans, counts, asked, logits, pool(outputs, spans))
+
+    def wait(self) -> None:
+        """Waits until the launched passes have ended, and MLX holds none of their arrays any more.
+
+        `mx.eval` of their results would not be enough: on a GPU it returns when they are computed, which is a moment
+        before MLX releases the arrays.
+        """
+        mx.synchronize()
+
+    def launch(self, pending: Pending) -> None:
+        """Launches a pass whose tokens cannot be drawn yet, because it `needs_previous_tokens`. `draw` follows."""
+        mx.async_eval(pending.logits)  # type: ignore[no-untyped-call]
 
     def draw(self, pending: Pending) -> Launched:
-        """Launches a pass and the sampling of its tokens, and returns without waiting for it.
+        """Launches the sampling of a pass' tokens, and the pass if it is not launched yet. Returns without waiting.
 
         If the pass `needs_previous_tokens`, they must have been read back.
         """
@@ -158,11 +169,10 @@ class BatchRunner:
         arrays += [array for _, _, scores in pending.scores for array in scores.arrays()]
         arrays += [pending.pooled.hidden] if pending.pooled else []
         mx.async_eval(arrays, self.cache.state_arrays())  # type: ignore[no-untyped-call]
-        return Launched(pending.rows, sampled, pending.scores, pending.pooled, arrays)
+        return Launched(pending.rows, sampled, pending.scores, pending.pooled)
 
     def read(self, launched: Launched) -> list[Draw]:
-        """Waits for a pass and returns the draws of its rows in order."""
-        mx.eval(launched.arrays)
+        """The draws of a pass' rows in order. Waits for the pass if it has not ended."""
         if launched.sampled is None:
             return []
         return read_draws(launched.sampled, [row.sampling for row in launched.rows])
@@ -222,10 +232,16 @@ class BatchRunner:
         return Pending(tuple(row for row, _ in rows), positions, drawn, plan, tuple(scores), pooled)
 
     def _outputs(self, inputs: mx.array, spans: Sequence[Span[KVRow]]) -> mx.array:
-        """What `run_trunk` gives for the tokens of all spans."""
-        return mx.concatenate(
-            [self.run_trunk(inputs[first:stop], part) for first, stop, part in _calls(spans, self._style)]
-        )
+        """What `run_trunk` gives for the tokens of all spans. If that takes several calls, each begins when the one
+        before has ended, because it writes into the same arrays."""
+        outputs: list[mx.array] = []
+        for first, stop, part in _calls(spans, self._style):
+            if outputs:
+                self.wait()
+                mx.eval(outputs[-1])
+                self.wait()
+            outputs.append(self.run_trunk(inputs[first:stop], part))
+        return mx.concatenate(outputs)
 
     def _logits(self, outputs: mx.array, spans: Sequence[Span[KVRow]], asked: Sequence[list[int]]) -> mx.array | None:
         """Logits after the tokens at `asked`, the numbers of tokens in each span. None if there are none."""

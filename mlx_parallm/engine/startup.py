@@ -125,7 +125,8 @@ def _seconds(runner: BatchRunner, chunks: Sequence[int], context: int, draws: in
             row.draft_sampling = [row.sampling] * row.drafted
         spans = [Span(row, context, tokens) for row, tokens in zip(rows, chunks, strict=True)]
         started = time.perf_counter()
-        runner.read(runner.draw(runner.begin(spans, rows if draws else [], None)))
+        runner.draw(runner.begin(spans, rows if draws else [], None))
+        runner.wait()
         return time.perf_counter() - started
     finally:
         for row in rows:

@@ -1,24 +1,28 @@
 """Runs forward units for live sequences.
 
-A unit is launched before the tokens of the unit before it are read. If a row ends at one unit, it may have one more
-token in flight, which is discarded. If a row has a grammar, the tokens of unit k are read while the forward pass of
-unit k+1 runs, and its logits are masked before its tokens are drawn.
+    host      build k+1 ─ wait ─ launch k+1 ─ give the tokens of k to their sequences, schedule, build k+2 ─ wait ─ ...
+    device    k ─────────────┘              └ k+1 ───────────────────────────────────────────────────────────┘
+
+A unit is built while the one before it runs. It is launched when that one has ended, and before its tokens are read,
+but not earlier, because it would copy the KV pool (see `runner`). If a row ends at one unit, it may have one more token
+in flight, which is discarded. If a row has a grammar, the tokens of unit k are read while the forward pass of unit k+1
+runs, and its logits are masked before its tokens are drawn.
 
 On a CPU, the call that launches a unit computes most of it. Launching ahead would gain nothing and deliver every token
-one unit later, so there each unit is read before the next one is launched (`lookahead` False).
+one unit later, so there each unit is read before the next one is built (`lookahead` False).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 
 from mlx_parallm.batch.forward import Span
 from mlx_parallm.batch.readback import Draw
-from mlx_parallm.batch.runner import BatchRunner, Launched
+from mlx_parallm.batch.runner import BatchRunner, Launched, Pending
 from mlx_parallm.core import DeviceSeconds, SequenceStatus
 from mlx_parallm.engine.live import LiveRequest, LiveSequence, live
 from mlx_parallm.engine.memory import PoolMemory
@@ -29,8 +33,8 @@ from mlx_parallm.scheduler.units import ForwardUnit
 
 
 @dataclass(frozen=True, slots=True)
-class _InFlight:
-    """A launched unit and the time of its launch."""
+class _Launched:
+    """A launched unit and the time of its launch, or of its end once it has ended."""
 
     unit: ForwardUnit
     launched: Launched
@@ -46,7 +50,8 @@ class Forwards:
     """Launches forward units and reads their tokens. Device thread only; raises what the device raises.
 
     Args:
-        lookahead: launch each unit before the tokens of the unit before it are read, unless it has drafts.
+        lookahead: build each unit while the unit before it runs, and launch it before the tokens of that one are read,
+            unless it has drafts.
     """
 
     def __init__(
@@ -62,35 +67,39 @@ class Forwards:
         self._scheduler = scheduler
         self._memory = memory
         self._lookahead = lookahead
-        self._in_flight: _InFlight | None = None
-        self._ended_at = 0.0  # when the last unit was read
+        self._in_flight: _Launched | None = None
+        self._ended: _Launched | None = None  # its tokens are not read yet
+        self._ended_at = 0.0  # when the last unit ended
 
     @property
     def in_flight(self) -> bool:
         return self._in_flight is not None
 
     def run(self, unit: ForwardUnit) -> None:
-        """Launches one unit and reads the one before it."""
-        launched = self._launch(unit)
-        follows = self.in_flight
-        self.commit()
+        """Launches one unit, and reads the one before it."""
+        started = time.monotonic()
+        pending = self._begin(unit, started)
+        self._wait()
+        try:
+            launched = self._launch(unit, pending, started)
+        finally:
+            self._read()  # the unit before has ended well, whatever becomes of this one
         self._in_flight = launched  # set last, so that this unit is dropped if reading the one before it fails
-        if unit.drafts or (not follows and (unit.delayed or not self._lookahead)):
+        if unit.drafts or unit.delayed or not self._lookahead:
             self.commit()  # else waiting work, or these tokens, would wait for another unit
 
     def commit(self) -> None:
-        """Reads the unit in flight, if there is one, and gives its tokens to their sequences."""
-        in_flight, self._in_flight = self._in_flight, None
-        if in_flight is not None:
-            self._read(in_flight)
+        """Waits for the unit in flight, if there is one, and gives its tokens to their sequences."""
+        self._wait()
+        self._read()
 
     def drop(self) -> set[LiveRequest]:
         """Forgets the unit in flight. Returns the requests that have rows in it."""
         in_flight, self._in_flight = self._in_flight, None
         return set() if in_flight is None else in_flight.requests
 
-    def _launch(self, unit: ForwardUnit) -> _InFlight:
-        started = time.monotonic()
+    def _begin(self, unit: ForwardUnit, now: float) -> Pending:
+        """Builds a unit. Nothing is computed yet."""
         spans = [Span(live(span.sequence), span.start, span.tokens) for span in unit.spans]
         draws = [live(sequence) for sequence in unit.draws]
         rows = [span.row for span in spans]
@@ -99,33 +108,51 @@ class Forwards:
             self._memory.reserve_checkpoint(span.row, span.stop)
         with self._requests.scope.covering({row.request for row in rows}):
             pending = self._runner.begin(spans, draws, self._in_flight.launched if self._in_flight else None)
-            self._scheduler.record_launch(unit, started)
+            self._scheduler.record_launch(unit, now)
             self._requests.started(rows)
+        return pending
+
+    def _launch(self, unit: ForwardUnit, pending: Pending, started: float) -> _Launched:
+        with self._requests.scope.covering({live(span.sequence).request for span in unit.spans}):
             if pending.needs_previous_tokens:
-                self.commit()
+                self._runner.launch(pending)
+                self._read()
             launched = self._runner.draw(pending)
         self._requests.counters.steps += bool(unit.draws)
         self._requests.counters.prefilled_tokens += sum(chunk.tokens for chunk in unit.chunks)
-        return _InFlight(unit, launched, started)
+        return _Launched(unit, launched, started)
 
-    def _read(self, in_flight: _InFlight) -> None:
+    def _wait(self) -> None:
+        """Waits for the unit in flight, if there is one."""
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is None:
+            return
         with self._requests.scope.covering(in_flight.requests):
-            draws = self._runner.read(in_flight.launched)
-            scores = [(live(row), start, part.read()) for row, start, part in in_flight.launched.scores]
-            pooled = in_flight.launched.pooled.read() if in_flight.launched.pooled else []
+            self._runner.wait()
         now = time.monotonic()
         seconds = now - max(in_flight.at, self._ended_at)
         prefill = seconds * self._scheduler.prefill_share(in_flight.unit)
         self._requests.counters.add_seconds(DeviceSeconds(decode=seconds - prefill, prefill=prefill))
         self._scheduler.record_done(in_flight.unit, seconds, now)
-        self._ended_at = now
+        self._ended, self._ended_at = replace(in_flight, at=now), now
+
+    def _read(self) -> None:
+        """Gives the tokens of the unit that has ended, if there is one, to their sequences."""
+        ended, self._ended = self._ended, None
+        if ended is None:
+            return
+        launched = ended.launched
+        with self._requests.scope.covering(ended.requests):
+            draws = self._runner.read(launched)
+            scores = [(live(row), start, part.read()) for row, start, part in launched.scores]
+            pooled = launched.pooled.read() if launched.pooled else []
         for row, start, part in scores:
             self._requests.add_scores(row, start, part)
         for part_of, vector in pooled:
             self._requests.add_pooled(live(part_of.row), part_of.start, part_of.stop, vector)
-        for row, of_row in groupby(zip(in_flight.launched.rows, draws, strict=True), key=itemgetter(0)):
-            self._accept(live(row), [draw for _, draw in of_row], now)
-        for span in in_flight.unit.spans:
+        for row, of_row in groupby(zip(launched.rows, draws, strict=True), key=itemgetter(0)):
+            self._accept(live(row), [draw for _, draw in of_row], ended.at)
+        for span in ended.unit.spans:
             self._after(live(span.sequence), span.start + span.tokens)
 
     def _accept(self, row: LiveSequence, draws: Sequence[Draw], now: float) -> None:

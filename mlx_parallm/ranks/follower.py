@@ -81,6 +81,7 @@ class Follower:
         spans = [Span(_row(tokens), tokens.start, tokens.tokens) for tokens in operation.rows]
         outputs = self._runner.run_trunk(mx.array(operation.ids, mx.uint32), spans)
         mx.eval(outputs, self._runner.cache.arrays())
+        self._runner.wait()
 
     def _write(self, operation: WriteSlot) -> None:
         factors, scales = load(b64decode(operation.factors)), operation.scales

@@ -122,6 +122,7 @@ class LeadingRunner(BatchRunner):
         with self._followers.together("a forward pass"):
             outputs = super().run_trunk(inputs, spans)
             mx.eval(outputs, self.cache.arrays())
+            self.wait()
         return outputs
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_parallm.selftest.limits import Limit
@@ -13,18 +13,26 @@ from mlx_parallm.selftest.tested import TestedModel
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The largest difference that a check found, and its limit. `problem`: what else is wrong; empty if nothing is."""
+    """The largest difference that a check found, and its limit. `problem`: what else is wrong; empty if nothing is.
+    `figures`: what was measured, by name, for the report's file."""
 
     difference: float
     limit: Limit
     problem: str = ""
+    figures: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, differences: Iterable[float], limit: Limit, problem: str = "") -> Outcome:
+    def of(
+        cls,
+        differences: Iterable[float],
+        limit: Limit,
+        problem: str = "",
+        figures: Mapping[str, float] | None = None,
+    ) -> Outcome:
         """The outcome of several comparisons. A difference that is not a number is the largest of all."""
         found = list(differences)
         largest = math.nan if any(map(math.isnan, found)) else max(found, default=0.0)
-        return cls(largest, limit, problem if found else "nothing was compared")
+        return cls(largest, limit, problem if found else "nothing was compared", figures or {})
 
     @property
     def passed(self) -> bool:
@@ -80,6 +88,7 @@ class CheckResult:
             "difference": outcome.difference if outcome is not None and math.isfinite(outcome.difference) else None,
             "limit": outcome.limit.value if outcome is not None else None,
             "limit_from": outcome.limit.source if outcome is not None else None,
+            **({"figures": dict(outcome.figures)} if outcome is not None and outcome.figures else {}),
             "problem": self.problem or None,
             "advice": None if self.passed else self.check.advice,
         }

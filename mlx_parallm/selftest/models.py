@@ -40,6 +40,9 @@ _CONFIG: dict[str, Any] = {
     "eos_token_id": 257,
 }
 _QUANTIZATION = {"group_size": 32, "bits": 4}
+_LARGE_POOL = {**_CONFIG, "num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 256}
+KEY_BYTES = 8 * 256 * 4
+"""Bytes of one token's keys, and of its values, in `large_pool_model`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +60,15 @@ def tiny_models(folder: Path) -> Iterator[ModelChoice]:
     with bfloat16 activations, as most models on a Mac are. A CPU serves the second one in float32 too."""
     for name, quantized in (("tiny, float32", False), ("tiny, 4-bit", True)):
         path = folder / name.partition(", ")[2]
-        _write(path, quantized)
+        _write(path, _CONFIG, quantized)
         yield ModelChoice(name, str(path))
+
+
+def large_pool_model(folder: Path) -> Path:
+    """Writes a tiny model into `folder`, with few operations in a step, and much memory for keys and values."""
+    path = folder / "large-pool"
+    _write(path, _LARGE_POOL, quantized=False)
+    return path
 
 
 def real_model(path: str | None) -> ModelChoice | None:
@@ -71,9 +81,9 @@ def real_model(path: str | None) -> ModelChoice | None:
     return ModelChoice("a local folder" if Path(path).expanduser().exists() else path, path, timed=True)
 
 
-def _write(folder: Path, quantized: bool) -> None:
+def _write(folder: Path, config: dict[str, Any], quantized: bool) -> None:
     """Writes a model as mlx-lm lays it out."""
-    model, config = llama.Model(llama.ModelArgs.from_dict(_CONFIG)), dict(_CONFIG)
+    model, config = llama.Model(llama.ModelArgs.from_dict(config)), dict(config)
     shapes = [(name, array.shape) for name, array in tree_flatten(model.parameters())]
     keys = mx.random.split(mx.random.key(0), len(shapes))
     weights = [(name, _random(name, shape, key)) for (name, shape), key in zip(shapes, keys, strict=True)]

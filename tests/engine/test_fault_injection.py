@@ -1,7 +1,7 @@
 """Every call that the device loop makes into MLX may fail, once or for ever: the thread survives, or says so.
 
-Faults are injected where the loop leaves Python: at each place that calls `mx.eval` and `mx.async_eval`, and at the
-methods of the parts that use MLX.
+Faults are injected where the loop leaves Python: at each place that calls `mx.eval`, `mx.async_eval` or
+`mx.synchronize`, and at the methods of the parts that use MLX.
 """
 
 from __future__ import annotations
@@ -177,7 +177,6 @@ def places() -> list[tuple[str, str, int]]:
     """Where the loop evaluates in this scenario: the function, the file, and which of all calls is its first there."""
     found: dict[tuple[str, str], int] = {}
     calls = 0
-    evaluate, launch = mx.eval, mx.async_eval
 
     def note(call: Callable[..., None]) -> Callable[..., None]:
         def noting(*arrays: object) -> None:
@@ -191,16 +190,15 @@ def places() -> list[tuple[str, str, int]]:
 
         return noting
 
-    mx.eval, mx.async_eval = note(evaluate), note(launch)
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        for name in CALLS:
+            patched.setattr(mx, name, note(getattr(mx, name)))
         play(make())
-    finally:
-        mx.eval, mx.async_eval = evaluate, launch
     return [(*place, first) for place, first in found.items()]
 
 
 def inject(monkeypatch: pytest.MonkeyPatch, place: tuple[str, str], fault: Injected) -> None:
-    for name in ("eval", "async_eval"):
+    for name in CALLS:
         original = getattr(mx, name)
 
         def evaluating(*arrays: object, call: Callable[..., None] = original) -> None:
@@ -212,12 +210,13 @@ def inject(monkeypatch: pytest.MonkeyPatch, place: tuple[str, str], fault: Injec
         monkeypatch.setattr(mx, name, evaluating)
 
 
+CALLS = ("eval", "async_eval", "synchronize")
 EVALUATING = [
     ("Arena.resize", "arena.py"),
     ("Arena.copy", "arena.py"),
-    ("BatchRunner.begin", "runner.py"),
+    ("BatchRunner.launch", "runner.py"),
     ("BatchRunner.draw", "runner.py"),
-    ("BatchRunner.read", "runner.py"),
+    ("BatchRunner.wait", "runner.py"),
     ("LinearGroup.fit", "linear_group.py"),
     ("LinearGroup.write", "linear_group.py"),
     ("LinearGroup.read", "linear_group.py"),
@@ -279,6 +278,8 @@ def test_a_call_that_always_fails_ends_every_request_that_needs_it(
 
 METHODS = [
     "runner.begin",
+    "runner.wait",
+    "runner.launch",
     "runner.draw",
     "runner.read",
     "runner.cache.open",

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
+import mlx.core as mx
 import pytest
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.batch import forward
 from mlx_parallm.batch.filters import Filters
+from mlx_parallm.batch.kv.arena import Arena
 from mlx_parallm.rl.objectives.reductions import UpdateTotals
 from mlx_parallm.selftest.check import Check, CheckResult, Outcome
 from mlx_parallm.selftest.checks import CHECKS
@@ -110,6 +112,23 @@ def test_a_broken_path_is_seen(
     assert advice in failed.as_json()["advice"]
     monkeypatch.undo()
     assert tested.check(seen_by)[seen_by].passed
+
+
+def test_steps_that_copy_the_pool_are_seen(tested: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = Arena.write
+
+    def held_while_written(arena: Arena, layer: int, *tokens: mx.array) -> None:
+        keys = mx.array(arena.keys[layer])
+        write(arena, layer, *tokens)
+        mx.eval(arena.keys[layer])
+        del keys
+
+    monkeypatch.setattr(Arena, "write", held_while_written)
+    (failed,) = tested.check("memory of steps").values()
+    assert "a step copies the KV pool" in failed.problem
+    found = failed.as_json()
+    assert "debug.lookahead" in found["advice"]
+    assert found["figures"]["apart_bytes"] > found["figures"]["array_bytes"] / 2
 
 
 def test_an_error_fails_its_own_check_only(tested: Loaded) -> None:

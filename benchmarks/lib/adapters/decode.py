@@ -128,7 +128,8 @@ class _Rig:
         return (time.perf_counter() - started) / STEPS
 
     def decode(self, slots: Sequence[int], steps: int) -> list[int]:
-        """Decodes `steps` tokens from a fixed context length, each step launched before the one before is read.
+        """Decodes `steps` tokens from a fixed context length, each step launched before the tokens of the one before
+        are read.
 
         Returns the last tokens. The content of the context does not change the time, so the rows' length is simply set.
         """
@@ -136,7 +137,9 @@ class _Rig:
             rewind(row, CONTEXT, slot, FIRST_TOKEN + place)
         step: Launched | None = None
         for _ in range(steps):
-            previous, step = step, self._runner.draw(begin(self._runner, self._rows, step))
+            pending, previous = begin(self._runner, self._rows, step), step
+            self._runner.wait()
+            step = self._runner.draw(pending)
             if previous is not None:
                 self._runner.read(previous)
         assert step is not None

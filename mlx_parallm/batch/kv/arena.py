@@ -4,7 +4,8 @@
     values[layer]   [kv_heads, blocks, 64, head_dim_v]
 
 The heads come first, so that consecutive places are a view of shape [kv_heads, tokens, head_dim]. Every write replaces
-an array. MLX updates it in place if nothing else refers to the old one; therefore callers keep no views of it.
+an array. MLX updates it in place if nothing else refers to the old one, and copies it whole otherwise. Therefore
+callers keep no views of it, and nothing that reads it may be in flight when a write is launched.
 """
 
 from __future__ import annotations
@@ -103,14 +104,14 @@ class Arena:
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies the blocks at `sources` to `targets`, in every layer, and waits for it. No place may be in both.
 
-        All copies are evaluated before the first write. Otherwise a pending view of an array would make the next write
-        to it copy the whole array instead of updating it in place.
+        All blocks are read before the first write. Otherwise the write would copy the whole array that is being read.
         """
         if not sources:
             return
         read, written = mx.array(list(sources)), mx.array(list(targets))
         taken = [array[:, read] for array in self.arrays()]
         mx.eval(taken)
+        mx.synchronize()
         for arrays, copies in (self.keys, taken[: len(self.keys)]), (self.values, taken[len(self.keys) :]):
             for layer, blocks in enumerate(copies):
                 arrays[layer][:, written] = blocks
@@ -122,7 +123,8 @@ class Arena:
         return [np.asarray(array.view(mx.uint8))[:, place].copy() for array in arrays]
 
     def write_block(self, place: int, arrays: Sequence[Bytes]) -> None:
-        """Writes one block, from arrays as `read` returns them."""
+        """Writes one block, from arrays as `read` returns them, after the forward pass in flight."""
+        mx.synchronize()
         for layer, (keys, values) in enumerate(zip(arrays[::2], arrays[1::2], strict=True)):
             self.keys[layer][:, place] = mx.array(keys).view(self.dtype)
             self.values[layer][:, place] = mx.array(values).view(self.dtype)

@@ -192,13 +192,15 @@ class DraftModel:
         self._cache.release_windows(draft)
 
     def _draw(self, drafts: Sequence[_DraftRow], counts: Sequence[int]) -> None:
-        """Sets the guesses of these rows: so many tokens of each."""
+        """Sets the guesses of these rows: so many tokens of each. Each pass is built while the one before runs."""
         started = time.monotonic()
         wanted = dict(zip(drafts, counts, strict=True))
         passes = [self._first_pass(drafts)]
         for place in range(1, max(counts)):
+            mx.async_eval(passes[-1][1])  # type: ignore[no-untyped-call]
             passes.append(self._next_pass([draft for draft in drafts if wanted[draft] > place], *passes[-1]))
-        mx.eval([tokens for _, tokens in passes])
+            self._runner.wait()
+        mx.eval(passes[-1][1])
         for draft in drafts:
             draft.after = len(draft.sequence.tokens)
         for rows, tokens in passes:

@@ -197,11 +197,12 @@ class Accumulated:
 
     @classmethod
     def of(cls, part: Accumulation, before: Accumulated | None) -> Accumulated:
-        """What there is after a further part, whose gradients are taken from it."""
+        """What there is after a further part, whose gradients are taken from it, and added up in place."""
         gradients, part.gradients = cast(Params, part.gradients), None
         if before is None:
             return cls(gradients, [part])
         summed = cast(Params, tree_map(mx.add, before.gradients, gradients))
+        del gradients  # MLX adds in place if nothing else refers to them
         mx.eval(summed)
         return cls(summed, [*before.parts, part])
 

@@ -12,6 +12,7 @@ from mlx_parallm.selftest.checks import (
     prefix_cache,
     publishing,
     sampling,
+    step_memory,
     training,
     weights,
 )
@@ -30,4 +31,5 @@ CHECKS: tuple[Check, ...] = (
     training.LOGPROBS,
     training.GRADIENTS,
     training.SHARED_PROMPTS,
+    step_memory.CHECK,
 )
