@@ -31,9 +31,10 @@ class FakeEngine:
     def __init__(self) -> None:
         self.states: list[MachineState] = []
         self.forgotten = 0
+        self.memory: dict[str, int] = {}
 
     def stats(self) -> EngineStats:
-        return EngineStats(alive=True, ready=True, running=1)
+        return EngineStats(alive=True, ready=True, running=1, memory_bytes=self.memory)
 
     def heed(self, machine: MachineState) -> None:
         self.states.append(machine)
@@ -82,6 +83,16 @@ def test_short_memory_is_relieved_and_all_is_undone(caplog):
     assert machine.holds[-1] == ""
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 8, "each change once: three steps, three back, and that training waits and goes on"
+
+
+def test_the_next_step_waits_while_the_engine_gives_memory_back():
+    machine = Machine()
+    machine.engine.memory = {"rows": 8, "cached_prefixes": 2, "free_blocks": 1}
+    machine.look(25, TOO_MUCH)
+    assert machine.state.relief is Relief.PREFIXES
+    machine.engine.memory = {"rows": 8, "cached_prefixes": 0, "free_blocks": 1}
+    machine.look(1, TOO_MUCH)
+    assert machine.state.relief is Relief.ROLLOUTS
 
 
 @pytest.mark.parametrize("guard", ["off", False])
