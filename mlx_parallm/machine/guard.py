@@ -8,8 +8,8 @@ from mlx_parallm.core import Relief
 from mlx_parallm.machine.memory import MemoryReading, Pressure
 
 _STEP_S, _GIVING_STEP_S = 3.0, 30.0
-"""Time for one step to take effect before the next one is taken: usually, and at most while memory is given back. That is
-done between units of device work, and takes longer on a slow device."""
+"""Time for one step to take effect before the next one is taken: usually, and at most while memory is given back, which
+is done between units of device work and takes longer on a slow device."""
 _CALM_S = 10.0
 """Memory must have been enough for so long before a step is undone, so that the steps do not alternate."""
 _ENOUGH = 0.95
