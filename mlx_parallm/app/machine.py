@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from mlx_parallm.config import Config
-from mlx_parallm.core import MachineState, Relief, seconds_with_sleep
+from mlx_parallm.core import Account, EngineStats, MachineState, Relief, seconds_with_sleep
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
 from mlx_parallm.machine.guard import MemoryGuard
 from mlx_parallm.machine.memory import MemoryReading, read_memory
@@ -136,7 +136,8 @@ class MachineWatch:
         now = self._clocks[0]
         relief, shortage = Relief.NONE, ""
         if self._guard is not None:
-            self._guard.update(memory, self._processor.stats().running == 0, now)
+            stats = self._processor.stats()
+            self._guard.update(memory, stats.running == 0, now, _gives_back(stats))
             relief, shortage = self._guard.relief, self._guard.shortage
         waits_for = self._waits_for_power(power, now)
         if relief >= Relief.ROLLOUTS:
@@ -165,6 +166,12 @@ class MachineWatch:
         elif now - self._power_reason_at >= _POWER_CALM_S:
             self._power_reason = ""
         return self._power_reason
+
+
+def _gives_back(stats: EngineStats) -> bool:
+    """Whether the engine holds memory that it gives back when no cached prefixes are kept."""
+    held = {account: stats.memory_bytes.get(account, 0) for account in Account}
+    return held[Account.PREFIXES] + held[Account.FREE_BLOCKS] > held[Account.ROWS] / 4
 
 
 def _log_changes(before: MachineState, state: MachineState) -> None:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from mlx_parallm.core import Relief
 from mlx_parallm.machine.memory import MemoryReading, Pressure
 
-_STEP_S = 3.0
-"""Time for one step to give memory back before the next one is taken."""
+_STEP_S, _GIVING_STEP_S = 3.0, 30.0
+"""Time for one step to take effect before the next one is taken: usually, and at most while memory is given back, which
+is done between units of device work and takes longer on a slow device."""
 _CALM_S = 10.0
 """Memory must have been enough for so long before a step is undone, so that the steps do not alternate."""
 _ENOUGH = 0.95
@@ -25,7 +26,7 @@ class MemoryGuard:
     _changed_at: float = -_STEP_S
     _needed_at: float = 0.0
 
-    def update(self, reading: MemoryReading | None, idle: bool, now: float) -> None:
+    def update(self, reading: MemoryReading | None, idle: bool, now: float, giving: bool = False) -> None:
         """Takes in a reading.
 
         Args:
@@ -33,6 +34,7 @@ class MemoryGuard:
             idle: no sequence has a row. Then all that could be given back was, so a footprint above the limit is no
                 reason to refuse requests: they would be refused forever.
             now: seconds on a clock that does not jump.
+            giving: what no row uses has not been given back yet.
         """
         if reading is None:
             self.relief, self.shortage = Relief.NONE, ""
@@ -40,7 +42,8 @@ class MemoryGuard:
         wanted, needed = self._most(reading, idle, 1.0), self._most(reading, idle, _ENOUGH)
         if needed >= self.relief:
             self._needed_at = now
-        if wanted > self.relief and now - self._changed_at >= _STEP_S:
+        step_s = _GIVING_STEP_S if giving and self.relief else _STEP_S
+        if wanted > self.relief and now - self._changed_at >= step_s:
             self._change(Relief(self.relief + 1), now)
         elif needed < self.relief and now - self._needed_at >= _CALM_S:
             self._change(Relief(self.relief - 1), now)

@@ -9,14 +9,26 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from tiny import save_tiny
 from training_runs import GROUP, PROMPTS, View, config
 
+from mlx_parallm import LoRAConfig, RLConfig, RLIntegratedServer
 from mlx_parallm.app import machine as app_machine
 from mlx_parallm.app.machine import MachineWatch, Readers, footprint_limit
 from mlx_parallm.app.train import run
 from mlx_parallm.app.train_progress import TrainOptions
 from mlx_parallm.config import configure
-from mlx_parallm.core import UNKNOWN_MACHINE, EngineStats, MachineState, Relief
+from mlx_parallm.core import (
+    UNKNOWN_MACHINE,
+    CollectionSpec,
+    EngineStats,
+    GenerationRequest,
+    MachineState,
+    Relief,
+    RequestFinished,
+    SamplingParams,
+    StopParams,
+)
 from mlx_parallm.machine.memory import MemoryReading, Pressure
 from mlx_parallm.machine.power import PowerReading
 
@@ -31,9 +43,10 @@ class FakeEngine:
     def __init__(self) -> None:
         self.states: list[MachineState] = []
         self.forgotten = 0
+        self.memory: dict[str, int] = {}
 
     def stats(self) -> EngineStats:
-        return EngineStats(alive=True, ready=True, running=1)
+        return EngineStats(alive=True, ready=True, running=1, memory_bytes=self.memory)
 
     def heed(self, machine: MachineState) -> None:
         self.states.append(machine)
@@ -82,6 +95,16 @@ def test_short_memory_is_relieved_and_all_is_undone(caplog):
     assert machine.holds[-1] == ""
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 8, "each change once: three steps, three back, and that training waits and goes on"
+
+
+def test_the_next_step_waits_while_the_engine_gives_memory_back():
+    machine = Machine()
+    machine.engine.memory = {"rows": 8, "cached_prefixes": 2, "free_blocks": 1}
+    machine.look(25, TOO_MUCH)
+    assert machine.state.relief is Relief.PREFIXES
+    machine.engine.memory = {"rows": 8, "cached_prefixes": 0, "free_blocks": 1}
+    machine.look(1, TOO_MUCH)
+    assert machine.state.relief is Relief.ROLLOUTS
 
 
 @pytest.mark.parametrize("guard", ["off", False])
@@ -195,3 +218,30 @@ def test_a_run_that_may_train_on_battery_does(tmp_path: Path, powered) -> None:
     asked = config(tmp_path, rl_training__train_on_battery=True)
     assert run(asked, TrainOptions("words", 1, GROUP, PROMPTS), view) == 0
     assert len(view.reports) == 1
+
+
+@pytest.mark.timeout(120)
+async def test_a_server_on_battery_serves_and_learns_when_the_charger_is_back(tmp_path: Path, powered) -> None:
+    save_tiny("llama", tmp_path / "model")
+    power = [BATTERY]
+    powered(lambda: power[0])
+    keys = {"server__kv_cache_memory": "16MB", "checkpointing__checkpoint_dir": tmp_path / "checkpoints"}
+    server = RLIntegratedServer(tmp_path / "model", LoRAConfig(rank=4), RLConfig(batch_size=2), **keys)
+    async with server.session() as served:
+        assert served.training is not None
+        service = served.training.service
+        while service.status().pause_reason is None:
+            await asyncio.sleep(0.01)
+        asked = GenerationRequest(
+            "r", ((1, 2, 3),), SamplingParams(seed=1), StopParams(4), n=2, collection=CollectionSpec()
+        )
+        *_, end = [event async for event in served.generate(asked)]
+        assert isinstance(end, RequestFinished)
+        for score, trajectory in enumerate(end.trajectory_ids):
+            await service.people.feedback(trajectory, float(score))
+        await asyncio.sleep(0.3)
+        assert service.status().updates_total == 0
+        power[0] = MAINS
+        while service.status().updates_total == 0:
+            await asyncio.sleep(0.01)
+        assert service.status().pause_reason is None

@@ -61,6 +61,16 @@ def test_alternating_readings_do_not_make_the_steps_alternate():
     assert found == sorted(found)
 
 
+def test_while_memory_is_given_back_the_next_step_waits_but_not_forever():
+    """Between two units of a slow device, some seconds can pass."""
+    guard = MemoryGuard(LIMIT)
+    found = []
+    for second in range(40):
+        guard.update(of(1.01), False, float(second), giving=True)
+        found.append(int(guard.relief))
+    assert found == [1] * 30 + [2] * 10
+
+
 def test_a_footprint_above_the_limit_refuses_no_request_forever():
     """With nothing running, nothing more could be given back: weights that are larger than the limit stay there."""
     guard = MemoryGuard(LIMIT)

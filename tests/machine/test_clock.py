@@ -1,0 +1,34 @@
+"""What goes on while the machine sleeps, and what stands still."""
+
+import time
+
+import pytest
+from starlette.datastructures import Headers
+
+from mlx_parallm.core import seconds_with_sleep
+from mlx_parallm.server.access.keys import KeyRing
+from mlx_parallm.server.access.sessions import LIFETIME_S, Sessions
+
+
+@pytest.fixture
+def sleep(monkeypatch):
+    """`sleep(seconds)`: the lid is closed for so long. `time.monotonic` stands still meanwhile, as it does then."""
+    real, naps = time.clock_gettime, []
+    monkeypatch.setattr(time, "clock_gettime", lambda clock: real(clock) + sum(naps))
+    return naps.append
+
+
+def test_the_clock_counts_sleep(sleep):
+    before, awake = seconds_with_sleep(), time.monotonic()
+    sleep(3600)
+    assert seconds_with_sleep() - before >= 3600
+    assert time.monotonic() - awake < 3600
+
+
+def test_a_login_ends_though_the_machine_has_slept(sleep):
+    ring = KeyRing("secret")
+    sessions, (key,) = Sessions(ring), ring.keys
+    cookie = Headers({"cookie": f"mlx_parallm_session={sessions.open(key)}"})
+    assert sessions.key_of(cookie) is not None
+    sleep(LIFETIME_S)
+    assert sessions.key_of(cookie) is None
