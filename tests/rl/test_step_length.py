@@ -92,7 +92,7 @@ def test_a_step_that_a_client_asks_for_is_not_moved_back() -> None:
     assert all((ends[0][name] == ends[1][name]).all() for name in ends[0])
 
 
-def test_losses_of_samples_that_the_policy_need_not_have_drawn_are_not_measured() -> None:
+def test_losses_of_samples_that_the_policy_need_not_have_sampled_are_not_measured() -> None:
     trainer, _ = make_trainer(changed(WILD, loss=changed(WILD.loss, algorithm=Algorithm.CROSS_ENTROPY)))
     metrics = learn(trainer, make_policy(trainer), samples()).metrics
     assert ("kl_step" in metrics, metrics["step_scale"]) == (False, 1.0)
