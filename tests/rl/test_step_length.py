@@ -34,6 +34,13 @@ def test_the_first_update_moves_the_policy_by_at_most_the_target(minibatches: in
     assert steps[True]["kl_step"] > TARGET / 100, "it is not stopped altogether"
 
 
+def test_a_step_beyond_all_numbers_is_moved_back_too() -> None:
+    trainer, _ = make_trainer(changed(WILD, learning_rate=1e4))
+    outcome = learn(trainer, make_policy(trainer, moved=0.05), samples(16, groups=4))
+    assert outcome.skipped == ""
+    assert outcome.metrics["kl_step"] <= TARGET
+
+
 def test_the_step_is_a_part_of_the_way_and_its_metric_says_which() -> None:
     ends = []
     for settings in (UNBOUND, WILD):
