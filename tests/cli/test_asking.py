@@ -257,6 +257,7 @@ STATUS = {
     "drops": {"stale": 8},
     "skips": {},
     "divergences": [{"signal": "kl"}],
+    "advice": "",
 }
 UPDATED = {"status": "published", "reason": "", "lora_adapter": "default@4", "step": 14, "checkpoint": "checkpoint-14"}
 
@@ -277,6 +278,12 @@ def test_training_status_in_a_few_lines(server, answers, capsys):
         "skipped     none",
         "divergences kl",
     ]
+
+
+def test_training_status_has_advice_if_there_is_any(server, answers, capsys):
+    answers["/v1/training/status"] = json.dumps(STATUS | {"advice": "Reward more."}).encode()
+    assert main(["training", "status", "--url", server.url]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "advice      Reward more."
 
 
 def test_training_status_of_a_server_that_does_not_train(server, answers, capsys):

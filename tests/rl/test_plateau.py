@@ -1,4 +1,4 @@
-"""Answers that all earn the same part of the reward: it is noticed and told, and updates look for a way out."""
+"""Answers that all earn the same part of the reward: it is noticed and shown, and updates look for a way out."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_it_begins_after_two_updates_of_equal_rewards_and_ends_when_they_differ(
     assert plateau.level == 0.3
     assert "100% of the last 8 answers earned 0.3" in plateau.advice
     observe(plateau, (0.3,) * 4)
-    assert [kind for kind, _ in events] == ["plateau"], "told once"
+    assert [kind for kind, _ in events] == ["plateau"], "reported once"
     assert events[0][1] == {"adapter": NAME, "reward": 0.3, "reason": plateau.advice}
     observe(plateau, (0.3, 0.3, 0.3, 1.0))
     assert (plateau.level, plateau.advice) == (None, "")
@@ -143,7 +143,7 @@ def test_of_answers_that_earn_the_same_the_shorter_ones_are_better() -> None:
     assert (made.batch.step_scale, made.drop_reasons) == (1.0, (None,))
 
 
-def test_answers_that_earned_more_are_learnt_again_as_if_the_policy_had_drawn_them_now() -> None:
+def test_answers_that_earned_more_are_learnt_again_as_if_the_policy_had_sampled_them_now() -> None:
     now = ScoredGroup(answers(*of_lengths(3, 4, 5)), (0.3, 0.3, 0.3), "exact", on_policy=True)
     better = ScoredGroup(answers(*of_lengths(2)), (1.0,), "exact", remembered=True)
     made = prepared(now, better)
@@ -162,7 +162,7 @@ def test_answers_that_are_equal_in_all_teach_nothing() -> None:
 # ---- in training ---------------------------------------------------------------------------------
 
 
-def drawn(rig: Rig, rewards: Sequence[float], lengths: Sequence[int]) -> None:
+def sampled(rig: Rig, rewards: Sequence[float], lengths: Sequence[int]) -> None:
     """A complete group of the last version, of answers of these lengths."""
     rig.groups += 1
     members = [
@@ -180,35 +180,35 @@ def drawn(rig: Rig, rewards: Sequence[float], lengths: Sequence[int]) -> None:
 async def test_updates_look_for_a_way_out_until_rewards_differ_again() -> None:
     rig = await opened()
     async with running(rig):
-        drawn(rig, (0.3,) * 4, (2, 3, 4, 5))
+        sampled(rig, (0.3,) * 4, (2, 3, 4, 5))
         await settle()
         assert rig.learner.batches == [], "equal rewards teach nothing"
         for _ in range(2):
-            drawn(rig, (0.3,) * 4, (2, 3, 4, 5))
+            sampled(rig, (0.3,) * 4, (2, 3, 4, 5))
             await settle()
         assert rig.kinds[-3:].count("update") >= 1
         assert "plateau" in rig.kinds
         assert "earned 0.3" in rig.loop.status().advice
         explored = len(rig.learner.batches)
         assert {sample.advantages[2] > 0 for sample in rig.learner.batches[-1].samples} == {True, False}
-        drawn(rig, (0.3, 0.3, 1.0, 0.3), (2, 3, 4, 5))
+        sampled(rig, (0.3, 0.3, 1.0, 0.3), (2, 3, 4, 5))
         await settle()
         assert (rig.kinds.count("plateau_ended"), rig.loop.status().advice) == (1, "")
         best = max(rig.learner.batches[explored].samples, key=lambda sample: sample.advantages[-1])
         assert len(best.token_ids) == 2 + 4, "by its reward, not by its length"
         for _ in range(2):
-            drawn(rig, (0.3,) * 4, (2, 3, 4, 5))
+            sampled(rig, (0.3,) * 4, (2, 3, 4, 5))
             await settle()
         best = max(rig.learner.batches[-1].samples, key=lambda sample: sample.advantages[-1])
         assert (len(best.token_ids), best.sampling_logprobs) == (2 + 4, ()), "the one that earned more, again"
     rig.check()
 
 
-async def test_one_setting_turns_it_off_and_it_is_still_told() -> None:
+async def test_one_setting_turns_it_off_and_it_is_still_shown() -> None:
     rig = await opened(settings=QUIET)
     async with running(rig):
         for _ in range(6):
-            drawn(rig, (0.3,) * 4, (2, 3, 4, 5))
+            sampled(rig, (0.3,) * 4, (2, 3, 4, 5))
             await settle()
     assert rig.learner.batches == []
     assert rig.kinds.count("plateau") == 1
@@ -217,7 +217,7 @@ async def test_one_setting_turns_it_off_and_it_is_still_told() -> None:
 
 async def test_an_update_says_what_people_should_change() -> None:
     rig = await opened(settings=QUIET)
-    drawn(rig, (0.3,) * 8, (2,) * 8)
+    sampled(rig, (0.3,) * 8, (2,) * 8)
     report = await rig.loop.update(None)
     assert (report.status, report.reason) == ("skipped", "no_signal")
     assert "earned 0.3" in report.advice

@@ -34,6 +34,13 @@ def test_the_first_update_moves_the_policy_by_at_most_the_target(minibatches: in
     assert steps[True]["kl_step"] > TARGET / 100, "it is not stopped altogether"
 
 
+def test_a_step_beyond_all_numbers_is_moved_back_too() -> None:
+    trainer, _ = make_trainer(changed(WILD, learning_rate=1e4))
+    outcome = learn(trainer, make_policy(trainer, moved=0.05), samples(16, groups=4))
+    assert outcome.skipped == ""
+    assert outcome.metrics["kl_step"] <= TARGET
+
+
 def test_the_step_is_a_part_of_the_way_and_its_metric_says_which() -> None:
     ends = []
     for settings in (UNBOUND, WILD):
@@ -92,7 +99,7 @@ def test_a_step_that_a_client_asks_for_is_not_moved_back() -> None:
     assert all((ends[0][name] == ends[1][name]).all() for name in ends[0])
 
 
-def test_losses_of_samples_that_the_policy_need_not_have_drawn_are_not_measured() -> None:
+def test_losses_of_samples_that_the_policy_need_not_have_sampled_are_not_measured() -> None:
     trainer, _ = make_trainer(changed(WILD, loss=changed(WILD.loss, algorithm=Algorithm.CROSS_ENTROPY)))
     metrics = learn(trainer, make_policy(trainer), samples()).metrics
     assert ("kl_step" in metrics, metrics["step_scale"]) == (False, 1.0)

@@ -94,8 +94,9 @@ def _status_text(base: str, answer: Mapping[str, Any]) -> str:
         "dropped": _counts(answer["drops"]),
         "skipped": _counts(answer["skips"]),
         "divergences": ", ".join(each["signal"] for each in answer["divergences"]) or "none",
+        "advice": answer["advice"],
     }
-    return "\n".join(f"{name:<11} {text}" for name, text in lines.items())
+    return "\n".join(f"{name:<11} {text}" for name, text in lines.items() if text)
 
 
 def _update_text(answer: Mapping[str, Any]) -> str:

@@ -21,6 +21,8 @@ from mlx_parallm.rl.objectives.batches import UpdateBatch
 from mlx_parallm.rl.objectives.samples import Sample
 
 _SUMS, _LARGEST = ("tokens", "device_seconds"), ("ratio_max", "seconds")
+_OF_LAST = ("learning_rate", "kl_step", "step_scale")
+"""Figures of the last step: it is that which moves the whole update back."""
 
 
 class Update:
@@ -89,7 +91,7 @@ class Update:
 
 
 def _together(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of all steps: means over tokens, sums and largest values; and the last learning rate and KL."""
+    """The metrics of all steps: means over tokens, sums and largest values; and those of the last step."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: _figure(name, [part for part in parts if name in part]) for name in names}
 
@@ -100,6 +102,6 @@ def _figure(name: str, parts: Sequence[Mapping[str, float]]) -> float:
         return sum(values)
     if name in _LARGEST:
         return max(values)
-    if name in ("learning_rate", "kl_step"):
+    if name in _OF_LAST:
         return values[-1]
     return sum(part[name] * part["tokens"] for part in parts) / sum(part["tokens"] for part in parts)

@@ -52,7 +52,7 @@ class ScoredGroup:
     `rewards` is empty if none were given. `scorer`: a single episode is compared with earlier rewards of this scorer.
     `staleness`: versions published since the oldest of its turns was drawn. `on_policy`: the version in training drew
     all of them. `signal`: what it teaches. `remembered`: its one answer is an old one that is learnt again, as if the
-    version in training had drawn it.
+    version in training had sampled it now.
     """
 
     episodes: tuple[Episode, ...]

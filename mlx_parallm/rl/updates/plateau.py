@@ -76,7 +76,7 @@ class Plateau:
                 heapq.heappop(self._best)
         while len(self._rewards) > self._answers:
             self._rewards.popleft()
-        self._tell(self._found())
+        self._report(self._found())
         self._standing = 0 if self.level is None else self._standing + len(group.rewards)
 
     @property
@@ -118,7 +118,7 @@ class Plateau:
     def _alike(self, level: float) -> float:
         return sum(reward >= level - _TOLERANCE for reward in self._rewards) / len(self._rewards)
 
-    def _tell(self, level: float | None) -> None:
+    def _report(self, level: float | None) -> None:
         """Reports the beginning and the end of a plateau."""
         began, ended = self.level is None and level is not None, self.level is not None and level is None
         self.level = level
