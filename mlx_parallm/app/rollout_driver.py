@@ -108,6 +108,13 @@ class RolloutDriver:
 
     async def _run(self) -> None:
         """Starts groups as long as the next update wants some. Returns when nothing more can be drawn."""
+        try:
+            await self._keep_drawing()
+        except Exception as error:  # noqa: BLE001 - the status says what has ended it; the server goes on without it
+            _log.exception("no more rollouts are drawn")
+            self._fail(str(error) or type(error).__name__)
+
+    async def _keep_drawing(self) -> None:
         while self.state != "failed":
             self._draws_ahead = self._may_draw_ahead
             self.state = self._next_state()
@@ -171,7 +178,7 @@ class RolloutDriver:
         except EngineDeadError:
             self._fail("the device thread has stopped")
         except Exception as error:  # noqa: BLE001 - an environment may raise anything; the server goes on without it
-            _log.error("no more rollouts are drawn: %s", error)
+            _log.exception("no more rollouts are drawn")
             self._fail(str(error) or type(error).__name__)
         else:
             await self._count(drawn)

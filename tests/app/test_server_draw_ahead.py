@@ -83,6 +83,14 @@ async def until(true: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
+async def test_whatever_ends_the_rollouts_is_in_their_status(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    await world.takes(2)
+    del world.groups_in_scoring
+    await until(lambda: world.driver.state == "failed")
+    assert "groups_in_scoring" in world.driver.last_failure
+    assert "Traceback" in caplog.text
+
+
 async def test_while_rewards_are_awaited_the_groups_of_one_more_update_are_drawn(world: World) -> None:
     await world.takes(2)
     world.end(2)

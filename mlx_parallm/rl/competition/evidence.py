@@ -96,6 +96,9 @@ class Contrast:
     share (1 - share) times the difference at this moment, whatever m is and however the rewards drift (Horvitz and
     Thompson, 1952). With a good m it varies little, and a share of rewards that differs from `share` matters little.
 
+    Attributes:
+        of_candidate, of_live: what r - m is multiplied by.
+
     Args:
         share: probability that the candidate answers.
         lowest, highest: all rewards are from one to the other.
@@ -104,11 +107,11 @@ class Contrast:
     def __init__(self, share: float, lowest: float, highest: float) -> None:
         largest = max(share, 1 - share) * (highest - lowest)
         self.scale = share * (1 - share) / largest
-        self._of_candidate, self._of_live = (1 - share) / largest, -share / largest
+        self.of_candidate, self.of_live = (1 - share) / largest, -share / largest
         self._mean, self._count = (lowest + highest) / 2, 1
 
     def add(self, reward: float, candidate: bool) -> float:
         centred = reward - self._mean
         self._count += 1
         self._mean += max(1 / self._count, _NEWEST_WEIGHT) * centred
-        return centred * (self._of_candidate if candidate else self._of_live)
+        return centred * (self.of_candidate if candidate else self.of_live)
