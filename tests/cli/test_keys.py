@@ -25,9 +25,14 @@ def test_a_key_is_made_shown_once_listed_and_removed(file, capsys):
     assert KeyRing(file=file).find(secret.encode()).requests_per_minute == 30
     assert main(["keys", "add", "robot", "--role", "train", "--own-prefix-cache", "--json"]) == 0
     assert KeyRing(file=file).find(json.loads(capsys.readouterr().out)["key"].encode()).own_prefix_cache
+    assert main(["keys", "add", "acme", "--adapters", "acme*,base"]) == 0
+    acme = KeyRing(file=file).find(capsys.readouterr().out.partition("\n")[0].encode())
+    assert acme.adapters == ("acme*", "base")
+    assert [acme.sees(name) for name in ("acme-1", "base", "globex", "ACME")] == [True, True, False, False]
     assert main(["keys", "list"]) == 0
     listed = capsys.readouterr().out
-    assert [line.split()[:2] for line in listed.splitlines()[1:]] == [["laptop", "inference"], ["robot", "train"]]
+    rows = [(line.split()[0], line.split()[1], line.split()[-1]) for line in listed.splitlines()[1:]]
+    assert rows == [("laptop", "inference", "all"), ("robot", "train", "all"), ("acme", "inference", "acme*,base")]
     assert main(["keys", "list", "--json"]) == 0
     assert "sha256" not in capsys.readouterr().out
     assert main(["keys", "remove", "laptop"]) == 0
@@ -41,6 +46,8 @@ def test_a_key_is_made_shown_once_listed_and_removed(file, capsys):
         (["add", "a b"], "name: String should match"),
         (["add", "x", "--max-concurrent", "0"], "max_concurrent: Input should be greater"),
         (["add", "api-key"], "reserved"),
+        (["add", "x", "--role", "admin", "--adapters", "a*"], "adapters: Value error, an admin key may do everything"),
+        (["add", "x", "--adapters", "a b"], "adapters: String should match"),
         (["add", "x", "--role", "root"], "invalid choice"),
         (["remove", "other"], "has no key of that name; there are laptop"),
         (["list", "--keys-file", "/nowhere/keys.json"], "cannot be read: No such file"),

@@ -155,6 +155,7 @@ async def test_a_folder_is_loaded_by_the_first_request_that_names_it(world: Worl
     assert [str(card.ref) for card in world.service.cards()] == [f"{name}@1"]
     assert await world.generate(name) == (AdapterRef(name, 1), expected(weights))
     assert await world.service.load_folder("m") == name
+    assert [await world.service.loaded_folder(path) for path in ("./m", "nowhere", "..")] == [name, None, None]
     assert world.service.stats().staged_total == 1, "files that nobody has changed are not read again"
 
 

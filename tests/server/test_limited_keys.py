@@ -6,10 +6,12 @@ default adapter `policy` are others'.
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
 import pytest
+from protocols.fake_policies import FakePolicies
 from server.fake_control import COMPARISON, FakeAdapters, FakeAverages, FakeLessons, FakeRewardModels, FakeTraining
 from server.fakes import CARD, ByteTokenizer, FakeEngine
 from server.keys import key_file
@@ -29,6 +31,7 @@ from mlx_parallm.core import (
     Trajectory,
 )
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.rl.atropos.trajectory_api import Registration
 from mlx_parallm.rl.collect.groups import TrajectoryGroup
 from mlx_parallm.server.access.keys import new_key
 from mlx_parallm.server.access.roles import Role
@@ -39,7 +42,7 @@ LIMITED = {"adapters": ("acme*",)}
 
 
 def trajectory(adapter, owner):
-    name = f"of-{adapter}-{owner or 'server'}"
+    name = f"of-{adapter}-{'other' if owner is None else owner or 'server'}"
     return Trajectory(
         name, name, 1, AdapterRef(adapter, 1), (1,), (2,), (-0.5,), 1.0, "text", FinishReason.STOP,
         CollectionSpec(), 1_800_000_000.0, owner=owner,
@@ -63,7 +66,7 @@ async def server(tmp_path):
     }
     training.found |= {"of-globex": FoundTrajectory("globex", (1,), (2,), "b")}
     for name in ("acme-1", "globex"):
-        for owner in ("acme", "free", ""):
+        for owner in ("acme", "free", "mine", ""):
             training.buffer.add(TrajectoryGroup(name, [trajectory(name, owner)]))
     limits = {
         "acme": ("train", LIMITED),
@@ -71,6 +74,7 @@ async def server(tmp_path):
         "based": ("inference", {"adapters": ("acme*", "base")}),
         "free": "train",
         "boss": "admin",
+        "mine": "train",
     }
     file, sent = key_file(tmp_path, **limits)
     app = create_app(
@@ -82,6 +86,8 @@ async def server(tmp_path):
         averages=FakeAverages(),
         reward_models=FakeRewardModels(),
         lessons=FakeLessons(),
+        policies=FakePolicies(),
+        atropos=Registration(32, CARD.context_length, "", 10, 0, 10**9, "", ""),
     )
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost:8000") as client:
@@ -90,6 +96,146 @@ async def server(tmp_path):
             return await client.request(method, path, json=body, headers=sent[key])
 
         yield SimpleNamespace(ask=ask, adapters=adapters, training=training, app=app, folder=tmp_path)
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+GONE = "it does not exist"
+"""The answer is that for a name or id that there never was."""
+DOCS = Path(__file__).parents[2] / "docs" / "keys.md"
+CONTINUED = {"input": "x", "previous_response_id": "{response}", "model": "acme-1"}
+LESSON_BODY = {"prompts": ["x"], "reward": {"word": "y"}, "lora_adapter": "globex"}
+
+# Of each row of the table: the requests, and what they are answered to a key without a limit, to one for other
+# adapters, and to an admin's. `{response}`, `{session}` and `{env}` are what the key `mine` has made.
+TABLE = {
+    "stored responses": [
+        ("GET", "/v1/responses/{response}", None, (GONE, GONE, 200)),
+        ("GET", "/v1/responses/{response}/input_items", None, (GONE, GONE, 200)),
+        (
+            "POST",
+            "/v1/responses",
+            {"input": "x", "previous_response_id": "{response}", "model": "acme-1"},
+            (GONE, GONE, 200),
+        ),
+        ("DELETE", "/v1/responses/{response}", None, (GONE, GONE, 200)),
+    ],
+    "usage": [("GET", "/v1/usage", None, ("no mine", "no mine", "mine"))],
+    "metrics": [
+        ("GET", "/metrics", None, ("mine", "no mine", "mine")),
+        ("GET", "/metrics", None, ("globex", "no globex", "globex")),
+    ],
+    "adapters and their checkpoints": [
+        ("GET", "/v1/adapters", None, ("globex", "no globex", "globex")),
+        ("GET", "/v1/checkpoints", None, ("globex", "no globex", "globex")),
+        ("POST", "/v1/completions", {"prompt": "x", "model": "globex"}, (200, GONE, 200)),
+        ("POST", "/v1/training/checkpoint", {"lora_name": "globex"}, (200, GONE, 200)),
+        ("POST", "/v1/load_lora_adapter", {"lora_name": "plain", "lora_path": "plain"}, (200, GONE, 200)),
+        ("DELETE", "/v1/adapters/globex", None, (200, GONE, 200)),
+    ],
+    "folders of adapters, by path": [
+        ("POST", "/v1/completions", {"prompt": "x", "adapters": "./globex"}, (200, GONE, 200)),
+    ],
+    "training of an adapter: status, history, events, comparisons, lessons": [
+        ("GET", "/v1/training/status?lora_adapter=globex", None, (200, GONE, 200)),
+        ("GET", "/v1/training/history?lora_adapter=globex", None, (200, GONE, 200)),
+        ("GET", "/v1/training/compare", None, ("globex", "no globex", "globex")),
+        ("POST", "/v1/training/pause", {"lora_adapter": "globex"}, (200, GONE, 200)),
+        ("POST", "/v1/training/lesson", LESSON_BODY, (200, GONE, 200)),
+    ],
+    "the route of unnamed requests": [
+        ("POST", "/v1/adapters/route", {"weights": {"acme-1": 1}}, (200, 403, 200)),
+    ],
+    "collected answers, edits, groups and episodes": [
+        ("GET", "/v1/training/trajectories/of-globex-mine", None, (GONE, GONE, 200)),
+        ("GET", "/v1/training/trajectories/of-acme-1-mine", None, (GONE, GONE, 200)),
+        ("GET", "/v1/training/trajectories", None, ("no -mine", "no -mine", "-mine")),
+    ],
+    "answers that the server has sampled for tasks of its own": [
+        ("GET", "/v1/training/trajectories/of-globex-server", None, (200, GONE, 200)),
+        ("GET", "/v1/training/trajectories/of-acme-1-server", None, (200, 200, 200)),
+    ],
+    "groups from Atropos and other programs": [
+        ("GET", "/v1/training/trajectories/of-globex-other", None, (GONE, GONE, 200)),
+    ],
+    "Atropos environments": [("POST", "/disconnect-env", {"env_id": "{env}"}, (GONE, GONE, GONE))],
+    "Tinker sessions, models, samplers, saved weights and results": [
+        ("GET", "/api/v1/sessions/{session}", None, (GONE, GONE, 200)),
+        ("GET", "/api/v1/training_runs", None, ("no {session}", "no {session}", "{session}")),
+        ("POST", "/api/v1/get_info", {"model_id": "{session}:train:0"}, (GONE, GONE, 200)),
+        ("POST", "/api/v1/optim_step", {"model_id": "{session}:train:0", "seq_id": 2}, (GONE, GONE, 200)),
+        ("GET", "/api/v1/samplers/{session}:sample:0", None, (GONE, GONE, 200)),
+        ("POST", "/api/v1/retrieve_future", {"request_id": "{session}:train:0:0"}, (GONE, GONE, 200)),
+        ("POST", "/api/v1/weights_info", {"tinker_path": "tinker://{session}:train:0/weights/a"}, (GONE, GONE, 200)),
+    ],
+    "versions that Tinker has published, as adapters": [
+        ("GET", "/v1/models", None, ("{session}", "no {session}", "{session}")),
+        ("POST", "/v1/completions", {"prompt": "x", "model": "{session}-0"}, (200, GONE, 200)),
+    ],
+}
+CELLS = [
+    pytest.param(row, *request, column, expected, id=f"{row}: {request[0]} {request[1]} as {column}")
+    for row, requests in TABLE.items()
+    for *request, cells in requests
+    for column, expected in zip(("free", "acme", "boss"), cells, strict=True)
+]
+
+
+def test_the_table_of_the_docs_has_these_rows():
+    table = DOCS.read_text().partition("| what | another key |")[2].partition("\n\n")[0]
+    assert [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines()[2:]] == [*TABLE]
+
+
+async def made_by_mine(server):
+    """What the key `mine` makes, by the name that stands for it in the table."""
+
+    async def made(path, /, **body):
+        return (await server.ask("mine", "POST", path, body)).json()
+
+    response = (await made("/v1/responses", input="x", model="acme-1"))["id"]
+    await made("/v1/completions", prompt="x", model="globex")
+    session = (await made("/api/v1/create_session"))["session_id"]
+    of_session = {"session_id": session, "base_model": CARD.name}
+    future = (await made("/api/v1/create_model", **of_session, model_seq_id=0))["request_id"]
+    await made("/api/v1/retrieve_future", request_id=future)
+    await made("/api/v1/create_sampling_session", **of_session, sampling_session_seq_id=0)
+    saving = await made("/api/v1/save_weights", model_id=f"{session}:train:0", seq_id=1, path="a")
+    await made("/api/v1/retrieve_future", request_id=saving["request_id"])
+    server.adapters.publish(f"{session}-0")
+    env = await made("/register-env", max_token_length=64, desired_name="a", weight=1.0, group_size=2)
+    server.training.buffer.add(TrajectoryGroup("globex", [trajectory("globex", None)]))
+    return {"{response}": response, "{session}": session, "{env}": str(env["env_id"])}
+
+
+def never_made(ids):
+    """Ids of the same form that nothing has."""
+    session = "tinker-" + "0" * (len(ids["{session}"]) - 7)
+    return {"{response}": "resp_none", "{session}": session, "{env}": "7", "globex": "nobody", "-mine": "-none"}
+
+
+@pytest.mark.parametrize(("row", "method", "path", "body", "key", "expected"), CELLS)
+async def test_each_cell_of_the_table(server, row, method, path, body, key, expected):
+    ids = await made_by_mine(server)
+
+    async def ask(names):
+        text = json.dumps([path, body])
+        for name, value in names.items():
+            text = text.replace(name, value)
+        response = await server.ask(key, method, *json.loads(text))
+        shown = response.text
+        for name, value in names.items():
+            shown = shown.replace(value, name)
+        return response.status_code, shown
+
+    status, text = await ask(ids)
+    if isinstance(expected, int):
+        assert status == expected, text
+    elif expected is GONE:
+        assert (status, text) == await ask(ids | never_made(ids)), text
+        assert status in (404, 410) or "no environment" in text
+    else:
+        assert status == 200
+        assert (expected.removeprefix("no ") in text) is not expected.startswith("no ")
 
 
 # -- a name ----------------------------------------------------------------------------------------
@@ -310,7 +456,7 @@ async def test_trajectories_are_those_of_the_key_and_of_seen_adapters(server):
         "free": {"of-acme-1-free", "of-acme-1-server", "of-globex-free", "of-globex-server"},
     }
     page = await server.training.collected_groups.page(GroupFilter(), None, 99, Reader("boss", reads_all=True))
-    assert len(page.rows) == 6
+    assert len(page.rows) == 8
 
 
 # -- by a path -------------------------------------------------------------------------------------

@@ -6,20 +6,20 @@ from server.fakes import CARD, ByteTokenizer
 from mlx_parallm.core import AdapterStats
 
 LOAD, UNLOAD = "/load_lora_adapter", "/unload_lora_adapter"
-BODY = {"lora_name": "policy", "lora_path": "/runs/step"}
+BODY = {"lora_name": "outside", "lora_path": "/runs/step"}
 
 
 async def test_the_root_route_replaces_the_name_at_every_step(client, fault):
     for version in (1, 2):
         response = await client.post(LOAD, json=BODY)
-        assert (response.status_code, response.json()["lora_adapter"]) == (200, f"policy@{version}")
+        assert (response.status_code, response.json()["lora_adapter"]) == (200, f"outside@{version}")
     response = await client.post(LOAD, json={**BODY, "load_inplace": True, "is_3d_lora_weight": False})
-    assert response.json()["lora_adapter"] == "policy@3"
+    assert response.json()["lora_adapter"] == "outside@3"
     response = await client.post(LOAD, json={**BODY, "load_inplace": False})
     assert (response.status_code, fault(response)["param"]) == (400, "load_inplace")
-    response = await client.post(UNLOAD, json={"lora_name": "policy"})
-    assert response.json() == {"status": "success", "unloaded": ["policy@1", "policy@2", "policy@3"]}
-    assert (await client.post(UNLOAD, json={"lora_name": "policy"})).status_code == 404
+    response = await client.post(UNLOAD, json={"lora_name": "outside"})
+    assert response.json() == {"status": "success", "unloaded": ["outside@1", "outside@2", "outside@3"]}
+    assert (await client.post(UNLOAD, json={"lora_name": "outside"})).status_code == 404
 
 
 async def test_server_info_has_what_trl_looks_for(client, adapters):
