@@ -8,7 +8,7 @@ from statistics import fmean
 from mlx_parallm.config import ResolvedTraining
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
 from mlx_parallm.rl.collect.groups import FEEDBACK, DropReason, GroupMember, TrajectoryGroup, TrajectoryState
-from mlx_parallm.rl.objectives.batches import ScoredGroup, no_signal
+from mlx_parallm.rl.objectives.batches import ScoredGroup
 from mlx_parallm.rl.objectives.episodes import episode_of
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
 
@@ -55,7 +55,7 @@ class GroupSelection:
                 continue
             scored = self._observe(group, group.scored)
             group.observed = True
-            if scored.is_compared and (reason := no_signal(scored.rewards)):
+            if scored.is_compared and (reason := scored.no_signal):
                 self._without_signal[group.group_id] = scored
                 self._buffer.drop(group, reason)
         while self.without_signal > (1 + REFILLS) * self._training.pace.trajectories:  # training is paused
