@@ -104,6 +104,10 @@ class LossConfig(Section):
     """Largest weight of a token when old_logprobs is trainer. The weight is the token's probability by the trainer's
     logprobs divided by its probability by the sampler's.
     """
+    ratio_cap: Number = Field(default=10.0, gt=1)
+    """ppo, importance_sampling and distillation: a policy ratio above this value counts as this value. Without a cap,
+    one token that the sampler found very unlikely would be a whole update.
+    """
     preference_beta: Number = Field(default=0.1, gt=0)
     """dpo and kto: how strongly a preference counts against the distance from the base model. The smaller it is, the
     further the policy may move.

@@ -8,6 +8,7 @@ They share the learner, the adapter bank and the folder of checkpoints with the 
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -32,8 +33,11 @@ from mlx_parallm.core import (
 from mlx_parallm.errors import ConflictError, InvalidRequestError, OverloadedError, UnknownModelError
 from mlx_parallm.rl.learn.learner import Learner
 from mlx_parallm.rl.learn.policy import PolicySnapshot
+from mlx_parallm.rl.objectives.samples import PLACEHOLDERS, Sample
 from mlx_parallm.rl.objectives.summed import TOTALS, loss_value, resolved_loss, sample_of, scored_places
 from mlx_parallm.rl.updates.checkpoints import PolicyCheckpoints
+
+_log = logging.getLogger(__name__)
 
 KEPT_VERSIONS = 4
 """How many of the newest published versions of a policy requests can name."""
@@ -42,11 +46,12 @@ KEPT_VERSIONS = 4
 @dataclass(slots=True)
 class _OpenPolicy:
     """`current`: the version with the weights as they are now, if it was published or saved. `published`: versions that
-    are in no checkpoint, oldest first."""
+    are in no checkpoint, oldest first. `warned`: of placeholders for log-probabilities."""
 
     lora: ModelConfig
     current: AdapterRef | None = None
     published: deque[AdapterRef] = field(default_factory=deque)
+    warned: bool = False
 
 
 class PolicyService:
@@ -180,12 +185,19 @@ class PolicyService:
         self._policy(name)
         places = [scored_places(each) for each in sequences]
         samples = [sample_of(each, at) for each, at in zip(sequences, places, strict=True)]
+        self._warn_of_placeholders(name, samples)
         added = await self._learner.accumulate(name, samples, resolved_loss(loss), TOTALS, returns_logprobs=True)
         logprobs = tuple(
             _spread(values, at, len(each.token_ids))
             for values, at, each in zip(added.logprobs, places, sequences, strict=True)
         )
         return TokenScores(loss_value(sequences, logprobs, loss), logprobs)
+
+    def _warn_of_placeholders(self, name: str, samples: Sequence[Sample]) -> None:
+        count, opened = sum(sample.has_placeholder_logprobs for sample in samples), self._policy(name)
+        if count and not opened.warned:
+            opened.warned = True
+            _log.warning(PLACEHOLDERS, count, name)
 
     async def step(self, name: str, adam: AdamSettings) -> PolicyStep:
         """See `core.PolicyClient.step`."""

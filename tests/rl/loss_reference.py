@@ -27,6 +27,7 @@ class Row:
     advantage: float | np.ndarray
     group: int
     token_weights: np.ndarray | None = None
+    share: float = 1.0
 
     @property
     def advantages(self) -> np.ndarray:
@@ -52,11 +53,14 @@ def row(rng: np.random.Generator, tokens: int, log_ratio: tuple[float, float], a
 
 
 def mixed_rows(seed: int = 0) -> list[Row]:
-    """Seven rows of three groups, lengths 1 to 9, both signs, ratios in and out of every clip range."""
+    """Seven rows of three groups, lengths 1 to 9, both signs, ratios in and out of every clip range. Two of them are
+    parts of one episode."""
     rng = np.random.default_rng(seed)
     lengths, groups = (3, 1, 9, 4, 6, 2, 5), (0, 0, 1, 1, 1, 2, 2)
     signs = (1.0, -0.5, 0.75, -1.5, 0.25, -1.0, 1.0)
-    return [row(rng, n, (-1.0, 1.0), a, g) for n, g, a in zip(lengths, groups, signs, strict=True)]
+    rows = [row(rng, n, (-1.0, 1.0), a, g) for n, g, a in zip(lengths, groups, signs, strict=True)]
+    rows[3], rows[4] = replace(rows[3], share=0.4), replace(rows[4], share=0.6)
+    return rows
 
 
 def uneven_rows(seed: int = 0) -> list[Row]:
@@ -110,13 +114,11 @@ def _weight(rows: Sequence[Row], each: Row, settings: ResolvedLoss) -> float:
     if settings.algorithm in (Algorithm.PPO, Algorithm.IMPORTANCE_SAMPLING):
         return 1.0
     lengths = {id(r): r.weights.sum() for r in rows}
+    episodes = sum(r.share for r in rows)
     if settings.algorithm in (Algorithm.GRPO, Algorithm.GSPO):
-        return 1 / len(rows) / lengths[id(each)]
-    if settings.algorithm is Algorithm.BNPO:
-        groups = {r.group for r in rows}
-        return 1 / len(groups) / sum(lengths[id(r)] for r in rows if r.group == each.group)
+        return each.share / episodes / lengths[id(each)]
     if settings.algorithm is Algorithm.DR_GRPO:
-        return 1 / len(rows) / settings.max_completion_tokens
+        return 1 / episodes / settings.max_completion_tokens
     return 1 / sum(lengths.values())
 
 
@@ -125,12 +127,14 @@ def _policy(each: Row, frozen: Row, t: int, settings: ResolvedLoss) -> float:
         return -each.logp[t]
     a = each.advantages[t]
     if settings.algorithm is Algorithm.IMPORTANCE_SAMPLING:
-        return -np.exp(each.logp[t] - each.mu[t]) * a
+        return -_below_cap(each.logp[t] - each.mu[t], frozen.logp[t] - frozen.mu[t], settings) * a
     w = min(np.exp(each.old[t] - each.mu[t]), settings.mismatch_cap)
     if settings.algorithm is Algorithm.CISPO:
         r = np.exp(frozen.logp[t] - frozen.old[t])
         return -w * min(max(r, 1 - settings.clip_low), 1 + settings.clip_high) * a * each.logp[t]
     r = _clip_ratio(each, t, settings)
+    if settings.algorithm is Algorithm.PPO:
+        r = _below_cap(each.logp[t] - each.old[t], frozen.logp[t] - frozen.old[t], settings)
     clipped = min(max(r, 1 - settings.clip_low), 1 + settings.clip_high)
     bound = min(r * a, clipped * a)
     if settings.algorithm is Algorithm.PPO:
@@ -154,7 +158,7 @@ def _slope(each: Row, t: int, settings: ResolvedLoss) -> float:
         return -1.0
     a = each.advantages[t]
     if settings.algorithm is Algorithm.IMPORTANCE_SAMPLING:
-        return -np.exp(each.logp[t] - each.mu[t]) * a
+        return -min(np.exp(each.logp[t] - each.mu[t]), settings.ratio_cap) * a
     w = min(np.exp(each.old[t] - each.mu[t]), settings.mismatch_cap)
     if settings.algorithm is Algorithm.CISPO:
         r = np.exp(each.logp[t] - each.old[t])
@@ -163,7 +167,12 @@ def _slope(each: Row, t: int, settings: ResolvedLoss) -> float:
     plain = settings.algorithm is Algorithm.PPO
     low, high = 1 - settings.clip_low, 1 + settings.clip_high
     beyond = r > high if a > 0 else not low <= r <= (np.inf if plain else settings.dual_clip)
-    return 0.0 if beyond else -(1.0 if plain else w) * r * a
+    return 0.0 if beyond else -(min(r, settings.ratio_cap) if plain else w * r) * a
+
+
+def _below_cap(log_ratio: float, still: float, settings: ResolvedLoss) -> float:
+    """min(r, cap), which moves as r does: `still` is where the log ratio is cut off."""
+    return float(min(np.exp(still), settings.ratio_cap) * np.exp(log_ratio - still))
 
 
 def _clip_ratio(each: Row, t: int, settings: ResolvedLoss) -> float:
@@ -194,6 +203,7 @@ def samples(rows: Sequence[Row]) -> list[Sample]:
             (0.0, *(r.weights.tolist() or [1.0])),
             (0.0, *(r.advantages.tolist() or [0.0])),
             group=r.group,
+            share=r.share,
         )
         for r in rows
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from trainers import (
     leaves,
     make_policy,
     make_trainer,
+    plain_logprobs,
     samples,
     unclipped,
     with_logprobs,
@@ -61,6 +63,26 @@ def test_one_step_of_several_calls_is_the_step_of_one_call(algorithm: Algorithm,
         trainer.accumulate(recorder, part, settings.loss, UpdateTotals.of(drawn))
     done(trainer, trainer.step(recorder, settings.optimizer))
     assert_close(recorder.seen, want, 1e-5)
+
+
+@pytest.mark.parametrize("most", [1, 30, 1000])
+@pytest.mark.parametrize("same", [False, True])
+def test_a_sample_that_comes_several_times_counts_as_often(same: bool, most: int) -> None:
+    """Equal samples, or one object: the gradient of a sum is that of each, however they are split."""
+    settings = changed(unclipped(loss=loss_config(Algorithm.PPO)), micro_batch_tokens=most)
+    trainer, model = make_trainer(settings)
+    policy = make_policy(trainer, moved=0.05)
+    one, other = with_logprobs(trainer, model, policy, samples(2))
+    drawn, recorder = [one, other, *([one] * 2 if same else [replace(one), replace(one)])], Recorder(policy)
+    of_one, of_other = gradients(trainer, policy, [one]), gradients(trainer, policy, [other])
+    made, _ = done(
+        trainer,
+        trainer.accumulate(recorder, drawn, settings.loss, returns_logprobs=True),
+        trainer.step(recorder, settings.optimizer),
+    )
+    assert_close(recorder.seen, {name: 3 * of_one[name] + of_other[name] for name in of_one}, 1e-4)
+    for sample, got in zip(drawn, made.logprobs, strict=True):
+        assert got == pytest.approx(plain_logprobs(trainer, model, policy.params, sample), abs=1e-4)
 
 
 def test_the_policy_after_several_calls_and_a_pause_between_them_is_the_same() -> None:

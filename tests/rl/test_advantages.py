@@ -2,11 +2,16 @@
 
 import numpy as np
 import pytest
+from configs import loss_config
+from hypothesis import given
+from hypothesis import strategies as st
 
-from mlx_parallm.config import RewardScale
+from mlx_parallm.config import Algorithm, RewardScale
+from mlx_parallm.core import GivenTrajectory
 from mlx_parallm.rl.collect.groups import DropReason
-from mlx_parallm.rl.objectives.batches import group_advantages
-from mlx_parallm.rl.objectives.rewards import FEEDBACK_BASELINE, RunningBaseline
+from mlx_parallm.rl.objectives.batches import ScoredGroup, group_advantages, prepare
+from mlx_parallm.rl.objectives.episodes import Episode
+from mlx_parallm.rl.objectives.rewards import FEEDBACK_BASELINE, RewardHistory, RunningBaseline
 
 
 def values(rewards, scale=RewardScale.GROUP):
@@ -54,13 +59,61 @@ def test_groups_that_teach_nothing_are_reported_and_zero(scale, rewards, reason)
     assert np.isfinite(good.values).all()
 
 
-def test_a_small_true_difference_is_kept_and_not_blown_up():
-    # the deviation 0.0005 is below 0.02 of the largest reward, which divides instead
-    least = 0.02 * 0.501
-    (group,) = group_advantages([[0.5, 0.501]], RewardScale.GROUP)
-    assert group.values == pytest.approx([-0.0005 / (least + 1e-4), 0.0005 / (least + 1e-4)])
-    assert group.strength == pytest.approx(0.0005 / least)
-    assert values([100.0, 101.0]) == pytest.approx([-0.5 / (2.02 + 1e-4), 0.5 / (2.02 + 1e-4)])
+@pytest.mark.parametrize("scale", RewardScale)
+@given(
+    rewards=st.lists(st.lists(st.integers(-64, 64), min_size=1, max_size=6), min_size=1, max_size=4),
+    offset=st.integers(-4096, 4096),
+)
+def test_a_number_that_is_added_to_all_rewards_changes_nothing(scale, rewards, offset):
+    """Rewards in 64ths and offsets are exact in float64. A constant of the whole scorer is no news in any group."""
+    plain = group_advantages([[each / 64 for each in group] for group in rewards], scale)
+    shifted = group_advantages([[each / 64 + offset for each in group] for group in rewards], scale)
+    for one, other in zip(plain, shifted, strict=True):
+        assert other.dropped is one.dropped
+        assert other.values == pytest.approx(one.values, rel=1e-9, abs=1e-9)
+        assert other.strength == pytest.approx(one.strength, rel=1e-9)
+
+
+@pytest.mark.parametrize("rewards", [(0.0, 1.0), (100.0, 101.0), (-1000.0, -999.0)])
+@pytest.mark.parametrize("algorithm", [each for each in Algorithm if loss_config(each).compares])
+def test_an_offset_of_the_reward_changes_no_update_of_any_loss_or_baseline(algorithm, rewards):
+    """Groups, and samples that are compared with their scorer's earlier rewards."""
+
+    def batch(low, high):
+        history, one = RewardHistory(), Episode((GivenTrajectory((1,), (2, 3)),))
+        return [
+            prepare([ScoredGroup((one,) * len(each), each, scorer)], loss_config(algorithm), history).batch
+            for scorer, each in [("pairs", (low, high)), *[("singles", (each,)) for each in (low, high, low, low)]]
+        ]
+
+    for got, want in zip(batch(*rewards), batch(0.0, 1.0), strict=True):
+        assert got.step_scale == pytest.approx(want.step_scale)
+        assert [each.advantages for each in got.samples] == [
+            pytest.approx(each.advantages, rel=1e-6) for each in want.samples
+        ]
+
+
+def test_a_weak_group_counts_less_than_a_strong_one_or_makes_the_step_smaller_but_not_both():
+    weak, strong = [0.5, 0.501], [0.0, 1.0]
+    strength = 0.0005 / 0.02
+    (alone,) = group_advantages([weak], RewardScale.GROUP, widest=[1.0])
+    assert (max(alone.values), alone.strength) == pytest.approx((0.0005 / 0.0006, strength))
+    beside, full = group_advantages([weak, strong], RewardScale.GROUP, widest=[1.0, 1.0])
+    assert max(beside.values) == pytest.approx(0.0005 / (0.02 + 1e-4))
+    assert (beside.strength, full.strength, max(full.values)) == pytest.approx((strength, 1.0, 0.5 / 0.5001))
+    assert values([100.0, 101.0]) == pytest.approx([-0.5 / 0.5001, 0.5 / 0.5001])
+
+
+def test_what_is_a_small_difference_is_known_from_earlier_groups_of_the_scorer_and_after_a_restart():
+    history = RewardHistory()
+    assert history.widest([("a", 0.5), ("a", 2.0), ("b", 0.0)]) == [2.0, 2.0, 0.0]
+    assert history.widest([("a", 0.1), ("b", 0.1)]) == [2.0 * 0.99, 0.1]
+    assert history.widest([("a", 0.0)]) == [2.0 * 0.99], "groups without a signal change nothing"
+    restored = RewardHistory()
+    restored.restore_baselines(history.baselines())
+    draft = restored.draft()
+    assert draft.widest([("a", 0.1)]) == history.widest([("a", 0.1)])
+    assert restored.widest([("a", 0.0)]) == [2.0 * 0.99], "a draft that comes to nothing leaves no trace"
 
 
 def test_a_group_that_is_all_but_solved_is_not_a_full_signal():

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import mlx.core as mx
 import pytest
 from configs import loss_config
 from rl.fakes import trajectories
 
-from mlx_parallm.config import RewardScale
+from mlx_parallm.config import Algorithm, RewardScale
 from mlx_parallm.core import AdapterRef, FinishReason, Trajectory
+from mlx_parallm.rl.collect.groups import DropReason
 from mlx_parallm.rl.objectives.batches import ScoredGroup, prepare
 from mlx_parallm.rl.objectives.episodes import Episode, samples_of, token_advantages
+from mlx_parallm.rl.objectives.losses import ALGORITHMS
+from mlx_parallm.rl.objectives.reductions import UpdateTotals, sequence_mean
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.rl.objectives.samples import Sample
 
@@ -72,6 +76,52 @@ def test_a_reward_counts_for_its_token_and_those_before_it() -> None:
     assert token_advantages([first, second], [2.0, -2.0], 1.0) == [[[2.0, 2.0], [1.5]], [[-2.0, -2.0], [-1.5]]]
     early = Episode((turn((1,), (2, 3)),), ((1.0, 0.0),))
     assert token_advantages([early, Episode((turn((1,), (5,)),))], [0.5, -0.5], 1.0) == [[[0.5, -0.5]], [[-0.5]]]
+
+
+BROKEN = (turn((1, 2), (3, 4, 5)), turn((9, 9), (6,)), turn((8, 8), (6, 7)))
+"""Of which no turn continues another one, as after a context was shortened."""
+WHOLE = (turn((1, 2), (3, 4, 5)), turn((1, 2, 3, 4, 5), (6,)), turn((1, 2, 3, 4, 5, 6), (6, 7)))
+"""The same answers, of which each continues the one before it."""
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_an_episode_counts_once_however_it_broke_into_samples(algorithm: Algorithm) -> None:
+    """The factors of all its tokens are those of the same episode in one sample, and those of another one are too. So
+    where all answers weigh the same, the advantages of a balanced group add up to 0."""
+    config, other = loss_config(algorithm, max_completion_tokens=16), Episode((turn((1, 2), (5, 5)),))
+
+    def factors(turns: tuple[Trajectory, ...]) -> list[float]:
+        group = ScoredGroup((Episode(turns), other), (1.0, 0.0), "s")
+        samples = prepare([group], loss_config(max_completion_tokens=16), RewardHistory()).batch.samples
+        assert sum(sample.share for sample in samples) == 2
+        weights = pad([[sample.loss_weights[at] for at in sample.trained()] for sample in samples])
+        of_rows = UpdateTotals.of(samples).for_rows(samples)
+        by_row = mx.broadcast_to(ALGORITHMS[algorithm].reduction(weights, of_rows, config), (len(samples),)).tolist()
+        if ALGORITHMS[algorithm].reduction is sequence_mean:
+            credits = [f * sum(s.advantages[at] for at in s.trained()) for f, s in zip(by_row, samples, strict=True)]
+            assert sum(credits) == pytest.approx(0, abs=1e-6)
+        return [factor for factor, sample in zip(by_row, samples, strict=True) for _ in sample.trained()]
+
+    assert factors(BROKEN) == pytest.approx(factors(WHOLE), rel=1e-6)
+
+
+def pad(rows: list[list[float]]) -> mx.array:
+    width = max(map(len, rows))
+    return mx.array([[*row, *[0.0] * (width - len(row))] for row in rows])
+
+
+def test_episodes_of_equal_rewards_are_compared_by_those_of_their_tokens() -> None:
+    early, late = (turn((1,), (2, 3)),), (turn((1,), (4, 5)),)
+    first, last = Episode(early, ((1.0, 0.0),)), Episode(late, ((0.0, 1.0),))
+    group = ScoredGroup((first, last), (1.0, 1.0), "s")
+    assert group.no_signal is None
+    (one, other) = prepare([group], loss_config(), RewardHistory()).batch.samples
+    # credits: 0 and -1 for the tokens of the first, 0 and 0 for those of the last; their deviation is 1/2
+    assert one.advantages == pytest.approx((0, 0, -1 / 0.5001))
+    assert other.advantages == pytest.approx((0, 0, 0), abs=1e-9)
+    same = replace(group, episodes=(first, Episode(late, first.token_rewards)))
+    assert same.no_signal is DropReason.ZERO_VARIANCE
+    assert prepare([same], loss_config(), RewardHistory()).batch.samples == ()
 
 
 def test_an_update_of_episodes_compares_their_whole_rewards() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from configs import changed, loss_config
-from rl.rig import SETTINGS, Rig, opened
+from rl.rig import NAME, SETTINGS, Rig, opened
 from rl.test_recovery import Run
 from sample_parts import advantage, answer
 
@@ -149,3 +149,15 @@ async def test_rows_are_trained_on_again_to_the_same_policy_after_a_crash(tmp_pa
     async with run.process() as again:
         assert again.learner.policies["main"] == before
         assert [batch.samples for batch in again.learner.batches] == batches
+
+
+async def test_zeros_in_place_of_log_probabilities_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    def rows(*logprobs: float) -> list[GivenTrajectory]:
+        return [GivenTrajectory((1, 2), (3, 4, 5, 6), reward, "a", logprobs) for reward in (0.0, 1.0)]
+
+    rig = await opened()
+    for logprobs in ((-0.1, 0.0, 0.0, 0.0), (), (0.0,) * 4, (0.0,) * 4):
+        await rig.loop.update(rows(*logprobs))
+    told = [data for kind, data in rig.events if kind == "placeholder_logprobs"]
+    assert told == [{"adapter": NAME, "samples": 2}]
+    assert caplog.text.count("are 0 at every trained token") == 1

@@ -180,8 +180,7 @@ def test_dual_clip_by_hand():
     ("algorithm", "groups", "expected"),
     [
         (Algorithm.GRPO, (0, 0), 0.0),  # (-1/1 + 3/3) / 2
-        (Algorithm.BNPO, (0, 0), 0.5),  # (-1 + 3) / (1 + 3), one group
-        (Algorithm.BNPO, (0, 1), 0.0),  # (-1/1 + 3/3) / 2, two groups
+        (Algorithm.BNPO, (0, 1), 0.5),  # (-1 + 3) / (1 + 3), as over all tokens of TRL's local batch
         (Algorithm.DAPO, (0, 1), 0.5),  # (-1 + 3) / 4
         (Algorithm.DR_GRPO, (0, 0), 0.1),  # (-1 + 3) / (2 · 10)
         (Algorithm.GSPO, (0, 0), 0.0),
@@ -224,6 +223,17 @@ def test_where_sampler_and_trainer_agree_the_correction_is_exactly_one(algorithm
     low, high = (computed(rows, changed(SETTINGS, algorithm=algorithm, mismatch_cap=cap)) for cap in (1.0, 1e6))
     assert low[0] == high[0]
     assert all((a == b).all() for a, b in zip(low[1], high[1], strict=True))
+
+
+@pytest.mark.parametrize("algorithm", [Algorithm.PPO, Algorithm.IMPORTANCE_SAMPLING])
+def test_one_token_that_the_sampler_hardly_knew_is_not_the_whole_update(algorithm):
+    """Its ratio of e^8 = 2,981 counts as 10, and it keeps a gradient; a ratio of 2 is as ever."""
+    rows = [single([1.0, 2.0, np.exp(8.0)], -1.0)]
+    rows = [replace(each, mu=each.old) for each in rows]
+    value, (slopes,) = computed(rows, loss_config(algorithm))
+    assert value == pytest.approx(1 + 2 + 10, rel=1e-5)
+    np.testing.assert_allclose(slopes, [1, 2, 10], rtol=1e-5)
+    assert stats(rows, loss_config(algorithm))["ratio_max"] == pytest.approx(np.exp(8.0), rel=1e-5)
 
 
 def test_cross_entropy_ignores_advantages_and_the_sampler():

@@ -64,7 +64,7 @@ def test_portions_hold_every_sample_once_and_keep_to_the_limit() -> None:
     for part in parts:
         assert part.size == size(part.samples)
         assert len(part.samples) == 1 or part.size <= 40
-    assert list(split_samples(drawn[::-1], 40)) == parts
+    assert [part.samples for part in split_samples(drawn[::-1], 40)] == [part.samples for part in parts]
 
 
 def test_a_portion_is_never_less_than_a_sample() -> None:

@@ -17,9 +17,12 @@ from mlx_parallm.rl.learn.layout import Layout, Row, laid_out
 from mlx_parallm.rl.objectives.samples import Sample
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class SampleBatch:
-    """The samples that an update adds to one micro-step, and how their tokens lie."""
+    """The samples that an update adds to one micro-step, and how their tokens lie.
+
+    Two batches of equal samples are two batches, so each is equal to itself alone.
+    """
 
     samples: tuple[Sample, ...]
     layout: Layout

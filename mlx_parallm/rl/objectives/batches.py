@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from mlx_parallm.config import ResolvedLoss, RewardScale
 from mlx_parallm.core import FinishReason, Signal
 from mlx_parallm.rl.collect.groups import FEEDBACK, DropReason
-from mlx_parallm.rl.objectives.episodes import Episode, samples_of, token_advantages
+from mlx_parallm.rl.objectives.episodes import Episode, samples_of, token_advantages, token_deviation
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.rl.objectives.samples import Sample
 
@@ -76,6 +76,13 @@ class ScoredGroup:
         return len(self.episodes) > 1 and not (self.scorer == FEEDBACK and no_signal(self.rewards))
 
     @property
+    def no_signal(self) -> DropReason | None:
+        """Why nothing is learnt from comparing its rewards; None if something is. Episodes with equal rewards differ if
+        those of their tokens do."""
+        reason = no_signal(self.rewards)
+        return None if reason is DropReason.ZERO_VARIANCE and token_deviation(self.episodes) else reason
+
+    @property
     def has_advantages(self) -> bool:
         """Whether a client gave the advantages of all its tokens."""
         return all(episode.has_advantages for episode in self.episodes)
@@ -89,7 +96,7 @@ EPSILON = 1e-4
 """Added to standard deviations."""
 
 _LEAST_DEVIATION = 0.02
-"""A group has a weak signal if its standard deviation is below this fraction of its largest absolute reward."""
+"""A group has a weak signal if its standard deviation is below this fraction of the widest range of its scorer's."""
 
 _LEAST_SPREAD = 1e-6
 """Rewards that differ by at most this fraction of the largest absolute reward are equal apart from rounding."""
@@ -101,7 +108,7 @@ class GroupAdvantages:
 
     `divisor`: what centred rewards were divided by; None if they were not centred. `dropped`: why the group is dropped;
     None if it is trained on. `strength`: how strong the group's signal is, 0 (dropped) to 1. An update of weak groups
-    makes a smaller step.
+    makes a smaller step. `values` are relative to the strongest group of the update, so that this counts once.
     """
 
     values: tuple[float, ...]
@@ -114,27 +121,57 @@ class GroupAdvantages:
         return cls((0.0,) * size, reason, 0.0)
 
 
-def group_advantages(groups: Sequence[Sequence[float]], scale: RewardScale) -> tuple[GroupAdvantages, ...]:
-    """The advantages of all groups of one update, in order.
+def group_advantages(
+    groups: Sequence[Sequence[float]],
+    scale: RewardScale,
+    widest: Sequence[float] = (),
+    token_deviations: Sequence[float] = (),
+) -> tuple[GroupAdvantages, ...]:
+    """The advantages of all groups of one update, in order. A number that is added to all rewards changes nothing.
 
-    Each reward minus the mean of its group is divided by a number that depends on `scale`.
+    The strength of a group is its standard deviation divided by 0.02 times the widest range (largest minus smallest
+    reward) of any group with the same scorer, at most 1. So seven rewards of 1 and one of 0.999 are a weak signal where
+    others are 0. Each reward minus the mean of its group is divided by a number that depends on `scale`.
 
-    GROUP: the group's standard deviation + 1e-4. A deviation below 0.02 times the group's largest absolute reward is
-    replaced by that minimum, so that seven rewards of 1 and one of 0.999 do not get the advantages of seven rewards of
-    1 and one of 0.
+    GROUP: the group's standard deviation + 1e-4. The advantages of a group that is weaker than the strongest one of the
+    update are smaller in proportion. Weakness that all groups share makes the step smaller, and not the advantages.
 
     BATCH: the standard deviation of all rewards of the update + 1e-4. No group's mean is subtracted to compute it
     (arXiv 2508.08221), and the rewards of dropped groups count. NONE: 1.
 
-    With every scale, the strength of a group is its standard deviation divided by the minimum above, at most 1.
+    Args:
+        widest: for each group, that range; see `RewardHistory.widest`. Empty: that of these groups.
+        token_deviations: for each group, see `token_deviation`: it takes the place of the deviation of rewards that are
+            equal. Empty: no token has a reward of its own.
     """
     rewards = [np.asarray(group, np.float64) for group in groups]
+    reasons = [no_signal(group) for group in rewards]
+    deviations = [0.0 if reason else float(group.std()) for group, reason in zip(rewards, reasons, strict=True)]
+    if token_deviations:
+        deviations = [own or of_tokens for own, of_tokens in zip(deviations, token_deviations, strict=True)]
+    widest = widest or [max(map(reward_range, rewards), default=0.0)] * len(rewards)
+    strengths = [
+        min(1.0, own / (_LEAST_DEVIATION * width or own or 1.0)) for own, width in zip(deviations, widest, strict=True)
+    ]
+    strongest = max(strengths, default=0.0)
     pooled = np.concatenate(rewards) if rewards and scale is RewardScale.BATCH else np.zeros(0)
-    divisor = float(pooled.std()) + EPSILON if pooled.size else 1.0
+    of_all = float(pooled.std()) + EPSILON if pooled.size else 1.0
+
+    def centred(group: NDArray[np.float64], deviation: float, strength: float) -> GroupAdvantages:
+        divisor = deviation * strongest / strength + EPSILON if scale is RewardScale.GROUP else of_all
+        return GroupAdvantages(tuple(((group - group.mean()) / divisor).tolist()), None, strength, divisor)
+
     return tuple(
-        GroupAdvantages.none(group.size, reason) if (reason := no_signal(group)) else _centred(group, scale, divisor)
-        for group in rewards
+        centred(group, deviation, strength)
+        if strength
+        else GroupAdvantages.none(group.size, reason or DropReason.ZERO_VARIANCE)
+        for group, reason, deviation, strength in zip(rewards, reasons, deviations, strengths, strict=True)
     )
+
+
+def reward_range(rewards: Sequence[float] | NDArray[np.float64]) -> float:
+    """The largest reward of a group minus its smallest one; 0 if there is none."""
+    return float(np.ptp(rewards)) if len(rewards) else 0.0
 
 
 def no_signal(rewards: Sequence[float] | NDArray[np.float64]) -> DropReason | None:
@@ -144,13 +181,6 @@ def no_signal(rewards: Sequence[float] | NDArray[np.float64]) -> DropReason | No
     if np.ptp(rewards) <= _LEAST_SPREAD * np.abs(rewards).max():
         return DropReason.ZERO_VARIANCE
     return None
-
-
-def _centred(rewards: NDArray[np.float64], scale: RewardScale, batch_divisor: float) -> GroupAdvantages:
-    deviation, least = float(rewards.std()), _LEAST_DEVIATION * float(np.abs(rewards).max())
-    divisor = max(deviation, least) + EPSILON if scale is RewardScale.GROUP else batch_divisor
-    values = tuple(((rewards - rewards.mean()) / divisor).tolist())
-    return GroupAdvantages(values, strength=min(1.0, deviation / least), divisor=divisor)
 
 
 # ---- the batch of an update ----------------------------------------------------------------------
@@ -191,7 +221,7 @@ def prepare(
     if loss.rates:
         return batch_of(groups, [_rated(group, loss.imitation_threshold) for group in groups], loss, wanted)
     scaled = loss.scale_rewards is not RewardScale.NONE
-    compared = iter(group_advantages([group.rewards for group in groups if group.is_compared], loss.scale_rewards))
+    compared = iter(_compared_advantages([group for group in groups if group.is_compared], loss.scale_rewards, history))
     given = iter(_given_advantages([group for group in groups if group.has_advantages]))
     advantages = [
         next(given)
@@ -297,6 +327,14 @@ def _given_advantages(groups: Sequence[ScoredGroup]) -> list[GroupAdvantages]:
     return [GroupAdvantages((0.0,) * len(group.episodes), reason) for group in groups]
 
 
+def _compared_advantages(
+    groups: Sequence[ScoredGroup], scale: RewardScale, history: RewardHistory
+) -> tuple[GroupAdvantages, ...]:
+    rewards = [group.rewards for group in groups]
+    ranges = [(group.scorer, reward_range(group.rewards)) for group in groups]
+    return group_advantages(rewards, scale, history.widest(ranges), [token_deviation(each.episodes) for each in groups])
+
+
 def _single_advantages(group: ScoredGroup, history: RewardHistory, scaled: bool) -> GroupAdvantages:
     advantages = [history.advantage(group.scorer, reward, scaled) for reward in group.rewards]
     values = tuple(advantage or 0.0 for advantage in advantages)
@@ -329,9 +367,9 @@ def _samples(
         values = token_advantages(group.episodes, computed.values, computed.divisor)
         for episode, of_turns in zip(group.episodes, values, strict=True):
             samples = list(samples_of(episode, of_turns, number, group.on_policy, mask_truncated))
-            if group.remembered:
-                samples = [replace(sample, sampling_logprobs=()) for sample in samples]
-            made += [max(samples, key=lambda sample: len(sample.token_ids))] if samples and one_each else samples
+            if samples and one_each:
+                samples = [replace(max(samples, key=lambda sample: len(sample.token_ids)), share=1.0)]
+            made += [replace(sample, sampling_logprobs=()) for sample in samples] if group.remembered else samples
     return tuple(made)
 
 

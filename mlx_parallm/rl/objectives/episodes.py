@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
-from math import fsum
+from math import fsum, sqrt
 
 from mlx_parallm.core import FinishReason, GivenTrajectory, Trajectory
 from mlx_parallm.rl.collect.groups import GroupMember
@@ -94,6 +94,16 @@ def token_advantages(
     ]
 
 
+def token_deviation(episodes: Sequence[Episode]) -> float:
+    """How far the credits of the tokens of one group are from 0, by rewards of tokens alone: the root of the mean
+    square. 0 if the episodes do not differ in them."""
+    if len({episode.token_rewards for episode in episodes}) < 2:
+        return 0.0
+    credits = _computed_advantages(episodes, [0.0] * len(episodes), 1.0)
+    values = [value for of_episode in credits for of_turn in of_episode for value in of_turn]
+    return sqrt(fsum(value * value for value in values) / len(values))
+
+
 def _computed_advantages(
     episodes: Sequence[Episode], advantages: Sequence[float], divisor: float | None
 ) -> list[list[list[float]]]:
@@ -124,7 +134,8 @@ def samples_of(
     on_policy: bool,
     mask_truncated: bool,
 ) -> Iterator[Sample]:
-    """The samples of one episode. A turn joins the longest sample that its prompt continues.
+    """The samples of one episode. A turn joins the longest sample that its prompt continues. Together they count as one
+    sequence: the share of each is that of its tokens.
 
     Args:
         advantages: for each turn, those of the tokens of its completion.
@@ -138,10 +149,11 @@ def samples_of(
         else:
             drafts.append(draft := _Draft())
         draft.add(turn, values, trains=not (mask_truncated and finish_reason(turn) is FinishReason.LENGTH))
+    whole = fsum(weight for draft in drafts for weight in draft.weights)
     for draft in drafts:
         if any(draft.weights):
             # Without logprobs it is unknown what drew a turn. The trainer's own logprobs take their place.
-            yield draft.sample(group, on_policy or not draft.has_logprobs)
+            yield draft.sample(group, on_policy or not draft.has_logprobs, fsum(draft.weights) / whole)
 
 
 @dataclass(slots=True)
@@ -174,7 +186,7 @@ class _Draft:
             self.weights[at + start : at + stop] = [1.0 if trains else 0.0] * (stop - start)
             self.stretches.append(Stretch(at + start, at + stop, turn.temperature, turn.adapter, finish_reason(turn)))
 
-    def sample(self, group: int, on_policy: bool) -> Sample:
+    def sample(self, group: int, on_policy: bool, share: float) -> Sample:
         return Sample(
             tuple(self.ids),
             tuple(self.weights),
@@ -184,4 +196,5 @@ class _Draft:
             stretches=tuple(self.stretches),
             group=group,
             on_policy=on_policy,
+            share=share,
         )

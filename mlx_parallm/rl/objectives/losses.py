@@ -6,9 +6,9 @@ w = min(π_old / μ, mismatch_cap) and the advantage A of the token, the loss of
     grpo, bnpo, dapo, dr_grpo   -w min(r A, clip(r) A); if A < 0, at most w dual_clip |A|
     gspo                        the same with one r for the whole sequence, exp of the mean of log r
     cispo                       -w clip(r) A log π_θ; only the last factor has a gradient
-    ppo                         -min(r A, clip(r) A)
-    importance_sampling         -r A
-    distillation                -r log(π_teacher / π_old)
+    ppo                         -min(r A, clip(r) A); r is at most ratio_cap here and in the next two
+    importance_sampling         -r A, with r = π_θ / μ
+    distillation                -r log(π_teacher / π_old), with r = π_θ / μ
     dpo                         -log σ(β Σ ±log(π_θ / π_base)), over both samples of a pair
     kto                         λ (1 - σ(±β (Σ log(π_θ / π_base) - z0))), over the tokens of a sample
     cross_entropy               -log π_θ
@@ -34,7 +34,6 @@ from mlx_parallm.config import Algorithm, ResolvedLoss
 from mlx_parallm.rl.objectives.reductions import (
     Denominators,
     Reduction,
-    group_mean,
     length_constant,
     plain_sum,
     sequence_mean,
@@ -171,7 +170,7 @@ def _stats(batch: TokenBatch, terms: TokenTerms, kl: mx.array | None) -> LossSta
 
 ALGORITHMS: Mapping[Algorithm, LossRule] = {
     Algorithm.GRPO: LossRule(token_clip, sequence_mean),
-    Algorithm.BNPO: LossRule(token_clip, group_mean),
+    Algorithm.BNPO: LossRule(token_clip, token_mean),
     Algorithm.DAPO: LossRule(token_clip, token_mean),
     Algorithm.DR_GRPO: LossRule(token_clip, length_constant),
     Algorithm.GSPO: LossRule(sequence_clip, sequence_mean),

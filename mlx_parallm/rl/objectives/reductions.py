@@ -6,9 +6,9 @@ update.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import fsum
 
 import mlx.core as mx
 
@@ -18,39 +18,32 @@ from mlx_parallm.rl.objectives.samples import Sample
 
 @dataclass(frozen=True, slots=True)
 class Denominators:
-    """Totals of the whole update, as one micro-batch needs them: sequences N, the weight of all tokens ΣT_i, groups.
+    """Totals of the whole update, as one micro-batch needs them: sequences N, and the weight of all tokens ΣT_i.
 
-    The weight is the number of tokens if each has the weight 1. `group_weight`: for each row of the micro-batch, the
-    weight of its group in the update, fp32 [B].
+    The weight is the number of tokens if each has the weight 1. An episode counts as one sequence, also if it broke
+    into several samples. `shares`: what part of its episode each row of the micro-batch is, fp32 [B].
     """
 
-    sequences: int
+    sequences: float
     weight: float
-    groups: int
-    group_weight: mx.array
+    shares: mx.array
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateTotals:
-    """Totals of one update. `tokens`: trained ones. `group_weight`: the sum of their weights in each group, by
-    `Sample.group`."""
+    """Totals of one update. `sequences`: see `Denominators`. `weight`: of all tokens."""
 
-    sequences: int
-    tokens: int
-    group_weight: Mapping[int, float]
+    sequences: float
+    weight: float
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> UpdateTotals:
         """`samples`: all samples that the update trains on."""
-        group_weight: dict[int, float] = defaultdict(float)
-        for sample in samples:
-            group_weight[sample.group] += sample.weight
-        return cls(len(samples), sum(len(sample.trained()) for sample in samples), group_weight)
+        return cls(fsum(sample.share for sample in samples), fsum(sample.weight for sample in samples))
 
     def for_rows(self, rows: Sequence[Sample]) -> Denominators:
         """The denominators for one micro-batch."""
-        per_row = mx.array([self.group_weight[row.group] for row in rows], mx.float32)
-        return Denominators(self.sequences, sum(self.group_weight.values()), len(self.group_weight), per_row)
+        return Denominators(self.sequences, self.weight, mx.array([row.share for row in rows], mx.float32))
 
 
 Reduction = Callable[[mx.array, Denominators, ResolvedLoss], mx.array]
@@ -58,13 +51,9 @@ Reduction = Callable[[mx.array, Denominators, ResolvedLoss], mx.array]
 
 
 def sequence_mean(weights: mx.array, whole: Denominators, config: ResolvedLoss) -> mx.array:
-    """Mean over sequences of the mean over their tokens: 1 / (N T_i)."""
-    return 1.0 / (_not_zero(weights.sum(-1)) * max(whole.sequences, 1))
-
-
-def group_mean(weights: mx.array, whole: Denominators, config: ResolvedLoss) -> mx.array:
-    """Mean over groups of the mean over all tokens of the group, also if micro-batches split it."""
-    return 1.0 / (_not_zero(whole.group_weight) * max(whole.groups, 1))
+    """Mean over episodes of the mean over their tokens: share / (N T_i). The shares of an episode's samples are those
+    of its tokens, so that it does not matter into how many samples it broke."""
+    return whole.shares / (_not_zero(weights.sum(-1)) * (whole.sequences or 1.0))
 
 
 def token_mean(weights: mx.array, whole: Denominators, config: ResolvedLoss) -> mx.array:
@@ -74,7 +63,7 @@ def token_mean(weights: mx.array, whole: Denominators, config: ResolvedLoss) -> 
 
 def length_constant(weights: mx.array, whole: Denominators, config: ResolvedLoss) -> mx.array:
     """1 / (N L_max): the weight of a token does not depend on the length of its sequence."""
-    return mx.array([1.0 / (max(whole.sequences, 1) * config.max_completion_tokens)])
+    return mx.array([1.0 / ((whole.sequences or 1.0) * config.max_completion_tokens)])
 
 
 def plain_sum(weights: mx.array, whole: Denominators, config: ResolvedLoss) -> mx.array:

@@ -1,13 +1,14 @@
-"""What training remembers of rewards between updates, for each scorer: their trend, and a baseline.
+"""What training remembers of rewards between updates, for each scorer: their trend, a baseline, and a range.
 
 The trend says how good rewards are now, how good they were at best, and whether a fall is more than noise. The baseline
-is what a reward is compared with if its sample has no group. Both are saved in the metrics of checkpoints.
+is what a reward is compared with if its sample has no group. The range says which differences within a group are small.
+All are saved in the metrics of checkpoints.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TypeVar
 
@@ -62,6 +63,22 @@ class RunningBaseline:
 FEEDBACK_BASELINE = RunningBaseline(1, 0.5, 0.25)
 """Where the baseline of feedback starts: as if people had given 0 and 1 equally often. So the first thumbs-up (1) has a
 positive advantage, and the first thumbs-down (0 or -1) a negative one."""
+
+
+# ---- ranges ----------------------------------------------------------------------------------------
+
+_RANGE_DECAY = 0.99
+"""Of a range, at each update with the scorer: after 70 updates without so wide a group it is half as wide."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningRange:
+    """The widest range of rewards within a group: of one scorer, lately."""
+
+    widest: float
+
+    def including(self, width: float) -> RunningRange:
+        return RunningRange(max(width, _RANGE_DECAY * self.widest))
 
 
 # ---- trend ---------------------------------------------------------------------------------------
@@ -156,34 +173,35 @@ class RewardTrend:
         self.best = None
 
 
-# ---- both ----------------------------------------------------------------------------------------
+# ---- all of them ----------------------------------------------------------------------------------------
 
 _BEST = "reward_best"
 
-R = TypeVar("R", RunningReward, RunningBaseline)
+R = TypeVar("R", RunningReward, RunningBaseline, RunningRange)
 
 
 class RewardHistory:
-    """The trend of an adapter's rewards, and the baselines of the 32 scorers used last."""
+    """The trend of an adapter's rewards, and the baselines and ranges of the 32 scorers used last."""
 
     def __init__(self) -> None:
         self.trend = RewardTrend()
         self._baselines: dict[str, RunningBaseline] = {}
+        self._ranges: dict[str, RunningRange] = {}
 
     def restart(self) -> None:
-        """Starts a new trend. Call this when the policy is replaced. Baselines belong to scorers, and stay."""
+        """Starts a new trend. Call this when the policy is replaced. The others belong to scorers, and stay."""
         self.trend = RewardTrend()
 
     def draft(self) -> RewardHistory:
-        """A history with the same baselines, for an update that may come to nothing; see `accept`."""
+        """A history with the same baselines and ranges, for an update that may come to nothing; see `accept`."""
         draft = RewardHistory()
-        draft._baselines = dict(self._baselines)
+        draft._baselines, draft._ranges = dict(self._baselines), dict(self._ranges)
         return draft
 
     def accept(self, draft: RewardHistory) -> bool:
-        """Takes over the baselines of a draft. Returns whether they had moved."""
-        moved = self._baselines != draft._baselines
-        self._baselines = draft._baselines
+        """Takes over the baselines and ranges of a draft. Returns whether they had moved."""
+        moved = (self._baselines, self._ranges) != (draft._baselines, draft._ranges)
+        self._baselines, self._ranges = draft._baselines, draft._ranges
         return moved
 
     def advantage(self, scorer: str, reward: float, scaled: bool = False) -> float | None:
@@ -198,6 +216,21 @@ class RewardHistory:
             del self._baselines[next(iter(self._baselines))]
         return baseline.advantage(reward, scaled) if baseline else None
 
+    def widest(self, groups: Sequence[tuple[str, float]]) -> list[float]:
+        """Adds the groups of one update, each with its scorer and the range of its rewards. Returns for each the widest
+        range of a group of its scorer, lately. Groups of equal rewards change nothing."""
+        of_update: dict[str, float] = {}
+        for scorer, width in groups:
+            of_update[scorer] = max(width, of_update.get(scorer, 0.0))
+        for scorer, width in of_update.items():
+            if width:
+                known = self._ranges.pop(scorer, RunningRange(0.0))
+                self._ranges[scorer] = known.including(width)
+        seen = [self._ranges[scorer].widest if scorer in self._ranges else 0.0 for scorer, _ in groups]
+        while len(self._ranges) > _MAX_SCORERS:
+            del self._ranges[next(iter(self._ranges))]
+        return seen
+
     def to_metrics(self) -> dict[str, float]:
         """What `restore` needs after a restart, to be saved in a checkpoint's metrics."""
         trend = self.trend
@@ -208,7 +241,7 @@ class RewardHistory:
 
     def baselines(self) -> dict[str, float]:
         """What `restore_baselines` needs."""
-        return _figures("baseline", self._baselines)
+        return _figures("baseline", self._baselines) | _figures("range", self._ranges)
 
     def restore(self, metrics: Mapping[str, float]) -> None:
         """Continues from what `to_metrics` returned."""
@@ -220,9 +253,10 @@ class RewardHistory:
 
     def restore_baselines(self, metrics: Mapping[str, float]) -> None:
         self._baselines = _restored("baseline", RunningBaseline, metrics)
+        self._ranges = _restored("range", RunningRange, metrics)
 
 
-def _figures(prefix: str, scorers: Mapping[str, RunningReward] | Mapping[str, RunningBaseline]) -> dict[str, float]:
+def _figures(prefix: str, scorers: Mapping[str, R]) -> dict[str, float]:
     return {
         f"{prefix}_{name}.{scorer}": float(value)
         for scorer, running in scorers.items()
@@ -233,9 +267,9 @@ def _figures(prefix: str, scorers: Mapping[str, RunningReward] | Mapping[str, Ru
 
 def _restored(prefix: str, kind: type[R], metrics: Mapping[str, float]) -> dict[str, R]:
     """The running figures of each scorer. A scorer is left out if one of its figures is missing."""
-    count = f"{prefix}_count."
+    first = f"{prefix}_{fields(kind)[0].name}."
     restored = {}
-    for scorer in (key.removeprefix(count) for key in metrics if key.startswith(count)):
+    for scorer in (key.removeprefix(first) for key in metrics if key.startswith(first)):
         keys = {field.name: f"{prefix}_{field.name}.{scorer}" for field in fields(kind)}
         if metrics.keys() >= set(keys.values()):
             restored[scorer] = kind(**{name: metrics[key] for name, key in keys.items()})

@@ -16,6 +16,12 @@ from dataclasses import dataclass, replace
 
 from mlx_parallm.core import AdapterRef, FinishReason
 
+PLACEHOLDERS = (
+    "the log-probabilities of %d samples for %s are 0 at every trained token, as if each token had been certain: give "
+    "those under which the tokens were sampled, or none"
+)
+"""A warning, with the number of samples and the name of what they train."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
@@ -47,6 +53,7 @@ class Sample:
         reference_logprobs: in nats, in place of those of the base model; of trained tokens only. Empty: the trainer
             computes those of the base model where the loss reads them.
         stretches: what was drawn, in order. Trained tokens outside of them were not drawn; their temperature is 1.
+        share: what part of its episode it is, by weight; the samples that an episode broke into add up to 1.
         targets: the token whose logprob is learnt at each place, in place of the token itself, which is what follows in
             the sequence. Empty: the tokens themselves.
         group: samples with the same number are compared with each other.
@@ -66,6 +73,7 @@ class Sample:
     group: int = 0
     on_policy: bool = True
     targets: tuple[int, ...] = ()
+    share: float = 1.0
 
     def __post_init__(self) -> None:
         tokens = len(self.token_ids)
@@ -84,11 +92,22 @@ class Sample:
             raise ValueError("a sample needs a token whose weight is above 0, and none below it")
         if self.loss_weights[0]:
             raise ValueError("the first token of a sample cannot be trained, because nothing predicts it")
+        if not 0 < self.share <= 1:
+            raise ValueError("a sample is a part of an episode: its share is above 0 and at most 1")
 
     @property
     def weight(self) -> float:
         """The sum of the weights: the number of trained tokens if all weights are 1."""
         return sum(self.loss_weights)
+
+    @property
+    def has_placeholder_logprobs(self) -> bool:
+        """Whether the sampling logprobs of its trained tokens, four at least, are all exactly 0. Some clients write 0
+        in place of logprobs that they do not have. The policy ratio is then the token's own probability."""
+        trained = self.trained()
+        return (
+            len(trained) > 3 and bool(self.sampling_logprobs) and not any(self.sampling_logprobs[at] for at in trained)
+        )
 
     def trained(self) -> list[int]:
         """The indices of the trained tokens."""

@@ -5,6 +5,7 @@ The trainer's reductions divide by totals of the step. With totals of 1 they sum
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,7 +17,7 @@ from mlx_parallm.rl.objectives.reductions import UpdateTotals
 from mlx_parallm.rl.objectives.samples import Sample
 from mlx_parallm.rl.objectives.token_losses import MOST_LOG_RATIO
 
-TOTALS = UpdateTotals(1, 1, {0: 1.0})
+TOTALS = UpdateTotals(1.0, 1.0)
 """Totals with which a mean over the tokens is a sum."""
 
 _ALGORITHMS = {
@@ -31,10 +32,10 @@ _ALGORITHMS = {
 
 def resolved_loss(loss: SummedLoss) -> ResolvedLoss:
     """The trainer's loss with these gradients. Its value is another one for `cross_entropy`; see `loss_value`."""
-    clip = {"clip_low": 1.0 - loss.clip_low, "clip_high": loss.clip_high - 1.0}
+    bounds = {"clip_low": 1.0 - loss.clip_low, "clip_high": loss.clip_high - 1.0, "ratio_cap": math.inf}
     settings = LossConfig(old_logprobs=OldLogprobs.SAMPLER)
     resolved = settings.resolved(_ALGORITHMS[loss.name], float32=True, max_completion_tokens=1)
-    final: ResolvedLoss = resolved.model_copy(update=clip)
+    final: ResolvedLoss = resolved.model_copy(update=bounds)
     return final
 
 

@@ -44,7 +44,8 @@ class TokenBatch:
 class TokenTerms:
     """The policy loss of each token, and the ratio in it; [B, C] or [B, 1].
 
-    `clipped`, `dual_clipped`: whether that clip applies, so that the token has no gradient (except with cispo).
+    `clipped`, `dual_clipped`: whether that clip applies, so that the token has no gradient. With cispo, and where it is
+    ratio_cap that applies, it has one.
     `preferred`: 1 where the row's pair is in the right order, or the row is on its side of kto's z0.
     """
 
@@ -103,16 +104,18 @@ def cispo(batch: TokenBatch, config: ResolvedLoss) -> TokenTerms:
 
 
 def ppo(batch: TokenBatch, config: ResolvedLoss) -> TokenTerms:
-    """The objective of PPO as it is: no second bound, and no weight for a sampler that differs from the trainer."""
+    """The objective of PPO: no second bound but ratio_cap, and no weight for a sampler unlike the trainer."""
     ratio = _ratio(batch.logp - batch.old_logp)
-    bound, clipped = _clipped(batch, ratio, config)
+    bound, clipped = _clipped(batch, _capped(ratio, config), config)
     return TokenTerms(-bound, ratio, clipped, mx.zeros_like(ratio))
 
 
 def importance_sampling(batch: TokenBatch, config: ResolvedLoss) -> TokenTerms:
-    """The policy gradient, corrected for what drew the token: its gradient is that of A log π_θ times π_θ / μ."""
+    """The policy gradient, corrected for what drew the token: its gradient is that of A log π_θ times π_θ / μ, of which
+    the latter is at most ratio_cap (truncated importance sampling, Ionides 2008)."""
     ratio = _ratio(batch.logp - batch.sampling_logp)
-    return TokenTerms(-ratio * batch.advantages, ratio, mx.zeros_like(ratio), mx.zeros_like(ratio))
+    none = mx.zeros_like(ratio)
+    return TokenTerms(-_capped(ratio, config) * batch.advantages, ratio, ratio > config.ratio_cap, none)
 
 
 def distillation(batch: TokenBatch, config: ResolvedLoss) -> TokenTerms:
@@ -177,6 +180,11 @@ def cross_entropy(batch: TokenBatch, config: ResolvedLoss) -> TokenTerms:
     """Imitation: advantages, ratios and the sampler are not used."""
     ratio = _ratio(batch.logp - batch.old_logp)
     return TokenTerms(-batch.logp, ratio, mx.zeros_like(ratio), mx.zeros_like(ratio))
+
+
+def _capped(ratio: mx.array, config: ResolvedLoss) -> mx.array:
+    """min(ratio, ratio_cap), whose gradient is that of the logprob times this value: a token keeps its gradient."""
+    return ratio * mx.stop_gradient(mx.minimum(1.0, config.ratio_cap / ratio))
 
 
 def _mismatch_weights(batch: TokenBatch, config: ResolvedLoss) -> mx.array:

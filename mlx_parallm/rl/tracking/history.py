@@ -15,6 +15,7 @@ KINDS = frozenset(
     {
         "started",
         "paused",
+        "placeholder_logprobs",
         "resumed",
         "update",
         "held",

@@ -8,7 +8,7 @@ from statistics import fmean
 from mlx_parallm.config import ResolvedTraining
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
 from mlx_parallm.rl.collect.groups import FEEDBACK, DropReason, GroupKey, GroupMember, TrajectoryGroup, TrajectoryState
-from mlx_parallm.rl.objectives.batches import ScoredGroup, no_signal
+from mlx_parallm.rl.objectives.batches import ScoredGroup
 from mlx_parallm.rl.objectives.episodes import episode_of
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
 
@@ -63,7 +63,7 @@ class GroupSelection:
             group.observed = True
             if self.explores or not scored.is_compared:
                 continue
-            if reason := no_signal(scored.rewards):
+            if reason := scored.no_signal:
                 self._without_signal[group.key] = scored
                 self._buffer.drop(group, reason)
         while self.without_signal > (1 + REFILLS) * self._training.pace.trajectories:  # training is paused

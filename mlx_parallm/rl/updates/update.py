@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.learn.step import NO_GRADIENT
 from mlx_parallm.rl.objectives.batches import GroupAdvantages, PreparedBatch, ScoredGroup
 from mlx_parallm.rl.objectives.rewards import RewardHistory
+from mlx_parallm.rl.objectives.samples import PLACEHOLDERS, Sample
 from mlx_parallm.rl.objectives.signals import prepare_signal, signal_of
 from mlx_parallm.rl.runs.records import CHANGED
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
@@ -23,6 +25,8 @@ from mlx_parallm.rl.updates.pace import OF_LESSONS
 from mlx_parallm.rl.updates.recovery import PolicyJournal
 from mlx_parallm.rl.updates.response import DivergenceResponse
 from mlx_parallm.rl.updates.turns import UpdateTurns, sources
+
+_log = logging.getLogger(__name__)
 
 _DROP_REASONS = {"published": None, "trained": None, "held": DropReason.HELD, "skipped": DropReason.SKIPPED}
 """Why the trajectories of an update are dropped, by the status of its report. None: they were trained on."""
@@ -62,6 +66,7 @@ class Updates:
         self._training = training
         self._parts = parts
         self._own_progress = own_progress
+        self._warned = False
 
     async def on_groups(
         self, groups: Sequence[TrajectoryGroup], publish: bool = True, progress: Mapping[str, float] | None = None
@@ -115,6 +120,14 @@ class Updates:
         named = list(group_ids[:_MAX_NAMED_GROUPS])
         self._parts.emit("updating", adapter=self._training.name, groups=named, trajectories=trajectories)
 
+    def _warn_of_placeholders(self, samples: Sequence[Sample]) -> None:
+        """Warns of samples whose log-probabilities are no log-probabilities, the first time that there are some."""
+        count = sum(sample.has_placeholder_logprobs for sample in samples)
+        if count and not self._warned:
+            self._warned = True
+            _log.warning(PLACEHOLDERS, count, self._training.name)
+            self._parts.emit("placeholder_logprobs", adapter=self._training.name, samples=count)
+
     async def _learn(
         self,
         groups: Sequence[ScoredGroup],
@@ -143,6 +156,7 @@ class Updates:
                         parts.changes.updated(groups, wanted, publish, None, report, explores=explores)
                     )
                 return report
+            self._warn_of_placeholders(prepared.batch.samples)
             await training.evaluate_if_due()  # the version that training starts from
             rate = training.pace.learning_rate if signal_of(groups) in OF_LESSONS else None
             report = await training.learn(replace(prepared.batch, learning_rate=rate), publish, progress)
