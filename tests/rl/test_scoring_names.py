@@ -129,6 +129,21 @@ def test_unknown_names_are_refused_with_what_was_probably_meant():
     assert refused("0.5*exact + 0.5*nothing", answer="x").param == "scoring_function"
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("reward.py", "reward.py:score", "./reward.py:score", "/etc/passwd", "file:///etc/passwd", "../exact"),
+        *("os:system", "os.system", "builtins:eval", "json", "mlx_parallm.rl.scoring.registry:load_one", "exact\0"),
+    ],
+)
+def test_a_request_names_no_file_and_no_function(name, tmp_path, monkeypatch):
+    """Even if there is one of that name, it is not imported."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reward.py").write_text("raise SystemExit")
+    assert refused(name).param == "scoring_function"
+    assert refused(f"0.5*exact + 0.5*{name}", answer="x").param == "scoring_function"
+
+
 def test_a_sum_must_bring_what_every_part_reads():
     ScorerCatalogue().check(CollectionSpec("0.5*exact + 0.5*regex", {"answer": "x", "pattern": "y"}))
     assert "metadata.pattern" in str(refused("0.5*exact + 0.5*regex", answer="x"))

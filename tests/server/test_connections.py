@@ -241,9 +241,12 @@ async def test_a_form_that_does_not_arrive_is_answered_in_time(serving, monkeypa
 async def test_that_no_connection_can_be_accepted_is_logged_once(serving, open_files, caplog):
     loop = asyncio.get_running_loop()
     async with serving(max_connections=10) as server:
-        with socket.socket() as client:
+        with socket.socket() as client, contextlib.ExitStack() as files:
             client.setblocking(False)
             open_files(max(map(int, os.listdir("/dev/fd"))) + 1)
+            with contextlib.suppress(OSError):
+                while True:  # until no number below the limit is free
+                    files.callback(os.close, os.dup(client.fileno()))
             await loop.sock_connect(client, ("127.0.0.1", server.port))
             await eventually(lambda: "no connection can be accepted" in caplog.text)
             await asyncio.sleep(1.2)  # asyncio tries again after a second

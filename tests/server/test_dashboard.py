@@ -2,6 +2,7 @@
 
 import gzip
 import re
+from pathlib import Path
 
 import pytest
 from server.keys import key_file
@@ -37,6 +38,15 @@ async def test_the_page_may_load_nothing_from_elsewhere(client):
     assert not re.search(r'(?:src|href)="(?:https?:)?//', page.text)
     assert "<script>" not in page.text
     assert "style=" not in page.text
+
+
+def test_no_text_of_a_prompt_becomes_part_of_the_page():
+    """The source uses nothing that reads a text as HTML or as a program."""
+    source = Path(__file__).parents[2] / "dashboard" / "src"
+    files = [path for path in source.rglob("*.ts*") if path.is_file()]
+    assert len(files) > 50
+    reads = r"(inner|outer|adjacent)HTML|dangerously|document\.write|srcdoc|\beval\(|new Function|javascript:"
+    assert [path.name for path in files if re.search(reads, path.read_text("utf-8"), re.IGNORECASE)] == []
 
 
 async def test_files_are_compressed_for_those_who_accept_it(client):

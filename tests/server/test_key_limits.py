@@ -12,6 +12,7 @@ from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.lifecycle import SequenceGate
 
 BODY = {"prompt": "abcde", "max_tokens": 3}
+USER = [{"role": "user", "content": "x"}]
 
 
 @pytest.fixture
@@ -110,6 +111,37 @@ async def test_headers_and_refusals_over_http(make_client, tmp_path, fault, metr
     assert 'mlx_parallm_key_requests_refused_total{key="app"} 1.0' in text
     assert 'mlx_parallm_key_prompt_tokens_total{key="app"} 10.0' in text
     assert 'mlx_parallm_key_generation_tokens_total{key="app"} 6.0' in text
+
+
+ANSWERS = {
+    "/v1/completions": {"prompt": "x"},
+    "/v1/chat/completions": {"messages": USER},
+    "/v1/responses": {"input": "x"},
+    "/v1/messages": {"max_tokens": 4, "messages": USER},
+    "/v1/embeddings": {"input": "x"},
+    "/v1/score": {"text_1": "x", "text_2": ["y"]},
+    "/v1/rerank": {"query": "x", "documents": ["y"]},
+    "/inference/v1/generate": {"token_ids": [1], "sampling_params": {}},
+    "/api/chat": {"messages": USER},
+    "/api/generate": {"prompt": "x"},
+    "/api/embed": {"input": ["x"]},
+}
+
+
+@pytest.mark.parametrize("limit", ["requests_per_minute", "tokens_per_minute"])
+async def test_the_limits_of_a_key_count_on_every_route_that_answers(make_client, tmp_path, engine, limit):
+    limits = {path: (f"key-{number}", {limit: 1}) for number, path in enumerate(ANSWERS)}
+    file, sent = key_file(tmp_path, **{name: ("inference", each) for name, each in limits.values()})
+    client = make_client(keys_file=file, ollama_api=True)
+    for path, body in ANSWERS.items():
+        headers = sent[limits[path][0]]
+        statuses = [(await client.post(path, json=body, headers=headers)).status_code for _ in range(2)]
+        assert statuses == [200, 429], path
+    served = len(engine.requests)
+    for path, (name, _) in limits.items():
+        other = next(each for each in ANSWERS if each != path)
+        assert (await client.post(other, json=ANSWERS[other], headers=sent[name])).status_code == 429
+    assert len(engine.requests) == served, "one limit for all routes"
 
 
 async def test_requests_under_way_at_a_time(make_client, tmp_path, fault, engine):
