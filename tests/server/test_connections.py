@@ -219,11 +219,17 @@ async def test_bodies_that_do_not_arrive_leave_room_for_others(serving, tmp_path
             server.url.encode(),
         )
         begun += b"Authorization: %s\r\nContent-Type: application/json\r\nContent-Length: 4000\r\n\r\n{" % key
-        held = [await opened(server, begun) for _ in range(8)]
+        of_other = begun.replace(key, sent["other"]["authorization"].encode())
+        reader, slow = await opened(server, of_other)  # the oldest, but the only one of its client
+        held = [await opened(server, begun) for _ in range(7)]
         await asyncio.sleep(0.1)
         for _ in range(3):
             async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S, headers=sent["other"]) as client:
                 assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+        if path != "/login":  # where nobody has a key yet
+            slow.write(b" " * 3998 + b"}")
+            assert (await asyncio.wait_for(reader.readline(), PATIENCE_S)).startswith(b"HTTP/1.1 400 ")
+        slow.close()
         for _, writer in held:
             writer.close()
 
