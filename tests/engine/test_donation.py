@@ -8,8 +8,11 @@ import mlx.core as mx
 import pytest
 from few_operations import FewOperations, growth
 from harness import Harness, make_harness
+from lora import layout_of, random_adapter
+from tiny import tiny_model
 from word_grammar import Words
 
+from mlx_parallm.adapters.weights import VersionInfo
 from mlx_parallm.batch.kv.arena import Arena
 from mlx_parallm.core import Pooling, SamplingParams
 from mlx_parallm.model.hooks import AttentionStyle
@@ -157,3 +160,40 @@ def test_an_arena_is_resized_layer_by_layer(arena: Arena, blocks: int) -> None:
         arena.resize(blocks)
     mx.eval(in_flight)
     assert grown.nbytes < 3 * (60 - 40) / 40 * arena.array_bytes / 3 + 2.5 * arena.array_bytes / 3
+
+
+def test_a_version_is_staged_in_place_although_rows_read_the_bank() -> None:
+    model = tiny_model("llama", hidden_size=256)
+    layout = layout_of(model)
+    adapters = [random_adapter(layout, seed, rank=64) for seed in range(10)]
+    harness = make_harness(model, slots=15, max_rank=64, lookahead=True)
+    refs = [harness.publish(str(seed), each) for seed, each in enumerate(adapters[:9])]
+    for ref in refs[:2]:
+        harness.submit(ref.name, PROMPT[:20], 40, adapter=ref)
+    harness.loop.step()
+    harness.loop.step()
+    assert harness.loop._forwards.in_flight
+    largest = max(group.a.nbytes for group in harness.adapters.bank.groups.values())
+    version = harness.adapters.registry.add("late", VersionInfo.of(adapters[9]))
+    staged = harness.adapters.stage(version, adapters[9])
+    while not staged.done():
+        with growth() as grown:
+            harness.loop.step()
+        assert grown.nbytes < largest / 2
+    assert len({group.slots for group in harness.adapters.bank.groups.values() if group.places}) == 1
+
+
+@pytest.mark.parametrize("lookahead", [True, False])
+def test_a_step_replaces_recurrent_states_layer_by_layer(lookahead: bool) -> None:
+    """A step makes new states. Those before it are freed when their layer has read them."""
+    model = tiny_model("mamba", num_hidden_layers=16, state_size=512)
+    harness = make_harness(model, lookahead=lookahead)
+    for number in range(4):
+        harness.submit(str(number), PROMPT[number : number + 8], 8)
+    for _ in range(4):
+        harness.loop.step()
+    states = 4 * harness.runner.cache.layout.state_bytes
+    for _ in range(3):
+        with growth() as grown:
+            harness.loop.step()
+        assert grown.nbytes < states / 2

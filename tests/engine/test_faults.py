@@ -57,7 +57,7 @@ def expected(harness: Harness, index: int, max_tokens: int) -> list[int]:
 @pytest.mark.parametrize(
     ("error", "told"), [(MemoryError, DeviceMemoryError), (RuntimeError, StepFailedError), (TypeError, StepFailedError)]
 )
-@pytest.mark.parametrize("method", ["begin", "draw", "read"])
+@pytest.mark.parametrize("method", ["begin", "wait", "draw", "read"])
 def test_a_failed_decode_step_costs_its_rows_and_nobody_else(
     method: str, error: type[Exception], told: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +95,24 @@ def test_draws_lost_with_a_failed_step_are_drawn_again_the_same(monkeypatch: pyt
     harness.run()
     assert isinstance(harness.terminal("in the step"), RequestFailed)
     assert harness.tokens("joined") == alone.tokens("joined")
+
+
+def test_a_unit_that_cannot_be_launched_costs_no_row_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = make_harness()
+    draw = harness.runner.draw
+
+    def failing(pending):
+        if len(pending.rows) == 1:
+            raise RuntimeError("injected")
+        return draw(pending)
+
+    monkeypatch.setattr(harness.runner, "draw", failing)
+    harness.submit("ends", PROMPTS[0], 6)
+    harness.submit("goes on", PROMPTS[1], 20)
+    harness.run()
+    assert harness.tokens("ends") == expected(harness, 0, 6)
+    assert isinstance(harness.terminal("goes on"), RequestFailed)
+    assert harness.loop.stats().failed_steps_total == 1
 
 
 def test_a_failed_chunk_costs_the_rows_of_its_unit_only(monkeypatch: pytest.MonkeyPatch) -> None:

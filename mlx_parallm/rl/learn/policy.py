@@ -152,7 +152,11 @@ class Policy:
 
     def stepped(self, gradients: Params, settings: OptimizerConfig, scale: float = 1.0) -> PolicyState:
         """Returns the state after one optimizer step; the policy itself stays as it is. The change of the factors is
-        multiplied by `scale`, but the optimizer's state is not."""
+        multiplied by `scale`, but the optimizer's state is not.
+
+        The linears are launched one after the other, so that the intermediate arrays of few of them exist at a time.
+        They take the place of the gradients, if the caller has no other reference to those.
+        """
         before, optimizer = self.state, new_optimizer(settings)
         learning_rate = optimizer.state[_LEARNING_RATE]
         # the step replaces leaves in this tree; a schedule sets the learning rate by itself
@@ -160,6 +164,9 @@ class Policy:
         params = optimizer.apply_gradients(gradients, before.params)
         if scale != 1.0:
             params = _between(before.params, params, scale)
+        del gradients
+        for path, pair in params.items():
+            mx.async_eval(pair, optimizer.state[path])  # type: ignore[no-untyped-call]
         mx.eval(params, optimizer.state)
         after = replace(before, params=cast(Params, params), optimizer=optimizer.state, step=before.step + 1)
         self.states.add(after)

@@ -91,8 +91,7 @@ class Step:
     def run(self, accumulated: Accumulated) -> None:
         """Computes `after` from the gradients, which it takes and clips. If anything is not finite, sets `skipped`
         instead."""
-        gradients, accumulated.gradients = accumulated.gradients, {}
-        self._grad_norm = cast(float, norm(gradients).item())
+        self._grad_norm = cast(float, norm(accumulated.gradients).item())
         if not math.isfinite(accumulated.loss):
             self.skipped = "loss_not_finite"
         elif not math.isfinite(self._grad_norm):
@@ -100,11 +99,12 @@ class Step:
         elif self._needs_gradient and self._grad_norm == 0:
             self.skipped = NO_GRADIENT
         else:
-            after = self.policy.stepped(self._clipped(gradients), self._optimizer, self._scale)
+            after = self.policy.stepped(self._taken(accumulated), self._optimizer, self._scale)
             if _all_finite(after.params):
                 self.after = after
             else:
                 self.skipped = "weights_not_finite"
+        accumulated.gradients = {}
         if self.skipped:
             _log.warning("an update was skipped: %s", self.skipped)
 
@@ -126,8 +126,10 @@ class Step:
         self._moves += 1
         return True
 
-    def _clipped(self, gradients: Params) -> Params:
-        """The gradients, multiplied by `scale`, and scaled down if their norm is still too large."""
+    def _taken(self, accumulated: Accumulated) -> Params:
+        """Takes the gradients, multiplied by `scale`, and scaled down if their norm is still too large. Nothing else
+        refers to them then, so MLX may write into their arrays."""
+        gradients, accumulated.gradients = accumulated.gradients, {}
         scale = self._scale
         if scale * self._grad_norm > self._optimizer.max_grad_norm:
             scale = self._optimizer.max_grad_norm / self._grad_norm
