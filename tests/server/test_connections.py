@@ -219,11 +219,16 @@ async def test_bodies_that_do_not_arrive_leave_room_for_others(serving, tmp_path
             server.url.encode(),
         )
         begun += b"Authorization: %s\r\nContent-Type: application/json\r\nContent-Length: 4000\r\n\r\n{" % key
-        held = [await opened(server, begun) for _ in range(8)]
+        held = [await opened(server, begun) for _ in range(7)]
+        other = begun.replace(key, sent["other"]["authorization"].encode())
+        reader, late = await opened(server, other)  # of a client that has only this one
         await asyncio.sleep(0.1)
         for _ in range(3):
             async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S, headers=sent["other"]) as client:
                 assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+        late.write(b" " * 3998 + b"}")
+        assert (await asyncio.wait_for(reader.readline(), PATIENCE_S)).startswith(b"HTTP/1.1 4")
+        late.close()
         for _, writer in held:
             writer.close()
 

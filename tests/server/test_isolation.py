@@ -124,7 +124,7 @@ async def test_slow_large_bodies_hold_up_nobody(make_client, tmp_path):
         await asyncio.wait(held)
 
 
-async def test_a_client_holds_half_of_the_bytes_of_large_bodies(monkeypatch):
+async def test_a_client_holds_half_of_the_bytes_that_others_leave_to_large_bodies(monkeypatch):
     monkeypatch.setattr(asyncio, "sleep", AsyncMock())
     arriving = ArrivingBodies(100)
     with arriving.hold("a") as add, arriving.hold("a") as more, arriving.hold("b") as other:
@@ -132,9 +132,11 @@ async def test_a_client_holds_half_of_the_bytes_of_large_bodies(monkeypatch):
         with pytest.raises(OverloadedError):
             await more(11)
         await more(10)
-        await other(50)
-        with arriving.hold("c") as third, pytest.raises(OverloadedError):
-            await third(1)
+        with pytest.raises(OverloadedError):
+            await other(26)
+        await other(25)
+        with arriving.hold("c") as third:
+            await third(12)
     with arriving.hold("a") as add:
         await add(50)
     assert not arriving._held

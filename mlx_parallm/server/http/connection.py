@@ -16,14 +16,16 @@ import sys
 from collections import Counter
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 import h11
+from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mlx_parallm.server.errors import RETRY_AFTER_S, wire_error
 from mlx_parallm.server.http import request_log
 from mlx_parallm.server.http.request_log import REQUEST_ID, RequestRecord
+from mlx_parallm.server.http.workers import client_of
 
 LINGER_S = 2
 """Seconds in which a refused client can read the refusal. A socket that is closed with unread input would reset the
@@ -170,15 +172,12 @@ class LimitedProtocol(H11Protocol):
         waiting = [other for other in others if other._idle]
         if not waiting:
             receiving = [other for other in others if other._receiving]
-            by_client = Counter(other._address for other in receiving)
-            waiting = [other for other in receiving if by_client[other._address] == max(by_client.values())]
+            clients = [client_of(cast(Scope, other.cycle.scope)) for other in receiving]
+            greediest = {client for client, _ in Counter(clients).most_common(1)}
+            waiting = [other for other, client in zip(receiving, clients, strict=True) if client in greediest]
         if waiting:
             min(waiting, key=lambda other: other._idle_since).transport.abort()
         return bool(waiting)
-
-    @property
-    def _address(self) -> str:
-        return self.client[0] if self.client else ""
 
     # header timeout
 

@@ -18,8 +18,8 @@ from starlette.types import Scope
 
 from mlx_parallm.errors import OverloadedError
 from mlx_parallm.grammar.trial import CHILDREN
-from mlx_parallm.server.access.keys import ANYONE
-from mlx_parallm.server.http.request_log import record_of
+from mlx_parallm.server.access.keys import ANYONE, API_KEY
+from mlx_parallm.server.http.request_log import RequestRecord
 
 T = TypeVar("T")
 
@@ -41,9 +41,12 @@ def address_of(scope: Scope) -> str:
 
 
 def client_of(scope: Scope) -> str:
-    """Identifies the client whose limits a request counts for: by its key, or where no key is needed, its address."""
-    key = record_of(scope).key
-    return f"address {address_of(scope)}" if key in (None, ANYONE) else f"key {key.name}"
+    """Identifies the client whose limits a request counts for: by its key or, where it has none of its own, by its
+    address."""
+    record: RequestRecord | None = scope.get("state", {}).get("record")
+    if record is None or record.key is None or record.key.name in (ANYONE.name, API_KEY):
+        return f"address {address_of(scope)}"
+    return f"key {record.key.name}"
 
 
 class PerClientSemaphore:
@@ -101,7 +104,8 @@ class ArrivingBodies:
     loop's thread only.
 
     Args:
-        most: bytes of all clients together. One client may hold half of them.
+        most: bytes of all clients together. One client may hold half of what the others leave free, so there is always
+            some room for the next one.
     """
 
     def __init__(self, most: int) -> None:
@@ -117,7 +121,8 @@ class ArrivingBodies:
 
         async def add(size: int) -> None:
             nonlocal count
-            if self._held.total() + size > self._most or self._held[client] + size > self._most // 2:
+            others = self._held.total() - self._held[client]
+            if self._held[client] + size > (self._most - others) // 2:
                 raise OverloadedError("Other large bodies are being read; try again.")
             self._held[client] += size
             count += size
