@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from mlx_parallm.config import Config
-from mlx_parallm.core import Account, EngineStats, MachineState, Relief, seconds_with_sleep
+from mlx_parallm.core import UNKNOWN_MACHINE, Account, EngineStats, MachineState, Relief, seconds_with_sleep
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
 from mlx_parallm.machine.guard import MemoryGuard
 from mlx_parallm.machine.memory import MemoryReading, read_memory
@@ -113,7 +113,12 @@ class MachineWatch:
             await self._look(reader)
 
     async def _look(self, reader: ThreadPoolExecutor) -> None:
-        self.look(*await asyncio.get_running_loop().run_in_executor(reader, self._read))
+        memory, power = await asyncio.get_running_loop().run_in_executor(reader, self._read)
+        try:
+            self.look(memory, power)
+        except Exception as error:  # noqa: BLE001 - whatever fails, nothing may stay held back by a watch that has ended
+            self._processor.heed(UNKNOWN_MACHINE)
+            self._warn_once("state", error)
 
     def _read(self) -> tuple[MemoryReading | None, PowerReading | None]:
         memory = self._reading("memory", self._readers.memory) if self._guard is not None else None
@@ -123,10 +128,13 @@ class MachineWatch:
         try:
             return read()
         except Exception as error:  # noqa: BLE001 - a system may say anything; without a reading, the server just serves
-            if what not in self._unreadable:
-                _log.warning("the %s of this machine cannot be read and is not watched: %r", what, error)
-            self._unreadable.add(what)
+            self._warn_once(what, error)
             return None
+
+    def _warn_once(self, what: str, error: Exception) -> None:
+        if what not in self._unreadable:
+            _log.warning("the %s of this machine is not watched: %r", what, error)
+        self._unreadable.add(what)
 
     # -- what a reading means --------------------------------------------------------------------
 

@@ -31,8 +31,8 @@ class MemoryGuard:
 
         Args:
             reading: None: memory cannot be read. Then nothing is done.
-            idle: no sequence has a row. Then all that could be given back was, so a footprint above the limit is no
-                reason to refuse requests: they would be refused forever.
+            idle: no sequence has a row. Then a footprint above the limit is no reason to hold back anything but cached
+                prefixes: the weights alone may be larger, and nothing would ever end that.
             now: seconds on a clock that does not jump.
             giving: what no row uses has not been given back yet.
         """
@@ -57,7 +57,7 @@ class MemoryGuard:
         if reading.pressure is Pressure.CRITICAL:
             return Relief.REQUESTS
         if reading.footprint > share * self.limit:
-            return Relief.ROLLOUTS if idle else Relief.REQUESTS
+            return Relief.PREFIXES if idle else Relief.REQUESTS
         return Relief.PREFIXES if reading.pressure is Pressure.WARNING else Relief.NONE
 
     def _why(self, reading: MemoryReading) -> str:

@@ -186,6 +186,22 @@ async def test_what_cannot_be_read_is_logged_once_and_changes_nothing(caplog):
     assert UNKNOWN_MACHINE.notices == ()
 
 
+async def test_a_listener_that_fails_ends_neither_the_watch_nor_the_server(monkeypatch, caplog):
+    def refuses(reason: str) -> None:
+        if reason:
+            raise RuntimeError("a sink of events has failed")
+
+    monkeypatch.setattr("mlx_parallm.app.machine._INTERVAL_S", 0.0)
+    engine = FakeEngine()
+    watch = MachineWatch(configure(), engine, Readers(lambda: ENOUGH, lambda: BATTERY))
+    watch.attach(refuses)
+    async with watch.running():
+        while len(engine.states) < 5:
+            await asyncio.sleep(0.001)
+    assert UNKNOWN_MACHINE in engine.states, "nothing is held back that nobody would let go"
+    assert caplog.text.count("a sink of events has failed") >= 1
+
+
 @pytest.fixture
 def powered(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], PowerReading]], None]:
     """`powered(read)`: what the power of this machine is, read without pauses."""

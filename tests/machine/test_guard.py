@@ -71,11 +71,11 @@ def test_while_memory_is_given_back_the_next_step_waits_but_not_forever():
     assert found == [1] * 30 + [2] * 10
 
 
-def test_a_footprint_above_the_limit_refuses_no_request_forever():
+def test_a_footprint_above_the_limit_refuses_requests_and_stops_training_only_while_something_runs():
     """With nothing running, nothing more could be given back: weights that are larger than the limit stay there."""
     guard = MemoryGuard(LIMIT)
     steps(guard, of(1.01), 10)
-    assert steps(guard, of(1.01), 60, at=10, idle=True)[-1] == Relief.ROLLOUTS
+    assert steps(guard, of(1.01), 60, at=10, idle=True)[-1] == Relief.PREFIXES
 
 
 @pytest.mark.parametrize("idle", [False, True])
