@@ -93,8 +93,10 @@ def _show_section(section: Section) -> None:
 def _ended(section: Section) -> Iterator[str]:
     if section.figures:
         yield table([_COLUMNS, *(_cells(figure.as_json()) for figure in section.figures)])
-    yield from filter(None, (section.problem, *section.cut))
-    yield f"{section.status.value} after {section.seconds:.0f} s"
+    if section.problem:
+        yield section.problem
+    missing = f"; {len(section.cut)} figures lack rounds, see `cut` in the file" if section.cut else ""
+    yield f"{section.status.value} after {section.seconds:.0f} s{missing}"
 
 
 def _cells(figure: dict[str, Any]) -> tuple[str, ...]:
