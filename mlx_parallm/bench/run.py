@@ -92,9 +92,11 @@ class _Run:
         await self._section(tested, lambda _: self_test(tested, real, self._listener.on_check))
         async with AsyncExitStack() as stack:
             await self._section(load, lambda _: self._load(stack))
-            for section in measured if self._sides is not None else ():
+            if (sides := self._sides) is None:
+                return
+            for section in measured:
                 _, measure = _MEASURED[section.name]
-                await self._section(section, partial(measure, self._sides, section))
+                await self._section(section, partial(measure, sides, section))
 
     async def _section(self, section: Section, work: Callable[[float], Awaitable[None]]) -> None:
         section.begin(max(0.0, section.share * (self.report.left_s - _STOPPING_S)))
