@@ -64,7 +64,8 @@ def main_parser() -> Parser:
     top.add_arguments(add("top", "Watch a running server: load, latencies, memory, the device's time, and training."))
     usage.add_arguments(add("usage", "Show what the keys of a running server have used."))
     keys.add_commands(subcommands(add("keys", "Make, list and remove the named keys of a server.")))
-    bench.add_arguments(add("bench", "Measure how fast a server is, this or another one with OpenAI's API."))
+    of_speed = "Measure how fast a server is, this or another one with OpenAI's API; with --report, this machine."
+    bench.add_arguments(add("bench", of_speed))
     remote_training.add_commands(subcommands(add("training", "Watch and control the training of a running server.")))
     of_adapters = "Manage the LoRA adapters of a running server; merge, convert or average adapters."
     add_adapters = subcommands(add("adapters", of_adapters))

@@ -49,7 +49,7 @@ def self_test(args: Namespace) -> int:
     from mlx_parallm.selftest.run import run
 
     file = args.report or _REPORT
-    report = run(args.model_path, args.only_tiny, _show_nothing if args.json else _show_result)
+    report = run(args.model_path, args.only_tiny, show_nothing if args.json else show_result)
     data = report.as_json()
     try:
         file.write_text(json.dumps(data, indent=2) + "\n")
@@ -62,11 +62,11 @@ def self_test(args: Namespace) -> int:
 # -- text ----------------------------------------------------------------------------------------
 
 
-def _show_nothing(model: str, result: CheckResult) -> None:
+def show_nothing(*_: object) -> None:
     """With --json, only the report is printed."""
 
 
-def _show_result(model: str, result: CheckResult) -> None:
+def show_result(model: str, result: CheckResult) -> None:
     """One line for a check that passed, and below one that failed what was compared and what to do."""
     outcome = result.outcome
     figures = "" if outcome is None else f"{outcome.difference:.1e}, limit {outcome.limit.value:.1e}"

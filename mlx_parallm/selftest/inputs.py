@@ -33,13 +33,17 @@ def _plain(layout: AdapterLayout) -> list[LinearSpec]:
     return [spec for spec in layout.linears.values() if not spec.experts and not spec.is_router]
 
 
-def random_adapter(layout: AdapterLayout, seed: int) -> AdapterWeights:
-    """An adapter whose numbers are the same in float32 and bfloat16, so that no format rounds them."""
+def random_adapter(layout: AdapterLayout, seed: int, rank: int = RANK, everywhere: bool = False) -> AdapterWeights:
+    """An adapter whose numbers are the same in float32 and bfloat16, so that no format rounds them.
+
+    Args:
+        everywhere: it changes all linears of a layer except experts and routers, and not only `targets_of`.
+    """
     random, targets, pairs = np.random.default_rng(seed), targets_of(layout), {}
     for spec in _plain(layout):
-        if spec.target in targets:
-            a = random.normal(size=(spec.in_features, RANK)) / np.sqrt(spec.in_features)
-            b = random.normal(size=(RANK, spec.out_features)) * _SIZE / np.sqrt(RANK) / SCALE
+        if everywhere or spec.target in targets:
+            a = random.normal(size=(spec.in_features, rank)) / np.sqrt(spec.in_features)
+            b = random.normal(size=(rank, spec.out_features)) * _SIZE / np.sqrt(rank) / SCALE
             pairs[spec.path] = LoRAPair(_in_bfloat16(a), _in_bfloat16(b), SCALE)
     return AdapterWeights(pairs)
 

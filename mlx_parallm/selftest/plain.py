@@ -51,22 +51,22 @@ class PlainModel:
 
     def __init__(self, path: str | None, stored: bool = False) -> None:
         loaded = load(path, dequantize=on_cpu() and not stored, progress=False)
-        self._model = loaded.model
+        self.model = loaded.model
         if stored and on_cpu():
-            self._model.update(tree_map(_widened, self._model.parameters()))
-        materialize(self._model, loaded.name, show=False)
-        self.parameters = get_total_parameters(self._model)
+            self.model.update(tree_map(_widened, self.model.parameters()))
+        materialize(self.model, loaded.name, show=False)
+        self.parameters = get_total_parameters(self.model)
 
     def logprobs(self, tokens: Sequence[int], adapter: AdapterWeights | None = None) -> Logprobs:
         """Logprobs of every possible next token after each of the tokens, in nats: float32 [T, vocab]."""
-        with self._adapted(adapter):
-            return np.array(_normalised(self._model(mx.array([list(tokens)]))[0]))
+        with self.adapted(adapter):
+            return np.array(_normalised(self.model(mx.array([list(tokens)]))[0]))
 
     def logprobs_in_parts(self, tokens: Sequence[int], parts: Sequence[int]) -> Logprobs:
         """The same, computed in parts of so many tokens with mlx-lm's own KV cache."""
-        cache, found, start = make_prompt_cache(self._model), [], 0
+        cache, found, start = make_prompt_cache(self.model), [], 0
         for length in parts:
-            logits = self._model(mx.array([list(tokens[start : start + length])]), cache=cache)[0]
+            logits = self.model(mx.array([list(tokens[start : start + length])]), cache=cache)[0]
             found.append(np.array(_normalised(logits)))
             start += length
         return np.concatenate(found)
@@ -87,7 +87,7 @@ class PlainModel:
         factors: Factors = {
             path: {"a": mx.array(pair.a), "b": mx.array(pair.b)} for path, pair in adapter.pairs.items()
         }
-        with self._adapted(adapter) as layers:
+        with self.adapted(adapter) as layers:
 
             def loss(params: Factors) -> mx.array:
                 for path, layer in layers.items():
@@ -101,22 +101,22 @@ class PlainModel:
 
     def _mean_logprob(self, answered: Answered, padding: int) -> mx.array:
         tokens = [*answered.prompt, *answered.tokens, *[0] * padding]
-        logits = self._model(mx.array([tokens]))[0]
+        logits = self.model(mx.array([tokens]))[0]
         start = len(answered.prompt) - 1
         rows = _normalised(logits[start : start + len(answered.tokens)])
         return mx.take_along_axis(rows, mx.array(answered.tokens)[:, None], -1).mean()
 
     @contextmanager
-    def _adapted(self, adapter: AdapterWeights | None) -> Iterator[dict[str, LoRALinear]]:
+    def adapted(self, adapter: AdapterWeights | None) -> Iterator[dict[str, LoRALinear]]:
         """While the block runs, the adapter's linears are mlx-lm's LoRA layers."""
         pairs = {} if adapter is None else adapter.pairs
-        linears = {path: module for path, module in self._model.named_modules() if path in pairs}
+        linears = {path: module for path, module in self.model.named_modules() if path in pairs}
         layers = {path: _lora(linear, pairs[path]) for path, linear in linears.items()}
-        self._model.update_modules(tree_unflatten(list(layers.items())))
+        self.model.update_modules(tree_unflatten(list(layers.items())))
         try:
             yield layers
         finally:
-            self._model.update_modules(tree_unflatten(list(linears.items())))
+            self.model.update_modules(tree_unflatten(list(linears.items())))
 
 
 def _lora(linear: nn.Module, pair: LoRAPair) -> LoRALinear:

@@ -34,13 +34,18 @@ def run(path: str | None = None, only_tiny: bool = False, on_result: OnResult = 
     Raises:
         ModelError, ConfigError: the model cannot be loaded, or cannot be trained.
     """
-    real = None if only_tiny else real_model(path)
+    models = asyncio.run(tested_models(None if only_tiny else real_model(path), on_result))
+    return Report(describe_machine(), models)
+
+
+async def tested_models(real: ModelChoice | None, on_result: OnResult) -> tuple[ModelReport, ...]:
+    """Tests the tiny models and the real one, if there is one. Raises what `run` raises."""
     reports = []
     with _errors_only(), tempfile.TemporaryDirectory(prefix="mlx_parallm-self-test-") as name:
         folder = Path(name)
         for number, choice in enumerate([*tiny_models(folder), *([real] if real else [])]):
-            reports.append(asyncio.run(_of_model(choice, folder / f"run-{number}", on_result)))
-    return Report(describe_machine(), tuple(reports))
+            reports.append(await _of_model(choice, folder / f"run-{number}", on_result))
+    return tuple(reports)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import numpy as np
 
 from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
 from mlx_parallm.app.build import Engine, Served
-from mlx_parallm.config import LoRAConfig, configure
+from mlx_parallm.config import Config, LoRAConfig, configure
 from mlx_parallm.core import (
     BASE_ADAPTER,
     AdapterRef,
@@ -202,13 +202,23 @@ async def opened(name: str, path: str | None, folder: Path) -> AsyncIterator[Tes
         "rl_training__optimizer__max_grad_norm": 1e9,  # gradients are compared as they are
         "rl_training__loss__kl_coef": 0.0,
     }
-    engine = Engine(configure(path, LoRAConfig(RANK, SCALE * RANK), None, **keys))
-    served = await asyncio.to_thread(engine.start)
-    try:
+    async with started(configure(path, LoRAConfig(RANK, SCALE * RANK), None, **keys)) as (engine, served):
         assert served.training is not None  # `configure` turns training on
         layout, card = served.training.learner.trainer.model.layout, served.card
         plain = await engine.processor.run(lambda: PlainModel(path))
         rounding = await engine.processor.run(lambda: measured(plain, layout, card))
         yield TestedModel(name, path, engine, served, plain, rounding)
+
+
+@asynccontextmanager
+async def started(config: Config) -> AsyncIterator[tuple[Engine, Served]]:
+    """An engine, which stops when the block ends, also if the task is cancelled while the model loads.
+
+    Raises:
+        ModelError, ConfigError: see `Engine.start`.
+    """
+    engine = Engine(config)
+    try:
+        yield engine, await asyncio.to_thread(engine.start)
     finally:
         await asyncio.to_thread(engine.stop)

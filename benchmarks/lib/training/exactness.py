@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 
 import mlx.core as mx  # isort: skip
-from lib.training.plain_trainer import PlainTrainer
+from lib.training.plain import plain_trainer
 from lib.training.update import Ours, difference, random_factors
 
 from mlx_parallm.model.manager import SharedModelManager
@@ -38,7 +38,7 @@ def measure() -> Exactness:
     """Runs the comparison in this process."""
     manager = SharedModelManager(progress=False)
     ours = Ours(manager, manager.install_bank(1, 16), checkpointing=True)
-    plain = PlainTrainer(SharedModelManager(progress=False).model)
+    plain = plain_trainer(SharedModelManager(progress=False).model)
     factors, drawn = random_factors(ours.policy.params), list(episodes())
 
     ours.policy.restore(replace(ours.policy.state, params=factors))

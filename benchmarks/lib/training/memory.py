@@ -17,7 +17,7 @@ from lib.adapters.files import random_adapter
 from lib.alone import alone
 from lib.training.batch import samples, trajectories
 from lib.training.lean_rig import answer, clients, config, lean_rig
-from lib.training.plain_trainer import PlainTrainer
+from lib.training.plain import plain_trainer
 from lib.training.rig import Rig
 from mlx_lm.utils import load_model
 
@@ -91,7 +91,7 @@ def _measured(kind: str, folder: Path, load: Load) -> Held:
 
 def _trainer(folder: Path, updates: int) -> Held:
     prepare_device()
-    trainer = PlainTrainer(load_model(folder)[0])
+    trainer = plain_trainer(load_model(folder)[0])
     mx.reset_peak_memory()
     for number in range(updates):
         trainer.update(samples(number), checkpointed=True)

@@ -14,11 +14,12 @@ import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 
 import mlx.core as mx  # isort: skip
 from lib.training.batch import samples
-from lib.training.plain_trainer import Gradients, PlainTrainer
+from lib.training.plain import plain_trainer
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.app.device import device_schedule, mlx_limits
 from mlx_parallm.app.training import micro_steps_sized, trainable
+from mlx_parallm.bench.plain_trainer import Gradients
 from mlx_parallm.config import Config, ModelConfig, OptimizerConfig, RLTrainingConfig
 from mlx_parallm.core import default_budget
 from mlx_parallm.model.device import machine_memory, on_cpu
@@ -76,7 +77,7 @@ class _Bench:
         bank = manager.install_bank(adapters.max_loras, adapters.max_lora_rank)
         self._ours = {name: Ours(manager, bank, checkpointing) for name, checkpointing in KINDS.items()}
         self._start = random_factors(self._ours[KEPT].policy.params)
-        self._plain = PlainTrainer(SharedModelManager(progress=False).model)
+        self._plain = plain_trainer(SharedModelManager(progress=False).model)
 
     def exact(self) -> Gradients:
         """The plain trainer's gradients with the precise sum over the vocabulary."""

@@ -1,4 +1,4 @@
-"""`mlx_parallm bench`: how fast a server is, ours or another one with OpenAI's API."""
+"""`mlx_parallm bench`: how fast a server is, ours or another one with OpenAI's API; or, with --report, this machine."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from mlx_parallm.cli import bench_report
 from mlx_parallm.cli.parser import at_least
 from mlx_parallm.cli.remote.client import Client, add_request_arguments
 from mlx_parallm.cli.table import show, table
@@ -37,14 +38,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ends = "Let answers end where the model ends them, for servers that refuse the field ignore_eos."
     add("--no-ignore-eos", dest="ignore_eos", action="store_false", help=ends)
     add_request_arguments(parser, bench)
+    defaults = vars(parser.parse_args([]))
+    bench_report.add_arguments(parser)
+    parser.set_defaults(of_a_server={name: defaults[name] for name in defaults.keys() - {"json", "run"}})
 
 
 def bench(args: Namespace) -> int:
-    """Prints a line for each number of requests at a time. The exit status is 1 if a request failed.
+    """Prints a line for each number of requests at a time. The exit status is 1 if a request failed. With --report, see
+    `bench_report`.
 
     Raises:
         ConfigError, ParaLLMError: see `Client`; or the first request failed.
     """
+    bench_report.check_arguments(args)
+    if args.report is not None:
+        return bench_report.bench_report(args)
     client = Client(args)
     levels = asyncio.run(_levels(client, args))
     setting = {"url": client.base, **{name: getattr(args, name) for name in ("prompt_words", "max_tokens", "model")}}

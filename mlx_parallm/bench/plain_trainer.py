@@ -1,34 +1,26 @@
 """A straightforward LoRA trainer with mlx-lm: padded rows, logits at all positions.
 
 It uses mlx-lm's own LoRA layers and checkpointing. The loss is that of GRPO with the trainer's logprobs as π_old.
+Updates of this project's trainer are measured beside it.
 """
+
+from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
-
-import mlx.core as mx  # isort: skip
+import mlx.core as mx
 import mlx.nn as nn
-from lib.training.batch import GROUP, LORA
 from mlx.optimizers import AdamW
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_lm.tuner.trainer import grad_checkpoint
-from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_parallm.rl.objectives.samples import Sample
 
-ROWS = GROUP
-"""Rows of one forward and backward. All 32 together are no faster, and their logits take gigabytes."""
-
-TARGETS = (
-    *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
-    *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
-)
-CLIP = 0.2
-SUM_BLOCK = 256
+_CLIP = 0.2
+_SUM_BLOCK = 256
 
 Gradients = Mapping[str, mx.array]
 """Gradients by the names of mlx-lm's parameters: `<path of the linear>.lora_a` and `.lora_b`."""
@@ -48,16 +40,23 @@ class _Rows:
 
 
 class PlainTrainer:
-    """Trains an mlx-lm model in place, with AdamW in float32. The model must not have adapters yet."""
+    """Trains the LoRA layers of an mlx-lm model in place, with AdamW in float32.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        model: it has mlx-lm's LoRA layers already.
+        rows: of one forward and backward pass. More are no faster, and their logits take gigabytes.
+    """
+
+    def __init__(self, model: nn.Module, rows: int) -> None:
         model.freeze()
-        config = {"rank": LORA.rank, "scale": LORA.alpha / LORA.rank, "dropout": 0.0, "keys": TARGETS}
-        linear_to_lora_layers(model, len(model.layers), config)
-        mx.eval(model.parameters())
-        self._model = model
+        for _, module in model.named_modules():
+            if "lora_a" in module:
+                module.unfreeze(recurse=False, keys=["lora_a", "lora_b"])
+        self._model, self._rows = model, rows
         self._factors: Any = model.trainable_parameters()
         self._optimizer = AdamW(learning_rate=1e-5, betas=[0.9, 0.95], bias_correction=True)
+        self._optimizer.init(self._factors)
+        mx.eval(model.parameters(), self._optimizer.state)
 
     def put(self, params: Mapping[str, Mapping[str, mx.array]]) -> None:
         """Sets the factors: {"a": ..., "b": ...} by the path of the linear."""
@@ -70,7 +69,8 @@ class PlainTrainer:
         logits = self._model(mx.array([sample.token_ids]))[0].astype(mx.float32)
         logprobs = logits - _normaliser(logits)
         trained = mx.array(sample.trained())
-        return logprobs[trained - 1, mx.array(sample.token_ids)[trained]]
+        found: mx.array = logprobs[trained - 1, mx.array(sample.token_ids)[trained]]
+        return found
 
     def update(self, samples: Sequence[Sample], checkpointed: bool, precise: bool = False) -> Gradients:
         """Makes one optimizer step. Returns its gradients, evaluated.
@@ -81,8 +81,8 @@ class PlainTrainer:
                 for a comparison. A normal trainer would not pay for this.
         """
         total: Any = None
-        for start in range(0, len(samples), ROWS):
-            rows = _rows(samples[start : start + ROWS])
+        for start in range(0, len(samples), self._rows):
+            rows = _rows(samples[start : start + self._rows])
             with _checkpointing(self._model.layers[0]) if checkpointed else nullcontext():
                 gradients = self._gradients(rows, len(samples), precise)
             total = gradients if total is None else tree_map(mx.add, total, gradients)
@@ -105,7 +105,7 @@ class PlainTrainer:
         logprobs = logits - (_normaliser(logits) if precise else mx.logsumexp(logits, -1, keepdims=True))
         logp = mx.take_along_axis(logprobs, rows.tokens[:, 1:, None], -1).squeeze(-1)
         ratio = mx.exp(logp - mx.stop_gradient(logp))
-        held = mx.clip(ratio, 1 - CLIP, 1 + CLIP)
+        held = mx.clip(ratio, 1 - _CLIP, 1 + _CLIP)
         losses = -mx.minimum(ratio * rows.advantages, held * rows.advantages) * rows.mask
         return (losses.sum(-1) / rows.mask.sum(-1)).sum()
 
@@ -125,9 +125,9 @@ def _normaliser(logits: mx.array) -> mx.array:
     """logsumexp over the vocabulary, summed in blocks: [..., V] → [..., 1]."""
     most = mx.stop_gradient(logits.max(-1, keepdims=True))
     weights = mx.exp(logits - most)
-    padding = -weights.shape[-1] % SUM_BLOCK
+    padding = -weights.shape[-1] % _SUM_BLOCK
     blocks = mx.pad(weights, [(0, 0)] * (weights.ndim - 1) + [(0, padding)])
-    return mx.log(blocks.reshape(*weights.shape[:-1], -1, SUM_BLOCK).sum(-1).sum(-1, keepdims=True)) + most
+    return mx.log(blocks.reshape(*weights.shape[:-1], -1, _SUM_BLOCK).sum(-1).sum(-1, keepdims=True)) + most
 
 
 @contextmanager
