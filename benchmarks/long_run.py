@@ -147,7 +147,7 @@ def update(number: int) -> Update:
     episodes = tuple(TrainedEpisode((f"made-{number}-{at}",)) for at in range(MEMBERS))
     trained = TrainedGroup(episodes, tuple(float(at % 2) for at in range(MEMBERS)), "exact", 0, True)
     progress = {"run_steps": float(number), "run_tasks": float(number)}
-    return Update((trained,), MEMBERS, True, number, "published", number, METRICS, progress)
+    return Update((trained,), MEMBERS, True, number, "published", number, METRICS, progress, all_progress=True)
 
 
 def reading(path: Path) -> float:

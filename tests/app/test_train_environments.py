@@ -84,7 +84,7 @@ def test_a_warm_up_comes_once_however_often_the_run_is_stopped(tmp_path: Path, o
     file = JournalFile(next((tmp_path / "kept").rglob(JOURNAL)))
     updates = [change.body for change in file.changes("default") if isinstance(change.body, Update)]
     file.close()
-    assert [update.progress.get(WARM_UP) for update in updates] == [*range(1, 9), None, None, None]
+    assert [update.progress.get(WARM_UP) for update in updates] == [*range(1, 9), 8, 8, 8]
 
 
 @pytest.mark.timeout(120)

@@ -153,6 +153,11 @@ async def test_a_start_reads_what_it_needs_of_a_long_run(path: Path) -> None:
     assert await journal.progress("math") == {"warm_up": 8.0, "steps": 4000.0}
     assert [one.number for one in await journal.changes_since("math", 3990)] == [*range(2991, 4001)]
     assert [one.number for one in await journal.changes_since("math", 7)] == [*range(1501, 4001)]
+    whole = replace(UPDATE, progress={"steps": 4001.0}, all_progress=True)
+    journal.started(change(4001, whole))
+    journal.started(change(4002, replace(UPDATE, progress={"steps": 4002.0})))
+    await journal.flush()
+    assert await journal.progress("math") == {"steps": 4002.0}
     assert await journal.progress("tone") == {}
     await journal.close()
 

@@ -148,7 +148,8 @@ class Update:
         wanted: trajectories that made a whole update; None: all that there were.
         publish: whether a version was to be made of it.
         version: number of that version; None if there is none.
-        progress: see `AdapterTraining.progress`.
+        progress: see `AdapterTraining.progress`. `all_progress`: it has all that there was after the update, and not
+            only what the update named.
         learning_rate: see `objectives.batches.UpdateBatch`.
         explores: whether it looked for a way out of a plateau.
     """
@@ -163,6 +164,7 @@ class Update:
     progress: Mapping[str, float] = field(default_factory=dict)
     learning_rate: float | None = None
     explores: bool = False
+    all_progress: bool = False
 
     @property
     def changed_policy(self) -> bool:

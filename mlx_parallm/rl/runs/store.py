@@ -81,7 +81,7 @@ _GROUPS = (
 )
 _COUNTED = "INSERT OR REPLACE INTO about (name, value) VALUES ('commits', ?)"
 _CHANGES = "SELECT adapter, number, at, kind, body FROM changes"
-_UPDATES = "SELECT body FROM changes WHERE adapter = ? AND kind = 'update' ORDER BY number"
+_UPDATES = "SELECT body FROM changes WHERE adapter = ? AND kind = 'update' ORDER BY number DESC"
 _LAST_REPLACED = "SELECT coalesce(max(number), 0) FROM changes WHERE adapter = ? AND kind != 'update'"
 _BEFORE = 1000
 
@@ -214,8 +214,11 @@ class JournalFile:
         progress: dict[str, float] = {}
         if self._connection is not None:
             try:
-                for (body,) in self._connection.execute(_UPDATES, (adapter,)):  # there may be very many
-                    progress |= self._read(json.loads, body).get("progress", {})
+                for (body,) in self._connection.execute(_UPDATES, (adapter,)):  # newest first; there may be very many
+                    update = self._read(json.loads, body)
+                    progress = update.get("progress", {}) | progress
+                    if update.get("all_progress"):
+                        break
             except _ERRORS as error:
                 raise _damaged(self._path, _reason(error)) from error
         return progress

@@ -54,7 +54,6 @@ class PolicyJournal:
         groups: Sequence[ScoredGroup],
         wanted: int | None,
         publish: bool,
-        progress: Mapping[str, float] | None,
         report: UpdateReport,
         learning_rate: float | None = None,
         explores: bool = False,
@@ -70,9 +69,10 @@ class PolicyJournal:
                 status=report.status,
                 step=report.step,
                 metrics=dict(report.metrics),
-                progress=dict(progress or {}),
+                progress=dict(self._training.progress),
                 learning_rate=learning_rate,
                 explores=explores,
+                all_progress=True,
             )
         )
 

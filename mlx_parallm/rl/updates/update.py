@@ -153,7 +153,7 @@ class Updates:
                 report = training.reports.skipped(training.live, "no_signal", metrics=prepared.batch.metrics)
                 if training.rewards.accept(history):
                     await parts.pausing.recorded(
-                        parts.changes.updated(groups, wanted, publish, None, report, explores=explores)
+                        parts.changes.updated(groups, wanted, publish, report, explores=explores)
                     )
                 return report
             self._warn_of_placeholders(prepared.batch.samples)
@@ -162,7 +162,7 @@ class Updates:
             report = await training.learn(replace(prepared.batch, learning_rate=rate), publish, progress)
             if report.status in CHANGED:
                 training.rewards.accept(history)
-                update = parts.changes.updated(groups, wanted, publish, progress, report, rate, explores)
+                update = parts.changes.updated(groups, wanted, publish, report, rate, explores)
                 await parts.pausing.recorded(update)
             if report.divergences:
                 await parts.response.to(report.divergences)
