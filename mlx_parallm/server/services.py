@@ -187,15 +187,16 @@ class Services:
     def is_base(self, model: str | None) -> bool:
         """Whether `model` is left out or names the first base model, and the key sees that."""
         first = ModelNames(self.first.names, self.config.model_aliases)
-        return model is None or (self._sees_base and (model in first or model == BASE_ADAPTER.name))
+        return model is None or (self.sees_base and (model in first or model == BASE_ADAPTER.name))
 
     @property
-    def _sees_base(self) -> bool:
+    def sees_base(self) -> bool:
+        """Whether the key may use base models without an adapter."""
         return self.key.sees(BASE_ADAPTER.name)
 
     def check_model(self, name: str | None) -> None:
         """Raises UnknownModelError unless `name` is left out or names a base model or an adapter."""
-        if name is None or self.is_base(name) or (self._sees_base and name in self.models.names):
+        if name is None or self.is_base(name) or (self.sees_base and name in self.models.names):
             return
         if not any(name in status.adapters for status in self.models.statuses()):
             self.find(name, "model")

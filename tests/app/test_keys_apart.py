@@ -113,3 +113,35 @@ async def test_no_route_shows_a_key_what_another_asked(tmp_path: Path, role: str
             ("/v1/training/feedback", {"trajectory_id": collected["trajectory_ids"][0], "score": 1}),
         ):
             assert SECRET not in (await client.post(path, json=body, headers=sent["other"])).text
+
+
+@pytest.mark.timeout(90)
+async def test_a_key_for_some_adapters_teaches_and_asks_these_alone(tmp_path: Path) -> None:
+    keys = {"acme": ("train", {"adapters": ("acme*",)}), "free": "train"}
+    async with serving(tmp_path, trains=True, **keys) as (client, sent):
+
+        async def ask(key: str, method: str, path: str, body: object = None) -> httpx.Response:
+            return await client.request(method, path, json=body, headers=sent[key])
+
+        for name, status in (("acme-1", 200), ("default", 404), ("globex", 404)):
+            assert (await ask("acme", "POST", "/v1/training/start", {"lora_adapter": name})).status_code == status
+        rows = [{"prompt_token_ids": [1], "completion_token_ids": [2, n], "reward": n % 2} for n in (3, 4)]
+        given = {"trajectories": [{**row, "group_id": "g"} for row in rows]}
+        assert (await ask("acme", "POST", "/v1/training/update", given)).status_code == 404, "it is the default adapter"
+        for key, name in (("acme", "acme-1"), ("free", "default")):
+            made = await ask(key, "POST", "/v1/training/update", {**given, "lora_adapter": name})
+            assert made.json()["lora_adapter"].partition("@")[0] == name
+        models = (await ask("acme", "GET", "/v1/models")).json()["data"]
+        assert [model["id"] for model in models] == ["acme-1"]
+        for name, status in (("acme-1", 200), ("acme-1@2", 200), ("default", 404), ("base", 404), (None, 404)):
+            answer = await ask("acme", "POST", "/v1/completions", {"model": name, "prompt": [1, 2], "max_tokens": 1})
+            assert answer.status_code == status, name
+            assert "default" not in answer.text.replace("'default'", "")
+            answer = await ask("free", "POST", "/v1/completions", {"model": name, "prompt": [1, 2], "max_tokens": 1})
+            assert answer.status_code == 200
+        replaced = {"lora_name": "default", "lora_path": "x", "load_inplace": True}
+        assert (await ask("free", "POST", "/v1/load_lora_adapter", replaced)).status_code == 409
+        assert 'adapter="default"' not in (await ask("acme", "GET", "/metrics")).text
+        assert 'adapter="default"' in (await ask("free", "GET", "/metrics")).text
+        by_path = {"adapters": str(tmp_path / "model"), "prompt": [1], "max_tokens": 1}
+        assert (await ask("acme", "POST", "/v1/completions", by_path)).status_code == 404

@@ -341,6 +341,23 @@ async def test_names_in_errors_are_those_that_the_key_sees(server):
 # -- the base model, and requests that name nothing -------------------------------------------------
 
 
+@pytest.mark.parametrize("path", ["/v1/models", "/api/tags", "/api/ps"])
+async def test_the_base_model_is_listed_to_keys_that_may_use_it(server, path):
+    for key, listed in (("asker", False), ("based", True), ("free", True)):
+        answer = (await server.ask(key, "GET", path)).json()
+        names = {each.get("id") or each["model"] for each in answer.get("data") or answer["models"]}
+        assert (CARD.name in names) is listed
+        assert "acme-1" in names
+
+
+async def test_reward_models_are_named_like_adapters(server):
+    body = {"text_1": "x", "text_2": "y"}
+    for name, status in (("globex", 400), ("acme-judge", 200)):
+        sent = {**body, "model": f"reward_model:{name}"}
+        assert (await server.ask("asker", "POST", "/v1/score", sent)).status_code == status
+        assert (await server.ask("free", "POST", "/v1/score", sent)).status_code == 200
+
+
 @pytest.mark.parametrize("model", ["base", CARD.name, "base-model", None])
 async def test_the_base_model_is_an_adapter_called_base(server, model):
     body = {"prompt": "x"} | ({} if model is None else {"model": model})

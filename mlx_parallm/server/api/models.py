@@ -68,7 +68,7 @@ async def list_models(services: ServicesDep) -> ModelList:
     first, *others = services.models.statuses()
     names = dict.fromkeys((*services.first.card.names, *sorted(services.first.names), BASE_ADAPTER.name))
     bases = [*(_base(name, first, services) for name in names), *(_base(one.name, one, services) for one in others)]
-    bases = bases if services.key.sees(BASE_ADAPTER.name) else []
+    bases = bases if services.sees_base else []
     live = [_adapter(card, services) for card in services.adapters.cards() if card.live]
     unread = [_unread(name, one, services) for one in others for name in one.adapters]
     return ModelList(object="list", data=[*bases, *live, *unread])
@@ -81,7 +81,7 @@ async def get_model(name: Name, services: ServicesDep) -> Model:
     if services.is_base(name):
         return _base(name, statuses[0], services)
     for status in statuses:
-        if name == status.name and services.key.sees(BASE_ADAPTER.name):
+        if name == status.name and services.sees_base:
             return _base(name, status, services)
         if name in status.adapters:
             return _unread(name, status, services)

@@ -158,7 +158,7 @@ async def list_adapters(services: ServicesDep) -> AdapterList:
         object="list",
         data=[adapter_object(card, traffic, services) for card in services.adapters.cards()],
         route=dict(services.adapters.route()),
-        base_requests=traffic.requests[BASE_ADAPTER] if services.key.sees(BASE_ADAPTER.name) else 0,
+        base_requests=traffic.requests[BASE_ADAPTER] if services.sees_base else 0,
         slots=SlotCounts(total=stats.slots, used=stats.slots_used, pinned=stats.slots_pinned),
         bank_bytes=stats.bank_bytes,
     )

@@ -69,14 +69,14 @@ async def list_tags(services: ServicesDep) -> ListedModels:
     """The names that `model` accepts: those of the base models, and one for the live version of each adapter."""
     first, *others = services.models.statuses()
     names = [*((name, first) for name in services.first.card.names), *((one.name, one) for one in others)]
-    bases = [_base(name, status, services) for name, status in names]
+    bases = [_base(name, status, services) for name, status in names] if services.sees_base else []
     return ListedModels(models=[*bases, *(_adapter(card, services) for card in _live(services))])
 
 
 @router.get("/api/ps", response_model_exclude_unset=True)
 async def list_running(services: ServicesDep) -> ListedModels:
     """The models in memory: base models, and adapters."""
-    bases = [status for status in services.models.statuses() if status.state in IN_MEMORY]
+    bases = [each for each in services.models.statuses() if services.sees_base and each.state in IN_MEMORY]
     loaded = [adapter for adapter in _live(services) if adapter.residence is not Residence.FILE]
     return ListedModels(
         models=[
