@@ -34,8 +34,8 @@ from mlx_parallm.server.api.pooling.fields import PoolingBody
 from mlx_parallm.server.assignment import assignment_key
 from mlx_parallm.server.errors import code_of
 from mlx_parallm.server.http.framing import EVENTS, Framing
-from mlx_parallm.server.http.request_log import RequestRecord, key_of, record_of
-from mlx_parallm.server.http.workers import SMALL_BYTES, address_of, client_of
+from mlx_parallm.server.http.request_log import RequestRecord, address_of, client_of, key_of, record_of
+from mlx_parallm.server.http.workers import SMALL_BYTES
 from mlx_parallm.server.lifecycle import while_connected
 from mlx_parallm.server.metrics import RequestObserver
 from mlx_parallm.server.planning import AdapterSelector, adapter_named_by, select_adapter

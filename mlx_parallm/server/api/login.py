@@ -14,7 +14,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from mlx_parallm.server.access.sessions import COOKIE, LIFETIME_S, LOGIN, PAGES
 from mlx_parallm.server.errors import BodyTooLargeError, ForbiddenOriginError
 from mlx_parallm.server.http.body import read_bytes
-from mlx_parallm.server.http.workers import address_of
+from mlx_parallm.server.http.request_log import address_of
 from mlx_parallm.server.services import ServicesDep
 
 MAX_FORM_BYTES = 4096

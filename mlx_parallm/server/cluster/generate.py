@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from mlx_parallm.core import BASE_ADAPTER, EngineClient, Event, Grammar, RequestFailed, RequestFinished, ServedModel
 from mlx_parallm.errors import ContextLengthError, ParaLLMError
 from mlx_parallm.server.cluster.wire import WireClock, WireEvent, WireRequest
-from mlx_parallm.server.http.workers import client_of
+from mlx_parallm.server.http.request_log import client_of
 from mlx_parallm.server.lifecycle import while_connected
 from mlx_parallm.server.services import Services
 

@@ -24,8 +24,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mlx_parallm.server.errors import RETRY_AFTER_S, wire_error
 from mlx_parallm.server.http import request_log
-from mlx_parallm.server.http.request_log import REQUEST_ID, RequestRecord
-from mlx_parallm.server.http.workers import client_of
+from mlx_parallm.server.http.request_log import REQUEST_ID, RequestRecord, client_of
 
 LINGER_S = 2
 """Seconds in which a refused client can read the refusal. A socket that is closed with unread input would reset the

@@ -20,7 +20,7 @@ from starlette.types import Scope
 from mlx_parallm.core import BASE_ADAPTER, Event, GenerationRequest, RequestFinished, RequestStarted, SequenceOutput
 from mlx_parallm.logs import StructuredMessage, timestamp
 from mlx_parallm.server.access.accounts import Account
-from mlx_parallm.server.access.keys import ANYONE, NamedKey
+from mlx_parallm.server.access.keys import ANYONE, API_KEY, NamedKey
 from mlx_parallm.server.api.fields import CHOSEN_ID, IgnoredFields
 
 REQUEST_ID, IGNORED_FIELDS, LORA_ADAPTER = "x-request-id", "x-ignored-fields", "x-lora-adapter"
@@ -170,6 +170,21 @@ def key_of(scope: Scope) -> NamedKey:
     key = record_of(scope).key
     assert key is not None
     return key
+
+
+def address_of(scope: Scope) -> str:
+    """The client's address."""
+    client = scope.get("client")
+    return client[0] if client else ""
+
+
+def client_of(scope: Scope) -> str:
+    """Identifies the client whose limits a request counts for: by its key or, where it has none of its own, by its
+    address."""
+    record: RequestRecord | None = scope.get("state", {}).get("record")
+    if record is None or record.key is None or record.key.name in (ANYONE.name, API_KEY):
+        return f"address {address_of(scope)}"
+    return f"key {record.key.name}"
 
 
 def new_request_id(prefix: str) -> str:

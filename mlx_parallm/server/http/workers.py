@@ -14,12 +14,9 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
 from anyio import CapacityLimiter, to_thread
-from starlette.types import Scope
 
 from mlx_parallm.errors import OverloadedError
 from mlx_parallm.grammar.trial import CHILDREN
-from mlx_parallm.server.access.keys import ANYONE, API_KEY
-from mlx_parallm.server.http.request_log import RequestRecord
 
 T = TypeVar("T")
 
@@ -32,21 +29,6 @@ _LARGE_BODIES, _LARGE_BODIES_PER_CLIENT = 16, 8
 _LARGE_BODY_BYTES_PER_S, _OF_ONE_CLIENT = 16 * 2**20, 12 * 2**20
 """Rates at which the large bodies of all clients together, and of one, are read."""
 _MIN_SLEEP_S = 0.01
-
-
-def address_of(scope: Scope) -> str:
-    """The client's address."""
-    client = scope.get("client")
-    return client[0] if client else ""
-
-
-def client_of(scope: Scope) -> str:
-    """Identifies the client whose limits a request counts for: by its key or, where it has none of its own, by its
-    address."""
-    record: RequestRecord | None = scope.get("state", {}).get("record")
-    if record is None or record.key is None or record.key.name in (ANYONE.name, API_KEY):
-        return f"address {address_of(scope)}"
-    return f"key {record.key.name}"
 
 
 class PerClientSemaphore:
