@@ -95,7 +95,11 @@ def _ended(section: Section) -> Iterator[str]:
         yield table([_COLUMNS, *(_cells(figure.as_json()) for figure in section.figures)])
     if section.problem:
         yield section.problem
-    missing = f"; {len(section.cut)} figures lack rounds, see `cut` in the file" if section.cut else ""
+    missing = (
+        f"; {len(section.cut)} of {len(section.figures)} figures lack rounds, see `cut` in the file"
+        if section.cut
+        else ""
+    )
     yield f"{section.status.value} after {section.seconds:.0f} s{missing}"
 
 
