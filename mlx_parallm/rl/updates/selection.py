@@ -27,6 +27,7 @@ class GroupSelection:
         self._training = training
         self._buffer = buffer
         self._imitates = config.loss.imitates  # then every group has a signal
+        self._is_taught = config.loss.reads_teacher  # so too, and rewards are only observed
         self._threshold = config.loss.imitation_threshold
         self._without_signal: dict[str, ScoredGroup] = {}  # by group id: dropped since the last update, oldest first
 
@@ -55,7 +56,7 @@ class GroupSelection:
                 continue
             scored = self._observe(group, group.scored)
             group.observed = True
-            if scored.is_compared and (reason := scored.no_signal):
+            if not self._is_taught and scored.is_compared and (reason := scored.no_signal):
                 self._without_signal[group.group_id] = scored
                 self._buffer.drop(group, reason)
         while self.without_signal > (1 + REFILLS) * self._training.pace.trajectories:  # training is paused
