@@ -25,7 +25,9 @@ from mlx_parallm.model.split import query_heads
 from mlx_parallm.rl.averages import Averages
 from mlx_parallm.rl.collect.log import TrajectoryLog
 from mlx_parallm.rl.environments import Task, answers_of
+from mlx_parallm.rl.environments.prompts import read_text
 from mlx_parallm.rl.environments.thread import EnvironmentThread
+from mlx_parallm.rl.inference.http import EngineServer
 from mlx_parallm.rl.learn.footprint import Footprint
 from mlx_parallm.rl.learn.learner import Learner
 from mlx_parallm.rl.learn.model import TrainableModel
@@ -42,6 +44,7 @@ from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.scoring.service import ScoringService
 from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.rl.tasks import FileTasks
+from mlx_parallm.rl.teachers import Teacher, engine_score, server_score
 from mlx_parallm.rl.updates.checkpoints import PolicyCheckpoints
 from mlx_parallm.rl.updates.gate import Gate
 from mlx_parallm.rl.updates.parts import TrainingParts
@@ -139,7 +142,7 @@ def footprint_of(manager: SharedModelManager, bank: AdapterBank, head_rank: int 
 class TrainingRuntime:
     """The service that collects and learns, and its parts. `policies`: those that clients train step by step.
     `averages`: of adapters. `reward_models`: trains them. `environment_thread`: where all rollouts of environments run.
-    `held_out`: the tasks of evaluations, which are not to be trained on."""
+    `held_out`: the tasks of evaluations, which are not to be trained on. `teacher`: see `TrainingParts`."""
 
     service: TrainingService
     scorers: ScoringService
@@ -150,6 +153,7 @@ class TrainingRuntime:
     default_adapter: str
     environment_thread: EnvironmentThread
     held_out: tuple[Task, ...] = ()
+    teacher: Teacher | None = None
 
     async def start(self, restore: bool = True) -> None:
         """Trains the default adapter. `restore`: see `TrainingService.start_adapter`.
@@ -166,6 +170,8 @@ class TrainingRuntime:
         finally:
             self.environment_thread.close()
             await self.scorers.close()
+            if self.teacher is not None:
+                await self.teacher.close()
 
 
 def build_training(
@@ -219,6 +225,7 @@ def build_training(
         log=TrajectoryLog(training.trajectory_log) if training.trajectory_log else None,
         tasks=_tasks(config),
         journal=journal,
+        teacher=_teacher(processor, adapters, tokenizer, training),
     )
     most = training.tinker.max_models
     policies = PolicyService(
@@ -231,7 +238,26 @@ def build_training(
     )
     reward_trainer = RewardModelTrainer(reward_models, journal, config.model)
     tasks = () if held_out is None else held_out.tasks
-    return TrainingRuntime(service, scorers, learner, policies, averages, reward_trainer, default, thread, tasks)
+    return TrainingRuntime(
+        service, scorers, learner, policies, averages, reward_trainer, default, thread, tasks, parts.teacher
+    )
+
+
+def _teacher(
+    engine: ContinuousBatchProcessor, adapters: AdapterService, tokenizer: TextTokenizer, training: ResolvedTraining
+) -> Teacher | None:
+    """What distillation imitates; None if the loss is another one. Raises ConfigError: its prompt cannot be read."""
+    config = training.teacher
+    if not training.loss.reads_teacher:
+        return None
+    bos = tokenizer.encode(tokenizer.bos_token, False) if tokenizer.bos_token else []
+    prompt = read_text("rl_training.teacher.prompt", config.prompt) or ""
+    prompt_ids, bos_id = tokenizer.encode(prompt, False), bos[0] if len(bos) == 1 else None
+    if config.url is None:
+        return Teacher(engine_score(engine, adapters, config.adapter), config.timeout_s, prompt_ids, bos_id)
+    key = config.api_key.get_secret_value() if config.api_key else ""
+    server = EngineServer("teacher's", config.url, key, config.timeout_s)
+    return Teacher(server_score(server, config.model or ""), config.timeout_s, prompt_ids, bos_id, server.close)
 
 
 def _tasks(config: Config) -> FileTasks:

@@ -17,6 +17,7 @@ from mlx_parallm.config.divergence import DivergenceConfig
 from mlx_parallm.config.judge import JudgeConfig
 from mlx_parallm.config.loss import Algorithm, LossConfig, ResolvedLoss
 from mlx_parallm.config.people import PeopleConfig
+from mlx_parallm.config.teacher import TeacherConfig
 from mlx_parallm.config.tinker import TinkerConfig
 from mlx_parallm.config.types import File, Integer, Number, Section, Text, fields_of, lower, optional_names
 
@@ -135,7 +136,7 @@ class RLTrainingConfig(Section):
     """Train adapters on collected trajectories. A server.mode that trains turns this key on, and vice versa."""
     algorithm: Annotated[Algorithm, BeforeValidator(lower)] = Algorithm.GRPO
     """Loss: grpo, bnpo, dapo, dr_grpo, gspo, cispo, ppo, importance_sampling, dpo (preferences),
-    kto (thumbs up or down), or cross_entropy (imitation).
+    kto (thumbs up or down), distillation (see teacher), or cross_entropy (imitation).
     """
     update_frequency: Integer = Field(default=100, ge=1)
     """Number of trajectories in one update. Only groups with a learning signal count: their rewards differ, or come
@@ -245,14 +246,17 @@ class RLTrainingConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     curriculum: CurriculumConfig = CurriculumConfig()
     judge: JudgeConfig = JudgeConfig()
+    teacher: TeacherConfig = TeacherConfig()
     people: PeopleConfig = PeopleConfig()
     tinker: TinkerConfig = TinkerConfig()
     competition: CompetitionConfig = CompetitionConfig()
 
     @model_validator(mode="after")
     def _loss_reads_what_is_collected(self) -> Self:
-        if self.algorithm is Algorithm.DISTILLATION:
-            raise ValueError("algorithm distillation needs a teacher's logprobs, which collected trajectories lack")
+        if self.algorithm is Algorithm.DISTILLATION and not self.teacher.is_set:
+            raise ValueError(
+                "algorithm distillation needs a teacher: set teacher.adapter, teacher.prompt or teacher.url"
+            )
         return self
 
     @property

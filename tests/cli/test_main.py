@@ -112,6 +112,7 @@ def test_every_flag_sets_its_own_key(app):
     values |= {"--kv-bits": "4", "--logprobs-mode": "processed_logprobs", "--max-logprobs": "100"}
     values |= {"--generation-config": "vllm", "--embedding-pooling": "mean", "--speculation": "auto"}
     values |= {"--judge-url": "http://a", "--judge-model": "m", "--atropos-url": "http://a"}
+    values |= {"--teacher-url": "http://a", "--teacher-model": "m"}
     values |= {"--cors-origins": "http://a", "--max-model-len": "5", "--shutdown-timeout": "1", "--access-log": "false"}
     values |= {"--rl-algorithm": "dapo", "--update-frequency": "7", "--trajectory-buffer-size": "700"}
     values |= {"--connect-to": "node1:1", "--advertise": "node1:1", "--nats-url": "nats://node1:1"}
@@ -125,6 +126,7 @@ def test_every_flag_sets_its_own_key(app):
     values |= dict.fromkeys(floats, "5e-4")
     others = {"--prefix-cache-disk": ["--prefix-cache-dir", "text"], "--eval-tasks": ["--eval-every", "7"]}
     others |= {"--eval-every": ["--environment", "text"], "--judge-url": ["--judge-model", "m"]}
+    others |= {"--teacher-url": ["--teacher-model", "m"], "--teacher-model": ["--teacher-url", "http://a"]}
     others |= {"--draft-model": ["--speculation", "draft"], "--nats-url": ["--share-model"]}
     others |= {"--curriculum": ["--environment", "text"]}
     others |= {"--atropos-url": ["--enable-rl-training"], "--atropos-api": ["--enable-rl-training"]}
@@ -141,6 +143,8 @@ def test_every_flag_sets_its_own_key(app):
     followers["--connect-to"] = ["server.host", "cluster.connect_to"]
     followers["--nats-url"] = ["server.host", "cluster.share_model", "cluster.nats_url"]
     followers["--judge-url"] = ["rl_training.judge.url", "rl_training.judge.model"]
+    for flag in ("--teacher-url", "--teacher-model"):
+        followers[flag] = ["rl_training.teacher.url", "rl_training.teacher.model"]
     followers["--prefix-cache-disk"] = ["server.prefix_cache_dir", "server.prefix_cache_disk"]
     followers["--draft-model"] = ["server.speculation", "model.draft_model"]
     followers["--eval-every"] = ["rl_training.environment", "rl_training.evaluation.every"]

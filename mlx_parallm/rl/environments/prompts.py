@@ -14,15 +14,25 @@ def read_system_prompt(text: str | None) -> str | None:
     Raises:
         ConfigError: the file cannot be read, or is empty.
     """
+    prompt = read_text("rl_training.system_prompt", text)
+    return prompt.strip() if prompt is not None and prompt is not text else prompt
+
+
+def read_text(setting: str, text: str | None) -> str | None:
+    """The value of a setting, with the text of the file in place of `@FILE`.
+
+    Raises:
+        ConfigError: the file cannot be read, or is empty.
+    """
     if text is None or not text.startswith("@"):
         return text
     try:
-        prompt = Path(text[1:]).expanduser().read_text("utf-8").strip()
+        content = Path(text[1:]).expanduser().read_text("utf-8")
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"rl_training.system_prompt: {text[1:]} cannot be read: {error}") from error
-    if not prompt:
-        raise ConfigError(f"rl_training.system_prompt: {text[1:]} is empty")
-    return prompt
+        raise ConfigError(f"{setting}: {text[1:]} cannot be read: {error}") from error
+    if not content.strip():
+        raise ConfigError(f"{setting}: {text[1:]} is empty")
+    return content
 
 
 def with_system_prompt(task: Task, system_prompt: str | None) -> tuple[Message, ...]:

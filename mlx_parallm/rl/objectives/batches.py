@@ -206,7 +206,8 @@ def prepare(
 
     The loss cross_entropy imitates the samples whose reward exceeds `imitation_threshold`, and those without a reward.
     The loss dpo takes the best and the worst sample of each group. For kto, a sample is desirable if its reward exceeds
-    the mean of its group, or `imitation_threshold` if it is compared with no other one. Every other loss compares
+    the mean of its group, or `imitation_threshold` if it is compared with no other one. Distillation takes all samples,
+    whatever their rewards. Every other loss compares
     rewards within their group, and samples without a group with their scorer's earlier rewards. Advantages that a
     client has given are taken as they are.
 
@@ -218,6 +219,8 @@ def prepare(
         return _prepare_imitation(groups, loss)
     if loss.prefers:
         return _prepare_pairs(groups, loss, wanted)
+    if loss.reads_teacher:  # which says how good each token is
+        return batch_of(groups, [GroupAdvantages((0.0,) * len(group.episodes)) for group in groups], loss, wanted)
     if loss.rates:
         return batch_of(groups, [_rated(group, loss.imitation_threshold) for group in groups], loss, wanted)
     scaled = loss.scale_rewards is not RewardScale.NONE

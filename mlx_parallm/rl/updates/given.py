@@ -62,9 +62,10 @@ def check_loss(groups: Sequence[ScoredGroup], loss: ResolvedLoss) -> None:
             f"{_ALL}: the loss {loss.algorithm.value} reads no advantages; give rewards, or train with another loss",
             _ALL,
         )
-    if not loss.imitates and not has_advantages and not all(group.rewards for group in groups):
+    if not (loss.imitates or loss.reads_teacher) and not has_advantages and not all(group.rewards for group in groups):
         raise InvalidRequestError(
-            f"{_ALL}: give each of them a reward or advantages; only the loss cross_entropy needs neither", _ALL
+            f"{_ALL}: give each of them a reward or advantages; only cross_entropy and distillation need neither",
+            _ALL,
         )
 
 

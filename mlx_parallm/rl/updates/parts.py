@@ -13,6 +13,7 @@ from mlx_parallm.rl.learn.learner import Learner
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.scoring.service import ScoringService
 from mlx_parallm.rl.tasks import FileTasks
+from mlx_parallm.rl.teachers import Teacher
 from mlx_parallm.rl.updates.checkpoints import PolicyCheckpoints, PolicyOf
 from mlx_parallm.rl.updates.gate import Gate
 
@@ -24,6 +25,7 @@ class AdapterTrainingParts:
     `policy_of`: makes a policy from a version that was not trained here. None: only adapters that were trained here can
     be trained further.
     `evaluator`: asks versions the held-out tasks. None: versions are not evaluated.
+    `teacher`: what distillation imitates. None: the loss has none.
     """
 
     learner: Learner
@@ -36,6 +38,7 @@ class AdapterTrainingParts:
     policy_of: PolicyOf | None = None
     evaluator: Evaluator | None = None
     journal: Journal = field(default_factory=Journal)
+    teacher: Teacher | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,8 @@ class TrainingParts:
 
     `evaluator`: asks versions the held-out tasks. `policy_of`: gives the policy that training starts from
     if the live version has no checkpoint of a trainer. `log`: gets every trajectory in the end. `tasks`: have the
-    answers that requests leave out. `journal`: of the run; it is closed with the service.
+    answers that requests leave out. `journal`: of the run; it is closed with the service. `teacher`: what distillation
+    imitates.
     """
 
     learner: Learner
@@ -58,6 +62,7 @@ class TrainingParts:
     log: TrajectoryLog | None = None
     tasks: FileTasks = field(default_factory=FileTasks)
     journal: Journal = field(default_factory=Journal)
+    teacher: Teacher | None = None
 
     def of_adapters(self, emit: Emit) -> AdapterTrainingParts:
         """Those that the training of every adapter uses, with the emitter of their events."""
@@ -72,4 +77,5 @@ class TrainingParts:
             self.policy_of,
             self.evaluator,
             self.journal,
+            self.teacher,
         )

@@ -27,7 +27,8 @@ class GroupSelection:
         self._training = training
         self._buffer = buffer
         self._imitates = config.loss.imitates  # then every group has a signal
-        self._compares = config.loss.compares
+        self._is_taught = config.loss.reads_teacher  # so too, and rewards are only observed
+        self._compares = config.loss.compares and not self._is_taught
         self._threshold = config.loss.imitation_threshold
         self._without_signal: dict[GroupKey, ScoredGroup] = {}  # dropped since the last update, oldest first
 
@@ -61,7 +62,7 @@ class GroupSelection:
                 continue
             scored = self._observe(group, group.scored)
             group.observed = True
-            if self.explores or not scored.is_compared:
+            if self._is_taught or self.explores or not scored.is_compared:
                 continue
             if reason := scored.no_signal:
                 self._without_signal[group.key] = scored

@@ -1,0 +1,140 @@
+"""Teacher: the policy that distillation imitates, and its log-probabilities of the tokens that the student sampled.
+
+sample of the student   prompt | answer
+what the teacher reads  its own text, prompt | answer ─▶ logprobs of the answer
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+from collections.abc import Awaitable, Callable, Sequence
+
+from mlx_parallm.adapters.service import AdapterService
+from mlx_parallm.core import (
+    BASE_ADAPTER,
+    EngineClient,
+    GenerationRequest,
+    PromptScored,
+    SamplingParams,
+    StopParams,
+    WorkClass,
+)
+from mlx_parallm.errors import ParaLLMError
+from mlx_parallm.rl.inference.http import EngineServer
+from mlx_parallm.rl.inference.openai import choices_of
+from mlx_parallm.rl.objectives.samples import Sample
+from mlx_parallm.rl.rollouts.answers import events_of
+
+_AT_ONCE = 8
+"""Samples that the teacher reads at the same time."""
+
+_log = logging.getLogger(__name__)
+
+Score = Callable[[tuple[int, ...]], Awaitable[Sequence[float | None]]]
+"""The logprob of each token of a sequence at temperature 1, in nats; None for the first."""
+
+
+class Teacher:
+    """Gives samples the logprobs of a teacher. A sample that it cannot give any is left out, and the others are kept.
+
+    Args:
+        prompt_ids: what only the teacher reads, before each sample.
+        bos_id: a sample that begins with this token keeps it in front. None: the tokenizer has none.
+        timeout_s: the longest that one sample may take, in seconds.
+        close: called when training ends.
+    """
+
+    def __init__(
+        self,
+        score: Score,
+        timeout_s: float,
+        prompt_ids: Sequence[int] = (),
+        bos_id: int | None = None,
+        close: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        self._score = score
+        self._timeout_s = timeout_s
+        self._prompt_ids = tuple(prompt_ids)
+        self._bos_id = bos_id
+        self._close = close
+        self._room = asyncio.Semaphore(_AT_ONCE)
+
+    async def close(self) -> None:
+        if self._close is not None:
+            await self._close()
+
+    async def taught(self, samples: Sequence[Sample]) -> tuple[tuple[Sample, ...], str]:
+        """Those of the samples that the teacher could read, with its logprobs; and why another one is left out, or an
+        empty string."""
+        results = await asyncio.gather(*map(self._taught, samples))
+        failed = [result for result in results if isinstance(result, str)]
+        if failed:
+            _log.warning("%d of %d samples are left out: %s", len(failed), len(samples), failed[0])
+        return tuple(result for result in results if isinstance(result, Sample)), failed[0] if failed else ""
+
+    async def _taught(self, sample: Sample) -> Sample | str:
+        """The sample with the teacher's logprobs, or what is wrong."""
+        start = 1 if self._bos_id is not None and sample.token_ids[0] == self._bos_id else 0
+        ids = (*sample.token_ids[:start], *self._prompt_ids, *sample.token_ids[start:])
+        try:
+            async with self._room, asyncio.timeout(self._timeout_s):
+                scores = await self._score(ids)
+        except TimeoutError:
+            return f"the teacher did not answer within {self._timeout_s:g} s; see rl_training.teacher.timeout_s"
+        except ParaLLMError as error:
+            return f"the teacher failed: {error}"
+        values = [scores[at + len(self._prompt_ids)] for at in sample.trained()] if len(scores) == len(ids) else []
+        finite = [value for value in values if value is not None and math.isfinite(value)]
+        if len(finite) < len(sample.trained()):
+            return "the teacher gave no log-probability for some of the tokens"
+        return sample.with_teacher(finite)
+
+
+def engine_score(engine: EngineClient, adapters: AdapterService, adapter: str | None) -> Score:
+    """Scores by an adapter of this server; None is the base model."""
+    numbers = itertools.count()
+
+    async def score(ids: tuple[int, ...]) -> Sequence[float | None]:
+        with adapters.lease(adapter or BASE_ADAPTER.name) as version:
+            request = GenerationRequest(
+                request_id=f"teacher-{next(numbers)}",
+                prompts=(ids,),
+                sampling=SamplingParams(temperature=0.0),
+                stopping=StopParams(1),
+                prompt_logprobs=0,
+                adapter=version,
+                work_class=WorkClass.TRAINING,
+            )
+            scored: Sequence[float | None] = ()
+            async for event in events_of(engine.generate(request)):
+                if isinstance(event, PromptScored):
+                    scored = [None if each is None else each.logprob for each in event.logprobs]
+            return scored
+
+    return score
+
+
+def server_score(server: EngineServer, model: str) -> Score:
+    """Scores by a model of another server, whose completions take token ids and `prompt_logprobs`, as vLLM's do."""
+
+    async def score(ids: tuple[int, ...]) -> Sequence[float | None]:
+        body = {"model": model, "prompt": [list(ids)], "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+        (choice,) = choices_of(server, await server.post("/v1/completions", body), 1)
+        scores = choice.get("prompt_logprobs")
+        if not isinstance(scores, list) or len(scores) != len(ids):
+            raise server.unusable("gives no prompt_logprobs for each token of the prompt")
+        return [None, *(_logprob(server, token, each) for token, each in zip(ids[1:], scores[1:], strict=True))]
+
+    return score
+
+
+def _logprob(server: EngineServer, token: int, scores: object) -> float:
+    """That of this token, in an entry of `prompt_logprobs`: an object by token id."""
+    found = scores.get(str(token)) if isinstance(scores, dict) else None
+    value = found.get("logprob") if isinstance(found, dict) else None
+    if not isinstance(value, int | float):
+        raise server.unusable(f"gives no log-probability for the token {token}: it may have another tokenizer")
+    return float(value)

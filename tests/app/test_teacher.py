@@ -1,0 +1,72 @@
+"""Distillation as `mlx_parallm_train` and a server run it: the teacher is the base model with a text of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from app.test_server import LORA, RL, free_port, running
+from tiny import save_tiny
+from training_runs import GROUP, PROMPTS, View, config
+
+from mlx_parallm import RLIntegratedServer
+from mlx_parallm.app.train import TrainOptions, run
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.rl.inference.http import EngineServer
+from mlx_parallm.rl.teachers import engine_score, server_score
+
+
+def tasks(folder: Path) -> str:
+    """Of which every answer has the same reward."""
+    file = folder / "tasks.jsonl"
+    rows = [{"prompt": f"{n} + 1 =", "answer": "no answer of so small a model is this"} for n in range(4)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return str(file)
+
+
+@pytest.mark.timeout(120)
+def test_a_run_learns_from_the_base_model_with_a_prompt_of_its_own(tmp_path: Path) -> None:
+    file, prompt = tasks(tmp_path), tmp_path / "prompt.txt"
+    prompt.write_text("z z z z z z ")
+    keys = {"rl_training__environment": file, "rl_training__teacher__prompt": f"@{prompt}"}
+    view = View()
+    assert run(config(tmp_path, "distillation", **keys), TrainOptions(file, 3, GROUP, PROMPTS), view) == 0
+    assert [report.status for report in view.reports] == ["published"] * 3, "equal rewards are no matter"
+    assert all(report.metrics["reward_mean"] == 0.0 for report in view.reports)
+    assert all(abs(report.metrics["loss"]) > 1e-3 for report in view.reports), "the teacher is not the student"
+
+
+@pytest.mark.timeout(120)
+def test_a_teacher_that_cannot_be_asked_skips_the_update_and_says_why(tmp_path: Path) -> None:
+    file, view = tasks(tmp_path), View()
+    keys = {
+        "rl_training__environment": file,
+        "rl_training__teacher__url": f"http://127.0.0.1:{free_port()}",
+        "rl_training__teacher__model": "big",
+        "rl_training__teacher__timeout_s": 5,
+    }
+    assert run(config(tmp_path, "distillation", **keys), TrainOptions(file, 1, GROUP, PROMPTS), view) == 0
+    (report,) = view.reports
+    assert report.status == "skipped"
+    assert "the teacher failed: the teacher's engine at" in report.reason
+    keys = {"rl_training__environment": file, "rl_training__teacher__prompt": "@nowhere.txt"}
+    settings = config(tmp_path, "distillation", **keys)
+    with pytest.raises(ConfigError, match=r"rl_training\.teacher\.prompt: nowhere\.txt cannot be read"):
+        run(settings, TrainOptions(file, 1, GROUP, PROMPTS), view)
+
+
+@pytest.mark.timeout(120)
+async def test_a_server_of_this_kind_can_teach_another_one(tmp_path: Path) -> None:
+    """Over HTTP it gives the log-probabilities that its engine has."""
+    save_tiny("llama", tmp_path / "model")
+    server, port = RLIntegratedServer(tmp_path / "model", LORA, RL, server__kv_cache_memory="16MB"), free_port()
+    async with running(server.run_inference(port=port), port=port):
+        over_http = EngineServer("teacher's", f"http://127.0.0.1:{port}/v1", "", 30.0)
+        ids = (1, 5, 7, 9, 11)
+        got = await server_score(over_http, "base")(ids)
+        await over_http.close()
+        async with server.session() as served:
+            want = await engine_score(served.engine, served.adapters, None)(ids)
+    assert got[0] is want[0] is None
+    assert got[1:] == pytest.approx(want[1:], abs=1e-4)
