@@ -126,7 +126,7 @@ class GroupSelection:
             on_policy=staleness == 0 and not self._training.unpublished and not group.was_given,
         )
         if scored.rewards and not group.observed and not self._imitates:
-            if len(scored.rewards) == len(scored.episodes):
+            if self._compares and len(scored.rewards) == len(scored.episodes):
                 self._training.plateau.observe(scored)
             self._training.rewards.trend.observe(scored.scorer, fmean(scored.rewards), scored.on_policy)
         return scored
