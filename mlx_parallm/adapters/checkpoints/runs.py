@@ -5,7 +5,7 @@
             run.lock                      the ids of the run and of its process, which locks it (flock)
             run.json                      see `rl.runs.record`
             journal.sqlite                see `rl.runs.store`
-            run.commits               how many commits it has at least
+            run.commits                   how many commits the journal has at least
             metrics.jsonl                 see `rl.tracking.trackers`
             default/checkpoint-10/ ...    see `store`
 
