@@ -93,11 +93,15 @@ _VARIABLES = {key.env_name: key.path for key in KEYS.values()} | _SHORT_VARIABLE
 
 
 def suggest(path: str, known: Collection[str] = (*SECTIONS, *KEYS)) -> str | None:
-    """The known path that is most like a mistyped one; None if there is none like it.
+    """The known path that is most like a mistyped one; None if there is none like it. One that is at most a section
+    deeper is preferred."""
+    near = [other for other in known if other.count(".") <= path.count(".") + 1]
+    return _most_like(path, near) or _most_like(path, known)
 
-    It first looks for the same name in all sections, then for a similar name in the same section and in all sections,
-    and then for a similar path.
-    """
+
+def _most_like(path: str, known: Collection[str]) -> str | None:
+    """It first looks for the same name in all sections, then for a similar name in the same section and in all
+    sections, and then for a similar path."""
     parent, _, name = path.rpartition(".")
     siblings = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == parent}
     names = {other.rpartition(".")[2]: other for other in known}

@@ -119,7 +119,7 @@ async def test_what_is_not_known_yet_has_no_sample(client, training):
 
 
 async def test_a_loss_that_is_no_number_does_not_break_the_scrape(client, training):
-    training.state = {"policy": TrainingStatus(adapter="policy", metrics={"loss": math.nan})}
+    training.state = {"policy": TrainingStatus(adapter="policy", metrics={"loss": math.nan}, trained=("policy",))}
     assert 'mlx_parallm_rl_training_loss{adapter="policy"} NaN' in await rl_lines(client)
 
 
