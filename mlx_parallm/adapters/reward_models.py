@@ -18,7 +18,12 @@ import mlx_parallm
 from mlx_parallm import atomic
 from mlx_parallm.adapters.checkpoints.manifest import MANIFEST, MAX_BYTES, Sealed, check_metrics, file_sum, file_sums
 from mlx_parallm.adapters.files.disk import CONFIG_FILE
-from mlx_parallm.adapters.files.reward_model import RewardModelWeights, check_reward_model, read_reward_model
+from mlx_parallm.adapters.files.reward_model import (
+    RewardModelWeights,
+    check_reward_model,
+    is_reward_model,
+    read_reward_model,
+)
 from mlx_parallm.adapters.files.write import write_peft_reward_model
 from mlx_parallm.adapters.weights import AdapterLayout
 from mlx_parallm.core import check_name
@@ -128,7 +133,7 @@ class RewardModelFolder:
         if self._folder is None:
             raise InvalidRequestError("there are no reward models here: name their folder with --adapter-dir")
         path = self._folder / check_name(name, "reward_model")
-        if not (path / CONFIG_FILE).is_file():
+        if not ((path / CONFIG_FILE).is_file() and is_reward_model(path)):
             known = self.names()
             near = get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known[:20]) or 'none'}"

@@ -286,7 +286,8 @@ class ServerConfig(Section):
     """
     max_connections: Integer | None = Field(default=None, ge=1)
     """Largest number of open connections. At the limit, the connection that has been idle longest is closed for a new
-    one; when none is idle, the new one gets 503. null means max_batch_size + max_queued + 256.
+    one; when none is idle, one that sends its body or waits for events, of the client with the most of these; when all
+    are being answered, the new one gets 503. null means max_batch_size + max_queued + 256.
     """
     header_timeout: Number = Field(default=10.0, gt=0)
     """Longest time in seconds for a client to send a request's headers."""

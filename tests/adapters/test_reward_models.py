@@ -75,7 +75,7 @@ def test_names_are_found_and_unknown_ones_are_refused(saved: RewardModelFolder, 
         ("helpfull", "did you mean helpful"),
         ("other", "there are helpful"),
         ("../helpful", "not a plain name"),
-        ("plain", "not that of a reward model"),
+        ("plain", "no reward model is called 'plain'"),  # nobody learns so that there is such an adapter
     ):
         with pytest.raises(InvalidRequestError, match=why):
             saved.check(name)

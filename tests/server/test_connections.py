@@ -234,6 +234,25 @@ async def test_bodies_that_do_not_arrive_leave_room_for_others(serving, tmp_path
             writer.close()
 
 
+async def test_streams_of_events_leave_room_for_others(serving, tmp_path):
+    """Those of one key are the first to be replaced, so they keep neither probes nor other keys' requests out."""
+    file, sent = key_file(tmp_path, many="train", one="train")
+    async with serving(max_connections=8, keys_file=file) as server:
+        held = []
+        for key in ("one", *["many"] * 7):  # the oldest is the only one of its client
+            request = "GET /v1/training/events HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: {authorization}\r\n\r\n"
+            reader, writer = await opened(server, request.format(**sent[key]).encode())
+            assert b"200 OK" in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE_S)
+            held.append((reader, writer))
+        for path in ("/health", "/v1/models", "/v1/stats"):
+            async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S, headers=sent["one"]) as client:
+                assert (await client.get(path)).status_code == 200
+        assert not held[0][0].at_eof()
+        assert held[1][0].at_eof()
+        for _, writer in held:
+            writer.close()
+
+
 async def test_a_form_that_does_not_arrive_is_answered_in_time(serving, monkeypatch):
     monkeypatch.setattr(login, "FORM_TIMEOUT_S", 0.1)
     async with serving(api_key="k") as server:

@@ -289,6 +289,7 @@ CHANGES = {
     "history": ("GET", "/v1/training/history?lora_adapter={}", None),
     "report": ("GET", "/v1/training/report?lora_adapter={}", None),
     "compare": ("POST", "/v1/training/compare", {"lora_adapter": "{}", "candidate": "x"}),
+    "compare with": ("POST", "/v1/training/compare", {"lora_adapter": "acme-1", "candidate": "{}@1"}),
     "stop comparing": ("POST", "/v1/training/compare/stop", {"lora_adapter": "{}"}),
     "average": ("POST", "/v1/training/average", {"adapters": ["acme-1", "{}"], "lora_adapter": "acme-2"}),
     "average as": ("POST", "/v1/training/average", {"adapters": ["acme-1", "acme-1"], "lora_adapter": "{}"}),

@@ -85,7 +85,7 @@ class SeenTraining:
 
     @property
     def competition(self) -> CompetitionClient:
-        return SeenCompetition(self._training.competition, self, self._key)
+        return SeenCompetition(self._training.competition, self, self._adapters, self._key)
 
     async def update(
         self,
@@ -179,12 +179,17 @@ class SeenPeople:
 class SeenCompetition:
     """Implements `core.CompetitionClient` for a key that is limited to some adapters."""
 
-    def __init__(self, competition: CompetitionClient, training: SeenTraining, key: NamedKey) -> None:
-        self._competition, self._training, self._key = competition, training, key
+    def __init__(
+        self, competition: CompetitionClient, training: SeenTraining, adapters: SeenAdapters, key: NamedKey
+    ) -> None:
+        self._competition, self._training, self._adapters, self._key = competition, training, adapters, key
 
     async def start(self, adapter: str | None, spec: ComparisonSpec) -> ComparisonCard:
         """See `core.CompetitionClient.start`."""
-        return await self._competition.start(self._training.name_of(adapter), spec)
+        name = self._training.name_of(adapter)
+        if "@" in spec.candidate:  # otherwise it is a checkpoint of the adapter
+            self._adapters.check(spec.candidate)
+        return await self._competition.start(name, spec)
 
     async def stop(self, adapter: str | None) -> ComparisonCard:
         """See `core.CompetitionClient.stop`."""

@@ -1,8 +1,9 @@
 """One client's connection: HTTP/1.1 by uvicorn and h11, with limits so that one client cannot hold what others need.
 
 - The number of open connections is limited. A new connection replaces the one that has been idle, or sending its
-  headers, for longest. If there is none, it replaces one whose body has not arrived: of the client that has the most
-  of these, the oldest. If all others are being answered, the new one gets a 503.
+  headers, for longest. If there is none, it replaces one whose body has not arrived, or else one that only waits, as
+  a stream of events does: of the client that has the most of these, the oldest. If all others are being answered, the
+  new one gets a 503.
 - Headers must arrive within a time limit (so must bodies: see `body`).
 - A client that stops reading its answer is disconnected, which frees its rows.
 - Input that is not HTTP gets an error body like any other error, with an id and a line in the request log.
@@ -14,6 +15,7 @@ import asyncio
 import logging
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, cast
@@ -24,7 +26,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mlx_parallm.server.errors import RETRY_AFTER_S, wire_error
 from mlx_parallm.server.http import request_log
-from mlx_parallm.server.http.request_log import REQUEST_ID, RequestRecord, client_of
+from mlx_parallm.server.http.request_log import REQUEST_ID, RequestRecord, client_of, waits
 
 LINGER_S = 2
 """Seconds in which a refused client can read the refusal. A socket that is closed with unread input would reset the
@@ -165,18 +167,22 @@ class LimitedProtocol(H11Protocol):
         """Whether a body has not arrived as a whole."""
         return self.cycle is not None and self.cycle.more_body and not self.transport.is_closing()
 
+    @property
+    def _waits(self) -> bool:
+        """Whether its request only waits for what others do."""
+        return self.cycle is not None and waits(cast(Scope, self.cycle.scope)) and not self.transport.is_closing()
+
     def _replace_other(self) -> bool:
         """Closes another connection that is not being answered. Returns false if all others are."""
         others = [other for other in self.connections if isinstance(other, LimitedProtocol) and other is not self]
-        waiting = [other for other in others if other._idle]
-        if not waiting:
-            receiving = [other for other in others if other._receiving]
-            clients = [client_of(cast(Scope, other.cycle.scope)) for other in receiving]
-            greediest = {client for client, _ in Counter(clients).most_common(1)}
-            waiting = [other for other, client in zip(receiving, clients, strict=True) if client in greediest]
-        if waiting:
-            min(waiting, key=lambda other: other._idle_since).transport.abort()
-        return bool(waiting)
+        replaceable = (
+            [other for other in others if other._idle]
+            or _of_the_greediest([other for other in others if other._receiving])
+            or _of_the_greediest([other for other in others if other._waits])
+        )
+        if replaceable:
+            min(replaceable, key=lambda other: other._idle_since).transport.abort()
+        return bool(replaceable)
 
     # header timeout
 
@@ -221,6 +227,13 @@ class LimitedProtocol(H11Protocol):
             return
         self.transport.write_eof()
         self.loop.call_later(LINGER_S, self.transport.abort)
+
+
+def _of_the_greediest(connections: Sequence[LimitedProtocol]) -> list[LimitedProtocol]:
+    """Those of the client that has the most of them. Each has a request."""
+    clients = [client_of(cast(Scope, each.cycle.scope)) for each in connections]
+    greediest = {client for client, _ in Counter(clients).most_common(1)}
+    return [each for each, client in zip(connections, clients, strict=True) if client in greediest]
 
 
 def _response(status: int, body: bytes, request_id: str) -> tuple[h11.Event, ...]:

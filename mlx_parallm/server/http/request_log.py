@@ -53,8 +53,9 @@ class RequestRecord:
     `request_id` is the value of the response's x-request-id header. If `id_from_client`, the client chose it, and two
     requests may have the same; `engine_id` is unique. Times are `time.monotonic`: of the arrival, and when the request
     came into the engine's queue, left it, and got its first token. None means that it did not get that far. `key`: the
-    key that it was let in with; None before that, and for paths that need none. `controls`: it is a control
-    action, though its route is not one of those. `account`: that of the key, for requests for answers. `finished`: the
+    key that it was let in with; None before that, and for paths that need none. `controls`: it is a control action,
+    though its route is not one of those. `waits`: it only waits for what others do, and computes nothing, so it may be
+    cut off when too many connections are open. `account`: that of the key, for requests for answers. `finished`: the
     last event of a request that was answered to its end. `trace_id` and `traceresponse`: those of its trace; None if
     there is none.
     """
@@ -66,6 +67,7 @@ class RequestRecord:
     key: NamedKey | None = None
     account: Account | None = None
     controls: bool = False
+    waits: bool = False
     arrived_at: float = field(default_factory=time.monotonic)
     status: int | None = None
     error: str | None = None
@@ -163,6 +165,12 @@ class RequestRecord:
 def record_of(scope: Scope) -> RequestRecord:
     """The record that `RequestRecord.begin` put into `scope`."""
     return cast(RequestRecord, scope["state"]["record"])
+
+
+def waits(scope: Scope) -> bool:
+    """Whether the request only waits for what others do; see `RequestRecord`. It may not have a record yet."""
+    record: RequestRecord | None = scope.get("state", {}).get("record")
+    return record is not None and record.waits
 
 
 def key_of(scope: Scope) -> NamedKey:

@@ -267,6 +267,7 @@ class TrainingEventsResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._lifecycle.drain_begun.is_set():
             raise DrainingError("draining")
+        record_of(scope).waits = True
         # `core.TrainingClient` promises aclose() on this iterator.
         events = cast(AsyncGenerator[TrainingEvent, None], self._training.events(self._after))
         stream = EventStream(send, {})

@@ -255,7 +255,10 @@ async def retrieve_future(
 ) -> Response:
     """Waits for a result, for a while. A client that gets `try_again` asks again at once."""
     request_id = read.body.request_id
+    record = record_of(request.scope)
+    record.waits = True
     answer = await tinker.result(request_id, key, POLL_S)
+    record.waits = False
     if answer is None:
         return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"})
     as_protobuf = protobuf.MEDIA_TYPE in request.headers.get("accept", "")
