@@ -4,6 +4,7 @@
 default adapter `policy` are others'.
 """
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from mlx_parallm.core import (
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl.atropos.trajectory_api import Registration
 from mlx_parallm.rl.collect.groups import TrajectoryGroup
+from mlx_parallm.server.access import guard
 from mlx_parallm.server.access.keys import new_key
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.app import create_app
@@ -534,3 +536,27 @@ def test_what_a_key_has_trained_with_tinker_is_its_own():
     mine, other = (new_key(name, Role.TRAIN, adapters=("acme*",))[0] for name in ("mine", "other"))
     adapter = f"tinker-{'0' * 12}{mine.mark}-0"
     assert (mine.sees(adapter), other.sees(adapter)) == (True, False)
+
+
+async def test_one_key_has_a_limited_number_of_control_actions_under_way(server, monkeypatch):
+    monkeypatch.setattr(guard, "MAX_CHANGES", 2)
+    begun, go_on = asyncio.Semaphore(0), asyncio.Event()
+
+    async def unload(selector, base=None):
+        begun.release()
+        await go_on.wait()
+        return (AdapterRef(selector, 1),)
+
+    server.adapters.unload = unload
+    async with asyncio.TaskGroup() as group:
+        under_way = [group.create_task(server.ask("free", "DELETE", "/v1/adapters/globex")) for _ in range(2)]
+        for _ in under_way:
+            await begun.acquire()
+        refused = await server.ask("free", "DELETE", "/v1/adapters/globex")
+        assert (refused.status_code, "retry-after" in refused.headers) == (429, True)
+        assert (await server.ask("free", "GET", "/v1/adapters")).status_code == 200, "what changes nothing goes on"
+        under_way.append(group.create_task(server.ask("mine", "DELETE", "/v1/adapters/globex")))
+        await begun.acquire()
+        go_on.set()
+    assert [task.result().status_code for task in under_way] == [200] * 3
+    assert (await server.ask("free", "DELETE", "/v1/adapters/globex")).status_code == 200

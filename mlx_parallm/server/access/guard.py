@@ -4,6 +4,7 @@ the route needs."""
 from __future__ import annotations
 
 import base64
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from urllib.parse import quote
 
@@ -13,12 +14,17 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
+from mlx_parallm.errors import OverloadedError
 from mlx_parallm.server.access.audit import AuditLog
 from mlx_parallm.server.access.keys import ANYONE, KeyRing, NamedKey
 from mlx_parallm.server.access.roles import DECLARED, UNDECLARED, Access, Role
 from mlx_parallm.server.access.sessions import LOGIN, PAGES, Sessions, from_own_page
 from mlx_parallm.server.errors import ApiKeyError, MethodError, RoleError, UnknownRouteError, error_response
-from mlx_parallm.server.http.request_log import record_of
+from mlx_parallm.server.http.request_log import client_of, record_of
+
+MAX_CHANGES = 64
+"""Control actions of one client that may be under way at a time. They run one after another, and to their end even if
+the client leaves, so without a limit one client's could keep all others' waiting."""
 
 
 class Guard:
@@ -48,6 +54,7 @@ class Guard:
         self._sessions = sessions
         self._routes = routes
         self._audit = audit
+        self._changes: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":  # no route takes WebSockets
@@ -58,7 +65,8 @@ class Guard:
         except (UnknownRouteError, MethodError) as error:
             access, app = Access(Role.INFERENCE), error_response(error)
         try:
-            await (app if access.role is None else self._admitted(scope, app, access.role))(scope, receive, send)
+            app = app if access.role is None else self._admitted(scope, app, access.role)
+            await (self._changed if access.audited and app is self._app else app)(scope, receive, send)
         finally:
             if self._audit is not None and (access.audited or record_of(scope).controls):
                 self._audit.write(record_of(scope), scope)
@@ -71,6 +79,19 @@ class Guard:
             return _unauthorized(scope, sent)
         record_of(scope).key = key
         return app if key.role.allows(role) else error_response(RoleError.needing(role, key.role))
+
+    async def _changed(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a control action, or refuses it if too many of the client's are under way."""
+        client = client_of(scope)
+        if self._changes[client] >= MAX_CHANGES:
+            fault = OverloadedError(f"{MAX_CHANGES} control actions are under way already; wait for some to end.")
+            await error_response(fault)(scope, receive, send)
+            return
+        self._changes[client] += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._changes -= Counter((client,))
 
     def _key_of(self, scope: Scope, sent: set[bytes]) -> NamedKey | None:
         if not self._ring.required:
