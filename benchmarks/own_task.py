@@ -19,7 +19,7 @@ from typing import Any
 
 from lib import machine, report
 from lib.figures import Figure, reported
-from lib.training.command import SPLIT, checked, held_out_rows, logged, prepare, row, train
+from lib.training.command import SHARE_OF_WORDS, SPLIT, checked, held_out_rows, logged, prepare, row, train
 from lib.training.learning_tasks import HELD_OUT, questions
 
 HERE = Path(__file__).parent
@@ -33,19 +33,10 @@ rl_training:
 """
 """As in `learning.py`: without the entropy bonus a small model soon gives one answer to everything."""
 
-REWARDS = '''\
+REWARDS = f'''\
 import random
-import re
 
-
-def score(sample):
-    """The right word's share of the answer: 1 if it is the only word; half of it if the answer was cut off."""
-    words, answer = re.findall("[a-z]+", sample.text.lower()), sample.metadata["answer"]
-    wrong = {"positive": "negative", "negative": "positive"}[answer]
-    if answer not in words or wrong in words:
-        return 0.0
-    return (1.0 if sample.finish_reason == "stop" else 0.5) / len(words)
-
+{SHARE_OF_WORDS}
 
 def chance(sample):
     """Random rewards for training; held-out tasks have the real one."""

@@ -44,6 +44,7 @@ class Section:
         problem: why it failed.
         figures: rates of both sides.
         checks: results of the self-test, each with its model's name.
+        memory: bytes by name.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Section:
     problem: str = ""
     figures: list[Comparison] = field(default_factory=list)
     checks: list[dict[str, Any]] = field(default_factory=list)
+    memory: dict[str, int] = field(default_factory=dict)
 
     def begin(self, limit_s: float) -> None:
         """Sets its time limit."""
@@ -92,6 +94,7 @@ class Section:
             "cut": self.cut,
             "figures": [each.as_json() for each in self.figures],
             **({"checks": self.checks} if self.checks else {}),
+            **({"memory": self.memory} if self.memory else {}),
         }
 
 

@@ -1,6 +1,6 @@
 """Runs the sections of the report, one after the other, within the time budget.
 
-    self-test ─▶ load ─▶ decode ─▶ prefill ─▶ update        the file is replaced before and after each of them
+    self-test ─▶ memory ─▶ load ─▶ decode ─▶ prefill ─▶ update        the file is replaced before and after each of them
 
 Each section gets its share of the time that is left. Ctrl-C and SIGTERM end the run; the file says so, and has what was
 measured until then.
@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from mlx_parallm.bench.report import Report, Section
-from mlx_parallm.bench.sections import Sides, self_test
+from mlx_parallm.bench.sections import Sides, memory, self_test
 from mlx_parallm.bench.sizes import ADAPTERS, RANK, ROWS, SCALE, SIZES, Sizes
 from mlx_parallm.config import Config, LoRAConfig, configure
 from mlx_parallm.model.bundled import bundled_path
@@ -67,6 +67,7 @@ def run(path: str | None, sizes: str | None, budget_s: float, file: Path, listen
     setting = {"sizes": name, **asdict(SIZES[name]), "rows": ROWS, "adapters": ADAPTERS, "rank": RANK}
     sections = [
         Section("self-test", 0.3),
+        Section("memory", 0.3),
         Section("load", 1.0),
         *(Section(name, share) for name, (share, _) in _MEASURED.items()),
     ]
@@ -87,9 +88,10 @@ class _Run:
 
     async def all(self) -> None:
         """Runs the sections. Those that need the model are not begun if it was not loaded."""
-        tested, load, *measured = self.report.sections
+        tested, steps, load, *measured = self.report.sections
         real = None if self._sizes.only_tiny else replace(self._choice, timed=False)
         await self._section(tested, lambda _: self_test(tested, real, self._listener.on_check))
+        await self._section(steps, lambda _: memory(steps, self._choice.path))
         async with AsyncExitStack() as stack:
             await self._section(load, lambda _: self._load(stack))
             if (sides := self._sides) is None:

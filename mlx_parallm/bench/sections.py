@@ -1,9 +1,13 @@
-"""What is measured: the self-test, decode and prefill beside mlx-lm, and an update beside a plain trainer."""
+"""What is measured: the self-test, the memory of steps, decode and prefill beside mlx-lm, and an update beside a plain
+trainer."""
 
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -21,6 +25,7 @@ from mlx_parallm.selftest.check import CheckResult
 from mlx_parallm.selftest.inputs import random_adapter, random_tokens
 from mlx_parallm.selftest.models import ModelChoice
 from mlx_parallm.selftest.run import OnResult, tested_models
+from mlx_parallm.selftest.step_memory import step_memory
 
 _GREEDY = SamplingParams(temperature=0.0)
 _TOP_P = SamplingParams(temperature=1.0, top_p=0.9)
@@ -31,6 +36,8 @@ _BESIDE = {
     1: "the same adapter in its own LoRA layers",
     ADAPTERS: "the base model: it has no batches of several adapters",
 }
+_CACHED = 1000
+"""Tokens that the KV pool holds while the memory of steps is measured."""
 _BESIDE_UPDATE = "a plain trainer: its own LoRA layers, padded rows, AdamW; all activations are kept"
 
 
@@ -47,6 +54,16 @@ async def self_test(section: Section, choice: ModelChoice | None, on_result: OnR
         on_result(model, result)
 
     await tested_models(choice, keep)
+
+
+async def memory(section: Section, path: str | None) -> None:
+    """The memory of steps with lookahead (`ahead`) and without (`apart`), while the KV pool holds a long prefix.
+
+    Raises:
+        ModelError, ConfigError: the model cannot be loaded.
+    """
+    with tempfile.TemporaryDirectory(prefix="mlx_parallm-bench-") as folder:
+        section.memory = asdict(await step_memory(path, _CACHED, Path(folder)))
 
 
 class Sides:

@@ -28,7 +28,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "apply, except --json.",
     )
     group.add_argument("--report", type=Path, metavar="FILE", help="The file to write; one that exists is replaced.")
-    model = "With --report: the model to measure, in place of the bundled one. It is loaded twice."
+    model = "With --report: the model to measure, in place of the bundled one. Two copies of it must fit."
     group.add_argument("--model-path", metavar="DIR_OR_HUB_ID", help=model)
     sizes = "With --report: how much is measured. Default: by the device."
     group.add_argument("--sizes", choices=("gpu", "cpu", "tiny"), help=sizes)
@@ -93,6 +93,9 @@ def _show_section(section: Section) -> None:
 def _ended(section: Section) -> Iterator[str]:
     if section.figures:
         yield table([_COLUMNS, *(_cells(figure.as_json()) for figure in section.figures)])
+    if section.memory:
+        ahead, apart = (f"{section.memory[name] / 2**20:.1f} MiB" for name in ("ahead", "apart"))
+        yield f"a step takes {ahead} besides what is held, {apart} without lookahead"
     if section.problem:
         yield section.problem
     missing = (

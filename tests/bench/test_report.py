@@ -15,8 +15,9 @@ from mlx_parallm.bench import run as running
 from mlx_parallm.bench import sections
 from mlx_parallm.cli.main import main
 from mlx_parallm.selftest.models import tiny_models
+from mlx_parallm.selftest.step_memory import StepMemory
 
-SECTIONS = ["self-test", "load", "decode", "prefill", "update"]
+SECTIONS = ["self-test", "memory", "load", "decode", "prefill", "update"]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def statuses(found: dict[str, Any]) -> dict[str, str]:
 
 @pytest.fixture
 def unloadable(monkeypatch):
-    """The engine does not start; the self-test does nothing."""
+    """The engine does not start; the self-test and the measurement of memory do nothing."""
 
     @asynccontextmanager
     async def fails(config):
@@ -54,16 +55,24 @@ def unloadable(monkeypatch):
     async def nothing(choice, on_result):
         return ()
 
+    async def measured(path, cached, folder):
+        return StepMemory(ahead=3 << 19, apart=1 << 20)
+
     monkeypatch.setattr(running, "started", fails)
+    monkeypatch.setattr(sections, "step_memory", measured)
     monkeypatch.setattr(sections, "tested_models", nothing)
 
 
 def test_a_section_that_fails_costs_itself_and_what_needs_it(unloadable, file, model, capsys):
     status, found = report(file, model)
     assert (status, found["passed"], found["interrupted"]) == (1, False, None)
-    assert statuses(found) == {"self-test": "done", "load": "failed", **dict.fromkeys(SECTIONS[2:], "not begun")}
+    done = {"self-test": "done", "memory": "done"}
+    assert statuses(found) == {**done, "load": "failed", **dict.fromkeys(SECTIONS[3:], "not begun")}
     assert found["sections"]["load"]["problem"] == "RuntimeError: no device"
-    assert "RuntimeError: no device\nfailed after 0 s" in capsys.readouterr().out
+    assert found["sections"]["memory"]["memory"] == {"ahead": 3 << 19, "apart": 1 << 20}
+    printed = capsys.readouterr().out
+    assert "a step takes 1.5 MiB besides what is held, 1.0 MiB without lookahead" in printed
+    assert "RuntimeError: no device\nfailed after 0 s" in printed
 
 
 def test_json_is_the_report(unloadable, file, model, capsys):
@@ -147,6 +156,7 @@ def test_a_tiny_model(file, model, capsys):
         for figure in _figures(found, section):
             assert min(figure["ours"], figure["mlx_lm"]) > 1, figure
             assert figure["ratio"]["median"] == statistics.median(figure["rounds"]["ours"]) / figure["mlx_lm"]
+    assert found["sections"]["memory"]["memory"].keys() == {"ahead", "apart"}
     assert model not in file.read_text()
     assert "8 rows, 8 adapters" in capsys.readouterr().out
 

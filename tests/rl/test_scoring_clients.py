@@ -126,12 +126,12 @@ async def test_what_takes_long_to_check_is_refused_and_takes_none_of_the_servers
     for patience in ("_CHECK_S", "_WAIT_S"):  # a busy machine takes long for a second of processor time
         monkeypatch.setattr(f"mlx_parallm.rl.scoring.service.{patience}", 100.0)
     check = service().check
-    used = time.process_time()
+    used = time.thread_time()  # of the event loop's thread
     for _ in range(2):  # the second time it is known
         with pytest.raises(InvalidRequestError, match="is too complex: checking it took more than 1 s") as caught:
             await check(CollectionSpec(scorer, metadata))
         assert caught.value.param == "metadata"
-    assert time.process_time() - used < 0.5  # the child used a second
+    assert time.thread_time() - used < 1.0  # the child used a second
 
 
 async def test_what_is_wrong_and_what_is_right_is_told_by_the_child(service):

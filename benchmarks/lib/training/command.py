@@ -19,6 +19,20 @@ POLL_S = 1.0
 STOPPED = 128 + signal.SIGTERM
 """Exit code of `mlx_parallm_train` after SIGTERM. What it has learnt is saved."""
 
+SHARE_OF_WORDS = '''\
+import re
+
+
+def score(sample):
+    """The right word's share of the answer: 1 if it is the only word; half of it if the answer was cut off."""
+    words, answer = re.findall("[a-z]+", sample.text.lower()), sample.metadata["answer"]
+    wrong = {"positive": "negative", "negative": "positive"}[answer]
+    if answer not in words or wrong in words:
+        return 0.0
+    return (1.0 if sample.finish_reason == "stop" else 0.5) / len(words)
+'''
+"""A file of rewards."""
+
 _ENDED = -signal.SIGTERM
 """Exit code after SIGTERM that came when everything was done, and Python was ending."""
 

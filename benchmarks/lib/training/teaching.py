@@ -1,6 +1,6 @@
 """What the bundled model learns from preferences alone, and from a teacher: itself with a long prompt.
 
-Both run on the engine without HTTP. The engine draws answers, and the trainer learns from them on the same weights.
+Preferences are learnt on the engine without HTTP; the teacher's prompt by `mlx_parallm_train`.
 """
 
 import asyncio
@@ -9,18 +9,21 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from itertools import count, islice
+from itertools import count
+from pathlib import Path
 from statistics import mean
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from lib.training.batch import LORA
-from lib.training.learning_tasks import HELD_OUT, WORDS, Prompt, Sentiment, chat
+from lib.training.command import SHARE_OF_WORDS, SPLIT, checked, held_out_rows, logged, prepare, row, train
+from lib.training.learning_tasks import HELD_OUT, WORDS, Sentiment, chat, questions
 
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 from mlx_parallm.adapters.weights import VersionInfo
 from mlx_parallm.app.build import Engine, Served
 from mlx_parallm.app.training import TrainingRuntime
-from mlx_parallm.config import Algorithm, RLTrainingConfig, configure
+from mlx_parallm.config import configure
 from mlx_parallm.core import (
     BASE_ADAPTER,
     CollectionSpec,
@@ -32,14 +35,13 @@ from mlx_parallm.core import (
     SequenceOutput,
     StopParams,
 )
-from mlx_parallm.rl.objectives.samples import Sample, answered
 
 # ---- answers -------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class Answer:
-    """One drawn answer. `logprobs`: of the distribution that drew it."""
+    """One answer. `logprobs`: of the distribution that it was sampled from."""
 
     prompt_ids: tuple[int, ...]
     token_ids: list[int] = field(default_factory=list)
@@ -195,6 +197,13 @@ The bus was filthy: negative. The song was sweet: positive. The knife was useles
 The cake was tasty: positive. The road was dangerous: negative.
 """
 
+_CONFIG = """\
+rl_training:
+  gradient_checkpointing: false
+  evaluation:
+    temperature: 1
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Distilled:
@@ -208,48 +217,36 @@ class Distilled:
 
 
 async def distillation(seed: int) -> Distilled:
-    """Distils a long prompt into an adapter: the adapter draws answers without the prompt, and imitates the base
-    model's logprobs of them with the prompt."""
+    """Distils a long prompt into an adapter, by `mlx_parallm_train`: the adapter answers without the prompt, and
+    imitates the base model's logprobs of its answers with the prompt. Rewards are only measured."""
+    before, after = await asyncio.to_thread(_distilled, seed)
     task = Sentiment()
-    held_out, prompts = task.held_out(), task.training(seed)
-    settings = RLTrainingConfig().resolved(float32=True)
-    loss = settings.loss.model_copy(update={"algorithm": Algorithm.DISTILLATION})
-    optimizer = settings.optimizer.model_copy(update={"learning_rate": 5e-4})
     async with pupil(seed) as one:
-        learner = one.training.learner
-
-        async def reward(instructed: bool, base: bool) -> float:
-            asked = [_instructed(prompt.text) if instructed else prompt.text for prompt in held_out]
-            answers = await one.draw(asked, 1, task.max_tokens, seed=1, base=base)
-            return mean(task.rewarded(p, a.text, a.ended) for p, a in zip(held_out, answers, strict=True))
-
-        base, teacher = await reward(False, True), await reward(True, True)
-        for number in range(ROUNDS):
-            batch = list(islice(prompts, AT_ONCE))
-            answers = await one.draw(
-                [p.text for p in batch], ANSWERS, task.max_tokens, seed=10_000 + 100 * number + seed
-            )
-            taught = [_taught(one, batch[at // ANSWERS], answer) for at, answer in enumerate(answers)]
-            wanted = await learner.logprobs(None, taught)
-            samples = [_sample(answer).with_teacher(lp) for answer, lp in zip(answers, wanted, strict=True)]
-            added = await learner.accumulate(one.adapter, samples, loss)
-            await learner.step(one.adapter, optimizer)
-            await one.publish()
-            print(f"  distillation, seed {seed}: round {number + 1}, loss {added.metrics['loss']:.3f}", flush=True)
-        return Distilled(seed, ROUNDS, base, teacher, await reward(False, False))
+        tokenizer = one.served.tokenizer
+        messages = [[{"role": "user", "content": row["prompt"]}] for row in held_out_rows()]
+        prompts = [tokenizer.decode(tokenizer.apply_chat_template(each)) for each in messages]
+        asked = [_teacher_prompt() + prompt for prompt in prompts]
+        answers = await one.draw(asked, 1, task.max_tokens, seed=1, base=True)
+    rewards = [task.rewarded(p, a.text, a.ended) for p, a in zip(task.held_out(), answers, strict=True)]
+    return Distilled(seed, ROUNDS, before, mean(rewards), after)
 
 
-def _instructed(text: str) -> str:
-    """The prompt after a system message and eight examples as earlier turns, some 200 tokens."""
+def _distilled(seed: int) -> tuple[float, float]:
+    """Trains, and returns the held-out rewards before and after."""
+    with TemporaryDirectory(prefix="teaching_benchmark_") as name:
+        folder = Path(name)
+        prepare(folder, _CONFIG, SHARE_OF_WORDS, map(row, questions(slice(0, SPLIT))), held_out_rows())
+        (folder / "teacher.txt").write_text(_teacher_prompt())
+        flags = {"rl-algorithm": "distillation", "teacher-prompt": "@teacher.txt", "temperature": 1, "steps": ROUNDS}
+        flags |= {"prompts-per-step": AT_ONCE, "group-size": ANSWERS, "learning-rate": 5e-4, "seed": seed}
+        flags |= {"reward": "rewards.py:score", "eval-tasks": "held_out.jsonl", "eval-every": ROUNDS}
+        checked(train(folder, flags))
+        rewards = [line["eval_mean"] for line in logged(folder) if "eval_mean" in line]
+    return rewards[0], rewards[-1]
+
+
+def _teacher_prompt() -> str:
+    """A system message and eight examples as earlier turns, some 200 tokens."""
     examples = re.findall(r"(The \w+ was \w+): (\w+)\.", _EXAMPLES)
     turns = (f"{chat(f'{said}. Positive or negative?')}{label}<|im_end|>\n" for said, label in examples)
-    return f"<|im_start|>system\n{_SYSTEM}<|im_end|>\n{''.join(turns)}{text}"
-
-
-def _taught(one: Pupil, prompt: Prompt, answer: Answer) -> Sample:
-    """The answer after the prompt that the teacher sees."""
-    return answered(one.served.tokenizer.encode(_instructed(prompt.text), False), answer.token_ids)
-
-
-def _sample(answer: Answer) -> Sample:
-    return answered(answer.prompt_ids, answer.token_ids, answer.logprobs, on_policy=True)
+    return f"<|im_start|>system\n{_SYSTEM}<|im_end|>\n{''.join(turns)}"
