@@ -1,8 +1,8 @@
-"""Runs the model over rows of the KV pool: one forward pass for single tokens and chunks of prompts, then the drawing.
+"""Runs the model over rows of the KV pool: one forward pass for single tokens and chunks of prompts, then the sampling.
 
     begin   builds the forward pass, and the logits and pooled hidden states that are asked for
     wait    until the pass before it has ended
-    draw    launches the pass and the sampling of the next token of some rows
+    draw    launches the pass, then samples the next token of some rows
     read    copies the tokens and scores of a pass to the host
 
 MLX is lazy: logits that nobody asks for are not computed, and a pass can be built before the tokens of the pass before
@@ -50,7 +50,7 @@ class Row(PoolingRow):
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A forward pass, before its tokens are drawn.
+    """A forward pass, before its tokens are sampled.
 
     rows: the rows that draw a token, in the order of `logits`; a row with a draft once for each token that it draws
     positions: tokens that each of them has drawn before
@@ -129,13 +129,17 @@ class BatchRunner:
 
     # -- one pass --------------------------------------------------------------------------------
 
+    def computes_while_built(self, spans: Sequence[Span[Row]]) -> bool:
+        """Whether `begin` computes a part of the pass, because it takes several calls of the model."""
+        return self._style is not AttentionStyle.HOOKED and len(list(_calls(in_order(spans), self._style))) > 1
+
     def begin(self, spans: Sequence[Span[Row]], draws: Sequence[Row], previous: Launched | None) -> Pending:
         """Builds a forward pass.
 
         Args:
             spans: the tokens to compute; each row has room for them.
             draws: the rows that draw a token after their span, or have their hidden states pooled by then.
-            previous: the pass in flight. It draws the token of every row that has one unread token.
+            previous: the pass before, if it is not read. It has the token of every row that has one unread token.
         """
         spans = in_order(spans)
         drawing = {id(row) for row in draws if row.pooling is None}
@@ -154,7 +158,7 @@ class BatchRunner:
         mx.synchronize()
 
     def launch(self, pending: Pending) -> None:
-        """Launches a pass whose tokens cannot be drawn yet, because it `needs_previous_tokens`. `draw` follows."""
+        """Launches a pass whose tokens cannot be sampled yet, because it `needs_previous_tokens`. `draw` follows."""
         mx.async_eval(pending.logits)  # type: ignore[no-untyped-call]
 
     def draw(self, pending: Pending) -> Launched:
@@ -172,7 +176,7 @@ class BatchRunner:
         return Launched(pending.rows, sampled, pending.scores, pending.pooled)
 
     def read(self, launched: Launched) -> list[Draw]:
-        """The draws of a pass' rows in order. Waits for the pass if it has not ended."""
+        """The sampled tokens of a pass, one for each of its rows, in order. Waits for the pass if it has not ended."""
         if launched.sampled is None:
             return []
         return read_draws(launched.sampled, [row.sampling for row in launched.rows])

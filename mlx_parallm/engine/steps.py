@@ -6,7 +6,7 @@
 A unit is built while the one before it runs. It is launched when that one has ended, and before its tokens are read,
 but not earlier, because it would copy the KV pool (see `runner`). If a row ends at one unit, it may have one more token
 in flight, which is discarded. If a row has a grammar, the tokens of unit k are read while the forward pass of unit k+1
-runs, and its logits are masked before its tokens are drawn.
+runs, and its logits are masked before its tokens are sampled.
 
 On a CPU, the call that launches a unit computes most of it. Launching ahead would gain nothing and deliver every token
 one unit later, so there each unit is read before the next one is built (`lookahead` False).
@@ -33,7 +33,7 @@ from mlx_parallm.scheduler.units import ForwardUnit
 
 
 @dataclass(frozen=True, slots=True)
-class _Launched:
+class _InFlight:
     """A launched unit and the time of its launch, or of its end once it has ended."""
 
     unit: ForwardUnit
@@ -67,8 +67,8 @@ class Forwards:
         self._scheduler = scheduler
         self._memory = memory
         self._lookahead = lookahead
-        self._in_flight: _Launched | None = None
-        self._ended: _Launched | None = None  # its tokens are not read yet
+        self._in_flight: _InFlight | None = None
+        self._ended: _InFlight | None = None  # its tokens are not read yet
         self._ended_at = 0.0  # when the last unit ended
 
     @property
@@ -78,12 +78,12 @@ class Forwards:
     def run(self, unit: ForwardUnit) -> None:
         """Launches one unit, and reads the one before it."""
         started = time.monotonic()
-        pending = self._begin(unit, started)
-        self._wait()
         try:
+            pending = self._begin(unit, started)
+            self._wait()
             launched = self._launch(unit, pending, started)
         finally:
-            self._read()  # the unit before has ended well, whatever becomes of this one
+            self._read()  # the unit before has ended, and is read even if this one fails
         self._in_flight = launched  # set last, so that this unit is dropped if reading the one before it fails
         if unit.drafts or unit.delayed or not self._lookahead:
             self.commit()  # else waiting work, or these tokens, would wait for another unit
@@ -99,20 +99,23 @@ class Forwards:
         return set() if in_flight is None else in_flight.requests
 
     def _begin(self, unit: ForwardUnit, now: float) -> Pending:
-        """Builds a unit. Nothing is computed yet."""
+        """Builds a unit. What has to be computed for that waits for the unit in flight."""
         spans = [Span(live(span.sequence), span.start, span.tokens) for span in unit.spans]
+        if self._runner.computes_while_built(spans):
+            self._wait()
+        before = self._in_flight or self._ended
         draws = [live(sequence) for sequence in unit.draws]
         rows = [span.row for span in spans]
         for span in spans:
             plan_draft(span.row, self._requests.scope)
             self._memory.reserve_checkpoint(span.row, span.stop)
         with self._requests.scope.covering({row.request for row in rows}):
-            pending = self._runner.begin(spans, draws, self._in_flight.launched if self._in_flight else None)
+            pending = self._runner.begin(spans, draws, before.launched if before else None)
             self._scheduler.record_launch(unit, now)
             self._requests.started(rows)
         return pending
 
-    def _launch(self, unit: ForwardUnit, pending: Pending, started: float) -> _Launched:
+    def _launch(self, unit: ForwardUnit, pending: Pending, started: float) -> _InFlight:
         with self._requests.scope.covering({live(span.sequence).request for span in unit.spans}):
             if pending.needs_previous_tokens:
                 self._runner.launch(pending)
@@ -120,7 +123,7 @@ class Forwards:
             launched = self._runner.draw(pending)
         self._requests.counters.steps += bool(unit.draws)
         self._requests.counters.prefilled_tokens += sum(chunk.tokens for chunk in unit.chunks)
-        return _Launched(unit, launched, started)
+        return _InFlight(unit, launched, started)
 
     def _wait(self) -> None:
         """Waits for the unit in flight, if there is one."""

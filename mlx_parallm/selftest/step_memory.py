@@ -7,7 +7,6 @@ that.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +14,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_parallm.app.build import Engine, Served
+from mlx_parallm.app.build import Served
 from mlx_parallm.config import configure
 from mlx_parallm.core import GenerationRequest, SamplingParams, StopParams
 from mlx_parallm.rl.rollouts.answers import events_of
 from mlx_parallm.selftest.inputs import random_tokens
+from mlx_parallm.selftest.tested import started
 
 _CHUNK, _PROMPT, _STEPS = 16, 40, 24
 _ANSWERS = 3
@@ -57,9 +57,7 @@ async def _measured(path: str | None, cached: int, folder: Path, lookahead: bool
         "checkpointing__checkpoint_dir": str(folder),
         "debug__lookahead": lookahead,
     }
-    engine = Engine(configure(path, **keys))
-    try:
-        served = await asyncio.to_thread(engine.start)
+    async with started(configure(path, **keys)) as (engine, served):
         vocabulary = served.card.vocab_size
         await _answer(served, random_tokens(vocabulary, cached, seed=1), 1)
         found = list[int]()
@@ -69,8 +67,6 @@ async def _measured(path: str | None, cached: int, folder: Path, lookahead: bool
             peak, after = await engine.processor.run(lambda: (mx.get_peak_memory(), mx.get_active_memory()))
             found.append(peak - max(before, after))
         return min(found)
-    finally:
-        await asyncio.to_thread(engine.stop)
 
 
 def _begin() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 from harness import GREEDY, Harness, make_harness
+from tiny import tiny_model
 
 from mlx_parallm.core import GenerationRequest, Relief, StopParams, WorkClass
 
@@ -59,6 +60,19 @@ def test_running_rows_go_on_and_leave_nothing_behind() -> None:
     harness.loop.check_integrity()
     assert harness.tokens("long") == alone.tokens("long")
     assert (harness.loop.stats().kv_bytes_cached, array_bytes(harness)) == (0, 0)
+
+
+def test_a_draft_model_keeps_no_cached_prefixes_while_a_row_uses_it() -> None:
+    harness = with_cached_prefixes(draft=tiny_model("llama"))
+    cache = harness.loop._draft_model._cache
+    assert cache.bytes_cached > 0
+    harness.submit("long", PROMPTS[0], 1000)
+    for _ in range(20):
+        harness.loop.step()
+    harness.loop.relieve(Relief.PREFIXES)
+    for _ in range(20):
+        harness.loop.step()
+    assert (cache.rows() != [], cache.bytes_cached) == (True, 0)
 
 
 def test_prefixes_are_cached_again_afterwards() -> None:

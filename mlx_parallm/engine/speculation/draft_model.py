@@ -253,10 +253,9 @@ class DraftModel:
             self._give_back()
 
     def tidy(self) -> bool:
-        """While the machine is short of memory and no row is here, gives back some of it. Returns whether more is left
-        to do."""
+        """While the machine is short of memory, gives back some of it. Returns whether more is left to do."""
         cache = self._cache
-        return not cache.device.keeps_prefixes and not self._rows and cache.tidy(cache.device.budget_bytes, quiet=True)
+        return not cache.device.keeps_prefixes and cache.tidy(cache.device.budget_bytes, quiet=not self._rows)
 
     def leave(self) -> None:
         """Ends the sharing of memory, when the base model is unloaded."""
