@@ -136,18 +136,19 @@ class Collector:
     # -- trajectories ----------------------------------------------------------------------------
 
     async def check(
-        self, collection: CollectionSpec, adapter: AdapterRef, prompt: str | None = None, key: str = ""
+        self, collection: CollectionSpec, adapter: AdapterRef, reader: Reader, prompt: str | None = None
     ) -> CollectionSpec:
         """See `core.TrajectoryClient.check`."""
         loop = self._loops.get(self._trained_by(adapter))
         known = self._competing.includes(adapter)
-        if loop is None or not (known or loop.training.versions.includes_ever(adapter)):
+        included = loop is not None and (known or loop.training.versions.includes_ever(adapter))
+        if loop is None or not included or not reader.sees(loop.name):
             raise ConflictError(
                 f"{adapter} is not trained here, so nothing that it draws can be collected; name an adapter that is, "
                 "or POST /v1/training/start.",
                 param="collect_trajectory",
             )
-        self._intake.check(collection, loop.name, key)
+        self._intake.check(collection, loop.name, reader.name)
         task = self._tasks.find(collection.metadata.get(PROBLEM_ID), prompt)
         if task is not None and names_reward(collection):
             collection = replace(collection, metadata={**task.metadata, **collection.metadata})
@@ -249,7 +250,7 @@ class Collector:
         """
         version = trajectories[0].adapter
         assert version is not None  # an engine drew them
-        collection = await self.check(trajectories[0].collection, version, key=trajectories[0].owner or "")
+        collection = await self.check(trajectories[0].collection, version, Reader(trajectories[0].owner or ""))
         return await self._finished(self._keep([replace(each, collection=collection) for each in trajectories]))
 
     async def _add_group(self, trajectories: Sequence[Trajectory]) -> str:

@@ -139,8 +139,9 @@ class People:
             raise UnknownTrajectoryError(f"No trajectory of this run has the id {shown(trajectory_id)}.")
         return FoundTrajectory(adapter, turn.prompt_ids, turn.completion_ids, turn.text)
 
-    async def edit(self, edit: Edit) -> EditCard:
+    async def edit(self, edit: Edit, reader: Reader = EVERYTHING) -> EditCard:
         """See `core.PeopleClient.edit`."""
+        reader.named(edit.adapter, self._default)
         return await self._finished(self._edit(edit))
 
     async def _edit(self, edit: Edit) -> EditCard:
@@ -168,9 +169,9 @@ class People:
 
     # -- what was learnt from --------------------------------------------------------------------
 
-    def signal_report(self, adapter: str | None = None) -> SignalReport:
+    def signal_report(self, adapter: str | None = None, reader: Reader = EVERYTHING) -> SignalReport:
         """See `core.PeopleClient.signal_report`."""
-        name = self._default if adapter is None else adapter
+        name = reader.named(adapter, self._default)
         self._check_trained_here(name)
         return SignalReport(name, *self._ledger.people(name), self._ledger.report(name, self._buffer.of(name)))
 

@@ -206,7 +206,7 @@ class GenerationResponse(Response):
             turn=body.turn,
         )
         client = self._services.require_collection("collect_trajectory")
-        return await client.trajectories.check(collection, adapter, body.task_prompt, key_of(scope).name)
+        return await client.trajectories.check(collection, adapter, key_of(scope).reader, body.task_prompt)
 
     async def _send_whole(self, writer: AnswerWriter, scope: Scope, receive: Receive, send: Send) -> None:
         services, record = self._services, record_of(scope)

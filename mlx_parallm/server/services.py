@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Annotated, cast
@@ -25,13 +26,13 @@ from mlx_parallm.core import (
     RewardModelClient,
     ServedModel,
     TrainingClient,
+    TrainingStatus,
 )
 from mlx_parallm.errors import InvalidRequestError, TrainingDisabledError, UnknownModelError
 from mlx_parallm.server.access.accounts import Accounts
 from mlx_parallm.server.access.keys import ANYONE, NamedKey
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.access.sessions import Sessions
-from mlx_parallm.server.access.training_views import SeenAverages, SeenLessons, SeenRewardModels, SeenTraining
 from mlx_parallm.server.access.views import SeenAdapters, SeenModels
 from mlx_parallm.server.api.chat.history import EpisodeHistories
 from mlx_parallm.server.api.responses.conversation import ResponseStore
@@ -91,21 +92,11 @@ class Services:
     history: History = field(default_factory=History)
 
     def seen_by(self, key: NamedKey) -> Services:
-        """The parts as this key sees them; see `access.views`."""
+        """The parts as this key sees them; see `access.views`. What trains gets the key's reader with each call."""
         if key.adapters is None:
             return replace(self, key=key)
         adapters = SeenAdapters(self.adapters, key, sorted(self.first.names))
-        training = None if self.training is None else SeenTraining(self.training, adapters, key)
-        seen = replace(self, key=key, adapters=adapters, models=SeenModels(self.models, key), training=training)
-        if training is None:
-            return seen
-        return replace(
-            seen,
-            collection=training if self.collection is self.training else self.collection,
-            averages=None if self.averages is None else SeenAverages(self.averages, adapters),
-            reward_models=None if self.reward_models is None else SeenRewardModels(self.reward_models, key),
-            lessons=None if self.lessons is None else SeenLessons(self.lessons, training, key),
-        )
+        return replace(self, key=key, adapters=adapters, models=SeenModels(self.models, key))
 
     def path(self, text: str) -> str:
         """A path of this machine for keys that may name one, those of `train`; empty for others."""
@@ -222,6 +213,10 @@ class Services:
                 param="n",
             )
         return prompts * n
+
+    def training_statuses(self) -> Sequence[TrainingStatus]:
+        """See `core.TrainingClient.statuses`, for the key; empty if the server does not train."""
+        return [] if self.training is None else self.training.statuses(reader=self.key.reader)
 
     def require_training(self, param: str | None = None) -> TrainingClient:
         """The training client. Raises TrainingDisabledError, naming `param`, if the server does not train."""

@@ -5,6 +5,7 @@ default adapter `policy` are others'.
 """
 
 import asyncio
+import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -23,13 +24,20 @@ from mlx_parallm.core import (
     AdapterRef,
     AdapterStats,
     CheckpointCard,
+    CollectedClient,
     CollectionSpec,
+    CompetitionClient,
     FinishReason,
     FoundTrajectory,
     GroupFilter,
+    LessonClient,
+    PeopleClient,
     Reader,
+    TrainingClient,
+    TrainingEvent,
     TrainingStatus,
     Trajectory,
+    TrajectoryClient,
 )
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl.atropos.trajectory_api import Registration
@@ -74,6 +82,7 @@ async def server(tmp_path):
         "acme": ("train", LIMITED),
         "asker": ("inference", LIMITED),
         "based": ("inference", {"adapters": ("acme*", "base")}),
+        "teacher": ("train", {"adapters": ("acme*", "base")}),
         "free": "train",
         "boss": "admin",
         "mine": "train",
@@ -386,6 +395,15 @@ async def test_requests_that_name_nothing_get_the_route_if_the_key_sees_all_of_i
         assert route == {name: share for name, share in shares.items() if "acme" in name}
 
 
+async def test_answers_of_the_base_model_are_collected_for_keys_that_see_the_default_adapter(server):
+    body = {"prompt": "x", "model": "base", "collect_trajectory": True}
+    refused = await server.ask("teacher", "POST", "/v1/completions", body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (409, "collect_trajectory")
+    assert "policy" not in refused.text
+    assert (await server.ask("teacher", "POST", "/v1/completions", body | {"model": "acme-1"})).status_code == 200
+    assert (await server.ask("free", "POST", "/v1/completions", body)).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("method", "path", "body"),
     [
@@ -447,8 +465,6 @@ async def test_a_lesson_for_another_adapter_is_neither_shown_nor_stopped(server)
 
 
 async def test_the_stream_of_events_has_those_of_seen_adapters(server):
-    from mlx_parallm.core import TrainingEvent
-
     told = [
         TrainingEvent("update", 1.0, {"adapter": "globex"}, "1"),
         TrainingEvent("averaged", 1.0, {"adapter": "acme-1", "adapters": ["acme-1@1", "globex@1"]}, "2"),
@@ -460,6 +476,22 @@ async def test_the_stream_of_events_has_those_of_seen_adapters(server):
     text = (await server.ask("acme", "GET", "/v1/training/events")).text
     assert "acme-1" in text
     assert "globex" not in text
+
+
+async def test_the_stream_of_events_says_nothing_of_other_keys_groups(server):
+    def of(key, group_id):
+        data = {"adapter": "acme-1", "group_id": group_id, "key": key}
+        server.training.told.put_nowait(TrainingEvent("collected", 1.0, data))
+
+    for key in ("acme", "free", "boss"):
+        for owner, group_id in (("mine", "hidden-1"), (None, "hidden-2"), ("", "open"), (key, "own")):
+            of(owner, group_id)
+        updating = {"adapter": "acme-1", "groups": ["hidden-1"], "trajectories": 1}
+        server.training.told.put_nowait(TrainingEvent("updating", 1.0, updating))
+        server.training.told.put_nowait(None)
+        text = (await server.ask(key, "GET", "/v1/training/events")).text
+        assert all(word in text for word in ("own", "open", "updating"))
+        assert [word in text for word in ("hidden", '"mine"', '"key"')] == [key == "boss"] * 3
 
 
 async def test_trajectories_are_those_of_the_key_and_of_seen_adapters(server):
@@ -560,3 +592,20 @@ async def test_one_key_has_a_limited_number_of_control_actions_under_way(server,
         go_on.set()
     assert [task.result().status_code for task in under_way] == [200] * 3
     assert (await server.ask("free", "DELETE", "/v1/adapters/globex")).status_code == 200
+
+
+# -- deny by default -------------------------------------------------------------------------------
+
+OF_ALL_KEYS = {"obstacle", "ended", "newest", "give", "given_sizes", "last_given", "collect"}
+"""What says nothing of one adapter or key, or is for the server and admins only."""
+
+
+@pytest.mark.parametrize(
+    "client", [TrainingClient, TrajectoryClient, PeopleClient, CollectedClient, CompetitionClient, LessonClient]
+)
+def test_what_is_asked_of_training_says_for_whom(client):
+    """So that a route which forgets the reader fails, instead of showing what all keys have."""
+    methods = {name for name, found in inspect.getmembers(client, inspect.isfunction) if not name.startswith("_")}
+    assert methods
+    for name in methods - OF_ALL_KEYS:
+        assert inspect.signature(getattr(client, name)).parameters["reader"].default is inspect.Parameter.empty, name

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from mlx_parallm.config import CompetitionConfig
-from mlx_parallm.core import AdapterRef, ComparisonCard, ComparisonSpec, Trajectory
+from mlx_parallm.core import EVERYTHING, AdapterRef, ComparisonCard, ComparisonSpec, Reader, Trajectory
 from mlx_parallm.errors import ConflictError, InvalidRequestError
 from mlx_parallm.rl.collect.groups import TrajectoryGroup
 from mlx_parallm.rl.competition.comparison import NOT_FINITE, OUT_OF_TIME, Comparison, Outcome
@@ -102,14 +102,15 @@ class CompetitionService:
     """Implements `core.CompetitionClient`. Event loop's thread only. One comparison of an adapter runs at a time.
 
     Args:
-        trained: the adapter of this name, None: the default one. Raises UnknownModelError if it is not trained.
+        trained: the adapter of this name, None: the default one. Raises UnknownModelError if it is not trained, or not
+            seen by the reader.
         spawn: runs a coroutine as a task that the owner cancels when it closes.
     """
 
     def __init__(
         self,
         config: CompetitionConfig,
-        trained: Callable[[str | None], Trained],
+        trained: Callable[[str | None, Reader], Trained],
         versions: Versions,
         emit: Emit,
         spawn: Callable[[Coroutine[Any, Any, None]], object],
@@ -126,9 +127,9 @@ class CompetitionService:
 
     # -- control ---------------------------------------------------------------------------------
 
-    async def start(self, adapter: str | None, spec: ComparisonSpec) -> ComparisonCard:
+    async def start(self, adapter: str | None, spec: ComparisonSpec, reader: Reader = EVERYTHING) -> ComparisonCard:
         """See `core.CompetitionClient.start`."""
-        trained = self._trained(adapter)
+        trained = self._trained(adapter, reader)
         self.check_idle(trained.name)
         settings = _settings(self._config, spec)
         self._starting.add(trained.name)
@@ -145,9 +146,9 @@ class CompetitionService:
             self._starting.discard(trained.name)
         return comparison.card()
 
-    async def stop(self, adapter: str | None) -> ComparisonCard:
+    async def stop(self, adapter: str | None, reader: Reader = EVERYTHING) -> ComparisonCard:
         """See `core.CompetitionClient.stop`."""
-        name = self._trained(adapter).name
+        name = self._trained(adapter, reader).name
         running = self._running.get(name)
         if running is None:
             raise ConflictError(f"No versions of {name!r} are being compared.", param="lora_adapter")
@@ -163,10 +164,10 @@ class CompetitionService:
                 param="lora_adapter",
             )
 
-    def cards(self) -> Sequence[ComparisonCard]:
+    def cards(self, reader: Reader = EVERYTHING) -> Sequence[ComparisonCard]:
         """See `core.CompetitionClient.cards`."""
         running = {name: running.comparison.card() for name, running in self._running.items()}
-        return [*({**self._last, **running}).values()]
+        return [card for name, card in {**self._last, **running}.items() if reader.sees(name)]
 
     def ended(self, adapter: str) -> dict[str, int]:
         """See `core.CompetitionClient.ended`."""
@@ -183,7 +184,7 @@ class CompetitionService:
     async def entry(self, name: str) -> AsyncIterator[None]:
         """If comparisons are automatic, the version that an update in this block makes is compared with the one before,
         which answers all requests until the comparison begins. The first version of an adapter has no rival."""
-        trained = self._trained(name)
+        trained = self._trained(name, EVERYTHING)
         live = trained.live if self._config.automatic else None
         if live is None or name in self._running or name in self._starting:
             yield
@@ -206,7 +207,7 @@ class CompetitionService:
     def begin_again(self, name: str) -> None:
         """Begins an automatic comparison again that the end of a process has cut off, without its rewards. Call this
         when the training of an adapter begins."""
-        trained = self._trained(name)
+        trained = self._trained(name, EVERYTHING)
         live = trained.live
         incumbent = trained.incumbent() if self._config.automatic else None
         if live is not None and incumbent is not None and incumbent != live and trained.came_from(incumbent):

@@ -61,8 +61,8 @@ class NamedKey(Section):
     own_prefix_cache: bool = False
     """Whether its prompts are cached apart from those of other keys."""
     adapters: Annotated[tuple[Pattern, ...], Field(min_length=1, max_length=64)] | None = None
-    """Patterns of the names of the adapters that it may use; `base` is the base model, and `*` stands for any text. All
-    others are to it as if they did not exist. Null: it may use all. Not for an admin key, which may do everything."""
+    """Patterns of the names of the adapters that it may use; `base` is the base model, and `*` stands for any text. Other
+    adapters are unknown to the key. Null: it may use all. Not for an admin key, which may do everything."""
 
     @field_validator("adapters")
     @classmethod

@@ -69,8 +69,7 @@ async def load_lora_adapter(
 async def load(services: Services, name: str, path: str, replace: bool, base_model_name: str | None) -> LoadedLora:
     """See `core.AdapterClient.load`."""
     base = services.base_called(base_model_name, "base_model_name")
-    statuses = () if services.training is None else services.training.statuses()
-    if any(name.partition("@")[0] == status.adapter for status in statuses):
+    if any(name.partition("@")[0] == status.adapter for status in services.training_statuses()):
         raise ConflictError(
             f"lora_name: {name!r} is in training here, and its versions are those of its updates: load the files under "
             "another name. POST /v1/training/rollback serves an earlier version.",
@@ -214,10 +213,10 @@ async def save_checkpoint(
     """Saves an adapter version, and answers when its files are complete. For an adapter in training, the optimizer's
     state is saved too; before the adapter's first update, the checkpoint has step 0 and equals the base model."""
     tags = [] if body.checkpoint_name is None else [body.checkpoint_name]
-    training = services.training
+    training, reader = services.training, services.key.reader
     with adapter_named_by("lora_name", body.lora_name):
-        if training is not None and training.trains(body.lora_name):
-            saving = training.save(body.lora_name, body.step, tags, body.metrics)
+        if training is not None and training.trains(body.lora_name, reader=reader):
+            saving = training.save(body.lora_name, body.step, tags, body.metrics, reader=reader)
         else:
             saving = services.adapters.save_checkpoint(body.lora_name, body.step, tags, body.metrics)
         return checkpoint_object(await services.lifecycle.run_to_end(saving))

@@ -22,7 +22,7 @@ from mlx_parallm.core import (
     ServedModel,
     StopParams,
 )
-from mlx_parallm.errors import ContextLengthError, InvalidRequestError
+from mlx_parallm.errors import ContextLengthError, InvalidRequestError, shown
 from mlx_parallm.server.access.permits import check_permitted
 from mlx_parallm.server.api.answer import token_usage
 from mlx_parallm.server.api.fields import Neutral, WireOutput
@@ -169,6 +169,8 @@ async def _rewards(body: PairsBody, name: str, services: Services, request: Requ
     record.set_model(body.model or name)
     services.check_open()
     models, request_id = services.require_reward_models(), new_request_id("score")
+    if not key.sees(name):
+        raise InvalidRequestError(f"no reward model is called {shown(name)}")
     account = record.account = services.accounts.of(key)
     with account.request(), services.gate.reserve(len(body.judged), account.queue_name):
         rows = await services.workers.run(request.state.body_bytes, partial(_rows, body, services.first))

@@ -19,7 +19,7 @@ from typing import Annotated, Any, cast
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from mlx_parallm.core import ModelCard, TrainingClient
+from mlx_parallm.core import EVERYTHING, ModelCard, TrainingClient
 from mlx_parallm.errors import (
     ConflictError,
     InvalidRequestError,
@@ -64,7 +64,7 @@ class AtroposParts:
     @property
     def step(self) -> int:
         """Updates made so far, also before a restart."""
-        return self.training.status().step
+        return self.training.status(reader=EVERYTHING).step
 
     def source_of(self, key: NamedKey, data: ScoredData) -> str:
         environment = None if data.env_id is None else self.environments.known(data.env_id, key.name)
@@ -73,7 +73,7 @@ class AtroposParts:
 
 async def parts_of(request: Request, services: ServicesDep) -> AtroposParts:
     """Raises UnknownModelError if the key does not see the default adapter, which these groups train."""
-    services.require_training().status()
+    services.require_training().status(reader=services.key.reader)
     return cast(AtroposParts, request.app.state.atropos)
 
 
