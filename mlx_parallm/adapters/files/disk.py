@@ -62,13 +62,23 @@ class AdapterRoots:
             raise InvalidRequestError(message, "lora_path")
         for start in (*self._roots, Path.cwd()) if 0 < len(path) <= _MAX_PATH else ():
             real = _real(start / path)
-            if real is not None and os.path.isdir(real) and self.inside(real):
+            if real is not None and os.path.isdir(real) and self.inside(real) and self._is_spelled_so(real):
                 return real
         raise InvalidRequestError(
             f"{shown(path)} is no directory inside the allowed roots: give an absolute path, or one relative to a root "
             "of --allowed-adapter-roots or to the server's working directory",
             "lora_path",
         )
+
+    def _is_spelled_so(self, real: Path) -> bool:
+        """Whether the parts of the path below a root are just what the folders have. Otherwise the file system ignores
+        case, and patterns of names, as API keys have them, would not."""
+        root = max((root for root in self._roots if real.is_relative_to(root)), key=lambda root: len(root.parts))
+        below = [real, *real.parents][: len(real.parts) - len(root.parts)]
+        try:
+            return all(folder.name in os.listdir(folder.parent) for folder in below)
+        except OSError:  # what cannot be listed cannot be compared
+            return False
 
     def inside(self, path: Path) -> bool:
         """Whether the path, with symlinks resolved, is a root or lies under one."""
