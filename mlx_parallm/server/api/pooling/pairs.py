@@ -21,8 +21,9 @@ from mlx_parallm.core import (
     SamplingParams,
     ServedModel,
     StopParams,
+    no_reward_model,
 )
-from mlx_parallm.errors import ContextLengthError, InvalidRequestError, shown
+from mlx_parallm.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.server.access.permits import check_permitted
 from mlx_parallm.server.api.answer import token_usage
 from mlx_parallm.server.api.fields import Neutral, WireOutput
@@ -170,7 +171,7 @@ async def _rewards(body: PairsBody, name: str, services: Services, request: Requ
     services.check_open()
     models, request_id = services.require_reward_models(), new_request_id("score")
     if not key.sees(name):
-        raise InvalidRequestError(f"no reward model is called {shown(name)}")
+        raise no_reward_model(name)
     account = record.account = services.accounts.of(key)
     with account.request(), services.gate.reserve(len(body.judged), account.queue_name):
         rows = await services.workers.run(request.state.body_bytes, partial(_rows, body, services.first))
