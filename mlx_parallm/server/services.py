@@ -96,7 +96,7 @@ class Services:
         if key.adapters is None:
             return replace(self, key=key)
         adapters = SeenAdapters(self.adapters, key, sorted(self.first.names))
-        return replace(self, key=key, adapters=adapters, models=SeenModels(self.models, key))
+        return replace(self, key=key, adapters=adapters, models=SeenModels(self.models, adapters, key))
 
     def path(self, text: str) -> str:
         """A path of this machine for keys that may name one, those of `train`; empty for others."""
@@ -138,8 +138,8 @@ class Services:
 
     async def adapter_name(self, selector: AdapterSelector, base: str, record: RequestRecord) -> str | None:
         """What `AdapterClient.lease` needs for a request of a base model: the name that it has, or that of a folder's
-        adapter, which is loaded if it is not loaded yet. Only of the first base model can there be a default adapter.
-        To load a folder is a control action, which `record` notes.
+        adapter, which is loaded if it is not, or if its files were written since. Only of the first base model can
+        there be a default adapter. To load a folder is a control action, which `record` notes.
 
         Raises:
             RoleError: the folder is not loaded, and the key may not load it.
@@ -152,16 +152,19 @@ class Services:
             return selector.name
         if folder is not None:
             loaded = await self.adapters.loaded_folder(folder)
-            record.controls = loaded is None
+            record.controls, live = loaded is None, None if loaded is None else self.adapters.find(loaded).ref
             if not self.key.role.allows(Role.TRAIN):
                 if loaded is None:
                     raise RoleError.needing(Role.TRAIN, self.key.role, "Loading an adapter by its path", selector.param)
                 return loaded
         loading = self.adapters.default_name() if folder is None else self.adapters.load_folder(folder)
         try:
-            return await self.lifecycle.run_to_end(loading)
+            name = await self.lifecycle.run_to_end(loading)
         except InvalidRequestError as error:
             raise type(error)(str(error), param=selector.param) from None
+        if folder is not None and name is not None:  # its files may have been written again
+            record.controls = live is None or self.adapters.find(name).ref != live
+        return name
 
     def find(self, selector: str, param: str) -> AdapterCard:
         """The card of an adapter version. Raises UnknownModelError, naming `param`, if `selector` names none."""
@@ -185,6 +188,12 @@ class Services:
         """Whether the key may use base models without an adapter."""
         return self.key.sees(BASE_ADAPTER.name)
 
+    def check_may_change(self, selector: str | None) -> None:
+        """Raises RoleError: the selector names an adapter that another key trains with Tinker."""
+        name = (selector or "").partition("@")[0]
+        if self.key.sees(name) and not self.key.may_change(name):
+            raise RoleError(f"{name} belongs to another key, which trains it with Tinker: only that key may change it.")
+
     def check_model(self, name: str | None) -> None:
         """Raises UnknownModelError unless `name` is left out or names a base model or an adapter."""
         if name is None or self.is_base(name) or (self.sees_base and name in self.models.names):
@@ -203,7 +212,7 @@ class Services:
         if name not in self.models.names:
             known = ", ".join(status.name for status in self.models.statuses())
             raise UnknownModelError(f"{param}: no base model here is called {name!r}; there are: {known}.", param=param)
-        return self.models.find(name)
+        return self.first.card.name if name in self.first.names else name
 
     def check_sequences(self, prompts: int, n: int) -> int:
         """The number of sequences of a request. Raises InvalidRequestError if it is over the limit."""

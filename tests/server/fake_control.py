@@ -49,8 +49,8 @@ class FakeAdapters:
 
     `error`: what the next awaited call raises. `hold`: awaited calls wait for `resume`, having set `held`.
     `asked`: every selector that a lease or a lookup was asked for; `keys`: the keys of the leases.
-    `folders`: every path of `load_folder`. `bases`: the base models of all loads and unloads. `default`: the result of
-    `default_name`. `leased`: how many leases are held.
+    `folders`: every path of `load_folder`; `rewritten`: their files were written since they were loaded. `bases`: the
+    base models of all loads and unloads. `default`: the result of `default_name`. `leased`: how many leases are held.
     """
 
     def __init__(self):
@@ -61,6 +61,7 @@ class FakeAdapters:
         self.asked = []
         self.keys = []
         self.folders = []
+        self.rewritten = False
         self.bases = []
         self.default = None
         self.leased = 0
@@ -99,8 +100,11 @@ class FakeAdapters:
 
     async def load_folder(self, path):
         await self._work()
+        is_new = path not in self.folders or self.rewritten
         self.folders.append(path)
-        return self.publish("in-folder").name
+        if is_new:
+            self.publish("in-folder")
+        return "in-folder"
 
     async def loaded_folder(self, path):
         return "in-folder" if path in self.folders else None

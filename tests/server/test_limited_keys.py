@@ -7,6 +7,7 @@ default adapter `policy` are others'.
 import asyncio
 import inspect
 import json
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from mlx_parallm.config import ServerConfig
 from mlx_parallm.core import (
     AdapterRef,
     AdapterStats,
+    BaseStatus,
     CheckpointCard,
     CollectedClient,
     CollectionSpec,
@@ -31,6 +33,7 @@ from mlx_parallm.core import (
     FoundTrajectory,
     GroupFilter,
     LessonClient,
+    ModelState,
     PeopleClient,
     Reader,
     TrainingClient,
@@ -38,6 +41,7 @@ from mlx_parallm.core import (
     TrainingStatus,
     Trajectory,
     TrajectoryClient,
+    no_reward_model,
 )
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl.atropos.trajectory_api import Registration
@@ -182,6 +186,13 @@ TABLE = {
     "versions that Tinker has published, as adapters": [
         ("GET", "/v1/models", None, ("{session}", "no {session}", "{session}")),
         ("POST", "/v1/completions", {"prompt": "x", "model": "{session}-0"}, (200, GONE, 200)),
+        ("GET", "/v1/checkpoints", None, ("no {session}", "no {session}", "{session}")),
+        ("DELETE", "/v1/adapters/{session}-0@1", None, (403, GONE, 200)),
+        ("POST", "/v1/unload_lora_adapter", {"lora_name": "{session}-0"}, (403, GONE, 200)),
+        ("POST", "/v1/load_lora_adapter", {"lora_name": "{session}-0", "lora_path": "acme-1"}, (403, GONE, 400)),
+        ("POST", "/v1/adapters/rollback", {"lora_name": "{session}-0"}, (403, GONE, 409)),
+        ("POST", "/v1/training/checkpoint", {"lora_name": "{session}-0"}, (403, GONE, 200)),
+        ("POST", "/v1/training/start", {"lora_adapter": "{session}-0"}, (GONE, GONE, 200)),
     ],
 }
 CELLS = [
@@ -212,7 +223,7 @@ async def made_by_mine(server):
     await made("/api/v1/create_sampling_session", **of_session, sampling_session_seq_id=0)
     saving = await made("/api/v1/save_weights", model_id=f"{session}:train:0", seq_id=1, path="a")
     await made("/api/v1/retrieve_future", request_id=saving["request_id"])
-    server.adapters.publish(f"{session}-0")
+    server.adapters.saved.append(CheckpointCard("checkpoint-7", server.adapters.publish(f"{session}-0"), 7, "", 1))
     env = await made("/register-env", max_token_length=64, desired_name="a", weight=1.0, group_size=2)
     server.training.buffer.add(TrajectoryGroup("globex", [trajectory("globex", None)]))
     return {"{response}": response, "{session}": session, "{env}": str(env["env_id"])}
@@ -362,11 +373,68 @@ async def test_the_base_model_is_listed_to_keys_that_may_use_it(server, path):
         assert "acme-1" in names
 
 
+class TwoModels(OneModel):
+    """`acme-2` is an adapter of the base model `second`. `used`: the base models that were asked for, in order."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.used = []
+
+    @property
+    def names(self):
+        return self.first.names | {"second"}
+
+    def find(self, *names):
+        return "second" if {"second", "acme-2"} & set(names) else self.first.card.name
+
+    def statuses(self):
+        return (*super().statuses(), BaseStatus("second", ModelState.IDLE, adapters=("acme-2",)))
+
+    @asynccontextmanager
+    async def use(self, base):
+        self.used.append(base)
+        yield self.first
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+        ("/v1/chat/completions/render", {"messages": MESSAGES}),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 2}),
+        ("/v1/embeddings", {"input": "x"}),
+        ("/tokenize", {"prompt": "x"}),
+        ("/api/show", {}),
+        ("/api/generate", {"prompt": "x", "stream": False}),
+    ],
+)
+async def test_a_base_model_is_loaded_for_keys_that_may_use_it(server, path, body):
+    models = TwoModels(ByteTokenizer(), CARD)
+    server.app.state.services = replace(server.app.state.services, models=models)
+    refused = await server.ask("asker", "POST", path, body | {"model": "second"})
+    unknown = await server.ask("asker", "POST", path, body | {"model": "nobody"})
+    assert (refused.status_code, refused.text) == (404, unknown.text.replace("nobody", "second"))
+    if path == "/v1/completions":
+        both = body | {"model": "second", "lora_adapter": "acme-3"}
+        assert (await server.ask("asker", "POST", path, both)).status_code == 404
+    assert "second" not in models.used
+    for key, name in (("based", "second"), ("free", "second")):
+        await server.ask(key, "POST", path, body | {"model": name})
+        assert models.used.pop() == "second"
+    if path == "/v1/completions":
+        await server.ask("asker", "POST", path, body | {"model": "second", "lora_adapter": "acme-2"})
+        assert models.used.pop() == "second"
+
+
 async def test_reward_models_are_named_like_adapters(server):
     body = {"text_1": "x", "text_2": "y"}
     for name, status in (("globex", 400), ("acme-judge", 200)):
         sent = {**body, "model": f"reward_model:{name}"}
-        assert (await server.ask("asker", "POST", "/v1/score", sent)).status_code == status
+        answer = await server.ask("asker", "POST", "/v1/score", sent)
+        assert answer.status_code == status
+        if status == 400:
+            assert answer.json()["error"]["message"] == str(no_reward_model(name)), "as of a name that is none"
         assert (await server.ask("free", "POST", "/v1/score", sent)).status_code == 200
 
 
@@ -514,6 +582,24 @@ async def test_trajectories_are_those_of_the_key_and_of_seen_adapters(server):
 # -- by a path -------------------------------------------------------------------------------------
 
 
+async def test_a_folder_says_nothing_of_an_adapter_with_another_name(server):
+    server.adapters.folders.append("./old/acme")  # which the admin has loaded as in-folder
+    by_path = {"prompt": "x", "adapters": "./old/acme"}
+    for key in ("acme", "asker"):
+        refused = await server.ask(key, "POST", "/v1/completions", by_path)
+        assert (refused.status_code, "in-folder" in refused.text) == (404, False)
+
+
+async def test_a_folder_that_was_written_again_is_loaded_again_and_that_is_audited(server):
+    body = {"prompt": "x", "adapters": "some/acme-1"}
+    for _ in range(2):
+        assert (await server.ask("free", "POST", "/v1/completions", body)).status_code == 200
+    server.adapters.rewritten = True
+    assert (await server.ask("free", "POST", "/v1/completions", body)).status_code == 200
+    lines = (server.folder / "audit.jsonl").read_text().splitlines()
+    assert [json.loads(line)["status"] for line in lines] == [200, 200]
+
+
 async def test_to_load_an_adapter_by_its_path_needs_the_role_train(server):
     body = {"prompt": "x", "adapters": "some/acme-1"}
     for key in ("asker", "based"):
@@ -568,6 +654,10 @@ def test_what_a_key_has_trained_with_tinker_is_its_own():
     mine, other = (new_key(name, Role.TRAIN, adapters=("acme*",))[0] for name in ("mine", "other"))
     adapter = f"tinker-{'0' * 12}{mine.mark}-0"
     assert (mine.sees(adapter), other.sees(adapter)) == (True, False)
+    free, boss = (new_key(name, role)[0] for name, role in (("free", Role.TRAIN), ("boss", Role.ADMIN)))
+    assert [key.may_change(adapter) for key in (mine, other, free, boss)] == [True, False, False, True]
+    assert free.may_change("globex")
+    assert not other.may_change("globex")
 
 
 async def test_one_key_has_a_limited_number_of_control_actions_under_way(server, monkeypatch):
