@@ -210,8 +210,9 @@ class Services:
         if name is None:
             return None
         if name not in self.models.names:
-            known = ", ".join(status.name for status in self.models.statuses())
-            raise UnknownModelError(f"{param}: no base model here is called {name!r}; there are: {known}.", param=param)
+            bases = self.models.statuses() if self.sees_base else ()
+            known = f"; there are: {', '.join(status.name for status in bases)}" if bases else ""
+            raise UnknownModelError(f"{param}: no base model here is called {name!r}{known}.", param=param)
         return self.first.card.name if name in self.first.names else name
 
     def check_sequences(self, prompts: int, n: int) -> int:

@@ -438,6 +438,13 @@ async def test_reward_models_are_named_like_adapters(server):
         assert (await server.ask("free", "POST", "/v1/score", sent)).status_code == 200
 
 
+async def test_base_models_are_named_in_errors_to_keys_that_may_use_them(server):
+    body = {"lora_name": "acme-2", "lora_path": "acme-1", "base_model_name": "none"}
+    for key, named in (("acme", False), ("teacher", True), ("free", True)):
+        refused = await server.ask(key, "POST", "/v1/load_lora_adapter", body)
+        assert (refused.status_code, CARD.name in refused.text) == (404, named)
+
+
 @pytest.mark.parametrize("model", ["base", CARD.name, "base-model", None])
 async def test_the_base_model_is_an_adapter_called_base(server, model):
     body = {"prompt": "x"} | ({} if model is None else {"model": model})

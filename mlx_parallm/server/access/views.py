@@ -63,11 +63,6 @@ class SeenAdapters:
         elif not self._key.sees(selector):
             raise self.unknown(selector)
 
-    def check_name(self, name: str) -> None:
-        """Raises UnknownModelError unless the key may use this name, which need not exist."""
-        if not self._key.sees(name):
-            raise self.unknown(name)
-
     def _check_path(self, path: str) -> None:
         """Raises UnknownModelError unless the name of the adapter's folder is one that the key sees. A checkpoint has
         the name of the folder that it is in."""
@@ -104,7 +99,8 @@ class SeenAdapters:
 
     async def load(self, name: str, path: str, replace: bool, base: str | None = None) -> AdapterCard:
         """See `core.AdapterClient.load`."""
-        self.check_name(name.partition("@")[0])
+        if not self._key.sees(new := name.partition("@")[0]):
+            raise self.unknown(new)
         self._check_path(path)
         return await self._adapters.load(name, path, replace, base)
 
