@@ -74,10 +74,6 @@ class NamedKey(Section):
             raise ValueError("an admin key may do everything; give it another role, or leave the adapters out")
         return adapters
 
-    def may_read(self, owner: str) -> bool:
-        """Whether it may read what the key of that name has sent and got."""
-        return self.role is Role.ADMIN or self.name == owner
-
     @property
     def mark(self) -> str:
         """Twelve hexadecimal digits of the SHA-256 of its name, in ids of things that outlive the process."""
