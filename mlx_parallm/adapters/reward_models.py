@@ -16,7 +16,7 @@ from typing import Literal
 import mlx_parallm
 from mlx_parallm import atomic
 from mlx_parallm.adapters.checkpoints.manifest import MANIFEST, MAX_BYTES, Sealed, check_metrics, file_sum, file_sums
-from mlx_parallm.adapters.files.disk import CONFIG_FILE
+from mlx_parallm.adapters.files.disk import CONFIG_FILE, is_spelled_so
 from mlx_parallm.adapters.files.reward_model import (
     RewardModelWeights,
     check_reward_model,
@@ -127,7 +127,7 @@ class RewardModelFolder:
         if self._folder is None:
             raise InvalidRequestError("there are no reward models here: name their folder with --adapter-dir")
         path = self._folder / check_name(name, "reward_model")
-        if not ((path / CONFIG_FILE).is_file() and is_reward_model(path)):
+        if not (is_spelled_so(path) and (path / CONFIG_FILE).is_file() and is_reward_model(path)):
             raise no_reward_model(name)
         return path
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,13 @@ def test_unknown_names_are_refused(saved: RewardModelFolder, tmp_path: Path) -> 
     assert "helpful" not in str(refused.value).replace("helpfull", "")
     with pytest.raises(InvalidRequestError, match="--adapter-dir"):
         RewardModelFolder(None).check("helpful")
+
+
+def test_a_name_in_another_case_is_unknown(saved: RewardModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the file system ignores case, so that the patterns of a key hold."""
+    monkeypatch.setattr(os, "listdir", lambda folder: ["Helpful"])
+    with pytest.raises(InvalidRequestError, match="no reward model is called 'helpful'"):
+        saved.check("helpful")
 
 
 def test_a_damaged_file_and_another_base_model_are_refused(saved: RewardModelFolder, tmp_path: Path) -> None:

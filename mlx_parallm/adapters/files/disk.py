@@ -71,19 +71,24 @@ class AdapterRoots:
         )
 
     def _is_spelled_so(self, real: Path) -> bool:
-        """Whether the parts of the path below a root are just what the folders have. Otherwise the file system ignores
-        case, and patterns of names, as API keys have them, would not."""
+        """Whether each part of the path below a root is spelled as in its folder."""
         root = max((root for root in self._roots if real.is_relative_to(root)), key=lambda root: len(root.parts))
         below = [real, *real.parents][: len(real.parts) - len(root.parts)]
-        try:
-            return all(folder.name in os.listdir(folder.parent) for folder in below)
-        except OSError:  # what cannot be listed cannot be compared
-            return False
+        return all(map(is_spelled_so, below))
 
     def inside(self, path: Path) -> bool:
         """Whether the path, with symlinks resolved, is a root or lies under one."""
         real = _real(path)
         return real is not None and any(real.is_relative_to(root) for root in self._roots)
+
+
+def is_spelled_so(path: Path) -> bool:
+    """Whether the folder of a path has just this name. If not, and there is such a file, then the file system ignores
+    case; patterns of names, as API keys have them, do not."""
+    try:
+        return path.name in os.listdir(path.parent)
+    except OSError:  # what cannot be listed cannot be compared
+        return False
 
 
 def _real(path: Path) -> Path | None:
