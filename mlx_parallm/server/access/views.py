@@ -58,10 +58,17 @@ class SeenAdapters:
 
     def check(self, selector: str) -> None:
         """Raises UnknownModelError unless the selector means a version that the key sees."""
-        if selector != BASE_ADAPTER.name:
-            self.find(selector)
-        elif not self._key.sees(selector):
+        if not self._seen(selector):
             raise self.unknown(selector)
+
+    def _seen(self, selector: str) -> bool:
+        """Whether the selector means a version, or the base model, that the key sees."""
+        if selector == BASE_ADAPTER.name:
+            return self._key.sees(selector)
+        try:
+            return self._key.sees(self._adapters.find(selector).ref.name)
+        except UnknownModelError:
+            return False
 
     def _check_path(self, path: str) -> None:
         """Raises UnknownModelError unless the name of the adapter's folder is one that the key sees. A checkpoint has
@@ -85,13 +92,9 @@ class SeenAdapters:
 
     def find(self, selector: str) -> AdapterCard:
         """See `core.AdapterClient.find`."""
-        try:
-            card = self._adapters.find(selector)
-        except UnknownModelError:
-            raise self.unknown(selector) from None
-        if not self._key.sees(card.ref.name):
+        if selector == BASE_ADAPTER.name or not self._seen(selector):
             raise self.unknown(selector)
-        return card
+        return self._adapters.find(selector)
 
     def cards(self) -> tuple[AdapterCard, ...]:
         """See `core.AdapterClient.cards`."""
@@ -141,14 +144,7 @@ class SeenAdapters:
 
     def route(self) -> Mapping[str, float]:
         """The part of the route that the key sees, so that the shares may add up to less than 1."""
-        return {name: share for name, share in self._adapters.route().items() if self._sees_version(name)}
-
-    def _sees_version(self, selector: str) -> bool:
-        try:
-            self.check(selector)
-        except UnknownModelError:
-            return False
-        return True
+        return {name: share for name, share in self._adapters.route().items() if self._seen(name)}
 
     async def set_route(self, weights: Mapping[str, float]) -> Mapping[str, float]:
         """Raises RoleError: the route is everybody's."""
