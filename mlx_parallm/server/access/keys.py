@@ -31,6 +31,7 @@ MAX_KEYS = 256
 """Most keys of a file. Each request is compared with all of them, and each has its own metrics."""
 MAX_FILE_BYTES = 2**20
 KEY_PREFIX = "sk-"
+MARK_DIGITS = 12
 
 log = logging.getLogger(__name__)
 
@@ -71,14 +72,19 @@ class NamedKey(Section):
             raise ValueError("an admin key may do everything; give it another role, or leave the adapters out")
         return adapters
 
+    @property
+    def may_be_alone(self) -> bool:
+        """Whether the server may have no other key."""
+        return self.name in (ANYONE.name, API_KEY)
+
     def may_read(self, owner: str) -> bool:
         """Whether it may read what the key of that name has sent and got."""
         return self.role is Role.ADMIN or self.name == owner
 
     @property
     def mark(self) -> str:
-        """Twelve hexadecimal digits that stand for its name, in ids of things that outlive the process."""
-        return hashlib.sha256(self.name.encode()).hexdigest()[:12]
+        """The first hexadecimal digits of the SHA-256 of its name, in ids of things that outlive the process."""
+        return hashlib.sha256(self.name.encode()).hexdigest()[:MARK_DIGITS]
 
     def made(self, any_id: str) -> bool:
         """Whether an id has the mark of this key, as the ids of a Tinker client's session, models and adapters do."""

@@ -76,7 +76,7 @@ def _start(
 ) -> None:
     """Starts the operation. It holds its places and its version until it ends, however that happens."""
     body = read.body
-    tinker.futures.check_room(read.nbytes)
+    tinker.futures.check_room(account.key, read.nbytes)
     with ExitStack() as opened:
         opened.enter_context(account.request())
         opened.enter_context(services.gate.reserve(services.check_sequences(1, body.num_samples), account.queue_name))

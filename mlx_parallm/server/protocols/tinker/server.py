@@ -10,12 +10,14 @@ import asyncio
 import logging
 import math
 import secrets
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 
 from mlx_parallm.config import TinkerConfig
-from mlx_parallm.core import BASE_ADAPTER, AdamSettings, Layers, ModelCard, PolicyClient, PolicySpec
-from mlx_parallm.errors import InvalidRequestError, ParaLLMError, UnknownModelError
+from mlx_parallm.core import BASE_ADAPTER, AdamSettings, Layers, ModelCard, PolicyCard, PolicyClient, PolicySpec
+from mlx_parallm.errors import InvalidRequestError, OverloadedError, ParaLLMError, UnknownModelError
 from mlx_parallm.server.access.accounts import Account
 from mlx_parallm.server.access.keys import NamedKey
 from mlx_parallm.server.protocols.tinker.answers import Answer, Fields, LossAnswer
@@ -29,7 +31,16 @@ from mlx_parallm.server.protocols.tinker.schema import (
     OptimStepBody,
     SaveBody,
 )
-from mlx_parallm.server.protocols.tinker.sessions import Model, Sampler, SavedWeights, Session, Sessions, is_of
+from mlx_parallm.server.protocols.tinker.sessions import (
+    Model,
+    Sampler,
+    SavedWeights,
+    Session,
+    Sessions,
+    is_of,
+    mark_of,
+    room_in,
+)
 from mlx_parallm.tasks import spawn
 
 ALPHA = 32.0
@@ -53,6 +64,7 @@ class TinkerServer:
         self.policies = policies
         self.sessions = Sessions(config.max_sessions, config.session_timeout_s)
         self.futures = Futures()
+        self._max_models = config.max_models
         self._card = card
         self._sweeper: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
@@ -103,15 +115,30 @@ class TinkerServer:
         model = self._new_model(body.session_id, body.model_seq_id, key)
 
         async def create() -> Answer:
-            await self.policies.create(model.adapter, spec)
+            await self._opened(model, key, partial(self.policies.create, model.adapter, spec))
             return Fields({"model_id": model.model_id, "type": "create_model"})
 
-        return self._in_turn(model, 0, digest, 0, create), model.model_id
+        return self._in_turn(key, model, 0, digest, 0, create), model.model_id
 
     def _new_model(self, session_id: str, number: int, key: NamedKey) -> Model:
         session = self.sessions.find(session_id, key)
-        self.futures.check_room(0)
+        self.futures.check_room(key, 0)
         return session.new_model(number)
+
+    async def _opened(self, model: Model, key: NamedKey, opening: Callable[[], Awaitable[PolicyCard]]) -> None:
+        """Opens the policy of a model. Raises OverloadedError also if the key may not have more of them."""
+        models = (each for session in self.sessions for each in session.models.values())
+        if not room_in(self._max_models, Counter(mark_of(each.adapter) for each in models if each.is_open), key):
+            raise OverloadedError(
+                f"This key may not train more of the {self._max_models} models of all keys: unload one, or raise "
+                "rl_training.tinker.max_models"
+            )
+        model.is_open = True
+        try:
+            await opening()
+        except BaseException:  # a cancelled operation too
+            model.is_open = False
+            raise
 
     def rank(self, model: Model) -> int | None:
         """None: it is not created yet, or could not be."""
@@ -130,6 +157,7 @@ class TinkerServer:
 
     def _in_turn(
         self,
+        key: NamedKey,
         model: Model,
         number: int | None,
         digest: bytes,
@@ -143,7 +171,7 @@ class TinkerServer:
         Raises:
             ConflictError, OverloadedError: see `Turns.take`, `Futures.check_room` and `Account.request`.
         """
-        self.futures.check_room(nbytes)
+        self.futures.check_room(key, nbytes)
         if account is not None and not model.turns.repeats(number, digest):
             with account.request():  # it is not under way while it waits for its turn, or it could wait for a request
                 pass  # before it that the limit refuses
@@ -190,7 +218,7 @@ class TinkerServer:
                 raise InvalidRequestError("the loss is not finite: check logprobs, advantages and weights")
             return LossAnswer(scores)
 
-        return self._in_turn(model, number, digest, nbytes, score, account)
+        return self._in_turn(account.key, model, number, digest, nbytes, score, account)
 
     def step(self, body: OptimStepBody, digest: bytes, key: NamedKey, read: Callable[[], AdamBody]) -> str:
         """Begins an optimizer step. `read`: reads its settings, when its turn has come."""
@@ -214,7 +242,7 @@ class TinkerServer:
             metrics = {"grad_norm": done.metrics["grad_norm"], "update": done.step}
             return Fields({"metrics": metrics, "type": "optim_step"})
 
-        return self._in_turn(model, body.seq_id, digest, 0, step)
+        return self._in_turn(key, model, body.seq_id, digest, 0, step)
 
     def save(self, body: SaveBody, digest: bytes, key: NamedKey) -> str:
         """Begins to save the weights and the optimizer's state."""
@@ -226,7 +254,7 @@ class TinkerServer:
             await self.policies.save(model.adapter, saved.tag, body.overwrite or body.path is None)
             return Fields({"path": saved.path, "type": "save_weights"})
 
-        return self._in_turn(model, body.seq_id, digest, 0, save)
+        return self._in_turn(key, model, body.seq_id, digest, 0, save)
 
     def save_for_sampler(self, body: SaveBody, digest: bytes, key: NamedKey) -> str:
         """Begins to make the weights available for sampling: under a name, or as a sampling session."""
@@ -247,7 +275,7 @@ class TinkerServer:
             session.add_sampler(Sampler(sampler_id, version))
             return Fields({"path": None, "sampling_session_id": sampler_id, "type": "save_weights_for_sampler"})
 
-        return self._in_turn(model, body.seq_id, digest, 0, save)
+        return self._in_turn(key, model, body.seq_id, digest, 0, save)
 
     def load(self, body: LoadBody, digest: bytes, key: NamedKey) -> tuple[str, str]:
         """Begins to load saved weights, into a model or as a new one. Returns the id of the future, and the model's."""
@@ -262,12 +290,13 @@ class TinkerServer:
         async def load() -> Answer:
             saved = SavedWeights.of(body.path, key)
             if creates:
-                await self.policies.create_from(model.adapter, saved.adapter, saved.tag, body.optimizer)
+                start = (model.adapter, saved.adapter, saved.tag, body.optimizer)
+                await self._opened(model, key, partial(self.policies.create_from, *start))
             else:
                 await self.policies.restore(model.adapter, saved.adapter, saved.tag, body.optimizer)
             return Fields({"path": body.path, "model_id": model.model_id, "type": "load_weights"})
 
-        return self._in_turn(model, 0 if creates else body.seq_id, digest, 0, load), model.model_id
+        return self._in_turn(key, model, 0 if creates else body.seq_id, digest, 0, load), model.model_id
 
     # -- sampling --------------------------------------------------------------------------------
 
