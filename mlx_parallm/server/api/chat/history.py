@@ -118,7 +118,7 @@ class EpisodeHistories:
             Its token ids, and why they are those of the template; empty for the first turn of an episode.
         """
         with self._lock:
-            turns = list(self._episodes.get(key[0], {}).get(key, ()))
+            turns = list(self._episodes.get(key[0], OrderedDict()).get(key, ()))
         if not turns:
             return rendered, ""
         turn = _longest(turns, conversation)
