@@ -31,7 +31,6 @@ MAX_KEYS = 256
 """Most keys of a file. Each request is compared with all of them, and each has its own metrics."""
 MAX_FILE_BYTES = 2**20
 KEY_PREFIX = "sk-"
-MARK_DIGITS = 12
 
 log = logging.getLogger(__name__)
 
@@ -83,8 +82,8 @@ class NamedKey(Section):
 
     @property
     def mark(self) -> str:
-        """The first hexadecimal digits of the SHA-256 of its name, in ids of things that outlive the process."""
-        return hashlib.sha256(self.name.encode()).hexdigest()[:MARK_DIGITS]
+        """Twelve hexadecimal digits of the SHA-256 of its name, in ids of things that outlive the process."""
+        return hashlib.sha256(self.name.encode()).hexdigest()[:12]
 
     def made(self, any_id: str) -> bool:
         """Whether an id has the mark of this key, as the ids of a Tinker client's session, models and adapters do."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef
 from mlx_parallm.errors import ConflictError, InvalidRequestError, OverloadedError, UnknownModelError, shown
-from mlx_parallm.server.access.keys import MARK_DIGITS, NamedKey
+from mlx_parallm.server.access.keys import NamedKey
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.access.shares import has_room
 from mlx_parallm.server.errors import ExpiredError
@@ -31,15 +31,15 @@ MAX_MODELS, MAX_SAMPLERS = 1024, 4096
 """Models and sampling sessions of one session, those that have ended included."""
 _REMEMBERED = 4096
 """Numbers of past requests of a model that are remembered, to tell a repeated request from a wrong one."""
-_RANDOM_DIGITS = 12
-"""Of an id, before the mark of its key."""
+_DIGITS = 12
+"""Of the random part of an id, and of the mark of its key, which follows."""
 _MODEL_ID = re.compile(r"(tinker-[0-9a-f]{12,24}):train:([0-9]{1,9})")
 _PATH = re.compile(rf"tinker://({_MODEL_ID.pattern})/(weights|sampler_weights)/([^/]+)")
 
 
 def new_id(key: NamedKey) -> str:
     """The id of something that belongs to this key."""
-    return f"tinker-{secrets.token_hex(_RANDOM_DIGITS // 2)}{key.mark}"
+    return f"tinker-{secrets.token_hex(_DIGITS // 2)}{key.mark}"
 
 
 def is_of(key: NamedKey, any_id: str) -> bool:
@@ -55,7 +55,7 @@ def room_in(limit: int, held: Counter[str], key: NamedKey, wanted: int = 1) -> b
 
 def mark_of(any_id: str) -> str:
     """The mark of the key to which what has this id belongs."""
-    return any_id[len("tinker-") + _RANDOM_DIGITS :][:MARK_DIGITS]
+    return any_id[len("tinker-") + _DIGITS :][:_DIGITS]
 
 
 class Turns:
