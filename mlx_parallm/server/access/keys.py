@@ -71,11 +71,6 @@ class NamedKey(Section):
             raise ValueError("an admin key may do everything; give it another role, or leave the adapters out")
         return adapters
 
-    @property
-    def may_be_alone(self) -> bool:
-        """Whether the server may have no other key."""
-        return self.name in (ANYONE.name, API_KEY)
-
     def may_read(self, owner: str) -> bool:
         """Whether it may read what the key of that name has sent and got."""
         return self.role is Role.ADMIN or self.name == owner
@@ -88,6 +83,11 @@ class NamedKey(Section):
     def made(self, any_id: str) -> bool:
         """Whether an id has the mark of this key, as the ids of a Tinker client's session, models and adapters do."""
         return re.fullmatch(rf"tinker-[0-9a-f]{{12}}{self.mark}([-:].*)?", any_id) is not None
+
+    @property
+    def may_be_alone(self) -> bool:
+        """Whether the server may have no other key."""
+        return self.name in (ANYONE.name, API_KEY)
 
     def sees(self, adapter: str) -> bool:
         """Whether it may use the adapter of this name, or know of it. What it has trained with Tinker it always may."""

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import math
 import secrets
-from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from copy import copy
@@ -19,7 +18,7 @@ from typing import Any
 
 from mlx_parallm.config import TinkerConfig
 from mlx_parallm.core import BASE_ADAPTER, AdamSettings, Layers, ModelCard, PolicyCard, PolicyClient, PolicySpec
-from mlx_parallm.errors import InvalidRequestError, OverloadedError, ParaLLMError, UnknownModelError
+from mlx_parallm.errors import InvalidRequestError, ParaLLMError, UnknownModelError
 from mlx_parallm.server.access.accounts import Account
 from mlx_parallm.server.access.keys import ANYONE, NamedKey
 from mlx_parallm.server.protocols.tinker.answers import Answer, Fields, LossAnswer
@@ -33,16 +32,7 @@ from mlx_parallm.server.protocols.tinker.schema import (
     OptimStepBody,
     SaveBody,
 )
-from mlx_parallm.server.protocols.tinker.sessions import (
-    Model,
-    Sampler,
-    SavedWeights,
-    Session,
-    Sessions,
-    is_of,
-    mark_of,
-    room_in,
-)
+from mlx_parallm.server.protocols.tinker.sessions import Model, Sampler, SavedWeights, Session, Sessions, is_of
 from mlx_parallm.tasks import spawn
 
 ALPHA = 32.0
@@ -142,12 +132,7 @@ class TinkerServer:
 
     async def _opened(self, model: Model, opening: Callable[[], Awaitable[PolicyCard]]) -> None:
         """Opens the policy of a model. Raises OverloadedError also if the key may not have more of them."""
-        models = (each for session in self.sessions for each in session.models.values())
-        if not room_in(self._max_models, Counter(mark_of(each.adapter) for each in models if each.is_open), self.key):
-            raise OverloadedError(
-                f"This key may not train more of the {self._max_models} models of all keys: unload one, or raise "
-                "rl_training.tinker.max_models"
-            )
+        self.sessions.check_models(self._max_models, self.key)
         model.is_open = True
         try:
             await opening()

@@ -258,6 +258,15 @@ class Sessions:
         model.last_request = time.time()
         return model
 
+    def check_models(self, most: int, key: NamedKey) -> None:
+        """Raises OverloadedError if the key may not train one more of the `most` models of all keys."""
+        models = (each for session in self for each in session.models.values())
+        if not room_in(most, Counter(mark_of(each.adapter) for each in models if each.is_open), key):
+            raise OverloadedError(
+                f"This key may not train more of the {most} models of all keys: unload one, or raise "
+                "rl_training.tinker.max_models"
+            )
+
     def sampler(self, sampler_id: str, key: NamedKey) -> Sampler:
         """A sampling session. Raises ExpiredError if the key has none of this id."""
         session = self.find(sampler_id.partition(":")[0], key)
