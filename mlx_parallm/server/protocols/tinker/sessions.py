@@ -259,9 +259,11 @@ class Sessions:
         return model
 
     def check_models(self, most: int, key: NamedKey) -> None:
-        """Raises OverloadedError if the key may not train one more of the `most` models of all keys."""
+        """Raises OverloadedError if one of several keys may not train one more of the `most` models of all keys. The
+        policies themselves are at most so many."""
         models = (each for session in self for each in session.models.values())
-        if not room_in(most, Counter(mark_of(each.adapter) for each in models if each.is_open), key):
+        held = Counter(mark_of(each.adapter) for each in models if each.is_open)
+        if not key.may_be_alone and not room_in(most, held, key):
             raise OverloadedError(
                 f"This key may not train more of the {most} models of all keys: unload one, or raise "
                 "rl_training.tinker.max_models"
