@@ -11,7 +11,7 @@ _CLOCK = time.CLOCK_MONOTONIC if sys.platform == "darwin" else time.CLOCK_BOOTTI
 
 
 def seconds_with_sleep() -> float:
-    """Seconds on a clock that goes on while the machine sleeps, unlike `time.monotonic`, and that nobody can set."""
+    """Seconds on a clock that counts while the machine sleeps, unlike `time.monotonic`, and that nobody can set."""
     return time.clock_gettime(_CLOCK)
 
 

@@ -28,7 +28,7 @@ from mlx_parallm.core import (
     TrainingClient,
     TrainingStatus,
 )
-from mlx_parallm.errors import InvalidRequestError, TrainingDisabledError, UnknownModelError
+from mlx_parallm.errors import EngineDeadError, InvalidRequestError, TrainingDisabledError, UnknownModelError
 from mlx_parallm.server.access.accounts import Accounts
 from mlx_parallm.server.access.keys import ANYONE, NamedKey
 from mlx_parallm.server.access.roles import Role
@@ -124,6 +124,7 @@ class Services:
             DrainingError: it is shutting down.
             InferenceDisabledError: it only trains.
             AsleepError: it is asleep.
+            EngineDeadError: the device thread, which runs the model, has stopped.
             ShortMemoryError: the machine is short of memory.
         """
         if self.lifecycle.drain_begun.is_set():
@@ -132,9 +133,11 @@ class Services:
             raise InferenceDisabledError("training only")
         if self.sleep.asleep:
             raise AsleepError("asleep")
-        machine = self.engine.stats().machine
-        if machine.relief is Relief.REQUESTS:
-            raise ShortMemoryError(machine.shortage)
+        stats = self.engine.stats()
+        if not stats.alive:
+            raise EngineDeadError("the device thread is not running")
+        if stats.machine.relief is Relief.REQUESTS:
+            raise ShortMemoryError(stats.machine.shortage)
 
     async def adapter_name(self, selector: AdapterSelector, base: str, record: RequestRecord) -> str | None:
         """What `AdapterClient.lease` needs for a request of a base model: the name that it has, or that of a folder's

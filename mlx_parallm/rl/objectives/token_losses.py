@@ -111,8 +111,8 @@ def ppo(batch: TokenBatch, config: ResolvedLoss) -> TokenTerms:
 
 
 def importance_sampling(batch: TokenBatch, config: ResolvedLoss) -> TokenTerms:
-    """The policy gradient, corrected for what drew the token: its gradient is that of A log π_θ times π_θ / μ, of which
-    the latter is at most ratio_cap (truncated importance sampling, Ionides 2008)."""
+    """The policy gradient, corrected for the policy that sampled the token: its gradient is that of A log π_θ times
+    π_θ / μ, of which the latter is at most ratio_cap (truncated importance sampling, Ionides 2008)."""
     ratio = _ratio(batch.logp - batch.sampling_logp)
     none = mx.zeros_like(ratio)
     return TokenTerms(-_capped(ratio, config) * batch.advantages, ratio, ratio > config.ratio_cap, none)

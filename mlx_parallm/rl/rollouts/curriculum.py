@@ -153,7 +153,7 @@ class Curriculum(Iterator[Task]):
 
     @property
     def state(self) -> Mapping[str, float]:
-        """All that another process needs to go on from where rewards were looked at last. Any thread may read it."""
+        """All that another process needs to continue from where rewards were looked at last. Any thread may read it."""
         return self._state
 
     # -- rewards ---------------------------------------------------------------------------------

@@ -89,6 +89,11 @@ class NamedKey(Section):
         others = _MARKED.fullmatch(adapter) is not None and not self.made(adapter)
         return self.role is Role.ADMIN or (self.sees(adapter) and not others)
 
+    @property
+    def may_be_alone(self) -> bool:
+        """Whether the server may have no other key."""
+        return self.name in (ANYONE.name, API_KEY)
+
     def sees(self, adapter: str) -> bool:
         """Whether it may use the adapter of this name, or know of it. What it has trained with Tinker it always may."""
         if self.adapters is None:
