@@ -317,10 +317,14 @@ class Collector:
         """The owner of the group that a reader means by its id: its own one, or else another one that it may read.
 
         Raises:
-            ConflictError: several keys have such a group.
+            ConflictError: several keys have such a group, or only keys whose groups have left.
         """
         owners = self.buffer.owners(group_id)
-        if not reader.reads_all or reader.name in owners or not owners:
+        if not reader.reads_all:
+            owners &= {reader.name, ""}
+        elif not owners and self.buffer.has_left(group_id, None):
+            raise ConflictError("The group has been trained on or dropped already.", param="group_id")
+        if reader.name in owners or not owners:
             return reader.name
         if len(owners) > 1:
             raise ConflictError(

@@ -97,6 +97,26 @@ async def test_a_key_rewards_and_closes_only_its_own(tmp_path: Path) -> None:
             await people.feedback((await answer(one, "one")) + "x", 1.0, "", ONE)
 
 
+async def test_every_key_rewards_what_the_server_has_sampled_itself(tmp_path: Path) -> None:
+    async with Run(tmp_path / "journal.sqlite").process() as one:
+        await answer(one, "", episode_id="e", group_id="g")
+        await one.service.trajectories.reward_episode("e", "g", 0.25, ONE)
+        assert set(one.states().values()) == {"scored"}
+        await one.service.trajectories.close_group("g", TWO)
+
+
+async def test_an_admin_hears_that_anothers_group_has_ended(tmp_path: Path) -> None:
+    async with Run(tmp_path / "journal.sqlite").process() as one:
+        collected = one.service.trajectories
+        await answer(one, "one", episode_id="e", group_id="g")
+        await collected.close_group("g", ONE)  # it has no reward, and is dropped
+        for reader, error in ((BOSS, ConflictError), (ONE, ConflictError), (TWO, UnknownTrajectoryError)):
+            with pytest.raises(error):
+                await collected.close_group("g", reader)
+            with pytest.raises(error):
+                await collected.reward_episode("e", "g", 0.5, reader)
+
+
 async def test_late_feedback_on_anothers_answer_is_refused_too(tmp_path: Path) -> None:
     run = Run(tmp_path / "journal.sqlite")
     async with run.process() as one:
