@@ -47,8 +47,8 @@ def test_every_group_adds_up_to_zero_and_keeps_its_order(scale):
         ([], DropReason.SINGLE),
         ([0, 0, 0], DropReason.ZERO_VARIANCE),
         ([0.1 + 0.2, 0.3, 0.3], DropReason.ZERO_VARIANCE),
-        ([1e6, 1e6 + 0.01], DropReason.ZERO_VARIANCE),
-        ([-5.0, -5.0 - 1e-7], DropReason.ZERO_VARIANCE),
+        ([1e6 + 0.1 + 0.2, 1e6 + 0.3], DropReason.ZERO_VARIANCE),
+        ([-5.0, -5.0 - 1e-14], DropReason.ZERO_VARIANCE),
     ],
 )
 def test_groups_that_teach_nothing_are_reported_and_zero(scale, rewards, reason):
@@ -62,7 +62,7 @@ def test_groups_that_teach_nothing_are_reported_and_zero(scale, rewards, reason)
 @pytest.mark.parametrize("scale", RewardScale)
 @given(
     rewards=st.lists(st.lists(st.integers(-64, 64), min_size=1, max_size=6), min_size=1, max_size=4),
-    offset=st.integers(-4096, 4096),
+    offset=st.integers(-(2**24), 2**24),
 )
 def test_a_number_that_is_added_to_all_rewards_changes_nothing(scale, rewards, offset):
     """Rewards in 64ths and offsets are exact in float64. A constant of the whole scorer is no news in any group."""
@@ -70,11 +70,11 @@ def test_a_number_that_is_added_to_all_rewards_changes_nothing(scale, rewards, o
     shifted = group_advantages([[each / 64 + offset for each in group] for group in rewards], scale)
     for one, other in zip(plain, shifted, strict=True):
         assert other.dropped is one.dropped
-        assert other.values == pytest.approx(one.values, rel=1e-9, abs=1e-9)
-        assert other.strength == pytest.approx(one.strength, rel=1e-9)
+        assert other.values == pytest.approx(one.values, rel=1e-6, abs=1e-6)
+        assert other.strength == pytest.approx(one.strength, rel=1e-6)
 
 
-@pytest.mark.parametrize("rewards", [(0.0, 1.0), (100.0, 101.0), (-1000.0, -999.0)])
+@pytest.mark.parametrize("rewards", [(0.0, 1.0), (100.0, 101.0), (-1000.0, -999.0), (1e7, 1e7 + 1)])
 @pytest.mark.parametrize("algorithm", [each for each in Algorithm if loss_config(each).compares])
 def test_an_offset_of_the_reward_changes_no_update_of_any_loss_or_baseline(algorithm, rewards):
     """Groups, and samples that are compared with their scorer's earlier rewards."""

@@ -315,7 +315,7 @@ def test_the_other_policies_have_no_gradient_even_where_they_are_made_of_the_tra
 @pytest.mark.parametrize("scale", RewardScale)
 def test_groups_that_teach_nothing_give_zero_gradient_even_if_trained_on(algorithm, scale):
     rows = mixed_rows()
-    groups = [[0.3, 0.3], [1.0, 1.0 + 1e-12, 1.0], [5.0], [2.0]]
+    groups = [[0.3, 0.3], [1.0, 1.0 + 1e-15, 1.0], [5.0], [2.0]]
     advantages = [value for group in group_advantages(groups, scale) for value in group.values]
     rows = [replace(r, advantage=a) for r, a in zip(rows, advantages, strict=True)]
     value, gradient = computed(rows, loss_config(algorithm))

@@ -69,11 +69,11 @@ class ScoredGroup:
         rewards.
 
         A single sample has no other one to be compared with. Equal scores from people say that all samples are good,
-        or that all are bad.
+        or that all are bad, unless they say which tokens are.
         """
         if self.has_advantages:
             return False
-        return len(self.episodes) > 1 and not (self.scorer == FEEDBACK and no_signal(self.rewards))
+        return len(self.episodes) > 1 and not (self.scorer == FEEDBACK and self.no_signal)
 
     @property
     def no_signal(self) -> DropReason | None:
@@ -98,8 +98,9 @@ EPSILON = 1e-4
 _LEAST_DEVIATION = 0.02
 """A group has a weak signal if its standard deviation is below this fraction of the widest range of its scorer's."""
 
-_LEAST_SPREAD = 1e-6
-"""Rewards that differ by at most this fraction of the largest absolute reward are equal apart from rounding."""
+_LEAST_SPREAD = 1e-12
+"""Rewards that differ by at most this fraction of the largest absolute reward are equal apart from the rounding of
+float64. It is small, since a number that is added to all rewards must not hide their differences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,29 +134,29 @@ def group_advantages(
     reward) of any group with the same scorer, at most 1. So seven rewards of 1 and one of 0.999 are a weak signal where
     others are 0. Each reward minus the mean of its group is divided by a number that depends on `scale`.
 
-    GROUP: the group's standard deviation + 1e-4. The advantages of a group that is weaker than the strongest one of the
+    GROUP: the group's deviation + 1e-4. The advantages of a group that is weaker than the strongest one of the
     update are smaller in proportion. Weakness that all groups share makes the step smaller, and not the advantages.
 
-    BATCH: the standard deviation of all rewards of the update + 1e-4. No group's mean is subtracted to compute it
-    (arXiv 2508.08221), and the rewards of dropped groups count. NONE: 1.
+    BATCH: the standard deviation of all rewards of the update, or the largest one of tokens, + 1e-4. No group's mean is
+    subtracted to compute it (arXiv 2508.08221), and the rewards of dropped groups count. NONE: 1.
 
     Args:
         widest: for each group, that range; see `RewardHistory.widest`. Empty: that of these groups.
-        token_deviations: for each group, see `token_deviation`: it takes the place of the deviation of rewards that are
-            equal. Empty: no token has a reward of its own.
+        token_deviations: for each group, see `token_deviation`. The deviation of a group is at least this, so that
+            credits of tokens are of the usual size even if rewards are (nearly) equal. Empty: no token has a reward.
     """
     rewards = [np.asarray(group, np.float64) for group in groups]
     reasons = [no_signal(group) for group in rewards]
     deviations = [0.0 if reason else float(group.std()) for group, reason in zip(rewards, reasons, strict=True)]
     if token_deviations:
-        deviations = [own or of_tokens for own, of_tokens in zip(deviations, token_deviations, strict=True)]
+        deviations = [max(own, of_tokens) for own, of_tokens in zip(deviations, token_deviations, strict=True)]
     widest = widest or [max(map(reward_range, rewards), default=0.0)] * len(rewards)
     strengths = [
         min(1.0, own / (_LEAST_DEVIATION * width or own or 1.0)) for own, width in zip(deviations, widest, strict=True)
     ]
     strongest = max(strengths, default=0.0)
     pooled = np.concatenate(rewards) if rewards and scale is RewardScale.BATCH else np.zeros(0)
-    of_all = float(pooled.std()) + EPSILON if pooled.size else 1.0
+    of_all = max(float(pooled.std()), *token_deviations, 0.0) + EPSILON if pooled.size else 1.0
 
     def centred(group: NDArray[np.float64], deviation: float, strength: float) -> GroupAdvantages:
         divisor = deviation * strongest / strength + EPSILON if scale is RewardScale.GROUP else of_all
@@ -289,9 +290,11 @@ def _chosen(group: ScoredGroup, ends: ScoredGroup) -> GroupAdvantages:
 
 def _rated(group: ScoredGroup, threshold: float) -> GroupAdvantages:
     """1 for a desirable trajectory, -1 for an undesirable one, 0 for one that has just the mean reward of its group."""
-    if group.is_compared and (reason := no_signal(group.rewards)):
+    reason = no_signal(group.rewards)  # rewards of tokens do not count
+    is_compared = group.is_compared and not (reason and group.scorer == FEEDBACK)
+    if is_compared and reason:
         return GroupAdvantages.none(len(group.rewards), reason)
-    if group.is_compared:
+    if is_compared:
         return GroupAdvantages(tuple(np.sign(np.subtract(group.rewards, fmean(group.rewards))).tolist()))
     return GroupAdvantages(tuple(1.0 if reward > threshold else -1.0 for reward in group.rewards))
 
