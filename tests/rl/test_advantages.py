@@ -8,10 +8,12 @@ from hypothesis import strategies as st
 
 from mlx_parallm.config import Algorithm, RewardScale
 from mlx_parallm.core import GivenTrajectory
-from mlx_parallm.rl.collect.groups import DropReason
+from mlx_parallm.rl.collect.groups import FEEDBACK, DropReason
 from mlx_parallm.rl.objectives.batches import ScoredGroup, group_advantages, prepare
 from mlx_parallm.rl.objectives.episodes import Episode
 from mlx_parallm.rl.objectives.rewards import FEEDBACK_BASELINE, RewardHistory, RunningBaseline
+
+ONE, OTHER = (Episode((GivenTrajectory((1,), (2, token)),)) for token in (3, 4))
 
 
 def values(rewards, scale=RewardScale.GROUP):
@@ -96,9 +98,9 @@ def test_an_offset_of_the_reward_changes_no_update_of_any_loss_or_baseline(algor
 def test_a_weak_group_counts_less_than_a_strong_one_or_makes_the_step_smaller_but_not_both():
     weak, strong = [0.5, 0.501], [0.0, 1.0]
     strength = 0.0005 / 0.02
-    (alone,) = group_advantages([weak], RewardScale.GROUP, widest=[1.0])
+    (alone,) = group_advantages([weak], RewardScale.GROUP, ranges=[1.0])
     assert (max(alone.values), alone.strength) == pytest.approx((0.0005 / 0.0006, strength))
-    beside, full = group_advantages([weak, strong], RewardScale.GROUP, widest=[1.0, 1.0])
+    beside, full = group_advantages([weak, strong], RewardScale.GROUP, ranges=[1.0, 1.0])
     assert max(beside.values) == pytest.approx(0.0005 / (0.02 + 1e-4))
     assert (beside.strength, full.strength, max(full.values)) == pytest.approx((strength, 1.0, 0.5 / 0.5001))
     assert values([100.0, 101.0]) == pytest.approx([-0.5 / 0.5001, 0.5 / 0.5001])
@@ -106,14 +108,44 @@ def test_a_weak_group_counts_less_than_a_strong_one_or_makes_the_step_smaller_bu
 
 def test_what_is_a_small_difference_is_known_from_earlier_groups_of_the_scorer_and_after_a_restart():
     history = RewardHistory()
-    assert history.widest([("a", 0.5), ("a", 2.0), ("b", 0.0)]) == [2.0, 2.0, 0.0]
-    assert history.widest([("a", 0.1), ("b", 0.1)]) == [2.0 * 0.99, 0.1]
-    assert history.widest([("a", 0.0)]) == [2.0 * 0.99], "groups without a signal change nothing"
+    assert history.ranges([("a", 2.0), ("b", 0.0)]) == [2.0, 0.0]
+    assert history.ranges([("a", 0.1), ("b", 0.1)]) == [2.0 * 0.99, 0.1]
+    assert history.ranges([("a", 0.0)]) == [2.0 * 0.99], "groups without a signal change nothing"
     restored = RewardHistory()
     restored.restore_baselines(history.baselines())
     draft = restored.draft()
-    assert draft.widest([("a", 0.1)]) == history.widest([("a", 0.1)])
-    assert restored.widest([("a", 0.0)]) == [2.0 * 0.99], "a draft that comes to nothing leaves no trace"
+    assert draft.ranges([("a", 0.1)]) == history.ranges([("a", 0.1)])
+    assert restored.ranges([("a", 0.0)]) == [2.0 * 0.99], "a draft that comes to nothing leaves no trace"
+
+
+@pytest.mark.parametrize("absurd", [1e4, 1e100])
+@pytest.mark.parametrize("before", [0, 1, 5, 50])
+@pytest.mark.parametrize("together", [False, True])
+def test_rewards_that_are_far_too_large_do_not_make_the_others_weak(absurd, before, together):
+    """Not even if a fifth of the groups has them. They are groups of two answers, with feedback of 0 and 1. `together`:
+    an absurd reward is in one update with usual ones. If the very first update has nothing else, two more are weak."""
+
+    def strengths(*highs):
+        groups = [ScoredGroup((ONE, OTHER), (0.0, high), FEEDBACK) for high in highs]
+        return [group.strength for group in prepare(groups, loss_config(), history).advantages]
+
+    history = RewardHistory()
+    for _ in range(before):
+        strengths(1.0)
+    updates = [(absurd, 1.0, 1.0, 1.0, 1.0)] if together else [(absurd,), *[(1.0,)] * 4]
+    found = [each for _ in range(100) for update in updates for each in strengths(*update)]
+    first = 3 if not before and not together else 0
+    assert found[first:] == [1.0] * (500 - first)
+
+
+def test_a_range_follows_when_a_scorer_changes_its_units():
+    history = RewardHistory()
+    for width in [1.0] * 50 + [1000.0] * 101:
+        (wide,) = history.ranges([("s", width)])
+    assert wide == 1000
+    for width in [1.0] * 101:
+        (wide,) = history.ranges([("s", width)])
+    assert wide == 1.0
 
 
 def test_a_group_that_is_all_but_solved_is_not_a_full_signal():

@@ -96,7 +96,7 @@ EPSILON = 1e-4
 """Added to standard deviations."""
 
 _LEAST_DEVIATION = 0.02
-"""A group has a weak signal if its standard deviation is below this fraction of the widest range of its scorer's."""
+"""A group has a weak signal if its standard deviation is below this fraction of its scorer's `RunningRange.width`."""
 
 _LEAST_SPREAD = 1e-12
 """Rewards that differ by at most this fraction of the largest absolute reward are equal apart from the rounding of
@@ -125,14 +125,14 @@ class GroupAdvantages:
 def group_advantages(
     groups: Sequence[Sequence[float]],
     scale: RewardScale,
-    widest: Sequence[float] = (),
+    ranges: Sequence[float] = (),
     token_deviations: Sequence[float] = (),
 ) -> tuple[GroupAdvantages, ...]:
     """The advantages of all groups of one update, in order. A number that is added to all rewards changes nothing.
 
-    The strength of a group is its standard deviation divided by 0.02 times the widest range (largest minus smallest
-    reward) of any group with the same scorer, at most 1. So seven rewards of 1 and one of 0.999 are a weak signal where
-    others are 0. Each reward minus the mean of its group is divided by a number that depends on `scale`.
+    The strength of a group is its standard deviation divided by 0.02 times a wide range (largest minus smallest reward)
+    of groups with the same scorer, at most 1. So seven rewards of 1 and one of 0.999 are a weak signal where others
+    are 0. Each reward minus the mean of its group is divided by a number that depends on `scale`.
 
     GROUP: the group's deviation + 1e-4. The advantages of a group that is weaker than the strongest one of the
     update are smaller in proportion. Weakness that all groups share makes the step smaller, and not the advantages.
@@ -141,7 +141,7 @@ def group_advantages(
     subtracted to compute it (arXiv 2508.08221), and the rewards of dropped groups count. NONE: 1.
 
     Args:
-        widest: for each group, that range; see `RewardHistory.widest`. Empty: that of these groups.
+        ranges: for each group, that range; see `RewardHistory.ranges`. Empty: the widest one of these groups.
         token_deviations: for each group, see `token_deviation`. The deviation of a group is at least this, so that
             credits of tokens are of the usual size even if rewards are (nearly) equal. Empty: no token has a reward.
     """
@@ -150,9 +150,9 @@ def group_advantages(
     deviations = [0.0 if reason else float(group.std()) for group, reason in zip(rewards, reasons, strict=True)]
     if token_deviations:
         deviations = [max(own, of_tokens) for own, of_tokens in zip(deviations, token_deviations, strict=True)]
-    widest = widest or [max(map(reward_range, rewards), default=0.0)] * len(rewards)
+    ranges = ranges or [max(map(reward_range, rewards), default=0.0)] * len(rewards)
     strengths = [
-        min(1.0, own / (_LEAST_DEVIATION * width or own or 1.0)) for own, width in zip(deviations, widest, strict=True)
+        min(1.0, own / (_LEAST_DEVIATION * width or own or 1.0)) for own, width in zip(deviations, ranges, strict=True)
     ]
     strongest = max(strengths, default=0.0)
     pooled = np.concatenate(rewards) if rewards and scale is RewardScale.BATCH else np.zeros(0)
@@ -338,7 +338,7 @@ def _compared_advantages(
 ) -> tuple[GroupAdvantages, ...]:
     rewards = [group.rewards for group in groups]
     ranges = [(group.scorer, reward_range(group.rewards)) for group in groups]
-    return group_advantages(rewards, scale, history.widest(ranges), [token_deviation(each.episodes) for each in groups])
+    return group_advantages(rewards, scale, history.ranges(ranges), [token_deviation(each.episodes) for each in groups])
 
 
 def _single_advantages(group: ScoredGroup, history: RewardHistory, scaled: bool) -> GroupAdvantages:

@@ -67,18 +67,36 @@ positive advantage, and the first thumbs-down (0 or -1) a negative one."""
 
 # ---- ranges ----------------------------------------------------------------------------------------
 
-_RANGE_DECAY = 0.99
-"""Of a range, at each update with the scorer: after 70 updates without so wide a group it is half as wide."""
+_FAR = 50
+"""An update whose range is wider or narrower by this factor votes against a running range, and does not move it."""
+
+_SUPPORT, _MOST_VOTES = 2, 100
+"""Votes that each other update adds, so that a running range is replaced if more than two in three are far from it; and
+how many count."""
+
+_NARROWING, _WIDENING = 0.99, 1.02
+"""Factors by which one update moves a running range at most. So it widens if more than one in three is wider."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunningRange:
-    """The widest range of rewards within a group: of one scorer, lately."""
+    """A wide range of rewards within a group, of one scorer in recent updates. 0 before the first of them.
 
-    widest: float
+    It is no maximum and no mean, since one reward of 10,000 among 0 and 1 would make all other differences look small:
+    of each update, the range that a quarter of its groups exceed counts. It moves this one by a small factor or, if it
+    is far from it, votes against it (Boyer and Moore 1991, "MJRTY"): without votes, it is replaced.
+    """
 
-    def including(self, width: float) -> RunningRange:
-        return RunningRange(max(width, _RANGE_DECAY * self.widest))
+    width: float = 0.0
+    votes: float = 0.0
+
+    def including(self, widths: Sequence[float]) -> RunningRange:
+        """`widths`: of the groups of one update, at least one; all above 0."""
+        wide = sorted(widths)[3 * (len(widths) - 1) // 4]
+        if self.width / _FAR <= wide <= self.width * _FAR:
+            wide = min(max(wide, _NARROWING * self.width), _WIDENING * self.width)
+            return RunningRange(wide, min(self.votes + _SUPPORT, _MOST_VOTES))
+        return RunningRange(self.width, self.votes - 1) if self.votes else RunningRange(wide, _SUPPORT)
 
 
 # ---- trend ---------------------------------------------------------------------------------------
@@ -216,17 +234,16 @@ class RewardHistory:
             del self._baselines[next(iter(self._baselines))]
         return baseline.advantage(reward, scaled) if baseline else None
 
-    def widest(self, groups: Sequence[tuple[str, float]]) -> list[float]:
-        """Adds the groups of one update, each with its scorer and the range of its rewards. Returns for each the widest
-        range of a group of its scorer, lately. Groups of equal rewards change nothing."""
-        of_update: dict[str, float] = {}
+    def ranges(self, groups: Sequence[tuple[str, float]]) -> list[float]:
+        """Adds the groups of one update, each with its scorer and the range of its rewards. Returns for each the
+        `RunningRange.width` of its scorer. Groups of equal rewards change nothing."""
+        of_update: dict[str, list[float]] = {}
         for scorer, width in groups:
-            of_update[scorer] = max(width, of_update.get(scorer, 0.0))
-        for scorer, width in of_update.items():
             if width:
-                known = self._ranges.pop(scorer, RunningRange(0.0))
-                self._ranges[scorer] = known.including(width)
-        seen = [self._ranges[scorer].widest if scorer in self._ranges else 0.0 for scorer, _ in groups]
+                of_update.setdefault(scorer, []).append(width)
+        for scorer, widths in of_update.items():
+            self._ranges[scorer] = self._ranges.pop(scorer, RunningRange()).including(widths)
+        seen = [self._ranges.get(scorer, RunningRange()).width for scorer, _ in groups]
         while len(self._ranges) > _MAX_SCORERS:
             del self._ranges[next(iter(self._ranges))]
         return seen

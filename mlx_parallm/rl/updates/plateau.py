@@ -86,8 +86,8 @@ class Plateau:
 
     @property
     def explores(self) -> bool:
-        """Whether updates look for a way out. There is none to look for if no answer has ever earned anything; and if none
-        is found in some updates, rewards may be the same whatever the answers are."""
+        """Whether updates look for a way out. There is none to look for if no answer has ever earned anything; and if
+        none is found in some updates, rewards may be the same whatever the answers are."""
         most = self._config.explore_updates * self._per_update()
         if self.level is None or not most or self._standing > most:
             return False
