@@ -26,6 +26,10 @@ _BASELINE_WEIGHT = 0.05
 _BASELINE_EPSILON = 0.01
 """Added to a baseline's standard deviation, which can shrink to nothing over many equal rewards."""
 
+_MOST_DEVIATIONS = 4.0
+"""A reward that is further than this from the mean counts as that far, so that a single one cannot move a baseline
+beyond all others."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunningBaseline:
@@ -47,17 +51,24 @@ class RunningBaseline:
     def advantage(self, reward: float, scaled: bool) -> float:
         """`reward` minus the mean of the rewards before it.
 
-        `scaled`: the difference is divided by the standard deviation of all rewards, `reward` included, + 0.01. Then
-        its absolute value is at most 1 / √(0.05 · 0.95) = 4.6.
+        `scaled`: the difference, of 4 standard deviations at most, is divided by the standard deviation of all rewards,
+        `reward` included, + 0.01. Then its absolute value is at most 1 / √(0.05 · 0.95) = 4.6.
         """
-        centred = reward - self.mean
-        return centred / (math.sqrt(self.including(reward).variance) + _BASELINE_EPSILON) if scaled else centred
+        if not scaled:
+            return reward - self.mean
+        return self._centred(reward) / (math.sqrt(self.including(reward).variance) + _BASELINE_EPSILON)
 
     def including(self, reward: float) -> RunningBaseline:
         weight = max(1 / (self.count + 1), _BASELINE_WEIGHT)
-        centred = reward - self.mean
+        centred = self._centred(reward)
         variance = (1 - weight) * (self.variance + weight * centred**2)
         return RunningBaseline(self.count + 1, self.mean + weight * centred, variance)
+
+    def _centred(self, reward: float) -> float:
+        """`reward` minus the mean, and no further from it than rewards were so far. Rewards that were all equal say
+        nothing of how far that is."""
+        most = _MOST_DEVIATIONS * (math.sqrt(self.variance) + _BASELINE_EPSILON) if self.variance else math.inf
+        return min(max(reward - self.mean, -most), most)
 
 
 FEEDBACK_BASELINE = RunningBaseline(1, 0.5, 0.25)
