@@ -121,6 +121,8 @@ _NOISE_WEIGHT = 0.05
 _TRUSTED_GROUPS = 10
 """A best mean of fewer groups is provisional: the next mean replaces it, and no fall is measured from it."""
 
+_CURRENT = "reward_is_current"
+
 _STANDARD_ERRORS = 6.0
 """A fall is at least this many standard errors of the mean. The best of many means is partly luck, hence so many."""
 
@@ -197,6 +199,17 @@ class RewardTrend:
         error = math.sqrt(sum(scorer.squared_error for scorer in self.scorers.values())) / len(self.scorers)
         return self.best - self.mean >= max(drop, _STANDARD_ERRORS * error)
 
+    def observed(self) -> dict[str, float]:
+        """What `continue_from` needs: the running means, and whether the current version contributed to them."""
+        return _figures("reward", self.scorers) | {_CURRENT: float(self._has_current)}
+
+    def continue_from(self, observed: Mapping[str, float]) -> None:
+        """Continues as if all that another trend has `observed` had been observed here."""
+        known, self.scorers = self.scorers, _restored("reward", RunningReward, observed)
+        self._has_current = bool(observed[_CURRENT])
+        if known.keys() != self.scorers.keys():
+            self.forget_best()
+
     def forget_best(self) -> None:
         """Forgets the best mean, so that the next mean that is marked becomes the best one."""
         self.best = None
@@ -222,8 +235,10 @@ class RewardHistory:
         self.trend = RewardTrend()
 
     def draft(self) -> RewardHistory:
-        """A history with the same baselines and ranges, for an update that may come to nothing; see `accept`."""
+        """A history with the same baselines and ranges, for an update that may not be accepted; see `accept`. Its
+        trend stays as it is now."""
         draft = RewardHistory()
+        draft.trend.continue_from(self.trend.observed())
         draft._baselines, draft._ranges = dict(self._baselines), dict(self._ranges)
         return draft
 

@@ -139,7 +139,8 @@ class Updates:
         explores: bool = False,
     ) -> UpdateReport:
         """`history`: of rewards, with those of these groups. It counts if the update changes the policy, or has no
-        signal that could; and then the journal has it, so that a later update made again sees the same history."""
+        signal that could; and then the journal has it, so that a later update made again sees the same history. Its
+        trend is journaled in any case, since that counts all rewards, whatever the update comes to."""
         training, parts = self._training, self._parts
         progress = self._own_progress() if progress is None else progress
         try:
@@ -153,7 +154,7 @@ class Updates:
                 report = training.reports.skipped(training.live, "no_signal", metrics=prepared.batch.metrics)
                 if training.rewards.accept(history):
                     await parts.pausing.recorded(
-                        parts.changes.updated(groups, wanted, publish, report, explores=explores)
+                        parts.changes.updated(groups, history, wanted, publish, report, explores=explores)
                     )
                 return report
             self._warn_of_placeholders(prepared.batch.samples)
@@ -162,8 +163,10 @@ class Updates:
             report = await training.learn(replace(prepared.batch, learning_rate=rate), publish, progress)
             if report.status in CHANGED:
                 training.rewards.accept(history)
-                update = parts.changes.updated(groups, wanted, publish, report, rate, explores)
+                update = parts.changes.updated(groups, history, wanted, publish, report, rate, explores)
                 await parts.pausing.recorded(update)
+            else:
+                await parts.pausing.recorded(parts.changes.updated((), history, None, publish, report))
             if report.divergences:
                 await parts.response.to(report.divergences)
                 report = replace(report, adapter=training.live, step=training.reports.step)
