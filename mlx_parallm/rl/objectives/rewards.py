@@ -27,7 +27,7 @@ _BASELINE_EPSILON = 0.01
 """Added to a baseline's standard deviation, which can shrink to nothing over many equal rewards."""
 
 _MOST_DEVIATIONS = 4.0
-"""A reward that is further than this from the mean counts as that far, so that a single one cannot move a baseline
+"""A reward that is further than this from the mean counts as that far, so that a single one cannot move a running mean
 beyond all others."""
 
 
@@ -132,7 +132,8 @@ class RunningReward:
     """Exponentially weighted mean of one scorer's group means, and the variance (`noise`) of a single group mean.
 
     The variance is half the mean square of successive differences (von Neumann 1941), which hardly reacts to a change
-    of level.
+    of level. A group mean counts as at most 4 standard deviations better than the one before it. Otherwise one that is
+    far too good would become the best mean, and what follows would look like a fall. A bad one counts as it is.
     """
 
     count: float
@@ -141,6 +142,8 @@ class RunningReward:
     noise: float
 
     def including(self, reward: float) -> RunningReward:
+        if self.noise:
+            reward = min(reward, self.last + _MOST_DEVIATIONS * (math.sqrt(self.noise) + _BASELINE_EPSILON))
         mean = self.mean + max(1 / (self.count + 1), _MEAN_WEIGHT) * (reward - self.mean)
         noise = self.noise + max(1 / self.count, _NOISE_WEIGHT) * ((reward - self.last) ** 2 / 2 - self.noise)
         return RunningReward(self.count + 1, mean, reward, noise)
