@@ -9,15 +9,22 @@ from hypothesis import strategies as st
 from mlx_parallm.config import Algorithm, RewardScale
 from mlx_parallm.core import GivenTrajectory
 from mlx_parallm.rl.collect.groups import FEEDBACK, DropReason
-from mlx_parallm.rl.objectives.batches import ScoredGroup, group_advantages, prepare
+from mlx_parallm.rl.objectives.advantages import GroupAdvantages, group_advantages, reward_range
+from mlx_parallm.rl.objectives.batches import ScoredGroup, prepare
 from mlx_parallm.rl.objectives.episodes import Episode
 from mlx_parallm.rl.objectives.rewards import FEEDBACK_BASELINE, RewardHistory, RunningBaseline
 
 ONE, OTHER = (Episode((GivenTrajectory((1,), (2, token)),)) for token in (3, 4))
 
 
+def advantages_of(groups, scale, ranges=None) -> tuple[GroupAdvantages, ...]:
+    """`ranges`: those of these groups, unless given."""
+    ranges = ranges or [max(map(reward_range, groups), default=0.0)] * len(groups)
+    return group_advantages(groups, scale, ranges, [0.0] * len(groups))
+
+
 def values(rewards, scale=RewardScale.GROUP):
-    (group,) = group_advantages([rewards], scale)
+    (group,) = advantages_of([rewards], scale)
     return group.values
 
 
@@ -26,7 +33,7 @@ def test_by_hand():
     assert values([0, 0, 1, 1]) == pytest.approx([-0.9998, -0.9998, 0.9998, 0.9998], abs=1e-7)
     assert values([0, 0, 1, 1], RewardScale.NONE) == (-0.5, -0.5, 0.5, 0.5)
     # all rewards 0, 1, 10, 14: mean 6.25, variance (39.0625 + 27.5625 + 14.0625 + 60.0625) / 4 = 35.1875
-    low, high = group_advantages([[0, 1], [10, 14]], RewardScale.BATCH)
+    low, high = advantages_of([[0, 1], [10, 14]], RewardScale.BATCH)
     assert low.values == pytest.approx((-0.5 / 5.9320, 0.5 / 5.9320), rel=1e-4)
     assert high.values == pytest.approx((-2 / 5.9320, 2 / 5.9320), rel=1e-4)
 
@@ -35,7 +42,7 @@ def test_by_hand():
 def test_every_group_adds_up_to_zero_and_keeps_its_order(scale):
     rng = np.random.default_rng(0)
     groups = [rng.normal(rng.uniform(-100, 100), rng.uniform(0.01, 10), n).tolist() for n in (2, 3, 8, 31)]
-    for rewards, group in zip(groups, group_advantages(groups, scale), strict=True):
+    for rewards, group in zip(groups, advantages_of(groups, scale), strict=True):
         assert group.dropped is None
         assert sum(group.values) == pytest.approx(0, abs=1e-9)
         assert np.argsort(group.values).tolist() == np.argsort(rewards).tolist()
@@ -54,7 +61,7 @@ def test_every_group_adds_up_to_zero_and_keeps_its_order(scale):
     ],
 )
 def test_groups_that_teach_nothing_are_reported_and_zero(scale, rewards, reason):
-    good, bad = group_advantages([[0.0, 1.0], rewards], scale)
+    good, bad = advantages_of([[0.0, 1.0], rewards], scale)
     assert bad.dropped is reason
     assert bad.values == (0.0,) * len(rewards)
     assert good.dropped is None
@@ -68,8 +75,8 @@ def test_groups_that_teach_nothing_are_reported_and_zero(scale, rewards, reason)
 )
 def test_a_number_that_is_added_to_all_rewards_changes_nothing(scale, rewards, offset):
     """Rewards in 64ths and offsets are exact in float64. A constant of the whole scorer is no news in any group."""
-    plain = group_advantages([[each / 64 for each in group] for group in rewards], scale)
-    shifted = group_advantages([[each / 64 + offset for each in group] for group in rewards], scale)
+    plain = advantages_of([[each / 64 for each in group] for group in rewards], scale)
+    shifted = advantages_of([[each / 64 + offset for each in group] for group in rewards], scale)
     for one, other in zip(plain, shifted, strict=True):
         assert other.dropped is one.dropped
         assert other.values == pytest.approx(one.values, rel=1e-6, abs=1e-6)
@@ -98,9 +105,9 @@ def test_an_offset_of_the_reward_changes_no_update_of_any_loss_or_baseline(algor
 def test_a_weak_group_counts_less_than_a_strong_one_or_makes_the_step_smaller_but_not_both():
     weak, strong = [0.5, 0.501], [0.0, 1.0]
     strength = 0.0005 / 0.02
-    (alone,) = group_advantages([weak], RewardScale.GROUP, ranges=[1.0])
+    (alone,) = advantages_of([weak], RewardScale.GROUP, ranges=[1.0])
     assert (max(alone.values), alone.strength) == pytest.approx((0.0005 / 0.0006, strength))
-    beside, full = group_advantages([weak, strong], RewardScale.GROUP, ranges=[1.0, 1.0])
+    beside, full = advantages_of([weak, strong], RewardScale.GROUP, ranges=[1.0, 1.0])
     assert max(beside.values) == pytest.approx(0.0005 / (0.02 + 1e-4))
     assert (beside.strength, full.strength, max(full.values)) == pytest.approx((strength, 1.0, 0.5 / 0.5001))
     assert values([100.0, 101.0]) == pytest.approx([-0.5 / 0.5001, 0.5 / 0.5001])
@@ -171,7 +178,7 @@ def test_a_range_follows_when_a_scorer_changes_its_units():
 
 
 def test_a_group_that_is_all_but_solved_is_not_a_full_signal():
-    solved, one_left = group_advantages([[1.0] * 7 + [0.999], [1.0] * 7 + [0.0]], RewardScale.GROUP)
+    solved, one_left = advantages_of([[1.0] * 7 + [0.999], [1.0] * 7 + [0.0]], RewardScale.GROUP)
     assert max(map(abs, solved.values)) < 0.05
     assert solved.strength < 0.02
     assert max(map(abs, one_left.values)) == pytest.approx(2.645, abs=1e-3)
@@ -181,21 +188,21 @@ def test_a_group_that_is_all_but_solved_is_not_a_full_signal():
 @pytest.mark.parametrize("scale", RewardScale)
 def test_strength_does_not_depend_on_the_scale_or_the_units(scale):
     groups = [[1.0] * 7 + [0.99], [0.2, 0.8], [3.0, 3.0]]
-    one, full, none = (group.strength for group in group_advantages(groups, scale))
+    one, full, none = (group.strength for group in advantages_of(groups, scale))
     assert (0 < one < 1, full, none) == (True, 1.0, 0.0)
-    scaled = group_advantages([[1000 * reward for reward in group] for group in groups], scale)
+    scaled = advantages_of([[1000 * reward for reward in group] for group in groups], scale)
     assert [group.strength for group in scaled] == pytest.approx([one, full, none])
 
 
 @pytest.mark.parametrize("dropped", [[9.0, 9.0], [9.0]])
 def test_batch_scale_counts_the_rewards_of_dropped_groups(dropped):
-    with_dropped = group_advantages([[0.0, 1.0], dropped], RewardScale.BATCH)[0]
-    alone = group_advantages([[0.0, 1.0]], RewardScale.BATCH)[0]
+    with_dropped = advantages_of([[0.0, 1.0], dropped], RewardScale.BATCH)[0]
+    alone = advantages_of([[0.0, 1.0]], RewardScale.BATCH)[0]
     assert 0 < with_dropped.values[1] < alone.values[1]
 
 
 def test_no_groups_at_all():
-    assert group_advantages([], RewardScale.BATCH) == ()
+    assert advantages_of([], RewardScale.BATCH) == ()
 
 
 def test_a_running_baseline_compares_with_what_came_before():

@@ -15,7 +15,8 @@ from mlx_parallm.rl.collect.sources import SourceLedger
 from mlx_parallm.rl.divergence.pausing import Pausing
 from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.learn.step import NO_GRADIENT
-from mlx_parallm.rl.objectives.batches import GroupAdvantages, PreparedBatch, ScoredGroup
+from mlx_parallm.rl.objectives.advantages import GroupAdvantages
+from mlx_parallm.rl.objectives.batches import PreparedBatch, ScoredGroup
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.rl.objectives.samples import PLACEHOLDERS, Sample
 from mlx_parallm.rl.objectives.signals import prepare_signal, signal_of
