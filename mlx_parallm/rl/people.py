@@ -230,7 +230,7 @@ def _is_same(group: TrajectoryGroup, edit: Edit) -> bool:
     first = group.members[0].trajectory
     completions = [member.trajectory.completion_ids for member in group.members]
     return (
-        _said_by(group, edit)
+        _is_edit_of(group, edit)
         and first.prompt_ids == edit.prompt_ids
         and completions == [ids for ids in (edit.chosen_ids, edit.rejected_ids) if ids]
     )
@@ -240,10 +240,10 @@ def _is_replaced(group: TrajectoryGroup, edit: Edit) -> bool:
     """Whether a waiting group is an earlier edit of the same user about the same thing."""
     first = group.members[0].trajectory
     about = first.collection.metadata.get(ABOUT) or first.prompt_ids
-    return bool(edit.user) and _said_by(group, edit) and about == (edit.about or edit.prompt_ids)
+    return bool(edit.user) and _is_edit_of(group, edit) and about == (edit.about or edit.prompt_ids)
 
 
-def _said_by(group: TrajectoryGroup, edit: Edit) -> bool:
+def _is_edit_of(group: TrajectoryGroup, edit: Edit) -> bool:
     """Whether a waiting group is an edit of the same user of the same key."""
     user = group.members[0].trajectory.collection.metadata.get(_USER, "")
     return (user, group.owner) == (edit.user, edit.owner or "")
