@@ -36,7 +36,7 @@ class FeedbackCard:
 
 @dataclass(frozen=True, slots=True)
 class FoundTrajectory:
-    """An answer that was collected, whatever became of it. `adapter`: the name of the adapter that it trains."""
+    """An answer that was collected, in any state. `adapter`: the name of the adapter that it trains."""
 
     adapter: str
     prompt_ids: tuple[int, ...]
@@ -147,7 +147,7 @@ class PeopleClient(OpinionClient, Protocol):
     """The part of `core.TrainingClient` that takes what people say about answers."""
 
     async def find(self, trajectory_id: str, reader: Reader) -> FoundTrajectory:
-        """A trajectory of this run, whatever became of it. Raises UnknownTrajectoryError: there is none of this id that
+        """A trajectory of this run, in any state. Raises UnknownTrajectoryError: there is none of this id that
         the reader may read."""
         ...
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from mlx_parallm.config import ResolvedTraining
 from mlx_parallm.core import (
@@ -29,6 +29,7 @@ from mlx_parallm.core import (
     TrajectoryCard,
 )
 from mlx_parallm.errors import ConflictError, StorageError, UnknownTrajectoryError, shown
+from mlx_parallm.rl.changes import Changes
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
 from mlx_parallm.rl.collect.given import PREFIX, rewards_of, trajectories_of
 from mlx_parallm.rl.collect.group_rewards import group_of_episode
@@ -47,25 +48,10 @@ from mlx_parallm.rl.scoring.service import ScoringService
 from mlx_parallm.rl.tasks import PROBLEM_ID, FileTasks
 from mlx_parallm.rl.updates.loop import TrainingLoop
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from mlx_parallm.rl.competition.service import CompetitionService
 
 _log = logging.getLogger(__name__)
-
-
-class Finished(Protocol):
-    """Runs a change to its end, even if its caller is cancelled."""
-
-    async def __call__(self, change: Coroutine[Any, Any, T]) -> T: ...
-
-
-class Competing(Protocol):
-    """Comparisons of versions; `competition.service.CompetitionService` has them."""
-
-    def includes(self, version: AdapterRef) -> bool: ...
-
-    def drew(self, trajectories: Sequence[Trajectory]) -> None: ...
-
-    def observe(self, group: TrajectoryGroup) -> None: ...
 
 
 class Collector:
@@ -79,7 +65,7 @@ class Collector:
         default_adapter: what trajectories of the base model train.
         tasks: have the answers that requests leave out.
         log: gets every trajectory in the end.
-        finished: keeps what has begun from being cut off by a client that leaves.
+        changes: keep what has begun from being cut off by a client that leaves.
         ledger: counts the groups that leave the buffer.
         competing: gets the answers and rewards of versions that are compared, which are collected however old they are.
 
@@ -97,15 +83,15 @@ class Collector:
         loops: Mapping[str, TrainingLoop],
         default_adapter: str,
         emit: Emit,
-        finished: Finished,
-        competing: Competing,
+        changes: Changes,
+        competing: CompetitionService,
         ledger: SourceLedger | None = None,
     ) -> None:
         self._config, self._scorers, self._tasks = config, scorers, tasks
         self._journal, self._log = journal, log
         self._loops, self._default = loops, default_adapter
         self._emit = emit
-        self._finished = finished
+        self._finished = changes.finished
         self._ledger = ledger or SourceLedger()
         self._competing = competing
         self._coming: Counter[str] = Counter()  # trajectories that are given, by source, on their way into the buffer

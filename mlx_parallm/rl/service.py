@@ -80,13 +80,13 @@ class TrainingService:
             self._loops,
             default_adapter,
             self._hub.emit,
-            self._changes.finished,
+            self._changes,
             self.competition,
             self._ledger,
         )
         self.collected_groups = GroupReader(self.trajectories.buffer)
         self.people = People(
-            self.trajectories, parts.journal, self._loops, default_adapter, config, self._changes.finished, self._ledger
+            self.trajectories, parts.journal, self._loops, default_adapter, config, self._changes, self._ledger
         )
         self._history = History()
         self._hub.add_sink(self._history.on_event)

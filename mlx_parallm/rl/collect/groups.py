@@ -206,7 +206,7 @@ class TrajectoryGroup:
 
     @property
     def key(self) -> GroupKey:
-        """What no other group has."""
+        """The unique key of the group."""
         return self.owner, self.group_id
 
     @property

@@ -14,9 +14,9 @@ import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.config import CompetitionConfig
 from mlx_parallm.core import EVERYTHING, AdapterRef, ComparisonCard, ComparisonSpec, Reader, Trajectory
@@ -25,65 +25,11 @@ from mlx_parallm.rl.collect.groups import TrajectoryGroup
 from mlx_parallm.rl.competition.comparison import NOT_FINITE, OUT_OF_TIME, Comparison, Outcome
 from mlx_parallm.rl.events import Emit
 
+if TYPE_CHECKING:
+    from mlx_parallm.adapters.service import AdapterService
+    from mlx_parallm.rl.competition.trained import TrainedAdapter
+
 _log = logging.getLogger(__name__)
-
-
-class Versions(Protocol):
-    """The part of `adapters.service.AdapterService` that a comparison needs."""
-
-    def lease(self, selector: str) -> AbstractContextManager[AdapterRef]: ...
-
-    def split(self, name: str, choose: Callable[[str], AdapterRef] | None) -> None: ...
-
-    async def stage(self, ref: AdapterRef) -> None: ...
-
-
-class Trained(Protocol):
-    """One adapter in training; `rl.competition.trained` has it."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def live(self) -> AdapterRef | None: ...
-
-    def hold(self) -> None:
-        """Makes no automatic update any more."""
-        ...
-
-    async def settled(self) -> None:
-        """Returns when no change is under way."""
-        ...
-
-    def release(self) -> None:
-        """Makes automatic updates again, from the trajectories that still fit."""
-        ...
-
-    def pause(self, reason: str) -> None: ...
-
-    def version(self, selector: str) -> AdapterRef:
-        """The version that `name@version`, or the name or tag of a checkpoint, means. Raises UnknownModelError."""
-        ...
-
-    def is_saved(self, ref: AdapterRef) -> bool:
-        """Whether a checkpoint has the version, so that training can go on from it."""
-        ...
-
-    def came_from(self, ref: AdapterRef) -> bool:
-        """Whether the live version was made by training from `ref`, which is not live any more."""
-        ...
-
-    async def keep(self, ref: AdapterRef) -> None:
-        """Saves the live version `ref`, if it is in no checkpoint, as the one that a restart compares with."""
-        ...
-
-    def incumbent(self) -> AdapterRef | None:
-        """The version that was kept last."""
-        ...
-
-    async def make_live(self, ref: AdapterRef) -> None:
-        """Makes a version live that `is_saved`, and continues training from it."""
-        ...
 
 
 @dataclass(eq=False, slots=True)
@@ -91,7 +37,7 @@ class _Running:
     """A comparison that runs, and what it holds. `outcome`: set when it is ending."""
 
     comparison: Comparison
-    trained: Trained
+    trained: TrainedAdapter
     leases: ExitStack
     timer: asyncio.TimerHandle
     outcome: Outcome | None = None
@@ -110,8 +56,8 @@ class CompetitionService:
     def __init__(
         self,
         config: CompetitionConfig,
-        trained: Callable[[str | None, Reader], Trained],
-        versions: Versions,
+        trained: Callable[[str | None, Reader], TrainedAdapter],
+        versions: AdapterService,
         emit: Emit,
         spawn: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
@@ -240,7 +186,7 @@ class CompetitionService:
 
     # -- from beginning to end -------------------------------------------------------------------
 
-    def _begin(self, trained: Trained, comparison: Comparison) -> None:
+    def _begin(self, trained: TrainedAdapter, comparison: Comparison) -> None:
         """Splits the requests for the adapter between the two versions, which are kept until the end."""
         with ExitStack() as leases:
             for version in (comparison.live, comparison.candidate):
@@ -332,7 +278,7 @@ def _settings(config: CompetitionConfig, spec: ComparisonSpec) -> CompetitionCon
     return settings
 
 
-def _comparison(trained: Trained, selector: str, settings: CompetitionConfig) -> Comparison:
+def _comparison(trained: TrainedAdapter, selector: str, settings: CompetitionConfig) -> Comparison:
     """Raises UnknownModelError, InvalidRequestError, ConflictError: see `core.CompetitionClient.start`."""
     live, candidate = trained.live, trained.version(selector)
     if candidate.name != trained.name:

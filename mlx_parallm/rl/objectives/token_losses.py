@@ -104,7 +104,7 @@ def cispo(batch: TokenBatch, config: ResolvedLoss) -> TokenTerms:
 
 
 def ppo(batch: TokenBatch, config: ResolvedLoss) -> TokenTerms:
-    """The objective of PPO: no second bound but ratio_cap, and no weight for a sampler unlike the trainer."""
+    """The objective of PPO, bounded by ratio_cap only, without mismatch weights."""
     ratio = _ratio(batch.logp - batch.old_logp)
     bound, clipped = _clipped(batch, _capped(ratio, config), config)
     return TokenTerms(-bound, ratio, clipped, mx.zeros_like(ratio))

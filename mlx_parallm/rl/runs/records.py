@@ -142,7 +142,8 @@ class Rollback:
 @dataclass(frozen=True, slots=True)
 class Update:
     """One update: all that is needed to make it again, and what it reported. It changed the policy; or it had no
-    signal, and its rewards moved the baselines that later rewards are compared with.
+    signal, and its rewards moved the baselines that later rewards are compared with; or it was held or skipped, and has
+    no groups: then only `trend` counts.
 
     Attributes:
         wanted: trajectories that made a whole update; None: all that there were.
@@ -152,6 +153,7 @@ class Update:
             only what the update named.
         learning_rate: see `objectives.batches.UpdateBatch`.
         explores: whether it looked for a way out of a plateau.
+        trend: of rewards when it began; see `RewardTrend.observed`. None: an older version wrote it.
     """
 
     groups: tuple[TrainedGroup, ...]
@@ -165,6 +167,7 @@ class Update:
     learning_rate: float | None = None
     explores: bool = False
     all_progress: bool = False
+    trend: Mapping[str, float] | None = None
 
     @property
     def changed_policy(self) -> bool:

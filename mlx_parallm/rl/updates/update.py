@@ -15,7 +15,8 @@ from mlx_parallm.rl.collect.sources import SourceLedger
 from mlx_parallm.rl.divergence.pausing import Pausing
 from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.learn.step import NO_GRADIENT
-from mlx_parallm.rl.objectives.batches import GroupAdvantages, PreparedBatch, ScoredGroup
+from mlx_parallm.rl.objectives.advantages import GroupAdvantages
+from mlx_parallm.rl.objectives.batches import PreparedBatch, ScoredGroup
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.rl.objectives.samples import PLACEHOLDERS, Sample
 from mlx_parallm.rl.objectives.signals import prepare_signal, signal_of
@@ -73,7 +74,7 @@ class Updates:
     ) -> UpdateReport:
         """Trains on groups that were taken from the buffer, and ends each of them."""
         parts = self._parts
-        self._tell_beginning([group.group_id for group in groups], sum(group.trajectories for group in groups))
+        self._emit_updating([group.group_id for group in groups], sum(group.trajectories for group in groups))
         reasons: Sequence[DropReason | None] = [DropReason.SKIPPED] * len(groups)
         try:
             learnt = sources(groups)
@@ -105,7 +106,7 @@ class Updates:
         self, groups: Sequence[ScoredGroup], publish: bool, progress: Mapping[str, float] | None
     ) -> UpdateReport:
         """Trains on groups that a client gave."""
-        self._tell_beginning((), sum(len(episode.turns) for group in groups for episode in group.episodes))
+        self._emit_updating((), sum(len(episode.turns) for group in groups for episode in group.episodes))
         history = self._training.rewards.draft()
         prepared = prepare_signal(groups, self._parts.config.loss, history)
         return await self._learn(groups, prepared, history, publish, progress)
@@ -115,13 +116,13 @@ class Updates:
         of_rewards = bool(scored) and signal_of(scored) is Signal.REWARDS
         return of_rewards and self._parts.turns.explores and not any(group.has_advantages for group in scored)
 
-    def _tell_beginning(self, group_ids: Sequence[str], trajectories: int) -> None:
+    def _emit_updating(self, group_ids: Sequence[str], trajectories: int) -> None:
         """Emits that an update begins. `group_ids`: of collected groups; the first of them are named."""
         named = list(group_ids[:_MAX_NAMED_GROUPS])
         self._parts.emit("updating", adapter=self._training.name, groups=named, trajectories=trajectories)
 
     def _warn_of_placeholders(self, samples: Sequence[Sample]) -> None:
-        """Warns of samples whose log-probabilities are no log-probabilities, the first time that there are some."""
+        """Warns of samples whose sampling_logprobs are placeholders, the first time that there are some."""
         count = sum(sample.has_placeholder_logprobs for sample in samples)
         if count and not self._warned:
             self._warned = True
@@ -139,7 +140,8 @@ class Updates:
         explores: bool = False,
     ) -> UpdateReport:
         """`history`: of rewards, with those of these groups. It counts if the update changes the policy, or has no
-        signal that could; and then the journal has it, so that a later update made again sees the same history."""
+        signal that could; and then the journal has it, so that a later update made again sees the same history. Its
+        trend is journaled in any case, since that counts all rewards, whatever the update comes to."""
         training, parts = self._training, self._parts
         progress = self._own_progress() if progress is None else progress
         try:
@@ -153,7 +155,7 @@ class Updates:
                 report = training.reports.skipped(training.live, "no_signal", metrics=prepared.batch.metrics)
                 if training.rewards.accept(history):
                     await parts.pausing.recorded(
-                        parts.changes.updated(groups, wanted, publish, report, explores=explores)
+                        parts.changes.updated(groups, history, wanted, publish, report, explores=explores)
                     )
                 return report
             self._warn_of_placeholders(prepared.batch.samples)
@@ -162,8 +164,10 @@ class Updates:
             report = await training.learn(replace(prepared.batch, learning_rate=rate), publish, progress)
             if report.status in CHANGED:
                 training.rewards.accept(history)
-                update = parts.changes.updated(groups, wanted, publish, report, rate, explores)
+                update = parts.changes.updated(groups, history, wanted, publish, report, rate, explores)
                 await parts.pausing.recorded(update)
+            else:
+                await parts.pausing.recorded(parts.changes.updated((), history, None, publish, report))
             if report.divergences:
                 await parts.response.to(report.divergences)
                 report = replace(report, adapter=training.live, step=training.reports.step)
