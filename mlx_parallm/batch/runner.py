@@ -68,8 +68,7 @@ class Pending:
 
     @property
     def needs_previous_tokens(self) -> bool:
-        """Whether the tokens of the pass before must be read back before `draw`, because a row has a grammar, for
-        example."""
+        """Whether the tokens of the pass before must be read before `draw`, for example because a row has a grammar."""
         return self.plan is not None and self.plan.needs_previous_tokens
 
 
