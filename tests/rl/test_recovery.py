@@ -21,7 +21,9 @@ from mlx_parallm.config import CheckpointingConfig, ResolvedTraining
 from mlx_parallm.core import (
     BASE_ADAPTER,
     AdapterRef,
+    CheckpointCard,
     CollectionSpec,
+    EvaluationResult,
     FinishReason,
     GenerationRequest,
     GivenTrajectory,
@@ -36,6 +38,8 @@ from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.records import PolicyChange, Rollback, Start, Update
 from mlx_parallm.rl.runs.replay import StartPoint, plan
 from mlx_parallm.rl.runs.store import JournalFile
+from mlx_parallm.rl.teachers import Teacher
+from mlx_parallm.rl.updates.adapter_training import AdapterTraining
 
 MANUAL = limited(changed(SETTINGS, update_frequency=1000), reward=None)
 NEVER = CheckpointingConfig(interval=10_000, minutes=10_000.0)
@@ -112,12 +116,15 @@ class Run:
 
     def __init__(self, path: Path, training: ResolvedTraining = MANUAL, keeps: CheckpointingConfig = NEVER) -> None:
         self.path, self.training, self.keeps = path, training, keeps
+        self.evaluator: object = None
+        self.teacher: Teacher | None = None
         self.saved: list[object] = []
         self.requests = self.group = 0
 
     @asynccontextmanager
     async def process(self, scores: bool = True) -> AsyncIterator[World]:
-        one = World(self.training, None, self.keeps, Journal(JournalFile(self.path)), Adding())
+        journal = Journal(JournalFile(self.path))
+        one = World(self.training, None, self.keeps, journal, Adding(), self.evaluator, self.teacher)
         one.requests = self.requests
         one.publisher.saved = [*self.saved]
         if one.publisher.saved:
@@ -471,3 +478,60 @@ async def test_an_update_that_left_a_plateau_is_made_again_with_the_answers_that
     async with run.process() as one:
         assert one.learner.batches[-1].samples == made.samples
         assert one.learner.policies["main"] == policy
+
+
+# ---- the best version -----------------------------------------------------------------------------
+
+
+class FirstUpdateIsBest:
+    """An evaluator: the version of step 1 reaches most."""
+
+    key = 1.0
+
+    async def evaluate(self, version: AdapterRef, step: int) -> EvaluationResult:
+        mean = 0.9 if step == 1 else 0.6
+        return EvaluationResult(version, step, mean, mean - 0.1, mean + 0.1, 8, 0, 5.0)
+
+
+@pytest.mark.parametrize("floor", [None, 0.5])
+@pytest.mark.parametrize("crashes_before", [False, True])
+async def test_a_crash_between_the_checkpoints_of_the_best_and_the_last_version_repeats_no_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, floor: float | None, crashes_before: bool
+) -> None:
+    """The best version is saved first, so a restart may continue from it: it names the updates that are in it."""
+    run = Run(tmp_path / "journal.sqlite", changed(MANUAL, every=1, eval_floor=floor))
+    run.evaluator = FirstUpdateIsBest()
+    async with run.process() as one:
+        await single(one, 1)
+        if not crashes_before:
+            await between_checkpoints(one, monkeypatch)
+            found = one.learner.policies["main"], baselines(one)
+    if crashes_before:
+        monkeypatch.setattr(AdapterTraining, "save_now", nothing)
+        async with run.process() as one:
+            await between_checkpoints(one, monkeypatch)
+            found = one.learner.policies["main"], baselines(one)
+        monkeypatch.undo()
+    assert [card.adapter for card, _ in run.saved] == [AdapterRef("main", 1)]
+    async with run.process() as one:
+        assert (one.learner.policies["main"], baselines(one)) == found
+        assert one.service.status().best == AdapterRef("main", 1)
+
+
+async def nothing(_: AdapterTraining) -> None:
+    """In place of `save_now`: the process is killed before it."""
+
+
+async def between_checkpoints(one: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second update, and a save that writes the best version only."""
+    await single(one, 2)
+    save = one.publisher.save
+
+    async def once(*parts: object, **options: object) -> CheckpointCard:
+        card = await save(*parts, **options)
+        one.publisher.save_error = OSError("killed")
+        return card
+
+    monkeypatch.setattr(one.publisher, "save", once)
+    with pytest.raises(OSError, match="killed"):
+        await one.service.save(None, None, [], {})

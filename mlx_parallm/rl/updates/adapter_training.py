@@ -79,6 +79,7 @@ class AdapterTraining:
         self._adapters = parts.adapters
         self._serves_base = serves_base
         self._policy = UndoablePolicy(name, parts.learner, self._discard_announced)
+        self._evaluated: EvaluationResult | None = None  # of the last update; `evaluate_if_due` adds it
         self._info: VersionInfo  # of every version that training makes; set by `open`
 
     @property
@@ -122,7 +123,8 @@ class AdapterTraining:
             if best is None:  # its checkpoint is gone
                 self.rewards.trend.forget_best()
                 self.evaluations.forget_best()
-            self.checkpoints.set_best(TrainedVersion(best.ref) if best else TrainedVersion(self.versions.latest, start))
+            found = TrainedVersion(best.ref) if best else TrainedVersion(self.versions.latest, start, self._histories())
+            self.checkpoints.set_best(found)
         elif live is None and not self._serves_base:
             async with self._policy.undone_on_failure():
                 ref = await self._stage()
@@ -222,8 +224,7 @@ class AdapterTraining:
                 self.versions.append(ref)
             self.watch.accept(loss, outcome)
             report = self.reports.updated("published" if ref else "trained", ref or self.live, outcome)
-        if evaluation is not None:
-            await self._add_evaluation(evaluation)
+            self._evaluated = evaluation
         return replace(report, divergences=found)
 
     def _publish(
@@ -256,20 +257,25 @@ class AdapterTraining:
     async def evaluate_if_due(self, early: bool = False) -> EvaluationResult | None:
         """Evaluates the live version of training if that is due. If it fails, the next attempt is due later.
 
+        Call this when the last update has its number and its rewards are in the history: if the version is the best
+        one, its checkpoint says that it contains both.
+
         `early`: evaluates it even if it is not due yet, unless it was evaluated before.
 
         Returns:
-            None if it was not due, or has failed.
+            The evaluation, also one that the gate has read before; None if it was not due, or has failed.
         """
         version, step = self.versions.latest, self.reports.step
-        due = self.evaluations.due(step) or (early and self.evaluations.lacks(version))
-        if self.unpublished or not due:
-            return None
-        result = await self._evaluate(version, step)
+        result, self._evaluated = self._evaluated, None
+        if result is None or result.adapter != version:
+            due = self.evaluations.due(step) or (early and self.evaluations.lacks(version))
+            if self.unpublished or not due:
+                return None
+            result = await self._evaluate(version, step)
         if result is None:
-            self.evaluations.postpone(self.reports.step)
-        else:
-            await self._add_evaluation(result)
+            self.evaluations.postpone(step)
+        elif self.evaluations.add(result):
+            await self._set_best_to_latest()
         return result
 
     async def _evaluate(self, version: AdapterRef, step: int) -> EvaluationResult | None:
@@ -285,10 +291,6 @@ class AdapterTraining:
             return None
         self._parts.emit("evaluation", adapter=self.name, version=str(version), step=step, metrics=dict(result.metrics))
         return result
-
-    async def _add_evaluation(self, result: EvaluationResult) -> None:
-        if self.evaluations.add(result):
-            await self._set_best_to_latest()
 
     # -- checkpoints -----------------------------------------------------------------------------
 
@@ -376,7 +378,7 @@ class AdapterTraining:
         """Makes a restart of the server resume from this version. If it is the best one, it is saved, because it may
         have no checkpoint yet."""
         if best:
-            self.checkpoints.set_best(TrainedVersion(ref, await self._policy.current()))
+            self.checkpoints.set_best(TrainedVersion(ref, await self._policy.current(), self._histories()))
             self.checkpoints.unsaved.add()
             with suppress(Exception):  # `save` has logged it, and the next checkpoint saves the best version again
                 await self.save()

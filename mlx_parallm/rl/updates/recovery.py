@@ -160,18 +160,19 @@ class PolicyJournal:
                 training.rewards.accept(history)
                 training.change = change.number
                 return
+            await training.evaluate_if_due()  # the version that training starts from
             if update.version is not None:
                 training.number_versions_from(update.version)
             batch = replace(prepared.batch, learning_rate=update.learning_rate)
             report = await training.learn(batch, update.publish, update.progress or None, again=True)
-            if report.status == "published":
-                await training.evaluate_if_due()
         except (ParaLLMError, LookupError) as error:
             _log.error("update %d of %s could not be made again: %s", change.number, training.name, error)
             return
         training.change = change.number
         if report.status in CHANGED:
             training.rewards.accept(history)
+            if report.status == "published":
+                await training.evaluate_if_due()
         else:
             _log.warning("update %d of %s, made again, is %s", change.number, training.name, report.status)
 
