@@ -6,18 +6,19 @@ A learner here adds up what it is given, so that equal policies were made by equ
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 
 import pytest
-from configs import changed, limited
+from configs import changed, limited, loss_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rl.fakes import FakeEngine, FakeLearner
 from rl.service_rig import GIVEN, SETTINGS, World, settle, until
 
-from mlx_parallm.config import CheckpointingConfig, ResolvedTraining
+from mlx_parallm.config import Algorithm, CheckpointingConfig, ResolvedTraining
 from mlx_parallm.core import (
     BASE_ADAPTER,
     AdapterRef,
@@ -32,7 +33,7 @@ from mlx_parallm.core import (
     SequenceOutput,
     StopParams,
 )
-from mlx_parallm.errors import ConflictError, StorageError
+from mlx_parallm.errors import ConflictError, EngineError, StorageError
 from mlx_parallm.rl.objectives.batches import UpdateBatch
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.records import PolicyChange, Rollback, Start, Update
@@ -107,7 +108,8 @@ class Adding(FakeLearner):
         outcome = await super()._learnt(name, batch)
         if not outcome.skipped:
             told = sum(sum(sample.advantages) * sum(sample.token_ids) for sample in batch.samples)
-            self.policies[name] = (value / 2 + 1 + told / 1000, outcome.step)
+            taught = batch.step_scale * sum(sum(sample.teacher_logprobs) for sample in batch.samples)
+            self.policies[name] = (value / 2 + 1 + (told + taught) / 1000, outcome.step)
         return outcome
 
 
@@ -478,6 +480,69 @@ async def test_an_update_that_left_a_plateau_is_made_again_with_the_answers_that
     async with run.process() as one:
         assert one.learner.batches[-1].samples == made.samples
         assert one.learner.policies["main"] == policy
+
+
+# ---- a teacher ------------------------------------------------------------------------------------
+
+DISTILLATION = changed(MANUAL, loss=loss_config(Algorithm.DISTILLATION))
+
+
+class Scores:
+    """A teacher's scores, which differ each time. It cannot score token 3."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.error: Exception | None = None
+
+    async def __call__(self, ids: tuple[int, ...]) -> list[float | None]:
+        self.asked += 1
+        if self.error is not None:
+            raise self.error
+        return [None, *(None if token == 3 else -self.asked / (7 + token) for token in ids[1:])]
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+async def test_an_update_is_made_again_with_the_logprobs_that_the_teacher_gave(tmp_path: Path, is_older: bool) -> None:
+    """And without the samples that it could not score. Older versions did not write them: it is asked again."""
+    run, scores = Run(tmp_path / "journal.sqlite", DISTILLATION), Scores()
+    run.teacher = Teacher(scores, 5.0)
+    async with run.process() as one:
+        await one.request()
+        await finished_update(one)
+        await one.service.update(given=GIVEN)
+        assert [len(batch.samples) for batch in one.learner.batches] == [2, 1]
+        policy, batches, asked = one.learner.policies["main"], one.learner.batches, scores.asked
+    if is_older:
+        with closing(sqlite3.connect(run.path)) as file, file:
+            file.execute("UPDATE changes SET body = json_remove(body, '$.teacher_logprobs')")
+    else:
+        scores.error = EngineError("gone")
+    scores.asked = 0
+    async with run.process() as one:
+        assert one.learner.policies["main"] == policy
+        assert [batch.samples for batch in one.learner.batches] == [batch.samples for batch in batches]
+        assert scores.asked == (asked if is_older else 0)
+
+
+async def test_trajectories_wait_again_if_the_teacher_scores_none_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlx_parallm.rl.updates.loop._UNTAUGHT_S", 0.01)
+    run, scores = Run(tmp_path / "journal.sqlite", changed(DISTILLATION, update_frequency=2, max_skips=2)), Scores()
+    run.teacher, scores.error = Teacher(scores, 5.0), EngineError("no log-probability for the token 1234")
+    async with run.process() as one:
+        ids = await one.request()
+        await until(lambda: one.service.status().state == "paused")
+        assert "no log-probability for the token 1234" in one.service.status().pause_reason
+        assert one.service.status().skips == {"no_teacher": 2}, "a label of few values"
+        assert {one.states()[each] for each in ids} == {"scored"}
+        report = await one.service.update()
+        assert (report.status, report.reason) == ("skipped", f"the teacher failed: {scores.error}")
+    async with run.process() as one:
+        await until(lambda: one.service.status().state == "paused")
+        scores.error = None
+        await one.service.resume()
+        await until(lambda: one.states() == dict.fromkeys(ids, "trained"))
 
 
 # ---- the best version -----------------------------------------------------------------------------

@@ -152,6 +152,8 @@ class Update:
             only what the update named.
         learning_rate: see `objectives.batches.UpdateBatch`.
         explores: whether it looked for a way out of a plateau.
+        teacher_logprobs: for each sample, those of a teacher; see `teachers.TeacherLogprobs`. None: its loss read none,
+            or an older version wrote it.
     """
 
     groups: tuple[TrainedGroup, ...]
@@ -165,6 +167,7 @@ class Update:
     learning_rate: float | None = None
     explores: bool = False
     all_progress: bool = False
+    teacher_logprobs: tuple[tuple[float, ...], ...] | None = None
 
     @property
     def changed_policy(self) -> bool:

@@ -75,6 +75,7 @@ class AdapterTraining:
         self.watch = DivergenceWatch(name, parts.config.divergence, parts.emit, self._can_roll_back)
         self._parts = parts
         self.journal = parts.journal
+        self.teacher = parts.teacher
         self._learner = parts.learner
         self._adapters = parts.adapters
         self._serves_base = serves_base
@@ -189,12 +190,6 @@ class AdapterTraining:
             Exception: raised by the learner or while publishing; policy and versions are as before.
         """
         gate, evaluation, loss = self._parts.gate, None, batch.loss or self._parts.config.loss
-        if loss.reads_teacher and self._parts.teacher is not None:
-            taught, problem = await self._parts.teacher.taught(batch.samples)
-            if not taught:
-                return self.reports.skipped(self.live, problem, metrics=batch.metrics)
-            share = len(taught) / len(batch.samples)
-            batch = replace(batch, samples=taught, step_scale=batch.step_scale * share)
         evaluates_first = gate.reads_evaluations and not again and self.evaluations.due(self.reports.step + 1)
         async with self._policy.undone_on_failure():
             judge = partial(self.watch.judge, loss, again)

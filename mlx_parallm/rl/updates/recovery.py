@@ -10,12 +10,13 @@ from statistics import fmean
 
 from mlx_parallm.config import ResolvedTraining
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef, GivenTrajectory, Signal, Trajectory, UpdateReport
-from mlx_parallm.errors import ParaLLMError, RequestError
+from mlx_parallm.errors import EngineError, ParaLLMError, RequestError
 from mlx_parallm.rl.objectives.batches import ScoredGroup
 from mlx_parallm.rl.objectives.episodes import Episode
 from mlx_parallm.rl.objectives.signals import prepare_signal
 from mlx_parallm.rl.runs.records import CHANGED, PolicyChange, Rollback, Start, TrainedEpisode, TrainedGroup, Update
 from mlx_parallm.rl.runs.replay import plan
+from mlx_parallm.rl.teachers import TeacherLogprobs, logprobs_for, taught
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
 
 _LINEAGE = 100
@@ -57,6 +58,7 @@ class PolicyJournal:
         report: UpdateReport,
         learning_rate: float | None = None,
         explores: bool = False,
+        teacher_logprobs: TeacherLogprobs | None = None,
     ) -> None:
         """An update on these groups has changed the policy, or only the baselines."""
         published = report.status == "published" and report.adapter is not None
@@ -72,6 +74,7 @@ class PolicyJournal:
                 progress=dict(self._training.progress),
                 learning_rate=learning_rate,
                 explores=explores,
+                teacher_logprobs=teacher_logprobs,
                 all_progress=True,
             )
         )
@@ -164,6 +167,12 @@ class PolicyJournal:
             if update.version is not None:
                 training.number_versions_from(update.version)
             batch = replace(prepared.batch, learning_rate=update.learning_rate)
+            logprobs, problem = update.teacher_logprobs, ""
+            if logprobs is None:  # an older version did not write them
+                logprobs, problem = await logprobs_for(training.teacher, batch, self._config.loss)
+            batch = taught(batch, logprobs)
+            if not batch.samples:
+                raise EngineError(problem)
             report = await training.learn(batch, update.publish, update.progress or None, again=True)
         except (ParaLLMError, LookupError) as error:
             _log.error("update %d of %s could not be made again: %s", change.number, training.name, error)

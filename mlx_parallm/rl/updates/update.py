@@ -20,6 +20,7 @@ from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.rl.objectives.samples import PLACEHOLDERS, Sample
 from mlx_parallm.rl.objectives.signals import prepare_signal, signal_of
 from mlx_parallm.rl.runs.records import CHANGED
+from mlx_parallm.rl.teachers import logprobs_for, taught
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
 from mlx_parallm.rl.updates.pace import OF_LESSONS
 from mlx_parallm.rl.updates.recovery import PolicyJournal
@@ -54,7 +55,10 @@ class Updates:
 
     Every group that is taken from the buffer is ended, whatever becomes of its update. If an update was skipped, held
     or failed, its trajectories are dropped, since another attempt would end the same way. If it was cancelled, because
-    the process ends, they wait again.
+    the process ends, or if the teacher scored none of its samples, they wait again.
+
+    Attributes:
+        untaught: whether the last update was skipped because the teacher scored none of its samples.
 
     Args:
         own_progress: what updates note as their progress if they are given none.
@@ -66,6 +70,7 @@ class Updates:
         self._training = training
         self._parts = parts
         self._own_progress = own_progress
+        self.untaught = False
         self._warned = False
 
     async def on_groups(
@@ -90,12 +95,13 @@ class Updates:
             report = await self._learn(scored, prepared, history, publish, progress, wanted, explores)
             if report.status in CHANGED:
                 parts.ledger.updated(self._training.name, learnt, report.metrics)
+            if self.untaught:
+                self._give_back(groups)
             of_groups = prepared.drop_reasons[first : first + len(groups)]
             reasons = [reason or _DROP_REASONS[report.status] for reason in of_groups]
             return replace(report, signal=signal_of(scored), advice=self._training.plateau.advice)
         except asyncio.CancelledError:
-            for group in groups:
-                parts.buffer.give_back(group)
+            self._give_back(groups)
             raise
         finally:
             for group, reason in zip(groups, reasons, strict=True):
@@ -109,6 +115,10 @@ class Updates:
         history = self._training.rewards.draft()
         prepared = prepare_signal(groups, self._parts.config.loss, history)
         return await self._learn(groups, prepared, history, publish, progress)
+
+    def _give_back(self, groups: Sequence[TrajectoryGroup]) -> None:
+        for group in groups:
+            self._parts.buffer.give_back(group)
 
     def _explores(self, scored: Sequence[ScoredGroup]) -> bool:
         """Whether an update on these groups looks for a way out of a plateau."""
@@ -141,6 +151,7 @@ class Updates:
         """`history`: of rewards, with those of these groups. It counts if the update changes the policy, or has no
         signal that could; and then the journal has it, so that a later update made again sees the same history."""
         training, parts = self._training, self._parts
+        self.untaught = False
         progress = self._own_progress() if progress is None else progress
         try:
             await training.mark_best()
@@ -159,10 +170,17 @@ class Updates:
             self._warn_of_placeholders(prepared.batch.samples)
             await training.evaluate_if_due()  # the version that training starts from
             rate = training.pace.learning_rate if signal_of(groups) in OF_LESSONS else None
-            report = await training.learn(replace(prepared.batch, learning_rate=rate), publish, progress)
+            batch = replace(prepared.batch, learning_rate=rate)
+            logprobs, problem = await logprobs_for(training.teacher, batch, parts.config.loss)
+            batch = taught(batch, logprobs)
+            self.untaught = not batch.samples
+            if self.untaught:
+                report = training.reports.skipped(training.live, "no_teacher", problem, metrics=batch.metrics)
+            else:
+                report = await training.learn(batch, publish, progress)
             if report.status in CHANGED:
                 training.rewards.accept(history)
-                update = parts.changes.updated(groups, wanted, publish, report, rate, explores)
+                update = parts.changes.updated(groups, wanted, publish, report, rate, explores, logprobs)
                 await parts.pausing.recorded(update)
             if report.divergences:
                 await parts.response.to(report.divergences)
