@@ -38,7 +38,7 @@ from mlx_parallm.rl.objectives.batches import UpdateBatch
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.records import PolicyChange, Rollback, Start, Update
 from mlx_parallm.rl.runs.replay import StartPoint, plan
-from mlx_parallm.rl.runs.store import JournalFile
+from mlx_parallm.rl.runs.store import JournalFile, Statements
 from mlx_parallm.rl.teachers import Teacher
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
 
@@ -442,6 +442,37 @@ async def test_rewards_without_a_signal_count_for_the_next_update_after_a_crash_
     async with run.process() as one:
         await single(one, 4)
         assert one.learner.batches[0].samples, "there is something to compare with"
+
+
+async def test_rewards_that_only_moved_the_baselines_move_them_once_whenever_the_process_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trajectories end in the commit of the change, so they do not wait again without it."""
+    run, commit, killed = Run(tmp_path / "journal.sqlite"), JournalFile.commit, [False]
+
+    def until_the_change(self: JournalFile, statements: Statements) -> None:
+        if not killed[0]:
+            commit(self, statements)
+        killed[0] |= any("INTO changes" in statement for statement, _ in statements)
+
+    async with run.process() as one:
+        one.engine = FakeEngine(ONE_ANSWER)
+        spec = CollectionSpec("exact")
+        asked = GenerationRequest("r", ((1,),), SamplingParams(), StopParams(4), adapter=BASE_ADAPTER, collection=spec)
+        (answer,) = [event async for event in one.generate(asked)][-1].trajectory_ids
+        await until(lambda: one.states()[answer] == "scored")
+        monkeypatch.setattr(JournalFile, "commit", until_the_change)
+        assert (await one.service.update()).reason == "no_signal"
+        found = baselines(one)
+        assert found["baseline_count.exact"] == 1
+    assert killed == [True]
+    monkeypatch.undo()
+    async with run.process() as one:
+        assert one.states() == {}
+        assert (await one.service.update()).reason == "no_trajectories"
+        assert baselines(one) == found
+        fate = await one.service._journal.fate(answer)
+        assert (fate.state, fate.reason) == ("dropped", "single")
 
 
 async def test_a_rollback_keeps_the_baselines_after_a_crash_too(tmp_path: Path) -> None:

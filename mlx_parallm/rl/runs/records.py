@@ -116,6 +116,10 @@ class TrainedGroup:
     remembered: bool = False
 
     @property
+    def trajectory_ids(self) -> tuple[str, ...]:
+        return tuple(one for episode in self.episodes for one in episode.trajectory_ids)
+
+    @property
     def is_given(self) -> bool:
         """Whether a client sent its trajectories with the update."""
         return any(episode.given for episode in self.episodes)
@@ -175,7 +179,7 @@ class Update:
 
     @property
     def trajectory_ids(self) -> tuple[str, ...]:
-        return tuple(one for group in self.groups for episode in group.episodes for one in episode.trajectory_ids)
+        return tuple(one for group in self.groups for one in group.trajectory_ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
+from types import MappingProxyType
 
 from mlx_parallm.config import ResolvedTraining
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef, GivenTrajectory, Signal, Trajectory, UpdateReport
 from mlx_parallm.errors import EngineError, ParaLLMError, RequestError
+from mlx_parallm.rl.collect.groups import DropReason
 from mlx_parallm.rl.objectives.batches import ScoredGroup
 from mlx_parallm.rl.objectives.episodes import Episode
 from mlx_parallm.rl.objectives.signals import prepare_signal
@@ -53,6 +55,7 @@ class PolicyJournal:
     async def updated(
         self,
         groups: Sequence[ScoredGroup],
+        reasons: Sequence[DropReason | None],
         wanted: int | None,
         publish: bool,
         report: UpdateReport,
@@ -60,11 +63,19 @@ class PolicyJournal:
         explores: bool = False,
         teacher_logprobs: TeacherLogprobs | None = None,
     ) -> None:
-        """An update on these groups has changed the policy, or only the baselines."""
+        """An update on these groups has changed the policy, or only the baselines. `reasons`: why each group was not
+        trained on; None: it was."""
         published = report.status == "published" and report.adapter is not None
+        trained = tuple(map(_trained, groups))
+        dropped = {
+            one: reason.value
+            for group, reason in zip(trained, reasons, strict=True)
+            if reason is not None
+            for one in group.trajectory_ids
+        }
         await self._changed(
             Update(
-                groups=tuple(map(_trained, groups)),
+                groups=trained,
                 wanted=wanted,
                 publish=publish,
                 version=report.adapter.version if published and report.adapter is not None else None,
@@ -76,7 +87,8 @@ class PolicyJournal:
                 explores=explores,
                 teacher_logprobs=teacher_logprobs,
                 all_progress=True,
-            )
+            ),
+            dropped,
         )
 
     async def rolled_back(self) -> None:
@@ -86,9 +98,9 @@ class PolicyJournal:
         baselines = training.rewards.baselines()
         await self._changed(Rollback(card.name if card else "", training.versions.last(_LINEAGE), baselines))
 
-    async def _changed(self, body: Rollback | Update) -> None:
+    async def _changed(self, body: Rollback | Update, dropped: Mapping[str, str] = MappingProxyType({})) -> None:
         self.begin()
-        await self._journal.changed(self._numbered(body))
+        await self._journal.changed(self._numbered(body), dropped)
 
     def _numbered(self, body: Start | Rollback | Update) -> PolicyChange:
         self._last = self._training.change = self._training.change + 1

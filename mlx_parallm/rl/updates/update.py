@@ -97,8 +97,7 @@ class Updates:
                 parts.ledger.updated(self._training.name, learnt, report.metrics)
             if self.untaught:
                 self._give_back(groups)
-            of_groups = prepared.drop_reasons[first : first + len(groups)]
-            reasons = [reason or _DROP_REASONS[report.status] for reason in of_groups]
+            reasons = _reasons(prepared, report)[first : first + len(groups)]
             return replace(report, signal=signal_of(scored), advice=self._training.plateau.advice)
         except asyncio.CancelledError:
             self._give_back(groups)
@@ -163,9 +162,9 @@ class Updates:
             if not prepared.batch.teaches:
                 report = training.reports.skipped(training.live, "no_signal", metrics=prepared.batch.metrics)
                 if training.rewards.accept(history):
-                    await parts.pausing.recorded(
-                        parts.changes.updated(groups, wanted, publish, report, explores=explores)
-                    )
+                    reasons = _reasons(prepared, report)
+                    update = parts.changes.updated(groups, reasons, wanted, publish, report, explores=explores)
+                    await parts.pausing.recorded(update)
                 return report
             self._warn_of_placeholders(prepared.batch.samples)
             await training.evaluate_if_due()  # the version that training starts from
@@ -180,7 +179,8 @@ class Updates:
                 report = await training.learn(batch, publish, progress)
             if report.status in CHANGED:
                 training.rewards.accept(history)
-                update = parts.changes.updated(groups, wanted, publish, report, rate, explores, logprobs)
+                reasons = _reasons(prepared, report)
+                update = parts.changes.updated(groups, reasons, wanted, publish, report, rate, explores, logprobs)
                 await parts.pausing.recorded(update)
             if report.divergences:
                 await parts.response.to(report.divergences)
@@ -206,6 +206,11 @@ class Updates:
             report = replace(report, metrics={**report.metrics, **result.metrics})
         name = await self._training.save_if_due()
         return report if name is None else replace(report, checkpoint=name)
+
+
+def _reasons(prepared: PreparedBatch, report: UpdateReport) -> list[DropReason | None]:
+    """For each group of an update, why it was not trained on; None: it was."""
+    return [reason or _DROP_REASONS[report.status] for reason in prepared.drop_reasons]
 
 
 def _note_advantages(groups: Sequence[TrajectoryGroup], advantages: Sequence[GroupAdvantages]) -> None:
