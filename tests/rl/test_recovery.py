@@ -318,7 +318,7 @@ ONE_ANSWER = [
 STEPS = st.lists(
     st.sampled_from(
         [
-            *("request", "people", "feedback", "turn", "turn", "tokens", "episode", "close"),
+            *("request", "people", "alone", "feedback", "turn", "turn", "tokens", "episode", "close"),
             *("update", "given", "single", "dull", "held", "skipped", "failed", "save", "rollback", "crash", "crash"),
         ]
     ),
@@ -355,6 +355,47 @@ def test_any_history_with_crashes_ends_as_the_same_history_without(tmp_path_fact
     assert asyncio.run(ends(crashes=True)) == asyncio.run(ends(crashes=False))
 
 
+@given(STEPS, st.integers(1, 30), st.booleans())
+@settings(max_examples=50, deadline=None)
+def test_after_a_kill_at_any_commit_the_policy_is_the_one_of_the_last_change_on_the_disk(
+    tmp_path_factory, steps: list[str], survive: int, distils: bool
+) -> None:
+    """Policy and baselines are equal to the bit, and what that change learnt from does not wait again."""
+
+    async def check() -> None:
+        run = Run(tmp_path_factory.mktemp("run") / "journal.sqlite", limited(MANUAL, kl_step=0.5))
+        if distils:
+            run.training, run.teacher = limited(DISTILLATION, kl_step=0.5), Teacher(Scores(), 5.0)
+        seen: dict[int, tuple[object, set[str]]] = {}
+        commit, left = JournalFile.commit, survive
+
+        def until_the_kill(file: JournalFile, statements: Statements) -> None:
+            nonlocal left
+            left -= 1
+            if left >= 0:
+                commit(file, statements)
+            else:
+                one.publisher.save_error = OSError("killed")
+
+        with pytest.MonkeyPatch.context() as patch:
+            async with run.process() as one:
+                patch.setattr(JournalFile, "commit", until_the_kill)
+                for step in ["start", *steps]:
+                    with suppress(OSError):
+                        await did(one, step, run)
+                    training = one.service._loop(None).training
+                    waiting = {ids for ids, state in one.states().items() if state in OPEN}
+                    gone = set(one.states()) - waiting
+                    seen.setdefault(training.change, ((one.learner.policies["main"], baselines(one)), gone))
+        async with run.process() as one:
+            numbers = [change.number for change in await one.service._journal.changes_since("main", 0)]
+            policy, gone = seen[max(numbers, default=1)]
+            assert (one.learner.policies["main"], baselines(one)) == policy
+            assert not gone & {ids for ids, state in one.states().items() if state in OPEN}
+
+    asyncio.run(check())
+
+
 async def did(one: World, step: str, run: Run) -> None:
     live = one.service.status().current or BASE_ADAPTER
     cards = [card for card in one.service.trajectories.newest(999) if card.state in OPEN]
@@ -364,6 +405,9 @@ async def did(one: World, step: str, run: Run) -> None:
         case "request" | "people":
             await one.request(live, "exact" if step == "request" else None)
             await until(lambda: not one.service.trajectories._intake._scoring)
+        case "alone":
+            one.requests += 1
+            await alone(one, f"r{one.requests}")
         case "turn":
             one.requests += 1
             spec = CollectionSpec(None, group_id=f"g{run.group}", group_size=2, episode_id=f"e{one.requests % 2}")
@@ -392,6 +436,16 @@ async def did(one: World, step: str, run: Run) -> None:
             await one.service.save(None, None, [] if has_first(one) else ["first"], {})
         case "rollback" if has_first(one):
             await one.service.rollback(to="first")
+
+
+async def alone(one: World, request_id: str) -> str:
+    """An answer without a group, and the reward of a scorer."""
+    live, spec = one.service.status().current or BASE_ADAPTER, CollectionSpec("exact")
+    asked = GenerationRequest(request_id, ((1,),), SamplingParams(), StopParams(4), adapter=live, collection=spec)
+    events = one.service.trajectories.collect(asked, FakeEngine(ONE_ANSWER).generate(asked))
+    (answer,) = [event async for event in events][-1].trajectory_ids
+    await until(lambda: not one.service.trajectories._intake._scoring)
+    return answer
 
 
 async def single(one: World, number: int, ends: str = "single") -> None:
@@ -456,11 +510,7 @@ async def test_rewards_that_only_moved_the_baselines_move_them_once_whenever_the
         killed[0] |= any("INTO changes" in statement for statement, _ in statements)
 
     async with run.process() as one:
-        one.engine = FakeEngine(ONE_ANSWER)
-        spec = CollectionSpec("exact")
-        asked = GenerationRequest("r", ((1,),), SamplingParams(), StopParams(4), adapter=BASE_ADAPTER, collection=spec)
-        (answer,) = [event async for event in one.generate(asked)][-1].trajectory_ids
-        await until(lambda: one.states()[answer] == "scored")
+        answer = await alone(one, "r")
         monkeypatch.setattr(JournalFile, "commit", until_the_change)
         assert (await one.service.update()).reason == "no_signal"
         found = baselines(one)
