@@ -653,7 +653,7 @@ async def test_a_crash_between_the_checkpoints_of_the_best_and_the_last_version_
             await between_checkpoints(one, monkeypatch)
             found = one.learner.policies["main"], baselines(one)
     if crashes_before:
-        monkeypatch.setattr(AdapterTraining, "save_now", nothing)
+        monkeypatch.setattr(AdapterTraining, "save_if_due", nothing)
         async with run.process() as one:
             await between_checkpoints(one, monkeypatch)
             found = one.learner.policies["main"], baselines(one)
@@ -664,8 +664,8 @@ async def test_a_crash_between_the_checkpoints_of_the_best_and_the_last_version_
         assert one.service.status().best == AdapterRef("main", 1)
 
 
-async def nothing(_: AdapterTraining) -> None:
-    """In place of `save_now`: the process is killed before it."""
+async def nothing(_: AdapterTraining, now: bool = False) -> None:
+    """In place of `save_if_due`: the process is killed before it."""
 
 
 async def between_checkpoints(one: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ class Score:
 @dataclass(frozen=True, slots=True)
 class Closed:
     """No more members come into a group. `key`: the name of the API key that has sent what this entry is about. None:
-    any key; so it was before groups and episodes of different keys were kept apart."""
+    any key, in entries of older versions."""
 
     group_id: str
     key: str | None = None

@@ -138,12 +138,16 @@ class AdapterTraining:
         """Makes the next updates of rewards at this pace, until `end_lesson`. What was known of earlier rewards and
         answers is forgotten, because a lesson has other ones, and worse rewards than those would not be a fall."""
         self.pace = pace
-        self.rewards.restart()
-        self.watch.restart()
-        self.plateau.restart()
+        self._forget_rewards()
 
     def end_lesson(self) -> None:
         self.pace = Pace(self._parts.config.update_frequency)
+        self.plateau.restart()
+
+    def _forget_rewards(self) -> None:
+        """Later rewards and answers are not compared with those up to now, which had another policy or other tasks."""
+        self.rewards.restart()
+        self.watch.restart()
         self.plateau.restart()
 
     # -- an update -------------------------------------------------------------------------------
@@ -293,12 +297,11 @@ class AdapterTraining:
         """The next version gets at least this number."""
         self._adapters.number_from(self.name, least)
 
-    async def save_if_due(self) -> str | None:
-        """Saves a checkpoint if one is due, and returns its name. If that fails, the next attempt is due later."""
-        return await self.save_now() if self.checkpoints.unsaved.due_in == 0 else None
-
-    async def save_now(self) -> str | None:
-        """Saves a checkpoint, and returns its name. If that fails, the next attempt is due later."""
+    async def save_if_due(self, now: bool = False) -> str | None:
+        """Saves a checkpoint if one is due, or `now`, and returns its name. If that fails, the next attempt is due
+        later."""
+        if self.checkpoints.unsaved.due_in != 0 and not now:
+            return None
         try:
             return (await self.save()).name
         except Exception:  # noqa: BLE001 - it is logged already, and the update itself is live
@@ -361,9 +364,7 @@ class AdapterTraining:
                     self.versions.append(ref)
                 self._policy.accept()
             self.unpublished = False
-            self.rewards.restart()
-            self.watch.restart()
-            self.plateau.restart()
+            self._forget_rewards()
             self.reports.step = goal.policy.step if goal.policy else 0
             self._parts.emit("rollback", adapter=self.name, version=str(ref), step=self.reports.step)
             await self._resume_from(ref, best=to in (None, BEST))

@@ -145,7 +145,7 @@ class PolicyJournal:
         if recovery.is_new:
             self._start = self._numbered(Start(training.start.live))
         elif recovery.updates:
-            await training.save_now()
+            await training.save_if_due(now=True)
 
     async def _rolled_back_to(self, checkpoint: str) -> bool:
         """Restores a checkpoint, unless the name is empty. Returns whether it could be."""

@@ -78,7 +78,7 @@ class Updates:
     ) -> UpdateReport:
         """Trains on groups that were taken from the buffer, and ends each of them."""
         parts = self._parts
-        self._tell_beginning([group.group_id for group in groups], sum(group.trajectories for group in groups))
+        self._emit_updating([group.group_id for group in groups], sum(group.trajectories for group in groups))
         reasons: Sequence[DropReason | None] = [DropReason.SKIPPED] * len(groups)
         try:
             learnt = sources(groups)
@@ -110,7 +110,7 @@ class Updates:
         self, groups: Sequence[ScoredGroup], publish: bool, progress: Mapping[str, float] | None
     ) -> UpdateReport:
         """Trains on groups that a client gave."""
-        self._tell_beginning((), sum(len(episode.turns) for group in groups for episode in group.episodes))
+        self._emit_updating((), sum(len(episode.turns) for group in groups for episode in group.episodes))
         history = self._training.rewards.draft()
         prepared = prepare_signal(groups, self._parts.config.loss, history)
         return await self._learn(groups, prepared, history, publish, progress)
@@ -124,13 +124,13 @@ class Updates:
         of_rewards = bool(scored) and signal_of(scored) is Signal.REWARDS
         return of_rewards and self._parts.turns.explores and not any(group.has_advantages for group in scored)
 
-    def _tell_beginning(self, group_ids: Sequence[str], trajectories: int) -> None:
+    def _emit_updating(self, group_ids: Sequence[str], trajectories: int) -> None:
         """Emits that an update begins. `group_ids`: of collected groups; the first of them are named."""
         named = list(group_ids[:_MAX_NAMED_GROUPS])
         self._parts.emit("updating", adapter=self._training.name, groups=named, trajectories=trajectories)
 
     def _warn_of_placeholders(self, samples: Sequence[Sample]) -> None:
-        """Warns of samples whose log-probabilities are no log-probabilities, the first time that there are some."""
+        """Warns of samples whose `sampling_logprobs` are placeholders, the first time that there are some."""
         count = sum(sample.has_placeholder_logprobs for sample in samples)
         if count and not self._warned:
             self._warned = True
