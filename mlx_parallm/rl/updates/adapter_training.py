@@ -10,8 +10,7 @@ from learn to flip happens on the device thread, without a trip to the event loo
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -34,8 +33,6 @@ from mlx_parallm.rl.updates.undo import UndoablePolicy
 
 CHANGE = "journal_change"
 """Key of a checkpoint's metrics: the number of the last change of the policy that is in it."""
-
-_log = logging.getLogger(__name__)
 
 
 class AdapterTraining:
@@ -107,7 +104,8 @@ class AdapterTraining:
         self.unpublished, self.rewards = False, RewardHistory()
         self.watch.restart()
         self.plateau.restart()
-        self.evaluations = EvaluationHistory(self._parts.evaluator, self._parts.config.evaluation.every or 1)
+        emit, every = partial(self._parts.emit, adapter=self.name), self._parts.config.evaluation.every or 1
+        self.evaluations = EvaluationHistory(self._parts.evaluator, every, emit)
         self.checkpoints.unsaved.clear()
         self.checkpoints.set_best(None)
         self.versions = VersionHistory(live or BASE_ADAPTER, self._parts.config.max_staleness)
@@ -277,19 +275,8 @@ class AdapterTraining:
             await self._set_best_to_latest()
         return result
 
-    async def _evaluate(self, version: AdapterRef, step: int) -> EvaluationResult | None:
-        """Evaluates a version, live or staged. None: it failed, which is logged and counted."""
-        _log.info("evaluating %s on the held-out tasks", version)
-        try:
-            with self._adapters.lease(TrainedVersion(version).selector):
-                result = await self.evaluations.evaluate(version, step)
-        except Exception as error:  # noqa: BLE001 - whatever failed, training goes on
-            _log.exception("the evaluation of %s failed", version)
-            reason = str(error) or type(error).__name__
-            self._parts.emit("evaluation_failed", adapter=self.name, version=str(version), step=step, reason=reason)
-            return None
-        self._parts.emit("evaluation", adapter=self.name, version=str(version), step=step, metrics=dict(result.metrics))
-        return result
+    def _evaluate(self, version: AdapterRef, step: int) -> Awaitable[EvaluationResult | None]:
+        return self.evaluations.evaluate(version, step, self._adapters.lease(TrainedVersion(version).selector))
 
     # -- checkpoints -----------------------------------------------------------------------------
 
