@@ -164,7 +164,7 @@ def reading(path: Path) -> float:
 
 
 def started(run: Path, site: Path) -> float:
-    """Seconds until a server answers that goes on with the run. It is killed."""
+    """Seconds until a server answers that continues the run. It is killed."""
     began = time.monotonic()
     process, base = serve(run, site)
     took = time.monotonic() - began

@@ -4,7 +4,7 @@
                                         [--resume] [--out FILE]
 
 "Say only the word w." earns 1 for the word alone and 0.3 for an answer that contains it; answers are cut off at 8
-tokens, so a policy that says the word and goes on earns 0.3 with every answer, which teaches nothing. All runs have the
+tokens, so a policy that writes on after the word earns 0.3 with every answer, which teaches nothing. All runs have the
 default algorithm, and updates of 4 prompts with 8 samples each. A run of `--http-seeds` gives a server feedback; one of
 `--seeds` makes the same updates in this process, with a plain sampler and without a server, and takes half the time;
 one of `--command-seeds` is `mlx_parallm_train` with a file of tasks and a file with the reward. A run ends early once

@@ -10,14 +10,13 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
 import mlx_parallm
 from mlx_parallm import atomic
 from mlx_parallm.adapters.checkpoints.manifest import MANIFEST, MAX_BYTES, Sealed, check_metrics, file_sum, file_sums
-from mlx_parallm.adapters.files.disk import CONFIG_FILE
+from mlx_parallm.adapters.files.disk import CONFIG_FILE, is_spelled_so
 from mlx_parallm.adapters.files.reward_model import (
     RewardModelWeights,
     check_reward_model,
@@ -26,8 +25,8 @@ from mlx_parallm.adapters.files.reward_model import (
 )
 from mlx_parallm.adapters.files.write import write_peft_reward_model
 from mlx_parallm.adapters.weights import AdapterLayout
-from mlx_parallm.core import check_name
-from mlx_parallm.errors import AdapterFileError, ConflictError, InvalidRequestError, StorageError, shown
+from mlx_parallm.core import check_name, no_reward_model
+from mlx_parallm.errors import AdapterFileError, ConflictError, InvalidRequestError, StorageError
 
 
 class RewardModelManifest(Sealed):
@@ -52,11 +51,6 @@ class RewardModelFolder:
     def __init__(self, folder: Path | None, fingerprint: str | None = None) -> None:
         self._folder = folder
         self._fingerprint = fingerprint
-
-    def names(self) -> tuple[str, ...]:
-        """The names of all reward models that seem to be usable, sorted."""
-        found = sorted(self._folder.iterdir()) if self._folder is not None and self._folder.is_dir() else []
-        return tuple(path.name for path in found if _is_usable(path))
 
     def check(self, name: str) -> None:
         """Checks all but the weights.
@@ -133,11 +127,8 @@ class RewardModelFolder:
         if self._folder is None:
             raise InvalidRequestError("there are no reward models here: name their folder with --adapter-dir")
         path = self._folder / check_name(name, "reward_model")
-        if not ((path / CONFIG_FILE).is_file() and is_reward_model(path)):
-            known = self.names()
-            near = get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known[:20]) or 'none'}"
-            raise InvalidRequestError(f"no reward model is called {shown(name)} in {self._folder}: {hint}")
+        if not (is_spelled_so(path) and (path / CONFIG_FILE).is_file() and is_reward_model(path)):
+            raise no_reward_model(name)
         return path
 
     def _manifest_of(self, path: Path) -> RewardModelManifest | None:
@@ -156,11 +147,3 @@ class RewardModelFolder:
         if self._fingerprint is not None and manifest.base_fingerprint != self._fingerprint:
             raise AdapterFileError(f"the reward model {path.name} is of another base model than this one")
         return manifest
-
-
-def _is_usable(path: Path) -> bool:
-    try:
-        check_reward_model(path)
-    except AdapterFileError:
-        return False
-    return True

@@ -23,7 +23,7 @@ from mlx_parallm.cluster.replica import ask_head, fetch_base, own_address, repli
 from mlx_parallm.cluster.state import locked_folder
 from mlx_parallm.cluster.trainer import Trainer, trainer
 from mlx_parallm.config import Config, is_loopback
-from mlx_parallm.core import Joined, SharedBase
+from mlx_parallm.core import Joined, Relief, SharedBase
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.model.loading import fingerprint_of, source_of
 from mlx_parallm.server.services import Services
@@ -136,6 +136,7 @@ def _host(config: Config) -> str:
 def _report(services: Services) -> Report:
     stats, cluster = services.engine.stats(), services.cluster
     closed = services.lifecycle.drain_begun.is_set() or services.sleep.asleep or stats.paused
+    closed |= stats.machine.relief is Relief.REQUESTS
     return Report(stats.alive and stats.ready and not closed, cluster.own.load.tokens if cluster is not None else 0)
 
 

@@ -72,13 +72,13 @@ class ClusterCollection:
     # -- core.CollectingClient -------------------------------------------------------------------
 
     async def check(
-        self, collection: CollectionSpec, adapter: AdapterRef, prompt: str | None = None, key: str = ""
+        self, collection: CollectionSpec, adapter: AdapterRef, reader: Reader, prompt: str | None = None
     ) -> CollectionSpec:
         """See `core.CollectingClient.check`."""
         name = self._trained_by(adapter)
-        if name not in self._trained:
+        if name not in self._trained or not reader.sees(name):
             raise ConflictError(
-                f"{shown(name)} is not trained in this cluster, so nothing can be collected for it; start "
+                f"{shown(adapter.name)} is not trained in this cluster, so nothing can be collected for it; start "
                 "mlx_parallm_train with --connect-to, or name an adapter that is.",
                 param="collect_trajectory",
             )

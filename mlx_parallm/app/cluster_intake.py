@@ -108,7 +108,7 @@ class ClusterIntake:
             self._told = True
             _log.info(
                 "%s waits for POST /v1/training/feedback, because its request names no scoring_function; with "
-                '"scoring_function": "reward", the reward of this run would score it. This is said once.',
+                '"scoring_function": "reward", the reward of this run would score it. This is logged once.',
                 trajectory.trajectory_id,
             )
 

@@ -157,7 +157,8 @@ class EnvironmentRollouts:
 
     @property
     def _lag(self) -> int:
-        """Tasks of two updates: while the groups of one wait for their rewards, those of the next one are drawn."""
+        """Tasks of two updates: while the groups of one wait for their rewards, those of the next update are
+        sampled."""
         return max(1, 2 * math.ceil(self._config.rl_training.update_frequency / self._group_size))
 
     def _learn_rewards(self, event: TrainingEvent) -> None:

@@ -21,7 +21,7 @@ from mlx_parallm.app.build import Served
 from mlx_parallm.app.lesson import Lesson
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import Config
-from mlx_parallm.core import LessonCard, LessonOutcome, LessonSpec, RuleKind, TrainingEvent
+from mlx_parallm.core import LessonCard, LessonOutcome, LessonSpec, Reader, RuleKind, TrainingEvent
 from mlx_parallm.errors import ConflictError, ContextLengthError, InvalidRequestError
 from mlx_parallm.rl.lessons.record import interrupted, read_lesson, write_lesson
 from mlx_parallm.rl.lessons.rules import answers_per_update, collection_of
@@ -71,19 +71,22 @@ class Lessons:
             "--no-server-rollouts to give it lessons."
         )
 
-    def card(self) -> LessonCard | None:
-        return self._last if self._lesson is None else self._lesson.card()
+    def card(self, reader: Reader) -> LessonCard | None:
+        card = self._last if self._lesson is None else self._lesson.card()
+        return card if card is not None and reader.sees(card.adapter) else None
 
-    async def start(self, spec: LessonSpec) -> LessonCard:
+    async def start(self, spec: LessonSpec, reader: Reader) -> LessonCard:
+        adapter = reader.named(spec.adapter, self._training.default_adapter)
         async with self._changing:
             if obstacle := self.obstacle():
                 raise ConflictError(obstacle)
             if self._lesson is not None:
                 raise ConflictError(
-                    f"A lesson for {self._lesson.adapter} runs. Stop it first, with DELETE /v1/training/lesson."
+                    "A lesson runs, and there is one at a time. Wait for its end, or stop it with DELETE "
+                    "/v1/training/lesson if it is for an adapter of yours."
                 )
             await self._check(spec)
-            lesson = await self._begun(spec)
+            lesson = await self._begun(spec, adapter)
             if self._closed:  # meanwhile
                 raise ConflictError("The server is ending.")
             self._lesson = lesson
@@ -92,9 +95,9 @@ class Lessons:
             self._service.emit("lesson_started", adapter=card.adapter, lesson=card.lesson_id)
             return card
 
-    async def stop(self) -> LessonCard:
+    async def stop(self, reader: Reader) -> LessonCard:
         async with self._changing:
-            if self._lesson is None:
+            if self._lesson is None or not reader.sees(self._lesson.adapter):
                 raise ConflictError("No lesson runs.")
             self._lesson.progress.end(LessonOutcome.STOPPED, "it was stopped")
             return await self._end(self._lesson)
@@ -142,8 +145,7 @@ class Lessons:
                     f"prompts[{number}]",
                 )
 
-    async def _begun(self, spec: LessonSpec) -> Lesson:
-        adapter = spec.adapter or self._training.default_adapter
+    async def _begun(self, spec: LessonSpec, adapter: str) -> Lesson:
         pace = Pace(answers_per_update(spec), spec.learning_rate)
         checkpoint = await self._service.begin_lesson(adapter, pace, TAG)
         return Lesson(

@@ -23,9 +23,9 @@ T = TypeVar("T")
 
 _INTERVAL_S = 1.0
 _POWER_CALM_S = 15.0
-"""Power must have been no reason to wait for so long before training goes on, so that a hot machine cools down."""
+"""Power must have been no reason to wait for so long before training resumes, so that a hot machine cools down."""
 _SLEPT_S = 2.0
-"""The machine has slept if the clock that counts sleep has gained so many seconds on the other between two readings."""
+"""The machine has slept if the clock that counts sleep advanced at least this much more than the other."""
 _RAM_SHARE = 0.9
 """The automatic limit of this process' memory, as a share of RAM."""
 
@@ -91,7 +91,8 @@ class MachineWatch:
         self._unreadable: set[str] = set()
 
     def attach(self, hold_training: Callable[[str], None]) -> None:
-        """Has `hold_training` called with the reason whenever training should wait, and with "" when it may go on."""
+        """Has `hold_training` called whenever the reason for which training should wait changes; with "" when there is
+        none any more."""
         self._hold_training = hold_training
         hold_training(self._state.training_waits_for)
 
@@ -149,13 +150,13 @@ class MachineWatch:
             relief, shortage = self._guard.relief, self._guard.shortage
         waits_for = self._waits_for_power(power, now)
         if relief >= Relief.ROLLOUTS:
-            waits_for = f"memory is short, as {shortage}"
+            waits_for = "memory is short"  # without `shortage`, which may change each second
         state = MachineState(
             memory.footprint if memory else 0, self._state.footprint_limit, relief, shortage, waits_for
         )
         before, self._state = self._state, state
         self._processor.heed(state)
-        if bool(before.training_waits_for) != bool(waits_for):
+        if before.training_waits_for != waits_for:
             self._hold_training(waits_for)
         _log_changes(before, state)
 
@@ -185,7 +186,8 @@ def _gives_back(stats: EngineStats) -> bool:
 def _log_changes(before: MachineState, state: MachineState) -> None:
     if state.relief != before.relief:
         level = logging.WARNING if state.relief > before.relief else logging.INFO
-        _log.log(level, "%s", state.relief_text or "There is enough memory again: nothing is held back for it.")
-    if bool(state.training_waits_for) != bool(before.training_waits_for):
-        waits = state.training_waits_for
-        _log.info("%s", f"training waits: {waits}" if waits else "training goes on: nothing is in its way any more")
+        text = state.relief_text or "There is enough memory again: nothing is held back for it."
+        takes, most = state.footprint / 2**30, state.footprint_limit / 2**30
+        _log.log(level, "%s This process takes %.1f GiB of at most %.1f GiB.", text, takes, most)
+    if (waits := state.training_waits_for) != before.training_waits_for:
+        _log.info("%s", f"training waits: {waits}" if waits else "training resumes")

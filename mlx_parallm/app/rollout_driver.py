@@ -97,7 +97,7 @@ class RolloutDriver:
 
     def start(self) -> None:
         """Begins to draw."""
-        self._running = spawn(self._run(), _log, "drawing rollouts")
+        self._running = spawn(self._run(), _log, "sampling rollouts")
 
     async def close(self) -> None:
         """Ends all rollouts. What was not finished is not collected. Safe to call before `start`, and twice."""
@@ -110,8 +110,8 @@ class RolloutDriver:
         """Starts groups as long as the next update wants some. Returns when nothing more can be drawn."""
         try:
             await self._keep_drawing()
-        except Exception as error:  # noqa: BLE001 - the status says what has ended it; the server goes on without it
-            _log.exception("no more rollouts are drawn")
+        except Exception as error:  # noqa: BLE001 - the status says what has ended it; the server serves without it
+            _log.exception("sampling of rollouts has stopped")
             self._fail(str(error) or type(error).__name__)
 
     async def _keep_drawing(self) -> None:
@@ -167,7 +167,7 @@ class RolloutDriver:
     # -- one group -------------------------------------------------------------------------------
 
     def _start_group(self) -> None:
-        task, self._started_at = spawn(self._draw_group(), _log, "drawing a group"), time.monotonic()
+        task, self._started_at = spawn(self._draw_group(), _log, "sampling a group"), time.monotonic()
         self._drawing.add(task)
         task.add_done_callback(self._drawing.discard)
 
@@ -178,7 +178,7 @@ class RolloutDriver:
         except EngineDeadError:
             self._fail("the device thread has stopped")
         except Exception as error:  # noqa: BLE001 - an environment may raise anything; the server goes on without it
-            _log.exception("no more rollouts are drawn")
+            _log.exception("sampling of rollouts has stopped")
             self._fail(str(error) or type(error).__name__)
         else:
             await self._count(drawn)

@@ -34,9 +34,10 @@ from mlx_parallm.rl.environments import Environment
 from mlx_parallm.rl.tracking.history import events_of
 from mlx_parallm.rl.tracking.tracking import Tracking
 from mlx_parallm.server.api.chat.template import read_templates
-from mlx_parallm.server.app import create_app, serve
+from mlx_parallm.server.app import create_app
 from mlx_parallm.server.http import request_log
 from mlx_parallm.server.lifecycle import release
+from mlx_parallm.server.run import serve
 from mlx_parallm.server.traces.export import Traces, open_traces
 from mlx_parallm.tasks import spawn
 

@@ -65,7 +65,7 @@ class MlxLm:
         with self._adapted(adapters=1, dtype=mx.float32):
             trainer = PlainTrainer(self._plain.model, rows)
             started = time.perf_counter()
-            trainer.update(samples, checkpointed=False)
+            trainer.update(samples)
             return time.perf_counter() - started
 
     def _generator(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, tokens: int) -> BatchGenerator:
@@ -83,7 +83,7 @@ class MlxLm:
 
     @contextmanager
     def _adapted(self, adapters: int, dtype: mx.Dtype | None = None) -> Iterator[None]:
-        """The adapter's factors have the format of the activations, which is the fastest, unless another is named."""
+        """Casts the adapter's factors to the activations' dtype, or to `dtype`."""
         with self._plain.adapted(self._weights if adapters else None) as layers:
             for layer in layers.values():
                 layer.lora_a, layer.lora_b = (

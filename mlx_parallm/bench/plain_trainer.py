@@ -1,26 +1,23 @@
 """A straightforward LoRA trainer with mlx-lm: padded rows, logits at all positions.
 
-It uses mlx-lm's own LoRA layers and checkpointing. The loss is that of GRPO with the trainer's logprobs as π_old.
+It uses mlx-lm's own LoRA layers. The loss is that of GRPO with the trainer's logprobs as π_old.
 Updates of this project's trainer are measured beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import AdamW
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
-from mlx_lm.tuner.trainer import grad_checkpoint
+from mlx.utils import tree_flatten, tree_map
 
 from mlx_parallm.rl.objectives.samples import Sample
 
 _CLIP = 0.2
-_SUM_BLOCK = 256
 
 Gradients = Mapping[str, mx.array]
 """Gradients by the names of mlx-lm's parameters: `<path of the linear>.lora_a` and `.lora_b`."""
@@ -58,33 +55,11 @@ class PlainTrainer:
         self._optimizer.init(self._factors)
         mx.eval(model.parameters(), self._optimizer.state)
 
-    def put(self, params: Mapping[str, Mapping[str, mx.array]]) -> None:
-        """Sets the factors: {"a": ..., "b": ...} by the path of the linear."""
-        named = [(f"{path}.lora_{name}", array) for path, pair in params.items() for name, array in pair.items()]
-        self._factors = tree_unflatten(named)
-
-    def logprobs(self, sample: Sample) -> mx.array:
-        """Of the trained tokens, from a plain forward over all tokens of the sample."""
-        self._model.update(self._factors)
-        logits = self._model(mx.array([sample.token_ids]))[0].astype(mx.float32)
-        logprobs = logits - _normaliser(logits)
-        trained = mx.array(sample.trained())
-        found: mx.array = logprobs[trained - 1, mx.array(sample.token_ids)[trained]]
-        return found
-
-    def update(self, samples: Sequence[Sample], checkpointed: bool, precise: bool = False) -> Gradients:
-        """Makes one optimizer step. Returns its gradients, evaluated.
-
-        Args:
-            checkpointed: whether to use mlx-lm's `grad_checkpoint`.
-            precise: whether to sum over the vocabulary in blocks. MLX's own sum on a CPU is off by up to 1e-4, too much
-                for a comparison. A normal trainer would not pay for this.
-        """
+    def update(self, samples: Sequence[Sample]) -> Gradients:
+        """Makes one optimizer step. Returns its gradients, evaluated."""
         total: Any = None
         for start in range(0, len(samples), self._rows):
-            rows = _rows(samples[start : start + self._rows])
-            with _checkpointing(self._model.layers[0]) if checkpointed else nullcontext():
-                gradients = self._gradients(rows, len(samples), precise)
+            gradients = self._gradients(_rows(samples[start : start + self._rows]), len(samples))
             total = gradients if total is None else tree_map(mx.add, total, gradients)
             mx.eval(total)
         self._factors = self._optimizer.apply_gradients(total, self._factors)
@@ -92,22 +67,26 @@ class PlainTrainer:
         mx.eval(self._factors, self._optimizer.state)
         return dict(tree_flatten(total))
 
-    def _gradients(self, rows: _Rows, sequences: int, precise: bool) -> Any:
+    def _gradients(self, rows: _Rows, sequences: int) -> Any:
         def objective(factors: Any) -> mx.array:
             self._model.update(factors)
-            return self._loss(rows, precise) / sequences
+            return self._loss(rows) / sequences
 
         return mx.value_and_grad(objective)(self._factors)[1]
 
-    def _loss(self, rows: _Rows, precise: bool) -> mx.array:
+    def _loss(self, rows: _Rows) -> mx.array:
         """The sum over rows of the mean loss over a row's trained tokens."""
         logits = self._model(rows.tokens[:, :-1]).astype(mx.float32)
-        logprobs = logits - (_normaliser(logits) if precise else mx.logsumexp(logits, -1, keepdims=True))
+        logprobs = logits - self._normaliser(logits)
         logp = mx.take_along_axis(logprobs, rows.tokens[:, 1:, None], -1).squeeze(-1)
         ratio = mx.exp(logp - mx.stop_gradient(logp))
         held = mx.clip(ratio, 1 - _CLIP, 1 + _CLIP)
         losses = -mx.minimum(ratio * rows.advantages, held * rows.advantages) * rows.mask
         return (losses.sum(-1) / rows.mask.sum(-1)).sum()
+
+    def _normaliser(self, logits: mx.array) -> mx.array:
+        """logsumexp over the vocabulary: [..., V] → [..., 1]."""
+        return mx.logsumexp(logits, -1, keepdims=True)
 
 
 def _rows(samples: Sequence[Sample]) -> _Rows:
@@ -119,24 +98,3 @@ def _rows(samples: Sequence[Sample]) -> _Rows:
     tokens = table([each.token_ids for each in samples])
     mask, advantages = table([each.loss_weights for each in samples]), table([each.advantages for each in samples])
     return _Rows(tokens, mask[:, 1:], advantages[:, 1:])
-
-
-def _normaliser(logits: mx.array) -> mx.array:
-    """logsumexp over the vocabulary, summed in blocks: [..., V] → [..., 1]."""
-    most = mx.stop_gradient(logits.max(-1, keepdims=True))
-    weights = mx.exp(logits - most)
-    padding = -weights.shape[-1] % _SUM_BLOCK
-    blocks = mx.pad(weights, [(0, 0)] * (weights.ndim - 1) + [(0, padding)])
-    return mx.log(blocks.reshape(*weights.shape[:-1], -1, _SUM_BLOCK).sum(-1).sum(-1, keepdims=True)) + most
-
-
-@contextmanager
-def _checkpointing(layer: nn.Module) -> Iterator[None]:
-    """Checkpoints layers as mlx-lm does, by changing their class. The change is undone at the end, because other models
-    have layers of the same class."""
-    call = type(layer).__call__
-    grad_checkpoint(layer)
-    try:
-        yield
-    finally:
-        type(layer).__call__ = call

@@ -57,10 +57,6 @@ class Section:
     checks: list[dict[str, Any]] = field(default_factory=list)
     memory: dict[str, int] = field(default_factory=dict)
 
-    def begin(self, limit_s: float) -> None:
-        """Sets its time limit."""
-        self.status, self.limit_s = Status.RUNNING, limit_s
-
     async def run(self, work: Awaitable[None]) -> None:
         """Waits for the work, for `limit_s` at most. An error costs this section only; a cancellation is passed on."""
         started = time.monotonic()
@@ -73,7 +69,7 @@ class Section:
         except asyncio.CancelledError:
             self.status = Status.INTERRUPTED
             raise
-        except Exception as error:  # noqa: BLE001 - a device may raise anything, and the other sections tell more
+        except Exception as error:  # noqa: BLE001 - a device may raise anything, and the other sections still run
             self.status = Status.CUT if limit.expired() else Status.FAILED
             self.problem = "" if limit.expired() else _text(error)
         finally:
@@ -99,7 +95,7 @@ class Section:
 
 
 def _text(error: BaseException) -> str:
-    while isinstance(error, BaseExceptionGroup):  # of the rows of a batch; one error tells enough
+    while isinstance(error, BaseExceptionGroup):  # of the rows of a batch: report the first error
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}".replace(str(Path.home()), "~")  # the report names nobody
 

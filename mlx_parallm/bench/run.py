@@ -14,11 +14,11 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-from mlx_parallm.bench.report import Report, Section
+from mlx_parallm.bench.report import Report, Section, Status
 from mlx_parallm.bench.sections import Sides, memory, self_test
 from mlx_parallm.bench.sizes import ADAPTERS, RANK, ROWS, SCALE, SIZES, Sizes
 from mlx_parallm.config import Config, LoRAConfig, configure
@@ -39,15 +39,9 @@ OnSection = Callable[[Section], None]
 """Called when a section begins, and when it has ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class Listener:
-    """What is called as the run goes on."""
-
-    on_section: OnSection
-    on_check: OnResult
-
-
-def run(path: str | None, sizes: str | None, budget_s: float, file: Path, listener: Listener) -> Report:
+def run(
+    path: str | None, sizes: str | None, budget_s: float, file: Path, on_section: OnSection, on_check: OnResult
+) -> Report:
     """Measures this machine and writes the report.
 
     Args:
@@ -55,6 +49,7 @@ def run(path: str | None, sizes: str | None, budget_s: float, file: Path, listen
         sizes: a name in `SIZES`; None: by the kind of the device.
         budget_s: the most seconds that it may take.
         file: the report's file.
+        on_check: called with each result of the self-test.
 
     Raises:
         ModelNotFoundError: there is no such model, or the bundled one is not installed.
@@ -73,7 +68,7 @@ def run(path: str | None, sizes: str | None, budget_s: float, file: Path, listen
     ]
     report = Report(file, describe_machine(), {"name": choice.name}, setting, budget_s, sections)
     report.write()
-    asyncio.run(_interruptible(_Run(report, choice, SIZES[name], listener)))
+    asyncio.run(_interruptible(_Run(report, choice, SIZES[name], on_section, on_check)))
     report.write()
     return report
 
@@ -81,16 +76,19 @@ def run(path: str | None, sizes: str | None, budget_s: float, file: Path, listen
 class _Run:
     """The sections of one report."""
 
-    def __init__(self, report: Report, choice: ModelChoice, sizes: Sizes, listener: Listener) -> None:
+    def __init__(
+        self, report: Report, choice: ModelChoice, sizes: Sizes, on_section: OnSection, on_check: OnResult
+    ) -> None:
         self.report = report
-        self._choice, self._sizes, self._listener = choice, sizes, listener
+        self._choice, self._sizes = choice, sizes
+        self._on_section, self._on_check = on_section, on_check
         self._sides: Sides | None = None
 
     async def all(self) -> None:
         """Runs the sections. Those that need the model are not begun if it was not loaded."""
         tested, steps, load, *measured = self.report.sections
         real = None if self._sizes.only_tiny else replace(self._choice, timed=False)
-        await self._section(tested, lambda _: self_test(tested, real, self._listener.on_check))
+        await self._section(tested, lambda _: self_test(tested, real, self._on_check))
         await self._section(steps, lambda _: memory(steps, self._choice.path))
         async with AsyncExitStack() as stack:
             await self._section(load, lambda _: self._load(stack))
@@ -101,22 +99,26 @@ class _Run:
                 await self._section(section, partial(measure, sides, section))
 
     async def _section(self, section: Section, work: Callable[[float], Awaitable[None]]) -> None:
-        section.begin(max(0.0, section.share * (self.report.left_s - _STOPPING_S)))
+        section.status = Status.RUNNING
+        section.limit_s = max(0.0, section.share * (self.report.left_s - _STOPPING_S))
         self.report.write()
-        self._listener.on_section(section)
+        self._on_section(section)
         try:
             await section.run(work(time.monotonic() + section.limit_s))
         finally:
             self.report.write()
-            self._listener.on_section(section)
+            self._on_section(section)
 
     async def _load(self, stack: AsyncExitStack) -> None:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mlx_parallm-bench-"))
         engine, served = await stack.enter_async_context(started(_config(self._choice.path, folder)))
         card = served.card
         self.report.model |= {
-            **{"parameters": card.parameters, "weight_bytes": card.weight_bytes},
-            **{"dtype": card.dtype, "quantization": card.quantization, "loaded_in_s": engine.load_seconds},
+            "parameters": card.parameters,
+            "weight_bytes": card.weight_bytes,
+            "dtype": card.dtype,
+            "quantization": card.quantization,
+            "loaded_in_s": engine.load_seconds,
         }
         self._sides = await Sides.of(engine, served, self._choice.path, self._sizes)
 

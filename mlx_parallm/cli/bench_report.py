@@ -65,10 +65,10 @@ def bench_report(args: Namespace) -> int:
     Raises:
         ModelNotFoundError, ConfigError, StorageError: see `bench.run.run`.
     """
-    from mlx_parallm.bench.run import Listener, run
+    from mlx_parallm.bench.run import run
 
-    listener = Listener(show_nothing, show_nothing) if args.json else Listener(_show_section, show_result)
-    report = run(args.model_path, args.sizes, 60.0 * (args.minutes or _MINUTES), args.report, listener)
+    shown = (show_nothing, show_nothing) if args.json else (_show_section, show_result)
+    report = run(args.model_path, args.sizes, 60.0 * (args.minutes or _MINUTES), args.report, *shown)
     ended = f"interrupted by {report.interrupted}; " if report.interrupted else ""
     text = f"\n{ended}the report is in {args.report}; it has no paths and no names of yours"
     show(args, report.as_json(), lambda: text)

@@ -62,7 +62,7 @@ def _add_adding(parser: argparse.ArgumentParser) -> None:
         type=lambda text: tuple(text.split(",")),
         metavar="PATTERNS",
         help="The only adapters that it may list, use, teach and change, such as 'acme*,base': * stands for any text, "
-        "and base is the base model. To it, all others do not exist. Default: all adapters.",
+        "and base is the base model. All others are unknown to it. Default: all adapters.",
     )
     parser.add_argument("--own-prefix-cache", action="store_true", help="Cache its prompts apart from those of others.")
     _add_file_argument(parser)

@@ -12,10 +12,13 @@ class TinkerConfig(Section):
 
     max_models: Integer = Field(default=4, ge=0)
     """Largest number of models that Tinker clients may train at the same time. Each needs memory for its weights, its
-    gradients and its optimizer's state. 0 lets clients sample only.
+    gradients and its optimizer's state. 0 lets clients sample only. One of several keys may have at most four for each
+    that stays free.
     """
     max_sessions: Integer = Field(default=64, ge=1)
-    """Largest number of Tinker sessions at the same time."""
+    """Largest number of Tinker sessions at the same time. One of several keys may have at most four for each that stays
+    free.
+    """
     session_timeout_s: Number = Field(default=300.0, gt=0)
     """Time in seconds after which a session whose client has fallen silent is ended, with its models. Clients say every
     10 s that they are there.

@@ -144,7 +144,8 @@ class RLTrainingConfig(Section):
     update is made from those that have a signal, even if there are fewer; its step is smaller accordingly.
     """
     trajectory_buffer_size: Integer = Field(default=1000, ge=1)
-    """Largest number of trajectories kept for training. Above it, the oldest groups are dropped."""
+    """Largest number of trajectories kept for training. Above it, the oldest groups of the key that has the most are
+    dropped."""
     max_staleness: Integer = Field(default=1, ge=0)
     """Largest number of versions published since a trajectory was sampled. Older trajectories are dropped."""
     group_timeout_s: Number = Field(default=300.0, gt=0)

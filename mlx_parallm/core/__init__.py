@@ -142,7 +142,7 @@ from mlx_parallm.core.requests import (
     TokenLogprob,
     WorkClass,
 )
-from mlx_parallm.core.reward_models import RewardModelCard, RewardModelClient, RewardModelSpec
+from mlx_parallm.core.reward_models import RewardModelCard, RewardModelClient, RewardModelSpec, no_reward_model
 from mlx_parallm.core.rollouts import RolloutStatus
 from mlx_parallm.core.sequence import PromptGroup, Sequence, SequenceStatus
 from mlx_parallm.core.signals import (

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.readers import Reader
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +67,11 @@ class ComparisonCard:
 class CompetitionClient(Protocol):
     """The asyncio interface of comparisons, used on the event loop's thread only. `adapter` None is the default one."""
 
-    async def start(self, adapter: str | None, spec: ComparisonSpec) -> ComparisonCard:
+    async def start(self, adapter: str | None, spec: ComparisonSpec, reader: Reader) -> ComparisonCard:
         """Begins to compare a version with the live one. Returns when the first request can get it.
 
         Raises:
-            UnknownModelError: the adapter is not trained here, or it has no such version.
+            UnknownModelError: the adapter is not trained here or not seen by the reader, or it has no such version.
             InvalidRequestError: the candidate is a version of another adapter, or a number is out of range.
             ConflictError: another comparison of the adapter runs; no version of it is live; the candidate is live
                 already, or has no checkpoint from which training could go on.
@@ -78,17 +79,18 @@ class CompetitionClient(Protocol):
         """
         ...
 
-    async def stop(self, adapter: str | None) -> ComparisonCard:
+    async def stop(self, adapter: str | None, reader: Reader) -> ComparisonCard:
         """Ends a comparison without a winner.
 
         Raises:
-            UnknownModelError: the adapter is not trained here.
+            UnknownModelError: the adapter is not trained here, or the reader does not see it.
             ConflictError: none of the adapter runs.
         """
         ...
 
-    def cards(self) -> Sequence[ComparisonCard]:
-        """Of each adapter, the comparison that runs, or else the last one since the start of the process."""
+    def cards(self, reader: Reader) -> Sequence[ComparisonCard]:
+        """Of each adapter that the reader sees, the comparison that runs, or else the last one since the process
+        started."""
         ...
 
     def ended(self, adapter: str) -> dict[str, int]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from mlx_parallm.core.readers import Reader
+
 
 class RuleKind(StrEnum):
     """What rewards the answers of a lesson.
@@ -153,14 +155,16 @@ class LessonClient(Protocol):
         """Why no lesson can be started on this server now; empty if one can."""
         ...
 
-    def card(self) -> LessonCard | None:
-        """The lesson that runs, or else the last one; None if there was none in this run."""
+    def card(self, reader: Reader) -> LessonCard | None:
+        """The lesson that runs, or else the last one; None if there was none in this run, or if the reader does not see
+        its adapter."""
         ...
 
-    async def start(self, spec: LessonSpec) -> LessonCard:
+    async def start(self, spec: LessonSpec, reader: Reader) -> LessonCard:
         """Begins a lesson, which goes on by itself.
 
         Raises:
+            UnknownModelError: the reader does not see the adapter.
             ConflictError: a lesson runs, or the server draws rollouts of its environment.
             InvalidRequestError: the rule cannot be used, or the lesson does not fit the server's limits.
             ContextLengthError: a prompt and its answer are longer than the context.
@@ -168,6 +172,7 @@ class LessonClient(Protocol):
         """
         ...
 
-    async def stop(self) -> LessonCard:
-        """Ends the lesson that runs. Its updates stay. Raises ConflictError: none runs."""
+    async def stop(self, reader: Reader) -> LessonCard:
+        """Ends the lesson that runs. Its updates stay. Raises ConflictError: none runs for an adapter that the reader
+        sees."""
         ...

@@ -11,7 +11,8 @@ _CLOCK = time.CLOCK_MONOTONIC if sys.platform == "darwin" else time.CLOCK_BOOTTI
 
 
 def seconds_with_sleep() -> float:
-    """Seconds on a clock that goes on while the machine sleeps, unlike `time.monotonic`, and that nobody can set."""
+    """Seconds on a clock that counts while the machine sleeps, unlike `time.monotonic`, and that does not change when
+    the system time is set."""
     return time.clock_gettime(_CLOCK)
 
 
@@ -43,7 +44,7 @@ class MachineState:
         footprint_limit: bytes above which memory counts as short; 0 if there is no guard.
         relief: what is done about it.
         shortage: why, for people; empty if nothing is done.
-        training_waits_for: why no automatic update is made now, for people; empty if nothing is in its way.
+        training_waits_for: why no automatic update is made now, for people; empty if updates may run.
     """
 
     footprint: int = 0

@@ -1,9 +1,11 @@
-"""Who reads and rewards trajectories."""
+"""Who reads, trains and rewards: an API key, or the server itself."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from mlx_parallm.errors import UnknownModelError, shown
 
 
 def _any(adapter: str) -> bool:
@@ -12,8 +14,8 @@ def _any(adapter: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """The API key for which trajectories are read or rewarded. It may do so with what it has sent itself, and with what
-    the server has sampled for tasks of its own. What it may not read is to it as if it did not exist.
+    """The API key for which something is done. Of trajectories, it may read and reward what it has sent itself, and
+    what the server has sampled for tasks of its own. All else is unknown to it.
 
     Attributes:
         name: of the key.
@@ -28,6 +30,19 @@ class Reader:
     def may_read(self, owner: str | None) -> bool:
         """Whether it may read what the key with this name has sent; see `Trajectory.owner`."""
         return self.reads_all or owner in (self.name, "")
+
+    def named(self, adapter: str | None, default: str) -> str:
+        """The name of the adapter that it means; None: `default`.
+
+        Raises:
+            UnknownModelError: it does not see that.
+        """
+        name = default if adapter is None else adapter
+        if self.sees(name):
+            return name
+        if adapter is None:
+            raise UnknownModelError("This key may not use the default adapter; name another one.")
+        raise UnknownModelError(f"No adapter is called {shown(adapter)}; see GET /v1/adapters.")
 
     @property
     def bound(self) -> str | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from mlx_parallm.core.readers import EVERYTHING, Reader
+from mlx_parallm.core.readers import Reader
 
 
 class Signal(StrEnum):
@@ -36,7 +36,7 @@ class FeedbackCard:
 
 @dataclass(frozen=True, slots=True)
 class FoundTrajectory:
-    """An answer that was collected, whatever became of it. `adapter`: the name of the adapter that it trains."""
+    """An answer that was collected, in any state. `adapter`: the name of the adapter that it trains."""
 
     adapter: str
     prompt_ids: tuple[int, ...]
@@ -126,9 +126,7 @@ class SignalReport:
 class OpinionClient(Protocol):
     """Takes people's opinions of answers."""
 
-    async def feedback(
-        self, trajectory_id: str, score: float, user: str = "", reader: Reader = EVERYTHING
-    ) -> FeedbackCard:
+    async def feedback(self, trajectory_id: str, score: float, user: str, reader: Reader) -> FeedbackCard:
         """Adds a person's opinion of an answer, and returns when it is on the disk. The last one of each `user` counts;
         the reward is the mean over users. One rewarded answer is enough to train on the group of one request. For a
         turn of an episode, it is the reward of that turn, which adds to the episode's.
@@ -148,22 +146,23 @@ class OpinionClient(Protocol):
 class PeopleClient(OpinionClient, Protocol):
     """The part of `core.TrainingClient` that takes what people say about answers."""
 
-    async def find(self, trajectory_id: str, reader: Reader = EVERYTHING) -> FoundTrajectory:
-        """A trajectory of this run, whatever became of it. Raises UnknownTrajectoryError: there is none of this id that
+    async def find(self, trajectory_id: str, reader: Reader) -> FoundTrajectory:
+        """A trajectory of this run, in any state. Raises UnknownTrajectoryError: there is none of this id that
         the reader may read."""
         ...
 
-    async def edit(self, edit: Edit) -> EditCard:
+    async def edit(self, edit: Edit, reader: Reader) -> EditCard:
         """Adds an edit to those that wait for an update, and returns when it is on the disk. It takes the place of one
         of the same user about the same thing that waits.
 
         Raises:
-            UnknownModelError: the adapter is not trained here.
+            UnknownModelError: the adapter is not trained here, or the reader does not see it.
             QueueFullError: too many wait.
             StorageError: it could not be written, and does not count.
         """
         ...
 
-    def signal_report(self, adapter: str | None = None) -> SignalReport:
-        """What the adapter was taught by since the process started. Raises UnknownModelError: it is not trained."""
+    def signal_report(self, adapter: str | None, reader: Reader) -> SignalReport:
+        """What the adapter was taught by since the process started. Raises UnknownModelError: it is not trained,
+        or the reader does not see it."""
         ...

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from mlx_parallm.core.adapters import AdapterRef, CheckpointCard
 from mlx_parallm.core.collected import CollectedClient
 from mlx_parallm.core.competition import CompetitionClient
+from mlx_parallm.core.readers import Reader
 from mlx_parallm.core.rollouts import RolloutStatus
 from mlx_parallm.core.signals import OpinionClient, PeopleClient, Signal
 from mlx_parallm.core.training_events import Divergence, TrainingEvent, TrainingHistory
@@ -135,8 +136,8 @@ class CollectionClient(Protocol):
 class TrainingClient(Protocol):
     """The asyncio interface of training, used on the event loop's thread only. `adapter` None is the default adapter.
 
-    Methods that name an adapter raise UnknownModelError if it is not trained. A server that does not train has no
-    TrainingClient.
+    Methods that name an adapter raise UnknownModelError if it is not trained, or if the `reader` does not see it. A
+    server that does not train has no TrainingClient.
     """
 
     @property
@@ -158,6 +159,8 @@ class TrainingClient(Protocol):
         publish: bool = True,
         checkpoint_name: str | None = None,
         signal: Signal | None = None,
+        *,
+        reader: Reader,
     ) -> UpdateReport:
         """Runs one update and returns when its version is live.
 
@@ -172,28 +175,29 @@ class TrainingClient(Protocol):
         """
         ...
 
-    def status(self, adapter: str | None = None) -> TrainingStatus: ...
+    def status(self, adapter: str | None = None, *, reader: Reader) -> TrainingStatus: ...
 
     @property
     def default_adapter(self) -> str:
         """The name of the default adapter."""
         ...
 
-    def statuses(self) -> Sequence[TrainingStatus]:
-        """The status of every trained adapter, the default one first, which need not have been started."""
+    def statuses(self, *, reader: Reader) -> Sequence[TrainingStatus]:
+        """The status of every trained adapter that the reader sees, the default one first, which need not have been
+        started."""
         ...
 
-    async def start(self, adapter: str | None = None) -> TrainingStatus:
+    async def start(self, adapter: str | None = None, *, reader: Reader) -> TrainingStatus:
         """Trains this adapter too. Training starts from its live version, or from new weights if it has none."""
         ...
 
-    async def pause(self, adapter: str | None = None) -> TrainingStatus:
+    async def pause(self, adapter: str | None = None, *, reader: Reader) -> TrainingStatus:
         """Stops automatic updates. Trajectories are still collected."""
         ...
 
-    async def resume(self, adapter: str | None = None) -> TrainingStatus: ...
+    async def resume(self, adapter: str | None = None, *, reader: Reader) -> TrainingStatus: ...
 
-    async def rollback(self, adapter: str | None = None, to: str | None = None) -> TrainingStatus:
+    async def rollback(self, adapter: str | None = None, to: str | None = None, *, reader: Reader) -> TrainingStatus:
         """Serves an earlier version and continues training from it.
 
         Args:
@@ -204,12 +208,19 @@ class TrainingClient(Protocol):
         """
         ...
 
-    def trains(self, selector: str | None) -> bool:
-        """Whether the selector names the live version of an adapter that is trained here: `save` must save it."""
+    def trains(self, selector: str | None, *, reader: Reader) -> bool:
+        """Whether the selector names the live version of an adapter that the reader sees and that is trained here:
+        `save` must save it."""
         ...
 
     async def save(
-        self, adapter: str | None, step: int | None, tags: Sequence[str], metrics: Mapping[str, float]
+        self,
+        adapter: str | None,
+        step: int | None,
+        tags: Sequence[str],
+        metrics: Mapping[str, float],
+        *,
+        reader: Reader,
     ) -> CheckpointCard:
         """Writes the policy and its optimizer state as a checkpoint, after the running update has ended.
 
@@ -222,14 +233,15 @@ class TrainingClient(Protocol):
         """
         ...
 
-    def events(self, after: str = "") -> AsyncIterator[TrainingEvent]:
-        """Events from now on, until the iterator is closed. A slow listener loses some; see `TrainingEvent`.
+    def events(self, after: str = "", *, reader: Reader) -> AsyncIterator[TrainingEvent]:
+        """The events that the reader sees, from now on, until the iterator is closed. A slow listener loses some; see
+        `TrainingEvent`.
 
         Args:
             after: the id of the last event that the listener has had; those that it has missed since come first.
         """
         ...
 
-    def history(self, adapter: str | None, limit: int) -> TrainingHistory:
+    def history(self, adapter: str | None, limit: int, *, reader: Reader) -> TrainingHistory:
         """What has happened in the training of an adapter since the run began: the newest `limit` events."""
         ...

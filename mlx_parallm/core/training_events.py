@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from mlx_parallm.core.readers import Reader
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,18 @@ class TrainingEvent:
     at: float
     data: Mapping[str, Any] = field(default_factory=dict)
     id: str = ""
+
+    def seen_by(self, reader: Reader) -> TrainingEvent | None:
+        """The event without what is unknown to a reader; None: all of it is. Events without an adapter are shown to
+        every reader. Only one that reads all sees `key`, the owner of a group, and `groups`, which several keys own."""
+        if reader.reads_all:
+            return self
+        named = [*self.data.get("adapters", ()), *filter(None, [self.data.get("adapter")])]
+        if not all(reader.sees(str(name).partition("@")[0]) for name in named):
+            return None
+        if not reader.may_read(self.data.get("key", "")):
+            return None
+        return replace(self, data={name: value for name, value in self.data.items() if name not in ("key", "groups")})
 
 
 @dataclass(frozen=True, slots=True)

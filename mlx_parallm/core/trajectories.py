@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.core.readers import EVERYTHING, Reader
+from mlx_parallm.core.readers import Reader
 from mlx_parallm.core.requests import CollectionSpec, Event, FinishReason, GenerationRequest
 
 
@@ -134,10 +134,10 @@ class CollectingClient(Protocol):
     """Collects the answers to requests, and takes their rewards."""
 
     async def check(
-        self, collection: CollectionSpec, adapter: AdapterRef, prompt: str | None = None, key: str = ""
+        self, collection: CollectionSpec, adapter: AdapterRef, reader: Reader, prompt: str | None = None
     ) -> CollectionSpec:
-        """Checks before generation whether a request may be collected. This may wait for a child process. `key`: the
-        name of the API key that sends it. Groups of different keys are different ones, even if their ids are equal.
+        """Checks before generation whether a request may be collected. This may wait for a child process. `reader`: the
+        API key that sends it. Groups of different keys are different ones, even if their ids are equal.
 
         If its scorer reads an answer and `metadata` has none, the answer is that of the server's task with the id
         `metadata.problem_id`, or with the text `prompt`.
@@ -149,7 +149,8 @@ class CollectingClient(Protocol):
             OverloadedError: too many other requests are being checked.
             InvalidRequestError: the scorer is unknown, `metadata` lacks what it reads, or the group that the request
                 names has another size or scorer.
-            ConflictError: the adapter that would draw the tokens is not trained here, or the group is closed.
+            ConflictError: the group is closed; or what the answers would train is not trained here, or not seen by the
+                reader.
         """
         ...
 
@@ -161,7 +162,7 @@ class CollectingClient(Protocol):
         """
         ...
 
-    async def reward_tokens(self, trajectory_id: str, rewards: Sequence[float], reader: Reader = EVERYTHING) -> None:
+    async def reward_tokens(self, trajectory_id: str, rewards: Sequence[float], reader: Reader) -> None:
         """Sets one reward for each token of an answer or turn. Each is credited to its token and those before it.
 
         Raises:
@@ -170,7 +171,7 @@ class CollectingClient(Protocol):
         """
         ...
 
-    async def reward_episode(self, episode_id: str, group_id: str, score: float, reader: Reader = EVERYTHING) -> None:
+    async def reward_episode(self, episode_id: str, group_id: str, score: float, reader: Reader) -> None:
         """Sets the reward of an episode as a whole, which ends it. `group_id`: empty if its requests named no group.
 
         Raises:
@@ -181,7 +182,7 @@ class CollectingClient(Protocol):
         """
         ...
 
-    async def close_group(self, group_id: str, reader: Reader = EVERYTHING) -> GroupCard:
+    async def close_group(self, group_id: str, reader: Reader) -> GroupCard:
         """Lets no more members into a group that requests have named. If it has a scorer, the scorer rewards the
         members without a reward; otherwise they are dropped, except episodes whose turns or tokens have rewards.
 

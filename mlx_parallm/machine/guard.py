@@ -18,7 +18,8 @@ _ENOUGH = 0.95
 
 @dataclass
 class MemoryGuard:
-    """`limit`: of this process' memory in bytes. `relief`: what is done now. `shortage`: why, for people."""
+    """`limit`: of this process' memory in bytes. `relief`: what is done now. `shortage`: why, for people; without
+    figures, because clients without a key see it in `/health`."""
 
     limit: int
     relief: Relief = Relief.NONE
@@ -62,8 +63,7 @@ class MemoryGuard:
 
     def _why(self, reading: MemoryReading) -> str:
         if reading.footprint > self.limit:
-            took, most = reading.footprint / 2**30, self.limit / 2**30
-            return f"this process takes {took:.1f} GiB of at most {most:.1f} GiB, --memory-guard"
+            return "this process takes more than --memory-guard allows"
         if reading.pressure is Pressure.NORMAL:
             return ""
         return f"the system's memory pressure is {'critical' if reading.pressure is Pressure.CRITICAL else 'high'}"

@@ -1,4 +1,4 @@
-"""The memory of this process and of the machine, as macOS and Linux tell it.
+"""The memory of this process and of the machine, as reported by macOS and Linux.
 
 Both functions raise OSError, ValueError or KeyError if the system does not say what is expected of it.
 """

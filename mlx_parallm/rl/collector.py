@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from mlx_parallm.config import ResolvedTraining
 from mlx_parallm.core import (
@@ -29,6 +29,7 @@ from mlx_parallm.core import (
     TrajectoryCard,
 )
 from mlx_parallm.errors import ConflictError, StorageError, UnknownTrajectoryError, shown
+from mlx_parallm.rl.changes import Changes
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
 from mlx_parallm.rl.collect.given import PREFIX, rewards_of, trajectories_of
 from mlx_parallm.rl.collect.group_rewards import group_of_episode
@@ -47,25 +48,10 @@ from mlx_parallm.rl.scoring.service import ScoringService
 from mlx_parallm.rl.tasks import PROBLEM_ID, FileTasks
 from mlx_parallm.rl.updates.loop import TrainingLoop
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from mlx_parallm.rl.competition.service import CompetitionService
 
 _log = logging.getLogger(__name__)
-
-
-class Finished(Protocol):
-    """Runs a change to its end, even if its caller is cancelled."""
-
-    async def __call__(self, change: Coroutine[Any, Any, T]) -> T: ...
-
-
-class Competing(Protocol):
-    """Comparisons of versions; `competition.service.CompetitionService` has them."""
-
-    def includes(self, version: AdapterRef) -> bool: ...
-
-    def drew(self, trajectories: Sequence[Trajectory]) -> None: ...
-
-    def observe(self, group: TrajectoryGroup) -> None: ...
 
 
 class Collector:
@@ -79,7 +65,7 @@ class Collector:
         default_adapter: what trajectories of the base model train.
         tasks: have the answers that requests leave out.
         log: gets every trajectory in the end.
-        finished: keeps what has begun from being cut off by a client that leaves.
+        changes: keep what has begun from being cut off by a client that leaves.
         ledger: counts the groups that leave the buffer.
         competing: gets the answers and rewards of versions that are compared, which are collected however old they are.
 
@@ -97,15 +83,15 @@ class Collector:
         loops: Mapping[str, TrainingLoop],
         default_adapter: str,
         emit: Emit,
-        finished: Finished,
-        competing: Competing,
+        changes: Changes,
+        competing: CompetitionService,
         ledger: SourceLedger | None = None,
     ) -> None:
         self._config, self._scorers, self._tasks = config, scorers, tasks
         self._journal, self._log = journal, log
         self._loops, self._default = loops, default_adapter
         self._emit = emit
-        self._finished = finished
+        self._finished = changes.finished
         self._ledger = ledger or SourceLedger()
         self._competing = competing
         self._coming: Counter[str] = Counter()  # trajectories that are given, by source, on their way into the buffer
@@ -136,18 +122,19 @@ class Collector:
     # -- trajectories ----------------------------------------------------------------------------
 
     async def check(
-        self, collection: CollectionSpec, adapter: AdapterRef, prompt: str | None = None, key: str = ""
+        self, collection: CollectionSpec, adapter: AdapterRef, reader: Reader, prompt: str | None = None
     ) -> CollectionSpec:
         """See `core.TrajectoryClient.check`."""
         loop = self._loops.get(self._trained_by(adapter))
         known = self._competing.includes(adapter)
-        if loop is None or not (known or loop.training.versions.includes_ever(adapter)):
+        included = loop is not None and (known or loop.training.versions.includes_ever(adapter))
+        if loop is None or not included or not reader.sees(loop.name):
             raise ConflictError(
                 f"{adapter} is not trained here, so nothing that it draws can be collected; name an adapter that is, "
                 "or POST /v1/training/start.",
                 param="collect_trajectory",
             )
-        self._intake.check(collection, loop.name, key)
+        self._intake.check(collection, loop.name, reader.name)
         task = self._tasks.find(collection.metadata.get(PROBLEM_ID), prompt)
         if task is not None and names_reward(collection):
             collection = replace(collection, metadata={**task.metadata, **collection.metadata})
@@ -249,7 +236,7 @@ class Collector:
         """
         version = trajectories[0].adapter
         assert version is not None  # an engine drew them
-        collection = await self.check(trajectories[0].collection, version, key=trajectories[0].owner or "")
+        collection = await self.check(trajectories[0].collection, version, Reader(trajectories[0].owner or ""))
         return await self._finished(self._keep([replace(each, collection=collection) for each in trajectories]))
 
     async def _add_group(self, trajectories: Sequence[Trajectory]) -> str:
@@ -316,10 +303,14 @@ class Collector:
         """The owner of the group that a reader means by its id: its own one, or else another one that it may read.
 
         Raises:
-            ConflictError: several keys have such a group.
+            ConflictError: several keys have such a group, or only keys whose groups have left.
         """
         owners = self.buffer.owners(group_id)
-        if not reader.reads_all or reader.name in owners or not owners:
+        if not reader.reads_all:
+            owners &= {reader.name, ""}
+        elif not owners and self.buffer.has_left(group_id, None):
+            raise ConflictError("The group has been trained on or dropped already.", param="group_id")
+        if reader.name in owners or not owners:
             return reader.name
         if len(owners) > 1:
             raise ConflictError(

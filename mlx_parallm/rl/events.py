@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from mlx_parallm.core import AdapterRef, TrainingEvent, UpdateReport
+from mlx_parallm.core import EVERYTHING, AdapterRef, Reader, TrainingEvent, UpdateReport
 
 _MAX_QUEUED = 256
 """Events that may wait for one listener, and that are kept for those who come back. Older ones are lost."""
@@ -59,9 +59,10 @@ class EventHub:
         """Calls `sink` with every event from now on. It must neither raise nor block."""
         self._sinks.append(sink)
 
-    def listen(self, after: str = "") -> Listener:
-        """A listener that gets the events from this call on. `after`: see `core.TrainingClient.events`."""
-        listener = Listener(*self._since(after))
+    def listen(self, after: str = "", reader: Reader = EVERYTHING) -> Listener:
+        """A listener that gets the events that `reader` sees from this call on. `after`: see
+        `core.TrainingClient.events`."""
+        listener = Listener(*self._since(after), reader)
         if self._closed:
             listener.end()
         self._listeners.add(listener)
@@ -91,22 +92,24 @@ class EventHub:
 
 
 class Listener(AsyncIterator[TrainingEvent]):
-    """The events of one reader, which begin with those that it has missed.
+    """The events that one reader sees, which begin with those that it has missed.
 
     Args:
         lost: how many were lost before them; None if that is not known.
     """
 
-    def __init__(self, missed: Iterable[TrainingEvent] = (), lost: int | None = 0) -> None:
-        self._events = deque(missed)
+    def __init__(self, missed: Iterable[TrainingEvent] = (), lost: int | None = 0, reader: Reader = EVERYTHING) -> None:
+        self._reader = reader
+        self._events = deque(seen for event in missed if (seen := event.seen_by(reader)))
         self._lost = lost  # events lost before the first of `_events`
         self._changed = asyncio.Event()
         self._ended = False
 
     def put(self, event: TrainingEvent) -> None:
-        if self._ended:
+        seen = event.seen_by(self._reader)
+        if self._ended or seen is None:
             return
-        self._events.append(event)
+        self._events.append(seen)
         if len(self._events) > _MAX_QUEUED:
             self._events.popleft()
             self._lost = None if self._lost is None else self._lost + 1

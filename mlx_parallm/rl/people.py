@@ -34,10 +34,11 @@ from mlx_parallm.errors import (
     UnknownTrajectoryError,
     shown,
 )
+from mlx_parallm.rl.changes import Changes
 from mlx_parallm.rl.collect.groups import ABOUT, DropReason, TrajectoryGroup
 from mlx_parallm.rl.collect.late import LATE, NOT_COUNTED, late_copy, late_opinion
 from mlx_parallm.rl.collect.sources import SourceLedger
-from mlx_parallm.rl.collector import Collector, Finished
+from mlx_parallm.rl.collector import Collector
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.records import Fate, Feedback, Score
 from mlx_parallm.rl.updates.loop import TrainingLoop
@@ -50,7 +51,7 @@ class People:
 
     Args:
         loops: of all adapters in training, by name; changed by the owner.
-        finished: keeps what has begun from being cut off by a client that leaves.
+        changes: keep what has begun from being cut off by a client that leaves.
     """
 
     def __init__(
@@ -60,12 +61,12 @@ class People:
         loops: Mapping[str, TrainingLoop],
         default_adapter: str,
         config: ResolvedTraining,
-        finished: Finished,
+        changes: Changes,
         ledger: SourceLedger,
     ) -> None:
         self._collector, self._journal, self._loops, self._default = collector, journal, loops, default_adapter
         self._buffer, self._config, self._ledger = collector.buffer, config, ledger
-        self._finished = finished
+        self._finished = changes.finished
         self._lock = asyncio.Lock()  # what is looked up stays true until it has changed
 
     # -- opinions --------------------------------------------------------------------------------
@@ -139,8 +140,9 @@ class People:
             raise UnknownTrajectoryError(f"No trajectory of this run has the id {shown(trajectory_id)}.")
         return FoundTrajectory(adapter, turn.prompt_ids, turn.completion_ids, turn.text)
 
-    async def edit(self, edit: Edit) -> EditCard:
+    async def edit(self, edit: Edit, reader: Reader = EVERYTHING) -> EditCard:
         """See `core.PeopleClient.edit`."""
+        reader.named(edit.adapter, self._default)
         return await self._finished(self._edit(edit))
 
     async def _edit(self, edit: Edit) -> EditCard:
@@ -168,9 +170,9 @@ class People:
 
     # -- what was learnt from --------------------------------------------------------------------
 
-    def signal_report(self, adapter: str | None = None) -> SignalReport:
+    def signal_report(self, adapter: str | None = None, reader: Reader = EVERYTHING) -> SignalReport:
         """See `core.PeopleClient.signal_report`."""
-        name = self._default if adapter is None else adapter
+        name = reader.named(adapter, self._default)
         self._check_trained_here(name)
         return SignalReport(name, *self._ledger.people(name), self._ledger.report(name, self._buffer.of(name)))
 
@@ -229,7 +231,7 @@ def _is_same(group: TrajectoryGroup, edit: Edit) -> bool:
     first = group.members[0].trajectory
     completions = [member.trajectory.completion_ids for member in group.members]
     return (
-        _said_by(group, edit)
+        _is_edit_of(group, edit)
         and first.prompt_ids == edit.prompt_ids
         and completions == [ids for ids in (edit.chosen_ids, edit.rejected_ids) if ids]
     )
@@ -239,10 +241,10 @@ def _is_replaced(group: TrajectoryGroup, edit: Edit) -> bool:
     """Whether a waiting group is an earlier edit of the same user about the same thing."""
     first = group.members[0].trajectory
     about = first.collection.metadata.get(ABOUT) or first.prompt_ids
-    return bool(edit.user) and _said_by(group, edit) and about == (edit.about or edit.prompt_ids)
+    return bool(edit.user) and _is_edit_of(group, edit) and about == (edit.about or edit.prompt_ids)
 
 
-def _said_by(group: TrajectoryGroup, edit: Edit) -> bool:
+def _is_edit_of(group: TrajectoryGroup, edit: Edit) -> bool:
     """Whether a waiting group is an edit of the same user of the same key."""
     user = group.members[0].trajectory.collection.metadata.get(_USER, "")
     return (user, group.owner) == (edit.user, edit.owner or "")

@@ -12,11 +12,13 @@ from dataclasses import replace
 from functools import partial
 
 from mlx_parallm.core import (
+    EVERYTHING,
     AdapterRef,
     CheckpointCard,
     EvaluationResult,
     GivenTrajectory,
     GroupCard,
+    Reader,
     RolloutStatus,
     Signal,
     TrainingEvent,
@@ -78,13 +80,13 @@ class TrainingService:
             self._loops,
             default_adapter,
             self._hub.emit,
-            self._changes.finished,
+            self._changes,
             self.competition,
             self._ledger,
         )
         self.collected_groups = GroupReader(self.trajectories.buffer)
         self.people = People(
-            self.trajectories, parts.journal, self._loops, default_adapter, config, self._changes.finished, self._ledger
+            self.trajectories, parts.journal, self._loops, default_adapter, config, self._changes, self._ledger
         )
         self._history = History()
         self._hub.add_sink(self._history.on_event)
@@ -196,10 +198,12 @@ class TrainingService:
         signal: Signal | None = None,
         progress: Mapping[str, float] | None = None,
         chosen: Chosen | None = None,
+        *,
+        reader: Reader = EVERYTHING,
     ) -> UpdateReport:
         """See `core.TrainingClient.update`. `progress`: see `AdapterTraining.progress`; `chosen`: see
         `UpdateTurns.take_all`."""
-        loop = self._loop(adapter)
+        loop = self._loop(adapter, reader)
         tag = None if checkpoint_name is None else check_tag(checkpoint_name)
         self.competition.check_idle(loop.name)
         return await self._changes.finished(loop.update(given, publish, tag, progress, signal, chosen))
@@ -216,17 +220,18 @@ class TrainingService:
         """See `AdapterTraining.progress`."""
         return self._loop(adapter).training.progress
 
-    def status(self, adapter: str | None = None) -> TrainingStatus:
+    def status(self, adapter: str | None = None, *, reader: Reader = EVERYTHING) -> TrainingStatus:
         """See `core.TrainingClient.status`."""
-        if adapter is None and self._default not in self._loops:
-            return TrainingStatus(state="idle", adapter=self._default, trained=tuple(self._loops))
-        status, log = self._loop(adapter).status(), self._parts.log
+        name, trained = reader.named(adapter, self._default), tuple(filter(reader.sees, self._loops))
+        if adapter is None and name not in self._loops:
+            return TrainingStatus(state="idle", adapter=name, trained=trained)
+        status, log = self._loop(name, reader).status(), self._parts.log
         return replace(
             status,
             checkpoints=tuple(
                 name for card in self._parts.checkpoints.cards(status.adapter) for name in (card.name, *card.tags)
             ),
-            trained=tuple(self._loops),
+            trained=trained,
             rollouts=self.own_rollouts() if self.own_rollouts and status.adapter == self._default else None,
             turns=self.trajectories.turns(status.adapter),
             detail={
@@ -242,25 +247,27 @@ class TrainingService:
         """See `core.TrainingClient.default_adapter`."""
         return self._default
 
-    def statuses(self) -> Sequence[TrainingStatus]:
+    def statuses(self, *, reader: Reader = EVERYTHING) -> Sequence[TrainingStatus]:
         """See `core.TrainingClient.statuses`."""
-        return [self.status(), *(self.status(name) for name in self._loops if name != self._default)]
+        default = [self.status(reader=reader)] if reader.sees(self._default) else []
+        others = (name for name in self._loops if name != self._default and reader.sees(name))
+        return [*default, *(self.status(name, reader=reader) for name in others)]
 
-    async def start(self, adapter: str | None = None) -> TrainingStatus:
+    async def start(self, adapter: str | None = None, *, reader: Reader = EVERYTHING) -> TrainingStatus:
         """See `core.TrainingClient.start`."""
-        name = self._default if adapter is None else adapter
+        name = reader.named(adapter, self._default)
         await self._changes.finished(self.start_adapter(name))
-        return self.status(name)
+        return self.status(name, reader=reader)
 
-    async def pause(self, adapter: str | None = None) -> TrainingStatus:
+    async def pause(self, adapter: str | None = None, *, reader: Reader = EVERYTHING) -> TrainingStatus:
         """See `core.TrainingClient.pause`."""
-        self._loop(adapter).pause()
-        return self.status(adapter)
+        self._loop(adapter, reader).pause()
+        return self.status(adapter, reader=reader)
 
-    async def resume(self, adapter: str | None = None) -> TrainingStatus:
+    async def resume(self, adapter: str | None = None, *, reader: Reader = EVERYTHING) -> TrainingStatus:
         """See `core.TrainingClient.resume`."""
-        self._loop(adapter).resume()
-        return self.status(adapter)
+        self._loop(adapter, reader).resume()
+        return self.status(adapter, reader=reader)
 
     def hold(self, reason: str) -> None:
         """Stops the automatic updates of all adapters, until the next call with "" for the reason. Updates that clients
@@ -269,12 +276,14 @@ class TrainingService:
         for loop in self._loops.values():
             loop.hold(reason)
 
-    async def rollback(self, adapter: str | None = None, to: str | None = None) -> TrainingStatus:
+    async def rollback(
+        self, adapter: str | None = None, to: str | None = None, *, reader: Reader = EVERYTHING
+    ) -> TrainingStatus:
         """See `core.TrainingClient.rollback`."""
-        loop = self._loop(adapter)
+        loop = self._loop(adapter, reader)
         self.competition.check_idle(loop.name)
         await self._changes.finished(loop.roll_back(to))
-        return self.status(adapter)
+        return self.status(adapter, reader=reader)
 
     def has_adapter(self, name: str) -> bool:
         """Whether an adapter of this name is in training, whatever version of it is live."""
@@ -285,17 +294,25 @@ class TrainingService:
         loop = self._loops.get(version.name)
         return loop is not None and loop.training.versions.includes_ever(version)
 
-    def trains(self, selector: str | None) -> bool:
+    def trains(self, selector: str | None, *, reader: Reader = EVERYTHING) -> bool:
         """See `core.TrainingClient.trains`."""
         loop = self._loops.get(self._default if selector is None else selector)
-        return loop is not None and loop.training.live in (None, loop.training.versions.latest)
+        if loop is None or not reader.sees(loop.name):
+            return False
+        return loop.training.live in (None, loop.training.versions.latest)
 
     async def save(
-        self, adapter: str | None, step: int | None, tags: Sequence[str], metrics: Mapping[str, float]
+        self,
+        adapter: str | None,
+        step: int | None,
+        tags: Sequence[str],
+        metrics: Mapping[str, float],
+        *,
+        reader: Reader = EVERYTHING,
     ) -> CheckpointCard:
         """See `core.TrainingClient.save`."""
         tags = [check_tag(tag) for tag in tags]
-        return await self._changes.finished(self._loop(adapter).save(step, tags, metrics))
+        return await self._changes.finished(self._loop(adapter, reader).save(step, tags, metrics))
 
     # -- lessons ---------------------------------------------------------------------------------
 
@@ -328,13 +345,14 @@ class TrainingService:
         """Sends an event to all listeners."""
         return self._hub.emit
 
-    def events(self, after: str = "") -> Listener:
+    def events(self, after: str = "", *, reader: Reader = EVERYTHING) -> Listener:
         """See `core.TrainingClient.events`."""
-        return self._hub.listen(after)
+        return self._hub.listen(after, reader)
 
-    def history(self, adapter: str | None, limit: int) -> TrainingHistory:
+    def history(self, adapter: str | None, limit: int, *, reader: Reader = EVERYTHING) -> TrainingHistory:
         """See `core.TrainingClient.history`."""
-        return self._history.of(self.status(adapter).adapter, limit, self._hub.last_id)
+        history = self._history.of(self.status(adapter, reader=reader).adapter, limit, self._hub.last_id)
+        return replace(history, events=tuple(seen for event in history.events if (seen := event.seen_by(reader))))
 
     def restore_history(self, earlier: Iterable[TrainingEvent]) -> None:
         """Puts the events of earlier processes of the run, oldest first, before those of this one."""
@@ -349,17 +367,17 @@ class TrainingService:
         """See `EventHub.add_sink`."""
         self._hub.add_sink(sink)
 
-    def _loop(self, adapter: str | None) -> TrainingLoop:
-        name = self._default if adapter is None else adapter
+    def _loop(self, adapter: str | None, reader: Reader = EVERYTHING) -> TrainingLoop:
+        name = reader.named(adapter, self._default)
         if name not in self._loops:
             raise UnknownModelError(
                 f"{name!r} is not trained here; begin with POST /v1/training/start.", param="lora_adapter"
             )
         return self._loops[name]
 
-    def _trained(self, adapter: str | None) -> TrainedAdapter:
-        """The adapter as comparisons need it. Raises UnknownModelError if it is not trained here."""
-        parts, loop = self._parts, self._loop(adapter)
+    def _trained(self, adapter: str | None, reader: Reader) -> TrainedAdapter:
+        """The adapter as comparisons need it. Raises UnknownModelError if it is not trained here, or not seen."""
+        parts, loop = self._parts, self._loop(adapter, reader)
         return TrainedAdapter(loop, parts.checkpoints, lambda selector: parts.adapters.find(selector).ref)
 
     def _on_event(self, event: TrainingEvent) -> None:

@@ -77,7 +77,7 @@ class RLAwareScheduler:
     """Owns the waiting queue and the live rows. Device thread only.
 
     Attributes:
-        holds_rollouts: no further rollout gets a row. Those that have one go on.
+        holds_rollouts: no further rollout gets a row. Those that have one continue.
 
     Args:
         memory: where rows come from; None is memory without limits.

@@ -25,7 +25,7 @@ from mlx_parallm.core import (
     SequencePooled,
     ServedModel,
 )
-from mlx_parallm.errors import EngineDeadError, EngineError, ParaLLMError
+from mlx_parallm.errors import EngineError, ParaLLMError
 from mlx_parallm.server.access.permits import as_of, check_permitted
 from mlx_parallm.server.api.answer import AnswerWriter
 from mlx_parallm.server.api.fields import WireOutput
@@ -133,8 +133,8 @@ class GenerationResponse(Response):
 
         Raises:
             RoleError: see `check_permitted`.
-            DrainingError, InferenceDisabledError, AsleepError: see `Services.check_open`.
-            EngineDeadError: the device thread is not running.
+            DrainingError, InferenceDisabledError, AsleepError, EngineDeadError, ShortMemoryError: see
+                `Services.check_open`.
             OverloadedError: the queue is full, or a limit of the key does not allow the request now.
             ModelUnavailableError: the base model cannot be loaded.
             UnknownModelError: the adapter's name is unknown; there is no fallback to the base model.
@@ -147,8 +147,6 @@ class GenerationResponse(Response):
         sequences = services.check_sequences(self._prompts, body.n)
         record.set_model(selector.name or base)
         services.check_open()
-        if not services.engine.stats().alive:
-            raise EngineDeadError("the device thread is not running")
         record.account = services.accounts.of(key_of(scope))
         try:
             await self._run(base, selector, sequences, scope, receive, send)
@@ -206,7 +204,7 @@ class GenerationResponse(Response):
             turn=body.turn,
         )
         client = self._services.require_collection("collect_trajectory")
-        return await client.trajectories.check(collection, adapter, body.task_prompt, key_of(scope).name)
+        return await client.trajectories.check(collection, adapter, key_of(scope).reader, body.task_prompt)
 
     async def _send_whole(self, writer: AnswerWriter, scope: Scope, receive: Receive, send: Send) -> None:
         services, record = self._services, record_of(scope)

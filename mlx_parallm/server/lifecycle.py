@@ -16,12 +16,11 @@ from starlette.types import Receive
 
 from mlx_parallm.core import EngineClient
 from mlx_parallm.errors import OverloadedError
+from mlx_parallm.server.access.shares import has_room
 from mlx_parallm.server.errors import DrainingError
 
 T = TypeVar("T")
 
-PLACES_FOR_EACH_FREE = 4
-"""How many places in the queue one key may hold for each that is free: a key alone holds at most four fifths."""
 _SLEEP_CHECK_S = 0.05
 
 
@@ -76,8 +75,7 @@ class SequenceGate:
     last byte of its answer. Used on the event loop's thread only, so that no other request comes between the check and
     the count.
 
-    One of several keys holds at most `PLACES_FOR_EACH_FREE` places for each that is free. So however many of them flood
-    the server, some places are left for the next one. (These are the dynamic thresholds of Choudhury and Hahne, 1998.)
+    One of several keys holds at most its share of the places; see `access.shares`.
 
     Invariant: 0 <= held <= limit.
     """
@@ -97,16 +95,16 @@ class SequenceGate:
         Raises:
             OverloadedError: fewer are free, or the key would hold too many of them.
         """
-        free = self.limit - self.held - sequences
-        if free < 0:
+        if self.held + sequences > self.limit:
             raise OverloadedError(
                 f"The queue is full: {self.held} of {self.limit} sequences are held and this request needs "
                 f"{sequences}. Try again shortly."
             )
-        if key is not None and self._of_keys[key] + sequences > PLACES_FOR_EACH_FREE * free:
+        own = None if key is None else self._of_keys[key]
+        if not has_room(self.limit, self.held, own, sequences):
             raise OverloadedError(
-                f"This key holds {self._of_keys[key]} of {self.limit} places in the queue, and the others are kept for "
-                "other keys. Try again shortly."
+                f"This key holds {own} of {self.limit} places in the queue, and the others are kept for other keys. "
+                "Try again shortly."
             )
         self.held += sequences
         self._of_keys[key or ""] += sequences

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from mlx_parallm.core import TrainingClient
-from mlx_parallm.server.metrics_training import RL_PREFIX, training_statuses
+from mlx_parallm.core import EVERYTHING, TrainingClient
+from mlx_parallm.server.metrics_training import RL_PREFIX
 
 
 class ComparisonCollector(Collector):
@@ -26,12 +26,12 @@ class ComparisonCollector(Collector):
         ended = CounterMetricFamily(RL_PREFIX + "comparisons", about, labels=["adapter", "verdict"])
         if self._training is not None:
             competition = self._training.competition
-            for card in competition.cards():
+            for card in competition.cards(EVERYTHING):
                 running.add_metric([card.adapter], float(card.verdict == "running"))
                 for version, mean in ((card.live, card.live_mean), (card.candidate, card.candidate_mean)):
                     if mean is not None:
                         rewards.add_metric([card.adapter, str(version.version)], mean)
-            for status in training_statuses(self._training):
+            for status in self._training.statuses(reader=EVERYTHING):
                 for verdict, count in competition.ended(status.adapter).items():
                     ended.add_metric([status.adapter, verdict], count)
         yield from (running, rewards, ended)

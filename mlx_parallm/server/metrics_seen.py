@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from mlx_parallm.server.access.keys import NamedKey
@@ -14,11 +15,10 @@ _LISTS = ("running_lora_adapters", "waiting_lora_adapters")
 """Labels whose values are names of adapters, with commas between them."""
 
 
-class SeenMetrics(CollectorRegistry):
+class SeenMetrics(Collector):
     """The samples of a registry without those of other adapters and other keys."""
 
     def __init__(self, registry: CollectorRegistry, key: NamedKey) -> None:
-        super().__init__()
         self._all, self._key = registry, key
 
     def collect(self) -> Iterator[Metric]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from mlx_parallm.core import TrainingClient, TrainingStatus
+from mlx_parallm.core import EVERYTHING, TrainingClient, TrainingStatus
 from mlx_parallm.server.metrics_collectors import PREFIX
 
 
@@ -72,7 +72,7 @@ class TrainingCollector(Collector):
         self._training = training
 
     def collect(self) -> Iterator[Metric]:
-        statuses = training_statuses(self._training)
+        statuses = [] if self._training is None else self._training.statuses(reader=EVERYTHING)
         for name, (about, read) in TRAINING_GAUGES.items():
             yield _training_gauge(name, about, {status.adapter: read(status) for status in statuses})
         updates = CounterMetricFamily(f"{RL_PREFIX}updates", "Optimizer updates made.", labels=["adapter"])
@@ -94,11 +94,6 @@ class TrainingCollector(Collector):
             for (signal, action), count in status.diverged.items():
                 diverged.add_metric([status.adapter, signal, action], count)
         yield diverged
-
-
-def training_statuses(training: TrainingClient | None) -> list[TrainingStatus]:
-    """See `core.TrainingClient.statuses`; empty if the server does not train."""
-    return [] if training is None else [*training.statuses()]
 
 
 def _training_gauge(name: str, about: str, values: Mapping[str, float | None]) -> Metric:

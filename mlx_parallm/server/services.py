@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Annotated, cast
@@ -25,13 +26,13 @@ from mlx_parallm.core import (
     RewardModelClient,
     ServedModel,
     TrainingClient,
+    TrainingStatus,
 )
-from mlx_parallm.errors import InvalidRequestError, TrainingDisabledError, UnknownModelError
+from mlx_parallm.errors import EngineDeadError, InvalidRequestError, TrainingDisabledError, UnknownModelError
 from mlx_parallm.server.access.accounts import Accounts
 from mlx_parallm.server.access.keys import ANYONE, NamedKey
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.access.sessions import Sessions
-from mlx_parallm.server.access.training_views import SeenAverages, SeenLessons, SeenRewardModels, SeenTraining
 from mlx_parallm.server.access.views import SeenAdapters, SeenModels
 from mlx_parallm.server.api.chat.history import EpisodeHistories
 from mlx_parallm.server.api.responses.conversation import ResponseStore
@@ -91,21 +92,11 @@ class Services:
     history: History = field(default_factory=History)
 
     def seen_by(self, key: NamedKey) -> Services:
-        """The parts as this key sees them; see `access.views`."""
+        """The parts as this key sees them; see `access.views`. What trains gets the key's reader with each call."""
         if key.adapters is None:
             return replace(self, key=key)
         adapters = SeenAdapters(self.adapters, key, sorted(self.first.names))
-        training = None if self.training is None else SeenTraining(self.training, adapters, key)
-        seen = replace(self, key=key, adapters=adapters, models=SeenModels(self.models, key), training=training)
-        if training is None:
-            return seen
-        return replace(
-            seen,
-            collection=training if self.collection is self.training else self.collection,
-            averages=None if self.averages is None else SeenAverages(self.averages, adapters),
-            reward_models=None if self.reward_models is None else SeenRewardModels(self.reward_models, key),
-            lessons=None if self.lessons is None else SeenLessons(self.lessons, training, key),
-        )
+        return replace(self, key=key, adapters=adapters, models=SeenModels(self.models, adapters, key))
 
     def path(self, text: str) -> str:
         """A path of this machine for keys that may name one, those of `train`; empty for others."""
@@ -133,6 +124,7 @@ class Services:
             DrainingError: it is shutting down.
             InferenceDisabledError: it only trains.
             AsleepError: it is asleep.
+            EngineDeadError: the device thread, which runs the model, has stopped.
             ShortMemoryError: the machine is short of memory.
         """
         if self.lifecycle.drain_begun.is_set():
@@ -141,14 +133,16 @@ class Services:
             raise InferenceDisabledError("training only")
         if self.sleep.asleep:
             raise AsleepError("asleep")
-        machine = self.engine.stats().machine
-        if machine.relief is Relief.REQUESTS:
-            raise ShortMemoryError(machine.shortage)
+        stats = self.engine.stats()
+        if not stats.alive:
+            raise EngineDeadError("the device thread is not running")
+        if stats.machine.relief is Relief.REQUESTS:
+            raise ShortMemoryError(stats.machine.shortage)
 
     async def adapter_name(self, selector: AdapterSelector, base: str, record: RequestRecord) -> str | None:
         """What `AdapterClient.lease` needs for a request of a base model: the name that it has, or that of a folder's
-        adapter, which is loaded if it is not loaded yet. Only of the first base model can there be a default adapter.
-        To load a folder is a control action, which `record` notes.
+        adapter, which is loaded if it is not, or if its files were written since. Only of the first base model can
+        there be a default adapter. To load a folder is a control action, which `record` notes.
 
         Raises:
             RoleError: the folder is not loaded, and the key may not load it.
@@ -161,16 +155,19 @@ class Services:
             return selector.name
         if folder is not None:
             loaded = await self.adapters.loaded_folder(folder)
-            record.controls = loaded is None
+            record.controls, live = loaded is None, None if loaded is None else self.adapters.find(loaded).ref
             if not self.key.role.allows(Role.TRAIN):
                 if loaded is None:
                     raise RoleError.needing(Role.TRAIN, self.key.role, "Loading an adapter by its path", selector.param)
                 return loaded
         loading = self.adapters.default_name() if folder is None else self.adapters.load_folder(folder)
         try:
-            return await self.lifecycle.run_to_end(loading)
+            name = await self.lifecycle.run_to_end(loading)
         except InvalidRequestError as error:
             raise type(error)(str(error), param=selector.param) from None
+        if folder is not None and name is not None:  # its files may have been written again
+            record.controls = live is None or self.adapters.find(name).ref != live
+        return name
 
     def find(self, selector: str, param: str) -> AdapterCard:
         """The card of an adapter version. Raises UnknownModelError, naming `param`, if `selector` names none."""
@@ -194,6 +191,12 @@ class Services:
         """Whether the key may use base models without an adapter."""
         return self.key.sees(BASE_ADAPTER.name)
 
+    def check_may_change(self, selector: str | None) -> None:
+        """Raises RoleError: the selector names an adapter that another key trains with Tinker."""
+        name = (selector or "").partition("@")[0]
+        if self.key.sees(name) and not self.key.may_change(name):
+            raise RoleError(f"{name} belongs to another key, which trains it with Tinker: only that key may change it.")
+
     def check_model(self, name: str | None) -> None:
         """Raises UnknownModelError unless `name` is left out or names a base model or an adapter."""
         if name is None or self.is_base(name) or (self.sees_base and name in self.models.names):
@@ -210,9 +213,10 @@ class Services:
         if name is None:
             return None
         if name not in self.models.names:
-            known = ", ".join(status.name for status in self.models.statuses())
-            raise UnknownModelError(f"{param}: no base model here is called {name!r}; there are: {known}.", param=param)
-        return self.models.find(name)
+            bases = self.models.statuses() if self.sees_base else ()
+            known = f"; there are: {', '.join(status.name for status in bases)}" if bases else ""
+            raise UnknownModelError(f"{param}: no base model here is called {name!r}{known}.", param=param)
+        return self.first.card.name if name in self.first.names else name
 
     def check_sequences(self, prompts: int, n: int) -> int:
         """The number of sequences of a request. Raises InvalidRequestError if it is over the limit."""
@@ -222,6 +226,10 @@ class Services:
                 param="n",
             )
         return prompts * n
+
+    def training_statuses(self) -> Sequence[TrainingStatus]:
+        """See `core.TrainingClient.statuses`, for the key; empty if the server does not train."""
+        return [] if self.training is None else self.training.statuses(reader=self.key.reader)
 
     def require_training(self, param: str | None = None) -> TrainingClient:
         """The training client. Raises TrainingDisabledError, naming `param`, if the server does not train."""

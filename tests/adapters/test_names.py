@@ -155,3 +155,14 @@ def test_a_relative_root_is_fixed_when_it_is_given(tree, monkeypatch):
     roots = AdapterRoots([type(tree)("root")])
     os.chdir(tree / "outside")
     assert roots.resolve("good") == (tree / "root" / "good").resolve()
+
+
+def test_a_folder_is_found_by_its_exact_name_only(tmp_path, monkeypatch):
+    """A pattern of names must not be passed by another case, where the file system ignores that."""
+    (tmp_path / "sub" / "acme-1").mkdir(parents=True)
+    roots = AdapterRoots([tmp_path])
+    assert roots.resolve("sub/acme-1").name == "acme-1"
+    for entries in (["Acme-1", "sub"], ["acme-1", "Sub"]):
+        monkeypatch.setattr(os, "listdir", lambda folder, entries=entries: entries)
+        with pytest.raises(InvalidRequestError, match="is no directory inside"):
+            roots.resolve("sub/acme-1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 
 import numpy as np
@@ -67,20 +68,29 @@ def test_one_that_peft_has_written_needs_no_manifest(saved: RewardModelFolder, t
     assert np.array_equal(saved.load("helpful", LAYOUT).head, weights().head)
 
 
-def test_names_are_found_and_unknown_ones_are_refused(saved: RewardModelFolder, tmp_path: Path) -> None:
+def test_unknown_names_are_refused(saved: RewardModelFolder, tmp_path: Path) -> None:
     write_peft(tmp_path / "plain", random_weights({Q0: 4}), LAYOUT, None)
-    assert saved.names() == ("helpful",)
     saved.check("helpful")
     for name, why in (
-        ("helpfull", "did you mean helpful"),
-        ("other", "there are helpful"),
+        ("other", "no reward model is called 'other': --adapter-dir has no such subfolder"),
         ("../helpful", "not a plain name"),
         ("plain", "no reward model is called 'plain'"),  # nobody learns so that there is such an adapter
     ):
         with pytest.raises(InvalidRequestError, match=why):
             saved.check(name)
+    with pytest.raises(InvalidRequestError) as refused:
+        saved.check("helpfull")
+    assert str(tmp_path) not in str(refused.value), "any key may ask"
+    assert "helpful" not in str(refused.value).replace("helpfull", "")
     with pytest.raises(InvalidRequestError, match="--adapter-dir"):
         RewardModelFolder(None).check("helpful")
+
+
+def test_a_name_in_another_case_is_unknown(saved: RewardModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the file system ignores case, so that the patterns of a key hold."""
+    monkeypatch.setattr(os, "listdir", lambda folder: ["Helpful"])
+    with pytest.raises(InvalidRequestError, match="no reward model is called 'helpful'"):
+        saved.check("helpful")
 
 
 def test_a_damaged_file_and_another_base_model_are_refused(saved: RewardModelFolder, tmp_path: Path) -> None:
@@ -119,7 +129,6 @@ def test_heads_of_other_names_are_refused(saved: RewardModelFolder, tmp_path: Pa
     change_config(tmp_path, modules_to_save=["score", "lm_head"])
     with pytest.raises(AdapterFileError, match="modules_to_save"):
         saved.check("helpful")
-    assert saved.names() == ()
 
 
 def test_a_name_is_taken_once(saved: RewardModelFolder, tmp_path: Path) -> None:

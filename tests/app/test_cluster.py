@@ -1,11 +1,15 @@
-"""What a server must have before it becomes a node of a cluster."""
+"""What a server must have before it becomes a node of a cluster, and when it takes requests from the others."""
+
+from types import SimpleNamespace
 
 import pytest
 
-from mlx_parallm.app.cluster import prepare
+from mlx_parallm.app.cluster import begin_serving, prepare
 from mlx_parallm.config import resolve
 from mlx_parallm.config.sources import Setting
+from mlx_parallm.core import EngineStats, MachineState, Relief
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.server.lifecycle import Lifecycle
 
 HEAD, REPLICA = {"cluster.share_model": True}, {"cluster.connect_to": "node1:8000", "cluster.token": "t"}
 
@@ -25,3 +29,18 @@ def test_a_head_with_a_key_or_on_this_machine_starts(tmp_path):
     for more in {"server.api_key": "k"}, {"server.keys_file": str(tmp_path / "keys.json")}, {"server.host": "::1"}:
         config = configured(**HEAD, **more)
         assert prepare(config) == config
+
+
+@pytest.mark.parametrize("relief", Relief)
+def test_the_others_send_nothing_to_a_node_that_refuses_requests_for_lack_of_memory(relief):
+    stats = EngineStats(alive=True, ready=True, machine=MachineState(relief=relief))
+    services = SimpleNamespace(
+        engine=SimpleNamespace(stats=lambda: stats),
+        cluster=None,
+        lifecycle=Lifecycle(),
+        sleep=SimpleNamespace(asleep=False),
+    )
+    reports = []
+    node = SimpleNamespace(serve=lambda url, report: reports.append(report()))
+    begin_serving(node, configured(**HEAD), services, 8000)
+    assert [report.ready for report in reports] == [relief is not Relief.REQUESTS]

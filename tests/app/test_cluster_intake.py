@@ -10,11 +10,13 @@ from mlx_parallm.app.cluster_collection import ClusterCollection, from_message, 
 from mlx_parallm.app.cluster_intake import ClusterIntake
 from mlx_parallm.core import (
     BASE_ADAPTER,
+    EVERYTHING,
     AdapterRef,
     ClusterStatus,
     CollectionSpec,
     FinishReason,
     GenerationRequest,
+    Reader,
     SamplingParams,
     StopParams,
     Trajectory,
@@ -178,7 +180,7 @@ class FakeCluster:
 
 async def collected(cluster: FakeCluster, world: World, adapter: AdapterRef = BASE_ADAPTER):
     collection = ClusterCollection(cluster, "default")  # type: ignore[arg-type]
-    spec = await collection.trajectories.check(CollectionSpec("exact", {"answer": "4"}), adapter)
+    spec = await collection.trajectories.check(CollectionSpec("exact", {"answer": "4"}), adapter, EVERYTHING)
     asked = GenerationRequest(
         "r1", ((1,),), SamplingParams(), StopParams(4), n=2, adapter=adapter, collection=spec, key="team"
     )
@@ -207,6 +209,9 @@ async def test_what_cannot_be_kept_is_said_and_what_nobody_trains_is_refused(tra
     assert finished.trajectory_warning == "the cluster cannot keep it now: these trajectories will not be trained on."
     with pytest.raises(ConflictError, match="'math' is not trained in this cluster"):
         await collected(cluster, trainer, AdapterRef("math", 3))
+    limited = Reader("team", sees=lambda name: name != "default")
+    with pytest.raises(ConflictError, match="'base' is not trained in this cluster"):
+        await ClusterCollection(cluster, "default").check(CollectionSpec(), BASE_ADAPTER, limited)  # type: ignore[arg-type]
 
 
 async def test_rewards_go_to_every_trainer(trainer):

@@ -145,3 +145,18 @@ async def test_a_key_for_some_adapters_teaches_and_asks_these_alone(tmp_path: Pa
         assert 'adapter="default"' in (await ask("free", "GET", "/metrics")).text
         by_path = {"adapters": str(tmp_path / "model"), "prompt": [1], "max_tokens": 1}
         assert (await ask("acme", "POST", "/v1/completions", by_path)).status_code == 404
+
+
+@pytest.mark.timeout(60)
+async def test_a_limited_key_teaches_no_default_adapter_by_asking_the_base_model(tmp_path: Path) -> None:
+    keys = {"acme": ("train", {"adapters": ("acme*", "base")}), "free": "train"}
+    async with serving(tmp_path, trains=True, **keys) as (client, sent):
+        body = {"model": "base", "prompt": [1, 2], "max_tokens": 1, "collect_trajectory": True}
+        for key, status, collected in (("acme", 409, 0), ("free", 200, 1)):
+            answer = await client.post("/v1/completions", json=body, headers=sent[key])
+            assert (answer.status_code, "default" in answer.text) == (status, False)
+            state = (await client.get("/v1/training/status", headers=sent["free"])).json()
+            assert state["trajectories_collected"] == collected
+        judged = {"prompt": [1, 2], "max_tokens": 1, "collect_trajectory": True, "scoring_function": "reward_model:x"}
+        refused = await client.post("/v1/completions", json=judged, headers=sent["free"])
+        assert (refused.status_code, str(tmp_path) in refused.text) == (400, False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -38,7 +39,7 @@ MAINS, BATTERY = PowerReading(), PowerReading(on_battery=True)
 
 
 class FakeEngine:
-    """Notes what it is told; one sequence runs."""
+    """Notes the calls; one sequence runs."""
 
     def __init__(self) -> None:
         self.states: list[MachineState] = []
@@ -56,7 +57,8 @@ class FakeEngine:
 
 
 class Machine:
-    """A watch over a machine whose clocks the test sets. `holds`: what training was told."""
+    """A watch over a machine whose clocks the test sets. `holds`: why training should wait,
+    as it got it."""
 
     def __init__(self, **keys: object) -> None:
         self.awake = self.time = 1000.0
@@ -90,11 +92,14 @@ def test_short_memory_is_relieved_and_all_is_undone(caplog):
     machine.look(20, TOO_MUCH)
     assert (machine.state.relief, machine.state.footprint) == (Relief.REQUESTS, 9 * GIB)
     assert "memory is short" in machine.holds[-1], "training waits too"
+    short = machine.state.relief_text
     machine.look(60)
     assert machine.state == MachineState(GIB, 8 * GIB)
     assert machine.holds[-1] == ""
     said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 8, "each change once: three steps, three back, and that training waits and goes on"
+    assert len(said) == 8, "each change once: three steps, three back, and that training waits and resumes"
+    assert sum("This process takes 9.0 GiB of at most 8.0 GiB." in text for text in said) == 3
+    assert re.search("[0-9]", short) is None, "clients without a key see no figures in /health"
 
 
 def test_the_next_step_waits_while_the_engine_gives_memory_back():
@@ -115,7 +120,7 @@ def test_without_a_guard_nothing_is_relieved(guard):
     assert machine.state.footprint_limit == 0
 
 
-def test_training_waits_on_battery_and_goes_on_with_the_charger(caplog):
+def test_training_waits_on_battery_and_resumes_with_the_charger(caplog):
     caplog.set_level(logging.INFO, "mlx_parallm")
     machine = Machine()
     machine.look(5)
@@ -128,6 +133,19 @@ def test_training_waits_on_battery_and_goes_on_with_the_charger(caplog):
     machine.look(10)
     assert machine.holds[2:] == [""]
     assert len(caplog.records) == 2
+
+
+def test_the_reason_why_training_waits_is_the_one_of_now(caplog):
+    """The charger is back, and training waits for memory now."""
+    caplog.set_level(logging.INFO, "mlx_parallm")
+    machine = Machine()
+    machine.look(5, power=BATTERY)
+    machine.look(10, TOO_MUCH, power=BATTERY)
+    machine.look(30, TOO_MUCH)
+    assert ["battery" in reason for reason in machine.holds] == [False, True, False]
+    assert "memory is short" in machine.holds[-1]
+    assert machine.holds[-1] == machine.state.training_waits_for
+    assert caplog.text.count("training waits: ") == 2
 
 
 def test_training_on_battery_can_be_asked_for():

@@ -91,7 +91,7 @@ async def test_a_server_scores_answers_with_a_reward_model(tmp_path: Path) -> No
     async with running(server.run_training_loop(), server.run_inference(port=port), port=port) as client:
         unknown = await client.post("/v1/completions", json={**MARKED, "scoring_function": "reward_model:other"})
         assert unknown.status_code == 400
-        assert "there are mine" in unknown.json()["error"]["message"]
+        assert "no reward model is called 'other'" in unknown.json()["error"]["message"]
         answer = await client.post("/v1/completions", json={**MARKED, "scoring_function": "reward_model:mine"})
         assert len(answer.json()["trajectory_ids"]) == 4
         cards = await trajectories(client)

@@ -1,4 +1,4 @@
-"""What goes on while the machine sleeps, and what stands still."""
+"""Which clocks count while the machine sleeps, and which stand still."""
 
 import time
 

@@ -51,7 +51,7 @@ def test_a_footprint_just_below_the_limit_undoes_nothing():
     guard = MemoryGuard(LIMIT)
     steps(guard, of(1.01), 10)
     assert set(steps(guard, of(0.97), 100, at=10)) == {3}
-    assert guard.shortage == "this process takes 101.0 GiB of at most 100.0 GiB, --memory-guard"
+    assert guard.shortage == "this process takes more than --memory-guard allows"
 
 
 def test_alternating_readings_do_not_make_the_steps_alternate():

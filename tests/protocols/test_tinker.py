@@ -297,7 +297,7 @@ async def test_a_silent_client_leaves_nothing_behind(client: Client, monkeypatch
     assert "step" not in client.policies.kinds
     assert client.services.gate.held == 0
     assert not client.engine.live
-    assert len(client.services.tinker.futures) == client.services.tinker.futures.waiting_bytes == 0
+    assert len(client.services.tinker.futures) == client.services.tinker.futures.waiting_bytes.total() == 0
     await client.post("session_heartbeat", {"session_id": client.session}, 410)
     await client.post("optim_step", {"model_id": client.model, "seq_id": 3, "adam_params": ADAM}, 410)
 
@@ -514,6 +514,52 @@ async def test_what_one_key_has_made_does_not_exist_for_another(
     assert status == 200, "it was left as it was"
     if path not in ("unload_model",):
         assert (await answer("boss", own))[0] in (200, 409), "an admin may use all"
+
+
+async def test_a_key_leaves_sessions_and_models_to_the_others(tmp_path: Path) -> None:
+    """At most four for each that stays free, of three sessions and four models."""
+    file, sent = key_file(tmp_path, mine="train", other="train")
+    async with client_of(ServerConfig(keys_file=file)) as client:
+        client.http.headers = sent["mine"]
+        await client.start()
+        models = [await client.result((await client.create_model(number))["request_id"]) for number in (1, 2, 3)]
+        assert [each["type"] for each in models[:2]] == ["create_model"] * 2
+        assert "max_models" in models[2]["error"]
+        await client.post("create_session", {})
+        assert "max_sessions" in (await client.post("create_session", {}, 429))["error"]["message"]
+        client.http.headers = sent["other"]
+        await client.start()
+        assert client.model
+
+
+@pytest.mark.parametrize("bound", ["MAX_FUTURES", "MAX_WAITING_BYTES"])
+async def test_a_key_leaves_operations_to_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str
+) -> None:
+    file, sent = key_file(tmp_path, mine="train", other="train")
+    async with client_of(ServerConfig(keys_file=file)) as client:
+        models = {}
+        for name in ("mine", "other"):
+            client.http.headers = sent[name]
+            await client.start()
+            models[name] = client.model
+
+        async def status(name: str, number: int) -> int:
+            client.http.headers = sent[name]
+            body = json.dumps({"model_id": models[name], **imitated(number)}).ljust(2000)
+            headers = {"content-type": "application/json"}
+            sending = client.http.post("/api/v1/forward_backward", content=body, headers=headers)
+            return (await sending).status_code
+
+        client.policies.hold.clear()
+        monkeypatch.setattr(
+            f"mlx_parallm.server.protocols.tinker.futures.{bound}", 8 if bound == "MAX_FUTURES" else 14_000
+        )
+        taken = [await status("mine", number) for number in range(1, 9)]
+        assert taken == sorted(taken)
+        assert {*taken} == {200, 429}
+        assert await status("other", 1) == 200
+        client.policies.hold.set()
 
 
 async def test_runs_and_sessions_of_other_keys_are_not_listed_or_ended(of_mine: tuple[Client, Any]) -> None:

@@ -8,14 +8,23 @@ from hypothesis import strategies as st
 
 from mlx_parallm.config import Algorithm, RewardScale
 from mlx_parallm.core import GivenTrajectory
-from mlx_parallm.rl.collect.groups import DropReason
-from mlx_parallm.rl.objectives.batches import ScoredGroup, group_advantages, prepare
+from mlx_parallm.rl.collect.groups import FEEDBACK, DropReason
+from mlx_parallm.rl.objectives.advantages import GroupAdvantages, group_advantages, reward_range
+from mlx_parallm.rl.objectives.batches import ScoredGroup, prepare
 from mlx_parallm.rl.objectives.episodes import Episode
 from mlx_parallm.rl.objectives.rewards import FEEDBACK_BASELINE, RewardHistory, RunningBaseline
 
+ONE, OTHER = (Episode((GivenTrajectory((1,), (2, token)),)) for token in (3, 4))
+
+
+def advantages_of(groups, scale, ranges=None) -> tuple[GroupAdvantages, ...]:
+    """`ranges`: those of these groups, unless given."""
+    ranges = ranges or [max(map(reward_range, groups), default=0.0)] * len(groups)
+    return group_advantages(groups, scale, ranges, [0.0] * len(groups))
+
 
 def values(rewards, scale=RewardScale.GROUP):
-    (group,) = group_advantages([rewards], scale)
+    (group,) = advantages_of([rewards], scale)
     return group.values
 
 
@@ -24,7 +33,7 @@ def test_by_hand():
     assert values([0, 0, 1, 1]) == pytest.approx([-0.9998, -0.9998, 0.9998, 0.9998], abs=1e-7)
     assert values([0, 0, 1, 1], RewardScale.NONE) == (-0.5, -0.5, 0.5, 0.5)
     # all rewards 0, 1, 10, 14: mean 6.25, variance (39.0625 + 27.5625 + 14.0625 + 60.0625) / 4 = 35.1875
-    low, high = group_advantages([[0, 1], [10, 14]], RewardScale.BATCH)
+    low, high = advantages_of([[0, 1], [10, 14]], RewardScale.BATCH)
     assert low.values == pytest.approx((-0.5 / 5.9320, 0.5 / 5.9320), rel=1e-4)
     assert high.values == pytest.approx((-2 / 5.9320, 2 / 5.9320), rel=1e-4)
 
@@ -33,7 +42,7 @@ def test_by_hand():
 def test_every_group_adds_up_to_zero_and_keeps_its_order(scale):
     rng = np.random.default_rng(0)
     groups = [rng.normal(rng.uniform(-100, 100), rng.uniform(0.01, 10), n).tolist() for n in (2, 3, 8, 31)]
-    for rewards, group in zip(groups, group_advantages(groups, scale), strict=True):
+    for rewards, group in zip(groups, advantages_of(groups, scale), strict=True):
         assert group.dropped is None
         assert sum(group.values) == pytest.approx(0, abs=1e-9)
         assert np.argsort(group.values).tolist() == np.argsort(rewards).tolist()
@@ -47,12 +56,12 @@ def test_every_group_adds_up_to_zero_and_keeps_its_order(scale):
         ([], DropReason.SINGLE),
         ([0, 0, 0], DropReason.ZERO_VARIANCE),
         ([0.1 + 0.2, 0.3, 0.3], DropReason.ZERO_VARIANCE),
-        ([1e6, 1e6 + 0.01], DropReason.ZERO_VARIANCE),
-        ([-5.0, -5.0 - 1e-7], DropReason.ZERO_VARIANCE),
+        ([1e6 + 0.1 + 0.2, 1e6 + 0.3], DropReason.ZERO_VARIANCE),
+        ([-5.0, -5.0 - 1e-14], DropReason.ZERO_VARIANCE),
     ],
 )
 def test_groups_that_teach_nothing_are_reported_and_zero(scale, rewards, reason):
-    good, bad = group_advantages([[0.0, 1.0], rewards], scale)
+    good, bad = advantages_of([[0.0, 1.0], rewards], scale)
     assert bad.dropped is reason
     assert bad.values == (0.0,) * len(rewards)
     assert good.dropped is None
@@ -62,19 +71,19 @@ def test_groups_that_teach_nothing_are_reported_and_zero(scale, rewards, reason)
 @pytest.mark.parametrize("scale", RewardScale)
 @given(
     rewards=st.lists(st.lists(st.integers(-64, 64), min_size=1, max_size=6), min_size=1, max_size=4),
-    offset=st.integers(-4096, 4096),
+    offset=st.integers(-(2**24), 2**24),
 )
 def test_a_number_that_is_added_to_all_rewards_changes_nothing(scale, rewards, offset):
     """Rewards in 64ths and offsets are exact in float64. A constant of the whole scorer is no news in any group."""
-    plain = group_advantages([[each / 64 for each in group] for group in rewards], scale)
-    shifted = group_advantages([[each / 64 + offset for each in group] for group in rewards], scale)
+    plain = advantages_of([[each / 64 for each in group] for group in rewards], scale)
+    shifted = advantages_of([[each / 64 + offset for each in group] for group in rewards], scale)
     for one, other in zip(plain, shifted, strict=True):
         assert other.dropped is one.dropped
-        assert other.values == pytest.approx(one.values, rel=1e-9, abs=1e-9)
-        assert other.strength == pytest.approx(one.strength, rel=1e-9)
+        assert other.values == pytest.approx(one.values, rel=1e-6, abs=1e-6)
+        assert other.strength == pytest.approx(one.strength, rel=1e-6)
 
 
-@pytest.mark.parametrize("rewards", [(0.0, 1.0), (100.0, 101.0), (-1000.0, -999.0)])
+@pytest.mark.parametrize("rewards", [(0.0, 1.0), (100.0, 101.0), (-1000.0, -999.0), (1e7, 1e7 + 1)])
 @pytest.mark.parametrize("algorithm", [each for each in Algorithm if loss_config(each).compares])
 def test_an_offset_of_the_reward_changes_no_update_of_any_loss_or_baseline(algorithm, rewards):
     """Groups, and samples that are compared with their scorer's earlier rewards."""
@@ -96,9 +105,9 @@ def test_an_offset_of_the_reward_changes_no_update_of_any_loss_or_baseline(algor
 def test_a_weak_group_counts_less_than_a_strong_one_or_makes_the_step_smaller_but_not_both():
     weak, strong = [0.5, 0.501], [0.0, 1.0]
     strength = 0.0005 / 0.02
-    (alone,) = group_advantages([weak], RewardScale.GROUP, widest=[1.0])
+    (alone,) = advantages_of([weak], RewardScale.GROUP, ranges=[1.0])
     assert (max(alone.values), alone.strength) == pytest.approx((0.0005 / 0.0006, strength))
-    beside, full = group_advantages([weak, strong], RewardScale.GROUP, widest=[1.0, 1.0])
+    beside, full = advantages_of([weak, strong], RewardScale.GROUP, ranges=[1.0, 1.0])
     assert max(beside.values) == pytest.approx(0.0005 / (0.02 + 1e-4))
     assert (beside.strength, full.strength, max(full.values)) == pytest.approx((strength, 1.0, 0.5 / 0.5001))
     assert values([100.0, 101.0]) == pytest.approx([-0.5 / 0.5001, 0.5 / 0.5001])
@@ -106,18 +115,70 @@ def test_a_weak_group_counts_less_than_a_strong_one_or_makes_the_step_smaller_bu
 
 def test_what_is_a_small_difference_is_known_from_earlier_groups_of_the_scorer_and_after_a_restart():
     history = RewardHistory()
-    assert history.widest([("a", 0.5), ("a", 2.0), ("b", 0.0)]) == [2.0, 2.0, 0.0]
-    assert history.widest([("a", 0.1), ("b", 0.1)]) == [2.0 * 0.99, 0.1]
-    assert history.widest([("a", 0.0)]) == [2.0 * 0.99], "groups without a signal change nothing"
+    assert history.ranges([("a", 2.0), ("b", 0.0)]) == [2.0, 0.0]
+    assert history.ranges([("a", 0.1), ("b", 0.1)]) == [2.0 * 0.99, 0.1]
+    assert history.ranges([("a", 0.0)]) == [2.0 * 0.99], "groups without a signal change nothing"
     restored = RewardHistory()
     restored.restore_baselines(history.baselines())
     draft = restored.draft()
-    assert draft.widest([("a", 0.1)]) == history.widest([("a", 0.1)])
-    assert restored.widest([("a", 0.0)]) == [2.0 * 0.99], "a draft that comes to nothing leaves no trace"
+    assert draft.ranges([("a", 0.1)]) == history.ranges([("a", 0.1)])
+    assert restored.ranges([("a", 0.0)]) == [2.0 * 0.99], "a draft that comes to nothing leaves no trace"
+
+
+@pytest.mark.parametrize("absurd", [1e4, 1e100])
+@pytest.mark.parametrize("before", [0, 1, 5, 50])
+@pytest.mark.parametrize("together", [False, True])
+def test_rewards_that_are_far_too_large_do_not_make_the_others_weak(absurd, before, together):
+    """Not even if a fifth of the groups has them. They are groups of two answers, with feedback of 0 and 1. `together`:
+    an absurd reward is in one update with usual ones. If the very first update has nothing else, two more are weak."""
+
+    def strengths(*highs):
+        groups = [ScoredGroup((ONE, OTHER), (0.0, high), FEEDBACK) for high in highs]
+        return [group.strength for group in prepare(groups, loss_config(), history).advantages]
+
+    history = RewardHistory()
+    for _ in range(before):
+        strengths(1.0)
+    updates = [(absurd, 1.0, 1.0, 1.0, 1.0)] if together else [(absurd,), *[(1.0,)] * 4]
+    found = [each for _ in range(100) for update in updates for each in strengths(*update)]
+    first = 3 if not before and not together else 0
+    assert found[first:] == [1.0] * (500 - first)
+
+
+@pytest.mark.parametrize("absurd", [1e4, -1e100])
+@pytest.mark.parametrize("before", [0, 20])
+def test_one_absurd_score_does_not_make_all_thumbs_bad_or_good(absurd, before):
+    history = RewardHistory()
+    for number in range(before):
+        history.advantage(FEEDBACK, number % 2, scaled=True)
+    history.advantage(FEEDBACK, absurd, scaled=True)
+    for _ in range(8):
+        history.advantage(FEEDBACK, 1.0, scaled=True)
+        history.advantage(FEEDBACK, 0.0, scaled=True)
+    assert history.advantage(FEEDBACK, 1.0, scaled=True) > 0.5
+    assert history.advantage(FEEDBACK, 0.0, scaled=True) < -0.5
+
+
+def test_a_baseline_follows_a_scorer_that_changes_its_units():
+    baseline = FEEDBACK_BASELINE
+    for number in range(100):
+        baseline = baseline.including(1000.0 * (number % 2))
+    assert baseline.mean == pytest.approx(500, rel=0.1)
+    assert baseline.variance**0.5 == pytest.approx(500, rel=0.2)
+
+
+def test_a_range_follows_when_a_scorer_changes_its_units():
+    history = RewardHistory()
+    for width in [1.0] * 50 + [1000.0] * 101:
+        (wide,) = history.ranges([("s", width)])
+    assert wide == 1000
+    for width in [1.0] * 101:
+        (wide,) = history.ranges([("s", width)])
+    assert wide == 1.0
 
 
 def test_a_group_that_is_all_but_solved_is_not_a_full_signal():
-    solved, one_left = group_advantages([[1.0] * 7 + [0.999], [1.0] * 7 + [0.0]], RewardScale.GROUP)
+    solved, one_left = advantages_of([[1.0] * 7 + [0.999], [1.0] * 7 + [0.0]], RewardScale.GROUP)
     assert max(map(abs, solved.values)) < 0.05
     assert solved.strength < 0.02
     assert max(map(abs, one_left.values)) == pytest.approx(2.645, abs=1e-3)
@@ -127,21 +188,21 @@ def test_a_group_that_is_all_but_solved_is_not_a_full_signal():
 @pytest.mark.parametrize("scale", RewardScale)
 def test_strength_does_not_depend_on_the_scale_or_the_units(scale):
     groups = [[1.0] * 7 + [0.99], [0.2, 0.8], [3.0, 3.0]]
-    one, full, none = (group.strength for group in group_advantages(groups, scale))
+    one, full, none = (group.strength for group in advantages_of(groups, scale))
     assert (0 < one < 1, full, none) == (True, 1.0, 0.0)
-    scaled = group_advantages([[1000 * reward for reward in group] for group in groups], scale)
+    scaled = advantages_of([[1000 * reward for reward in group] for group in groups], scale)
     assert [group.strength for group in scaled] == pytest.approx([one, full, none])
 
 
 @pytest.mark.parametrize("dropped", [[9.0, 9.0], [9.0]])
 def test_batch_scale_counts_the_rewards_of_dropped_groups(dropped):
-    with_dropped = group_advantages([[0.0, 1.0], dropped], RewardScale.BATCH)[0]
-    alone = group_advantages([[0.0, 1.0]], RewardScale.BATCH)[0]
+    with_dropped = advantages_of([[0.0, 1.0], dropped], RewardScale.BATCH)[0]
+    alone = advantages_of([[0.0, 1.0]], RewardScale.BATCH)[0]
     assert 0 < with_dropped.values[1] < alone.values[1]
 
 
 def test_no_groups_at_all():
-    assert group_advantages([], RewardScale.BATCH) == ()
+    assert advantages_of([], RewardScale.BATCH) == ()
 
 
 def test_a_running_baseline_compares_with_what_came_before():
@@ -167,7 +228,7 @@ def test_scaled_advantages_are_bounded_whatever_came_before():
     for _ in range(500):
         baseline = baseline.including(1.0)
     assert abs(baseline.advantage(0.999, scaled=True)) < 0.1  # all but equal rewards are not blown up
-    assert -4.6 < baseline.advantage(-1e9, scaled=True) < -4.5
+    assert -4.6 < baseline.advantage(-1e9, scaled=True) < -2
 
 
 @pytest.mark.parametrize(("score", "sign"), [(1, 1), (0, -1), (-1, -1)])

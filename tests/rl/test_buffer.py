@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from rl.fakes import trajectories
 
@@ -89,6 +91,25 @@ def test_the_oldest_groups_that_no_update_has_make_room() -> None:
     assert buffer.drops[NAME] == {DropReason.BUFFER_FULL: 4}
     with pytest.raises(ConflictError, match="buffer_full"):
         GroupRewards(buffer).feedback("b-0", 1.0)
+    buffer.check_integrity()
+
+
+def test_the_groups_of_one_key_do_not_push_out_those_of_a_key_with_fewer() -> None:
+    buffer = TrajectoryBuffer(8)
+
+    def of(owner: str, name: str) -> TrajectoryGroup:
+        made = [replace(each, owner=owner) for each in trajectories(name, ref(1), 2, "exact")]
+        group = TrajectoryGroup(NAME, made)
+        buffer.add(group)
+        return group
+
+    few = of("few", "a")
+    many = [of("many", str(number)) for number in range(9)]
+    assert states(few) == ["waiting"] * 2
+    assert [states(group)[0] for group in many] == ["buffer_full"] * 6 + ["waiting"] * 3
+    more = of("few", "b")
+    assert states(more) == ["waiting"] * 2
+    assert states(many[6]) == ["buffer_full"] * 2
     buffer.check_integrity()
 
 

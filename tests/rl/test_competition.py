@@ -14,7 +14,7 @@ import pytest
 from rl.fakes import trajectories
 
 from mlx_parallm.config import CompetitionConfig
-from mlx_parallm.core import AdapterRef, ComparisonCard, ComparisonSpec
+from mlx_parallm.core import AdapterRef, ComparisonCard, ComparisonSpec, Reader
 from mlx_parallm.errors import ConflictError, InvalidRequestError, UnknownModelError
 from mlx_parallm.rl.collect.groups import TrajectoryGroup, TrajectoryState
 from mlx_parallm.rl.competition.service import CompetitionService
@@ -115,7 +115,7 @@ class Rig:
         config = CompetitionConfig(**settings)
         self.service = CompetitionService(config, self.find, self.versions, self.emit, self.spawn)
 
-    def find(self, adapter: str | None) -> FakeTrained:
+    def find(self, adapter: str | None, reader: Reader) -> FakeTrained:
         if adapter not in (None, "main"):
             raise UnknownModelError(adapter)
         return self.trained

@@ -11,7 +11,7 @@ from rl.fakes import trajectories
 
 from mlx_parallm.config import Algorithm, RewardScale
 from mlx_parallm.core import AdapterRef, FinishReason, Trajectory
-from mlx_parallm.rl.collect.groups import DropReason
+from mlx_parallm.rl.collect.groups import FEEDBACK, DropReason
 from mlx_parallm.rl.objectives.batches import ScoredGroup, prepare
 from mlx_parallm.rl.objectives.episodes import Episode, samples_of, token_advantages
 from mlx_parallm.rl.objectives.losses import ALGORITHMS
@@ -110,18 +110,44 @@ def pad(rows: list[list[float]]) -> mx.array:
     return mx.array([[*row, *[0.0] * (width - len(row))] for row in rows])
 
 
-def test_episodes_of_equal_rewards_are_compared_by_those_of_their_tokens() -> None:
-    early, late = (turn((1,), (2, 3)),), (turn((1,), (4, 5)),)
-    first, last = Episode(early, ((1.0, 0.0),)), Episode(late, ((0.0, 1.0),))
-    group = ScoredGroup((first, last), (1.0, 1.0), "s")
+EARLY, LATE = Episode((turn((1,), (2, 3)),), ((1.0, 0.0),)), Episode((turn((1,), (4, 5)),), ((0.0, 1.0),))
+"""Of equal whole rewards."""
+
+
+@pytest.mark.parametrize("scorer", ["s", FEEDBACK])
+def test_episodes_of_equal_rewards_are_compared_by_those_of_their_tokens(scorer: str) -> None:
+    """Also if a client gave them, which is the only way to reward tokens."""
+    first, last = EARLY, LATE
+    group = ScoredGroup((first, last), (1.0, 1.0), scorer)
+    assert group.is_compared
     assert group.no_signal is None
     (one, other) = prepare([group], loss_config(), RewardHistory()).batch.samples
     # credits: 0 and -1 for the tokens of the first, 0 and 0 for those of the last; their deviation is 1/2
     assert one.advantages == pytest.approx((0, 0, -1 / 0.5001))
     assert other.advantages == pytest.approx((0, 0, 0), abs=1e-9)
-    same = replace(group, episodes=(first, Episode(late, first.token_rewards)))
+    same = replace(group, episodes=(first, Episode(LATE.turns, first.token_rewards)))
     assert same.no_signal is DropReason.ZERO_VARIANCE
-    assert prepare([same], loss_config(), RewardHistory()).batch.samples == ()
+    if scorer != FEEDBACK:  # equal scores from people are compared with earlier ones
+        assert prepare([same], loss_config(), RewardHistory()).batch.samples == ()
+
+
+@pytest.mark.parametrize("totals", [(1.0, 1.0), (1.0, 1.0 + 1e-5)])
+@pytest.mark.parametrize("scale", RewardScale)
+def test_credits_of_tokens_are_of_the_usual_size_if_whole_rewards_are_nearly_equal(
+    scale: RewardScale, totals: tuple[float, float]
+) -> None:
+    for scorer in ("s", FEEDBACK):
+        groups = [ScoredGroup((EARLY, LATE), totals, scorer)] * 3
+        prepared = prepare(groups, loss_config(scale_rewards=scale), RewardHistory())
+        values = [abs(value) for sample in prepared.batch.samples for value in sample.advantages]
+        assert 0.9 < max(values) < 2.1
+
+
+def test_kto_compares_equal_whole_rewards_from_people_with_the_threshold() -> None:
+    """It does not read the rewards of tokens."""
+    group = ScoredGroup((EARLY, LATE), (1.0, 1.0), FEEDBACK)
+    (rated,) = prepare([group], loss_config(Algorithm.KTO), RewardHistory()).advantages
+    assert (rated.values, rated.dropped) == ((1.0, 1.0), None)
 
 
 def test_an_update_of_episodes_compares_their_whole_rewards() -> None:

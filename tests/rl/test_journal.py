@@ -410,7 +410,7 @@ DAMAGES: dict[str, Callable[[dict[str, bytes]], dict[str, bytes]]] = {
 async def test_a_killed_run_whose_journal_is_gone_or_cut_does_not_start(
     path: Path, damage: str, moved: int, in_wal: int, emptied: bool
 ) -> None:
-    """Whether the files are empty or missing; and what is refused stays as it is, for whoever can repair it."""
+    """Whether the files are empty or missing; and what is refused stays as it is, so that it can be repaired."""
     files = await killed(path, moved, in_wal)
     count = files.pop(COMMITS)
     left = {**files, **DAMAGES[damage](files)}

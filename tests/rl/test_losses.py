@@ -22,7 +22,7 @@ from rl.loss_reference import (
 
 from mlx_parallm.config import Algorithm, RewardScale
 from mlx_parallm.config.loss import ALGORITHM_DEFAULTS
-from mlx_parallm.rl.objectives.batches import group_advantages
+from mlx_parallm.rl.objectives.advantages import group_advantages
 from mlx_parallm.rl.objectives.losses import ALGORITHMS, loss, means
 
 SINGLE = [each for each in Algorithm if each not in (Algorithm.DPO, Algorithm.KTO, Algorithm.DISTILLATION)]
@@ -315,8 +315,8 @@ def test_the_other_policies_have_no_gradient_even_where_they_are_made_of_the_tra
 @pytest.mark.parametrize("scale", RewardScale)
 def test_groups_that_teach_nothing_give_zero_gradient_even_if_trained_on(algorithm, scale):
     rows = mixed_rows()
-    groups = [[0.3, 0.3], [1.0, 1.0 + 1e-12, 1.0], [5.0], [2.0]]
-    advantages = [value for group in group_advantages(groups, scale) for value in group.values]
+    groups = [[0.3, 0.3], [1.0, 1.0 + 1e-15, 1.0], [5.0], [2.0]]
+    advantages = [value for group in group_advantages(groups, scale, [1.0] * 4, [0.0] * 4) for value in group.values]
     rows = [replace(r, advantage=a) for r, a in zip(rows, advantages, strict=True)]
     value, gradient = computed(rows, loss_config(algorithm))
     assert value == 0.0

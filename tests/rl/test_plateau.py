@@ -60,6 +60,25 @@ def test_it_begins_after_two_updates_of_equal_rewards_and_ends_when_they_differ(
     assert [kind for kind, _ in events] == ["plateau", "plateau_ended"]
 
 
+def test_its_end_is_reported_too_if_the_policy_is_replaced() -> None:
+    plateau, events = watched()
+    plateau.restart()
+    assert events == [], "there was none"
+    observe(plateau, (0.3,) * 8).restart()
+    assert plateau.level is None
+    assert [kind for kind, _ in events] == ["plateau", "plateau_ended"]
+
+
+def test_rewards_of_tokens_that_differ_end_it() -> None:
+    plateau, events = watched()
+    observe(plateau, (0.3,) * 8)
+    first, second = scored(0.3, 0.3).episodes
+    by_token = [replace(first, token_rewards=((0.3, 0.0),)), replace(second, token_rewards=((0.0, 0.3),))]
+    plateau.observe(replace(scored(0.3, 0.3), episodes=tuple(by_token)))
+    assert plateau.level is None
+    assert [kind for kind, _ in events] == ["plateau", "plateau_ended"]
+
+
 @pytest.mark.parametrize(
     ("rewards", "level"),
     [

@@ -9,6 +9,7 @@ import asyncio
 import sqlite3
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, closing, suppress
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -484,6 +485,35 @@ async def test_an_update_that_comes_to_nothing_leaves_the_baselines(tmp_path: Pa
         (again,) = one.learner.batches
         assert [sample.advantages for sample in again.samples] == advantages
         assert (baselines(one), one.learner.policies["main"]) == (found, policy)
+
+
+@pytest.mark.parametrize("ends", ["held", "skipped", "trained"])
+async def test_the_trend_of_rewards_is_the_same_to_the_bit_after_a_crash(tmp_path: Path, ends: str) -> None:
+    """Held and skipped updates among those before it, and groups without a signal between others. A fall of the rewards
+    is judged by it."""
+    run = Run(tmp_path / "journal.sqlite", limited(MANUAL, kl_step=0.5))
+
+    def trend(one: World) -> object:
+        found = one.service._loop(None).training.rewards.trend
+        return found.mean, found.best, found.scorers
+
+    async with run.process() as one:
+        levels = iter([0.1, 0.3, 0.7, 0.9] * 3)
+        for end in ("trained", "trained", ends, ends):
+            for number in range(3):
+                level = next(levels)
+                rewards = cycle([level, level if number == 1 else 0.0])
+                one.scorers.rewards = lambda _, rewards=rewards: next(rewards)
+                await one.request()
+                await settle()
+            one.learner.metrics = {"loss": 0.5, "kl_step": 1.0 if end == "held" else 0.1}
+            one.learner.skip = "loss_not_finite" if end == "skipped" else ""
+            report = await one.service.update()
+            assert report.status == {"trained": "published"}.get(end, end)
+        found = trend(one)
+        await one.service._journal.flush()
+    async with run.process() as one:
+        assert trend(one) == found
 
 
 async def test_rewards_without_a_signal_count_for_the_next_update_after_a_crash_too(tmp_path: Path) -> None:

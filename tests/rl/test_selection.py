@@ -205,3 +205,24 @@ async def test_a_harder_task_is_no_fall() -> None:
             rig.drawn(*((0.0,) * 8), scorer="exact")
             await settle(20)
     assert "rollback" in rig.kinds, "of the task that was solved"
+
+
+def test_one_absurd_reward_is_not_the_best_from_which_all_others_are_a_fall() -> None:
+    falls = 0
+    for seed in range(40):
+        random, trend = np.random.default_rng(seed), RewardTrend()
+        for number in range(200):
+            trend.observe("exact", 1e4 if number == 100 else random.binomial(8, 0.5) / 8, current=True)
+            if number % 4 == 3:
+                trend.mark_best()
+        falls += trend.fell_by(0.15)
+        assert trend.best is not None
+        assert trend.best < 1
+    assert falls < 4
+
+
+def test_a_jump_of_the_rewards_is_the_new_mean_within_some_groups() -> None:
+    trend = RewardTrend()
+    for reward in [0.3] * 200 + [0.25] + [0.3] * 200 + [0.9] * 24:
+        trend.observe("exact", reward, current=True)
+    assert trend.mean == pytest.approx(0.9, abs=0.1)

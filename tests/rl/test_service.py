@@ -13,6 +13,7 @@ from sample_parts import advantage as advantage_of
 
 from mlx_parallm.core import (
     BASE_ADAPTER,
+    EVERYTHING,
     AdapterRef,
     CollectionSpec,
     TrainingClient,
@@ -157,15 +158,15 @@ async def test_several_adapters_learn_each_from_what_it_drew() -> None:
 
 async def test_only_what_a_trained_adapter_draws_may_be_collected() -> None:
     async with world(changed(SETTINGS, update_frequency=2)) as one:
-        await one.service.trajectories.check(CollectionSpec("exact"), BASE_ADAPTER)
+        await one.service.trajectories.check(CollectionSpec("exact"), BASE_ADAPTER, EVERYTHING)
         with pytest.raises(InvalidRequestError):
-            await one.service.trajectories.check(CollectionSpec("unknown"), BASE_ADAPTER)
+            await one.service.trajectories.check(CollectionSpec("unknown"), BASE_ADAPTER, EVERYTHING)
         for stranger in (AdapterRef("math", 1), AdapterRef("main", 7)):
             with pytest.raises(ConflictError, match=str(stranger)):
-                await one.service.trajectories.check(CollectionSpec("exact"), stranger)
+                await one.service.trajectories.check(CollectionSpec("exact"), stranger, EVERYTHING)
         await one.request()
         await settle()
-        await one.service.trajectories.check(CollectionSpec("exact"), AdapterRef("main", 1))
+        await one.service.trajectories.check(CollectionSpec("exact"), AdapterRef("main", 1), EVERYTHING)
         foreign = await one.request(AdapterRef("main", 7))
         await settle()
         assert {one.states()[trajectory] for trajectory in foreign} == {"unknown_version"}

@@ -14,6 +14,7 @@ from rl.service_rig import GIVEN, SETTINGS, settle, world
 
 from mlx_parallm.config import CheckpointingConfig
 from mlx_parallm.core import (
+    EVERYTHING,
     AdapterRef,
     CheckpointCard,
     CollectionSpec,
@@ -43,8 +44,8 @@ async def test_a_name_that_means_another_version_by_now_begins_again_with_it() -
         assert (await one.service.start()).step == 50
         assert one.learner.policies["main"] == (40.0, 50)
         with pytest.raises(ConflictError):
-            await one.service.trajectories.check(CollectionSpec("exact"), AdapterRef("main", 1))
-        await one.service.trajectories.check(CollectionSpec("exact"), elsewhere)
+            await one.service.trajectories.check(CollectionSpec("exact"), AdapterRef("main", 1), EVERYTHING)
+        await one.service.trajectories.check(CollectionSpec("exact"), elsewhere, EVERYTHING)
 
 
 async def test_starting_again_what_is_trained_already_changes_nothing() -> None:

@@ -114,7 +114,7 @@ def test_an_update_without_any_gradient_is_skipped_and_leaves_the_policy() -> No
     outcome = learn(trainer, policy, equal)
     assert (outcome.skipped, outcome.step) == ("no_gradient", 1)
     after = leaves(policy)
-    assert all((before[name] == after[name]).all() for name in before), "nor does it go on as before"
+    assert all((before[name] == after[name]).all() for name in before), "nor does it continue as before"
 
 
 def test_the_target_holds_without_the_limit_of_divergence() -> None:

@@ -13,7 +13,8 @@ from server.one_model import OneModel
 
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.grammar.trial import Trial
-from mlx_parallm.server.app import DrainingServer, bind, create_app
+from mlx_parallm.server.app import create_app
+from mlx_parallm.server.run import DrainingServer, bind
 
 CPU_LIMIT_S = 0.5
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from mlx_parallm.core import (
     BASE_ADAPTER,
-    EVERYTHING,
     AdapterCard,
     AdapterRef,
     AdapterStats,
@@ -50,8 +49,8 @@ class FakeAdapters:
 
     `error`: what the next awaited call raises. `hold`: awaited calls wait for `resume`, having set `held`.
     `asked`: every selector that a lease or a lookup was asked for; `keys`: the keys of the leases.
-    `folders`: every path of `load_folder`. `bases`: the base models of all loads and unloads. `default`: the result of
-    `default_name`. `leased`: how many leases are held.
+    `folders`: every path of `load_folder`; `rewritten`: their files were written since they were loaded. `bases`: the
+    base models of all loads and unloads. `default`: the result of `default_name`. `leased`: how many leases are held.
     """
 
     def __init__(self):
@@ -62,6 +61,7 @@ class FakeAdapters:
         self.asked = []
         self.keys = []
         self.folders = []
+        self.rewritten = False
         self.bases = []
         self.default = None
         self.leased = 0
@@ -100,8 +100,11 @@ class FakeAdapters:
 
     async def load_folder(self, path):
         await self._work()
+        is_new = path not in self.folders or self.rewritten
         self.folders.append(path)
-        return self.publish("in-folder").name
+        if is_new:
+            self.publish("in-folder")
+        return "in-folder"
 
     async def loaded_folder(self, path):
         return "in-folder" if path in self.folders else None
@@ -204,15 +207,17 @@ class FakeCompetition:
         self.known = {}
         self.verdicts = {}
 
-    async def start(self, adapter, spec):
+    async def start(self, adapter, spec, reader):
+        reader.named(adapter, "policy")
         return self._change(adapter, spec, replace(COMPARISON, share=spec.share or 0.2))
 
-    async def stop(self, adapter):
+    async def stop(self, adapter, reader):
+        reader.named(adapter, "policy")
         ended = replace(COMPARISON, verdict="stopped", reason="asked", ended=1_800_000_060.0)
         return self._change(adapter, None, ended)
 
-    def cards(self):
-        return tuple(self.known.values())
+    def cards(self, reader):
+        return tuple(card for card in self.known.values() if reader.sees(card.adapter))
 
     def ended(self, adapter):
         return self.verdicts
@@ -278,10 +283,11 @@ class FakeLessons:
     def obstacle(self):
         return self.said
 
-    def card(self):
-        return self.last
+    def card(self, reader):
+        return self.last if self.last is not None and reader.sees(self.last.adapter) else None
 
-    async def start(self, spec):
+    async def start(self, spec, reader):
+        reader.named(spec.adapter, "policy")
         self.asked.append(spec)
         if self.error:
             raise self.error
@@ -293,7 +299,9 @@ class FakeLessons:
         begun = ("lesson-1", spec, "drawing", spec.adapter or "policy", "", 24, "checkpoint-0")
         return LessonCard(*begun, 0, 0, (), samples, None, "", "", 1_800_000_000.0)
 
-    async def stop(self):
+    async def stop(self, reader):
+        if self.last is not None and not reader.sees(self.last.adapter):
+            raise ConflictError("No lesson runs.")
         if self.error:
             raise self.error
         stopped = {"outcome": LessonOutcome.STOPPED, "reason": "it was stopped", "ended": 1_800_000_060.0}
@@ -340,10 +348,12 @@ class FakeTraining:
         self.buffer = TrajectoryBuffer(1000)
         self.collected_groups = GroupReader(self.buffer)
 
-    async def check(self, collection, adapter, prompt=None, key=""):
+    async def check(self, collection, adapter, reader, prompt=None):
         await self.checks_go_on.wait()
         self.checked.append((collection, adapter))
         self.prompts.append(prompt)
+        if adapter == BASE_ADAPTER and not reader.sees("policy"):
+            raise ConflictError("base is not trained here", param="collect_trajectory")
         if self.error:
             raise self.error
         if collection.scorer not in (None, "exact"):
@@ -373,7 +383,7 @@ class FakeTraining:
     async def last_given(self, count):
         return self.given_earlier[:count]
 
-    async def feedback(self, trajectory_id, score, user="", reader=EVERYTHING):
+    async def feedback(self, trajectory_id, score, user, reader):
         if self.error:
             raise self.error
         if trajectory_id not in self.known:
@@ -381,97 +391,101 @@ class FakeTraining:
         self.calls.append(("feedback", trajectory_id, score, user))
         return FeedbackCard(score / 2, 2)
 
-    async def find(self, trajectory_id, reader=EVERYTHING):
+    async def find(self, trajectory_id, reader):
         if trajectory_id not in self.found:
             raise UnknownTrajectoryError(f"No trajectory of this run has the id {trajectory_id!r}.")
         return self.found[trajectory_id]
 
-    async def edit(self, edit):
+    async def edit(self, edit, reader):
+        reader.named(edit.adapter, "policy")
         if self.error:
             raise self.error
         self.edits.append(edit)
         return EditCard("edit-0", edit.signal, edit.adapter, 1, 16)
 
-    def signal_report(self, adapter=None):
+    def signal_report(self, adapter, reader):
         source = SourceReport("feedback", 3, 1, 1, {"stale": 1}, 1, 1.0, 0.25)
-        return SignalReport(self.status(adapter).adapter, 4, 2, (source,))
+        return SignalReport(self.status(adapter, reader=reader).adapter, 4, 2, (source,))
 
-    async def reward_tokens(self, trajectory_id, rewards, reader=EVERYTHING):
+    async def reward_tokens(self, trajectory_id, rewards, reader):
         self.calls.append(("reward_tokens", trajectory_id, list(rewards)))
 
-    async def reward_episode(self, episode_id, group_id, score, reader=EVERYTHING):
+    async def reward_episode(self, episode_id, group_id, score, reader):
         if self.error:
             raise self.error
         self.calls.append(("reward_episode", episode_id, group_id, score))
 
-    async def close_group(self, group_id, reader=EVERYTHING):
+    async def close_group(self, group_id, reader):
         if self.error:
             raise self.error
         self.calls.append(("close_group", group_id))
         return GroupCard(group_id, "policy", 4, 3, True)
 
-    async def update(self, adapter=None, given=None, publish=True, checkpoint_name=None, signal=None):
-        await self._work("update", adapter, given, publish, checkpoint_name, *([signal] if signal else []))
+    async def update(self, adapter=None, given=None, publish=True, checkpoint_name=None, signal=None, *, reader):
+        await self._work(reader, "update", adapter, given, publish, checkpoint_name, *([signal] if signal else []))
         return self.report
 
-    def status(self, adapter=None):
-        name = "policy" if adapter is None else adapter
+    def status(self, adapter=None, *, reader):
+        name = reader.named(adapter, "policy")
         if name not in self.state:
             raise UnknownModelError(f"no adapter {name!r} is trained here")
-        return self.state[name]
+        status = self.state[name]
+        return replace(status, trained=tuple(filter(reader.sees, status.trained)))
 
     @property
     def default_adapter(self):
         return "policy"
 
-    def statuses(self):
-        return [self.status(name) for name in self.status().trained]
+    def statuses(self, *, reader):
+        trained = next(iter(self.state.values())).trained
+        return [self.status(name, reader=reader) for name in trained if reader.sees(name)]
 
-    async def start(self, adapter=None):
-        name = adapter or "policy"
+    async def start(self, adapter=None, *, reader):
+        name = reader.named(adapter, "policy")
         trained = (*self.state, name) if name not in self.state else tuple(self.state)
         self.state = {known: replace(status, trained=trained) for known, status in self.state.items()}
         self.state.setdefault(name, TrainingStatus(state="idle", adapter=name, trained=trained))
-        return await self._work("start", adapter)
+        return await self._work(reader, "start", adapter)
 
-    async def pause(self, adapter=None):
-        return await self._work("pause", adapter)
+    async def pause(self, adapter=None, *, reader):
+        return await self._work(reader, "pause", adapter)
 
-    async def resume(self, adapter=None):
-        return await self._work("resume", adapter)
+    async def resume(self, adapter=None, *, reader):
+        return await self._work(reader, "resume", adapter)
 
-    async def rollback(self, adapter=None, to=None):
+    async def rollback(self, adapter=None, to=None, *, reader):
         if to == "nope":
             raise UnknownModelError("no checkpoint 'nope'")
-        return await self._work("rollback", adapter, to)
+        return await self._work(reader, "rollback", adapter, to)
 
-    def trains(self, selector):
-        return (selector or "math") in self.saves
+    def trains(self, selector, *, reader):
+        return (selector or "math") in self.saves and reader.sees(selector or "math")
 
-    async def save(self, adapter, step, tags, metrics):
-        await self._work("save", None, adapter, step, tags, metrics)
+    async def save(self, adapter, step, tags, metrics, *, reader):
+        await self._work(reader, "save", None, adapter, step, tags, metrics)
         return CheckpointCard("checkpoint-9", AdapterRef("math", 2), 9, "/secret", 1_800_000_000, tuple(tags), metrics)
 
-    def history(self, adapter, limit):
-        name = self.status(adapter).adapter
+    def history(self, adapter, limit, *, reader):
+        name = self.status(adapter, reader=reader).adapter
         return TrainingHistory(name, self.past[-limit:], len(self.past) > limit, "a-7")
 
-    async def events(self, after=""):
+    async def events(self, after="", *, reader):
         self.listening += 1
         self.listened_after.append(after)
         try:
             while (event := await self.told.get()) is not None:
                 if isinstance(event, Exception):
                     raise event
-                yield event
+                if (seen := event.seen_by(reader)) is not None:
+                    yield seen
         finally:
             self.listening -= 1
 
     def newest(self, limit):
         return self.cards[:limit]
 
-    async def _work(self, name, adapter, *arguments):
-        status = self.status(adapter)
+    async def _work(self, reader, name, adapter, *arguments):
+        status = self.status(adapter, reader=reader)
         self.held.set()
         if self.hold:
             await self.resume_work.wait()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mlx_parallm.core import AdapterStats, ComparisonSpec
+from mlx_parallm.core import EVERYTHING, AdapterStats, ComparisonSpec
 from mlx_parallm.errors import (
     AdapterFileError,
     AdapterUnavailableError,
@@ -144,9 +144,9 @@ async def test_versions_that_are_compared_share_what_their_name_gets(client, ada
 
     alone = {"math@1": 0.25, "math@2": 0.0, "policy@1": 0.0, "policy@2": 0.25}
     assert await shares() == alone
-    await training.competition.start(None, ComparisonSpec("policy@1"))
+    await training.competition.start(None, ComparisonSpec("policy@1"), EVERYTHING)
     assert await shares() == alone | {"policy@1": 0.05, "policy@2": 0.2}
-    await training.competition.stop(None)
+    await training.competition.stop(None, EVERYTHING)
     assert await shares() == alone
 
 

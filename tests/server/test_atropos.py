@@ -235,6 +235,31 @@ async def test_there_are_only_so_many_environments(client, monkeypatch):
     assert (await register(client))["status"] == "success"
 
 
+async def test_a_key_with_many_environments_leaves_room_for_those_of_others(make_client, monkeypatch, tmp_path):
+    """Those that it registers, and those that it only asks about."""
+    monkeypatch.setattr("mlx_parallm.server.protocols.atropos.environments.MAX_ENVIRONMENTS", 10)
+    file, sent = key_file(tmp_path, many="train", few="train")
+    client = make_client(keys_file=file)
+    body = {"max_token_length": 9, "desired_name": "a", "weight": 1, "group_size": 2}
+
+    async def registered(key):
+        return (await client.post("/register-env", json=body, headers=sent[key])).status_code
+
+    assert [await registered("many") for _ in range(10)] == [200] * 8 + [429] * 2
+    asked = await client.request("GET", "/status-env", json={"env_id": 1}, headers=sent["many"])
+    assert asked.status_code == 429
+    assert await registered("few") == 200
+    monkeypatch.setattr("mlx_parallm.server.protocols.atropos.environments.FORGOTTEN_AFTER_S", 0.0)
+    parts = client.app.state.atropos.environments
+    for _ in range(20):
+        assert await registered("many") == 200, "in place of one of its own"
+        owners = [owner for owner, _ in parts._by_id]
+        assert owners.count("few") == 1
+    for _ in range(20):
+        assert await registered("few") == 200, "in place of those of the key that has more, too"
+    assert len(parts._by_id) <= 10
+
+
 async def test_the_key_may_be_in_the_url(make_client):
     client = make_client(api_key="sk-key")
     assert (await client.get("/info")).status_code == 401

@@ -9,6 +9,12 @@ AVERAGE = "/v1/training/average"
 GOOD = {"adapters": ["a", "b"], "lora_adapter": "mean"}
 
 
+@pytest.fixture(autouse=True)
+def members(adapters):
+    for name in GOOD["adapters"]:
+        adapters.publish(name)
+
+
 @pytest.mark.parametrize(
     ("changes", "param"),
     [

@@ -29,6 +29,11 @@ RUNNING = {
 }
 
 
+@pytest.fixture(autouse=True)
+def candidate(adapters):
+    adapters.publish("policy")
+
+
 async def test_a_comparison_is_started_read_and_stopped(client, training):
     assert (await client.get(COMPARE)).json() == {"object": "list", "data": []}
     response = await client.post(COMPARE, json={"candidate": "policy@1"})

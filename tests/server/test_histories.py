@@ -205,8 +205,10 @@ async def test_calls_come_back_whatever_their_ids() -> None:
         assert starts_with(prompt, rendered, ids) is not bool(why)
 
 
-async def test_what_was_used_least_recently_is_forgotten() -> None:
-    histories = EpisodeHistories(max_tokens=60)
+@pytest.mark.parametrize(("name", "is_kept"), [("", False), ("another key", True)])
+async def test_what_a_key_has_used_least_recently_is_forgotten(name: str, is_kept: bool) -> None:
+    """Of the key that has the most: the turns of another key stay."""
+    histories = EpisodeHistories(max_tokens=150)
     play = Play("chatml", random.Random(4), histories)
     play.say()
     await play.turn()
@@ -215,7 +217,7 @@ async def test_what_was_used_least_recently_is_forgotten() -> None:
         coder = tokenizer("chatml")
         other.say()
         conversation = Conversation.of(other.messages, (), coder, OPTIONS)
-        planned = PlannedTurn(("g", str(number)), conversation, conversation.render(coder), AnswerSyntax())
+        planned = PlannedTurn((name, "g", str(number)), conversation, conversation.render(coder), AnswerSyntax())
         request = GenerationRequest("r", (tuple(range(20)),), SamplingParams(), StopParams(9))
         events = [SequenceOutput(0, (5, 6), "a", finish_reason=FinishReason.LENGTH), FINISHED]
         assert [event async for event in histories.recorded(planned, request, replay(events))] == events
@@ -223,4 +225,6 @@ async def test_what_was_used_least_recently_is_forgotten() -> None:
     coder = tokenizer("chatml")
     conversation = Conversation.of(play.messages, (), coder, OPTIONS)
     rendered = conversation.render(coder)
-    assert histories.prompt_of(("", "g", "e"), conversation, coder, rendered) == (rendered, "")
+    prompt, _ = histories.prompt_of(("", "g", "e"), conversation, coder, rendered)
+    assert starts_with(prompt, play.prompt, play.drawn) is is_kept
+    assert histories._tokens.total() <= 150

@@ -281,47 +281,59 @@ async def test_the_texts_of_long_events_are_made_beside_the_event_loop(client, m
     assert threading.main_thread() not in made_in[short:]
 
 
-async def test_large_bodies_of_all_clients_together_are_read_at_one_pace(monkeypatch):
-    """Each chunk waits for those before it; one that comes later than they need does not."""
-    now, pauses = [100.0], []
+@pytest.fixture
+async def pauses(monkeypatch):
+    """The pauses of large bodies on a clock that stands still."""
+    found = []
 
     async def sleep(seconds):
-        pauses.append(seconds)
+        found.append(seconds)
 
-    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now[0])
     monkeypatch.setattr(asyncio, "sleep", sleep)
-    monkeypatch.setattr(workers, "_OF_ONE_CLIENT", 10**12)
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: 100.0)
+    return found
+
+
+async def test_the_large_bodies_of_a_client_are_read_at_one_pace(pauses, monkeypatch):
+    """Each chunk waits for those before it; one that comes later than they need does not."""
     second = workers._LARGE_BODY_BYTES_PER_S
     arriving = ArrivingBodies(100 * second)
-    with arriving.hold("a") as one, arriving.hold("b") as other:
+    with arriving.hold("a") as one, arriving.hold("a") as other:
         for add in (one, other, one):
             await add(second)
         assert pauses == [1.0, 2.0, 3.0]
-        now[0] += 10
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: 110.0)
         await one(second)
         assert pauses[3:] == [1.0]
 
 
-async def test_one_client_leaves_some_of_the_rate_to_the_others(monkeypatch):
-    pauses = []
+async def test_clients_with_many_connections_leave_an_equal_share_of_the_rate_to_another(pauses):
+    """Two of them, with 400 chunks that have arrived each: the chunk of a third client does not queue behind those."""
+    arriving, chunk = ArrivingBodies(10**12), 64 * 2**10
+    with arriving.hold("a") as one, arriving.hold("b") as other, arriving.hold("c") as third:
+        for _ in range(400):
+            await one(chunk)
+            await other(chunk)
+        pauses.clear()
+        await third(chunk)
+    assert pauses == [3 * chunk / workers._LARGE_BODY_BYTES_PER_S]
 
-    async def sleep(seconds):
-        pauses.append(seconds)
 
-    monkeypatch.setattr(asyncio, "sleep", sleep)
-    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: 100.0)
-    arriving = ArrivingBodies(10**12)
-    with arriving.hold("a") as add:
-        await add(workers._OF_ONE_CLIENT)
-    assert pauses == [1.0, workers._OF_ONE_CLIENT / workers._LARGE_BODY_BYTES_PER_S]
-    assert pauses[1] < 1
+async def test_a_client_that_sends_nothing_takes_no_share_of_the_rate(pauses, monkeypatch):
+    second = workers._LARGE_BODY_BYTES_PER_S
+    arriving = ArrivingBodies(100 * second)
+    with arriving.hold("slow") as slow, arriving.hold("a") as add:
+        await slow(second)
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: 102.0)
+        await add(second)
+    assert pauses == [1.0, 1.0]
 
 
 async def test_a_large_body_is_paced_and_a_small_one_is_not(client, monkeypatch):
     counts = []
 
-    async def pace(self, who, rate, size):
-        counts.append(size if who else 0)
+    async def pace(self, client, size):
+        counts.append(size)
 
     monkeypatch.setattr(ArrivingBodies, "_pace", pace)
     assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200

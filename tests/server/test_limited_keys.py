@@ -5,7 +5,9 @@ default adapter `policy` are others'.
 """
 
 import asyncio
+import inspect
 import json
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,14 +24,24 @@ from mlx_parallm.config import ServerConfig
 from mlx_parallm.core import (
     AdapterRef,
     AdapterStats,
+    BaseStatus,
     CheckpointCard,
+    CollectedClient,
     CollectionSpec,
+    CompetitionClient,
     FinishReason,
     FoundTrajectory,
     GroupFilter,
+    LessonClient,
+    ModelState,
+    PeopleClient,
     Reader,
+    TrainingClient,
+    TrainingEvent,
     TrainingStatus,
     Trajectory,
+    TrajectoryClient,
+    no_reward_model,
 )
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl.atropos.trajectory_api import Registration
@@ -74,6 +86,7 @@ async def server(tmp_path):
         "acme": ("train", LIMITED),
         "asker": ("inference", LIMITED),
         "based": ("inference", {"adapters": ("acme*", "base")}),
+        "teacher": ("train", {"adapters": ("acme*", "base")}),
         "free": "train",
         "boss": "admin",
         "mine": "train",
@@ -173,6 +186,13 @@ TABLE = {
     "versions that Tinker has published, as adapters": [
         ("GET", "/v1/models", None, ("{session}", "no {session}", "{session}")),
         ("POST", "/v1/completions", {"prompt": "x", "model": "{session}-0"}, (200, GONE, 200)),
+        ("GET", "/v1/checkpoints", None, ("no {session}", "no {session}", "{session}")),
+        ("DELETE", "/v1/adapters/{session}-0@1", None, (403, GONE, 200)),
+        ("POST", "/v1/unload_lora_adapter", {"lora_name": "{session}-0"}, (403, GONE, 200)),
+        ("POST", "/v1/load_lora_adapter", {"lora_name": "{session}-0", "lora_path": "acme-1"}, (403, GONE, 400)),
+        ("POST", "/v1/adapters/rollback", {"lora_name": "{session}-0"}, (403, GONE, 409)),
+        ("POST", "/v1/training/checkpoint", {"lora_name": "{session}-0"}, (403, GONE, 200)),
+        ("POST", "/v1/training/start", {"lora_adapter": "{session}-0"}, (GONE, GONE, 200)),
     ],
 }
 CELLS = [
@@ -203,7 +223,7 @@ async def made_by_mine(server):
     await made("/api/v1/create_sampling_session", **of_session, sampling_session_seq_id=0)
     saving = await made("/api/v1/save_weights", model_id=f"{session}:train:0", seq_id=1, path="a")
     await made("/api/v1/retrieve_future", request_id=saving["request_id"])
-    server.adapters.publish(f"{session}-0")
+    server.adapters.saved.append(CheckpointCard("checkpoint-7", server.adapters.publish(f"{session}-0"), 7, "", 1))
     env = await made("/register-env", max_token_length=64, desired_name="a", weight=1.0, group_size=2)
     server.training.buffer.add(TrajectoryGroup("globex", [trajectory("globex", None)]))
     return {"{response}": response, "{session}": session, "{env}": str(env["env_id"])}
@@ -353,12 +373,76 @@ async def test_the_base_model_is_listed_to_keys_that_may_use_it(server, path):
         assert "acme-1" in names
 
 
+class TwoModels(OneModel):
+    """`acme-2` is an adapter of the base model `second`. `used`: the base models that were asked for, in order."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.used = []
+
+    @property
+    def names(self):
+        return self.first.names | {"second"}
+
+    def find(self, *names):
+        return "second" if {"second", "acme-2"} & set(names) else self.first.card.name
+
+    def statuses(self):
+        return (*super().statuses(), BaseStatus("second", ModelState.IDLE, adapters=("acme-2",)))
+
+    @asynccontextmanager
+    async def use(self, base):
+        self.used.append(base)
+        yield self.first
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+        ("/v1/chat/completions/render", {"messages": MESSAGES}),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 2}),
+        ("/v1/embeddings", {"input": "x"}),
+        ("/tokenize", {"prompt": "x"}),
+        ("/api/show", {}),
+        ("/api/generate", {"prompt": "x", "stream": False}),
+    ],
+)
+async def test_a_base_model_is_loaded_for_keys_that_may_use_it(server, path, body):
+    models = TwoModels(ByteTokenizer(), CARD)
+    server.app.state.services = replace(server.app.state.services, models=models)
+    refused = await server.ask("asker", "POST", path, body | {"model": "second"})
+    unknown = await server.ask("asker", "POST", path, body | {"model": "nobody"})
+    assert (refused.status_code, refused.text) == (404, unknown.text.replace("nobody", "second"))
+    if path == "/v1/completions":
+        both = body | {"model": "second", "lora_adapter": "acme-3"}
+        assert (await server.ask("asker", "POST", path, both)).status_code == 404
+    assert "second" not in models.used
+    for key, name in (("based", "second"), ("free", "second")):
+        await server.ask(key, "POST", path, body | {"model": name})
+        assert models.used.pop() == "second"
+    if path == "/v1/completions":
+        await server.ask("asker", "POST", path, body | {"model": "second", "lora_adapter": "acme-2"})
+        assert models.used.pop() == "second"
+
+
 async def test_reward_models_are_named_like_adapters(server):
     body = {"text_1": "x", "text_2": "y"}
     for name, status in (("globex", 400), ("acme-judge", 200)):
         sent = {**body, "model": f"reward_model:{name}"}
-        assert (await server.ask("asker", "POST", "/v1/score", sent)).status_code == status
+        answer = await server.ask("asker", "POST", "/v1/score", sent)
+        assert answer.status_code == status
+        if status == 400:
+            assert answer.json()["error"]["message"] == str(no_reward_model(name)), "as of a name that is none"
         assert (await server.ask("free", "POST", "/v1/score", sent)).status_code == 200
+
+
+async def test_base_models_are_named_in_errors_to_keys_that_may_use_them(server):
+    body = {"lora_name": "acme-2", "lora_path": "acme-1", "base_model_name": "none"}
+    for key, named in (("acme", False), ("teacher", True), ("free", True)):
+        refused = await server.ask(key, "POST", "/v1/load_lora_adapter", body)
+        assert (refused.status_code, CARD.name in refused.text) == (404, named)
 
 
 @pytest.mark.parametrize("model", ["base", CARD.name, "base-model", None])
@@ -384,6 +468,15 @@ async def test_requests_that_name_nothing_get_the_route_if_the_key_sees_all_of_i
         assert "globex" not in response.text
         route = (await server.ask("asker", "GET", "/v1/adapters/route")).json()["route"]
         assert route == {name: share for name, share in shares.items() if "acme" in name}
+
+
+async def test_answers_of_the_base_model_are_collected_for_keys_that_see_the_default_adapter(server):
+    body = {"prompt": "x", "model": "base", "collect_trajectory": True}
+    refused = await server.ask("teacher", "POST", "/v1/completions", body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (409, "collect_trajectory")
+    assert "policy" not in refused.text
+    assert (await server.ask("teacher", "POST", "/v1/completions", body | {"model": "acme-1"})).status_code == 200
+    assert (await server.ask("free", "POST", "/v1/completions", body)).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -447,8 +540,6 @@ async def test_a_lesson_for_another_adapter_is_neither_shown_nor_stopped(server)
 
 
 async def test_the_stream_of_events_has_those_of_seen_adapters(server):
-    from mlx_parallm.core import TrainingEvent
-
     told = [
         TrainingEvent("update", 1.0, {"adapter": "globex"}, "1"),
         TrainingEvent("averaged", 1.0, {"adapter": "acme-1", "adapters": ["acme-1@1", "globex@1"]}, "2"),
@@ -460,6 +551,22 @@ async def test_the_stream_of_events_has_those_of_seen_adapters(server):
     text = (await server.ask("acme", "GET", "/v1/training/events")).text
     assert "acme-1" in text
     assert "globex" not in text
+
+
+async def test_the_stream_of_events_says_nothing_of_other_keys_groups(server):
+    def of(key, group_id):
+        data = {"adapter": "acme-1", "group_id": group_id, "key": key}
+        server.training.told.put_nowait(TrainingEvent("collected", 1.0, data))
+
+    for key in ("acme", "free", "boss"):
+        for owner, group_id in (("mine", "hidden-1"), (None, "hidden-2"), ("", "open"), (key, "own")):
+            of(owner, group_id)
+        updating = {"adapter": "acme-1", "groups": ["hidden-1"], "trajectories": 1}
+        server.training.told.put_nowait(TrainingEvent("updating", 1.0, updating))
+        server.training.told.put_nowait(None)
+        text = (await server.ask(key, "GET", "/v1/training/events")).text
+        assert all(word in text for word in ("own", "open", "updating"))
+        assert [word in text for word in ("hidden", '"mine"', '"key"')] == [key == "boss"] * 3
 
 
 async def test_trajectories_are_those_of_the_key_and_of_seen_adapters(server):
@@ -480,6 +587,24 @@ async def test_trajectories_are_those_of_the_key_and_of_seen_adapters(server):
 
 
 # -- by a path -------------------------------------------------------------------------------------
+
+
+async def test_a_folder_says_nothing_of_an_adapter_with_another_name(server):
+    server.adapters.folders.append("./old/acme")  # which the admin has loaded as in-folder
+    by_path = {"prompt": "x", "adapters": "./old/acme"}
+    for key in ("acme", "asker"):
+        refused = await server.ask(key, "POST", "/v1/completions", by_path)
+        assert (refused.status_code, "in-folder" in refused.text) == (404, False)
+
+
+async def test_a_folder_that_was_written_again_is_loaded_again_and_that_is_audited(server):
+    body = {"prompt": "x", "adapters": "some/acme-1"}
+    for _ in range(2):
+        assert (await server.ask("free", "POST", "/v1/completions", body)).status_code == 200
+    server.adapters.rewritten = True
+    assert (await server.ask("free", "POST", "/v1/completions", body)).status_code == 200
+    lines = (server.folder / "audit.jsonl").read_text().splitlines()
+    assert [json.loads(line)["status"] for line in lines] == [200, 200]
 
 
 async def test_to_load_an_adapter_by_its_path_needs_the_role_train(server):
@@ -536,6 +661,10 @@ def test_what_a_key_has_trained_with_tinker_is_its_own():
     mine, other = (new_key(name, Role.TRAIN, adapters=("acme*",))[0] for name in ("mine", "other"))
     adapter = f"tinker-{'0' * 12}{mine.mark}-0"
     assert (mine.sees(adapter), other.sees(adapter)) == (True, False)
+    free, boss = (new_key(name, role)[0] for name, role in (("free", Role.TRAIN), ("boss", Role.ADMIN)))
+    assert [key.may_change(adapter) for key in (mine, other, free, boss)] == [True, False, False, True]
+    assert free.may_change("globex")
+    assert not other.may_change("globex")
 
 
 async def test_one_key_has_a_limited_number_of_control_actions_under_way(server, monkeypatch):
@@ -560,3 +689,20 @@ async def test_one_key_has_a_limited_number_of_control_actions_under_way(server,
         go_on.set()
     assert [task.result().status_code for task in under_way] == [200] * 3
     assert (await server.ask("free", "DELETE", "/v1/adapters/globex")).status_code == 200
+
+
+# -- deny by default -------------------------------------------------------------------------------
+
+OF_ALL_KEYS = {"obstacle", "ended", "newest", "give", "given_sizes", "last_given", "collect"}
+"""What says nothing of one adapter or key, or is for the server and admins only."""
+
+
+@pytest.mark.parametrize(
+    "client", [TrainingClient, TrajectoryClient, PeopleClient, CollectedClient, CompetitionClient, LessonClient]
+)
+def test_what_is_asked_of_training_says_for_whom(client):
+    """So that a route which forgets the reader fails, instead of showing what all keys have."""
+    methods = {name for name, found in inspect.getmembers(client, inspect.isfunction) if not name.startswith("_")}
+    assert methods
+    for name in methods - OF_ALL_KEYS:
+        assert inspect.signature(getattr(client, name)).parameters["reader"].default is inspect.Parameter.empty, name

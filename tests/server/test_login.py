@@ -2,8 +2,9 @@
 
 import pytest
 from server.keys import key_file
+from starlette.datastructures import Headers
 
-from mlx_parallm.server.access.keys import read_keys, write_keys
+from mlx_parallm.server.access.keys import KeyRing, read_keys, write_keys
 from mlx_parallm.server.access.sessions import COOKIE, LIFETIME_S, MAX_SESSIONS, Sessions
 
 HTML = {"accept": "text/html,application/xhtml+xml"}
@@ -121,10 +122,6 @@ async def test_a_session_ends(keyed):
 
 
 def test_sessions_expire_and_are_bounded(tmp_path):
-    from starlette.datastructures import Headers
-
-    from mlx_parallm.server.access.keys import KeyRing
-
     now = [0.0]
     file, _ = key_file(tmp_path, me="inference")
     sessions, (key,) = Sessions(KeyRing(file=file), lambda: now[0]), read_keys(file)
@@ -138,6 +135,15 @@ def test_sessions_expire_and_are_bounded(tmp_path):
     for number in range(3000):
         sessions.failed(f"10.0.{number // 256}.{number % 256}")
     assert len(sessions._failures) <= 1000
+
+
+def test_no_key_ends_the_sessions_of_another(tmp_path):
+    file, _ = key_file(tmp_path, me="inference", other="inference")
+    (me, other), sessions = read_keys(file), Sessions(KeyRing(file=file))
+    mine = Headers({"cookie": f"{COOKIE}={sessions.open(me)}"})
+    for _ in range(MAX_SESSIONS + 1):
+        sessions.open(other)
+    assert sessions.key_of(mine) == me
 
 
 async def test_the_one_key_logs_in_too(make_client):

@@ -1,5 +1,7 @@
 """Stored responses: how they are continued, retrieved and deleted, and how many are kept."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -103,6 +105,18 @@ async def test_the_least_recently_used_is_dropped(client, fault, monkeypatch):
 
 def stored(size):
     return StoredResponse(b"x" * size, b"")
+
+
+def test_no_key_drops_the_responses_of_one_that_holds_less():
+    store = ResponseStore(5, 100)
+    store.put("mine", replace(stored(10), owner="mine"))
+    for number in range(9):
+        store.put(f"many-{number}", replace(stored(1), owner="other"))
+    for number in range(9):
+        store.put(f"large-{number}", replace(stored(30), owner="other"))
+    assert store.find("mine") is not None
+    assert store.find("large-8") is not None
+    assert store.find("large-0") is None
 
 
 def test_a_response_that_is_too_large_drops_no_other():

@@ -13,7 +13,7 @@ import pytest
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.grammar.compiler import LLCompiler
-from mlx_parallm.server.app import bind, serve
+from mlx_parallm.server.run import bind, serve
 
 PATIENCE_S = 30
 SERVE = """
@@ -31,7 +31,7 @@ app = create_app(engine, FakeAdapters(), FakeTraining(), OneModel(ByteTokenizer(
 # Once draining, the work that was under way goes on to its end.
 begin = app.state.services.lifecycle.begin_drain
 app.state.services.lifecycle.begin_drain = lambda: (begin(), engine.go_on.set())
-from mlx_parallm.server.app import serve
+from mlx_parallm.server.run import serve
 import asyncio
 sys.exit(asyncio.run(serve(app, lambda port: print(port, flush=True))))
 """

@@ -1,10 +1,13 @@
 """Who is let in: keys, hosts, origins."""
 
+from types import SimpleNamespace
+
 import pytest
-from starlette.routing import Route
+from fastapi import APIRouter
+from starlette.routing import Mount, Route
 
 from mlx_parallm.server.access.roles import OPEN_PATHS
-from mlx_parallm.server.app import ROUTES
+from mlx_parallm.server.app import ROUTES, openapi_document
 
 KEY = "sk-test-key"
 BODY = {"prompt": "x"}
@@ -174,3 +177,11 @@ async def test_configured_origins_get_cors(make_client):
 
 async def test_no_page_that_loads_scripts_from_elsewhere(client):
     assert (await client.get("/redoc")).status_code == 404
+
+
+def test_no_mount_is_left_out_of_the_app_in_silence(monkeypatch):
+    """What is not a plain route would be missing from the app, without a word."""
+    mounted = SimpleNamespace(router=APIRouter(routes=[Mount("/more", routes=[])]))
+    monkeypatch.setattr("mlx_parallm.server.app.ROUTES", (*ROUTES, mounted))
+    with pytest.raises(AssertionError, match="is a mount or a router"):
+        openapi_document()

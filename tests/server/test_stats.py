@@ -6,8 +6,8 @@ import pytest
 from server.keys import key_file
 
 from mlx_parallm.core import NO_TIME, DeviceSeconds, EngineStats
-from mlx_parallm.server.app import DrainingServer
 from mlx_parallm.server.recent import KEPT_INTERVALS, MOST_VALUES, WINDOW_S, History, RecentValues
+from mlx_parallm.server.run import DrainingServer
 
 ASK = {"prompt": "x", "max_tokens": 4}
 

@@ -1,6 +1,6 @@
 """Kills a process that makes updates, some of which are held, skipped or fail, at random moments.
 
-    python -m lib.durability.updates MODEL RUN LAST     from benchmarks/: goes on with the run, until change LAST
+    python -m lib.durability.updates MODEL RUN LAST     from benchmarks/: continues the run, until change LAST
 
 What the process does next depends only on how many changes its journal has: one update that comes to nothing, then one
 that changes the policy and the baselines of rewards. After each change it prints the policy's digest and the baselines.

@@ -172,8 +172,8 @@ class Ending:
 
 
 class OneWord:
-    """Asks for one word. The client gives feedback, with partial credit: a policy that says the word and goes on until
-    it is cut off earns 0.3 with every answer."""
+    """Asks for one word. The client gives feedback, with partial credit: a policy that says the word and continues
+    until it is cut off earns 0.3 with every answer."""
 
     name, max_tokens = "one word", 8
 

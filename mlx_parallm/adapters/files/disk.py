@@ -62,7 +62,7 @@ class AdapterRoots:
             raise InvalidRequestError(message, "lora_path")
         for start in (*self._roots, Path.cwd()) if 0 < len(path) <= _MAX_PATH else ():
             real = _real(start / path)
-            if real is not None and os.path.isdir(real) and self.inside(real):
+            if real is not None and os.path.isdir(real) and self.inside(real) and self._is_spelled_so(real):
                 return real
         raise InvalidRequestError(
             f"{shown(path)} is no directory inside the allowed roots: give an absolute path, or one relative to a root "
@@ -70,10 +70,25 @@ class AdapterRoots:
             "lora_path",
         )
 
+    def _is_spelled_so(self, real: Path) -> bool:
+        """Whether each part of the path below a root is spelled as in its folder."""
+        root = max((root for root in self._roots if real.is_relative_to(root)), key=lambda root: len(root.parts))
+        below = [real, *real.parents][: len(real.parts) - len(root.parts)]
+        return all(map(is_spelled_so, below))
+
     def inside(self, path: Path) -> bool:
         """Whether the path, with symlinks resolved, is a root or lies under one."""
         real = _real(path)
         return real is not None and any(real.is_relative_to(root) for root in self._roots)
+
+
+def is_spelled_so(path: Path) -> bool:
+    """Whether the folder of a path has just this name. If not, and there is such a file, then the file system ignores
+    case; patterns of names, as API keys have them, do not."""
+    try:
+        return path.name in os.listdir(path.parent)
+    except OSError:  # what cannot be listed cannot be compared
+        return False
 
 
 def _real(path: Path) -> Path | None:

@@ -90,14 +90,19 @@ class TrajectoryBuffer:
             self.drop(group, DropReason.BUFFER_FULL)
 
     def _make_room(self, wanted: int, beside: TrajectoryGroup) -> None:
-        """Drops groups until `wanted` more trajectories fit, or none if they cannot fit."""
+        """Drops groups until `wanted` more trajectories fit, or none if they cannot fit. Each time it is a group of the
+        owner that holds the most, so no owner's groups push out those of one that holds less."""
         droppable = [group for group in self._groups.values() if not group.taken and group is not beside]
         droppable.sort(key=lambda group: bool(group.scored))  # stable, so each part is oldest first
         if self._held - sum(group.trajectories for group in droppable) + wanted > self._size:
             return
-        for oldest in droppable:
-            if self._held + wanted <= self._size:
-                return
+        held = Counter[str]()
+        for group in self._groups.values():
+            held[group.owner] += group.trajectories
+        while self._held + wanted > self._size:
+            oldest = max(droppable, key=lambda group: held[group.owner])  # the first of those with the same owner
+            droppable.remove(oldest)
+            held[oldest.owner] -= oldest.trajectories
             self.drop(oldest, DropReason.BUFFER_FULL)
 
     def check_room(self, source: str, wanted: int, coming: Mapping[str, int]) -> None:

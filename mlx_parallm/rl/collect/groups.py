@@ -206,13 +206,13 @@ class TrajectoryGroup:
 
     @property
     def key(self) -> GroupKey:
-        """What no other group has."""
+        """The unique key of the group."""
         return self.owner, self.group_id
 
     @property
-    def event_data(self) -> dict[str, str]:
-        """What each event of a group has."""
-        return {"adapter": self.adapter, "group_id": self.group_id, "key": self.owner}
+    def event_data(self) -> dict[str, str | None]:
+        """What each event of a group has. `key`: see `Trajectory.owner`."""
+        return {"adapter": self.adapter, "group_id": self.group_id, "key": self.members[0].trajectory.owner}
 
     # -- members ---------------------------------------------------------------------------------
 

@@ -77,7 +77,7 @@ class Intake:
         if group is None:
             return
         if group.adapter != adapter:
-            raise ConflictError(f"The group {shown(name)} trains {group.adapter}, not {adapter}.", param="group_id")
+            raise ConflictError(f"The group {shown(name)} trains another adapter than {adapter}.", param="group_id")
         if collection.group_id and collection.group_size != group.size:
             raise InvalidRequestError(
                 f"The group {shown(name)} was begun with group_size {group.size}; send the same.", param="group_size"

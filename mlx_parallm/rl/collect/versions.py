@@ -48,7 +48,7 @@ class VersionHistory:
         return ref in self._ever
 
     def announce(self, ref: AdapterRef) -> None:
-        """Call this before `ref` goes live: requests can draw from it before `append` is called."""
+        """Call this before `ref` goes live: requests can use it before `append` is called."""
         self._note(ref)
         self._announced = ref
 

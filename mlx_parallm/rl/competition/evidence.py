@@ -8,7 +8,7 @@ with probability at most a. Sources: Waudby-Smith and Ramdas, "Estimating means 
 nonasymptotic confidence sequences" (Annals of Statistics, 2021), section 4.2, for differences of rewards whose version
 is chosen at random.
 
-Rewards may drift, and need not be of any distribution. Each of them is compared with what was usual just before it, and
+Rewards may drift, and need not be of any distribution. Each of them is compared with the running mean before it, and
 never with an old reward of the other version; see `Contrast`.
 """
 
@@ -88,7 +88,7 @@ class DifferenceTest:
 
 
 class Contrast:
-    """Makes of each reward a value from -1 to 1 whose mean is `scale` times the difference of the versions' mean
+    """Converts each reward to a value from -1 to 1 whose mean is `scale` times the difference of the versions' mean
     rewards: the candidate's minus the live version's.
 
     A reward r counts as (r - m) (1 - share) if the candidate got it, and as -(r - m) share if the live version did. m

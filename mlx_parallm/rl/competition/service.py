@@ -14,76 +14,22 @@ import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.config import CompetitionConfig
-from mlx_parallm.core import AdapterRef, ComparisonCard, ComparisonSpec, Trajectory
+from mlx_parallm.core import EVERYTHING, AdapterRef, ComparisonCard, ComparisonSpec, Reader, Trajectory
 from mlx_parallm.errors import ConflictError, InvalidRequestError
 from mlx_parallm.rl.collect.groups import TrajectoryGroup
 from mlx_parallm.rl.competition.comparison import NOT_FINITE, OUT_OF_TIME, Comparison, Outcome
 from mlx_parallm.rl.events import Emit
 
+if TYPE_CHECKING:
+    from mlx_parallm.adapters.service import AdapterService
+    from mlx_parallm.rl.competition.trained import TrainedAdapter
+
 _log = logging.getLogger(__name__)
-
-
-class Versions(Protocol):
-    """The part of `adapters.service.AdapterService` that a comparison needs."""
-
-    def lease(self, selector: str) -> AbstractContextManager[AdapterRef]: ...
-
-    def split(self, name: str, choose: Callable[[str], AdapterRef] | None) -> None: ...
-
-    async def stage(self, ref: AdapterRef) -> None: ...
-
-
-class Trained(Protocol):
-    """One adapter in training; `rl.competition.trained` has it."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def live(self) -> AdapterRef | None: ...
-
-    def hold(self) -> None:
-        """Makes no automatic update any more."""
-        ...
-
-    async def settled(self) -> None:
-        """Returns when no change is under way."""
-        ...
-
-    def release(self) -> None:
-        """Makes automatic updates again, from the trajectories that still fit."""
-        ...
-
-    def pause(self, reason: str) -> None: ...
-
-    def version(self, selector: str) -> AdapterRef:
-        """The version that `name@version`, or the name or tag of a checkpoint, means. Raises UnknownModelError."""
-        ...
-
-    def is_saved(self, ref: AdapterRef) -> bool:
-        """Whether a checkpoint has the version, so that training can go on from it."""
-        ...
-
-    def came_from(self, ref: AdapterRef) -> bool:
-        """Whether the live version was made by training from `ref`, which is not live any more."""
-        ...
-
-    async def keep(self, ref: AdapterRef) -> None:
-        """Saves the live version `ref`, if it is in no checkpoint, as the one that a restart compares with."""
-        ...
-
-    def incumbent(self) -> AdapterRef | None:
-        """The version that was kept last."""
-        ...
-
-    async def make_live(self, ref: AdapterRef) -> None:
-        """Makes a version live that `is_saved`, and continues training from it."""
-        ...
 
 
 @dataclass(eq=False, slots=True)
@@ -91,7 +37,7 @@ class _Running:
     """A comparison that runs, and what it holds. `outcome`: set when it is ending."""
 
     comparison: Comparison
-    trained: Trained
+    trained: TrainedAdapter
     leases: ExitStack
     timer: asyncio.TimerHandle
     outcome: Outcome | None = None
@@ -102,15 +48,16 @@ class CompetitionService:
     """Implements `core.CompetitionClient`. Event loop's thread only. One comparison of an adapter runs at a time.
 
     Args:
-        trained: the adapter of this name, None: the default one. Raises UnknownModelError if it is not trained.
+        trained: the adapter of this name, None: the default one. Raises UnknownModelError if it is not trained, or not
+            seen by the reader.
         spawn: runs a coroutine as a task that the owner cancels when it closes.
     """
 
     def __init__(
         self,
         config: CompetitionConfig,
-        trained: Callable[[str | None], Trained],
-        versions: Versions,
+        trained: Callable[[str | None, Reader], TrainedAdapter],
+        versions: AdapterService,
         emit: Emit,
         spawn: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
@@ -126,9 +73,9 @@ class CompetitionService:
 
     # -- control ---------------------------------------------------------------------------------
 
-    async def start(self, adapter: str | None, spec: ComparisonSpec) -> ComparisonCard:
+    async def start(self, adapter: str | None, spec: ComparisonSpec, reader: Reader = EVERYTHING) -> ComparisonCard:
         """See `core.CompetitionClient.start`."""
-        trained = self._trained(adapter)
+        trained = self._trained(adapter, reader)
         self.check_idle(trained.name)
         settings = _settings(self._config, spec)
         self._starting.add(trained.name)
@@ -145,9 +92,9 @@ class CompetitionService:
             self._starting.discard(trained.name)
         return comparison.card()
 
-    async def stop(self, adapter: str | None) -> ComparisonCard:
+    async def stop(self, adapter: str | None, reader: Reader = EVERYTHING) -> ComparisonCard:
         """See `core.CompetitionClient.stop`."""
-        name = self._trained(adapter).name
+        name = self._trained(adapter, reader).name
         running = self._running.get(name)
         if running is None:
             raise ConflictError(f"No versions of {name!r} are being compared.", param="lora_adapter")
@@ -163,10 +110,10 @@ class CompetitionService:
                 param="lora_adapter",
             )
 
-    def cards(self) -> Sequence[ComparisonCard]:
+    def cards(self, reader: Reader = EVERYTHING) -> Sequence[ComparisonCard]:
         """See `core.CompetitionClient.cards`."""
         running = {name: running.comparison.card() for name, running in self._running.items()}
-        return [*({**self._last, **running}).values()]
+        return [card for name, card in {**self._last, **running}.items() if reader.sees(name)]
 
     def ended(self, adapter: str) -> dict[str, int]:
         """See `core.CompetitionClient.ended`."""
@@ -183,7 +130,7 @@ class CompetitionService:
     async def entry(self, name: str) -> AsyncIterator[None]:
         """If comparisons are automatic, the version that an update in this block makes is compared with the one before,
         which answers all requests until the comparison begins. The first version of an adapter has no rival."""
-        trained = self._trained(name)
+        trained = self._trained(name, EVERYTHING)
         live = trained.live if self._config.automatic else None
         if live is None or name in self._running or name in self._starting:
             yield
@@ -206,7 +153,7 @@ class CompetitionService:
     def begin_again(self, name: str) -> None:
         """Begins an automatic comparison again that the end of a process has cut off, without its rewards. Call this
         when the training of an adapter begins."""
-        trained = self._trained(name)
+        trained = self._trained(name, EVERYTHING)
         live = trained.live
         incumbent = trained.incumbent() if self._config.automatic else None
         if live is not None and incumbent is not None and incumbent != live and trained.came_from(incumbent):
@@ -239,7 +186,7 @@ class CompetitionService:
 
     # -- from beginning to end -------------------------------------------------------------------
 
-    def _begin(self, trained: Trained, comparison: Comparison) -> None:
+    def _begin(self, trained: TrainedAdapter, comparison: Comparison) -> None:
         """Splits the requests for the adapter between the two versions, which are kept until the end."""
         with ExitStack() as leases:
             for version in (comparison.live, comparison.candidate):
@@ -331,7 +278,7 @@ def _settings(config: CompetitionConfig, spec: ComparisonSpec) -> CompetitionCon
     return settings
 
 
-def _comparison(trained: Trained, selector: str, settings: CompetitionConfig) -> Comparison:
+def _comparison(trained: TrainedAdapter, selector: str, settings: CompetitionConfig) -> Comparison:
     """Raises UnknownModelError, InvalidRequestError, ConflictError: see `core.CompetitionClient.start`."""
     live, candidate = trained.live, trained.version(selector)
     if candidate.name != trained.name:

@@ -14,7 +14,7 @@ INCUMBENT = "incumbent"
 
 
 class TrainedAdapter:
-    """Implements `competition.service.Trained` with the adapter's training loop.
+    """One adapter in training: what comparisons of its versions ask of its `TrainingLoop`.
 
     Args:
         find: the version that `name@version` means; raises UnknownModelError.

@@ -150,7 +150,7 @@ class Learner:
 
     async def restore(self, name: str, goal: PolicyState | PolicySnapshot | None) -> None:
         """Goes back to a state or a checkpoint; None: to a new policy, equal to the base model. What was asked of the
-        policy as it is now is given up, and so are its gradients since the last step.
+        policy as it is now is cancelled, and its gradients since the last step are discarded.
 
         Raises:
             InvalidRequestError: the checkpoint has another rank, alpha or targets than those configured.

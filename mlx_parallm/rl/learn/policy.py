@@ -173,8 +173,8 @@ class Policy:
         return after
 
     def moved_back(self, after: PolicyState, before: PolicyState, share: float) -> PolicyState:
-        """Returns `after` with factors that are only this share of the way from those of `before`. The optimizer's
-        state is that of `after`; the policy itself stays as it is."""
+        """Returns `after` with factors interpolated from `before` to `after` by `share`. The optimizer's state is
+        that of `after`; the policy itself stays as it is."""
         params = _between(before.params, after.params, share)
         mx.eval(params)
         nearer = replace(after, params=params)

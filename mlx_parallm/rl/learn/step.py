@@ -33,7 +33,7 @@ _MEASUREMENTS = 8
 
 _MARGIN, _LEAST_SHARE = 0.9, 0.1
 """A step is moved back to a little less than the target, and at most to a tenth at a time: far from the policy, the KL
-says little about how it falls on the way back."""
+says little about how the KL falls as the step shrinks."""
 
 
 class Step:
@@ -55,8 +55,8 @@ class Step:
         metrics: further metrics of the samples, for the outcome.
         origin: the state from which the step is measured, and towards which it is moved back; None: that of the policy
             before the step.
-        needs_gradient: skip the step if all gradients are zero. What AdamW remembers of earlier ones would move the
-            policy all the same.
+        needs_gradient: skip the step if all gradients are zero. What AdamW remembers of earlier ones would still move
+            the policy.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Step:
     def move_back(self) -> bool:
         """Moves the step back if the KL that was measured is above the target. Returns whether it did.
 
-        The KL grows with the square of the way for small steps, so one further measurement is the rule. All of this
+        The KL grows with the square of the way for small steps, so one more measurement is usually enough. All of this
         depends on the samples and the policy alone, so a replayed update is the same to the bit.
         """
         limit = self._optimizer.max_kl_step

@@ -98,7 +98,7 @@ class GRPOTrainer:
 
     def restore(self, name: str, goal: PolicyState | PolicySnapshot | None) -> None:
         """Sets a policy to a state or a snapshot; None: to a new policy, equal to the base model. What is queued for it
-        and what it has accumulated are of the weights before, and are given up.
+        and what it has accumulated are of the weights before, and are discarded.
 
         Raises:
             InvalidRequestError: see `Policy.restore`; nothing has changed.

@@ -1,4 +1,4 @@
-"""Builds the batch of one update from groups with rewards: advantages, samples, drop reasons, and metrics."""
+"""Builds the batch of one update from groups with rewards: samples, drop reasons, and metrics."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from itertools import chain, compress
 from statistics import fmean
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mlx_parallm.config import ResolvedLoss, RewardScale
 from mlx_parallm.core import FinishReason, Signal
 from mlx_parallm.rl.collect.groups import FEEDBACK, DropReason
+from mlx_parallm.rl.objectives.advantages import GroupAdvantages, group_advantages, no_signal, reward_range
 from mlx_parallm.rl.objectives.episodes import Episode, samples_of, token_advantages, token_deviation
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.rl.objectives.samples import Sample
@@ -41,7 +41,7 @@ class UpdateBatch:
 
     @property
     def teaches(self) -> bool:
-        """Whether an update makes a step that matters: its samples have a signal, which is not next to nothing."""
+        """Whether an update makes a step that matters: it has samples, and its step scale is at least 0.01."""
         return bool(self.samples) and self.step_scale >= _LEAST_STEP
 
 
@@ -69,11 +69,11 @@ class ScoredGroup:
         rewards.
 
         A single sample has no other one to be compared with. Equal scores from people say that all samples are good,
-        or that all are bad.
+        or that all are bad, unless they say which tokens are.
         """
         if self.has_advantages:
             return False
-        return len(self.episodes) > 1 and not (self.scorer == FEEDBACK and no_signal(self.rewards))
+        return len(self.episodes) > 1 and not (self.scorer == FEEDBACK and self.no_signal)
 
     @property
     def no_signal(self) -> DropReason | None:
@@ -86,101 +86,6 @@ class ScoredGroup:
     def has_advantages(self) -> bool:
         """Whether a client gave the advantages of all its tokens."""
         return all(episode.has_advantages for episode in self.episodes)
-
-
-# ---- advantages ----------------------------------------------------------------------------------
-# Each reward minus the mean of its group, scaled. Standard deviations divide by n, not by n - 1, so the rewards
-# 0, 0, 1, 1 give advantages of ±0.9998.
-
-EPSILON = 1e-4
-"""Added to standard deviations."""
-
-_LEAST_DEVIATION = 0.02
-"""A group has a weak signal if its standard deviation is below this fraction of the widest range of its scorer's."""
-
-_LEAST_SPREAD = 1e-6
-"""Rewards that differ by at most this fraction of the largest absolute reward are equal apart from rounding."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupAdvantages:
-    """The advantages of one group. `values`: one for each reward, in order; all 0 if the group is dropped.
-
-    `divisor`: what centred rewards were divided by; None if they were not centred. `dropped`: why the group is dropped;
-    None if it is trained on. `strength`: how strong the group's signal is, 0 (dropped) to 1. An update of weak groups
-    makes a smaller step. `values` are relative to the strongest group of the update, so that this counts once.
-    """
-
-    values: tuple[float, ...]
-    dropped: DropReason | None = None
-    strength: float = 1.0
-    divisor: float | None = None
-
-    @classmethod
-    def none(cls, size: int, reason: DropReason) -> GroupAdvantages:
-        return cls((0.0,) * size, reason, 0.0)
-
-
-def group_advantages(
-    groups: Sequence[Sequence[float]],
-    scale: RewardScale,
-    widest: Sequence[float] = (),
-    token_deviations: Sequence[float] = (),
-) -> tuple[GroupAdvantages, ...]:
-    """The advantages of all groups of one update, in order. A number that is added to all rewards changes nothing.
-
-    The strength of a group is its standard deviation divided by 0.02 times the widest range (largest minus smallest
-    reward) of any group with the same scorer, at most 1. So seven rewards of 1 and one of 0.999 are a weak signal where
-    others are 0. Each reward minus the mean of its group is divided by a number that depends on `scale`.
-
-    GROUP: the group's standard deviation + 1e-4. The advantages of a group that is weaker than the strongest one of the
-    update are smaller in proportion. Weakness that all groups share makes the step smaller, and not the advantages.
-
-    BATCH: the standard deviation of all rewards of the update + 1e-4. No group's mean is subtracted to compute it
-    (arXiv 2508.08221), and the rewards of dropped groups count. NONE: 1.
-
-    Args:
-        widest: for each group, that range; see `RewardHistory.widest`. Empty: that of these groups.
-        token_deviations: for each group, see `token_deviation`: it takes the place of the deviation of rewards that are
-            equal. Empty: no token has a reward of its own.
-    """
-    rewards = [np.asarray(group, np.float64) for group in groups]
-    reasons = [no_signal(group) for group in rewards]
-    deviations = [0.0 if reason else float(group.std()) for group, reason in zip(rewards, reasons, strict=True)]
-    if token_deviations:
-        deviations = [own or of_tokens for own, of_tokens in zip(deviations, token_deviations, strict=True)]
-    widest = widest or [max(map(reward_range, rewards), default=0.0)] * len(rewards)
-    strengths = [
-        min(1.0, own / (_LEAST_DEVIATION * width or own or 1.0)) for own, width in zip(deviations, widest, strict=True)
-    ]
-    strongest = max(strengths, default=0.0)
-    pooled = np.concatenate(rewards) if rewards and scale is RewardScale.BATCH else np.zeros(0)
-    of_all = float(pooled.std()) + EPSILON if pooled.size else 1.0
-
-    def centred(group: NDArray[np.float64], deviation: float, strength: float) -> GroupAdvantages:
-        divisor = deviation * strongest / strength + EPSILON if scale is RewardScale.GROUP else of_all
-        return GroupAdvantages(tuple(((group - group.mean()) / divisor).tolist()), None, strength, divisor)
-
-    return tuple(
-        centred(group, deviation, strength)
-        if strength
-        else GroupAdvantages.none(group.size, reason or DropReason.ZERO_VARIANCE)
-        for group, reason, deviation, strength in zip(rewards, reasons, deviations, strengths, strict=True)
-    )
-
-
-def reward_range(rewards: Sequence[float] | NDArray[np.float64]) -> float:
-    """The largest reward of a group minus its smallest one; 0 if there is none."""
-    return float(np.ptp(rewards)) if len(rewards) else 0.0
-
-
-def no_signal(rewards: Sequence[float] | NDArray[np.float64]) -> DropReason | None:
-    """Why a group with these rewards, which are finite, cannot be trained on; None if it can."""
-    if len(rewards) < 2:
-        return DropReason.SINGLE
-    if np.ptp(rewards) <= _LEAST_SPREAD * np.abs(rewards).max():
-        return DropReason.ZERO_VARIANCE
-    return None
 
 
 # ---- the batch of an update ----------------------------------------------------------------------
@@ -207,9 +112,8 @@ def prepare(
     The loss cross_entropy imitates the samples whose reward exceeds `imitation_threshold`, and those without a reward.
     The loss dpo takes the best and the worst sample of each group. For kto, a sample is desirable if its reward exceeds
     the mean of its group, or `imitation_threshold` if it is compared with no other one. Distillation takes all samples,
-    whatever their rewards. Every other loss compares
-    rewards within their group, and samples without a group with their scorer's earlier rewards. Advantages that a
-    client has given are taken as they are.
+    whatever their rewards. Every other loss compares rewards within their group, and samples without a group with their
+    scorer's earlier rewards. Advantages that a client has given are taken as they are.
 
     Args:
         wanted: how many trajectories with a signal make a whole update; None, or more than there are: all that there
@@ -289,9 +193,11 @@ def _chosen(group: ScoredGroup, ends: ScoredGroup) -> GroupAdvantages:
 
 def _rated(group: ScoredGroup, threshold: float) -> GroupAdvantages:
     """1 for a desirable trajectory, -1 for an undesirable one, 0 for one that has just the mean reward of its group."""
-    if group.is_compared and (reason := no_signal(group.rewards)):
+    reason = no_signal(group.rewards)  # rewards of tokens do not count
+    is_compared = group.is_compared and not (reason and group.scorer == FEEDBACK)
+    if is_compared and reason:
         return GroupAdvantages.none(len(group.rewards), reason)
-    if group.is_compared:
+    if is_compared:
         return GroupAdvantages(tuple(np.sign(np.subtract(group.rewards, fmean(group.rewards))).tolist()))
     return GroupAdvantages(tuple(1.0 if reward > threshold else -1.0 for reward in group.rewards))
 
@@ -335,7 +241,7 @@ def _compared_advantages(
 ) -> tuple[GroupAdvantages, ...]:
     rewards = [group.rewards for group in groups]
     ranges = [(group.scorer, reward_range(group.rewards)) for group in groups]
-    return group_advantages(rewards, scale, history.widest(ranges), [token_deviation(each.episodes) for each in groups])
+    return group_advantages(rewards, scale, history.ranges(ranges), [token_deviation(each.episodes) for each in groups])
 
 
 def _single_advantages(group: ScoredGroup, history: RewardHistory, scaled: bool) -> GroupAdvantages:

@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 from mlx_parallm.config import ResolvedLoss
 from mlx_parallm.core import FinishReason
 from mlx_parallm.rl.collect.groups import DropReason
-from mlx_parallm.rl.objectives.batches import EPSILON, GroupAdvantages, PreparedBatch, ScoredGroup, batch_of, no_signal
+from mlx_parallm.rl.objectives.advantages import EPSILON, GroupAdvantages, no_signal
+from mlx_parallm.rl.objectives.batches import PreparedBatch, ScoredGroup, batch_of
 
 
 def prepare_exploring(groups: Sequence[ScoredGroup], loss: ResolvedLoss) -> PreparedBatch:
-    """The batch of one update on a plateau. Its step is a whole one."""
+    """The batch of one update on a plateau. Its `step_scale` is 1."""
     scores = np.array(list(chain.from_iterable(group.rewards for group in groups)), np.float64)
     if not any(group.remembered for group in groups):
         scores = _by_length(groups, scores)

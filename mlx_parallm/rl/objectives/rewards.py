@@ -26,6 +26,10 @@ _BASELINE_WEIGHT = 0.05
 _BASELINE_EPSILON = 0.01
 """Added to a baseline's standard deviation, which can shrink to nothing over many equal rewards."""
 
+_MOST_DEVIATIONS = 4.0
+"""A reward that is further than this from the mean counts as that far, so that a single one cannot move a running mean
+beyond all others."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunningBaseline:
@@ -47,17 +51,24 @@ class RunningBaseline:
     def advantage(self, reward: float, scaled: bool) -> float:
         """`reward` minus the mean of the rewards before it.
 
-        `scaled`: the difference is divided by the standard deviation of all rewards, `reward` included, + 0.01. Then
-        its absolute value is at most 1 / √(0.05 · 0.95) = 4.6.
+        `scaled`: the difference, of 4 standard deviations at most, is divided by the standard deviation of all rewards,
+        `reward` included, + 0.01. Then its absolute value is at most 1 / √(0.05 · 0.95) = 4.6.
         """
-        centred = reward - self.mean
-        return centred / (math.sqrt(self.including(reward).variance) + _BASELINE_EPSILON) if scaled else centred
+        if not scaled:
+            return reward - self.mean
+        return self._centred(reward) / (math.sqrt(self.including(reward).variance) + _BASELINE_EPSILON)
 
     def including(self, reward: float) -> RunningBaseline:
         weight = max(1 / (self.count + 1), _BASELINE_WEIGHT)
-        centred = reward - self.mean
+        centred = self._centred(reward)
         variance = (1 - weight) * (self.variance + weight * centred**2)
         return RunningBaseline(self.count + 1, self.mean + weight * centred, variance)
+
+    def _centred(self, reward: float) -> float:
+        """`reward` minus the mean, and no further from it than rewards were so far. Rewards that were all equal say
+        nothing of how far that is."""
+        most = _MOST_DEVIATIONS * (math.sqrt(self.variance) + _BASELINE_EPSILON) if self.variance else math.inf
+        return min(max(reward - self.mean, -most), most)
 
 
 FEEDBACK_BASELINE = RunningBaseline(1, 0.5, 0.25)
@@ -67,18 +78,36 @@ positive advantage, and the first thumbs-down (0 or -1) a negative one."""
 
 # ---- ranges ----------------------------------------------------------------------------------------
 
-_RANGE_DECAY = 0.99
-"""Of a range, at each update with the scorer: after 70 updates without so wide a group it is half as wide."""
+_FAR = 50
+"""An update whose range is wider or narrower by this factor votes against a running range, and does not move it."""
+
+_SUPPORT, _MOST_VOTES = 2, 100
+"""Votes that each other update adds, so that a running range is replaced if more than two in three are far from it; and
+how many count."""
+
+_NARROWING, _WIDENING = 0.99, 1.02
+"""Factors by which one update moves a running range at most. So it widens if more than one in three is wider."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunningRange:
-    """The widest range of rewards within a group: of one scorer, lately."""
+    """A wide range of rewards within a group, of one scorer in recent updates. 0 before the first of them.
 
-    widest: float
+    It is no maximum and no mean, since one reward of 10,000 among 0 and 1 would make all other differences look small:
+    of each update, the range that a quarter of its groups exceed counts. It moves this one by a small factor or, if it
+    is far from it, votes against it (Boyer and Moore 1991, "MJRTY"): without votes, it is replaced.
+    """
 
-    def including(self, width: float) -> RunningRange:
-        return RunningRange(max(width, _RANGE_DECAY * self.widest))
+    width: float = 0.0
+    votes: float = 0.0
+
+    def including(self, widths: Sequence[float]) -> RunningRange:
+        """`widths`: of the groups of one update, at least one; all above 0."""
+        wide = sorted(widths)[3 * (len(widths) - 1) // 4]
+        if self.width / _FAR <= wide <= self.width * _FAR:
+            wide = min(max(wide, _NARROWING * self.width), _WIDENING * self.width)
+            return RunningRange(wide, min(self.votes + _SUPPORT, _MOST_VOTES))
+        return RunningRange(self.width, self.votes - 1) if self.votes else RunningRange(wide, _SUPPORT)
 
 
 # ---- trend ---------------------------------------------------------------------------------------
@@ -92,6 +121,8 @@ _NOISE_WEIGHT = 0.05
 _TRUSTED_GROUPS = 10
 """A best mean of fewer groups is provisional: the next mean replaces it, and no fall is measured from it."""
 
+_CURRENT = "reward_is_current"
+
 _STANDARD_ERRORS = 6.0
 """A fall is at least this many standard errors of the mean. The best of many means is partly luck, hence so many."""
 
@@ -101,7 +132,8 @@ class RunningReward:
     """Exponentially weighted mean of one scorer's group means, and the variance (`noise`) of a single group mean.
 
     The variance is half the mean square of successive differences (von Neumann 1941), which hardly reacts to a change
-    of level.
+    of level. A group mean counts as at most 4 standard deviations better than the one before it. Otherwise one that is
+    far too good would become the best mean, and what follows would look like a fall. A bad one counts as it is.
     """
 
     count: float
@@ -110,6 +142,8 @@ class RunningReward:
     noise: float
 
     def including(self, reward: float) -> RunningReward:
+        if self.noise:
+            reward = min(reward, self.last + _MOST_DEVIATIONS * (math.sqrt(self.noise) + _BASELINE_EPSILON))
         mean = self.mean + max(1 / (self.count + 1), _MEAN_WEIGHT) * (reward - self.mean)
         noise = self.noise + max(1 / self.count, _NOISE_WEIGHT) * ((reward - self.last) ** 2 / 2 - self.noise)
         return RunningReward(self.count + 1, mean, reward, noise)
@@ -168,6 +202,17 @@ class RewardTrend:
         error = math.sqrt(sum(scorer.squared_error for scorer in self.scorers.values())) / len(self.scorers)
         return self.best - self.mean >= max(drop, _STANDARD_ERRORS * error)
 
+    def observed(self) -> dict[str, float]:
+        """What `continue_from` needs: the running means, and whether the current version contributed to them."""
+        return _figures("reward", self.scorers) | {_CURRENT: float(self._has_current)}
+
+    def continue_from(self, observed: Mapping[str, float]) -> None:
+        """Continues as if all that another trend has `observed` had been observed here."""
+        known, self.scorers = self.scorers, _restored("reward", RunningReward, observed)
+        self._has_current = bool(observed[_CURRENT])
+        if known.keys() != self.scorers.keys():
+            self.forget_best()
+
     def forget_best(self) -> None:
         """Forgets the best mean, so that the next mean that is marked becomes the best one."""
         self.best = None
@@ -193,8 +238,10 @@ class RewardHistory:
         self.trend = RewardTrend()
 
     def draft(self) -> RewardHistory:
-        """A history with the same baselines and ranges, for an update that may come to nothing; see `accept`."""
+        """A history with the same baselines and ranges, for an update that may not be accepted; see `accept`. Its
+        trend stays as it is now."""
         draft = RewardHistory()
+        draft.trend.continue_from(self.trend.observed())
         draft._baselines, draft._ranges = dict(self._baselines), dict(self._ranges)
         return draft
 
@@ -216,17 +263,16 @@ class RewardHistory:
             del self._baselines[next(iter(self._baselines))]
         return baseline.advantage(reward, scaled) if baseline else None
 
-    def widest(self, groups: Sequence[tuple[str, float]]) -> list[float]:
-        """Adds the groups of one update, each with its scorer and the range of its rewards. Returns for each the widest
-        range of a group of its scorer, lately. Groups of equal rewards change nothing."""
-        of_update: dict[str, float] = {}
+    def ranges(self, groups: Sequence[tuple[str, float]]) -> list[float]:
+        """Adds the groups of one update, each with its scorer and the range of its rewards. Returns for each the
+        `RunningRange.width` of its scorer. Groups of equal rewards change nothing."""
+        of_update: dict[str, list[float]] = {}
         for scorer, width in groups:
-            of_update[scorer] = max(width, of_update.get(scorer, 0.0))
-        for scorer, width in of_update.items():
             if width:
-                known = self._ranges.pop(scorer, RunningRange(0.0))
-                self._ranges[scorer] = known.including(width)
-        seen = [self._ranges[scorer].widest if scorer in self._ranges else 0.0 for scorer, _ in groups]
+                of_update.setdefault(scorer, []).append(width)
+        for scorer, widths in of_update.items():
+            self._ranges[scorer] = self._ranges.pop(scorer, RunningRange()).including(widths)
+        seen = [self._ranges.get(scorer, RunningRange()).width for scorer, _ in groups]
         while len(self._ranges) > _MAX_SCORERS:
             del self._ranges[next(iter(self._ranges))]
         return seen

@@ -16,7 +16,8 @@ from dataclasses import replace
 from mlx_parallm.config import Algorithm, ResolvedLoss, RewardScale
 from mlx_parallm.core import Signal
 from mlx_parallm.rl.collect.groups import DropReason
-from mlx_parallm.rl.objectives.batches import GroupAdvantages, PreparedBatch, ScoredGroup, batch_of, prepare
+from mlx_parallm.rl.objectives.advantages import GroupAdvantages
+from mlx_parallm.rl.objectives.batches import PreparedBatch, ScoredGroup, batch_of, prepare
 from mlx_parallm.rl.objectives.exploring import prepare_exploring
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 

@@ -104,15 +104,15 @@ def cispo(batch: TokenBatch, config: ResolvedLoss) -> TokenTerms:
 
 
 def ppo(batch: TokenBatch, config: ResolvedLoss) -> TokenTerms:
-    """The objective of PPO: no second bound but ratio_cap, and no weight for a sampler unlike the trainer."""
+    """The objective of PPO, bounded by ratio_cap only, without mismatch weights."""
     ratio = _ratio(batch.logp - batch.old_logp)
     bound, clipped = _clipped(batch, _capped(ratio, config), config)
     return TokenTerms(-bound, ratio, clipped, mx.zeros_like(ratio))
 
 
 def importance_sampling(batch: TokenBatch, config: ResolvedLoss) -> TokenTerms:
-    """The policy gradient, corrected for what drew the token: its gradient is that of A log π_θ times π_θ / μ, of which
-    the latter is at most ratio_cap (truncated importance sampling, Ionides 2008)."""
+    """The policy gradient, corrected for the policy that sampled the token: its gradient is that of A log π_θ times
+    π_θ / μ, of which the latter is at most ratio_cap (truncated importance sampling, Ionides 2008)."""
     ratio = _ratio(batch.logp - batch.sampling_logp)
     none = mx.zeros_like(ratio)
     return TokenTerms(-_capped(ratio, config) * batch.advantages, ratio, ratio > config.ratio_cap, none)

@@ -9,8 +9,8 @@ s is the share of its recent tasks whose group had different rewards. Groups who
 so levels that are always or never solved come rarely, and one that is solved now and then comes often, however low its
 mean reward still is. If s is the same for all levels, tasks come as often as in the environment.
 
-Rewards come when they come. So that the order of the tasks does not depend on it, the reward of a task counts from the
-`lag`-th task after it on, and not before. One that comes later than that counts when it is there.
+Rewards arrive at any time. So that the order of the tasks does not depend on it, the reward of a task counts from the
+`lag`-th task after it on, and not before. A later one counts on arrival.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class _Level:
 
 @dataclass(frozen=True, slots=True)
 class _Reward:
-    """What has come for a task. `differ`: its answers had different rewards."""
+    """The rewards of one task. `differ`: its answers had different rewards."""
 
     level: str
     mean: float
@@ -101,7 +101,7 @@ class _Reward:
 
 
 class Curriculum(Iterator[Task]):
-    """The tasks of an environment, in an order that depends on what they gave.
+    """The tasks of an environment, in an order that depends on their rewards.
 
     It is the same order whenever the seed, the environment and the rewards are the same, and each reward comes before
     the `lag`-th task after its own is taken. `next` may run on any thread, but not on two at once.
@@ -153,7 +153,7 @@ class Curriculum(Iterator[Task]):
 
     @property
     def state(self) -> Mapping[str, float]:
-        """All that another process needs to go on from where rewards were looked at last. Any thread may read it."""
+        """All that another process needs to continue from where rewards were looked at last. Any thread may read it."""
         return self._state
 
     # -- rewards ---------------------------------------------------------------------------------

@@ -182,7 +182,7 @@ def lost(path: Path, commits: int, least: int) -> ConfigError:
     what = f"has {commits} of at least {least} commits" if path.exists() else f"is gone, with at least {least} commits"
     return ConfigError(
         f"{path} {what}, as {COMMITS} beside it says: it or {path.name}-wal was damaged, cut or removed. Restore all "
-        f"three from a backup; or remove {COMMITS} to go on with what is left, {_LOSES}"
+        f"three from a backup; or remove {COMMITS} to resume from what remains, {_LOSES}"
     )
 
 

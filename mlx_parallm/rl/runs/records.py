@@ -146,7 +146,8 @@ class Rollback:
 @dataclass(frozen=True, slots=True)
 class Update:
     """One update: all that is needed to make it again, and what it reported. It changed the policy; or it had no
-    signal, and its rewards moved the baselines that later rewards are compared with.
+    signal, and its rewards moved the baselines that later rewards are compared with; or it was held or skipped, and has
+    no groups: then only `trend` counts.
 
     Attributes:
         wanted: trajectories that made a whole update; None: all that there were.
@@ -158,6 +159,7 @@ class Update:
         explores: whether it looked for a way out of a plateau.
         teacher_logprobs: for each sample, those of a teacher; see `teachers.TeacherLogprobs`. None: its loss read none,
             or an older version wrote it.
+        trend: of rewards when it began; see `RewardTrend.observed`. None: an older version wrote it.
     """
 
     groups: tuple[TrainedGroup, ...]
@@ -172,6 +174,7 @@ class Update:
     explores: bool = False
     all_progress: bool = False
     teacher_logprobs: tuple[tuple[float, ...], ...] | None = None
+    trend: Mapping[str, float] | None = None
 
     @property
     def changed_policy(self) -> bool:

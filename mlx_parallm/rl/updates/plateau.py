@@ -15,6 +15,7 @@ from itertools import count
 from mlx_parallm.config import PlateauConfig
 from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.objectives.batches import ScoredGroup
+from mlx_parallm.rl.objectives.episodes import token_deviation
 
 _ALIKE = 0.9
 """Least share of the answers that earn the highest reward among them."""
@@ -58,7 +59,7 @@ class Plateau:
 
     def restart(self) -> None:
         """Forgets everything. Call this when the policy or its task is replaced."""
-        self.level = None
+        self._report(None)
         self._rewards: deque[float] = deque()
         self._best: list[tuple[float, int, ScoredGroup]] = []  # a heap, the worst first
         self._full = self._config.full_reward
@@ -66,7 +67,11 @@ class Plateau:
         self._numbers = count()
 
     def observe(self, group: ScoredGroup) -> None:
-        """Takes note of the rewards of one group."""
+        """Takes note of the rewards of one group. Rewards of single tokens that differ end a plateau."""
+        if token_deviation(group.episodes):
+            self._rewards.clear()
+            self._report(None)
+            return
         for episode, reward in zip(group.episodes, group.rewards, strict=True):
             self._rewards.append(reward)
             self._full = max(self._full, reward)
@@ -81,7 +86,7 @@ class Plateau:
 
     @property
     def explores(self) -> bool:
-        """Whether updates look for a way out. Nothing is known of one if no answer has ever earned anything; and where
+        """Whether updates look for a way out. There is none to look for if no answer has ever earned anything; and if
         none is found in some updates, rewards may be the same whatever the answers are."""
         most = self._config.explore_updates * self._per_update()
         if self.level is None or not most or self._standing > most:

@@ -15,6 +15,7 @@ from mlx_parallm.errors import EngineError, ParaLLMError, RequestError
 from mlx_parallm.rl.collect.groups import DropReason
 from mlx_parallm.rl.objectives.batches import ScoredGroup
 from mlx_parallm.rl.objectives.episodes import Episode
+from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.rl.objectives.signals import prepare_signal
 from mlx_parallm.rl.runs.records import CHANGED, PolicyChange, Rollback, Start, TrainedEpisode, TrainedGroup, Update
 from mlx_parallm.rl.runs.replay import plan
@@ -56,6 +57,7 @@ class PolicyJournal:
         self,
         groups: Sequence[ScoredGroup],
         reasons: Sequence[DropReason | None],
+        history: RewardHistory,
         wanted: int | None,
         publish: bool,
         report: UpdateReport,
@@ -63,8 +65,9 @@ class PolicyJournal:
         explores: bool = False,
         teacher_logprobs: TeacherLogprobs | None = None,
     ) -> None:
-        """An update on these groups has changed the policy, or only the baselines. `reasons`: why each group was not
-        trained on; None: it was."""
+        """An update on these groups has changed the policy, or only the baselines; or it was held or skipped, and there
+        are no groups. `reasons`: why each group was not trained on; None: it was. `history`: of rewards, for this
+        update."""
         published = report.status == "published" and report.adapter is not None
         trained = tuple(map(_trained, groups))
         dropped = {
@@ -86,6 +89,7 @@ class PolicyJournal:
                 learning_rate=learning_rate,
                 explores=explores,
                 teacher_logprobs=teacher_logprobs,
+                trend=history.trend.observed(),
                 all_progress=True,
             ),
             dropped,
@@ -164,10 +168,7 @@ class PolicyJournal:
         known = await self._journal.trajectories(update.trajectory_ids)
         try:
             groups = [_scored(group, known) for group in update.groups]
-            for group, trained in zip(groups, update.groups, strict=True):
-                collected = group.signal is Signal.REWARDS and not (trained.is_given or trained.remembered)
-                if group.rewards and collected and not self._config.loss.imitates:
-                    training.rewards.trend.observe(group.scorer, fmean(group.rewards), group.on_policy)
+            self._observe(update, groups)
             history = training.rewards.draft()
             prepared = prepare_signal(groups, self._config.loss, history, update.wanted, update.explores)
             await training.mark_best()
@@ -196,6 +197,17 @@ class PolicyJournal:
                 await training.evaluate_if_due()
         else:
             _log.warning("update %d of %s, made again, is %s", change.number, training.name, report.status)
+
+    def _observe(self, update: Update, groups: Sequence[ScoredGroup]) -> None:
+        """Brings the trend of rewards to where it was when the update began."""
+        trend = self._training.rewards.trend
+        if update.trend is not None:
+            trend.continue_from(update.trend)
+            return
+        for group, trained in zip(groups, update.groups, strict=True):  # an older version wrote it
+            collected = group.signal is Signal.REWARDS and not (trained.is_given or trained.remembered)
+            if group.rewards and collected and not self._config.loss.imitates:
+                trend.observe(group.scorer, fmean(group.rewards), group.on_policy)
 
 
 def _ref(version: str) -> AdapterRef:

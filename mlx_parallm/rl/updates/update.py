@@ -15,7 +15,8 @@ from mlx_parallm.rl.collect.sources import SourceLedger
 from mlx_parallm.rl.divergence.pausing import Pausing
 from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.learn.step import NO_GRADIENT
-from mlx_parallm.rl.objectives.batches import GroupAdvantages, PreparedBatch, ScoredGroup
+from mlx_parallm.rl.objectives.advantages import GroupAdvantages
+from mlx_parallm.rl.objectives.batches import PreparedBatch, ScoredGroup
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.rl.objectives.samples import PLACEHOLDERS, Sample
 from mlx_parallm.rl.objectives.signals import prepare_signal, signal_of
@@ -148,7 +149,8 @@ class Updates:
         explores: bool = False,
     ) -> UpdateReport:
         """`history`: of rewards, with those of these groups. It counts if the update changes the policy, or has no
-        signal that could; and then the journal has it, so that a later update made again sees the same history."""
+        signal that could; and then the journal has it, so that a later update made again sees the same history. Its
+        trend is journaled in any case, since that counts all rewards, whatever the update comes to."""
         training, parts = self._training, self._parts
         self.untaught = False
         progress = self._own_progress() if progress is None else progress
@@ -163,7 +165,7 @@ class Updates:
                 report = training.reports.skipped(training.live, "no_signal", metrics=prepared.batch.metrics)
                 if training.rewards.accept(history):
                     reasons = _reasons(prepared, report)
-                    update = parts.changes.updated(groups, reasons, wanted, publish, report, explores=explores)
+                    update = parts.changes.updated(groups, reasons, history, wanted, publish, report, explores=explores)
                     await parts.pausing.recorded(update)
                 return report
             self._warn_of_placeholders(prepared.batch.samples)
@@ -180,8 +182,12 @@ class Updates:
             if report.status in CHANGED:
                 training.rewards.accept(history)
                 reasons = _reasons(prepared, report)
-                update = parts.changes.updated(groups, reasons, wanted, publish, report, rate, explores, logprobs)
+                update = parts.changes.updated(
+                    groups, reasons, history, wanted, publish, report, rate, explores, logprobs
+                )
                 await parts.pausing.recorded(update)
+            else:
+                await parts.pausing.recorded(parts.changes.updated((), (), history, None, publish, report))
             if report.divergences:
                 await parts.response.to(report.divergences)
                 report = replace(report, adapter=training.live, step=training.reports.step)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from mlx_parallm.core import seconds_with_sleep
 from mlx_parallm.errors import OverloadedError
-from mlx_parallm.server.access.keys import ANYONE, API_KEY, KeyRing, NamedKey
+from mlx_parallm.server.access.keys import KeyRing, NamedKey
 
 Clock = Callable[[], float]
 _MINUTE_S = 60.0
@@ -94,7 +94,7 @@ class Account:
     @property
     def queue_name(self) -> str | None:
         """The name under which the queue counts its places; None for the key of a server that may have only one."""
-        return None if self.key.name in (ANYONE.name, API_KEY) else self.key.name
+        return None if self.key.may_be_alone else self.key.name
 
     @contextmanager
     def request(self) -> Iterator[None]:

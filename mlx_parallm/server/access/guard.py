@@ -103,8 +103,10 @@ class Guard:
 
 
 def needed(routes: Iterable[BaseRoute], scope: Scope) -> Access:
-    """What a request needs of a key. This is decided by the route that the app's router will run for it: `routes` are
-    those of the router, and they are asked as the router asks them, in the same order.
+    """What a request needs of a key: that of the first route that matches it, which is the one that the router runs.
+
+    Args:
+        routes: all routes of the app's router, in its order.
 
     Raises:
         UnknownRouteError: there is no route for the path.

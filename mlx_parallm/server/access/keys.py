@@ -32,6 +32,9 @@ MAX_KEYS = 256
 MAX_FILE_BYTES = 2**20
 KEY_PREFIX = "sk-"
 
+_MARKED = re.compile(r"tinker-[0-9a-f]{12}([0-9a-f]{12})([-:].*)?")
+"""The id of a Tinker client's session, model or adapter. The group is the mark of its key."""
+
 log = logging.getLogger(__name__)
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
@@ -61,8 +64,8 @@ class NamedKey(Section):
     own_prefix_cache: bool = False
     """Whether its prompts are cached apart from those of other keys."""
     adapters: Annotated[tuple[Pattern, ...], Field(min_length=1, max_length=64)] | None = None
-    """Patterns of the names of the adapters that it may use; `base` is the base model, and `*` stands for any text. All
-    others are to it as if they did not exist. Null: it may use all. Not for an admin key, which may do everything."""
+    """Patterns of the names of the adapters that it may use; `base` is the base model, and `*` stands for any text.
+    Other adapters are unknown to the key. Null: it may use all. Not for an admin key, which may do everything."""
 
     @field_validator("adapters")
     @classmethod
@@ -71,18 +74,25 @@ class NamedKey(Section):
             raise ValueError("an admin key may do everything; give it another role, or leave the adapters out")
         return adapters
 
-    def may_read(self, owner: str) -> bool:
-        """Whether it may read what the key of that name has sent and got."""
-        return self.role is Role.ADMIN or self.name == owner
-
     @property
     def mark(self) -> str:
-        """Twelve hexadecimal digits that stand for its name, in ids of things that outlive the process."""
+        """Twelve hexadecimal digits of the SHA-256 of its name, in ids of things that outlive the process."""
         return hashlib.sha256(self.name.encode()).hexdigest()[:12]
 
     def made(self, any_id: str) -> bool:
         """Whether an id has the mark of this key, as the ids of a Tinker client's session, models and adapters do."""
-        return re.fullmatch(rf"tinker-[0-9a-f]{{12}}{self.mark}([-:].*)?", any_id) is not None
+        marked = _MARKED.fullmatch(any_id)
+        return marked is not None and marked[1] == self.mark
+
+    def may_change(self, adapter: str) -> bool:
+        """Whether it may change the adapter of this name: it sees that, and no other key trains it with Tinker."""
+        others = _MARKED.fullmatch(adapter) is not None and not self.made(adapter)
+        return self.role is Role.ADMIN or (self.sees(adapter) and not others)
+
+    @property
+    def may_be_alone(self) -> bool:
+        """Whether the server may have no other key."""
+        return self.name in (ANYONE.name, API_KEY)
 
     def sees(self, adapter: str) -> bool:
         """Whether it may use the adapter of this name, or know of it. What it has trained with Tinker it always may."""
@@ -92,8 +102,8 @@ class NamedKey(Section):
 
     @property
     def reader(self) -> Reader:
-        """What it may read and reward of trajectories."""
-        return Reader(self.name, self.role is Role.ADMIN, self.sees)
+        """What it may read, reward and train."""
+        return Reader(self.name, self.role is Role.ADMIN, self.may_change)
 
 
 def _unhashed(name: str) -> NamedKey:

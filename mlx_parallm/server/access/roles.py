@@ -42,7 +42,7 @@ class Access:
 
 
 ROUTES: tuple[tuple[Access, str], ...] = (
-    # Probes send no key, and people have to log in. The answers reveal nothing but the status.
+    # Probes send no key, and people have to log in. The answers reveal the status, and whether memory is short.
     (
         Access(None),
         """

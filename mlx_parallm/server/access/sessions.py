@@ -11,7 +11,7 @@ removed.
 from __future__ import annotations
 
 import secrets
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from http.cookies import CookieError, SimpleCookie
 
@@ -36,7 +36,8 @@ LOGIN = "/login"
 class Sessions:
     """Who is logged in, and who has failed to. Used on the event loop's thread only.
 
-    Invariant: at most `MAX_SESSIONS` sessions, and failures of at most `MAX_CLIENTS` clients; the oldest are forgotten.
+    Invariant: at most `MAX_SESSIONS` sessions, and failures of at most `MAX_CLIENTS` clients. The oldest are forgotten:
+    of sessions, the oldest of the key that has the most.
     """
 
     def __init__(self, ring: KeyRing, clock: Callable[[], float] = seconds_with_sleep) -> None:
@@ -50,7 +51,8 @@ class Sessions:
         session_id = secrets.token_urlsafe(32)
         self._sessions[session_id] = (key.sha256, self._clock() + LIFETIME_S)
         while len(self._sessions) > MAX_SESSIONS:
-            self._sessions.popitem(last=False)
+            [(most, _)] = Counter(digest for digest, _ in self._sessions.values()).most_common(1)
+            del self._sessions[next(each for each, (digest, _) in self._sessions.items() if digest == most)]
         return session_id
 
     def key_of(self, headers: Headers) -> NamedKey | None:

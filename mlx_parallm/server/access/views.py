@@ -1,7 +1,8 @@
 """What a key that is limited to some adapters sees of the server: the same parts, without all other adapters.
 
-Routes get these views in place of the parts (see `services.services_of`), so none of them asks what a key may see. A
-name that the key may not see is answered as one that nothing has.
+Routes get these views in place of the adapters and base models (see `services.services_of`). Training is asked with a
+`Reader` instead, and lists that join several parts ask `NamedKey.sees`. A name that the key may not see is answered as
+an unknown name.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class SeenAdapters:
         self._base_names = base_names
 
     def unknown(self, selector: str | None) -> UnknownModelError:
-        """The error about a name that nothing has, as far as the key knows."""
+        """The error about an unknown name, as far as the key knows."""
         names = [card.ref.name for card in self.cards() if card.live]
         if self._key.sees(BASE_ADAPTER.name):
             names = [*self._base_names, BASE_ADAPTER.name, *names]
@@ -57,15 +58,17 @@ class SeenAdapters:
 
     def check(self, selector: str) -> None:
         """Raises UnknownModelError unless the selector means a version that the key sees."""
-        if selector != BASE_ADAPTER.name:
-            self.find(selector)
-        elif not self._key.sees(selector):
+        if not self._seen(selector):
             raise self.unknown(selector)
 
-    def check_name(self, name: str) -> None:
-        """Raises UnknownModelError unless the key may use this name, which need not exist."""
-        if not self._key.sees(name):
-            raise self.unknown(name)
+    def _seen(self, selector: str) -> bool:
+        """Whether the selector means a version, or the base model, that the key sees."""
+        if selector == BASE_ADAPTER.name:
+            return self._key.sees(selector)
+        try:
+            return self._key.sees(self._adapters.find(selector).ref.name)
+        except UnknownModelError:
+            return False
 
     def _check_path(self, path: str) -> None:
         """Raises UnknownModelError unless the name of the adapter's folder is one that the key sees. A checkpoint has
@@ -79,7 +82,7 @@ class SeenAdapters:
 
     @contextmanager
     def lease(self, selector: str | None, key: str | None = None) -> Iterator[AdapterRef]:
-        """See `core.AdapterClient.lease`. Without a selector, the key must see all versions that the route may draw."""
+        """See `core.AdapterClient.lease`. Without a selector, the key must see all that the route may choose."""
         if selector is not None:
             self.check(selector)
         elif len(self.route()) < len(self._adapters.route()):
@@ -89,13 +92,9 @@ class SeenAdapters:
 
     def find(self, selector: str) -> AdapterCard:
         """See `core.AdapterClient.find`."""
-        try:
-            card = self._adapters.find(selector)
-        except UnknownModelError:
-            raise self.unknown(selector) from None
-        if not self._key.sees(card.ref.name):
+        if selector == BASE_ADAPTER.name or not self._seen(selector):
             raise self.unknown(selector)
-        return card
+        return self._adapters.find(selector)
 
     def cards(self) -> tuple[AdapterCard, ...]:
         """See `core.AdapterClient.cards`."""
@@ -103,19 +102,28 @@ class SeenAdapters:
 
     async def load(self, name: str, path: str, replace: bool, base: str | None = None) -> AdapterCard:
         """See `core.AdapterClient.load`."""
-        self.check_name(name.partition("@")[0])
+        if not self._key.sees(new := name.partition("@")[0]):
+            raise self.unknown(new)
         self._check_path(path)
         return await self._adapters.load(name, path, replace, base)
 
     async def loaded_folder(self, path: str) -> str | None:
         """See `core.AdapterClient.loaded_folder`."""
         self._check_path(path)
-        return await self._adapters.loaded_folder(path)
+        return self._seen_folder(path, await self._adapters.loaded_folder(path))
 
     async def load_folder(self, path: str) -> str:
         """See `core.AdapterClient.load_folder`."""
         self._check_path(path)
-        return await self._adapters.load_folder(path)
+        name = await self._adapters.load_folder(path)
+        self._seen_folder(path, name)
+        return name
+
+    def _seen_folder(self, path: str, name: str | None) -> str | None:
+        """The name of a folder's live adapter. Raises UnknownModelError unless the key sees it."""
+        if name is not None and not self._key.sees(name):
+            raise self.unknown(path)
+        return name
 
     @property
     def has_default_folder(self) -> bool:
@@ -136,14 +144,7 @@ class SeenAdapters:
 
     def route(self) -> Mapping[str, float]:
         """The part of the route that the key sees, so that the shares may add up to less than 1."""
-        return {name: share for name, share in self._adapters.route().items() if self._sees_version(name)}
-
-    def _sees_version(self, selector: str) -> bool:
-        try:
-            self.check(selector)
-        except UnknownModelError:
-            return False
-        return True
+        return {name: share for name, share in self._adapters.route().items() if self._seen(name)}
 
     async def set_route(self, weights: Mapping[str, float]) -> Mapping[str, float]:
         """Raises RoleError: the route is everybody's."""
@@ -180,8 +181,8 @@ class SeenAdapters:
 class SeenModels:
     """Implements `core.BaseModels` for a key that is limited to some adapters. `base` stands for all base models."""
 
-    def __init__(self, models: BaseModels, key: NamedKey) -> None:
-        self._models, self._key = models, key
+    def __init__(self, models: BaseModels, adapters: SeenAdapters, key: NamedKey) -> None:
+        self._models, self._adapters, self._key = models, adapters, key
 
     @property
     def first(self) -> ServedModel:
@@ -194,12 +195,14 @@ class SeenModels:
         return self._models.names
 
     def find(self, *names: str | None) -> str:
-        """See `core.BaseModels.find`."""
-        known = self._models.names
-        return self._models.find(*(name for name in names if name in known or name is None or self._sees(name)))
-
-    def _sees(self, selector: str) -> bool:
-        return self._key.sees(selector.partition("@")[0])
+        """See `core.BaseModels.find`. Raises UnknownModelError: the names mean a base model which is loaded only for an
+        adapter of it that the key sees, or for a key that sees `base`, and neither is so."""
+        bases = [name for name in names if name in self._models.names]
+        adapters = [name for name in names if name not in bases and name and self._key.sees(name.partition("@")[0])]
+        base = self._models.find(*bases, *adapters)
+        if base not in (self.first.card.name, self._models.find(*adapters)) and not self._key.sees(BASE_ADAPTER.name):
+            raise UnknownModelError(str(self._adapters.unknown(bases[0])), param="model")
+        return base
 
     def use(self, base: str) -> AbstractAsyncContextManager[ServedModel]:
         """See `core.BaseModels.use`."""

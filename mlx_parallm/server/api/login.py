@@ -78,7 +78,7 @@ async def _form(request: Request) -> dict[str, list[str]]:
     try:
         body = await read_bytes(request, MAX_FORM_BYTES, FORM_TIMEOUT_S)
         return parse_qs(body.decode("ascii", "replace"), max_num_fields=8)
-    except (BodyTooLargeError, ValueError):  # of which the second is about too many fields
+    except (BodyTooLargeError, ValueError):  # ValueError: too many fields
         return {}
 
 

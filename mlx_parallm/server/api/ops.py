@@ -67,14 +67,15 @@ async def health(services: ServicesDep) -> ProbeStatus:
 
 @router.get(
     "/ready",
-    responses=raises(NotReadyError, DrainingError, InferenceDisabledError, AsleepError, ShortMemoryError),
+    responses=raises(
+        NotReadyError, DrainingError, InferenceDisabledError, AsleepError, EngineDeadError, ShortMemoryError
+    ),
     response_model_exclude_unset=True,
 )
 async def ready(services: ServicesDep) -> ProbeStatus:
     """Whether generation requests are accepted now; if not, 503. A server that sleeps, or only trains, is not ready."""
     services.check_open()
-    stats = services.engine.stats()
-    if not (stats.alive and stats.ready):
+    if not services.engine.stats().ready:
         raise NotReadyError("the engine is not ready")
     return ProbeStatus(status="ready")
 

@@ -12,7 +12,6 @@ from mlx_parallm.core import Account, EngineStats
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.fields import INT32_MAX, WireOutput, WireQuery
 from mlx_parallm.server.api.ops import ServerMode, server_mode
-from mlx_parallm.server.metrics_training import training_statuses
 from mlx_parallm.server.recent import Interval, RecentValues
 from mlx_parallm.server.services import KeyDep, Services, ServicesDep
 
@@ -252,7 +251,7 @@ def _memory(stats: EngineStats) -> Memory:
 def _training(services: Services, stats: EngineStats) -> TrainingShare | None:
     if services.training is None:
         return None
-    trained = training_statuses(services.training)
+    trained = services.training_statuses()
     return TrainingShare(
         target=stats.schedule.training_time_share,
         measured=round(stats.training_share, 4),

@@ -1,9 +1,9 @@
 """One client's connection: HTTP/1.1 by uvicorn and h11, with limits so that one client cannot hold what others need.
 
-- The number of open connections is limited. A new connection replaces the one that has been idle, or sending its
-  headers, for longest. If there is none, it replaces one whose body has not arrived, or else one that only waits, as
-  a stream of events does: of the client that has the most of these, the oldest. If all others are being answered, the
-  new one gets a 503.
+- The number of open connections is limited. A connection beyond the limit closes another one: the one that has been
+  idle, or sending its headers, for longest. If no connection is idle, it closes one whose body has not arrived; if
+  there is none of these either, one that only waits, such as a stream of events. In both cases it is the oldest of the
+  client that has the most. If all others are being answered, the new one gets a 503.
 - Headers must arrive within a time limit (so must bodies: see `body`).
 - A client that stops reading its answer is disconnected, which frees its rows.
 - Input that is not HTTP gets an error body like any other error, with an id and a line in the request log.

@@ -26,8 +26,8 @@ SMALL_BYTES = 64 * 1024
 _SMALL_THREADS, _LARGE_THREADS = 40, 2
 _GRAMMAR_TIMEOUT_S = 10.0
 _LARGE_BODIES, _LARGE_BODIES_PER_CLIENT = 16, 8
-_LARGE_BODY_BYTES_PER_S, _OF_ONE_CLIENT = 16 * 2**20, 12 * 2**20
-"""Rates at which the large bodies of all clients together, and of one, are read."""
+_LARGE_BODY_BYTES_PER_S = 16 * 2**20
+"""Rate at which the large bodies of all clients together are read."""
 _MIN_SLEEP_S = 0.01
 
 
@@ -93,7 +93,7 @@ class ArrivingBodies:
     def __init__(self, most: int) -> None:
         self._most = most
         self._held: Counter[str] = Counter()
-        self._next_read_at: dict[str, float] = {}  # event loop time, by client; "" for all together
+        self._next_read_at: dict[str, float] = {}  # event loop time, by client
 
     @contextmanager
     def hold(self, client: str) -> Iterator[Callable[[int], Awaitable[None]]]:
@@ -108,8 +108,7 @@ class ArrivingBodies:
                 raise OverloadedError("Other large bodies are being read; try again.")
             self._held[client] += size
             count += size
-            await self._pace(client, _OF_ONE_CLIENT, size)
-            await self._pace("", _LARGE_BODY_BYTES_PER_S, size)
+            await self._pace(client, size)
 
         try:
             yield add
@@ -119,12 +118,15 @@ class ArrivingBodies:
                 del self._held[client]
                 self._next_read_at.pop(client, None)
 
-    async def _pace(self, who: str, rate: int, size: int) -> None:
-        """Waits, after `size` bytes were read, until more may be read. Without this limit, bodies sent over loopback
-        and then refused would take most of a core from the event loop and the device thread."""
+    async def _pace(self, client: str, size: int) -> None:
+        """Waits, after `size` bytes were read, until more may be read. The clients that wait now share the rate
+        equally, so the number of connections of one client does not slow down the others. Without a limit, bodies sent
+        over loopback and then refused would take most of a core from the event loop and the device thread."""
         now = asyncio.get_running_loop().time()
-        self._next_read_at[who] = max(self._next_read_at.get(who, now), now) + size / rate
-        if (sleep := self._next_read_at[who] - now) > _MIN_SLEEP_S:
+        sharing = 1 + sum(at > now for other, at in self._next_read_at.items() if other != client)
+        own = max(self._next_read_at.get(client, now), now) + size * sharing / _LARGE_BODY_BYTES_PER_S
+        self._next_read_at[client] = own
+        if (sleep := own - now) > _MIN_SLEEP_S:
             await asyncio.sleep(sleep)
 
 

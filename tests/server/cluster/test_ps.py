@@ -7,7 +7,7 @@ import pytest
 from server.fake_cluster import FakeCluster, app_of
 
 from mlx_parallm.cli.main import main
-from mlx_parallm.server.app import DrainingServer, bind
+from mlx_parallm.server.run import DrainingServer, bind
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"]])

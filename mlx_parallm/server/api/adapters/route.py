@@ -69,8 +69,8 @@ async def load_lora_adapter(
 async def load(services: Services, name: str, path: str, replace: bool, base_model_name: str | None) -> LoadedLora:
     """See `core.AdapterClient.load`."""
     base = services.base_called(base_model_name, "base_model_name")
-    statuses = () if services.training is None else services.training.statuses()
-    if any(name.partition("@")[0] == status.adapter for status in statuses):
+    services.check_may_change(name)
+    if any(name.partition("@")[0] == status.adapter for status in services.training_statuses()):
         raise ConflictError(
             f"lora_name: {name!r} is in training here, and its versions are those of its updates: load the files under "
             "another name. POST /v1/training/rollback serves an earlier version.",
@@ -92,6 +92,7 @@ async def unload_lora_adapter(
 async def unload(services: Services, selector: str, param: str, base_model_name: str | None = None) -> UnloadedLora:
     """See `core.AdapterClient.unload`. `param`: the request field that has the selector."""
     base = services.base_called(base_model_name, "base_model_name")
+    services.check_may_change(selector)
     with adapter_named_by(param, selector):
         removed = await services.lifecycle.run_to_end(services.adapters.unload(selector, base))
     return UnloadedLora(status="success", unloaded=[str(ref) for ref in removed])
@@ -138,6 +139,7 @@ async def roll_back(
     body: Annotated[RollbackBody, Depends(json_body(RollbackBody))], services: ServicesDep
 ) -> RolledBack:
     """Makes an adapter's previous version live again, or undoes the last change of the route."""
+    services.check_may_change(body.lora_name)
     with adapter_named_by("lora_name", body.lora_name):
         live, route = await services.lifecycle.run_to_end(services.adapters.rollback(body.lora_name))
     return RolledBack(status="success", lora_adapter=str(live), route=dict(route))
@@ -203,7 +205,8 @@ def adapter_object(card: AdapterCard, traffic: Traffic, services: Services) -> A
 @router.get("/v1/checkpoints")
 async def list_checkpoints(services: ServicesDep) -> CheckpointList:
     """The checkpoints on disk, oldest first."""
-    return CheckpointList(object="list", data=[checkpoint_object(card) for card in services.adapters.checkpoints()])
+    cards = [card for card in services.adapters.checkpoints() if services.key.may_change(card.adapter.name)]
+    return CheckpointList(object="list", data=[checkpoint_object(card) for card in cards])
 
 
 @router.post("/training/checkpoint", responses=SAVE_ERRORS)
@@ -213,11 +216,12 @@ async def save_checkpoint(
 ) -> Checkpoint:
     """Saves an adapter version, and answers when its files are complete. For an adapter in training, the optimizer's
     state is saved too; before the adapter's first update, the checkpoint has step 0 and equals the base model."""
+    services.check_may_change(body.lora_name)
     tags = [] if body.checkpoint_name is None else [body.checkpoint_name]
-    training = services.training
+    training, reader = services.training, services.key.reader
     with adapter_named_by("lora_name", body.lora_name):
-        if training is not None and training.trains(body.lora_name):
-            saving = training.save(body.lora_name, body.step, tags, body.metrics)
+        if training is not None and training.trains(body.lora_name, reader=reader):
+            saving = training.save(body.lora_name, body.step, tags, body.metrics, reader=reader)
         else:
             saving = services.adapters.save_checkpoint(body.lora_name, body.step, tags, body.metrics)
         return checkpoint_object(await services.lifecycle.run_to_end(saving))

@@ -25,7 +25,7 @@ class Traffic:
 
 def _unnamed_shares(services: Services) -> Mapping[AdapterRef, float]:
     """While two versions of an adapter are compared, they share what its name gets."""
-    cards = services.training.competition.cards() if services.training else ()
+    cards = services.training.competition.cards(services.key.reader) if services.training else ()
     compared = {card.adapter: card for card in cards if card.verdict == "running"}
     shares: defaultdict[AdapterRef, float] = defaultdict(float)
     for selector, share in services.adapters.route().items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -29,7 +29,8 @@ from mlx_parallm.server.api.answer import cut_off
 from mlx_parallm.server.api.chat.messages import Conversation, GivenCall, GivenFunction, Message
 
 MAX_TOKENS = 8_000_000
-"""Token ids that are kept for all episodes together. The episodes that were used least recently are forgotten."""
+"""Token ids that are kept for all episodes together. Of the API key that has the most, the episodes that were used
+least recently are forgotten."""
 
 CHANGED = "the messages are not those of an earlier turn of its episode, followed by the answer to it"
 RENDERED_ANEW = "the chat template writes the earlier messages differently now"
@@ -99,8 +100,10 @@ class EpisodeHistories:
 
     def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
         self._max_tokens = max_tokens
-        self._episodes: OrderedDict[EpisodeKey, list[DrawnTurn]] = OrderedDict()  # the least recently used first
-        self._tokens = 0
+        self._episodes: dict[str, OrderedDict[EpisodeKey, list[DrawnTurn]]] = {}
+        """By the name of the API key, the least recently used first."""
+        self._tokens: Counter[str] = Counter()
+        """How many are kept, by the name of the API key."""
         self._lock = Lock()
 
     def prompt_of(
@@ -115,7 +118,7 @@ class EpisodeHistories:
             Its token ids, and why they are those of the template; empty for the first turn of an episode.
         """
         with self._lock:
-            turns = list(self._episodes.get(key, ()))
+            turns = list(self._episodes.get(key[0], OrderedDict()).get(key, ()))
         if not turns:
             return rendered, ""
         turn = _longest(turns, conversation)
@@ -138,15 +141,23 @@ class EpisodeHistories:
 
     def _keep(self, key: EpisodeKey, turn: DrawnTurn) -> None:
         with self._lock:
-            turns = self._episodes.setdefault(key, [])
-            turns.append(turn)
-            self._episodes.move_to_end(key)
-            self._tokens += len(turn.tokens)
-            while self._tokens > self._max_tokens and len(self._episodes) > 1:
-                _, forgotten = self._episodes.popitem(last=False)
-                self._tokens -= sum(len(each.tokens) for each in forgotten)
-            while self._tokens > self._max_tokens and len(turns) > 1:
-                self._tokens -= len(turns.pop(0).tokens)
+            episodes = self._episodes.setdefault(key[0], OrderedDict())
+            episodes.setdefault(key, []).append(turn)
+            episodes.move_to_end(key)
+            self._tokens[key[0]] += len(turn.tokens)
+            while self._tokens.total() > self._max_tokens:
+                self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        """Forgets the oldest episode of the API key that has the most tokens, or the oldest turn of its only one."""
+        [(name, _)] = self._tokens.most_common(1)
+        episodes = self._episodes[name]
+        key, turns = next(iter(episodes.items()))
+        forgotten = turns[:1] if len(episodes) == 1 else [*turns]
+        del turns[: len(forgotten)]
+        self._tokens[name] -= sum(len(each.tokens) for each in forgotten)
+        if not turns:
+            del episodes[key]
 
 
 def _longest(turns: Sequence[DrawnTurn], conversation: Conversation) -> DrawnTurn | None:

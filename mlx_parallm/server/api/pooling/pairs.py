@@ -21,6 +21,7 @@ from mlx_parallm.core import (
     SamplingParams,
     ServedModel,
     StopParams,
+    no_reward_model,
 )
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.server.access.permits import check_permitted
@@ -169,6 +170,8 @@ async def _rewards(body: PairsBody, name: str, services: Services, request: Requ
     record.set_model(body.model or name)
     services.check_open()
     models, request_id = services.require_reward_models(), new_request_id("score")
+    if not key.sees(name):
+        raise no_reward_model(name)
     account = record.account = services.accounts.of(key)
     with account.request(), services.gate.reserve(len(body.judged), account.queue_name):
         rows = await services.workers.run(request.state.body_bytes, partial(_rows, body, services.first))

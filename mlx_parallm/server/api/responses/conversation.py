@@ -7,7 +7,7 @@ Output items of a response can be sent back unchanged.
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from threading import RLock
@@ -244,6 +244,9 @@ class StoredResponse:
 class ResponseStore:
     """Keeps the most recently used responses in memory. Its methods can be called from any thread.
 
+    To make room, the least recently used response of the key that holds the most is dropped, so no key's responses push
+    out those of one that holds less.
+
     Invariant: it holds at most `most` responses and at most `most_bytes` bytes; `held_bytes` is the current number.
     """
 
@@ -258,15 +261,18 @@ class ResponseStore:
         return len(self._stored)
 
     def put(self, response_id: str, stored: StoredResponse) -> None:
-        """Stores a response, and drops the least recently used ones to make room. A response that is larger than
-        `most_bytes` is not stored."""
+        """Stores a response, and drops others to make room. One that is larger than `most_bytes` is not stored."""
         if stored.size > self._most_bytes:
             return
         with self._lock:
             self._stored[response_id] = stored
             self.held_bytes += stored.size
-            while len(self._stored) > self._most or self.held_bytes > self._most_bytes:
-                self.delete(next(iter(self._stored)))
+            while (crowded := len(self._stored) > self._most) or self.held_bytes > self._most_bytes:
+                held = Counter[str]()
+                for each in self._stored.values():
+                    held[each.owner] += 1 if crowded else each.size
+                [(most, _)] = held.most_common(1)
+                self.delete(next(name for name, each in self._stored.items() if each.owner == most))
 
     def find(self, response_id: str) -> StoredResponse | None:
         """The response, which becomes the most recently used one. None if it is not stored."""

@@ -214,7 +214,7 @@ def _stored(services: Services, response_id: str, key: NamedKey, param: str) -> 
     """The stored response. Raises UnknownResponseError, which names `param`, if it is not stored, or if `key` may not
     read it because another one made it."""
     stored = services.responses.find(response_id)
-    if stored is None or not key.may_read(stored.owner):
+    if stored is None or not key.reader.may_read(stored.owner):
         raise UnknownResponseError(
             f"{param}: no such response; it was not stored, or newer ones took its place.", param=param
         )

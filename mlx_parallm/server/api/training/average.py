@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Depends
 from pydantic import Field
 
-from mlx_parallm.core import AverageCard, AverageSpec
+from mlx_parallm.core import BASE_ADAPTER, AverageCard, AverageSpec
 from mlx_parallm.errors import (
     ConflictError,
     EngineDeadError,
@@ -89,6 +89,11 @@ async def average(
     versions, the average is evaluated first, and is held if that fails or if its mean reward is below
     `gate.eval_floor`. When the answer comes, it is live and has a checkpoint, or is held."""
     averages = services.require_averages()
+    for selector in body.adapters:
+        if selector != BASE_ADAPTER.name:  # which no average is of
+            services.find(selector, "adapters")
+    with adapter_named_by("lora_adapter", body.lora_adapter):
+        services.key.reader.named(body.lora_adapter, "")
     spec = AverageSpec(body.adapters, body.lora_adapter, body.weights, body.rank)
     with adapter_named_by("adapters", *body.adapters):
         return average_object(await services.lifecycle.run_to_end(averages.average(spec)))

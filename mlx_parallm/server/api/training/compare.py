@@ -22,7 +22,7 @@ from mlx_parallm.server.errors import DrainingError
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.openapi.responses import raises
 from mlx_parallm.server.planning import MAX_ADAPTER_NAME, adapter_named_by
-from mlx_parallm.server.services import ServicesDep, TrainingDep
+from mlx_parallm.server.services import KeyDep, ServicesDep, TrainingDep
 
 START_ERRORS = (
     UnknownModelError,
@@ -106,9 +106,10 @@ class ComparisonList(WireOutput):
 
 
 @router.get("/v1/training/compare", responses=raises(TrainingDisabledError))
-async def comparisons(training: TrainingDep) -> ComparisonList:
+async def comparisons(training: TrainingDep, key: KeyDep) -> ComparisonList:
     """The comparisons that run, and the last ones."""
-    return ComparisonList(object="list", data=[comparison_object(card) for card in training.competition.cards()])
+    cards = training.competition.cards(key.reader)
+    return ComparisonList(object="list", data=[comparison_object(card) for card in cards])
 
 
 @router.post("/v1/training/compare", responses=raises(*START_ERRORS))
@@ -118,10 +119,13 @@ async def compare(
     """Compares a version of an adapter with the live one, by the rewards of requests that name the adapter, or that
     name none if it is the default one. Answers when the first request can get the candidate."""
     spec = ComparisonSpec(body.candidate, body.share, body.smallest_effect, body.max_rewards, body.max_hours)
+    reader = services.key.reader
     with adapter_named_by("lora_adapter", body.lora_adapter):
-        training.status(body.lora_adapter)  # the error about an unknown adapter names `lora_adapter`, not `candidate`
+        training.status(body.lora_adapter, reader=reader)  # an unknown one is no error of `candidate`
+    if "@" in body.candidate:  # otherwise it is a checkpoint of the adapter
+        services.find(body.candidate, "candidate")
     with adapter_named_by("candidate", body.candidate):
-        starting = training.competition.start(body.lora_adapter, spec)
+        starting = training.competition.start(body.lora_adapter, spec, reader)
         return comparison_object(await services.lifecycle.run_to_end(starting))
 
 
@@ -136,7 +140,7 @@ async def stop_comparing(
 ) -> ComparisonObject:
     """Ends the comparison of an adapter without a winner: the version that was live stays."""
     with adapter_named_by("lora_adapter", body.lora_adapter):
-        stopping = training.competition.stop(body.lora_adapter)
+        stopping = training.competition.stop(body.lora_adapter, services.key.reader)
         return comparison_object(await services.lifecycle.run_to_end(stopping))
 
 

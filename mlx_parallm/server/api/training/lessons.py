@@ -235,7 +235,7 @@ async def get_lesson(services: ServicesDep) -> LessonStatus:
     """The lesson that runs, or the last one. A server that does not train answers too, and says what to change."""
     if services.lessons is None:
         return LessonStatus(obstacle=DOES_NOT_TRAIN, lesson=None)
-    card = services.lessons.card()
+    card = services.lessons.card(services.key.reader)
     return LessonStatus(obstacle=services.lessons.obstacle(), lesson=None if card is None else lesson_object(card))
 
 
@@ -248,13 +248,14 @@ async def start_lesson(
     does. 409 if one runs already, or if the server draws rollouts of its own environment."""
     lessons = services.require_lessons()
     with adapter_named_by("lora_adapter", body.lora_adapter):
-        return lesson_object(await services.lifecycle.run_to_end(lessons.start(body.spec)))
+        return lesson_object(await services.lifecycle.run_to_end(lessons.start(body.spec, services.key.reader)))
 
 
 @router.delete("/v1/training/lesson", responses=raises(*STOP_ERRORS))
 async def stop_lesson(services: ServicesDep) -> LessonObject:
     """Ends the lesson that runs. What it has taught stays."""
-    return lesson_object(await services.lifecycle.run_to_end(services.require_lessons().stop()))
+    stopping = services.require_lessons().stop(services.key.reader)
+    return lesson_object(await services.lifecycle.run_to_end(stopping))
 
 
 def lesson_object(card: LessonCard) -> LessonObject:

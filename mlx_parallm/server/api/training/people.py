@@ -31,7 +31,7 @@ from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import key_of
 from mlx_parallm.server.openapi.responses import raises
 from mlx_parallm.server.planning import adapter_named_by
-from mlx_parallm.server.services import ServicesDep, TrainingDep
+from mlx_parallm.server.services import KeyDep, ServicesDep, TrainingDep
 
 EDIT_ERRORS = (
     UnknownTrajectoryError,
@@ -60,11 +60,11 @@ async def preference(
         key = key_of(request.scope)
         found = {field: await _found(training, field, named, key.reader) for field, named in body.trajectories.items()}
         named = body.lora_adapter
-        default = training.default_adapter if named is None else training.status(named).adapter
+        default = training.default_adapter if named is None else training.status(named, reader=key.reader).adapter
         adapter = adapter_of(body, found, default)
         encode = partial(edit_of, body, found, adapter, services)
         edit = replace(await services.workers.run(request.state.body_bytes, encode), owner=key.name)
-        return preference_object(await services.lifecycle.run_to_end(training.people.edit(edit)))
+        return preference_object(await services.lifecycle.run_to_end(training.people.edit(edit, key.reader)))
 
 
 async def _found(training: TrainingClient, field: str, trajectory_id: str, reader: Reader) -> FoundTrajectory:
@@ -78,9 +78,10 @@ async def _found(training: TrainingClient, field: str, trajectory_id: str, reade
 @router.get("/v1/training/report", responses=raises(UnknownModelError, TrainingDisabledError))
 async def report(
     training: TrainingDep,
+    key: KeyDep,
     lora_adapter: Annotated[str | None, Query(description="A trained adapter. Default: the default adapter.")] = None,
 ) -> ReportObject:
     """What an adapter was taught by since the server started: how much came from each source, what became of it, and
     what the updates that learnt from it changed."""
     with adapter_named_by("lora_adapter", lora_adapter):
-        return report_object(training.people.signal_report(lora_adapter))
+        return report_object(training.people.signal_report(lora_adapter, key.reader))

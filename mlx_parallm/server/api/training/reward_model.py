@@ -17,6 +17,7 @@ from mlx_parallm.errors import (
     TrainingDisabledError,
     TrainingFailedError,
 )
+from mlx_parallm.server.access.views import shared
 from mlx_parallm.server.api.fields import INT32_MAX, WireInput, WireOutput
 from mlx_parallm.server.errors import DrainingError
 from mlx_parallm.server.http.body import json_body
@@ -87,6 +88,8 @@ async def train_reward_model(
     """Trains a reward model on the preferences that were sent to this run, beside requests and updates. The answer
     comes when it can score, which may take minutes; it is finished even if the client disconnects."""
     models = services.require_reward_models()
+    if services.key.adapters is not None:
+        raise shared("A reward model learns from all preferences: it")
     spec = RewardModelSpec(body.name, body.held_out, body.epochs, body.batch_size, body.learning_rate, body.seed)
     try:
         return reward_model_object(await services.lifecycle.run_to_end(models.train(spec)))

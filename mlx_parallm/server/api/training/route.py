@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mlx_parallm.core import Signal, TrainingClient, TrainingEvent, TrainingStatus
+from mlx_parallm.core import Reader, Signal, TrainingClient, TrainingEvent, TrainingStatus
 from mlx_parallm.errors import (
     ConflictError,
     ContextLengthError,
@@ -57,7 +57,6 @@ from mlx_parallm.server.generation import EventStream
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import record_of
 from mlx_parallm.server.lifecycle import Lifecycle, while_connected
-from mlx_parallm.server.metrics_training import training_statuses
 from mlx_parallm.server.openapi.responses import EVENTS, raises
 from mlx_parallm.server.planning import adapter_named_by
 from mlx_parallm.server.services import CollectionDep, KeyDep, Services, ServicesDep, TrainingDep
@@ -81,8 +80,7 @@ async def update(
     training: TrainingDep,
 ) -> UpdateObject:
     """Makes one update now, with the complete groups or with the given trajectories, whose tokens count as those of a
-    prompt. When the answer comes, the update
-    has ended, and a version that it published is live."""
+    prompt. When the answer comes, the update has ended, and a version that it published is live."""
     given, signal = None, None if body.signal is None else Signal(body.signal)
     with ExitStack() as charged:
         if body.given is not None:
@@ -92,7 +90,14 @@ async def update(
             given = await services.workers.run(request.state.body_bytes, encode)
             account.add_prompt(sum(len(each.prompt_ids) + len(each.completion_ids) for each in given))
         with adapter_named_by("lora_adapter", body.lora_adapter):
-            updating = training.update(body.lora_adapter, given, body.update_inference, body.checkpoint_name, signal)
+            updating = training.update(
+                body.lora_adapter,
+                given,
+                body.update_inference,
+                body.checkpoint_name,
+                signal,
+                reader=services.key.reader,
+            )
             return update_object(await services.lifecycle.run_to_end(updating))
 
 
@@ -177,18 +182,20 @@ async def roll_back(
     training: TrainingDep,
 ) -> TrainingObject:
     """Serves the best version, or a checkpoint, and continues training from it."""
+    reader = services.key.reader
     with adapter_named_by("lora_adapter", body.lora_adapter):
-        training.status(body.lora_adapter)  # the error about an unknown adapter names `lora_adapter`, not `to`
+        training.status(body.lora_adapter, reader=reader)  # an unknown one is no error of `to`
     with adapter_named_by("to", body.to):
-        rolling_back = training.rollback(body.lora_adapter, body.to)
+        rolling_back = training.rollback(body.lora_adapter, body.to, reader=reader)
         return _status(await services.lifecycle.run_to_end(rolling_back), services)
 
 
 async def _control(
-    body: ControlBody, services: Services, change: Callable[[str | None], Coroutine[Any, Any, TrainingStatus]]
+    body: ControlBody, services: Services, change: Callable[..., Coroutine[Any, Any, TrainingStatus]]
 ) -> TrainingObject:
     with adapter_named_by("lora_adapter", body.lora_adapter):
-        return _status(await services.lifecycle.run_to_end(change(body.lora_adapter)), services)
+        changing = change(body.lora_adapter, reader=services.key.reader)
+        return _status(await services.lifecycle.run_to_end(changing), services)
 
 
 def _status(status: TrainingStatus, services: Services) -> TrainingObject:
@@ -207,13 +214,13 @@ async def status(
     if services.training is None:
         return _status(TrainingStatus(), services)
     with adapter_named_by("lora_adapter", lora_adapter):
-        return _status(services.training.status(lora_adapter), services)
+        return _status(services.training.status(lora_adapter, reader=services.key.reader), services)
 
 
 @router.get("/debug/training")
 async def debug_training(services: ServicesDep) -> DebugTraining:
     """The status of every trained adapter, with details."""
-    statuses, current = training_statuses(services.training), services.routed_adapter()
+    statuses, current = services.training_statuses(), services.routed_adapter()
     adapters = [debug_object(status, current) for status in statuses]
     return DebugTraining(training_enabled=bool(statuses), adapters=adapters)
 
@@ -248,30 +255,30 @@ async def events(
     """The events of training from now on. A client that comes back sends the header `Last-Event-ID`, as browsers do,
     and gets what it has missed first. If that is more than 256 events, or if it reads too slowly, an event
     `events_lost` replaces those that it missed."""
-    return TrainingEventsResponse(training, services.lifecycle, last_event_id)
+    return TrainingEventsResponse(training, services.lifecycle, last_event_id, services.key.reader)
 
 
 class TrainingEventsResponse(Response):
     """A stream that ends when the client disconnects, the server drains, or training ends its events.
 
     Args:
-        after: see `core.TrainingClient.events`.
+        after, reader: see `core.TrainingClient.events`.
     """
 
-    def __init__(self, training: TrainingClient, lifecycle: Lifecycle, after: str) -> None:
+    def __init__(self, training: TrainingClient, lifecycle: Lifecycle, after: str, reader: Reader) -> None:
         super().__init__()
         self._training = training
         self._lifecycle = lifecycle
-        self._after = after
+        self._after, self._reader = after, reader
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._lifecycle.drain_begun.is_set():
             raise DrainingError("draining")
         record_of(scope).waits = True
         # `core.TrainingClient` promises aclose() on this iterator.
-        events = cast(AsyncGenerator[TrainingEvent, None], self._training.events(self._after))
+        events = self._training.events(self._after, reader=self._reader)
         stream = EventStream(send, {})
-        async with aclosing(events), stream.opened():
+        async with aclosing(cast(AsyncGenerator[TrainingEvent, None], events)), stream.opened():
             try:
                 async with while_connected(receive, self._lifecycle.drain_begun):
                     async for event in events:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mlx_parallm.errors import OverloadedError
 from mlx_parallm.rl.atropos.source import SOURCE
+from mlx_parallm.server.access.keys import NamedKey
+from mlx_parallm.server.access.shares import has_room
 from mlx_parallm.server.protocols.atropos.schema import RegisterEnv
 
 LEAST_WEIGHT = 0.01
@@ -16,7 +19,8 @@ LEAST_WEIGHT = 0.01
 
 MAX_ENVIRONMENTS = 1024
 FORGOTTEN_AFTER_S = 60.0
-"""When there are too many environments, one that was silent for this long makes room for a new one."""
+"""When a key may have no more environments, those that were silent for this long make room for a new one: its own, and
+those of keys that have more."""
 
 
 @dataclass(slots=True)
@@ -43,17 +47,17 @@ class Environment:
 
 
 class Environments:
-    """Registered environments by the name of their API key and their id: a key has to do with its own ones only. Ids
-    count from the time of the server's start in milliseconds, so an environment
-    that outlives a restart of the server never has the id of one that registers later."""
+    """Registered environments by the name of their API key and their id: a key can use only its own. Ids count from the
+    time of the server's start in milliseconds, so an environment that outlives a restart of the server never has the id
+    of one that registers later."""
 
     def __init__(self) -> None:
         self._by_id: dict[tuple[str, int], Environment] = {}
         self._next = time.time_ns() // 1_000_000
 
-    def register(self, wanted: RegisterEnv, key: str) -> Environment:
-        """Raises OverloadedError: there are too many."""
-        self._make_room()
+    def register(self, wanted: RegisterEnv, key: NamedKey) -> Environment:
+        """Raises OverloadedError: there are too many, or too many of this key."""
+        self._make_room(key)
         same = sum(each.desired_name == wanted.desired_name for each in self._by_id.values())
         while any(env_id == self._next for _, env_id in self._by_id):
             self._next += 1
@@ -67,20 +71,20 @@ class Environments:
             wanted.group_size,
         )
 
-    def known(self, env_id: int, key: str) -> Environment | None:
-        return self._by_id.get((key, env_id))
+    def known(self, env_id: int, key: NamedKey) -> Environment | None:
+        return self._by_id.get((key.name, env_id))
 
-    def find(self, env_id: int, key: str) -> Environment:
+    def find(self, env_id: int, key: NamedKey) -> Environment:
         """The environment of an id. One that registered before this server was restarted is added again, with what is
-        known of it."""
+        known of it. Raises OverloadedError as `register` does."""
         found = self.known(env_id, key)
         if found is None:
-            self._make_room()
+            self._make_room(key)
             found = self._add(key, env_id, f"environment_{env_id}", "", 1, 1.0, 1)
         found.last_seen = time.monotonic()
         return found
 
-    def disconnect(self, env_id: int, key: str) -> bool:
+    def disconnect(self, env_id: int, key: NamedKey) -> bool:
         """Returns whether the key has such an environment."""
         found = self.known(env_id, key)
         if found is not None:
@@ -90,7 +94,7 @@ class Environments:
     def forget_all(self) -> None:
         self._by_id.clear()
 
-    def status(self, env_id: int, key: str, sizes: Mapping[str, Sequence[int]]) -> dict[str, float | int]:
+    def status(self, env_id: int, key: NamedKey, sizes: Mapping[str, Sequence[int]]) -> dict[str, float | int]:
         """The answer of /status-env, computed as Atropos does. `sizes`: of waiting groups, by source."""
         environment = self.find(env_id, key)
         own = sizes.get(environment.source, ())
@@ -108,16 +112,36 @@ class Environments:
         }
 
     def _add(
-        self, key: str, env_id: int, name: str, desired_name: str, max_token_length: int, weight: float, group_size: int
+        self,
+        key: NamedKey,
+        env_id: int,
+        name: str,
+        desired_name: str,
+        max_token_length: int,
+        weight: float,
+        group_size: int,
     ) -> Environment:
         added = Environment(env_id, name, desired_name, max_token_length, weight, group_size, time.monotonic())
-        self._by_id[key, env_id] = added
+        self._by_id[key.name, env_id] = added
         return added
 
-    def _make_room(self) -> None:
-        if len(self._by_id) < MAX_ENVIRONMENTS:
-            return
-        oldest = min(self._by_id, key=lambda name: self._by_id[name].last_seen)
-        if time.monotonic() - self._by_id[oldest].last_seen < FORGOTTEN_AFTER_S:
-            raise OverloadedError(f"{MAX_ENVIRONMENTS} environments are registered; end some of them and try again.")
-        del self._by_id[oldest]
+    def _make_room(self, key: NamedKey) -> None:
+        counts = Counter(owner for owner, _ in self._by_id)
+        replaceable = sorted(
+            (each.last_seen, name)
+            for name, each in self._by_id.items()
+            if name[0] == key.name or counts[name[0]] > counts[key.name]
+        )
+        for last_seen, name in replaceable:
+            if self._has_room(key) or time.monotonic() - last_seen < FORGOTTEN_AFTER_S:
+                break
+            del self._by_id[name]
+        if not self._has_room(key):
+            raise OverloadedError(
+                f"{len(self._by_id)} environments are registered, and this key may not have more of the "
+                f"{MAX_ENVIRONMENTS}; end some of them and try again."
+            )
+
+    def _has_room(self, key: NamedKey) -> bool:
+        own = sum(owner == key.name for owner, _ in self._by_id)
+        return has_room(MAX_ENVIRONMENTS, len(self._by_id), None if key.may_be_alone else own)

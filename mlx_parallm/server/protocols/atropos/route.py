@@ -19,7 +19,7 @@ from typing import Annotated, Any, cast
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from mlx_parallm.core import ModelCard, TrainingClient
+from mlx_parallm.core import EVERYTHING, ModelCard, TrainingClient
 from mlx_parallm.errors import (
     ConflictError,
     InvalidRequestError,
@@ -64,16 +64,16 @@ class AtroposParts:
     @property
     def step(self) -> int:
         """Updates made so far, also before a restart."""
-        return self.training.status().step
+        return self.training.status(reader=EVERYTHING).step
 
     def source_of(self, key: NamedKey, data: ScoredData) -> str:
-        environment = None if data.env_id is None else self.environments.known(data.env_id, key.name)
+        environment = None if data.env_id is None else self.environments.known(data.env_id, key)
         return UNREGISTERED if environment is None else environment.source
 
 
 async def parts_of(request: Request, services: ServicesDep) -> AtroposParts:
     """Raises UnknownModelError if the key does not see the default adapter, which these groups train."""
-    services.require_training().status()
+    services.require_training().status(reader=services.key.reader)
     return cast(AtroposParts, request.app.state.atropos)
 
 
@@ -100,7 +100,7 @@ async def register_env(
             "leave it out.",
             param="min_batch_allocation",
         )
-    environment, trainer = parts.environments.register(body, key.name), parts.trainer
+    environment, trainer = parts.environments.register(body, key), parts.trainer
     return {
         "status": "success",
         "env_id": environment.env_id,
@@ -117,7 +117,7 @@ async def disconnect_env(
     body: Annotated[EnvIdentifier, Depends(json_body(EnvIdentifier))], parts: PartsDep, key: KeyDep
 ) -> dict[str, str]:
     """An environment ends. Its groups are trained on all the same."""
-    if parts.environments.disconnect(body.env_id, key.name):
+    if parts.environments.disconnect(body.env_id, key):
         return {"status": "success"}
     return {"status": "failure", "error": f"no environment has the id {body.env_id}"}
 
@@ -128,7 +128,7 @@ async def status_env(
 ) -> dict[str, float | int]:
     """How many groups wait, by which an environment decides whether to make more. The request has a body, although it
     is a GET."""
-    status = parts.environments.status(body.env_id, key.name, parts.training.trajectories.given_sizes())
+    status = parts.environments.status(body.env_id, key, parts.training.trajectories.given_sizes())
     return {"current_step": parts.step, **status}
 
 

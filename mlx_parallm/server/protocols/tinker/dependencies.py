@@ -12,10 +12,10 @@ from mlx_parallm.server.services import Services, ServicesDep
 
 
 async def tinker_of(services: ServicesDep) -> TinkerServer:
-    """Raises TrainingDisabledError if the server does not train."""
+    """The Tinker API for the request's key. Raises TrainingDisabledError if the server does not train."""
     if services.tinker is None:
         raise TrainingDisabledError("This server does not train, so it has no Tinker API: use --enable-rl-training.")
-    return services.tinker
+    return services.tinker.of(services.key)
 
 
 TinkerDep = Annotated[TinkerServer, Depends(tinker_of)]

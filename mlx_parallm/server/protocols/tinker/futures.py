@@ -10,14 +10,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Coroutine
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_parallm.errors import ConflictError, OverloadedError, ParaLLMError
+from mlx_parallm.server.access.keys import NamedKey
 from mlx_parallm.server.errors import ExpiredError
 from mlx_parallm.server.protocols.tinker.answers import Answer, failure
+from mlx_parallm.server.protocols.tinker.sessions import mark_of, room_in
 
 MAX_FUTURES = 10_000
 MAX_WAITING_BYTES = 512 * 2**20
@@ -50,20 +53,25 @@ class Pending:
 class Futures:
     """The operations of all sessions, by the id of their request. Event loop's thread only.
 
-    Invariant: `waiting_bytes` is the sum over the operations that have not ended.
+    Invariant: `waiting_bytes` has the bytes of the operations that have not ended, by the marks of their keys.
     """
 
-    waiting_bytes: int = 0
+    waiting_bytes: Counter[str] = field(default_factory=Counter)
     _pending: dict[str, Pending] = field(default_factory=dict)
+    _held: Counter[str] = field(default_factory=Counter)
+    """How many operations there are, by the marks of their keys."""
 
     def __len__(self) -> int:
         return len(self._pending)
 
-    def check_room(self, nbytes: int) -> None:
-        """Raises OverloadedError if there is no room for another operation whose body has `nbytes` bytes."""
-        if len(self._pending) >= MAX_FUTURES:
+    def check_room(self, key: NamedKey, nbytes: int) -> None:
+        """Raises OverloadedError if there is no room for another operation of the key whose body has `nbytes` bytes."""
+        if not room_in(MAX_FUTURES, self._held, key):
             self.sweep()
-        if len(self._pending) >= MAX_FUTURES or self.waiting_bytes + nbytes > MAX_WAITING_BYTES:
+        if not (
+            room_in(MAX_FUTURES, self._held, key)
+            and room_in(MAX_WAITING_BYTES, self.waiting_bytes, key, max(1, nbytes))
+        ):
             raise OverloadedError("Too many Tinker operations are under way; try again.", retry_after_s=1)
 
     def start(
@@ -83,10 +91,11 @@ class Futures:
         """
         task = asyncio.create_task(_answered(request_id, work))
         pending = self._pending[request_id] = Pending(request_id, owner, digest, nbytes, task)
-        self.waiting_bytes += nbytes
+        self._held[mark_of(request_id)] += 1
+        self.waiting_bytes[mark_of(request_id)] += nbytes
 
         def ended(_: asyncio.Task[Answer]) -> None:
-            self.waiting_bytes -= nbytes
+            self.waiting_bytes[mark_of(request_id)] -= nbytes
             pending.ended_at = time.monotonic()
             work.close()  # cancelled before it began, it would be reported as forgotten
             if held is not None:
@@ -131,12 +140,17 @@ class Futures:
         """Ends the operations of a session, and forgets their results."""
         for pending in [each for each in self._pending.values() if each.owner == owner]:
             pending.task.cancel()
-            del self._pending[pending.request_id]
+            self._forget(pending)
 
     def sweep(self) -> None:
         """Forgets results that were kept long enough."""
         now = time.monotonic()
-        self._pending = {name: each for name, each in self._pending.items() if not each.outdated(now)}
+        for pending in [each for each in self._pending.values() if each.outdated(now)]:
+            self._forget(pending)
+
+    def _forget(self, pending: Pending) -> None:
+        del self._pending[pending.request_id]
+        self._held -= Counter((mark_of(pending.request_id),))
 
 
 def no_operation(request_id: str) -> ExpiredError:

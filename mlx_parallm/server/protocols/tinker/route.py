@@ -45,7 +45,7 @@ from mlx_parallm.server.protocols.tinker.schema import (
 )
 from mlx_parallm.server.protocols.tinker.server import TinkerServer
 from mlx_parallm.server.protocols.tinker.sessions import is_of
-from mlx_parallm.server.services import KeyDep, Services, ServicesDep
+from mlx_parallm.server.services import Services, ServicesDep
 
 POLL_S = 25.0
 """How long `retrieve_future` waits for a result. The SDK gives up after 45 s."""
@@ -93,10 +93,9 @@ async def create_session(
     body: Annotated[Read[SessionBody], Depends(json_of(SessionBody))],
     services: ServicesDep,
     tinker: TinkerDep,
-    key: KeyDep,
 ) -> dict[str, Any]:
     services.check_open()
-    answer = {"session_id": tinker.open_session(key).session_id, "type": "create_session"}
+    answer = {"session_id": tinker.open_session().session_id, "type": "create_session"}
     if not tinker.policies.head_can_be_trained:
         answer["warning_message"] = (
             "The output head of this model cannot be trained here: train_unembed has no effect, and the attention and "
@@ -107,29 +106,29 @@ async def create_session(
 
 @router.post("/session_heartbeat")
 async def session_heartbeat(
-    read: Annotated[Read[HeartbeatBody], Depends(json_of(HeartbeatBody))], tinker: TinkerDep, key: KeyDep
+    read: Annotated[Read[HeartbeatBody], Depends(json_of(HeartbeatBody))], tinker: TinkerDep
 ) -> dict[str, Any]:
-    tinker.sessions.find(read.body.session_id, key)
+    tinker.sessions.find(read.body.session_id, tinker.key)
     return {"type": "session_heartbeat"}
 
 
 @router.post("/sessions/{session_id}/finish", dependencies=[Depends(skip_body)])
-async def finish_session(session_id: str, tinker: TinkerDep, key: KeyDep) -> dict[str, Any]:
+async def finish_session(session_id: str, tinker: TinkerDep) -> dict[str, Any]:
     """Another key's session is left alone, with the answer for one that has ended already."""
-    if is_of(key, session_id):
+    if is_of(tinker.key, session_id):
         tinker.end_session(session_id)
     return {}
 
 
 @router.get("/sessions/{session_id}")
-async def session(session_id: str, tinker: TinkerDep, key: KeyDep) -> dict[str, Any]:
-    found = tinker.sessions.find(session_id, key)
+async def session(session_id: str, tinker: TinkerDep) -> dict[str, Any]:
+    found = tinker.sessions.find(session_id, tinker.key)
     return {"training_run_ids": [*found.models], "sampler_ids": [*found.samplers]}
 
 
 @router.get("/sessions")
-async def sessions(tinker: TinkerDep, key: KeyDep) -> dict[str, Any]:
-    return {"sessions": [each.session_id for each in tinker.sessions.of(key)]}
+async def sessions(tinker: TinkerDep) -> dict[str, Any]:
+    return {"sessions": [each.session_id for each in tinker.sessions.of(tinker.key)]}
 
 
 # -- models ----------------------------------------------------------------------------------------
@@ -140,19 +139,18 @@ async def create_model(
     read: Annotated[Read[CreateModelBody], Depends(json_of(CreateModelBody))],
     services: ServicesDep,
     tinker: TinkerDep,
-    key: KeyDep,
 ) -> dict[str, Any]:
     check_base(services, read.body.base_model)
     services.check_open()
-    request_id, model_id = tinker.create_model(read.body, read.digest, key)
+    request_id, model_id = tinker.create_model(read.body, read.digest)
     return {"request_id": request_id, "model_id": model_id}
 
 
 @router.post("/get_info")
 async def get_info(
-    read: Annotated[Read[ModelBody], Depends(json_of(ModelBody))], services: ServicesDep, tinker: TinkerDep, key: KeyDep
+    read: Annotated[Read[ModelBody], Depends(json_of(ModelBody))], services: ServicesDep, tinker: TinkerDep
 ) -> dict[str, Any]:
-    model = tinker.sessions.model(read.body.model_id, key)
+    model = tinker.sessions.model(read.body.model_id, tinker.key)
     name = services.first.card.name
     return {
         "type": "get_info",
@@ -170,9 +168,9 @@ async def get_info(
 
 @router.post("/unload_model")
 async def unload_model(
-    read: Annotated[Read[ModelBody], Depends(json_of(ModelBody))], tinker: TinkerDep, key: KeyDep
+    read: Annotated[Read[ModelBody], Depends(json_of(ModelBody))], tinker: TinkerDep
 ) -> dict[str, Any]:
-    tinker.unload(read.body.model_id, key)
+    tinker.unload(read.body.model_id)
     return {"model_id": read.body.model_id, "type": "unload_model"}
 
 
@@ -235,11 +233,10 @@ async def optim_step(
     read: Annotated[Read[OptimStepBody], Depends(json_of(OptimStepBody))],
     services: ServicesDep,
     tinker: TinkerDep,
-    key: KeyDep,
 ) -> dict[str, Any]:
     services.check_open()
     reading = partial(validated, AdamBody, read.body.adam_params)
-    return {"request_id": tinker.step(read.body, read.digest, key, reading), "model_id": read.body.model_id}
+    return {"request_id": tinker.step(read.body, read.digest, reading), "model_id": read.body.model_id}
 
 
 # -- futures ---------------------------------------------------------------------------------------
@@ -251,13 +248,12 @@ async def retrieve_future(
     request: Request,
     services: ServicesDep,
     tinker: TinkerDep,
-    key: KeyDep,
 ) -> Response:
     """Waits for a result, for a while. A client that gets `try_again` asks again at once."""
     request_id = read.body.request_id
     record = record_of(request.scope)
     record.waits = True
-    answer = await tinker.result(request_id, key, POLL_S)
+    answer = await tinker.result(request_id, POLL_S)
     record.waits = False
     if answer is None:
         return JSONResponse({"type": "try_again", "request_id": request_id, "queue_state": "active"})
@@ -274,8 +270,8 @@ def _written(answer: Answer, as_protobuf: bool) -> tuple[bytes, str]:
 
 @router.post("/cancel_future")
 async def cancel_future(
-    read: Annotated[Read[FutureBody], Depends(json_of(FutureBody))], tinker: TinkerDep, key: KeyDep
+    read: Annotated[Read[FutureBody], Depends(json_of(FutureBody))], tinker: TinkerDep
 ) -> dict[str, Any]:
     """Ends sampling early. Operations of a model keep their place in its order and are not cancelled."""
-    tinker.cancel(read.body.request_id, key)
+    tinker.cancel(read.body.request_id)
     return {}

@@ -10,14 +10,17 @@ import asyncio
 import logging
 import math
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
+from copy import copy
+from functools import partial
+from typing import Any
 
 from mlx_parallm.config import TinkerConfig
-from mlx_parallm.core import BASE_ADAPTER, AdamSettings, Layers, ModelCard, PolicyClient, PolicySpec
+from mlx_parallm.core import BASE_ADAPTER, AdamSettings, Layers, ModelCard, PolicyCard, PolicyClient, PolicySpec
 from mlx_parallm.errors import InvalidRequestError, ParaLLMError, UnknownModelError
 from mlx_parallm.server.access.accounts import Account
-from mlx_parallm.server.access.keys import NamedKey
+from mlx_parallm.server.access.keys import ANYONE, NamedKey
 from mlx_parallm.server.protocols.tinker.answers import Answer, Fields, LossAnswer
 from mlx_parallm.server.protocols.tinker.futures import Futures, no_operation
 from mlx_parallm.server.protocols.tinker.losses import LossInput, summed_loss, targeted_tokens
@@ -47,24 +50,40 @@ class TinkerServer:
 
     Args:
         card: the base model.
+
+    Attributes:
+        key: whose requests these are; see `of`.
     """
 
     def __init__(self, policies: PolicyClient, card: ModelCard, config: TinkerConfig) -> None:
         self.policies = policies
         self.sessions = Sessions(config.max_sessions, config.session_timeout_s)
         self.futures = Futures()
+        self._max_models = config.max_models
         self._card = card
-        self._sweeper: asyncio.Task[None] | None = None
+        self.key = ANYONE
+        self._sweeping: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
+
+    def of(self, key: NamedKey) -> TinkerServer:
+        """The same state, for requests of this key."""
+        bound = copy(self)
+        bound.key = key
+        return bound
 
     # -- sessions --------------------------------------------------------------------------------
 
-    def open_session(self, key: NamedKey) -> Session:
+    def open_session(self) -> Session:
         """See `Sessions.open`. While there are sessions, those that fall silent are looked for."""
-        session = self.sessions.open(key)
-        if self._sweeper is None or self._sweeper.done():
-            self._sweeper = spawn(self._sweep(), log, "looking for silent sessions")
+        session = self.sessions.open(self.key)
+        if all(task.done() for task in self._sweeping):
+            self._spawn(self._sweeping, self._sweep(), "looking for silent sessions")
         return session
+
+    def _spawn(self, tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None], name: str) -> None:
+        task = spawn(work, log, name)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
 
     async def _sweep(self) -> None:
         """Ends silent sessions and forgets old results, until there are none of both."""
@@ -85,9 +104,7 @@ class TinkerServer:
 
     def _begin_close(self, adapter: str) -> None:
         """Closes a policy in a task of its own, so that nobody who leaves meanwhile can stop it."""
-        task = spawn(self._close(adapter), log, f"closing {adapter}")
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        self._spawn(self._closing, self._close(adapter), f"closing {adapter}")
 
     async def _close(self, adapter: str) -> None:
         with suppress(ParaLLMError):  # it was never opened, is closed already, or the engine has ended
@@ -95,23 +112,33 @@ class TinkerServer:
 
     # -- models ----------------------------------------------------------------------------------
 
-    def create_model(self, body: CreateModelBody, digest: bytes, key: NamedKey) -> tuple[str, str]:
+    def create_model(self, body: CreateModelBody, digest: bytes) -> tuple[str, str]:
         """Begins to create a model. Returns the id of the future, and the model's."""
         lora = body.lora_config or LoraConfig(rank=DEFAULT_RANK)
         seed = secrets.randbits(32) if lora.seed is None else lora.seed
         spec = PolicySpec(lora.rank, ALPHA, seed, Layers(lora.train_attn, lora.train_mlp, lora.train_unembed))
-        model = self._new_model(body.session_id, body.model_seq_id, key)
+        model = self._new_model(body.session_id, body.model_seq_id)
 
         async def create() -> Answer:
-            await self.policies.create(model.adapter, spec)
+            await self._opened(model, partial(self.policies.create, model.adapter, spec))
             return Fields({"model_id": model.model_id, "type": "create_model"})
 
         return self._in_turn(model, 0, digest, 0, create), model.model_id
 
-    def _new_model(self, session_id: str, number: int, key: NamedKey) -> Model:
-        session = self.sessions.find(session_id, key)
-        self.futures.check_room(0)
+    def _new_model(self, session_id: str, number: int) -> Model:
+        session = self.sessions.find(session_id, self.key)
+        self.futures.check_room(self.key, 0)
         return session.new_model(number)
+
+    async def _opened(self, model: Model, opening: Callable[[], Awaitable[PolicyCard]]) -> None:
+        """Opens the policy of a model. Raises OverloadedError also if the key may not have more of them."""
+        self.sessions.check_models(self._max_models, self.key)
+        model.is_open = True
+        try:
+            await opening()
+        except BaseException:  # a cancelled operation too
+            model.is_open = False
+            raise
 
     def rank(self, model: Model) -> int | None:
         """None: it is not created yet, or could not be."""
@@ -120,10 +147,10 @@ class TinkerServer:
         except UnknownModelError:
             return None
 
-    def unload(self, model_id: str, key: NamedKey) -> None:
+    def unload(self, model_id: str) -> None:
         """Ends a model and what is under way for it."""
-        model = self.sessions.model(model_id, key)
-        del self.sessions.find(model.session_id, key).models[model_id]
+        model = self.sessions.model(model_id, self.key)
+        del self.sessions.find(model.session_id, self.key).models[model_id]
         self._begin_close(model.adapter)
 
     # -- operations of a model -------------------------------------------------------------------
@@ -143,7 +170,7 @@ class TinkerServer:
         Raises:
             ConflictError, OverloadedError: see `Turns.take`, `Futures.check_room` and `Account.request`.
         """
-        self.futures.check_room(nbytes)
+        self.futures.check_room(self.key, nbytes)
         if account is not None and not model.turns.repeats(number, digest):
             with account.request():  # it is not under way while it waits for its turn, or it could wait for a request
                 pass  # before it that the limit refuses
@@ -177,7 +204,7 @@ class TinkerServer:
         Raises:
             OverloadedError: a limit of the key does not allow it now.
         """
-        model = self.sessions.model(model_id, account.key)
+        model = self.sessions.model(model_id, self.key)
 
         async def score() -> Answer:
             given = await read()
@@ -192,9 +219,9 @@ class TinkerServer:
 
         return self._in_turn(model, number, digest, nbytes, score, account)
 
-    def step(self, body: OptimStepBody, digest: bytes, key: NamedKey, read: Callable[[], AdamBody]) -> str:
+    def step(self, body: OptimStepBody, digest: bytes, read: Callable[[], AdamBody]) -> str:
         """Begins an optimizer step. `read`: reads its settings, when its turn has come."""
-        model = self.sessions.model(body.model_id, key)
+        model = self.sessions.model(body.model_id, self.key)
 
         async def step() -> Answer:
             if body.optimizer_params:
@@ -216,53 +243,54 @@ class TinkerServer:
 
         return self._in_turn(model, body.seq_id, digest, 0, step)
 
-    def save(self, body: SaveBody, digest: bytes, key: NamedKey) -> str:
+    def save(self, body: SaveBody, digest: bytes) -> str:
         """Begins to save the weights and the optimizer's state."""
-        model = self.sessions.model(body.model_id, key)
+        model = self.sessions.model(body.model_id, self.key)
 
         async def save() -> Answer:
             name = body.path or f"step-{self.policies.card(model.adapter).step}"
-            saved = SavedWeights.named(model.model_id, "weights", name, key)
+            saved = SavedWeights.named(model.model_id, "weights", name, self.key)
             await self.policies.save(model.adapter, saved.tag, body.overwrite or body.path is None)
             return Fields({"path": saved.path, "type": "save_weights"})
 
         return self._in_turn(model, body.seq_id, digest, 0, save)
 
-    def save_for_sampler(self, body: SaveBody, digest: bytes, key: NamedKey) -> str:
+    def save_for_sampler(self, body: SaveBody, digest: bytes) -> str:
         """Begins to make the weights available for sampling: under a name, or as a sampling session."""
-        model = self.sessions.model(body.model_id, key)
+        model = self.sessions.model(body.model_id, self.key)
 
         async def save() -> Answer:
             if body.kind != "snapshot":
                 raise InvalidRequestError("kind: only snapshots of the weights are supported", param="kind")
             if body.path is not None:
-                saved = SavedWeights.named(model.model_id, "sampler_weights", body.path, key)
+                saved = SavedWeights.named(model.model_id, "sampler_weights", body.path, self.key)
                 await self.policies.save(model.adapter, saved.tag, True)
                 return Fields({"path": saved.path, "type": "save_weights_for_sampler"})
             if body.sampling_session_seq_id is None:
                 raise InvalidRequestError("path: give a name, or a sampling_session_seq_id", param="path")
             version = await self.policies.publish(model.adapter)
-            session = self.sessions.find(model.session_id, key)
+            session = self.sessions.find(model.session_id, self.key)
             sampler_id = session.sampler_id(body.sampling_session_seq_id)
             session.add_sampler(Sampler(sampler_id, version))
             return Fields({"path": None, "sampling_session_id": sampler_id, "type": "save_weights_for_sampler"})
 
         return self._in_turn(model, body.seq_id, digest, 0, save)
 
-    def load(self, body: LoadBody, digest: bytes, key: NamedKey) -> tuple[str, str]:
+    def load(self, body: LoadBody, digest: bytes) -> tuple[str, str]:
         """Begins to load saved weights, into a model or as a new one. Returns the id of the future, and the model's."""
         if (body.model_id is None) == (body.session_id is None or body.model_seq_id is None):
             raise InvalidRequestError("send model_id, or session_id and model_seq_id", param="model_id")
         creates = body.model_id is None
         if body.model_id is not None:
-            model = self.sessions.model(body.model_id, key)
+            model = self.sessions.model(body.model_id, self.key)
         else:
-            model = self._new_model(body.session_id or "", body.model_seq_id or 0, key)
+            model = self._new_model(body.session_id or "", body.model_seq_id or 0)
 
         async def load() -> Answer:
-            saved = SavedWeights.of(body.path, key)
+            saved = SavedWeights.of(body.path, self.key)
             if creates:
-                await self.policies.create_from(model.adapter, saved.adapter, saved.tag, body.optimizer)
+                start = (model.adapter, saved.adapter, saved.tag, body.optimizer)
+                await self._opened(model, partial(self.policies.create_from, *start))
             else:
                 await self.policies.restore(model.adapter, saved.adapter, saved.tag, body.optimizer)
             return Fields({"path": body.path, "model_id": model.model_id, "type": "load_weights"})
@@ -271,14 +299,14 @@ class TinkerServer:
 
     # -- sampling --------------------------------------------------------------------------------
 
-    def add_sampler(self, session_id: str, number: int, path: str | None, key: NamedKey) -> Sampler:
+    def add_sampler(self, session_id: str, number: int, path: str | None) -> Sampler:
         """A sampling session of saved weights; None: of the base model.
 
         Raises:
             UnknownModelError: there are no such weights.
         """
-        session = self.sessions.find(session_id, key)
-        saved = None if path is None else SavedWeights.of(path, key)
+        session = self.sessions.find(session_id, self.key)
+        saved = None if path is None else SavedWeights.of(path, self.key)
         if saved is not None:
             self.policies.saved(saved.adapter, saved.tag)
         return session.add_sampler(Sampler(session.sampler_id(number), saved=saved))
@@ -290,19 +318,19 @@ class TinkerServer:
         version = sampler.version if saved is None else self.policies.saved(saved.adapter, saved.tag)
         return version.name if version == BASE_ADAPTER else str(version)
 
-    async def result(self, request_id: str, key: NamedKey, wait_s: float) -> Answer | None:
+    async def result(self, request_id: str, wait_s: float) -> Answer | None:
         """See `Futures.result`. Raises ExpiredError also if the operation is another key's."""
-        if not is_of(key, request_id):
+        if not is_of(self.key, request_id):
             raise no_operation(request_id)
         return await self.futures.result(request_id, wait_s)
 
-    def cancel(self, request_id: str, key: NamedKey) -> None:
+    def cancel(self, request_id: str) -> None:
         """Ends an operation early, if it samples. Those of a model have a place in its order.
 
         Raises:
             ExpiredError: it is another key's.
         """
-        if not is_of(key, request_id):
+        if not is_of(self.key, request_id):
             raise no_operation(request_id)
         if ":train:" not in request_id:
             self.futures.cancel(request_id)

@@ -12,7 +12,7 @@ import asyncio
 import re
 import secrets
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -21,6 +21,7 @@ from mlx_parallm.core import BASE_ADAPTER, AdapterRef
 from mlx_parallm.errors import ConflictError, InvalidRequestError, OverloadedError, UnknownModelError, shown
 from mlx_parallm.server.access.keys import NamedKey
 from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.access.shares import has_room
 from mlx_parallm.server.errors import ExpiredError
 from mlx_parallm.server.protocols.tinker.schema import MAX_NAME, NAME
 
@@ -30,19 +31,31 @@ MAX_MODELS, MAX_SAMPLERS = 1024, 4096
 """Models and sampling sessions of one session, those that have ended included."""
 _REMEMBERED = 4096
 """Numbers of past requests of a model that are remembered, to tell a repeated request from a wrong one."""
+_DIGITS = 12
+"""Of the random part of an id, and of the mark of its key, which follows."""
 _MODEL_ID = re.compile(r"(tinker-[0-9a-f]{12,24}):train:([0-9]{1,9})")
 _PATH = re.compile(rf"tinker://({_MODEL_ID.pattern})/(weights|sampler_weights)/([^/]+)")
 
 
 def new_id(key: NamedKey) -> str:
     """The id of something that belongs to this key."""
-    return f"tinker-{secrets.token_hex(6)}{key.mark}"
+    return f"tinker-{secrets.token_hex(_DIGITS // 2)}{key.mark}"
 
 
 def is_of(key: NamedKey, any_id: str) -> bool:
     """Whether the key may use what has this id: it made it, or is an admin's. Ids of earlier versions of this package
     have no mark, so only an admin may use what they name."""
     return key.role is Role.ADMIN or key.made(any_id)
+
+
+def room_in(limit: int, held: Counter[str], key: NamedKey, wanted: int = 1) -> bool:
+    """Whether the key may hold `wanted` more; see `has_room`. `held`: by the marks of keys."""
+    return has_room(limit, held.total(), None if key.may_be_alone else held[key.mark], wanted)
+
+
+def mark_of(any_id: str) -> str:
+    """The mark of the key to which what has this id belongs."""
+    return any_id[len("tinker-") + _DIGITS :][:_DIGITS]
 
 
 class Turns:
@@ -103,13 +116,15 @@ class Turns:
 
 @dataclass(eq=False, slots=True)
 class Model:
-    """A model in training. `adapter`: the name of its policy. `last_request`: Unix time in seconds."""
+    """A model in training. `adapter`: the name of its policy. `last_request`: Unix time in seconds. `is_open`: whether
+    its policy is open, or being opened."""
 
     model_id: str
     session_id: str
     adapter: str
     turns: Turns = field(default_factory=Turns)
     last_request: float = field(default_factory=time.time)
+    is_open: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,11 +231,11 @@ class Sessions:
         return [session for session in self if is_of(key, session.session_id)]
 
     def open(self, key: NamedKey) -> Session:
-        """A new session of a key. Raises OverloadedError if there are too many."""
-        if len(self._open) >= self._most:
+        """A new session of a key. Raises OverloadedError if there are too many, or too many of the key."""
+        if not room_in(self._most, Counter(map(mark_of, self._open)), key):
             raise OverloadedError(
-                f"{self._most} Tinker sessions are open, which is the limit: end one, or raise "
-                "rl_training.tinker.max_sessions"
+                f"{len(self._open)} Tinker sessions are open, and this key may not have more of the {self._most}: "
+                "end one, or raise rl_training.tinker.max_sessions"
             )
         session = Session(new_id(key))
         self._open[session.session_id] = session
@@ -242,6 +257,17 @@ class Sessions:
         model = session.models[model_id]
         model.last_request = time.time()
         return model
+
+    def check_models(self, most: int, key: NamedKey) -> None:
+        """Raises OverloadedError if one of several keys may not train one more of the `most` models of all keys. The
+        policies themselves are at most so many."""
+        models = (each for session in self for each in session.models.values())
+        held = Counter(mark_of(each.adapter) for each in models if each.is_open)
+        if not key.may_be_alone and not room_in(most, held, key):
+            raise OverloadedError(
+                f"This key may not train more of the {most} models of all keys: unload one, or raise "
+                "rl_training.tinker.max_models"
+            )
 
     def sampler(self, sampler_id: str, key: NamedKey) -> Sampler:
         """A sampling session. Raises ExpiredError if the key has none of this id."""

@@ -13,7 +13,7 @@ from mlx_parallm.server.protocols.tinker.dependencies import TinkerDep, check_ba
 from mlx_parallm.server.protocols.tinker.schema import LoadBody, SaveBody, WeightsInfoBody
 from mlx_parallm.server.protocols.tinker.server import TinkerServer
 from mlx_parallm.server.protocols.tinker.sessions import Model, SavedWeights, is_of
-from mlx_parallm.server.services import KeyDep, Services, ServicesDep
+from mlx_parallm.server.services import Services, ServicesDep
 
 _TYPES = {"weights": "training", "sampler_weights": "sampler"}
 """Types of checkpoints, by the part of the path that says what they were saved for."""
@@ -23,28 +23,28 @@ router = APIRouter(prefix="/api/v1", include_in_schema=False)
 
 @router.post("/save_weights")
 async def save_weights(
-    read: Annotated[Read[SaveBody], Depends(json_of(SaveBody))], services: ServicesDep, tinker: TinkerDep, key: KeyDep
+    read: Annotated[Read[SaveBody], Depends(json_of(SaveBody))], services: ServicesDep, tinker: TinkerDep
 ) -> dict[str, Any]:
     services.check_open()
-    return {"request_id": tinker.save(read.body, read.digest, key), "model_id": read.body.model_id}
+    return {"request_id": tinker.save(read.body, read.digest), "model_id": read.body.model_id}
 
 
 @router.post("/save_weights_for_sampler")
 async def save_weights_for_sampler(
-    read: Annotated[Read[SaveBody], Depends(json_of(SaveBody))], services: ServicesDep, tinker: TinkerDep, key: KeyDep
+    read: Annotated[Read[SaveBody], Depends(json_of(SaveBody))], services: ServicesDep, tinker: TinkerDep
 ) -> dict[str, Any]:
     services.check_open()
-    return {"request_id": tinker.save_for_sampler(read.body, read.digest, key), "model_id": read.body.model_id}
+    return {"request_id": tinker.save_for_sampler(read.body, read.digest), "model_id": read.body.model_id}
 
 
 @router.post("/load_weights")
 async def load_weights(
-    read: Annotated[Read[LoadBody], Depends(json_of(LoadBody))], services: ServicesDep, tinker: TinkerDep, key: KeyDep
+    read: Annotated[Read[LoadBody], Depends(json_of(LoadBody))], services: ServicesDep, tinker: TinkerDep
 ) -> dict[str, Any]:
     if read.body.base_model is not None:
         check_base(services, read.body.base_model)
     services.check_open()
-    request_id, model_id = tinker.load(read.body, read.digest, key)
+    request_id, model_id = tinker.load(read.body, read.digest)
     return {"request_id": request_id, "model_id": model_id}
 
 
@@ -53,9 +53,8 @@ async def weights_info(
     read: Annotated[Read[WeightsInfoBody], Depends(json_of(WeightsInfoBody))],
     services: ServicesDep,
     tinker: TinkerDep,
-    key: KeyDep,
 ) -> dict[str, Any]:
-    saved = SavedWeights.of(read.body.tinker_path, key)
+    saved = SavedWeights.of(read.body.tinker_path, tinker.key)
     card = next((each for each in tinker.policies.checkpoints(saved.adapter) if saved.tag in each.tags), None)
     if card is None:
         raise saved.missing()
@@ -74,27 +73,28 @@ async def weights_info(
 async def training_runs(
     services: ServicesDep,
     tinker: TinkerDep,
-    key: KeyDep,
     limit: Annotated[int, Query(ge=1, le=1000)] = 20,
     offset: Annotated[int, Query(ge=0, le=10**6)] = 0,
 ) -> dict[str, Any]:
     """The models of this key that are in training now; for an admin key, those of all keys."""
-    every = [model for session in tinker.sessions.of(key) for model in session.models.values()]
+    every = [model for session in tinker.sessions.of(tinker.key) for model in session.models.values()]
     runs = [_training_run(each, services, tinker) for each in every[offset : offset + limit]]
     return {"training_runs": runs, "cursor": {"offset": offset, "limit": limit, "total_count": len(every)}}
 
 
 @router.get("/training_runs/{model_id}")
-async def training_run(model_id: str, services: ServicesDep, tinker: TinkerDep, key: KeyDep) -> dict[str, Any]:
-    return _training_run(tinker.sessions.model(model_id, key), services, tinker)
+async def training_run(model_id: str, services: ServicesDep, tinker: TinkerDep) -> dict[str, Any]:
+    return _training_run(tinker.sessions.model(model_id, tinker.key), services, tinker)
 
 
 @router.get("/training_runs/{model_id}/checkpoints")
-async def checkpoints(model_id: str, tinker: TinkerDep, key: KeyDep) -> dict[str, Any]:
+async def checkpoints(model_id: str, tinker: TinkerDep) -> dict[str, Any]:
     """What was saved of a model, which need not be in training any more."""
-    if not is_of(key, model_id):  # as for a model of which nothing was saved
+    if not is_of(tinker.key, model_id):  # as for a model of which nothing was saved
         return {"checkpoints": []}
-    return {"checkpoints": _saved_of(model_id, SavedWeights.named(model_id, "weights", "any", key).adapter, tinker)}
+    return {
+        "checkpoints": _saved_of(model_id, SavedWeights.named(model_id, "weights", "any", tinker.key).adapter, tinker)
+    }
 
 
 def _training_run(model: Model, services: Services, tinker: TinkerServer) -> dict[str, Any]:

@@ -103,9 +103,10 @@ async def render_chat(body: Chat, request: Request, services: ServicesDep) -> Re
     """The request that a chat is made of: the tokens of the conversation and the sampling parameters, as a body for
     `/inference/v1/generate`. Nothing is generated."""
     selector = select_adapter(body, services.model_names)
-    if selector.name is not None and selector.folder is None:
-        with adapter_named_by(selector.param, selector.name):
-            services.check_model(selector.name)
+    if selector.folder is None:
+        named, param = (body.model, "model") if selector.name is None else (selector.name, selector.param)
+        with adapter_named_by(param, named):
+            services.check_model(named)
     async with services.model_for(body.model, selector.name) as model:
         rendered = await services.workers.run(request.state.body_bytes, partial(_render, body, model))
     return Response(rendered.json_text(), media_type="application/json")
