@@ -555,6 +555,28 @@ async def test_rewards_that_only_moved_the_baselines_move_them_once_whenever_the
         assert (fate.state, fate.reason) == ("dropped", "single")
 
 
+async def test_what_a_held_update_took_does_not_wait_again_whenever_the_process_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal has the trend with its rewards, and they must not count twice."""
+    run, commit, killed = Run(tmp_path / "journal.sqlite", limited(MANUAL, kl_step=0.5)), JournalFile.commit, [False]
+
+    def until_the_change(self: JournalFile, statements: Statements) -> None:
+        if not killed[0]:
+            commit(self, statements)
+        killed[0] |= any("INTO changes" in statement for statement, _ in statements)
+
+    async with run.process() as one:
+        await one.request()
+        await settle()
+        one.learner.metrics = {"loss": 0.5, "kl_step": 1.0}
+        monkeypatch.setattr(JournalFile, "commit", until_the_change)
+        assert (await one.service.update()).status == "held"
+    monkeypatch.undo()
+    async with run.process() as one:
+        assert one.states() == {}
+
+
 async def test_a_rollback_keeps_the_baselines_after_a_crash_too(tmp_path: Path) -> None:
     run = Run(tmp_path / "journal.sqlite")
     async with run.process() as one:

@@ -288,5 +288,6 @@ def _changed(change: PolicyChange, dropped: Mapping[str, str]) -> Statements:
     kind, text = body_to_json(change.body)
     row = (change.adapter, change.number, change.at, kind, text)
     ids = change.body.trajectory_ids if isinstance(change.body, Update) else ()
-    ends = [(one, "dropped" if one in dropped else "trained", dropped.get(one, ""), change.at) for one in ids]
+    ends = [(one, "dropped", reason, change.at) for one, reason in dropped.items()]
+    ends += [(one, "trained", "", change.at) for one in ids if one not in dropped]
     return [(_CHANGE, [row]), (_END, ends)]

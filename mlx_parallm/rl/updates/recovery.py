@@ -65,9 +65,9 @@ class PolicyJournal:
         explores: bool = False,
         teacher_logprobs: TeacherLogprobs | None = None,
     ) -> None:
-        """An update on these groups has changed the policy, or only the baselines; or it was held or skipped, and there
-        are no groups. `reasons`: why each group was not trained on; None: it was. `history`: of rewards, for this
-        update."""
+        """An update on these groups has changed the policy, or only the baselines; or it was held or skipped, and is
+        kept without the groups. `reasons`: why each group was not trained on; None: it was. `history`: of rewards, for
+        this update."""
         published = report.status == "published" and report.adapter is not None
         trained = tuple(map(_trained, groups))
         dropped = {
@@ -78,7 +78,7 @@ class PolicyJournal:
         }
         await self._changed(
             Update(
-                groups=trained,
+                groups=trained if report.status in CHANGED or report.reason == "no_signal" else (),
                 wanted=wanted,
                 publish=publish,
                 version=report.adapter.version if published and report.adapter is not None else None,

@@ -187,7 +187,9 @@ class Updates:
                 )
                 await parts.pausing.recorded(update)
             else:
-                await parts.pausing.recorded(parts.changes.updated((), (), history, None, publish, report))
+                ended = () if self.untaught else groups
+                reasons = _reasons(prepared, report) if ended else []
+                await parts.pausing.recorded(parts.changes.updated(ended, reasons, history, None, publish, report))
             if report.divergences:
                 await parts.response.to(report.divergences)
                 report = replace(report, adapter=training.live, step=training.reports.step)
