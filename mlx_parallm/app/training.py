@@ -256,7 +256,7 @@ def _teacher(
     if config.url is None:
         return Teacher(engine_score(engine, adapters, config.adapter), config.timeout_s, prompt_ids, bos_id)
     key = config.api_key.get_secret_value() if config.api_key else ""
-    server = EngineServer("teacher's", config.url, key, config.timeout_s)
+    server = EngineServer("teacher's", config.url, key, 2 * config.timeout_s)  # `Teacher` has the shorter limit
     return Teacher(server_score(server, config.model or ""), config.timeout_s, prompt_ids, bos_id, server.close)
 
 

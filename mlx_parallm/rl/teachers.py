@@ -11,8 +11,10 @@ import itertools
 import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 from mlx_parallm.adapters.service import AdapterService
+from mlx_parallm.config import ResolvedLoss
 from mlx_parallm.core import (
     BASE_ADAPTER,
     EngineClient,
@@ -25,6 +27,7 @@ from mlx_parallm.core import (
 from mlx_parallm.errors import ParaLLMError
 from mlx_parallm.rl.inference.http import EngineServer
 from mlx_parallm.rl.inference.openai import choices_of
+from mlx_parallm.rl.objectives.batches import UpdateBatch
 from mlx_parallm.rl.objectives.samples import Sample
 from mlx_parallm.rl.rollouts.answers import events_of
 
@@ -36,14 +39,18 @@ _log = logging.getLogger(__name__)
 Score = Callable[[tuple[int, ...]], Awaitable[Sequence[float | None]]]
 """The logprob of each token of a sequence at temperature 1, in nats; None for the first."""
 
+TeacherLogprobs = tuple[tuple[float, ...], ...]
+"""For each sample, the teacher's logprobs of its trained tokens, in nats; empty if the teacher could not score it."""
+
 
 class Teacher:
-    """Gives samples the logprobs of a teacher. A sample that it cannot give any is left out, and the others are kept.
+    """Scores samples by a teacher. A sample that the teacher cannot score is left out, and the others are kept.
 
     Args:
         prompt_ids: what only the teacher reads, before each sample.
         bos_id: a sample that begins with this token keeps it in front. None: the tokenizer has none.
-        timeout_s: the longest that one sample may take, in seconds.
+        timeout_s: the longest that one sample may take, in seconds. When one takes longer, those that were not asked
+            about yet are left out too, so a teacher that hangs delays an update once and not once for each sample.
         close: called when training ends.
     """
 
@@ -66,31 +73,61 @@ class Teacher:
         if self._close is not None:
             await self._close()
 
-    async def taught(self, samples: Sequence[Sample]) -> tuple[tuple[Sample, ...], str]:
-        """Those of the samples that the teacher could read, with its logprobs; and why another one is left out, or an
-        empty string."""
-        results = await asyncio.gather(*map(self._taught, samples))
+    async def logprobs(self, samples: Sequence[Sample]) -> tuple[TeacherLogprobs, str]:
+        """The teacher's logprobs of the samples; and why one of them is left out, or an empty string."""
+        too_late = ""
+
+        async def ask(sample: Sample) -> tuple[float, ...] | str:
+            nonlocal too_late
+            async with self._room:
+                if too_late:
+                    return too_late
+                try:
+                    async with asyncio.timeout(self._timeout_s):
+                        return await self._logprobs(sample)
+                except TimeoutError:
+                    limit = f"{self._timeout_s:g} s; see rl_training.teacher.timeout_s"
+                    too_late = f"the teacher did not answer within {limit}"
+                    return too_late
+                except ParaLLMError as error:
+                    return f"the teacher failed: {error}"
+
+        results = await asyncio.gather(*map(ask, samples))
         failed = [result for result in results if isinstance(result, str)]
         if failed:
             _log.warning("%d of %d samples are left out: %s", len(failed), len(samples), failed[0])
-        return tuple(result for result in results if isinstance(result, Sample)), failed[0] if failed else ""
+        return tuple(() if isinstance(result, str) else result for result in results), failed[0] if failed else ""
 
-    async def _taught(self, sample: Sample) -> Sample | str:
-        """The sample with the teacher's logprobs, or what is wrong."""
+    async def _logprobs(self, sample: Sample) -> tuple[float, ...] | str:
+        """Those of one sample, or an error message. Raises ParaLLMError: the teacher failed."""
         start = 1 if self._bos_id is not None and sample.token_ids[0] == self._bos_id else 0
         ids = (*sample.token_ids[:start], *self._prompt_ids, *sample.token_ids[start:])
-        try:
-            async with self._room, asyncio.timeout(self._timeout_s):
-                scores = await self._score(ids)
-        except TimeoutError:
-            return f"the teacher did not answer within {self._timeout_s:g} s; see rl_training.teacher.timeout_s"
-        except ParaLLMError as error:
-            return f"the teacher failed: {error}"
+        scores = await self._score(ids)
         values = [scores[at + len(self._prompt_ids)] for at in sample.trained()] if len(scores) == len(ids) else []
         finite = [value for value in values if value is not None and math.isfinite(value)]
         if len(finite) < len(sample.trained()):
             return "the teacher gave no log-probability for some of the tokens"
-        return sample.with_teacher(finite)
+        return tuple(finite)
+
+
+async def logprobs_for(
+    teacher: Teacher | None, batch: UpdateBatch, configured: ResolvedLoss
+) -> tuple[TeacherLogprobs | None, str]:
+    """See `Teacher.logprobs`. None: the loss of this batch reads none."""
+    if teacher is None or not (batch.loss or configured).reads_teacher:
+        return None, ""
+    return await teacher.logprobs(batch.samples)
+
+
+def taught(batch: UpdateBatch, logprobs: TeacherLogprobs | None) -> UpdateBatch:
+    """The batch with the teacher's logprobs, without the samples that it could not score. The step is smaller by their
+    share. `logprobs` None: the batch as it is."""
+    if logprobs is None:
+        return batch
+    samples = tuple(
+        sample.with_teacher(values) for sample, values in zip(batch.samples, logprobs, strict=True) if values
+    )
+    return replace(batch, samples=samples, step_scale=batch.step_scale * (len(samples) / len(batch.samples)))
 
 
 def engine_score(engine: EngineClient, adapters: AdapterService, adapter: str | None) -> Score:

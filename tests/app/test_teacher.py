@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 from app.test_server import LORA, RL, free_port, running
+from lora import layout_of, merged, random_adapter
 from tiny import save_tiny
 from training_runs import GROUP, PROMPTS, View, config
 
-from mlx_parallm import RLIntegratedServer
+from mlx_parallm import RLConfig, RLIntegratedServer
+from mlx_parallm.adapters.weights import VersionInfo
 from mlx_parallm.app.train import TrainOptions, run
+from mlx_parallm.core import GivenTrajectory
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl.inference.http import EngineServer
+from mlx_parallm.rl.objectives.samples import answered
 from mlx_parallm.rl.teachers import engine_score, server_score
 
 
@@ -70,3 +75,27 @@ async def test_a_server_of_this_kind_can_teach_another_one(tmp_path: Path) -> No
             want = await engine_score(served.engine, served.adapters, None)(ids)
     assert got[0] is want[0] is None
     assert got[1:] == pytest.approx(want[1:], abs=1e-4)
+
+
+@pytest.mark.timeout(120)
+async def test_an_adapter_of_the_server_teaches_as_the_model_with_its_weights_merged_in(tmp_path: Path) -> None:
+    """`--teacher-adapter`. Until the adapter is loaded, updates are skipped and say so."""
+    model, prompt, answer = save_tiny("llama", tmp_path / "model"), (1, 5, 7), (9, 11)
+    weights = random_adapter(layout_of(model), seed=1)
+    keys = {"server__kv_cache_memory": "16MB", "rl_training__teacher__adapter": "tone"}
+    rl = RLConfig(algorithm="distillation", learning_rate=1e-3, batch_size=4)
+    logits = merged(model, weights)(mx.array([[*prompt, *answer]]))[0].astype(mx.float32)
+    logprobs = (logits - mx.logsumexp(logits, axis=-1, keepdims=True)).tolist()
+    given = [GivenTrajectory(prompt, answer, sampling_logprobs=(-5.0, -5.0))]
+    async with RLIntegratedServer(tmp_path / "model", LORA, rl, **keys).session() as served:
+        report = await served.training.service.update(given=given)
+        assert report.status == "skipped"
+        assert "the teacher failed: " in report.reason
+        assert "tone" in report.reason
+        await served.adapters.publish("tone", weights, VersionInfo.of(weights))
+        ((first, second),), problem = await served.training.teacher.logprobs([answered(prompt, answer)])
+        report = await served.training.service.update(given=given)
+    assert problem == ""
+    assert (first, second) == pytest.approx((logprobs[2][9], logprobs[3][11]), abs=1e-4)
+    assert report.status == "published"
+    assert abs(report.metrics["loss"]) > 1e-3, "the teacher is not the student"

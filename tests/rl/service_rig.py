@@ -25,8 +25,10 @@ from mlx_parallm.core import (
     Trajectory,
 )
 from mlx_parallm.rl.collect.log import TrajectoryLog
+from mlx_parallm.rl.evaluation.evaluator import Evaluator
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.service import TrainingService
+from mlx_parallm.rl.teachers import Teacher
 from mlx_parallm.rl.updates.parts import TrainingParts
 
 SETTINGS = changed(TRAINING, update_frequency=4, scale_rewards=RewardScale.NONE, max_staleness=9)
@@ -48,6 +50,8 @@ class World:
         checkpointing: CheckpointingConfig,
         journal: Journal | None = None,
         learner: FakeLearner | None = None,
+        evaluator: Evaluator | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         self.learner = learner or FakeLearner()
         self.publisher = FakePublisher()
@@ -59,8 +63,10 @@ class World:
             self.scorers,
             settings,
             checkpointing,
+            evaluator,
             log=log,
             journal=journal or Journal(),
+            teacher=teacher,
         )
         self.service = TrainingService(parts, "main")
         choices = [

@@ -33,11 +33,12 @@ from mlx_parallm.core import GivenTrajectory
 from mlx_parallm.errors import EngineError
 from mlx_parallm.rl.inference.http import EngineServer
 from mlx_parallm.rl.learn.model import Params
-from mlx_parallm.rl.objectives.batches import ScoredGroup, prepare
+from mlx_parallm.rl.objectives.batches import ScoredGroup, UpdateBatch, prepare
 from mlx_parallm.rl.objectives.episodes import Episode
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.rl.objectives.samples import Sample, answered
 from mlx_parallm.rl.teachers import Teacher, server_score
+from mlx_parallm.rl.teachers import taught as taught_batch
 
 DISTILLATION = loss_config(Algorithm.DISTILLATION)
 
@@ -152,13 +153,13 @@ async def test_the_teacher_reads_its_own_text_before_the_prompt_and_behind_the_f
         asked.append(ids)
         return [None, *(-float(token) for token in ids[1:])]
 
-    taught, problem = await Teacher(score, 1.0, prompt_ids=(50, 51)).taught(SAMPLES)
+    found, problem = await Teacher(score, 1.0, prompt_ids=(50, 51)).logprobs(SAMPLES)
     assert (asked, problem) == ([(50, 51, 1, 2, 3, 4, 5), (50, 51, 1, 9, 7)], "")
-    assert [each.teacher_logprobs for each in taught] == [(0, 0, 0, -4, -5), (0, 0, -7)]
+    assert found == ((-4, -5), (-7,))
     asked.clear()
-    taught, _ = await Teacher(score, 1.0, prompt_ids=(50, 51), bos_id=1).taught(SAMPLES)
+    found, _ = await Teacher(score, 1.0, prompt_ids=(50, 51), bos_id=1).logprobs(SAMPLES)
     assert asked == [(1, 50, 51, 2, 3, 4, 5), (1, 50, 51, 9, 7)]
-    assert [each.teacher_logprobs for each in taught] == [(0, 0, 0, -4, -5), (0, 0, -7)]
+    assert found == ((-4, -5), (-7,))
 
 
 @pytest.mark.parametrize("fault", ["slow", "fails", "short", "none", "nan"])
@@ -174,10 +175,27 @@ async def test_a_teacher_that_fails_costs_only_the_samples_that_it_could_not_rea
             await asyncio.sleep(60)
         return {"short": [None, -1.0], "none": [None, -1.0, None], "nan": [None, -1.0, math.nan]}[fault]
 
-    taught, problem = await Teacher(score, 0.05).taught(SAMPLES)
-    assert [each.token_ids for each in taught] == [SAMPLES[0].token_ids]
+    found, problem = await Teacher(score, 0.05).logprobs(SAMPLES)
+    assert found == ((-0.5, -0.5), ())
+    batch = taught_batch(UpdateBatch(tuple(SAMPLES), step_scale=0.5), found)
+    assert [each.teacher_logprobs for each in batch.samples] == [(0, 0, 0, -0.5, -0.5)]
+    assert batch.step_scale == 0.25
     assert problem
     assert f"1 of 2 samples are left out: {problem}" in caplog.text
+
+
+async def test_a_teacher_that_hangs_delays_an_update_by_one_timeout() -> None:
+    asked = []
+
+    async def score(ids: tuple[int, ...]) -> list[float | None]:
+        asked.append(ids)
+        await asyncio.sleep(60)
+        return []
+
+    found, problem = await Teacher(score, 0.05).logprobs(SAMPLES * 20)
+    assert found == ((),) * 40
+    assert len(asked) == 8, "those that were asked about at the same time"
+    assert problem == "the teacher did not answer within 0.05 s; see rl_training.teacher.timeout_s"
 
 
 def entries(*pairs: tuple[int, float]) -> list[object]:
@@ -201,10 +219,10 @@ async def test_another_server_teaches_by_the_log_probabilities_of_a_prompt(
     body = {"choices": [{"index": 0, "text": "", "prompt_logprobs": answer}]}
     with serving([("POST /v1/completions", status, body)]) as other:
         server = EngineServer("teacher's", f"{other.url}/v1", "secret", 5.0)
-        taught, found = await Teacher(server_score(server, "big"), 5.0, close=server.close).taught(SAMPLES[:1])
+        (logprobs,), found = await Teacher(server_score(server, "big"), 5.0, close=server.close).logprobs(SAMPLES[:1])
         await server.close()
     assert problem in found
-    assert [each.teacher_logprobs for each in taught] == ([] if problem else [(0, 0, 0, -0.3, -0.4)])
+    assert logprobs == (() if problem else (-0.3, -0.4))
     (_, asked), *_ = other.asked
     assert (asked["model"], asked["prompt"], asked["prompt_logprobs"]) == ("big", [[1, 2, 3, 4, 5]], 0)
     assert other.keys == ["Bearer secret"]

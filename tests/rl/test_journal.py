@@ -287,7 +287,7 @@ async def test_a_full_disk_costs_the_clients_that_wait_and_keeps_what_has_happen
     await journal.flush()
     await journal.close()
     assert await reopened(path) == [["a-0", "a-1"], Score("a-0", 0.5)], "what was refused is not there"
-    assert JournalFile(path).changes("math") == (change(1, Start("")),)
+    assert JournalFile(path).changes_since("math", 0) == (change(1, Start("")),)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
@@ -483,7 +483,7 @@ async def test_rows_leave_the_wal_at_the_start_and_when_nothing_comes(
 def test_an_empty_file_that_a_crash_has_left_is_a_new_journal(path: Path) -> None:
     path.touch()
     JournalFile(path).commit([])
-    assert JournalFile(path).changes("math") == ()
+    assert JournalFile(path).changes_since("math", 0) == ()
 
 
 def test_nobody_else_may_read_the_prompts(path: Path) -> None:

@@ -6,23 +6,26 @@ A learner here adds up what it is given, so that equal policies were made by equ
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from itertools import cycle
 from pathlib import Path
 
 import pytest
-from configs import changed, limited
+from configs import changed, limited, loss_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rl.fakes import FakeEngine, FakeLearner
 from rl.service_rig import GIVEN, SETTINGS, World, settle, until
 
-from mlx_parallm.config import CheckpointingConfig, ResolvedTraining
+from mlx_parallm.config import Algorithm, CheckpointingConfig, ResolvedTraining
 from mlx_parallm.core import (
     BASE_ADAPTER,
     AdapterRef,
+    CheckpointCard,
     CollectionSpec,
+    EvaluationResult,
     FinishReason,
     GenerationRequest,
     GivenTrajectory,
@@ -31,12 +34,14 @@ from mlx_parallm.core import (
     SequenceOutput,
     StopParams,
 )
-from mlx_parallm.errors import ConflictError, StorageError
+from mlx_parallm.errors import ConflictError, EngineError, StorageError
 from mlx_parallm.rl.objectives.batches import UpdateBatch
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.records import PolicyChange, Rollback, Start, Update
 from mlx_parallm.rl.runs.replay import StartPoint, plan
-from mlx_parallm.rl.runs.store import JournalFile
+from mlx_parallm.rl.runs.store import JournalFile, Statements
+from mlx_parallm.rl.teachers import Teacher
+from mlx_parallm.rl.updates.adapter_training import AdapterTraining
 
 MANUAL = limited(changed(SETTINGS, update_frequency=1000), reward=None)
 NEVER = CheckpointingConfig(interval=10_000, minutes=10_000.0)
@@ -104,7 +109,8 @@ class Adding(FakeLearner):
         outcome = await super()._learnt(name, batch)
         if not outcome.skipped:
             told = sum(sum(sample.advantages) * sum(sample.token_ids) for sample in batch.samples)
-            self.policies[name] = (value / 2 + 1 + told / 1000, outcome.step)
+            taught = batch.step_scale * sum(sum(sample.teacher_logprobs) for sample in batch.samples)
+            self.policies[name] = (value / 2 + 1 + (told + taught) / 1000, outcome.step)
         return outcome
 
 
@@ -113,12 +119,15 @@ class Run:
 
     def __init__(self, path: Path, training: ResolvedTraining = MANUAL, keeps: CheckpointingConfig = NEVER) -> None:
         self.path, self.training, self.keeps = path, training, keeps
+        self.evaluator: object = None
+        self.teacher: Teacher | None = None
         self.saved: list[object] = []
         self.requests = self.group = 0
 
     @asynccontextmanager
     async def process(self, scores: bool = True) -> AsyncIterator[World]:
-        one = World(self.training, None, self.keeps, Journal(JournalFile(self.path)), Adding())
+        journal = Journal(JournalFile(self.path))
+        one = World(self.training, None, self.keeps, journal, Adding(), self.evaluator, self.teacher)
         one.requests = self.requests
         one.publisher.saved = [*self.saved]
         if one.publisher.saved:
@@ -310,7 +319,7 @@ ONE_ANSWER = [
 STEPS = st.lists(
     st.sampled_from(
         [
-            *("request", "people", "feedback", "turn", "turn", "tokens", "episode", "close"),
+            *("request", "people", "alone", "feedback", "turn", "turn", "tokens", "episode", "close"),
             *("update", "given", "single", "dull", "held", "skipped", "failed", "save", "rollback", "crash", "crash"),
         ]
     ),
@@ -347,6 +356,47 @@ def test_any_history_with_crashes_ends_as_the_same_history_without(tmp_path_fact
     assert asyncio.run(ends(crashes=True)) == asyncio.run(ends(crashes=False))
 
 
+@given(STEPS, st.integers(1, 30), st.booleans())
+@settings(max_examples=50, deadline=None)
+def test_after_a_kill_at_any_commit_the_policy_is_the_one_of_the_last_change_on_the_disk(
+    tmp_path_factory, steps: list[str], survive: int, distils: bool
+) -> None:
+    """Policy and baselines are equal to the bit, and what that change learnt from does not wait again."""
+
+    async def check() -> None:
+        run = Run(tmp_path_factory.mktemp("run") / "journal.sqlite", limited(MANUAL, kl_step=0.5))
+        if distils:
+            run.training, run.teacher = limited(DISTILLATION, kl_step=0.5), Teacher(Scores(), 5.0)
+        seen: dict[int, tuple[object, set[str]]] = {}
+        commit, left = JournalFile.commit, survive
+
+        def until_the_kill(file: JournalFile, statements: Statements) -> None:
+            nonlocal left
+            left -= 1
+            if left >= 0:
+                commit(file, statements)
+            else:
+                one.publisher.save_error = OSError("killed")
+
+        with pytest.MonkeyPatch.context() as patch:
+            async with run.process() as one:
+                patch.setattr(JournalFile, "commit", until_the_kill)
+                for step in ["start", *steps]:
+                    with suppress(OSError):
+                        await did(one, step, run)
+                    training = one.service._loop(None).training
+                    waiting = {ids for ids, state in one.states().items() if state in OPEN}
+                    gone = set(one.states()) - waiting
+                    seen.setdefault(training.change, ((one.learner.policies["main"], baselines(one)), gone))
+        async with run.process() as one:
+            numbers = [change.number for change in await one.service._journal.changes_since("main", 0)]
+            policy, gone = seen[max(numbers, default=1)]
+            assert (one.learner.policies["main"], baselines(one)) == policy
+            assert not gone & {ids for ids, state in one.states().items() if state in OPEN}
+
+    asyncio.run(check())
+
+
 async def did(one: World, step: str, run: Run) -> None:
     live = one.service.status().current or BASE_ADAPTER
     cards = [card for card in one.service.trajectories.newest(999) if card.state in OPEN]
@@ -356,6 +406,9 @@ async def did(one: World, step: str, run: Run) -> None:
         case "request" | "people":
             await one.request(live, "exact" if step == "request" else None)
             await until(lambda: not one.service.trajectories._intake._scoring)
+        case "alone":
+            one.requests += 1
+            await alone(one, f"r{one.requests}")
         case "turn":
             one.requests += 1
             spec = CollectionSpec(None, group_id=f"g{run.group}", group_size=2, episode_id=f"e{one.requests % 2}")
@@ -384,6 +437,16 @@ async def did(one: World, step: str, run: Run) -> None:
             await one.service.save(None, None, [] if has_first(one) else ["first"], {})
         case "rollback" if has_first(one):
             await one.service.rollback(to="first")
+
+
+async def alone(one: World, request_id: str) -> str:
+    """An answer without a group, and the reward of a scorer."""
+    live, spec = one.service.status().current or BASE_ADAPTER, CollectionSpec("exact")
+    asked = GenerationRequest(request_id, ((1,),), SamplingParams(), StopParams(4), adapter=live, collection=spec)
+    events = one.service.trajectories.collect(asked, FakeEngine(ONE_ANSWER).generate(asked))
+    (answer,) = [event async for event in events][-1].trajectory_ids
+    await until(lambda: not one.service.trajectories._intake._scoring)
+    return answer
 
 
 async def single(one: World, number: int, ends: str = "single") -> None:
@@ -465,6 +528,55 @@ async def test_rewards_without_a_signal_count_for_the_next_update_after_a_crash_
         assert one.learner.batches[0].samples, "there is something to compare with"
 
 
+async def test_rewards_that_only_moved_the_baselines_move_them_once_whenever_the_process_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trajectories end in the commit of the change, so they do not wait again without it."""
+    run, commit, killed = Run(tmp_path / "journal.sqlite"), JournalFile.commit, [False]
+
+    def until_the_change(self: JournalFile, statements: Statements) -> None:
+        if not killed[0]:
+            commit(self, statements)
+        killed[0] |= any("INTO changes" in statement for statement, _ in statements)
+
+    async with run.process() as one:
+        answer = await alone(one, "r")
+        monkeypatch.setattr(JournalFile, "commit", until_the_change)
+        assert (await one.service.update()).reason == "no_signal"
+        found = baselines(one)
+        assert found["baseline_count.exact"] == 1
+    assert killed == [True]
+    monkeypatch.undo()
+    async with run.process() as one:
+        assert one.states() == {}
+        assert (await one.service.update()).reason == "no_trajectories"
+        assert baselines(one) == found
+        fate = await one.service._journal.fate(answer)
+        assert (fate.state, fate.reason) == ("dropped", "single")
+
+
+async def test_what_a_held_update_took_does_not_wait_again_whenever_the_process_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal has the trend with its rewards, and they must not count twice."""
+    run, commit, killed = Run(tmp_path / "journal.sqlite", limited(MANUAL, kl_step=0.5)), JournalFile.commit, [False]
+
+    def until_the_change(self: JournalFile, statements: Statements) -> None:
+        if not killed[0]:
+            commit(self, statements)
+        killed[0] |= any("INTO changes" in statement for statement, _ in statements)
+
+    async with run.process() as one:
+        await one.request()
+        await settle()
+        one.learner.metrics = {"loss": 0.5, "kl_step": 1.0}
+        monkeypatch.setattr(JournalFile, "commit", until_the_change)
+        assert (await one.service.update()).status == "held"
+    monkeypatch.undo()
+    async with run.process() as one:
+        assert one.states() == {}
+
+
 async def test_a_rollback_keeps_the_baselines_after_a_crash_too(tmp_path: Path) -> None:
     run = Run(tmp_path / "journal.sqlite")
     async with run.process() as one:
@@ -501,3 +613,123 @@ async def test_an_update_that_left_a_plateau_is_made_again_with_the_answers_that
     async with run.process() as one:
         assert one.learner.batches[-1].samples == made.samples
         assert one.learner.policies["main"] == policy
+
+
+# ---- a teacher ------------------------------------------------------------------------------------
+
+DISTILLATION = changed(MANUAL, loss=loss_config(Algorithm.DISTILLATION))
+
+
+class Scores:
+    """A teacher's scores, which differ each time. It cannot score token 3."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.error: Exception | None = None
+
+    async def __call__(self, ids: tuple[int, ...]) -> list[float | None]:
+        self.asked += 1
+        if self.error is not None:
+            raise self.error
+        return [None, *(None if token == 3 else -self.asked / (7 + token) for token in ids[1:])]
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+async def test_an_update_is_made_again_with_the_logprobs_that_the_teacher_gave(tmp_path: Path, is_older: bool) -> None:
+    """And without the samples that it could not score. Older versions did not write them: it is asked again."""
+    run, scores = Run(tmp_path / "journal.sqlite", DISTILLATION), Scores()
+    run.teacher = Teacher(scores, 5.0)
+    async with run.process() as one:
+        await one.request()
+        await finished_update(one)
+        await one.service.update(given=GIVEN)
+        assert [len(batch.samples) for batch in one.learner.batches] == [2, 1]
+        policy, batches, asked = one.learner.policies["main"], one.learner.batches, scores.asked
+    if is_older:
+        with closing(sqlite3.connect(run.path)) as file, file:
+            file.execute("UPDATE changes SET body = json_remove(body, '$.teacher_logprobs')")
+    else:
+        scores.error = EngineError("gone")
+    scores.asked = 0
+    async with run.process() as one:
+        assert one.learner.policies["main"] == policy
+        assert [batch.samples for batch in one.learner.batches] == [batch.samples for batch in batches]
+        assert scores.asked == (asked if is_older else 0)
+
+
+async def test_trajectories_wait_again_if_the_teacher_scores_none_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlx_parallm.rl.updates.loop._UNTAUGHT_S", 0.01)
+    run, scores = Run(tmp_path / "journal.sqlite", changed(DISTILLATION, update_frequency=2, max_skips=2)), Scores()
+    run.teacher, scores.error = Teacher(scores, 5.0), EngineError("no log-probability for the token 1234")
+    async with run.process() as one:
+        ids = await one.request()
+        await until(lambda: one.service.status().state == "paused")
+        assert "no log-probability for the token 1234" in one.service.status().pause_reason
+        assert one.service.status().skips == {"no_teacher": 2}, "a label of few values"
+        assert {one.states()[each] for each in ids} == {"scored"}
+        report = await one.service.update()
+        assert (report.status, report.reason) == ("skipped", f"the teacher failed: {scores.error}")
+    async with run.process() as one:
+        await until(lambda: one.service.status().state == "paused")
+        scores.error = None
+        await one.service.resume()
+        await until(lambda: one.states() == dict.fromkeys(ids, "trained"))
+
+
+# ---- the best version -----------------------------------------------------------------------------
+
+
+class FirstUpdateIsBest:
+    """An evaluator: the version of step 1 reaches most."""
+
+    key = 1.0
+
+    async def evaluate(self, version: AdapterRef, step: int) -> EvaluationResult:
+        mean = 0.9 if step == 1 else 0.6
+        return EvaluationResult(version, step, mean, mean - 0.1, mean + 0.1, 8, 0, 5.0)
+
+
+@pytest.mark.parametrize("floor", [None, 0.5])
+@pytest.mark.parametrize("crashes_before", [False, True])
+async def test_a_crash_between_the_checkpoints_of_the_best_and_the_last_version_repeats_no_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, floor: float | None, crashes_before: bool
+) -> None:
+    """The best version is saved first, so a restart may continue from it: it names the updates that are in it."""
+    run = Run(tmp_path / "journal.sqlite", changed(MANUAL, every=1, eval_floor=floor))
+    run.evaluator = FirstUpdateIsBest()
+    async with run.process() as one:
+        await single(one, 1)
+        if not crashes_before:
+            await between_checkpoints(one, monkeypatch)
+            found = one.learner.policies["main"], baselines(one)
+    if crashes_before:
+        monkeypatch.setattr(AdapterTraining, "save_if_due", nothing)
+        async with run.process() as one:
+            await between_checkpoints(one, monkeypatch)
+            found = one.learner.policies["main"], baselines(one)
+        monkeypatch.undo()
+    assert [card.adapter for card, _ in run.saved] == [AdapterRef("main", 1)]
+    async with run.process() as one:
+        assert (one.learner.policies["main"], baselines(one)) == found
+        assert one.service.status().best == AdapterRef("main", 1)
+
+
+async def nothing(_: AdapterTraining, now: bool = False) -> None:
+    """In place of `save_if_due`: the process is killed before it."""
+
+
+async def between_checkpoints(one: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second update, and a save that writes the best version only."""
+    await single(one, 2)
+    save = one.publisher.save
+
+    async def once(*parts: object, **options: object) -> CheckpointCard:
+        card = await save(*parts, **options)
+        one.publisher.save_error = OSError("killed")
+        return card
+
+    monkeypatch.setattr(one.publisher, "save", once)
+    with pytest.raises(OSError, match="killed"):
+        await one.service.save(None, None, [], {})

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef, EvaluationResult
 from mlx_parallm.rl.evaluation.evaluator import Evaluator
+from mlx_parallm.rl.events import Emit
+
+_log = logging.getLogger(__name__)
 
 _STEP, _VERSION, _AT = "eval_step", "eval_version", "eval_at"
 _BEST, _KEY = "eval_best", "eval_key"
@@ -17,17 +22,21 @@ class EvaluationHistory:
     Args:
         evaluator: None: there are no evaluations.
         every: updates between two evaluations.
+        emit: emits events, with the adapter's name.
 
     Attributes:
         last: the last evaluation of a version that was live then.
         failures: evaluations that failed.
     """
 
-    def __init__(self, evaluator: Evaluator | None = None, every: int = 1) -> None:
+    def __init__(
+        self, evaluator: Evaluator | None = None, every: int = 1, emit: Emit = lambda kind, **data: None
+    ) -> None:
         self.last: EvaluationResult | None = None
         self.failures = 0
         self._evaluator = evaluator
         self._every = every
+        self._emit = emit
         self._counted_from: int | None = None  # the step after which `every` updates are counted
         self._best: float | None = None
 
@@ -45,14 +54,24 @@ class EvaluationHistory:
         """Whether the last evaluation was of another version, or there was none."""
         return self.enabled and (self.last is None or self.last.adapter != version)
 
-    async def evaluate(self, version: AdapterRef, step: int) -> EvaluationResult:
-        """Evaluates a version; see `Evaluator.evaluate`. A failure is counted, and raised."""
+    async def evaluate(
+        self, version: AdapterRef, step: int, lease: AbstractContextManager[object]
+    ) -> EvaluationResult | None:
+        """Evaluates a version, live or staged, within its `lease`; see `Evaluator.evaluate`. None: it failed, which is
+        logged, emitted and counted."""
         assert self._evaluator is not None
+        _log.info("evaluating %s on the held-out tasks", version)
         try:
-            return await self._evaluator.evaluate(version, step)
-        except Exception:  # whatever failed, it is counted and raised again
+            with lease:
+                result = await self._evaluator.evaluate(version, step)
+        except Exception as error:  # noqa: BLE001 - whatever failed, training goes on
+            _log.exception("the evaluation of %s failed", version)
             self.failures += 1
-            raise
+            reason = str(error) or type(error).__name__
+            self._emit("evaluation_failed", version=str(version), step=step, reason=reason)
+            return None
+        self._emit("evaluation", version=str(version), step=step, metrics=dict(result.metrics))
+        return result
 
     def add(self, result: EvaluationResult) -> bool:
         """Stores the evaluation of the live version. Returns whether it is the best one so far."""

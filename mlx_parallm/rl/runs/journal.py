@@ -16,10 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import TypeVar
 
 from mlx_parallm.core import Trajectory
 from mlx_parallm.errors import StorageError
+from mlx_parallm.rl.runs.opening import TRAJECTORY
 from mlx_parallm.rl.runs.records import (
     Arrival,
     Fate,
@@ -29,7 +31,7 @@ from mlx_parallm.rl.runs.records import (
     body_to_json,
     trajectory_to_json,
 )
-from mlx_parallm.rl.runs.store import TRAJECTORY, JournalFile, Statements
+from mlx_parallm.rl.runs.store import JournalFile, Statements
 from mlx_parallm.tasks import spawn
 
 T = TypeVar("T")
@@ -88,17 +90,18 @@ class Journal:
         """What a client has sent for a group."""
         await self._write(partial(_entered, adapter, group_id, entry))
 
-    async def changed(self, change: PolicyChange) -> None:
-        """A change of a policy, which has been made. The trajectories of an update have ended with it.
+    async def changed(self, change: PolicyChange, dropped: Mapping[str, str] = MappingProxyType({})) -> None:
+        """A change of a policy, which has been made. The trajectories of an update end with it, in the same commit, so
+        that none of them can be learnt from again. `dropped`: the reasons why some of them were not trained on, by id.
 
         Raises:
             StorageError: it is not on the disk yet. It will be written before anything else.
         """
-        await self._write(partial(_changed, change), kept=True)
+        await self._write(partial(_changed, change, dropped), kept=True)
 
     def started(self, change: PolicyChange) -> None:
         """Where training has started. It is written before a later change is."""
-        self._submit(partial(_changed, change), kept=True)
+        self._submit(partial(_changed, change, {}), kept=True)
 
     async def flush(self) -> None:
         """Returns when everything is on the disk.
@@ -281,8 +284,10 @@ def _entered(adapter: str, group_id: str, entry: GroupEntry) -> Statements:
     return [(_IN, [(adapter, group_id, trajectory_id, kind, None, text)])]
 
 
-def _changed(change: PolicyChange) -> Statements:
+def _changed(change: PolicyChange, dropped: Mapping[str, str]) -> Statements:
     kind, text = body_to_json(change.body)
     row = (change.adapter, change.number, change.at, kind, text)
-    ids = change.body.trajectory_ids if isinstance(change.body, Update) and change.body.changed_policy else ()
-    return [(_CHANGE, [row]), (_END, [(one, "trained", "", change.at) for one in ids])]
+    ids = change.body.trajectory_ids if isinstance(change.body, Update) else ()
+    ends = [(one, "dropped", reason, change.at) for one, reason in dropped.items()]
+    ends += [(one, "trained", "", change.at) for one in ids if one not in dropped]
+    return [(_CHANGE, [row]), (_END, ends)]

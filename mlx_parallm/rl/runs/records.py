@@ -66,7 +66,7 @@ class Score:
 @dataclass(frozen=True, slots=True)
 class Closed:
     """No more members come into a group. `key`: the name of the API key that has sent what this entry is about. None:
-    any key; so it was before groups and episodes of different keys were kept apart."""
+    any key, in entries of older versions."""
 
     group_id: str
     key: str | None = None
@@ -116,6 +116,10 @@ class TrainedGroup:
     remembered: bool = False
 
     @property
+    def trajectory_ids(self) -> tuple[str, ...]:
+        return tuple(one for episode in self.episodes for one in episode.trajectory_ids)
+
+    @property
     def is_given(self) -> bool:
         """Whether a client sent its trajectories with the update."""
         return any(episode.given for episode in self.episodes)
@@ -153,6 +157,8 @@ class Update:
             only what the update named.
         learning_rate: see `objectives.batches.UpdateBatch`.
         explores: whether it looked for a way out of a plateau.
+        teacher_logprobs: for each sample, those of a teacher; see `teachers.TeacherLogprobs`. None: its loss read none,
+            or an older version wrote it.
         trend: of rewards when it began; see `RewardTrend.observed`. None: an older version wrote it.
     """
 
@@ -167,6 +173,7 @@ class Update:
     learning_rate: float | None = None
     explores: bool = False
     all_progress: bool = False
+    teacher_logprobs: tuple[tuple[float, ...], ...] | None = None
     trend: Mapping[str, float] | None = None
 
     @property
@@ -175,7 +182,7 @@ class Update:
 
     @property
     def trajectory_ids(self) -> tuple[str, ...]:
-        return tuple(one for group in self.groups for episode in group.episodes for one in episode.trajectory_ids)
+        return tuple(one for group in self.groups for one in group.trajectory_ids)
 
 
 @dataclass(frozen=True, slots=True)

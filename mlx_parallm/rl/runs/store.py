@@ -6,7 +6,7 @@
     about     the base model that all of it was drawn from
 
 In WAL mode with synchronous=FULL, a commit returns when its rows are on the disk, and a crash at any moment leaves the
-rows of whole commits. SQLite takes a damaged frame of the WAL for its end, and a WAL that is gone for an empty one, so
+rows of whole commits. SQLite treats a damaged frame as the end of the WAL, and a WAL that is gone as an empty one, so
 the journal counts its commits, and after each one the file `run.commits` beside it gets the number. A journal that
 has fewer commits than that file says has lost some of them.
 """
@@ -14,58 +14,34 @@ has fewer commits than that file says has lost some of them.
 from __future__ import annotations
 
 import json
-import logging
-import os
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mlx_parallm import atomic
 from mlx_parallm.adapters.checkpoints.runs import COMMITS
 from mlx_parallm.core import Trajectory
 from mlx_parallm.errors import ConfigError, StorageError
+from mlx_parallm.rl.runs.opening import (
+    ERRORS,
+    TRAJECTORY,
+    CommitCount,
+    connect,
+    damaged,
+    lost,
+    reason_of,
+    transaction,
+)
 from mlx_parallm.rl.runs.records import Arrival, Fate, GroupEntry, PolicyChange, body_from_json, trajectory_from_json
-
-SCHEMA = 1
-"""Version of the tables, in the file's user_version."""
-
-TRAJECTORY = "trajectory"
-"""The kind of the rows of `intake` that are trajectories. Other rows have the kind of their entry."""
 
 Statements = Sequence[tuple[str, Sequence[tuple[object, ...]]]]
 """SQL with placeholders, each with the rows that it is executed for."""
 
 T = TypeVar("T")
 
-_log = logging.getLogger(__name__)
-
-_APPLICATION = 0x4D4C5850
-"""application_id of the file: "MLXP"."""
-
-_ERRORS = (sqlite3.Error, UnicodeError)
-"""What SQLite raises. The second one: a message would quote damaged bytes, or an id is no text."""
-
-_WAIT_S = 2.0
-"""Longest wait for another program that holds the database's lock, such as a backup."""
-
 _IDS_AT_A_TIME = 500
-_TABLES = (
-    "CREATE TABLE intake (number INTEGER PRIMARY KEY, adapter TEXT NOT NULL, group_id TEXT NOT NULL, "
-    "trajectory_id TEXT, kind TEXT NOT NULL, arrival TEXT, body TEXT NOT NULL)",
-    f"CREATE UNIQUE INDEX one_of_each_trajectory ON intake (trajectory_id) WHERE kind = '{TRAJECTORY}'",
-    "CREATE INDEX by_trajectory ON intake (trajectory_id)",
-    "CREATE INDEX by_group ON intake (group_id)",
-    "CREATE TABLE about (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
-    "CREATE TABLE ends (trajectory_id TEXT PRIMARY KEY, state TEXT NOT NULL, reason TEXT NOT NULL, at REAL NOT NULL) "
-    "WITHOUT ROWID",
-    "CREATE TABLE changes (adapter TEXT NOT NULL, number INTEGER NOT NULL, at REAL NOT NULL, kind TEXT NOT NULL, "
-    "body TEXT NOT NULL, PRIMARY KEY (adapter, number))",
-    f"PRAGMA application_id = {_APPLICATION}",
-    f"PRAGMA user_version = {SCHEMA}",
-)
 _NOT_ENDED = "NOT EXISTS (SELECT 1 FROM ends e WHERE e.trajectory_id = {}.trajectory_id)"
 _WAITING = (
     "SELECT i.kind, i.arrival, i.body FROM intake i WHERE i.adapter = ?1 "
@@ -84,6 +60,7 @@ _CHANGES = "SELECT adapter, number, at, kind, body FROM changes"
 _UPDATES = "SELECT body FROM changes WHERE adapter = ? AND kind = 'update' ORDER BY number DESC"
 _LAST_REPLACED = "SELECT coalesce(max(number), 0) FROM changes WHERE adapter = ? AND kind != 'update'"
 _BEFORE = 1000
+"""Changes before the start of a replay that it reads: they have the lineage and the metrics of updates."""
 
 
 class JournalFile:
@@ -103,15 +80,15 @@ class JournalFile:
         self._model = model
         self._connection: sqlite3.Connection | None = None
         self._commits = 0
-        self._count = _Count(path.with_name(COMMITS))
+        self._count = CommitCount(path.with_name(COMMITS))
         try:
             least = self._count.read()
             if path.exists() and (path.stat().st_size or not least):  # SQLite deletes the WAL of an empty file
-                self._connection, self._commits = _connect(path, model, least, read_only)
+                self._connection, self._commits = connect(path, model, least, read_only)
             elif least:
-                raise _lost(path, 0, least)
+                raise lost(path, 0, least)
         except (sqlite3.Error, OSError) as error:
-            raise ConfigError(f"{path} cannot be opened: {_reason(error)}") from error
+            raise ConfigError(f"{path} cannot be opened: {reason_of(error)}") from error
 
     def commit(self, statements: Statements) -> None:
         """Executes all statements in one transaction, and returns when their rows are on the disk.
@@ -121,15 +98,15 @@ class JournalFile:
         """
         try:
             if self._connection is None:
-                self._connection, self._commits = _connect(self._path, self._model)
+                self._connection, self._commits = connect(self._path, self._model)
             if not statements:
                 return
             number = self._commits + 1
-            with _transaction(self._connection) as connection:
+            with transaction(self._connection) as connection:
                 for statement, rows in (*statements, (_COUNTED, [(str(number),)])):
                     connection.executemany(statement, rows)
-        except (*_ERRORS, OSError) as error:
-            raise StorageError(f"the journal of the run cannot be written: {_reason(error)}") from error
+        except (*ERRORS, OSError) as error:
+            raise StorageError(f"the journal of the run cannot be written: {reason_of(error)}") from error
         self._commits = number
         self._count.write(number)
 
@@ -198,29 +175,27 @@ class JournalFile:
             groups.setdefault(group_id, []).append(self._read(trajectory_from_json, body))
         return tuple(map(tuple, groups.values()))
 
-    def changes(self, adapter: str, after: int = 0) -> tuple[PolicyChange, ...]:
-        """The changes of an adapter's policy with a higher number than `after`, in order."""
+    def changes_since(self, adapter: str, number: int) -> tuple[PolicyChange, ...]:
+        """What a start from the change of this number needs, in order: the changes after it or, if the policy was
+        replaced since then, from the last time on; and up to 1,000 before these."""
+        ((replaced,),) = self._rows(_LAST_REPLACED, adapter) or [(0,)]
+        after = max(number, replaced) - _BEFORE
         rows = self._rows(f"{_CHANGES} WHERE adapter = ? AND number > ? ORDER BY number", adapter, after)
         return tuple(map(self._change, rows))
 
-    def changes_since(self, adapter: str, number: int) -> tuple[PolicyChange, ...]:
-        """What a start from the change of this number needs: those after it or, if the policy was replaced since then,
-        from the last time on; and up to 1,000 before these."""
-        ((replaced,),) = self._rows(_LAST_REPLACED, adapter) or [(0,)]
-        return self.changes(adapter, max(0, max(number, replaced) - _BEFORE))
-
     def progress(self, adapter: str) -> dict[str, float]:
-        """The progress of all updates of an adapter, each value from the last one that names it."""
+        """The progress of all updates of an adapter, each value from the last one that names it. The newest update has
+        all of it, unless a version wrote it that kept only what each update named."""
         progress: dict[str, float] = {}
         if self._connection is not None:
             try:
-                for (body,) in self._connection.execute(_UPDATES, (adapter,)):  # newest first; there may be very many
+                for (body,) in self._connection.execute(_UPDATES, (adapter,)):
                     update = self._read(json.loads, body)
                     progress = update.get("progress", {}) | progress
                     if update.get("all_progress"):
                         break
-            except _ERRORS as error:
-                raise _damaged(self._path, _reason(error)) from error
+            except ERRORS as error:
+                raise damaged(self._path, reason_of(error)) from error
         return progress
 
     def newest_changes(self, count: int) -> tuple[PolicyChange, ...]:
@@ -236,165 +211,11 @@ class JournalFile:
             return []
         try:
             return self._connection.execute(query, values).fetchall()
-        except _ERRORS as error:
-            raise _damaged(self._path, _reason(error)) from error
+        except ERRORS as error:
+            raise damaged(self._path, reason_of(error)) from error
 
     def _read(self, parse: Callable[[str], T], text: str) -> T:
         try:
             return parse(text)
         except ValueError as error:
-            raise _damaged(self._path, str(error).partition("\n")[0]) from error
-
-
-# -- opening -------------------------------------------------------------------------------------
-
-
-class _Count:
-    """The file with the number of commits. It is not fsynced: after a power failure it may have an older number, and
-    never one that is too high. It is no part of the journal, so that damage of one of the two shows."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._descriptor: int | None = None
-
-    def read(self) -> int:
-        """0 if there is none. Raises ConfigError, OSError."""
-        try:
-            text = self._path.read_bytes()[:20].split(b"\n")[0]
-        except FileNotFoundError:
-            return 0
-        if text and not text.isdigit():
-            raise ConfigError(
-                f"{self._path} is damaged: restore it from a backup together with the journal, or remove it"
-            )
-        return int(text or 0)
-
-    def write(self, number: int) -> None:
-        try:
-            if self._descriptor is None:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
-                self._descriptor = os.open(self._path, flags, 0o600)
-            os.pwrite(self._descriptor, b"%d\n" % number, 0)  # never shorter than the number before
-        except OSError as error:  # the commit itself is on the disk
-            _log.debug("%s cannot be written: %s", self._path, error)
-
-    def close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-
-def _connect(path: Path, model: str, least: int = 0, read_only: bool = False) -> tuple[sqlite3.Connection, int]:
-    """A connection, and the number of the last commit. Raises ConfigError: it is less than `least`, or see
-    `JournalFile`. A file that is refused stays as it is, with its WAL."""
-    if path.exists():
-        looking = _open(path, "ro")
-        try:
-            commits = _checked(looking, path, model, least, thoroughly=not read_only)
-        except BaseException:  # an interrupt too: the file must not stay open
-            looking.close()
-            raise
-        if read_only:
-            return looking, commits
-        looking.close()
-    else:
-        commits = 0
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # prompts and answers are in it
-    atomic.sync(path.parent)
-    connection = _open(path, "rw")
-    try:
-        _prepare(connection, model)
-    except BaseException:  # an interrupt too: the file must not stay open
-        connection.close()
-        raise
-    return connection, commits
-
-
-def _open(path: Path, mode: str) -> sqlite3.Connection:
-    uri = f"{path.absolute().as_uri()}?mode={mode}"
-    return sqlite3.connect(uri, timeout=_WAIT_S, isolation_level=None, check_same_thread=False, uri=True)
-
-
-def _checked(connection: sqlite3.Connection, path: Path, model: str, least: int, thoroughly: bool) -> int:
-    """The number of the last commit. Raises ConfigError; sqlite3.OperationalError: of the disk, not the content."""
-    try:
-        return _check(connection, path, model, least, thoroughly)
-    except sqlite3.OperationalError:
-        raise
-    except _ERRORS as error:
-        raise _damaged(path, _reason(error)) from error
-
-
-def _check(connection: sqlite3.Connection, path: Path, model: str, least: int, thoroughly: bool) -> int:
-    (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-    (application,) = connection.execute("PRAGMA application_id").fetchone()
-    (schema,) = connection.execute("PRAGMA user_version").fetchone()
-    if tables and application != _APPLICATION:
-        raise ConfigError(f"{path} is not the journal of a run: move it away, or name another --checkpoint-dir")
-    if schema > SCHEMA:
-        raise ConfigError(
-            f"{path} was written by a newer version of MLX ParaLLM (its schema is {schema}, and this version reads "
-            f"{SCHEMA}): use that version, or name another --checkpoint-dir"
-        )
-    about = dict(connection.execute("SELECT name, value FROM about").fetchall()) if tables else {}
-    if (commits := int(about.get("commits", 0))) < least:
-        raise _lost(path, commits, least)
-    if not (tables and thoroughly):
-        return commits
-    (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
-    if found != "ok":
-        raise _damaged(path, str(found))
-    if model not in ("", of_model := about["model"]):
-        raise ConfigError(
-            f"{path} is the journal of a run on another base model ({of_model}, and {model} is served): serve that "
-            "model, or name another --checkpoint-dir"
-        )
-    return commits
-
-
-def _prepare(connection: sqlite3.Connection, model: str) -> None:
-    """Makes the tables if the file is new, and copies all rows into the main file."""
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute("PRAGMA synchronous = FULL")
-    (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-    if not tables:
-        with _transaction(connection):
-            for statement in _TABLES:
-                connection.execute(statement)
-            connection.execute("INSERT INTO about (name, value) VALUES ('model', ?)", (model,))
-    connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
-
-
-@contextmanager
-def _transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        yield connection
-        connection.execute("COMMIT")
-    except BaseException:  # an interrupt too: the transaction must not stay open
-        with suppress(sqlite3.Error):  # a failed commit may have ended the transaction already
-            connection.execute("ROLLBACK")
-        raise
-
-
-_LOSES = "which loses the trajectories that wait for training and the updates since the last checkpoint"
-
-
-def _damaged(path: Path, reason: str) -> ConfigError:
-    return ConfigError(
-        f"{path} is damaged ({' '.join(reason.split())}): restore it from a backup; or move it away together "
-        f"with {path.name}-wal and {COMMITS}, {_LOSES}"
-    )
-
-
-def _lost(path: Path, commits: int, least: int) -> ConfigError:
-    what = f"has {commits} of at least {least} commits" if path.exists() else f"is gone, with at least {least} commits"
-    return ConfigError(
-        f"{path} {what}, as {COMMITS} beside it says: it or {path.name}-wal was damaged, cut or removed. Restore all "
-        f"three from a backup; or remove {COMMITS} to resume from what remains, {_LOSES}"
-    )
-
-
-def _reason(error: Exception) -> str:
-    """The error's text without a path."""
-    return (error.strerror if isinstance(error, OSError) else str(error)) or type(error).__name__
+            raise damaged(self._path, str(error).partition("\n")[0]) from error

@@ -10,8 +10,7 @@ from learn to flip happens on the device thread, without a trip to the event loo
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -34,8 +33,6 @@ from mlx_parallm.rl.updates.undo import UndoablePolicy
 
 CHANGE = "journal_change"
 """Key of a checkpoint's metrics: the number of the last change of the policy that is in it."""
-
-_log = logging.getLogger(__name__)
 
 
 class AdapterTraining:
@@ -75,10 +72,12 @@ class AdapterTraining:
         self.watch = DivergenceWatch(name, parts.config.divergence, parts.emit, self._can_roll_back)
         self._parts = parts
         self.journal = parts.journal
+        self.teacher = parts.teacher
         self._learner = parts.learner
         self._adapters = parts.adapters
         self._serves_base = serves_base
         self._policy = UndoablePolicy(name, parts.learner, self._discard_announced)
+        self._evaluated: EvaluationResult | None = None  # of the last update; `evaluate_if_due` adds it
         self._info: VersionInfo  # of every version that training makes; set by `open`
 
     @property
@@ -105,7 +104,8 @@ class AdapterTraining:
         self.unpublished, self.rewards = False, RewardHistory()
         self.watch.restart()
         self.plateau.restart()
-        self.evaluations = EvaluationHistory(self._parts.evaluator, self._parts.config.evaluation.every or 1)
+        emit, every = partial(self._parts.emit, adapter=self.name), self._parts.config.evaluation.every or 1
+        self.evaluations = EvaluationHistory(self._parts.evaluator, every, emit)
         self.checkpoints.unsaved.clear()
         self.checkpoints.set_best(None)
         self.versions = VersionHistory(live or BASE_ADAPTER, self._parts.config.max_staleness)
@@ -122,7 +122,8 @@ class AdapterTraining:
             if best is None:  # its checkpoint is gone
                 self.rewards.trend.forget_best()
                 self.evaluations.forget_best()
-            self.checkpoints.set_best(TrainedVersion(best.ref) if best else TrainedVersion(self.versions.latest, start))
+            found = TrainedVersion(best.ref) if best else TrainedVersion(self.versions.latest, start, self._histories())
+            self.checkpoints.set_best(found)
         elif live is None and not self._serves_base:
             async with self._policy.undone_on_failure():
                 ref = await self._stage()
@@ -135,12 +136,16 @@ class AdapterTraining:
         """Makes the next updates of rewards at this pace, until `end_lesson`. What was known of earlier rewards and
         answers is forgotten, because a lesson has other ones, and worse rewards than those would not be a fall."""
         self.pace = pace
-        self.rewards.restart()
-        self.watch.restart()
-        self.plateau.restart()
+        self._forget_rewards()
 
     def end_lesson(self) -> None:
         self.pace = Pace(self._parts.config.update_frequency)
+        self.plateau.restart()
+
+    def _forget_rewards(self) -> None:
+        """Later rewards and answers are not compared with those up to now, which had another policy or other tasks."""
+        self.rewards.restart()
+        self.watch.restart()
         self.plateau.restart()
 
     # -- an update -------------------------------------------------------------------------------
@@ -187,12 +192,6 @@ class AdapterTraining:
             Exception: raised by the learner or while publishing; policy and versions are as before.
         """
         gate, evaluation, loss = self._parts.gate, None, batch.loss or self._parts.config.loss
-        if loss.reads_teacher and self._parts.teacher is not None:
-            taught, problem = await self._parts.teacher.taught(batch.samples)
-            if not taught:
-                return self.reports.skipped(self.live, problem, metrics=batch.metrics)
-            share = len(taught) / len(batch.samples)
-            batch = replace(batch, samples=taught, step_scale=batch.step_scale * share)
         evaluates_first = gate.reads_evaluations and not again and self.evaluations.due(self.reports.step + 1)
         async with self._policy.undone_on_failure():
             judge = partial(self.watch.judge, loss, again)
@@ -222,8 +221,7 @@ class AdapterTraining:
                 self.versions.append(ref)
             self.watch.accept(loss, outcome)
             report = self.reports.updated("published" if ref else "trained", ref or self.live, outcome)
-        if evaluation is not None:
-            await self._add_evaluation(evaluation)
+            self._evaluated = evaluation
         return replace(report, divergences=found)
 
     def _publish(
@@ -256,39 +254,29 @@ class AdapterTraining:
     async def evaluate_if_due(self, early: bool = False) -> EvaluationResult | None:
         """Evaluates the live version of training if that is due. If it fails, the next attempt is due later.
 
+        Call this when the last update has its number and its rewards are in the history: if the version is the best
+        one, its checkpoint says that it contains both.
+
         `early`: evaluates it even if it is not due yet, unless it was evaluated before.
 
         Returns:
-            None if it was not due, or has failed.
+            The evaluation, also one that the gate has read before; None if it was not due, or has failed.
         """
         version, step = self.versions.latest, self.reports.step
-        due = self.evaluations.due(step) or (early and self.evaluations.lacks(version))
-        if self.unpublished or not due:
-            return None
-        result = await self._evaluate(version, step)
+        result, self._evaluated = self._evaluated, None
+        if result is None or result.adapter != version:
+            due = self.evaluations.due(step) or (early and self.evaluations.lacks(version))
+            if self.unpublished or not due:
+                return None
+            result = await self._evaluate(version, step)
         if result is None:
-            self.evaluations.postpone(self.reports.step)
-        else:
-            await self._add_evaluation(result)
-        return result
-
-    async def _evaluate(self, version: AdapterRef, step: int) -> EvaluationResult | None:
-        """Evaluates a version, live or staged. None: it failed, which is logged and counted."""
-        _log.info("evaluating %s on the held-out tasks", version)
-        try:
-            with self._adapters.lease(TrainedVersion(version).selector):
-                result = await self.evaluations.evaluate(version, step)
-        except Exception as error:  # noqa: BLE001 - whatever failed, training goes on
-            _log.exception("the evaluation of %s failed", version)
-            reason = str(error) or type(error).__name__
-            self._parts.emit("evaluation_failed", adapter=self.name, version=str(version), step=step, reason=reason)
-            return None
-        self._parts.emit("evaluation", adapter=self.name, version=str(version), step=step, metrics=dict(result.metrics))
-        return result
-
-    async def _add_evaluation(self, result: EvaluationResult) -> None:
-        if self.evaluations.add(result):
+            self.evaluations.postpone(step)
+        elif self.evaluations.add(result):
             await self._set_best_to_latest()
+        return result
+
+    def _evaluate(self, version: AdapterRef, step: int) -> Awaitable[EvaluationResult | None]:
+        return self.evaluations.evaluate(version, step, self._adapters.lease(TrainedVersion(version).selector))
 
     # -- checkpoints -----------------------------------------------------------------------------
 
@@ -296,12 +284,11 @@ class AdapterTraining:
         """The next version gets at least this number."""
         self._adapters.number_from(self.name, least)
 
-    async def save_if_due(self) -> str | None:
-        """Saves a checkpoint if one is due, and returns its name. If that fails, the next attempt is due later."""
-        return await self.save_now() if self.checkpoints.unsaved.due_in == 0 else None
-
-    async def save_now(self) -> str | None:
-        """Saves a checkpoint, and returns its name. If that fails, the next attempt is due later."""
+    async def save_if_due(self, now: bool = False) -> str | None:
+        """Saves a checkpoint if one is due, or `now`, and returns its name. If that fails, the next attempt is due
+        later."""
+        if self.checkpoints.unsaved.due_in != 0 and not now:
+            return None
         try:
             return (await self.save()).name
         except Exception:  # noqa: BLE001 - it is logged already, and the update itself is live
@@ -364,9 +351,7 @@ class AdapterTraining:
                     self.versions.append(ref)
                 self._policy.accept()
             self.unpublished = False
-            self.rewards.restart()
-            self.watch.restart()
-            self.plateau.restart()
+            self._forget_rewards()
             self.reports.step = goal.policy.step if goal.policy else 0
             self._parts.emit("rollback", adapter=self.name, version=str(ref), step=self.reports.step)
             await self._resume_from(ref, best=to in (None, BEST))
@@ -376,7 +361,7 @@ class AdapterTraining:
         """Makes a restart of the server resume from this version. If it is the best one, it is saved, because it may
         have no checkpoint yet."""
         if best:
-            self.checkpoints.set_best(TrainedVersion(ref, await self._policy.current()))
+            self.checkpoints.set_best(TrainedVersion(ref, await self._policy.current(), self._histories()))
             self.checkpoints.unsaved.add()
             with suppress(Exception):  # `save` has logged it, and the next checkpoint saves the best version again
                 await self.save()

@@ -41,6 +41,9 @@ from mlx_parallm.rl.updates.update import UpdateParts, Updates
 _AFTER_FAILURE_S = 1.0
 """Pause after a failure while updates are paused already."""
 
+_UNTAUGHT_S = 10.0
+"""Pause after an update for which the teacher scored nothing. The same trajectories are then tried again."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -124,6 +127,8 @@ class TrainingLoop:
                 if self._due:  # still true, so no other update has taken the trajectories
                     await self._changes.flush()
                     await self._updates.conclude(await self._updates.on_groups(self._turns.take()))
+            if self._updates.untaught:
+                await asyncio.sleep(_UNTAUGHT_S)
         async with self._lock:
             await self.training.save_if_due()
 

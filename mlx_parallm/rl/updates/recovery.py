@@ -7,16 +7,19 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
+from types import MappingProxyType
 
 from mlx_parallm.config import ResolvedTraining
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef, GivenTrajectory, Signal, Trajectory, UpdateReport
-from mlx_parallm.errors import ParaLLMError, RequestError
+from mlx_parallm.errors import EngineError, ParaLLMError, RequestError
+from mlx_parallm.rl.collect.groups import DropReason
 from mlx_parallm.rl.objectives.batches import ScoredGroup
 from mlx_parallm.rl.objectives.episodes import Episode
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.rl.objectives.signals import prepare_signal
 from mlx_parallm.rl.runs.records import CHANGED, PolicyChange, Rollback, Start, TrainedEpisode, TrainedGroup, Update
 from mlx_parallm.rl.runs.replay import plan
+from mlx_parallm.rl.teachers import TeacherLogprobs, logprobs_for, taught
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
 
 _LINEAGE = 100
@@ -53,19 +56,29 @@ class PolicyJournal:
     async def updated(
         self,
         groups: Sequence[ScoredGroup],
+        reasons: Sequence[DropReason | None],
         history: RewardHistory,
         wanted: int | None,
         publish: bool,
         report: UpdateReport,
         learning_rate: float | None = None,
         explores: bool = False,
+        teacher_logprobs: TeacherLogprobs | None = None,
     ) -> None:
-        """An update on these groups has changed the policy, or only the baselines; or it was held or skipped, and there
-        are no groups. `history`: of rewards, for this update."""
+        """An update on these groups has changed the policy, or only the baselines; or it was held or skipped, and is
+        kept without the groups. `reasons`: why each group was not trained on; None: it was. `history`: of rewards, for
+        this update."""
         published = report.status == "published" and report.adapter is not None
+        trained = tuple(map(_trained, groups))
+        dropped = {
+            one: reason.value
+            for group, reason in zip(trained, reasons, strict=True)
+            if reason is not None
+            for one in group.trajectory_ids
+        }
         await self._changed(
             Update(
-                groups=tuple(map(_trained, groups)),
+                groups=trained if report.status in CHANGED or report.reason == "no_signal" else (),
                 wanted=wanted,
                 publish=publish,
                 version=report.adapter.version if published and report.adapter is not None else None,
@@ -75,9 +88,11 @@ class PolicyJournal:
                 progress=dict(self._training.progress),
                 learning_rate=learning_rate,
                 explores=explores,
+                teacher_logprobs=teacher_logprobs,
                 trend=history.trend.observed(),
                 all_progress=True,
-            )
+            ),
+            dropped,
         )
 
     async def rolled_back(self) -> None:
@@ -87,9 +102,9 @@ class PolicyJournal:
         baselines = training.rewards.baselines()
         await self._changed(Rollback(card.name if card else "", training.versions.last(_LINEAGE), baselines))
 
-    async def _changed(self, body: Rollback | Update) -> None:
+    async def _changed(self, body: Rollback | Update, dropped: Mapping[str, str] = MappingProxyType({})) -> None:
         self.begin()
-        await self._journal.changed(self._numbered(body))
+        await self._journal.changed(self._numbered(body), dropped)
 
     def _numbered(self, body: Start | Rollback | Update) -> PolicyChange:
         self._last = self._training.change = self._training.change + 1
@@ -134,7 +149,7 @@ class PolicyJournal:
         if recovery.is_new:
             self._start = self._numbered(Start(training.start.live))
         elif recovery.updates:
-            await training.save_now()
+            await training.save_if_due(now=True)
 
     async def _rolled_back_to(self, checkpoint: str) -> bool:
         """Restores a checkpoint, unless the name is empty. Returns whether it could be."""
@@ -161,18 +176,25 @@ class PolicyJournal:
                 training.rewards.accept(history)
                 training.change = change.number
                 return
+            await training.evaluate_if_due()  # the version that training starts from
             if update.version is not None:
                 training.number_versions_from(update.version)
             batch = replace(prepared.batch, learning_rate=update.learning_rate)
+            logprobs, problem = update.teacher_logprobs, ""
+            if logprobs is None:  # an older version did not write them
+                logprobs, problem = await logprobs_for(training.teacher, batch, self._config.loss)
+            batch = taught(batch, logprobs)
+            if not batch.samples:
+                raise EngineError(problem)
             report = await training.learn(batch, update.publish, update.progress or None, again=True)
-            if report.status == "published":
-                await training.evaluate_if_due()
         except (ParaLLMError, LookupError) as error:
             _log.error("update %d of %s could not be made again: %s", change.number, training.name, error)
             return
         training.change = change.number
         if report.status in CHANGED:
             training.rewards.accept(history)
+            if report.status == "published":
+                await training.evaluate_if_due()
         else:
             _log.warning("update %d of %s, made again, is %s", change.number, training.name, report.status)
 

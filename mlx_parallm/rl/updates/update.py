@@ -21,6 +21,7 @@ from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.rl.objectives.samples import PLACEHOLDERS, Sample
 from mlx_parallm.rl.objectives.signals import prepare_signal, signal_of
 from mlx_parallm.rl.runs.records import CHANGED
+from mlx_parallm.rl.teachers import logprobs_for, taught
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
 from mlx_parallm.rl.updates.pace import OF_LESSONS
 from mlx_parallm.rl.updates.recovery import PolicyJournal
@@ -55,7 +56,10 @@ class Updates:
 
     Every group that is taken from the buffer is ended, whatever becomes of its update. If an update was skipped, held
     or failed, its trajectories are dropped, since another attempt would end the same way. If it was cancelled, because
-    the process ends, they wait again.
+    the process ends, or if the teacher scored none of its samples, they wait again.
+
+    Attributes:
+        untaught: whether the last update was skipped because the teacher scored none of its samples.
 
     Args:
         own_progress: what updates note as their progress if they are given none.
@@ -67,6 +71,7 @@ class Updates:
         self._training = training
         self._parts = parts
         self._own_progress = own_progress
+        self.untaught = False
         self._warned = False
 
     async def on_groups(
@@ -91,12 +96,12 @@ class Updates:
             report = await self._learn(scored, prepared, history, publish, progress, wanted, explores)
             if report.status in CHANGED:
                 parts.ledger.updated(self._training.name, learnt, report.metrics)
-            of_groups = prepared.drop_reasons[first : first + len(groups)]
-            reasons = [reason or _DROP_REASONS[report.status] for reason in of_groups]
+            if self.untaught:
+                self._give_back(groups)
+            reasons = _reasons(prepared, report)[first : first + len(groups)]
             return replace(report, signal=signal_of(scored), advice=self._training.plateau.advice)
         except asyncio.CancelledError:
-            for group in groups:
-                parts.buffer.give_back(group)
+            self._give_back(groups)
             raise
         finally:
             for group, reason in zip(groups, reasons, strict=True):
@@ -111,6 +116,10 @@ class Updates:
         prepared = prepare_signal(groups, self._parts.config.loss, history)
         return await self._learn(groups, prepared, history, publish, progress)
 
+    def _give_back(self, groups: Sequence[TrajectoryGroup]) -> None:
+        for group in groups:
+            self._parts.buffer.give_back(group)
+
     def _explores(self, scored: Sequence[ScoredGroup]) -> bool:
         """Whether an update on these groups looks for a way out of a plateau."""
         of_rewards = bool(scored) and signal_of(scored) is Signal.REWARDS
@@ -122,7 +131,7 @@ class Updates:
         self._parts.emit("updating", adapter=self._training.name, groups=named, trajectories=trajectories)
 
     def _warn_of_placeholders(self, samples: Sequence[Sample]) -> None:
-        """Warns of samples whose sampling_logprobs are placeholders, the first time that there are some."""
+        """Warns of samples whose `sampling_logprobs` are placeholders, the first time that there are some."""
         count = sum(sample.has_placeholder_logprobs for sample in samples)
         if count and not self._warned:
             self._warned = True
@@ -143,6 +152,7 @@ class Updates:
         signal that could; and then the journal has it, so that a later update made again sees the same history. Its
         trend is journaled in any case, since that counts all rewards, whatever the update comes to."""
         training, parts = self._training, self._parts
+        self.untaught = False
         progress = self._own_progress() if progress is None else progress
         try:
             await training.mark_best()
@@ -154,20 +164,32 @@ class Updates:
             if not prepared.batch.teaches:
                 report = training.reports.skipped(training.live, "no_signal", metrics=prepared.batch.metrics)
                 if training.rewards.accept(history):
-                    await parts.pausing.recorded(
-                        parts.changes.updated(groups, history, wanted, publish, report, explores=explores)
-                    )
+                    reasons = _reasons(prepared, report)
+                    update = parts.changes.updated(groups, reasons, history, wanted, publish, report, explores=explores)
+                    await parts.pausing.recorded(update)
                 return report
             self._warn_of_placeholders(prepared.batch.samples)
             await training.evaluate_if_due()  # the version that training starts from
             rate = training.pace.learning_rate if signal_of(groups) in OF_LESSONS else None
-            report = await training.learn(replace(prepared.batch, learning_rate=rate), publish, progress)
+            batch = replace(prepared.batch, learning_rate=rate)
+            logprobs, problem = await logprobs_for(training.teacher, batch, parts.config.loss)
+            batch = taught(batch, logprobs)
+            self.untaught = not batch.samples
+            if self.untaught:
+                report = training.reports.skipped(training.live, "no_teacher", problem, metrics=batch.metrics)
+            else:
+                report = await training.learn(batch, publish, progress)
             if report.status in CHANGED:
                 training.rewards.accept(history)
-                update = parts.changes.updated(groups, history, wanted, publish, report, rate, explores)
+                reasons = _reasons(prepared, report)
+                update = parts.changes.updated(
+                    groups, reasons, history, wanted, publish, report, rate, explores, logprobs
+                )
                 await parts.pausing.recorded(update)
             else:
-                await parts.pausing.recorded(parts.changes.updated((), history, None, publish, report))
+                ended = () if self.untaught else groups
+                reasons = _reasons(prepared, report) if ended else []
+                await parts.pausing.recorded(parts.changes.updated(ended, reasons, history, None, publish, report))
             if report.divergences:
                 await parts.response.to(report.divergences)
                 report = replace(report, adapter=training.live, step=training.reports.step)
@@ -192,6 +214,11 @@ class Updates:
             report = replace(report, metrics={**report.metrics, **result.metrics})
         name = await self._training.save_if_due()
         return report if name is None else replace(report, checkpoint=name)
+
+
+def _reasons(prepared: PreparedBatch, report: UpdateReport) -> list[DropReason | None]:
+    """For each group of an update, why it was not trained on; None: it was."""
+    return [reason or _DROP_REASONS[report.status] for reason in prepared.drop_reasons]
 
 
 def _note_advantages(groups: Sequence[TrajectoryGroup], advantages: Sequence[GroupAdvantages]) -> None:
