@@ -201,6 +201,12 @@ async def test_an_empty_conversation_loads_the_model(client, engine, fault):
     assert (unknown.status_code, fault(unknown)["code"]) == (404, "model_not_found")
 
 
+async def test_the_fields_of_an_empty_conversation_are_checked(client):
+    response = await client.post("/v1/responses", json={"input": [], "metadata": {"": None}})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "metadata"
+
+
 async def test_an_empty_turn_continues_a_conversation(client, tokenizer):
     first = await respond(client, store=True)
     await respond(client, input=[], previous_response_id=first["id"], store=False)

@@ -147,8 +147,10 @@ async def delete_response(response_id: ResponseId, services: ServicesDep, key: K
 
 
 async def _loaded(body: ResponsesBody, services: Services) -> Response:
-    """The answer to an empty conversation: clients load a model so before they use it."""
+    """The answer to an empty conversation: clients load a model so before they use it. The other fields are checked as
+    for any conversation."""
     services.check_model(body.model)
+    chat_body(body.for_chat([{"role": "user", "content": ""}]), _names(body))
     async with services.model_for(body.model) as model:
         response = empty_response(body, model.card.name)
     return Response(response.json_text(), media_type="application/json")
