@@ -72,7 +72,7 @@ def options(folder: Path, steps: int, name: str = "Numbers") -> TrainOptions:
 def updates_in(folder: Path) -> list[Update]:
     file = JournalFile(next((folder / "kept").rglob(JOURNAL)), read_only=True)
     try:
-        return [change.body for change in file.changes("default") if isinstance(change.body, Update)]
+        return [change.body for change in file.changes_since("default", 0) if isinstance(change.body, Update)]
     finally:
         file.close()
 

@@ -82,7 +82,7 @@ def test_a_warm_up_comes_once_however_often_the_run_is_stopped(tmp_path: Path, o
     assert run(asked(tmp_path, options), options, view) == 0
     assert (view.made, [report.step for report in view.reports]) == (1, [10, 11])
     file = JournalFile(next((tmp_path / "kept").rglob(JOURNAL)))
-    updates = [change.body for change in file.changes("default") if isinstance(change.body, Update)]
+    updates = [change.body for change in file.changes_since("default", 0) if isinstance(change.body, Update)]
     file.close()
     assert [update.progress.get(WARM_UP) for update in updates] == [*range(1, 9), 8, 8, 8]
 

@@ -160,7 +160,7 @@ def _act(base: str, known: Acknowledged, lock: threading.Lock, dice: random.Rand
 def _missing(run: Path, known: Acknowledged) -> tuple[int, int]:
     """How much of what was acknowledged the journal lacks, and how many trajectories two updates have."""
     journal = JournalFile(run / "kept" / JOURNAL, read_only=True)
-    updates = [change.body for change in journal.changes("default") if isinstance(change.body, Update)]
+    updates = [change.body for change in journal.changes_since("default", 0) if isinstance(change.body, Update)]
     used = Counter(one for update in updates for one in update.trajectory_ids)
     rewards = {
         trajectory_id: reward
@@ -235,7 +235,7 @@ def _wait_until_started(folder: Path, process: subprocess.Popen[bytes]) -> None:
 def _steps(run: Path) -> int:
     """Updates in the journal."""
     journal = JournalFile(run / "kept" / JOURNAL, read_only=True)
-    steps = max((c.body.step for c in journal.changes("default") if isinstance(c.body, Update)), default=0)
+    steps = max((c.body.step for c in journal.changes_since("default", 0) if isinstance(c.body, Update)), default=0)
     journal.close()
     return steps
 
