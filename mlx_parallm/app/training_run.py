@@ -20,6 +20,7 @@ from mlx_parallm.core import UpdateReport
 from mlx_parallm.errors import EngineDeadError, TrainingFailedError
 from mlx_parallm.rl.runs.listing import RUN_STEPS, RUN_TASKS
 from mlx_parallm.rl.tracking.tracking import Record, Tracking
+from mlx_parallm.rl.updates.loop import UNTAUGHT_S
 from mlx_parallm.rl.updates.turns import Chosen
 
 if TYPE_CHECKING:  # it needs the extra `cluster`
@@ -141,7 +142,7 @@ class TrainingRun(ABC):
         filled = await self._fill(is_last=step == self.options.steps)
         self._show_samples(filled.chosen)
         progress = {STEPS: step, TASKS: filled.tasks, **filled.state}
-        report = await self.service.update(progress=progress, chosen=filled.chosen)
+        report = await self._updated(progress, filled.chosen)
         if self.cluster is not None:
             await self.cluster.publish_live()
         speed = {**filled.speed, "seconds": time.monotonic() - started, "failed_tasks": float(len(filled.failures))}
@@ -151,6 +152,22 @@ class TrainingRun(ABC):
         self.view.updated(report)
         self.tracking.write(Record("update", step, report.metrics, _fields(report, filled.failures)))
         _check_not_paused(report)
+
+    async def _updated(self, progress: Mapping[str, float], chosen: Chosen | None) -> UpdateReport:
+        """Makes the update of a step. It is made again while the teacher scores none of its samples.
+
+        Raises:
+            TrainingFailedError: that happened `max_skips` times.
+        """
+        for _ in range(self.config.rl_training.max_skips):
+            report = await self.service.update(progress=progress, chosen=chosen)
+            if not report.given_back:
+                return report
+            await asyncio.sleep(UNTAUGHT_S)
+        raise TrainingFailedError(
+            f"nothing can be learnt: {report.reason}; what was learnt before is saved. Continue with --resume when the "
+            "teacher answers"
+        )
 
     async def _until_allowed(self) -> None:
         """Returns when the machine may train. Until then, the log says why it should not."""

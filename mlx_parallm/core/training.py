@@ -29,6 +29,8 @@ class UpdateReport:
         signal: what it has learnt from.
         divergences: its figures that are beyond their limits.
         advice: what people should change, because answers are on a plateau; empty if there is nothing.
+        given_back: it was skipped, and its trajectories wait for another update, because the teacher scored none of
+            them.
     """
 
     adapter: AdapterRef | None
@@ -40,6 +42,7 @@ class UpdateReport:
     signal: Signal = Signal.REWARDS
     divergences: tuple[Divergence, ...] = ()
     advice: str = ""
+    given_back: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -305,10 +305,9 @@ class Collector:
         Raises:
             ConflictError: several keys have such a group, or only keys whose groups have left.
         """
-        owners = self.buffer.owners(group_id)
-        if not reader.reads_all:
-            owners &= {reader.name, ""}
-        elif not owners and self.buffer.has_left(group_id, None):
+        found = (self.buffer.find(group_id, owner) for owner in self.buffer.owners(group_id))
+        owners = {group.owner for group in found if group and reader.may_read(group.members[0].trajectory.owner)}
+        if reader.reads_all and not owners and self.buffer.has_left(group_id, None):
             raise ConflictError("The group has been trained on or dropped already.", param="group_id")
         if reader.name in owners or not owners:
             return reader.name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import count
 from pathlib import Path
 
 import mlx.core as mx
@@ -16,10 +17,10 @@ from mlx_parallm import RLConfig, RLIntegratedServer
 from mlx_parallm.adapters.weights import VersionInfo
 from mlx_parallm.app.train import TrainOptions, run
 from mlx_parallm.core import GivenTrajectory
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.errors import ConfigError, TrainingFailedError
 from mlx_parallm.rl.inference.http import EngineServer
 from mlx_parallm.rl.objectives.samples import answered
-from mlx_parallm.rl.teachers import engine_score, server_score
+from mlx_parallm.rl.teachers import Teacher, engine_score, server_score
 
 
 def tasks(folder: Path) -> str:
@@ -43,7 +44,25 @@ def test_a_run_learns_from_the_base_model_with_a_prompt_of_its_own(tmp_path: Pat
 
 
 @pytest.mark.timeout(120)
-def test_a_teacher_that_cannot_be_asked_skips_the_update_and_says_why(tmp_path: Path) -> None:
+def test_no_step_is_spent_while_the_teacher_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, prompt, view = tasks(tmp_path), tmp_path / "prompt.txt", View()
+    prompt.write_text("z z z z z z ")
+    monkeypatch.setattr("mlx_parallm.app.training_run.UNTAUGHT_S", 0.0)
+    logprobs, calls = Teacher.logprobs, count()
+
+    async def away_at_first(self, samples):
+        return (((),) * len(samples), "away") if next(calls) < 2 else await logprobs(self, samples)
+
+    monkeypatch.setattr(Teacher, "logprobs", away_at_first)
+    keys = {"rl_training__environment": file, "rl_training__teacher__prompt": f"@{prompt}"}
+    assert run(config(tmp_path, "distillation", **keys), TrainOptions(file, 2, GROUP, PROMPTS), view) == 0
+    assert [report.status for report in view.reports] == ["published"] * 2
+
+
+@pytest.mark.timeout(120)
+def test_a_teacher_that_cannot_be_asked_ends_the_run_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file, view = tasks(tmp_path), View()
     keys = {
         "rl_training__environment": file,
@@ -51,10 +70,10 @@ def test_a_teacher_that_cannot_be_asked_skips_the_update_and_says_why(tmp_path: 
         "rl_training__teacher__model": "big",
         "rl_training__teacher__timeout_s": 5,
     }
-    assert run(config(tmp_path, "distillation", **keys), TrainOptions(file, 1, GROUP, PROMPTS), view) == 0
-    (report,) = view.reports
-    assert report.status == "skipped"
-    assert "the teacher failed: the teacher's engine at" in report.reason
+    monkeypatch.setattr("mlx_parallm.app.training_run.UNTAUGHT_S", 0.0)
+    with pytest.raises(TrainingFailedError, match="nothing can be learnt: the teacher failed: the teacher's engine at"):
+        run(config(tmp_path, "distillation", **keys), TrainOptions(file, 1, GROUP, PROMPTS), view)
+    assert not view.reports
     keys = {"rl_training__environment": file, "rl_training__teacher__prompt": "@nowhere.txt"}
     settings = config(tmp_path, "distillation", **keys)
     with pytest.raises(ConfigError, match=r"rl_training\.teacher\.prompt: nowhere\.txt cannot be read"):

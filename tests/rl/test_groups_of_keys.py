@@ -33,14 +33,14 @@ ANSWER = SequenceOutput(0, (5, 2), "a", finish_reason=FinishReason.STOP, samplin
 ONE, TWO, BOSS = Reader("one"), Reader("two"), Reader("boss", reads_all=True)
 
 
-async def answer(world: World, key: str, prompt: int = 1, **named: object) -> str:
+async def answer(world: World, key: str | None, prompt: int = 1, **named: object) -> str:
     """The id of the trajectory of a request of this key."""
     world.requests += 1
     spec = CollectionSpec(None, **named)  # type: ignore[arg-type]
     asked = GenerationRequest(
         f"{key}{world.requests}", ((prompt,),), SamplingParams(), StopParams(4), collection=spec, key=key
     )
-    await world.service.trajectories.check(spec, BASE_ADAPTER, Reader(key))
+    await world.service.trajectories.check(spec, BASE_ADAPTER, Reader(key or ""))
     events = world.service.trajectories.collect(
         asked, FakeEngine([ANSWER, RequestFinished(1, 2, 0, 0, 0, 1)]).generate(asked)
     )
@@ -103,6 +103,17 @@ async def test_every_key_rewards_what_the_server_has_sampled_itself(tmp_path: Pa
         await one.service.trajectories.reward_episode("e", "g", 0.25, ONE)
         assert set(one.states().values()) == {"scored"}
         await one.service.trajectories.close_group("g", TWO)
+
+
+async def test_groups_of_unknown_owners_are_for_admins(tmp_path: Path) -> None:
+    """Such as those that another program has sent."""
+    async with Run(tmp_path / "journal.sqlite").process() as one:
+        collected = one.service.trajectories
+        await answer(one, None, episode_id="e", group_id="g")
+        for refused in (collected.reward_episode("e", "g", 0.5, ONE), collected.close_group("g", ONE)):
+            with pytest.raises(UnknownTrajectoryError):
+                await refused
+        await collected.close_group("g", BOSS)
 
 
 async def test_an_admin_hears_that_anothers_group_has_ended(tmp_path: Path) -> None:

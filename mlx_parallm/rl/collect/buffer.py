@@ -21,7 +21,7 @@ from mlx_parallm.rl.collect.groups import (
 class TrajectoryBuffer:
     """Holds at most `size` trajectories, in whole groups. A group leaves when all its members are trained or dropped.
 
-    To make room, the oldest groups without a reward are dropped first, then the oldest ones with a reward. Groups that
+    To make room, groups of the owner that has the most are dropped: the oldest ones without a reward first. Groups that
     an update is using stay; if a group does not fit beside them, it is dropped itself. The last `size` trajectories
     that left are remembered, so that feedback on them gets an error that says what became of them.
 

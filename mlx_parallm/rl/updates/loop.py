@@ -41,7 +41,7 @@ from mlx_parallm.rl.updates.update import UpdateParts, Updates
 _AFTER_FAILURE_S = 1.0
 """Pause after a failure while updates are paused already."""
 
-_UNTAUGHT_S = 10.0
+UNTAUGHT_S = 10.0
 """Pause after an update for which the teacher scored nothing. The same trajectories are then tried again."""
 
 _log = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class TrainingLoop:
                     await self._changes.flush()
                     await self._updates.conclude(await self._updates.on_groups(self._turns.take()))
             if self._updates.untaught:
-                await asyncio.sleep(_UNTAUGHT_S)
+                await asyncio.sleep(UNTAUGHT_S)
         async with self._lock:
             await self.training.save_if_due()
 

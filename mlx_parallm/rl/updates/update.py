@@ -99,7 +99,8 @@ class Updates:
             if self.untaught:
                 self._give_back(groups)
             reasons = _reasons(prepared, report)[first : first + len(groups)]
-            return replace(report, signal=signal_of(scored), advice=self._training.plateau.advice)
+            advice, given_back = self._training.plateau.advice, self.untaught
+            return replace(report, signal=signal_of(scored), advice=advice, given_back=given_back)
         except asyncio.CancelledError:
             self._give_back(groups)
             raise

@@ -16,6 +16,7 @@ from mlx_parallm.errors import (
     OverloadedError,
     StorageError,
     TrainingDisabledError,
+    UnknownModelError,
 )
 from mlx_parallm.server.api.fields import WireInput, WireOutput, refused
 from mlx_parallm.server.api.training.values import utc
@@ -32,6 +33,7 @@ MAX_TOKENS, MAX_UPDATES, MAX_GROUP = 512, 1000, 32
 
 START_ERRORS = (
     ConflictError,
+    UnknownModelError,
     TrainingDisabledError,
     ContextLengthError,
     OverloadedError,

@@ -68,10 +68,8 @@ class Futures:
         """Raises OverloadedError if there is no room for another operation of the key whose body has `nbytes` bytes."""
         if not room_in(MAX_FUTURES, self._held, key):
             self.sweep()
-        if not (
-            room_in(MAX_FUTURES, self._held, key)
-            and room_in(MAX_WAITING_BYTES, self.waiting_bytes, key, max(1, nbytes))
-        ):
+        fits = not nbytes or room_in(MAX_WAITING_BYTES, self.waiting_bytes, key, nbytes)
+        if not (fits and room_in(MAX_FUTURES, self._held, key)):
             raise OverloadedError("Too many Tinker operations are under way; try again.", retry_after_s=1)
 
     def start(
