@@ -5,7 +5,7 @@
 `preferences`: DPO on up to 200 pairs of the base model's answers, of which the shorter is preferred; how often the
 policy's answers to 64 held-out prompts are preferred to the base model's. `distillation`: an adapter imitates the base
 model with a prompt of some 200 tokens before each question, a system message and eight examples; rewards of 64 held-out
-questions without it. About 40 minutes on two cores. After each run, JSON is written; --resume keeps the runs that the
+questions without it. About two hours on two cores. After each run, JSON is written; --resume keeps the runs that the
 file has and makes the others.
 """
 
