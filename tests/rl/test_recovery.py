@@ -657,6 +657,35 @@ async def test_an_update_is_made_again_with_the_logprobs_that_the_teacher_gave(t
         assert scores.asked == (asked if is_older else 0)
 
 
+@pytest.mark.parametrize(
+    ("later", "samples"),
+    [(MANUAL, [2]), (changed(MANUAL, loss=loss_config(Algorithm.DISTILLATION, mask_truncated=True)), [])],
+)
+async def test_other_settings_of_the_loss_do_not_keep_a_server_from_starting_after_a_crash(
+    tmp_path: Path, later: ResolvedTraining, samples: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under them the update has other samples than the teacher has scored."""
+    run = Run(tmp_path / "journal.sqlite", DISTILLATION)
+    run.teacher = Teacher(Scores(), 5.0)
+    async with run.process() as one:
+        one.engine = FakeEngine(
+            [
+                SequenceOutput(0, (5, 2), "a", finish_reason=FinishReason.STOP, sampling_logprobs=(-0.5, -0.1)),
+                SequenceOutput(1, (5, 2), "a", finish_reason=FinishReason.LENGTH, sampling_logprobs=(-0.5, -0.1)),
+                RequestFinished(1, 4, 0, 0, 0, 1),
+            ]
+        )
+        await one.request()
+        one.scorers.rewards = lambda _: 0.5
+        await one.request()
+        assert (await finished_update(one)).metrics["groups"] == 2
+    run.training = later
+    async with run.process() as one:
+        assert [len(batch.samples) for batch in one.learner.batches] == samples
+        assert ("under the present settings" in caplog.text) == (samples == [])
+        assert (await one.service.update(given=GIVEN)).status == "published"
+
+
 async def test_trajectories_wait_again_if_the_teacher_scores_none_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
