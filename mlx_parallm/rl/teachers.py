@@ -24,7 +24,7 @@ from mlx_parallm.core import (
     StopParams,
     WorkClass,
 )
-from mlx_parallm.errors import ParaLLMError
+from mlx_parallm.errors import EngineError, ParaLLMError
 from mlx_parallm.rl.inference.http import EngineServer
 from mlx_parallm.rl.inference.openai import choices_of
 from mlx_parallm.rl.objectives.batches import UpdateBatch
@@ -121,12 +121,18 @@ async def logprobs_for(
 
 def taught(batch: UpdateBatch, logprobs: TeacherLogprobs | None) -> UpdateBatch:
     """The batch with the teacher's logprobs, without the samples that it could not score. The step is smaller by their
-    share. `logprobs` None: the batch as it is."""
+    share. `logprobs` None: the batch as it is.
+
+    Raises:
+        EngineError: the logprobs are not of these samples.
+    """
     if logprobs is None:
         return batch
-    samples = tuple(
-        sample.with_teacher(values) for sample, values in zip(batch.samples, logprobs, strict=True) if values
-    )
+    try:
+        pairs = zip(batch.samples, logprobs, strict=True)
+        samples = tuple(sample.with_teacher(values) for sample, values in pairs if values)
+    except ValueError as error:
+        raise EngineError("under the present settings it has other samples than the teacher has scored") from error
     return replace(batch, samples=samples, step_scale=batch.step_scale * (len(samples) / len(batch.samples)))
 
 

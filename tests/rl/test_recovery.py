@@ -516,6 +516,49 @@ async def test_the_trend_of_rewards_is_the_same_to_the_bit_after_a_crash(tmp_pat
         assert trend(one) == found
 
 
+@pytest.mark.parametrize("saves", [False, True])
+async def test_the_rewards_of_groups_that_wait_count_once_after_a_crash(tmp_path: Path, saves: bool) -> None:
+    """They were complete when the last update began, or when the last checkpoint was saved."""
+
+    def counted(one: World) -> float:
+        return one.service._loop(None).training.rewards.to_metrics()["reward_count.exact"]
+
+    run = Run(tmp_path / "journal.sqlite")
+    async with run.process() as one:
+        for _ in range(6):
+            await one.request()
+            await settle()
+        chosen = [card.group_id for card in one.service.trajectories.groups("main")][:2]
+        await one.service._loop(None).update(None, chosen=chosen.__contains__)
+        if saves:
+            await one.service.save(None, None, [], {})
+        assert len([state for state in one.states().values() if state == "scored"]) == 8
+    async with run.process() as one:
+        await until(lambda: not one.service.trajectories._intake._scoring)
+        assert len([state for state in one.states().values() if state == "scored"]) == 8
+        await one.service.update()
+        assert counted(one) == 6
+
+
+async def test_feedback_counts_once_in_the_trend_while_the_teacher_is_away(tmp_path: Path) -> None:
+    """Nor does a crash meanwhile add it."""
+    run, scores = Run(tmp_path / "journal.sqlite", DISTILLATION), Scores()
+    run.teacher, scores.error = Teacher(scores, 5.0), EngineError("gone")
+    for _ in range(2):
+        async with run.process() as one:
+            if not one.states():
+                for answer, score in zip(await one.request(scorer=None), (1.0, 0.0), strict=True):
+                    await one.service.people.feedback(answer, score)
+            for _ in range(3):
+                assert (await one.service.update()).status == "skipped"
+            figures = one.service._loop(None).training.rewards.to_metrics()
+            assert figures["reward_count.feedback"] == 1
+    async with run.process() as one:
+        scores.error = None
+        assert (await one.service.update()).status == "published"
+        assert one.service._loop(None).training.rewards.to_metrics()["reward_count.feedback"] == 1
+
+
 async def test_rewards_without_a_signal_count_for_the_next_update_after_a_crash_too(tmp_path: Path) -> None:
     run = Run(tmp_path / "journal.sqlite")
     for number in range(3):
@@ -655,6 +698,35 @@ async def test_an_update_is_made_again_with_the_logprobs_that_the_teacher_gave(t
         assert one.learner.policies["main"] == policy
         assert [batch.samples for batch in one.learner.batches] == [batch.samples for batch in batches]
         assert scores.asked == (asked if is_older else 0)
+
+
+@pytest.mark.parametrize(
+    ("later", "samples"),
+    [(MANUAL, [2]), (changed(MANUAL, loss=loss_config(Algorithm.DISTILLATION, mask_truncated=True)), [])],
+)
+async def test_other_settings_of_the_loss_do_not_keep_a_server_from_starting_after_a_crash(
+    tmp_path: Path, later: ResolvedTraining, samples: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under them the update has other samples than the teacher has scored."""
+    run = Run(tmp_path / "journal.sqlite", DISTILLATION)
+    run.teacher = Teacher(Scores(), 5.0)
+    async with run.process() as one:
+        one.engine = FakeEngine(
+            [
+                SequenceOutput(0, (5, 2), "a", finish_reason=FinishReason.STOP, sampling_logprobs=(-0.5, -0.1)),
+                SequenceOutput(1, (5, 2), "a", finish_reason=FinishReason.LENGTH, sampling_logprobs=(-0.5, -0.1)),
+                RequestFinished(1, 4, 0, 0, 0, 1),
+            ]
+        )
+        await one.request()
+        one.scorers.rewards = lambda _: 0.5
+        await one.request()
+        assert (await finished_update(one)).metrics["groups"] == 2
+    run.training = later
+    async with run.process() as one:
+        assert [len(batch.samples) for batch in one.learner.batches] == samples
+        assert ("under the present settings" in caplog.text) == (samples == [])
+        assert (await one.service.update(given=GIVEN)).status == "published"
 
 
 async def test_trajectories_wait_again_if_the_teacher_scores_none_of_them(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 from configs import changed
@@ -130,6 +132,37 @@ async def test_the_rewards_of_a_group_that_waits_for_the_next_update_count_once(
     assert rig.training.rewards.to_metrics()["reward_count.exact"] == 2
 
 
+async def test_a_group_whose_update_was_cancelled_counts_once() -> None:
+    """Its rewards are those of people, which count when an update takes them."""
+    rig = await opened(settings=changed(GROUPS, update_frequency=64))
+    group = TrajectoryGroup(NAME, trajectories("g", rig.training.versions.latest, 2, None))
+    rig.buffer.add(group)
+    for member, score in zip(group.members, (1.0, 0.0), strict=True):
+        GroupRewards(rig.buffer).feedback(member.trajectory.trajectory_id, score)
+    rig.learner.error = asyncio.CancelledError()
+    for _ in range(3):
+        with pytest.raises(asyncio.CancelledError):
+            await rig.loop.update(None)
+    rig.learner.error = None
+    await rig.loop.update(None)
+    assert len(rig.learner.batches) >= 1
+    assert rig.training.rewards.to_metrics()["reward_count.feedback"] == 1
+
+
+async def test_a_fall_among_groups_that_wait_is_noticed_before_they_are_learnt_from() -> None:
+    rig = await opened(settings=GROUPS)
+    async with running(rig):
+        for _ in range(16):
+            rig.drawn(*ONE_LEFT)
+            await settle()
+        assert rig.publisher.names[NAME] == ref(2)
+        for _ in range(8):
+            rig.drawn(*((0.0,) * 7 + (1.0,)))
+            await settle()
+    assert rig.kinds[-3:] == ["rollback", "checkpoint", "skipped"]
+    assert len(rig.learner.batches) == 2
+
+
 async def test_each_part_of_a_group_counts_when_people_score_it_in_parts() -> None:
     rig = await opened(settings=changed(GROUPS, update_frequency=1))
     group = TrajectoryGroup(NAME, trajectories("g", rig.training.versions.latest, 2, None))
@@ -196,7 +229,7 @@ async def test_a_harder_task_is_no_fall() -> None:
     async with running(rig):
         for _ in range(16):
             rig.drawn(*ONE_LEFT, scorer="exact")
-        await settle()
+            await settle()
         for _ in range(40):
             rig.drawn(*((0.0,) * 7 + (1.0,)), scorer="math")
             await settle(20)

@@ -181,7 +181,8 @@ class TrajectoryGroup:
         size: the number of members that have ended after which an open group is closed; None: it is closed on request.
         closed: whether no more members may be added.
         number: order of arrival, assigned by the buffer.
-        observed: whether its rewards are in the adapter's reward trend already, before an update takes it.
+        seen: whether its selection has looked at it since it was complete; see `updates.selection.GroupSelection`.
+        observed: whether its rewards are in the adapter's reward trend, though it waits: an update has given it back.
         divisor: what its advantages were divided by, see `objectives.batches.GroupAdvantages`.
 
     Args:
@@ -198,7 +199,7 @@ class TrajectoryGroup:
         self.size = collection.group_size if collection.group_id else 1
         self.closed = not self.named
         self.number = 0
-        self.observed = False
+        self.seen = self.observed = False
         self.divisor: float | None = None
         self._episodes: dict[str, GroupMember] = {}
         for trajectory in trajectories:

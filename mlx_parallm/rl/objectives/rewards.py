@@ -157,22 +157,26 @@ class RunningReward:
 class RewardTrend:
     """Running mean reward of an adapter, its best value so far, and whether it fell.
 
-    One observation is the mean reward of one group, whether or not the group can be trained on. Each scorer has a
-    running mean of its own, and the mean of these is compared with its best value: traffic that moves from an easy task
-    to a hard one is not a fall. A new scorer restarts the comparison. Only the 32 scorers that were used last count.
+    One observation is the mean reward of one group that an update takes, or that is dropped because it has no signal.
+    Each scorer has a running mean of its own, and the mean of these is compared with its best value: traffic that moves
+    from an easy task to a hard one is not a fall. A new scorer restarts the comparison. Only the 32 scorers that were
+    used last count.
+
+    Attributes:
+        has_current: whether the version in training drew a group that has become complete since the last `mark_best`.
     """
 
     def __init__(self) -> None:
         self.best: float | None = None
         self.provisional = True
-        self._has_current = False  # a group of the current version was observed since the last `mark_best`
+        self.has_current = False
         self.scorers: dict[str, RunningReward] = {}  # the one used last comes last
 
     def observe(self, scorer: str, reward: float, current: bool) -> None:
         """Adds the mean reward of one group. `current`: the version in training drew it."""
         known = self.scorers.pop(scorer, None)
         self.scorers[scorer] = known.including(reward) if known else RunningReward(1, reward, reward, 0.0)
-        self._has_current |= current
+        self.has_current |= current
         if known is None:
             self.forget_best()
         if len(self.scorers) > _MAX_SCORERS:
@@ -187,8 +191,8 @@ class RewardTrend:
 
     def mark_best(self) -> bool:
         """Stores the mean if it is the best one and the current version contributed to it. Returns whether it did."""
-        mean, has_current = self.mean, self._has_current
-        self._has_current = False
+        mean, has_current = self.mean, self.has_current
+        self.has_current = False
         if mean is None or not has_current or not (self.best is None or self.provisional or mean > self.best):
             return False
         self.best = mean
@@ -204,12 +208,12 @@ class RewardTrend:
 
     def observed(self) -> dict[str, float]:
         """What `continue_from` needs: the running means, and whether the current version contributed to them."""
-        return _figures("reward", self.scorers) | {_CURRENT: float(self._has_current)}
+        return _figures("reward", self.scorers) | {_CURRENT: float(self.has_current)}
 
     def continue_from(self, observed: Mapping[str, float]) -> None:
         """Continues as if all that another trend has `observed` had been observed here."""
         known, self.scorers = self.scorers, _restored("reward", RunningReward, observed)
-        self._has_current = bool(observed[_CURRENT])
+        self.has_current = bool(observed[_CURRENT])
         if known.keys() != self.scorers.keys():
             self.forget_best()
 

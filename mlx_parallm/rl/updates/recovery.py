@@ -181,11 +181,12 @@ class PolicyJournal:
                 training.number_versions_from(update.version)
             batch = replace(prepared.batch, learning_rate=update.learning_rate)
             logprobs, problem = update.teacher_logprobs, ""
-            if logprobs is None:  # an older version did not write them
+            if logprobs is None or not (batch.loss or self._config.loss).reads_teacher:
+                # an older version did not write them, or the present settings read none
                 logprobs, problem = await logprobs_for(training.teacher, batch, self._config.loss)
             batch = taught(batch, logprobs)
             if not batch.samples:
-                raise EngineError(problem)
+                raise EngineError(problem or "under the present settings it has no samples")
             report = await training.learn(batch, update.publish, update.progress or None, again=True)
         except (ParaLLMError, LookupError) as error:
             _log.error("update %d of %s could not be made again: %s", change.number, training.name, error)

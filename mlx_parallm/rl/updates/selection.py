@@ -21,6 +21,9 @@ class GroupSelection:
 
     A group without a signal, such as one of equal rewards, cannot be trained on: it is dropped at once and does not
     count towards an update. Its rewards still count in the reward trend and in the metrics of the next update.
+
+    The reward trend gets the rewards of a group when it is dropped for that, or when an update takes it. So groups that
+    wait, which a restart of the server finds again, are not in the trend yet.
     """
 
     def __init__(self, training: AdapterTraining, buffer: TrajectoryBuffer, config: ResolvedTraining) -> None:
@@ -54,17 +57,19 @@ class GroupSelection:
         return self._compares and self._training.plateau.explores
 
     def look(self) -> None:
-        """Observes the rewards of groups that have become complete, and drops those without a signal."""
+        """Looks at groups that have become complete, and drops those without a signal."""
         if self._imitates:
             return
         for group in self._buffer.ready(self._training.name):
-            if group.scorer is None or group.observed or self._staleness(group) is None:
+            if group.scorer is None or group.seen or self._staleness(group) is None:
                 continue
-            scored = self._observe(group, group.scored)
-            group.observed = True
+            scored, group.seen = self._scored(group, group.scored), True
+            self._training.rewards.trend.has_current |= scored.on_policy
+            self._observe_plateau(scored)
             if self._is_taught or self.explores or not scored.is_compared:
                 continue
             if reason := scored.no_signal:
+                self._observe(scored)
                 self._without_signal[group.key] = scored
                 self._buffer.drop(group, reason)
         while self.without_signal > (1 + REFILLS) * self._training.pace.trajectories:  # training is paused
@@ -86,17 +91,23 @@ class GroupSelection:
         if self._imitates:
             for group in groups:
                 self._drop_low(group)
-        taken = [self._observe(group, group.in_state(TrajectoryState.TRAINING)) for group in groups]
+        taken = [self._scored(group, group.in_state(TrajectoryState.TRAINING)) for group in groups]
+        for group, scored in zip(groups, taken, strict=True):
+            if not group.observed:
+                self._observe(scored)
+                if not group.seen:
+                    self._observe_plateau(scored)
+            group.observed = False
         counted = [key for key in self._without_signal if chosen(key[1])]
         without_signal = [self._without_signal.pop(key) for key in counted]
         return without_signal, taken
 
     def restart(self) -> None:
-        """Call this when the policy was replaced. Groups that were dropped no longer count, and the new reward trend
-        gets the rewards of those that wait in the buffer."""
+        """Call this when the policy was replaced. Groups that were dropped no longer count, and those that wait in the
+        buffer count in the new reward trend."""
         self.forget()
         for group in self._buffer.ready(self._training.name):
-            group.observed = False
+            group.seen = group.observed = False
 
     def forget(self) -> None:
         """Groups that were dropped no longer count towards an update."""
@@ -113,20 +124,23 @@ class GroupSelection:
         low = [member for member in taken if member.reward is not None and member.reward <= self._threshold]
         self._buffer.drop(group, DropReason.LOW_REWARD, low)
 
-    def _observe(self, group: TrajectoryGroup, members: Sequence[GroupMember]) -> ScoredGroup:
-        """Scores these members of a group. Adds their rewards to the reward trend, unless it has those of the group."""
+    def _scored(self, group: TrajectoryGroup, members: Sequence[GroupMember]) -> ScoredGroup:
         staleness = self._staleness(group)
         assert staleness is not None  # otherwise the buffer was swept
         from_feedback = group.scorer is None or all(member.from_feedback for member in members)
-        scored = ScoredGroup(
+        return ScoredGroup(
             tuple(map(episode_of, members)),
             tuple(member.reward for member in members if member.reward is not None),
             group.scorer if group.scorer and not from_feedback else FEEDBACK,
             staleness,
             on_policy=staleness == 0 and not self._training.unpublished and not group.was_given,
         )
-        if scored.rewards and not group.observed and not self._imitates:
-            if self._compares and len(scored.rewards) == len(scored.episodes):
-                self._training.plateau.observe(scored)
+
+    def _observe(self, scored: ScoredGroup) -> None:
+        """Adds the rewards of a group to the reward trend."""
+        if scored.rewards and not self._imitates:
             self._training.rewards.trend.observe(scored.scorer, fmean(scored.rewards), scored.on_policy)
-        return scored
+
+    def _observe_plateau(self, scored: ScoredGroup) -> None:
+        if scored.rewards and self._compares and len(scored.rewards) == len(scored.episodes):
+            self._training.plateau.observe(scored)

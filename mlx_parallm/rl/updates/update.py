@@ -119,6 +119,7 @@ class Updates:
 
     def _give_back(self, groups: Sequence[TrajectoryGroup]) -> None:
         for group in groups:
+            group.observed = True  # it counts once in the reward trend, however often an update takes it
             self._parts.buffer.give_back(group)
 
     def _explores(self, scored: Sequence[ScoredGroup]) -> bool:
@@ -187,10 +188,9 @@ class Updates:
                     groups, reasons, history, wanted, publish, report, rate, explores, logprobs
                 )
                 await parts.pausing.recorded(update)
-            else:
-                ended = () if self.untaught else groups
-                reasons = _reasons(prepared, report) if ended else []
-                await parts.pausing.recorded(parts.changes.updated(ended, reasons, history, None, publish, report))
+            elif not self.untaught:  # then its groups wait, and their rewards count when an update takes them again
+                reasons = _reasons(prepared, report)
+                await parts.pausing.recorded(parts.changes.updated(groups, reasons, history, None, publish, report))
             if report.divergences:
                 await parts.response.to(report.divergences)
                 report = replace(report, adapter=training.live, step=training.reports.step)
