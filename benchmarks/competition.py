@@ -3,7 +3,7 @@
     python benchmarks/competition.py [--runs 200] [--out benchmarks/results/competition.json]
 
 No model runs: the versions and the rewards are simulated, and everything between them is the server's own code, with
-its default settings. Each request is assigned by its user, rewarded, and looked at at once. It takes about ten minutes. The
+its default settings. Each request is assigned by its user, rewarded, and looked at at once. It takes ten minutes. The
 figures depend on chance, but not on the machine. Half of the live version's answers are good, and of the candidate's:
 
     scorer, 0 or 1     0.6 (better), 0.4 (worse), 0.5 (equal), and 0.53, which is below smallest_effect
