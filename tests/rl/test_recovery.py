@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from rl.fakes import FakeEngine, FakeLearner
 from rl.service_rig import GIVEN, SETTINGS, World, settle, until
 
-from mlx_parallm.config import Algorithm, CheckpointingConfig, ResolvedTraining
+from mlx_parallm.config import Action, Algorithm, CheckpointingConfig, ResolvedTraining
 from mlx_parallm.core import (
     BASE_ADAPTER,
     AdapterRef,
@@ -487,10 +487,10 @@ async def test_an_update_that_comes_to_nothing_leaves_the_baselines(tmp_path: Pa
         assert (baselines(one), one.learner.policies["main"]) == (found, policy)
 
 
-@pytest.mark.parametrize("ends", ["held", "skipped", "trained"])
+@pytest.mark.parametrize("ends", ["held", "skipped", "trained", "failed", "no_signal"])
 async def test_the_trend_of_rewards_is_the_same_to_the_bit_after_a_crash(tmp_path: Path, ends: str) -> None:
-    """Held and skipped updates among those before it, and groups without a signal between others. A fall of the rewards
-    is judged by it."""
+    """Updates that came to nothing are among those before it, and groups without a signal between others. A fall of the
+    rewards is judged by it."""
     run = Run(tmp_path / "journal.sqlite", limited(MANUAL, kl_step=0.5))
 
     def trend(one: World) -> object:
@@ -502,14 +502,17 @@ async def test_the_trend_of_rewards_is_the_same_to_the_bit_after_a_crash(tmp_pat
         for end in ("trained", "trained", ends, ends):
             for number in range(3):
                 level = next(levels)
-                rewards = cycle([level, level if number == 1 else 0.0])
+                equal = number == 1 or end == "no_signal"
+                rewards = cycle([level, level if equal else 0.0])
                 one.scorers.rewards = lambda _, rewards=rewards: next(rewards)
                 await one.request()
                 await settle()
             one.learner.metrics = {"loss": 0.5, "kl_step": 1.0 if end == "held" else 0.1}
             one.learner.skip = "loss_not_finite" if end == "skipped" else ""
-            report = await one.service.update()
-            assert report.status == {"trained": "published"}.get(end, end)
+            one.learner.error = OSError("device") if end == "failed" else None
+            with suppress(OSError):
+                report = await one.service.update()
+                assert report.status == {"trained": "published", "no_signal": "skipped"}.get(end, end)
         found = trend(one)
         await one.service._journal.flush()
     async with run.process() as one:
@@ -557,6 +560,28 @@ async def test_feedback_counts_once_in_the_trend_while_the_teacher_is_away(tmp_p
         scores.error = None
         assert (await one.service.update()).status == "published"
         assert one.service._loop(None).training.rewards.to_metrics()["reward_count.feedback"] == 1
+
+
+async def test_a_fall_that_paused_training_is_not_forgotten_by_a_restart(tmp_path: Path) -> None:
+    run = Run(tmp_path / "journal.sqlite", changed(SETTINGS, update_frequency=8))
+    paused = changed(run.training.divergence.reward, action=Action.PAUSE)
+    run.training = run.training.model_copy(
+        update={"divergence": run.training.divergence.model_copy(update={"reward": paused})}
+    )
+    async with run.process() as one:
+        for _ in range(48):
+            rewards = cycle([1.0, 0.9])
+            one.scorers.rewards = lambda _, rewards=rewards: next(rewards)
+            await one.request(one.service.status().current or BASE_ADAPTER)
+            await settle()
+        assert one.service.status().state != "paused"
+        rewards = cycle([0.0, 0.1])
+        one.scorers.rewards = lambda _: next(rewards)
+        while one.service.status().state != "paused":
+            await one.request(one.service.status().current or BASE_ADAPTER)
+            await settle()
+    async with run.process() as one, asyncio.timeout(10):
+        await until(lambda: one.service.status().state == "paused")
 
 
 async def test_rewards_without_a_signal_count_for_the_next_update_after_a_crash_too(tmp_path: Path) -> None:

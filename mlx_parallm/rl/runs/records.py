@@ -146,8 +146,8 @@ class Rollback:
 @dataclass(frozen=True, slots=True)
 class Update:
     """One update: all that is needed to make it again, and what it reported. It changed the policy; or it had no
-    signal, and its rewards moved the baselines that later rewards are compared with; or it was held or skipped, and has
-    no groups: then only `trend` counts.
+    signal, and its rewards moved the baselines that later rewards are compared with; or neither moved, and it has no
+    groups: then only `trend` counts.
 
     Attributes:
         wanted: trajectories that made a whole update; None: all that there were.

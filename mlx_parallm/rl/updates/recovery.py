@@ -65,9 +65,13 @@ class PolicyJournal:
         explores: bool = False,
         teacher_logprobs: TeacherLogprobs | None = None,
     ) -> None:
-        """An update on these groups has changed the policy, or only the baselines; or it was held or skipped, and is
-        kept without the groups. `reasons`: why each group was not trained on; None: it was. `history`: of rewards, for
-        this update."""
+        """An update on these groups has ended. `reasons`: why each group was not trained on; None: it was.
+
+        `history`: of rewards, with those of these groups. It counts if the update has changed the policy, or has no
+        signal that could. If neither changes policy nor baselines, the update is kept without its groups.
+        """
+        changed = report.status in CHANGED
+        moved = (changed or report.reason == "no_signal") and self._training.rewards.accept(history)
         published = report.status == "published" and report.adapter is not None
         trained = tuple(map(_trained, groups))
         dropped = {
@@ -78,7 +82,7 @@ class PolicyJournal:
         }
         await self._changed(
             Update(
-                groups=trained if report.status in CHANGED or report.reason == "no_signal" else (),
+                groups=trained if changed or moved else (),
                 wanted=wanted,
                 publish=publish,
                 version=report.adapter.version if published and report.adapter is not None else None,
@@ -88,7 +92,7 @@ class PolicyJournal:
                 progress=dict(self._training.progress),
                 learning_rate=learning_rate,
                 explores=explores,
-                teacher_logprobs=teacher_logprobs,
+                teacher_logprobs=teacher_logprobs if changed else None,
                 trend=history.trend.observed(),
                 all_progress=True,
             ),

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mlx_parallm.config import ResolvedTraining
+from mlx_parallm.config import Action, ResolvedTraining
 from mlx_parallm.core import Signal, UpdateReport
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
 from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, TrajectoryState
@@ -150,47 +150,49 @@ class Updates:
         wanted: int | None = None,
         explores: bool = False,
     ) -> UpdateReport:
-        """`history`: of rewards, with those of these groups. It counts if the update changes the policy, or has no
-        signal that could; and then the journal has it, so that a later update made again sees the same history. Its
-        trend is journaled in any case, since that counts all rewards, whatever the update comes to."""
+        """`history`: of rewards, with those of these groups; see `PolicyJournal.updated`. The change is journaled,
+        also that of an update that was held, skipped or failed, since its rewards count in their trend. Not if the
+        teacher scored nothing: then the groups wait, and count when an update takes them again."""
         training, parts = self._training, self._parts
         self.untaught = False
         progress = self._own_progress() if progress is None else progress
+        rate, logprobs = None, None
+
+        async def record(report: UpdateReport) -> None:
+            reasons = _reasons(prepared, report)
+            change = parts.changes.updated(groups, reasons, history, wanted, publish, report, rate, explores, logprobs)
+            await parts.pausing.recorded(change)
+
         try:
             await training.mark_best()
             of_rewards = signal_of(groups) is Signal.REWARDS
             if of_rewards and (instead := await parts.response.to_rewards()) is not None:
+                if all(each.action != Action.ROLL_BACK for each in instead.divergences):  # which starts a new trend
+                    await record(instead)
                 return instead
             if not groups:
                 return training.reports.skipped(training.live, "no_trajectories")
             if not prepared.batch.teaches:
                 report = training.reports.skipped(training.live, "no_signal", metrics=prepared.batch.metrics)
-                if training.rewards.accept(history):
-                    reasons = _reasons(prepared, report)
-                    update = parts.changes.updated(groups, reasons, history, wanted, publish, report, explores=explores)
-                    await parts.pausing.recorded(update)
+                await record(report)
                 return report
             self._warn_of_placeholders(prepared.batch.samples)
-            await training.evaluate_if_due()  # the version that training starts from
-            rate = training.pace.learning_rate if signal_of(groups) in OF_LESSONS else None
-            batch = replace(prepared.batch, learning_rate=rate)
-            logprobs, problem = await logprobs_for(training.teacher, batch, parts.config.loss)
-            batch = taught(batch, logprobs)
-            self.untaught = not batch.samples
-            if self.untaught:
-                report = training.reports.skipped(training.live, "no_teacher", problem, metrics=batch.metrics)
-            else:
-                report = await training.learn(batch, publish, progress)
-            if report.status in CHANGED:
-                training.rewards.accept(history)
-                reasons = _reasons(prepared, report)
-                update = parts.changes.updated(
-                    groups, reasons, history, wanted, publish, report, rate, explores, logprobs
-                )
-                await parts.pausing.recorded(update)
-            elif not self.untaught:  # then its groups wait, and their rewards count when an update takes them again
-                reasons = _reasons(prepared, report)
-                await parts.pausing.recorded(parts.changes.updated(groups, reasons, history, None, publish, report))
+            try:
+                await training.evaluate_if_due()  # the version that training starts from
+                rate = training.pace.learning_rate if signal_of(groups) in OF_LESSONS else None
+                batch = replace(prepared.batch, learning_rate=rate)
+                logprobs, problem = await logprobs_for(training.teacher, batch, parts.config.loss)
+                batch = taught(batch, logprobs)
+                self.untaught = not batch.samples
+                if self.untaught:
+                    report = training.reports.skipped(training.live, "no_teacher", problem, metrics=batch.metrics)
+                else:
+                    report = await training.learn(batch, publish, progress)
+            except Exception:  # whatever it is, it is raised again
+                await record(UpdateReport(training.live, training.reports.step, "skipped", "failed"))
+                raise
+            if not self.untaught:
+                await record(report)
             if report.divergences:
                 await parts.response.to(report.divergences)
                 report = replace(report, adapter=training.live, step=training.reports.step)
