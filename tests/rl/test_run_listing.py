@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,14 @@ def test_a_run_whose_process_lives_is_told_by_its_lock() -> None:
         other.kill()
     assert process_of(Path("mine")) is None
     open_run(Path("mine"), False, wanted=True).close()
+
+
+async def test_updates_that_came_to_nothing_do_not_say_how_far_a_run_is() -> None:
+    begun(Path("mine"))
+    nothing = [replace(update(2, 0.5), status=status, version=None) for status in ("held", *["skipped"] * 30)]
+    await updated(Path("mine"), update(2, 0.25, run_steps=4.0), *nothing)
+    found = summarize(Path("mine"))
+    assert (found.steps, found.reward, found.at) == (4, 0.25, 1001.0)
 
 
 async def test_a_live_run_can_be_listed_while_it_writes() -> None:

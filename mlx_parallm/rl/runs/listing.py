@@ -17,8 +17,8 @@ RUN_STEPS = "run_steps"
 RUN_TASKS = "run_tasks"
 """Key of an update's progress: the tasks taken from the environment so far."""
 
-_NEWEST = 20
-"""Changes that are looked at for the newest update."""
+_NEWEST = 1000
+"""Changes that are looked at for the newest update. Most of them may be updates that came to nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +76,11 @@ def _state(record: RunRecord | None, process: int | None) -> tuple[RunState, str
 
 
 def _newest_update(path: Path) -> PolicyChange | None:
-    """The newest update of any adapter. Raises ConfigError, StorageError: the journal cannot be read."""
+    """The newest update that has changed the policy, of any adapter. Raises ConfigError, StorageError: the journal cannot be read."""
     journal = JournalFile(path, read_only=True)
     try:
         changes = journal.newest_changes(_NEWEST)
     finally:
         journal.close()
-    return next((change for change in changes if isinstance(change.body, Update)), None)
+    updates = (change for change in changes if isinstance(change.body, Update) and change.body.changed_policy)
+    return next(updates, None)
