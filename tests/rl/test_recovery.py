@@ -584,6 +584,21 @@ async def test_a_fall_that_paused_training_is_not_forgotten_by_a_restart(tmp_pat
         await until(lambda: one.service.status().state == "paused")
 
 
+@pytest.mark.parametrize("ends", ["held", "skipped", "failed"])
+async def test_updates_that_came_to_nothing_are_not_made_again_nor_saved(
+    tmp_path: Path, ends: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path / "journal.sqlite", limited(MANUAL, kl_step=0.5))
+    async with run.process() as one:
+        await single(one, 1)
+        await one.service.save(None, None, [], {})
+        await single(one, 4, ends)
+    caplog.set_level("INFO")
+    async with run.process() as one:
+        assert len(one.publisher.saved) == 1
+        assert "again, which no checkpoint has" not in caplog.text
+
+
 async def test_rewards_without_a_signal_count_for_the_next_update_after_a_crash_too(tmp_path: Path) -> None:
     run = Run(tmp_path / "journal.sqlite")
     for number in range(3):

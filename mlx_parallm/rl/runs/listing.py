@@ -76,7 +76,11 @@ def _state(record: RunRecord | None, process: int | None) -> tuple[RunState, str
 
 
 def _newest_update(path: Path) -> PolicyChange | None:
-    """The newest update that has changed the policy, of any adapter. Raises ConfigError, StorageError: the journal cannot be read."""
+    """The newest update that has changed the policy, of any adapter.
+
+    Raises:
+        ConfigError, StorageError: the journal cannot be read.
+    """
     journal = JournalFile(path, read_only=True)
     try:
         changes = journal.newest_changes(_NEWEST)

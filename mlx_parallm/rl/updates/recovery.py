@@ -145,14 +145,14 @@ class PolicyJournal:
             _log.warning(
                 "%d updates of %s are lost: what they started from is not here any more", recovery.lost, training.name
             )
-        if recovery.updates:
-            _log.info("making %d updates of %s again, which no checkpoint has", len(recovery.updates), training.name)
+        if made := [change for change in recovery.updates if isinstance(change.body, Update) and change.body.groups]:
+            _log.info("making %d updates of %s again, which no checkpoint has", len(made), training.name)
         for change in recovery.updates:
             await self._make_again(change)
         self._last = training.change = recovery.last
         if recovery.is_new:
             self._start = self._numbered(Start(training.start.live))
-        elif recovery.updates:
+        elif made:  # otherwise a checkpoint would have nothing new
             await training.save_if_due(now=True)
 
     async def _rolled_back_to(self, checkpoint: str) -> bool:
