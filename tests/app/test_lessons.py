@@ -111,7 +111,8 @@ async def test_rules_without_a_signal_end_it_and_bad_ones_do_not_begin(tmp_path:
         ended = await lesson_when(client, lambda lesson: lesson["state"] == "ended")
         assert (ended["outcome"], ended["updates"]) == ("no_signal", 0)
         assert "No answer has earned a reward" in ended["advice"]
-        status = (await client.get("/v1/training/status")).json()
+        while (status := (await client.get("/v1/training/status")).json())["state"] == "running":
+            await asyncio.sleep(0.05)  # until its last answers have left
         assert (status["state"], status["skips"]) == ("idle", {})
 
 
