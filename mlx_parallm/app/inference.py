@@ -164,6 +164,7 @@ class _Scorer:
             SamplingParams(),
             StopParams(max_tokens=0),
             prompt_logprobs=0,
+            scored_from=len(prompt),
             adapter=adapter,
             work_class=WorkClass.TRAINING,
         )

@@ -225,9 +225,9 @@ class BatchRunner:
         for span, count, offsets in zip(spans, counts, asked, strict=True):
             stop = start + len(offsets)
             last += range(stop - count, stop)
-            if span.row.scored and (targets := _targets(span)):
+            if targets := _targets(span):
                 part = PromptScores(logits[start : start + len(targets)], targets, span.row.prompt_candidates)
-                scores.append((span.row, span.start, part))
+                scores.append((span.row, _first_target(span), part))
             start = stop
         drawn = logits if len(last) == start else logits[mx.array(last)] if last else None
         plan = self._plan(options) if rows else None
@@ -302,16 +302,19 @@ def _same(before: Sequence[RowSampling], now: Sequence[RowSampling]) -> bool:
 
 
 def _asked_for(span: Span[Row], draws: int) -> list[int]:
-    """The tokens of a span whose logits are needed: those with a next prompt token to score, and those that `draws`
-    tokens are drawn from."""
-    if span.row.scored:
-        return list(range(len(_targets(span)) + draws))
-    return list(range(span.tokens - draws, span.tokens))
+    """The tokens of a span whose logits are needed, which are its last ones: those with a next prompt token to score,
+    and those that `draws` tokens are drawn from."""
+    return list(range(span.tokens - len(_targets(span)) - draws, span.tokens))
 
 
 def _targets(span: Span[Row]) -> list[int]:
-    """The prompt tokens that follow the tokens of a span."""
-    return span.row.tokens[span.start + 1 : min(span.stop + 1, span.row.prompt_length)]
+    """The prompt tokens that follow the tokens of a span and are to be scored."""
+    row = span.row
+    return row.tokens[_first_target(span) : min(span.stop + 1, row.prompt_length)] if row.scored else []
+
+
+def _first_target(span: Span[Row]) -> int:
+    return max(span.start + 1, span.row.scored_from)
 
 
 def _calls(spans: Sequence[Span[KVRow]], style: AttentionStyle) -> Iterator[tuple[int, int, Sequence[Span[KVRow]]]]:

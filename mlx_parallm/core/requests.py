@@ -145,6 +145,8 @@ class GenerationRequest:
     Attributes:
         sampling: sample j of a prompt uses the seed `sampling.seed + j`.
         prompt_logprobs: None: not wanted. k >= 0: logprobs of each prompt token and of the k best tokens.
+        scored_from: the first token of each prompt whose logprobs are wanted. The tokens before it get none, and may
+            come from the prefix cache.
         priority: requests with a lower value run earlier, as in vLLM.
         collection: None: nothing of the request is kept for training.
         grammar: each sequence's text must follow it. A sequence ends when the grammar allows no further token.
@@ -162,6 +164,7 @@ class GenerationRequest:
     stopping: StopParams
     n: int = 1
     prompt_logprobs: int | None = None
+    scored_from: int = 0
     adapter: AdapterRef = BASE_ADAPTER
     work_class: WorkClass = WorkClass.INFERENCE
     priority: int = 0

@@ -52,7 +52,8 @@ class Sequence:
         keeps_row_until: the number of drawn tokens below which its row is not taken for another key's share.
         steps_waited: steps that were launched since its last chunk, while it is being prefilled.
         key: the name of the API key that asked for it.
-        scored: the logprobs of its prompt are wanted, so its chunks keep logits and share no unit with other chunks.
+        scored: logprobs of its prompt are wanted, so its chunks keep logits and share no unit with other chunks.
+        scored_from: the first token of a scored prompt whose logprob is wanted; at least 1.
         prompt_candidates: the candidates that are reported for each token of a scored prompt.
         candidates: those that are reported for each drawn token.
         pooling: how its hidden states are pooled. The vector takes the place of the only token that it could draw.
@@ -79,6 +80,7 @@ class Sequence:
     drawn: int = 0
     started_at: float = 0.0
     scored: bool = False
+    scored_from: int = 1
     prompt_candidates: int = 0
     candidates: int = 0
     pooling: Pooling | None = None
@@ -118,10 +120,12 @@ class Sequence:
         return min([self.to_compute, *(cut - self.computed for cut in self.cuts if cut > self.computed)])
 
     @property
-    def needs_every_token(self) -> bool:
-        """Whether the prompt is computed from its start, whatever is cached: keys and values are, but not the logits or
-        hidden states of each token."""
-        return self.scored or self.pooling is Pooling.MEAN
+    def prefix_ids(self) -> Seq[int]:
+        """The tokens that are looked up in the prefix cache, which leaves at least the last of them to compute. Tokens
+        whose logits or hidden states are wanted are not before it: keys and values are cached, and these are not."""
+        if self.pooling is Pooling.MEAN:
+            return ()
+        return self.tokens[: self.scored_from] if self.scored else self.tokens
 
     @property
     def draws_alone(self) -> bool:

@@ -76,14 +76,14 @@ class DiskPrefixes:
         for group in dict.fromkeys(sequence.group for sequence in request.unfinished):
             leader = live(group.members[0])
             root = self._root(leader)
-            if not leader.needs_every_token and (names := self._names(leader, root)):
+            if names := self._names(leader, root):
                 group.awaits_prefix = True
                 self._lookups.append(_Lookup(leader, root, names, time.monotonic() + _PATIENCE_S))
 
     def _names(self, leader: LiveSequence, root: Hashable) -> list[BlockName]:
         """The blocks of a prompt that follow those in memory, as far as the disk has them."""
-        ids, key = leader.tokens, self._root_key(root)
-        if key is None:
+        ids, key = leader.prefix_ids, self._root_key(root)
+        if key is None or not ids:
             return []
         cached = self._cache.cached(root, ids) // BLOCK_TOKENS
         self.queries += ((len(ids) - 1) // BLOCK_TOKENS - cached) * BLOCK_TOKENS

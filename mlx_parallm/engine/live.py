@@ -44,11 +44,11 @@ class Vocabulary:
 class LiveSequence(Row):
     """One choice of a request, with all of its state: counts, row, sampling and text.
 
-    `scores`: the prompt's logprobs so far, None for the first token. The list itself is None if the request does not
-    want them or they have been sent. `pooled`: the pooled hidden states of the prompt as far as it is computed; for the
-    mean, their sum. `counts_lookup`: tokens that the row gets from the prefix cache count as hits. False if the prompt
-    was looked up before, for another sequence or before a preemption. `guesses`: those of its next tokens; None until
-    the first one.
+    `scores`: the prompt's logprobs so far, None for the tokens that are not scored. The list itself is None if the
+    request does not want them or they have been sent. `pooled`: the pooled hidden states of the prompt as far as it is
+    computed; for the mean, their sum. `counts_lookup`: tokens that the row gets from the prefix cache count as hits.
+    False if the prompt was looked up before, for another sequence or before a preemption. `guesses`: those of its next
+    tokens; None until the first one.
     """
 
     index: int
@@ -120,7 +120,7 @@ def live_sequence(
     params = replace(request.sampling, seed=request.sampling.seed + sample)
     grammar = None if request.grammar is None else request.grammar.start()
     scored = request.prompt_logprobs is not None and sample == 0
-    tokens = list(prompt)
+    tokens, scored_from = list(prompt), max(1, request.scored_from)
     return LiveSequence(
         sequence_id=sequence_id,
         tokens=tokens,
@@ -132,6 +132,7 @@ def live_sequence(
         priority=request.priority,
         key=request.key,
         scored=scored,
+        scored_from=scored_from,
         pooling=request.pooling,
         prompt_candidates=request.prompt_logprobs or 0,
         candidates=params.top_logprobs or 0,
@@ -153,7 +154,7 @@ def live_sequence(
             end_ids=frozenset() if stopping.ignore_eos else vocabulary.eos_ids,
             grammar=grammar,
         ),
-        scores=[None] if scored else None,
+        scores=[None] * min(scored_from, len(prompt)) if scored else None,
     )
 
 

@@ -67,14 +67,12 @@ class PoolMemory:
 
     def open(self, sequence: Sequence) -> bool:
         """Opens a row with room for all tokens of the sequence: with the prompt of another row of its group, or with
-        what the prefix cache has of its tokens, unless every token of the prompt has to be computed."""
+        what the prefix cache has of its tokens."""
         row = live(sequence)
         source = self._source(row)
         with self._scope.covering([row.request]):
             if source is not None and row.prompt_length - 1 >= self._found(row):
                 opened = self._cache.fork(source, row.prompt_length - 1, row.length, into=row)
-            elif row.needs_every_token:
-                opened = self._cache.open(row.length, into=row)
             else:
                 opened = self._open_with_prefix(row)
         if opened is None:
@@ -86,10 +84,11 @@ class PoolMemory:
 
     def _open_with_prefix(self, row: LiveSequence) -> KVRow | None:
         """Opens a row with what the prefix cache has. Each prompt counts in the statistics once, however many sequences
-        it has and however often they are computed again. The prompts of a request with prompt logprobs do not count."""
+        it has and however often they are computed again. Prompts that are scored from their start do not count."""
         owner, prompt = row.request, row.index // row.request.request.n
-        row.counts_lookup = prompt not in owner.looked_up and owner.request.prompt_logprobs is None
-        opened = self._cache.open(row.length, self._root(row), row.tokens, into=row, counts=row.counts_lookup)
+        from_start = owner.request.prompt_logprobs is not None and owner.request.scored_from <= 1
+        row.counts_lookup = prompt not in owner.looked_up and not from_start
+        opened = self._cache.open(row.length, self._root(row), row.prefix_ids, into=row, counts=row.counts_lookup)
         if opened is not None and row.counts_lookup:
             owner.looked_up.add(prompt)
             owner.cached_tokens += opened.computed
@@ -97,11 +96,9 @@ class PoolMemory:
 
     def share(self, sequence: Sequence) -> Hashable:
         row = live(sequence)
-        if row.needs_every_token:
-            return None
         before = row.computed
         with self._scope.covering([row.request]):
-            key = self._cache.take_over(row, self._root(row), row.tokens)
+            key = self._cache.take_over(row, self._root(row), row.prefix_ids)
         if row.counts_lookup and row.drawn == 0:
             self._cache.hits += row.computed - before
             row.request.cached_tokens += row.computed - before
@@ -186,7 +183,10 @@ class PoolMemory:
             self._rows_have_ended = True
 
     def _source(self, row: LiveSequence) -> LiveSequence | None:
-        """A row that has computed the prompt of this sequence's group, and still holds it."""
+        """A row that has computed the prompt of this sequence's group, and still holds it. None for a sequence that has
+        to compute some of it itself."""
+        if row.scored:
+            return None
         length = row.prompt_length - 1
         members = (live(member) for member in row.group.members if member.status is SequenceStatus.RUNNING)
         return next((m for m in members if m is not row and self._cache.holds(m, length)), None)
@@ -195,7 +195,7 @@ class PoolMemory:
         """How many tokens of a waiting sequence its row can get from the prefix cache. A version that is forgotten and
         in no slot has no prefixes."""
         known = self._adapters.version(row.adapter) is not None
-        return self._cache.cached(self._root(row), row.tokens) if known and not row.needs_every_token else 0
+        return self._cache.cached(self._root(row), row.prefix_ids) if known else 0
 
     def _root(self, row: LiveSequence) -> PrefixRoot:
         version = self._adapters.version(row.adapter)

@@ -153,9 +153,9 @@ class LiveRequests:
         self.finish_if_nothing_to_do(live)
 
     def add_scores(self, live: LiveSequence, start: int, scores: list[TokenLogprob]) -> None:
-        """Keeps the logprobs of the prompt tokens from `start` + 1 on. A preempted prompt is scored again."""
+        """Keeps the logprobs of the prompt tokens from `start` on. A preempted prompt is scored again."""
         if live.scores is not None:
-            live.scores[start + 1 :] = scores
+            live.scores[start:] = scores
 
     def add_pooled(self, live: LiveSequence, start: int, stop: int, part: Vector) -> None:
         """Adds what the chunk from `start` to `stop` gives to the pooled hidden states of a prompt. Its last chunk ends
@@ -171,9 +171,9 @@ class LiveRequests:
             self._end(live)
 
     def finish_if_nothing_to_do(self, live: LiveSequence) -> None:
-        """Ends a sequence if its `max_tokens` is 0, unless its prompt has yet to be scored. A prompt of one token is
-        scored already: only later tokens have a score."""
-        if live.scores is not None and live.prompt_length == 1:
+        """Ends a sequence if its `max_tokens` is 0, unless its prompt has yet to be scored. If none of its tokens is to
+        be, as in a prompt of one token, it is scored already."""
+        if live.scores is not None and live.scored_from >= live.prompt_length:
             self._send_scores(live)
         if live.max_tokens == 0 and live.scores is None:
             self._emit(live.request, SequenceOutput(live.index, (), "", finish_reason=FinishReason.LENGTH))

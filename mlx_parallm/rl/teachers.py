@@ -36,8 +36,9 @@ _AT_ONCE = 8
 
 _log = logging.getLogger(__name__)
 
-Score = Callable[[tuple[int, ...]], Awaitable[Sequence[float | None]]]
-"""The logprob of each token of a sequence at temperature 1, in nats; None for the first."""
+Score = Callable[[tuple[int, ...], int], Awaitable[Sequence[float | None]]]
+"""Of a sequence and the number of a token: the logprob of each token from that one on at temperature 1, in nats. There
+may be values of the tokens before it, or None."""
 
 TeacherLogprobs = tuple[tuple[float, ...], ...]
 """For each sample, the teacher's logprobs of its trained tokens, in nats; empty if the teacher could not score it."""
@@ -102,10 +103,11 @@ class Teacher:
         """Those of one sample, or an error message. Raises ParaLLMError: the teacher failed."""
         start = 1 if self._bos_id is not None and sample.token_ids[0] == self._bos_id else 0
         ids = (*sample.token_ids[:start], *self._prompt_ids, *sample.token_ids[start:])
-        scores = await self._score(ids)
-        values = [scores[at + len(self._prompt_ids)] for at in sample.trained()] if len(scores) == len(ids) else []
+        wanted = [at + len(self._prompt_ids) for at in sample.trained()]
+        scores = await self._score(ids, wanted[0])
+        values = [scores[at] for at in wanted] if len(scores) == len(ids) else []
         finite = [value for value in values if value is not None and math.isfinite(value)]
-        if len(finite) < len(sample.trained()):
+        if len(finite) < len(wanted):
             return "the teacher gave no log-probability for some of the tokens"
         return tuple(finite)
 
@@ -137,10 +139,10 @@ def taught(batch: UpdateBatch, logprobs: TeacherLogprobs | None) -> UpdateBatch:
 
 
 def engine_score(engine: EngineClient, adapters: AdapterService, adapter: str | None) -> Score:
-    """Scores by an adapter of this server; None is the base model."""
+    """Scores by an adapter of this server; None is the base model. What the prefix cache has is not read again."""
     numbers = itertools.count()
 
-    async def score(ids: tuple[int, ...]) -> Sequence[float | None]:
+    async def score(ids: tuple[int, ...], first: int) -> Sequence[float | None]:
         with adapters.lease(adapter or BASE_ADAPTER.name) as version:
             request = GenerationRequest(
                 request_id=f"teacher-{next(numbers)}",
@@ -148,6 +150,7 @@ def engine_score(engine: EngineClient, adapters: AdapterService, adapter: str | 
                 sampling=SamplingParams(temperature=0.0),
                 stopping=StopParams(1),
                 prompt_logprobs=0,
+                scored_from=first,
                 adapter=version,
                 work_class=WorkClass.TRAINING,
             )
@@ -163,7 +166,7 @@ def engine_score(engine: EngineClient, adapters: AdapterService, adapter: str | 
 def server_score(server: EngineServer, model: str) -> Score:
     """Scores by a model of another server, whose completions take token ids and `prompt_logprobs`, as vLLM's do."""
 
-    async def score(ids: tuple[int, ...]) -> Sequence[float | None]:
+    async def score(ids: tuple[int, ...], first: int) -> Sequence[float | None]:
         body = {"model": model, "prompt": [list(ids)], "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
         (choice,) = choices_of(server, await server.post("/v1/completions", body), 1)
         scores = choice.get("prompt_logprobs")

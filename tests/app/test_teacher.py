@@ -88,10 +88,10 @@ async def test_a_server_of_this_kind_can_teach_another_one(tmp_path: Path) -> No
     async with running(server.run_inference(port=port), port=port):
         over_http = EngineServer("teacher's", f"http://127.0.0.1:{port}/v1", "", 30.0)
         ids = (1, 5, 7, 9, 11)
-        got = await server_score(over_http, "base")(ids)
+        got = await server_score(over_http, "base")(ids, 1)
         await over_http.close()
         async with server.session() as served:
-            want = await engine_score(served.engine, served.adapters, None)(ids)
+            want = await engine_score(served.engine, served.adapters, None)(ids, 1)
     assert got[0] is want[0] is None
     assert got[1:] == pytest.approx(want[1:], abs=1e-4)
 

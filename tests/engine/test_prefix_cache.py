@@ -255,6 +255,56 @@ def test_scored_prompts_are_computed_whole() -> None:
         assert harness.tokens(rid, 0) == harness.tokens(rid, 1) == harness.tokens("first")
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_what_is_not_scored_comes_from_the_cache(family: str, max_tokens: int) -> None:
+    """Scores from any token on are those of a whole computation, and only the tokens from the one before are computed.
+    A recurrent state is kept at the end of blocks alone."""
+    model = model_of(family)
+    harness, row = make_harness(model), text(200, seed=6)
+    logits = model(mx.array([row]))[0].astype(mx.float32)
+    expected = (logits - mx.logsumexp(logits, -1, keepdims=True)).tolist()
+    harness.submit("first", row, 4)
+    harness.run()
+    for first in (2, 63, 64, 65, 129, 190, 199, 200, 300):
+        for rid in (f"{first}", f"{first} again"):
+            before = harness.loop.counters.prefilled_tokens
+            harness.submit(rid, row, prompt_logprobs=1, scored_from=first, n=2, stopping=StopParams(max_tokens))
+            harness.run()
+            computed = harness.loop.counters.prefilled_tokens - before
+            (scored,) = [e for e in harness.of(rid) if isinstance(e, PromptScored)]
+            assert len(scored.logprobs) == len(row)
+            assert scored.logprobs[:first] == (None,) * min(first, len(row))
+            for at, entry in enumerate(scored.logprobs[first:], first):
+                assert entry is not None
+                assert entry.logprob == pytest.approx(expected[at - 1][row[at]], rel=4e-6)
+            if max_tokens:
+                assert harness.tokens(rid, 0) == harness.tokens(rid, 1) == harness.tokens("first")[:max_tokens]
+        least = max(0, len(row) - first)
+        assert least <= computed <= least + (BLOCK_TOKENS + 16 if family == "qwen3_next" else 8)
+
+
+def test_a_prompt_that_is_preempted_while_it_is_scored_gets_all_of_its_scores() -> None:
+    model = tiny_model("llama")
+    row = text(200, seed=6)
+    logits = model(mx.array([row]))[0]
+    expected = (logits - mx.logsumexp(logits, -1, keepdims=True)).tolist()
+    harness = make_harness(model, budget_tokens=448)
+    harness.submit("first", row, 4)
+    harness.run()
+    for number in range(3):
+        harness.submit(f"grows {number}", text(60, seed=number), 150)
+    for number in range(4):
+        harness.submit(f"scored {number}", row, 90, prompt_logprobs=0, scored_from=100, n=2)
+        harness.loop.step()
+    harness.run()
+    assert harness.loop.stats().preemptions_total > 0
+    for number in range(4):
+        (scored,) = [e for e in harness.of(f"scored {number}") if isinstance(e, PromptScored)]
+        values = [entry.logprob for entry in scored.logprobs[100:] if entry is not None]
+        assert values == pytest.approx([expected[at - 1][row[at]] for at in range(100, 200)], abs=GEMMA)
+
+
 # ---- groups and preempted rows -----------------------------------------------------------------------
 
 

@@ -149,9 +149,9 @@ SAMPLES = [answered((1, 2, 3), (4, 5), (-1.0, -2.0)), answered((1, 9), (7,), (-1
 async def test_the_teacher_reads_its_own_text_before_the_prompt_and_behind_the_first_token_of_a_text() -> None:
     asked = []
 
-    async def score(ids: tuple[int, ...]) -> list[float | None]:
+    async def score(ids: tuple[int, ...], first: int) -> list[float | None]:
         asked.append(ids)
-        return [None, *(-float(token) for token in ids[1:])]
+        return [None if at < first else -float(token) for at, token in enumerate(ids)]
 
     found, problem = await Teacher(score, 1.0, prompt_ids=(50, 51)).logprobs(SAMPLES)
     assert (asked, problem) == ([(50, 51, 1, 2, 3, 4, 5), (50, 51, 1, 9, 7)], "")
@@ -166,7 +166,7 @@ async def test_the_teacher_reads_its_own_text_before_the_prompt_and_behind_the_f
 async def test_a_teacher_that_fails_costs_only_the_samples_that_it_could_not_read(
     fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def score(ids: tuple[int, ...]) -> list[float | None]:
+    async def score(ids: tuple[int, ...], first: int) -> list[float | None]:
         if ids[1] != 9:
             return [None] + [-0.5] * (len(ids) - 1)
         if fault == "fails":
@@ -187,7 +187,7 @@ async def test_a_teacher_that_fails_costs_only_the_samples_that_it_could_not_rea
 async def test_a_teacher_that_hangs_delays_an_update_by_one_timeout() -> None:
     asked = []
 
-    async def score(ids: tuple[int, ...]) -> list[float | None]:
+    async def score(ids: tuple[int, ...], first: int) -> list[float | None]:
         asked.append(ids)
         await asyncio.sleep(60)
         return []

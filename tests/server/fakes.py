@@ -196,8 +196,9 @@ class FakeEngine:
             return
         if request.prompt_logprobs is not None:
             for number, prompt in enumerate(request.prompts):
-                scores = tuple(logprob_of(token, request.prompt_logprobs, rank=1) for token in prompt[1:])
-                yield PromptScored(number, (None, *scores))
+                first = max(1, request.scored_from)
+                scores = tuple(logprob_of(token, request.prompt_logprobs, rank=1) for token in prompt[first:])
+                yield PromptScored(number, (*(None for _ in prompt[:first]), *scores))
         tokens = list(self.text.encode())[: request.stopping.max_tokens]
         if not tokens:
             for index in range(request.sequences):

@@ -108,6 +108,9 @@ async def test_sglang_reports_what_it_is_asked_to(client, engine):
     assert meta["output_top_logprobs"] == [[[-0.5, H, "H"]]]
     (request,) = engine.requests
     assert (request.stopping.min_tokens, request.stopping.stop_token_ids, request.sampling.seed) == (1, (EOS,), 4)
+    late = {**body, "input_ids": [97, 98, 99], "logprob_start_len": 2}
+    assert (await generate(client, late))["meta_info"]["input_token_logprobs"] == [[-0.5, 99, "c"]]
+    assert engine.requests[-1].scored_from == 2, "the tokens before it may come from the prefix cache"
 
 
 async def test_lora_path_names_an_adapter(client, engine, adapters):

@@ -35,7 +35,8 @@ async def test_a_score_is_the_mean_logprob_of_the_second_text(client, engine, li
     answer = await ask(client, url, PAIR)
     (request,) = engine.requests
     assert request.prompts == ((97, 98, 99), (97, 98, 100, 101))
-    assert (request.stopping.max_tokens, request.prompt_logprobs, request.adapter) == (0, 0, BASE_ADAPTER)
+    assert (request.stopping.max_tokens, request.prompt_logprobs, request.scored_from) == (0, 0, 2)
+    assert request.adapter == BASE_ADAPTER
     created = answer.pop("created")
     assert created > 0
     scores = [item.pop("score") for item in answer["data"]]

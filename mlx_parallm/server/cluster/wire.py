@@ -51,6 +51,7 @@ class WireRequest(_Wire):
     stopping: StopParams
     n: int
     prompt_logprobs: int | None
+    scored_from: int
     adapter: AdapterRef
     work_class: WorkClass
     priority: int

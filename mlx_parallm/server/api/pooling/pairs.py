@@ -110,6 +110,7 @@ def _prepare(
         sampling=SamplingParams(),
         stopping=StopParams(max_tokens=0),
         prompt_logprobs=0,
+        scored_from=min(len(context) for context, _ in tokens),
         adapter=adapter,
         priority=body.priority,
         cache_salt=body.cache_salt or "",

@@ -95,6 +95,7 @@ def prepare(
     with client_names(translation.names):
         default = translation.default_max_tokens
         request = plan_completion(new_request_id("gen"), completion, services, model, adapter, collection, default)
+    request = replace(request, scored_from=max(0, body.logprob_start_len))
     if translation.processed_logprobs:
         request = replace(request, sampling=replace(request.sampling, processed_logprobs=True))
     return translation.writer(sent=body, request=request, tokenizer=model.tokenizer)

@@ -67,6 +67,7 @@ def generation_request(body: SampleBody, card: ModelCard, adapter: AdapterRef) -
         stopping=_stopping(wanted, params.stop),
         n=body.num_samples,
         prompt_logprobs=body.topk_prompt_logprobs if body.prompt_logprobs or body.topk_prompt_logprobs else None,
+        scored_from=max(0, len(prompt) - (body.prompt_logprobs_last_n or len(prompt))),
         adapter=adapter,
         work_class=WorkClass.TRAINING,
     )
@@ -118,8 +119,6 @@ async def draw(services: Services, request: GenerationRequest, body: SampleBody,
                     row.ended = event.finish_reason or row.ended
                 elif isinstance(event, RequestFinished):
                     cached = event.cached_tokens
-    if body.prompt_logprobs_last_n is not None:
-        prompt = (None,) * (len(prompt) - body.prompt_logprobs_last_n) + prompt[-body.prompt_logprobs_last_n :]
     return _answer(rows, prompt, request, body.prompt_logprobs, cached)
 
 
