@@ -224,10 +224,11 @@ class BaseModel:
         """The cost model. It is measured when the base model is first loaded, as is the faster kind of attention.
         `steps`: with units of a few tokens, as drafts make them."""
         if self._cost is None:
+            check = self._shared.processor.check_wanted
             choose_attention(runner)
-            self._dense_rows, self._cost = runner.dense_rows, calibrate(runner)
+            self._dense_rows, self._cost = runner.dense_rows, calibrate(runner, check)
             if steps:
-                self._cost = calibrate_steps(runner, self._cost)
+                self._cost = calibrate_steps(runner, self._cost, check)
         runner.dense_rows = self._dense_rows
         return self._cost
 

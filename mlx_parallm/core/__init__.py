@@ -95,7 +95,6 @@ from mlx_parallm.core.grammar import (
     SpecifiedGrammar,
     combined,
     parts_of,
-    with_bounded_integers,
 )
 from mlx_parallm.core.lessons import (
     LessonAnswer,
@@ -144,6 +143,7 @@ from mlx_parallm.core.requests import (
 )
 from mlx_parallm.core.reward_models import RewardModelCard, RewardModelClient, RewardModelSpec, no_reward_model
 from mlx_parallm.core.rollouts import RolloutStatus
+from mlx_parallm.core.schemas import enforceable_schema, unknown_format
 from mlx_parallm.core.sequence import PromptGroup, Sequence, SequenceStatus
 from mlx_parallm.core.signals import (
     Edit,

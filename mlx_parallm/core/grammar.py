@@ -1,4 +1,4 @@
-"""Grammars that a text must follow: their notation, the protocols that enforce them, and bounds on JSON integers."""
+"""Grammars that a text must follow: their notation, and the protocols that enforce them."""
 
 from __future__ import annotations
 
@@ -133,59 +133,3 @@ class GrammarCompiler(Protocol):
     def close(self) -> None:
         """Refuses further compilations, and waits for the current ones."""
         ...
-
-
-# ---- integers in JSON schemas ------------------------------------------------------------------
-
-LEAST, MOST = -(2**63) + 1024, 2**63 - 1
-"""Bounds of integers in answers, because most programs that read JSON hold integers in 64 bits. llguidance reads bounds
-as doubles and cannot enforce a minimum of -2**63, so `LEAST` is the next double above it."""
-
-LARGEST_DIVISOR = 1000
-"""Integers with a larger `multipleOf` get no bounds, because these would make the grammar too large."""
-
-_LITERAL = frozenset({"enum", "const", "default", "examples", "not", "if"})
-"""Keywords whose value is left unchanged: it is no schema, or (`not`, `if`) bounds there would allow more values."""
-
-_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-"""Keywords whose value maps names to schemas."""
-
-
-def with_bounded_integers(schema: Any) -> Any:
-    """A copy of a JSON schema in which every integer is between `LEAST` and `MOST`. Constants stay as they are."""
-    if isinstance(schema, list):
-        return [with_bounded_integers(part) for part in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    inner = {key: _bounded_value(key, value) for key, value in schema.items()}
-    return {**inner, **_missing_bounds(schema)} if _is_integer(schema.get("type")) else inner
-
-
-def _bounded_value(key: str, value: Any) -> Any:
-    if key in _LITERAL:
-        return value
-    if key in _NAMED and isinstance(value, Mapping):
-        return {name: with_bounded_integers(part) for name, part in value.items()}
-    return with_bounded_integers(value)
-
-
-def _is_integer(kind: object) -> bool:
-    """Whether a schema's `type` allows integers and no other numbers."""
-    return kind == "integer" or (isinstance(kind, list) and "integer" in kind and "number" not in kind)
-
-
-def _missing_bounds(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The bounds that an integer's schema lacks, and `LEAST` to replace a lower bound below it.
-
-    llguidance itself clips an upper bound that is too high.
-    """
-    divisor = schema.get("multipleOf", 1)
-    if not (isinstance(divisor, int | float) and divisor <= LARGEST_DIVISOR):
-        return {}
-    bounds = {}
-    lower = [schema[word] for word in ("minimum", "exclusiveMinimum") if word in schema]
-    if all(isinstance(value, int | float) and value < LEAST for value in lower):
-        bounds = {"minimum": LEAST, **({"exclusiveMinimum": LEAST} if "exclusiveMinimum" in schema else {})}
-    if not schema.keys() & {"maximum", "exclusiveMaximum"}:
-        bounds["maximum"] = MOST
-    return bounds

@@ -74,7 +74,7 @@ class ContinuousBatchProcessor:
         self._stats = EngineStats(alive=True, ready=False)
         self._machine = MachineState()
         self._lost_rank = ""  # which rank of a model over several machines is lost, in words
-        self._started = threading.Event()
+        self._started, self._stopped = threading.Event(), threading.Event()
         self._start_error: BaseException | None = None
         self._thread = threading.Thread(target=self._main, name="device", daemon=True)
 
@@ -90,11 +90,22 @@ class ContinuousBatchProcessor:
             raise self._start_error
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """Ends the device thread after its current unit. Running requests fail. Safe to call before `start`."""
+        """Ends the device thread after its current unit, or a start that is under way. Running requests fail. Safe to
+        call before `start`."""
         atexit.unregister(self.stop)
+        self._stopped.set()
         self._inbox.put(None)
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
+
+    def check_wanted(self) -> None:
+        """For long work of a start: on a busy machine, whoever stops the server should not have to wait for it.
+
+        Raises:
+            EngineDeadError: `stop` was called.
+        """
+        if self._stopped.is_set():
+            raise EngineDeadError("the engine was stopped while it started")
 
     def stats(self) -> EngineStats:
         return replace(self._stats, machine=self._machine)

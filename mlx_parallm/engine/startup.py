@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -31,6 +31,9 @@ _REPEATS = 3
 
 _STEPS = (1, 2, 4, 8, 16, MOST_TOKENS)
 """Tokens of a row whose units are timed, to know what the tokens of drafts cost."""
+
+Check = Callable[[], None]
+"""Raises what ends the measurements early."""
 
 _log = logging.getLogger(__name__)
 
@@ -81,41 +84,43 @@ def choose_attention(runner: BatchRunner) -> None:
     _log.info("attention of single tokens: %s", times.text)
 
 
-def calibrate(runner: BatchRunner) -> CostModel:
-    """Measures the terms of the cost model of a forward unit, in about a second on a CPU.
+def calibrate(runner: BatchRunner, check: Check = lambda: None) -> CostModel:
+    """Measures the terms of the cost model of a forward unit, in about a second on a CPU that nothing else uses.
 
     Times three prefill chunks, after one to warm up, and units that draw the next token of some rows or do not. The
     content of the context does not change the time, so it is not computed: the length of the row is simply set.
+    `check` is called between units.
     """
     context = min(_CONTEXT, runner.cache.max_length - _LONG)
     if context < _LONG or runner.cache.longest_row < max(context + _LONG, _DRAWS * BLOCK_TOKENS):
         return CostModel()  # rows are too short, or memory is too small, to need a measured model
-    _seconds(runner, [_SHORT], 0, draws=1)
-    short, long = _least(runner, [_SHORT]), _seconds(runner, [_LONG], 0)
-    deep = _seconds(runner, [_LONG], context)
+    _seconds(runner, check, [_SHORT], 0, draws=1)
+    short, long = _least(runner, check, [_SHORT]), _seconds(runner, check, [_LONG], 0)
+    deep = _seconds(runner, check, [_LONG], context)
     rows = [_SHORT // _DRAWS] * _DRAWS
-    drawing = _least(runner, rows, draws=1) - _least(runner, rows)
+    drawing = _least(runner, check, rows, draws=1) - _least(runner, check, rows)
     per_pair = max(deep - long, 0.0) / (_LONG * context)
     per_token = max(long - short, 1e-6) / (_LONG - _SHORT)
     fixed = max(short - _SHORT * per_token, 1e-4)
     return CostModel(fixed, per_token, per_pair, per_draw=max(drawing, 0.0) / _DRAWS)
 
 
-def calibrate_steps(runner: BatchRunner, cost: CostModel) -> CostModel:
-    """Measures units of a few tokens too, each of which gives a token, in about a second on a CPU."""
+def calibrate_steps(runner: BatchRunner, cost: CostModel, check: Check = lambda: None) -> CostModel:
+    """Measures units of a few tokens too, each of which gives a token, in about a second on such a CPU."""
     if runner.cache.longest_row < MOST_TOKENS:
         return cost
-    times = [_least(runner, [tokens], draws=tokens) for tokens in _STEPS]
+    times = [_least(runner, check, [tokens], draws=tokens) for tokens in _STEPS]
     return replace(cost, steps=tuple(zip(_STEPS, accumulate(times, max), strict=True)))
 
 
-def _least(runner: BatchRunner, chunks: Sequence[int], draws: int = 0) -> float:
+def _least(runner: BatchRunner, check: Check, chunks: Sequence[int], draws: int = 0) -> float:
     """The time of a short unit. The least of several, because the machine may do other work too."""
-    return min(_seconds(runner, chunks, 0, draws) for _ in range(_REPEATS))
+    return min(_seconds(runner, check, chunks, 0, draws) for _ in range(_REPEATS))
 
 
-def _seconds(runner: BatchRunner, chunks: Sequence[int], context: int, draws: int = 0) -> float:
+def _seconds(runner: BatchRunner, check: Check, chunks: Sequence[int], context: int, draws: int = 0) -> float:
     """The time of a unit with a chunk of so many tokens for each of some rows. `draws`: tokens that each row draws."""
+    check()
     rows: list[Row] = []
     try:
         for tokens in chunks:

@@ -12,7 +12,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
-from mlx_parallm.core import COMPACT_JSON, GrammarKind, GrammarSpec, parts_of, with_bounded_integers
+from mlx_parallm.core import COMPACT_JSON, GrammarKind, GrammarSpec, enforceable_schema, parts_of
 from mlx_parallm.errors import GrammarError
 
 _LIMITS = LLParserLimits(max_grammar_size=200_000, precompute_large_lexemes=False, verbose_errors=False)
@@ -113,7 +113,7 @@ def _refused(reason: str) -> GrammarRefused:
 
 
 def _json_schema(source: str) -> str:
-    bounded = json.dumps(with_bounded_integers(json.loads(source)))
+    bounded = json.dumps(enforceable_schema(json.loads(source)))
     return LLMatcher.grammar_from_json_schema(bounded, overrides=_COMPACT_JSON)
 
 

@@ -197,8 +197,8 @@ class LengthBound:
         tokens = -(-characters // self.per_token)
         if tokens > at_most:
             raise ContextLengthError(
-                f"The prompt has {len(text)} characters, which are at least {tokens} tokens; "
-                f"this model's context is {at_most} tokens. Shorten the prompt."
+                f"This model's maximum context length is {at_most} tokens, and the prompt has {len(text)} characters, "
+                f"which are at least {tokens} tokens. Shorten the prompt."
             )
 
 

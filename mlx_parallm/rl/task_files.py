@@ -19,6 +19,7 @@ MAX_FILE_BYTES = 64 * 1024 * 1024
 _HUB_ID = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
 _SUFFIXES = (".jsonl", ".parquet")
 _ROWS_AT_ONCE = 256
+_SURROGATE = rb"\ud"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +58,23 @@ def rows_of(file: Path, setting: str = "environment") -> Iterator[Row]:
     return _parquet_rows(file, setting) if file.suffix == ".parquet" else _jsonl_rows(file, setting)
 
 
+def _json(line: bytes) -> object:
+    """Raises ValueError, RecursionError: it is no JSON, or has half of a surrogate pair, which no tokenizer takes."""
+    value = json.loads(line.decode("utf-8-sig"))
+    try:
+        if _SURROGATE in line.lower():
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start].encode("ascii", "backslashreplace").decode()
+        raise ValueError(f"{half} is half of a surrogate pair, which is no character") from None
+    return value
+
+
 def _jsonl_rows(file: Path, setting: str) -> Iterator[Row]:
     for number, line in enumerate(_read(file, setting).split(b"\n"), 1):
         if line.strip():
             try:
-                yield Row(f"line {number}", json.loads(line.decode("utf-8-sig")))
+                yield Row(f"line {number}", _json(line))
             except (ValueError, RecursionError) as error:
                 yield Row(f"line {number}", fault=error)
 

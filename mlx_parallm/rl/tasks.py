@@ -172,7 +172,7 @@ def _prompt(row: Mapping[str, Any]) -> Prompt:
     if isinstance(value, str) and value.strip():
         return value
     if not isinstance(value, list) or not value:
-        raise ValueError("prompt (or question, or messages) must be text or a list of messages")
+        raise ValueError("prompt (or question, or messages) must be text that is not empty, or a list of messages")
     for turn in value:
         if not isinstance(turn, dict) or not all(isinstance(turn.get(key), str) for key in ("role", "content")):
             raise ValueError("each message needs role and content, both text")

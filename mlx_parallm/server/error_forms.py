@@ -56,6 +56,17 @@ MESSAGES_TYPES: Mapping[int, MessagesErrorType] = {
 }
 
 
+THREAD_NOT_FOUND = "thread_not_found"
+"""The code by which Anthropic's SDK is told to send a conversation whole."""
+
+
+class MessagesErrorFacts(WireOutput):
+    """What programs read of an error."""
+
+    error_code: str
+    """Always `thread_not_found`."""
+
+
 class MessagesErrorDetail(WireOutput):
     """The error itself."""
 
@@ -63,6 +74,8 @@ class MessagesErrorDetail(WireOutput):
     """What kind of error it is; the status says the same."""
     message: str
     """What is wrong and what to change."""
+    details: MessagesErrorFacts | None = None
+    """Only if the conversation has to be sent whole."""
 
 
 class MessagesError(WireOutput):
@@ -89,7 +102,8 @@ class OllamaError(WireOutput):
 def messages_error(status: int, body: ErrorBody) -> MessagesError:
     """The error in Anthropic's form."""
     other: MessagesErrorType = "api_error" if status >= 500 else "invalid_request_error"
-    detail = MessagesErrorDetail(type=MESSAGES_TYPES.get(status, other), message=_message(body))
+    facts = {"details": MessagesErrorFacts(error_code=THREAD_NOT_FOUND)} if body.error.code == THREAD_NOT_FOUND else {}
+    detail = MessagesErrorDetail(type=MESSAGES_TYPES.get(status, other), message=_message(body), **facts)
     return MessagesError(type="error", error=detail)
 
 

@@ -39,7 +39,7 @@ from mlx_parallm.errors import (
     UnknownModelError,
     UnknownTrajectoryError,
 )
-from mlx_parallm.server.error_forms import ErrorBody, ErrorDetail, form_of
+from mlx_parallm.server.error_forms import THREAD_NOT_FOUND, ErrorBody, ErrorDetail, form_of
 from mlx_parallm.server.http.request_log import record_of
 
 RETRY_AFTER_S = 1
@@ -102,6 +102,10 @@ class UnknownResponseError(RequestError):
     """No response with that id is stored."""
 
 
+class UnknownThreadError(RequestError):
+    """A conversation that the server should have kept is not kept."""
+
+
 class ExpiredError(RequestError):
     """A session, a model or the result of an operation is not known, or not any more."""
 
@@ -154,6 +158,7 @@ RULES: Mapping[type[Exception], ErrorRule] = {
     UnknownModelError: ErrorRule(404, "model_not_found"),
     UnknownTrajectoryError: ErrorRule(404, "trajectory_not_found"),
     UnknownResponseError: ErrorRule(404, "response_not_found"),
+    UnknownThreadError: ErrorRule(404, THREAD_NOT_FOUND),
     ConflictError: ErrorRule(409, "conflict"),
     TrainingDisabledError: ErrorRule(409, "training_disabled"),
     BodyTimeoutError: ErrorRule(408, "body_timeout"),

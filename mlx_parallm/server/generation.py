@@ -66,6 +66,7 @@ class EventStream:
         every = {"content-type": framing.content_type, **_STREAM_HEADERS, **headers}
         self._headers = [(name.encode(), value.encode()) for name, value in every.items()]
         self._last_sent = 0.0
+        self._pings: asyncio.Task[None] | None = None
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
@@ -73,11 +74,12 @@ class EventStream:
         of silence."""
         await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
         self._last_sent = time.monotonic()
-        pings = asyncio.create_task(self._ping(PING_INTERVAL_S))
+        self._pings = asyncio.create_task(self._ping(PING_INTERVAL_S))
         try:
             yield
         finally:
-            pings.cancel()
+            self._pings.cancel()
+            await asyncio.gather(self._pings, return_exceptions=True)  # whoever writes the stream meets the error too
 
     async def event(self, data: WireOutput, kind: str = "", event_id: str = "") -> None:
         """Sends one object. `kind` takes the place of its `event_name`, in a form of streams that has names and ids."""
@@ -88,7 +90,9 @@ class EventStream:
         await self.write(self._framing.end, last=True)
 
     async def write(self, text: str, last: bool = False) -> None:
-        """Sends what the framing has written. `last`: it is the end of the stream."""
+        """Sends what the framing has written. `last`: it is the end of the stream, after which nothing may be sent."""
+        if last and self._pings is not None:
+            self._pings.cancel()
         self._last_sent = time.monotonic()
         await self._send({"type": "http.response.body", "body": text.encode("utf-8"), "more_body": not last})
 

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 from mlx_parallm.core import EngineClient
-from mlx_parallm.errors import OverloadedError
+from mlx_parallm.errors import InvalidRequestError, OverloadedError
 from mlx_parallm.server.access.shares import has_room
 from mlx_parallm.server.errors import DrainingError
 
@@ -93,8 +93,15 @@ class SequenceGate:
             key: the name of the key whose places they are; None if there are no other keys.
 
         Raises:
+            InvalidRequestError: so many would not be free if nobody else held any.
             OverloadedError: fewer are free, or the key would hold too many of them.
         """
+        if not has_room(self.limit, 0, None if key is None else 0, sequences):
+            raise InvalidRequestError(
+                f"This request needs {sequences} places in the queue, and it has {self.limit}, not all of which one "
+                "key may hold. Send fewer prompts at a time, or a smaller n.",
+                param="n",
+            )
         if self.held + sequences > self.limit:
             raise OverloadedError(
                 f"The queue is full: {self.held} of {self.limit} sequences are held and this request needs "

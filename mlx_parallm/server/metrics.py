@@ -145,6 +145,7 @@ class RequestObserver:
     `model` is the name of its base model. `served` are the counts of its adapter version, and `account` those of its
     key. `unfinished` is the number of its sequences that have not finished; at first, none has. `tokens` has the tokens
     of each sequence, and `first_token_at` and `last_token_at` the times (`time.monotonic`) of its first and last one.
+    The time to the first token is observed when that comes, so it counts for requests that are given up later.
     """
 
     metrics: ServerMetrics
@@ -152,12 +153,14 @@ class RequestObserver:
     served: ServedCounts
     account: Account
     unfinished: int
+    entered_at: float = 0.0
     tokens: Counts[int] = field(default_factory=Counts)
     first_token_at: dict[int, float] = field(default_factory=dict)
     last_token_at: dict[int, float] = field(default_factory=dict)
 
     def __enter__(self) -> Self:
         self.served.requests += 1
+        self.entered_at = time.monotonic()
         return self
 
     def __exit__(
@@ -177,6 +180,8 @@ class RequestObserver:
     def _observe_output(self, output: SequenceOutput) -> None:
         if output.token_ids:
             now = time.monotonic()
+            if not self.first_token_at:
+                self.metrics.observe_first_token(self.model, now - self.entered_at)
             if (before := self.last_token_at.get(output.index)) is not None:
                 self.metrics.observe_inter_token(self.model, (now - before) / len(output.token_ids))
             self.first_token_at.setdefault(output.index, now)
@@ -210,6 +215,5 @@ class RequestObserver:
         self.metrics.lengths.labels(self.model).observe(end.completion_tokens)
         if end.completion_tokens:
             self.metrics.longest.labels(self.model).observe(max(self.tokens.values(), default=0))
-            self.metrics.observe_first_token(self.model, end.first_token_at - end.arrived_at)
             self.metrics.prefill.labels(self.model).observe(end.first_token_at - end.started_at)
             self.metrics.decode.labels(self.model).observe(end.finished_at - end.first_token_at)

@@ -191,8 +191,9 @@ def _token_limit(asked: int | None, default: int | None, longest_prompt: int, co
     wanted = 1 if asked in (None, NO_LIMIT) else asked
     if wanted > room and not (cut and room >= 1):
         raise ContextLengthError(
-            f"This model's context is {context} tokens, and the request needs {longest_prompt + wanted}: "
-            f"{longest_prompt} in the prompt and {wanted} to generate. Shorten the prompt or ask for fewer tokens.",
+            f"This model's maximum context length is {context} tokens, and the request needs "
+            f"{longest_prompt + wanted}: {longest_prompt} in the prompt and {wanted} to generate. Shorten the prompt "
+            "or ask for fewer tokens.",
             param="max_tokens" if longest_prompt < context and asked else None,
         )
     return min(wanted, room)

@@ -28,6 +28,10 @@ BACKLOG, ACCEPTED_AT_ONCE = 2048, 128
 can be opened, asyncio logs a trace for each of the latter, each second."""
 ACCEPT_FAULT, ACCEPT_FAULT_EVERY_S = "socket.accept() out of system resource", 60.0
 """asyncio's message for it, and how often it is logged here."""
+KEEP_ALIVE_S = 75
+"""Seconds for which an idle connection stays open. Clients keep theirs for up to a minute, and a request that they send
+while the server closes the connection fails."""
+
 CLOSING_S = 3
 TICKS_A_SECOND = 10  # of `DrainingServer.on_tick`
 EXIT_OK, EXIT_ENGINE_DEAD = 0, 1
@@ -179,5 +183,6 @@ def _uvicorn_config(app: FastAPI) -> uvicorn.Config:
         ssl_keyfile=config.ssl_keyfile,
         ssl_keyfile_password=None if password is None else password.get_secret_value(),
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=CLOSING_S,
     )

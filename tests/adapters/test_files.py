@@ -163,6 +163,13 @@ def test_peft_options_without_effect_on_the_result_are_accepted(changes, tmp_pat
     assert read(peft_folder(tmp_path, peft_tensors(), **changes)).weights.pairs[Q0].scale == 2.0
 
 
+@pytest.mark.parametrize(
+    "key", ["bias", "rank_pattern", "alpha_pattern", "use_dora", "use_rslora", "init_lora_weights"]
+)
+def test_null_is_a_default(key, tmp_path):
+    assert read(peft_folder(tmp_path, peft_tensors(), **{key: None})).format == "peft"
+
+
 def test_every_default_key_of_a_peft_config_is_accepted(tmp_path):
     config = peft_config()
     assert read(peft_folder(tmp_path, peft_tensors(), **config)).format == "peft"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import mlx.core as mx
 import pytest
@@ -10,7 +11,9 @@ from harness import make_harness
 
 from mlx_parallm.batch.forward import Span
 from mlx_parallm.batch.kv.cache import KVRow
+from mlx_parallm.engine.processor import ContinuousBatchProcessor
 from mlx_parallm.engine.startup import calibrate, calibrate_steps, choose_attention
+from mlx_parallm.errors import EngineDeadError
 from mlx_parallm.scheduler.cost import CostModel
 
 
@@ -25,7 +28,7 @@ def test_every_term_is_measured_and_no_row_is_left() -> None:
 
 def test_the_output_layer_counts_for_tokens_that_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units that draw nothing take no time here, and each drawn token takes a millisecond."""
-    seconds = lambda runner, chunks, context, draws=False: len(chunks) * draws * 1e-3  # noqa: E731
+    seconds = lambda runner, check, chunks, context, draws=False: len(chunks) * draws * 1e-3  # noqa: E731
     monkeypatch.setattr("mlx_parallm.engine.startup._seconds", seconds)
     assert calibrate(make_harness().runner).per_draw == pytest.approx(1e-3)
 
@@ -65,4 +68,25 @@ def test_units_of_a_few_tokens_are_timed_for_drafts() -> None:
 def test_units_of_a_few_tokens_are_timed_in_one_block() -> None:
     runner = make_harness(budget_tokens=64).runner
     assert calibrate_steps(runner, CostModel()).steps
+    assert not runner.cache.rows()
+
+
+@pytest.mark.parametrize("after", [0, 1, 5])
+def test_measuring_ends_when_the_engine_is_stopped_and_leaves_no_row(after: int) -> None:
+    """On a busy machine it takes minutes, and Ctrl-C must not wait for it."""
+    runner, stopped = make_harness().runner, threading.Event()
+    processor = ContinuousBatchProcessor(lambda: pytest.fail("not started"))
+    units = 0
+
+    def check() -> None:
+        nonlocal units
+        if units == after:
+            processor.stop()
+            stopped.set()
+        units += 1
+        processor.check_wanted()
+
+    with pytest.raises(EngineDeadError, match="stopped while it started"):
+        calibrate_steps(runner, calibrate(runner, check) if after < 5 else CostModel(), check)
+    assert (stopped.is_set(), units) == (True, after + 1)
     assert not runner.cache.rows()

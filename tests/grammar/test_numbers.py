@@ -11,7 +11,7 @@ from server.fakes import EOS, VOCAB, ByteTokenizer
 from walks import allowed, follows
 
 from mlx_parallm.core import Grammar, GrammarKind, GrammarSpec
-from mlx_parallm.core.grammar import LEAST
+from mlx_parallm.core.schemas import LEAST
 from mlx_parallm.grammar.compiler import LLCompiler
 from mlx_parallm.grammar.wrappers import MAX_DIGITS
 

@@ -60,6 +60,9 @@ BAD = [
     ("[" * 100_000, "line 2 of"),
     (b'{"prompt": "\xff", "answer": "1"}', "line 2 of"),
     ({"answer": "4"}, r"prompt \(or question, or messages\)"),
+    (r'{"prompt": "Say a \ud83d", "answer": "4"}', r"\\ud83d is half of a surrogate pair"),
+    (r'{"prompt": "x", "answer": "4", "\uDE00": 1}', r"\\ude00 is half of a surrogate pair"),
+    ({"prompt": "", "answer": "4"}, "must be text that is not empty"),
     ({"prompt": 4, "answer": "4"}, r"prompt \(or question, or messages\)"),
     ({"prompt": "x"}, "answer must be"),
     ({"prompt": "x", "answer": None}, "answer must be"),
@@ -197,7 +200,7 @@ def test_without_a_reward_only_the_answer_is_kept(write) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ({"messages": []}, "must be text or a list of messages"),
+        ({"messages": []}, "must be text that is not empty, or a list of messages"),
         ({"messages": [{"role": "user"}]}, "each message needs role and content, both text"),
         ({"prompt": ["hello"]}, "each message needs role and content"),
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "both text"),

@@ -102,6 +102,13 @@ async def test_unload(client, adapters):
     assert adapters.cards() == ()
 
 
+async def test_no_name_of_the_base_model_is_that_of_an_adapter(client, adapters):
+    name = "tiny/byte-model"
+    for response in (await client.post(UNLOAD, json={"lora_name": name}), await client.delete(f"/v1/adapters/{name}")):
+        assert response.status_code == 404
+        assert response.json()["error"]["message"].startswith("The base model is no adapter; it cannot be unloaded.")
+
+
 async def test_delete_is_unload(client, adapters):
     response = await client.delete("/v1/adapters/math@1")
     assert response.json() == {"status": "success", "unloaded": ["math@1"]}

@@ -4,6 +4,9 @@ import asyncio
 
 import pytest
 
+from mlx_parallm.errors import InvalidRequestError, OverloadedError
+from mlx_parallm.server.lifecycle import SequenceGate
+
 URL = "/v1/completions"
 
 
@@ -28,15 +31,34 @@ async def test_a_burst_beyond_the_queue_gets_429_and_the_admitted_finish(make_cl
 async def test_n_counts_as_n_sequences(make_client, engine):
     client = make_client(max_batch_size=2, max_queued=2)
     assert (await client.post(URL, json={"prompt": ["x", "y"], "n": 2})).status_code == 200
-    assert (await client.post(URL, json={"prompt": "x", "n": 5})).status_code == 429
     assert len(engine.requests) == 1
+
+
+async def test_a_request_that_never_fits_is_told_so(make_client, engine, fault):
+    """With 429, a client would try again for ever."""
+    client = make_client(max_batch_size=2, max_queued=2)
+    response = await client.post(URL, json={"prompt": "x", "n": 5})
+    assert (response.status_code, fault(response)["param"]) == (400, "n")
+    assert "needs 5 places in the queue, and it has 4" in fault(response)["message"]
+    assert not engine.requests
+
+
+def test_a_key_is_told_what_one_key_may_hold():
+    gate = SequenceGate(10)
+    with pytest.raises(InvalidRequestError, match="needs 9 places"), gate.reserve(9, "a"):
+        pass
+    with gate.reserve(2, "b"), pytest.raises(OverloadedError), gate.reserve(8, "a"):
+        pass
+    with gate.reserve(8, "a"):
+        assert gate.held == 8
+    assert gate.held == 0
 
 
 async def test_the_place_is_taken_before_tokenising(make_client, engine):
     """A refused request costs no template."""
     client = make_client(max_batch_size=1, max_queued=1)
     client.app.state.services.first.tokenizer.encode = pytest.fail
-    assert (await client.post(URL, json={"prompt": "x", "n": 3})).status_code == 429
+    assert (await client.post(URL, json={"prompt": "x", "n": 3})).status_code == 400
 
 
 @pytest.mark.parametrize("body", [{"prompt": [258]}, {"prompt": [1] * 64}, {"prompt": "x", "n": 129}])

@@ -293,6 +293,22 @@ async def test_counting(client, engine):
     assert wrong(long)["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("url", [URL, COUNT])
+@pytest.mark.parametrize("more", [{}, {"tool_choice": {"type": "any"}}])
+async def test_a_conversation_that_the_server_should_have_kept_is_refused(client, engine, url, more):
+    """Anthropic's SDK sends it whole after this answer."""
+    body = {"messages": USER, "max_tokens": 5, **more}
+    for thread in ({"type": "continue", "previous_message_id": "msg_1"}, {"type": "fork"}, {"id": "x"}):
+        response = await client.post(url, json={**body, "thread": thread})
+        assert response.status_code == 404
+        error = response.json()["error"]
+        assert error["details"] == {"error_code": "thread_not_found"}
+        assert error["message"] == "This server keeps no threads; send the whole conversation in messages."
+    assert not engine.requests
+    begun = await client.post(url, json={"messages": USER, "max_tokens": 5, "thread": {"type": "create"}})
+    assert begun.status_code == 200
+
+
 def user(*content):
     return {"messages": [{"role": "user", "content": list(content)}]}
 

@@ -281,7 +281,7 @@ async def test_vectors(client):
         (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role: "),
         (CHAT, {"messages": USER, "tools": [ADD, ADD]}, "tools: two functions have the same name"),
         (CHAT, {"messages": [{"role": "user", "content": "x" * 99}]}, "the prompt is longer"),
-        (GENERATE, {"prompt": "x" * 64, "raw": True}, "This model's context is 64 tokens"),
+        (GENERATE, {"prompt": "x" * 64, "raw": True}, "This model's maximum context length is 64 tokens"),
         (GENERATE, {"prompt": "x", "top_logprobs": 2}, "top_logprobs: needs logprobs: true"),
         ("/api/embed", {"input": 5}, "input"),
     ],
@@ -289,6 +289,19 @@ async def test_vectors(client):
 async def test_bad_requests(client, engine, path, body, message):
     assert (await error(client, path, model="base", **body)).startswith(message)
     assert not engine.requests
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/octet-stream"])
+async def test_a_body_may_say_that_it_is_of_any_type(client, kind):
+    """litellm's Ollama providers name none."""
+    headers = {} if kind is None else {"content-type": kind}
+    bodies = {CHAT: {"messages": USER}, GENERATE: {"prompt": "x"}, "/api/embed": {"input": "x"}, "/api/show": {}}
+    for path, body in bodies.items():
+        content = json.dumps({"model": "base", "stream": False, **body}).encode()
+        response = await client.post(path, content=content, headers=headers)
+        assert response.status_code == 200, response.text
+        other = {**headers, "origin": "http://elsewhere.example"}
+        assert (await client.post(path, content=content, headers=other)).status_code == 403
 
 
 async def test_unknown_models(client):

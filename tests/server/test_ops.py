@@ -8,6 +8,7 @@ from pydantic import BaseModel
 
 from mlx_parallm import __version__
 from mlx_parallm.core import DeviceSchedule, WorkClass
+from mlx_parallm.errors import StepFailedError
 from mlx_parallm.server.api.adapters import schema as wire
 from mlx_parallm.server.api.chat.schema import ChatBody, ChatCompletion
 from mlx_parallm.server.api.completions import Completion, CompletionBody
@@ -114,9 +115,17 @@ async def test_metrics_cover_vllms(client, engine, metric):
     assert await metric(client, "mlx_parallm_prefix_cache_hits_total") == 128
     assert await metric(client, "mlx_parallm_external_prefix_cache_queries_total") == 256
     assert await metric(client, "mlx_parallm_external_prefix_cache_hits_total") == 64
-    for name, seconds in (("time_to_first_token", 0.2), ("e2e_request_latency", 0.4), ("request_queue_time", 0.1)):
+    for name, seconds in (("e2e_request_latency", 0.4), ("request_queue_time", 0.1)):
         assert await metric(client, f"mlx_parallm_{name}_seconds_sum") == pytest.approx(seconds)
     assert await metric(client, "mlx_parallm_inter_token_latency_seconds_count") == 6
+
+
+async def test_the_time_to_the_first_token_counts_when_that_comes(client, engine, metric):
+    """An overloaded server whose clients give up would look fast otherwise."""
+    engine.fail_before, engine.error = 2, StepFailedError("gone")
+    assert (await client.post("/v1/completions", json={"prompt": "xyz", "max_tokens": 4})).status_code == 500
+    assert await metric(client, "mlx_parallm_time_to_first_token_seconds_count") == 1
+    assert await metric(client, "mlx_parallm_e2e_request_latency_seconds_count") == 0
 
 
 async def test_responses_are_counted_by_status(client, metric):

@@ -211,7 +211,7 @@ REFUSED = [
     ({"include": ["message.output_text.logprobs"]}, "include[0]"),
     ({"tools": [{"type": "web_search"}], "collect_trajectory": True}, "tools[0].type"),
     ({"tools": [{"type": "function"}]}, "tools[0].name"),
-    ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.type"),
+    ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.tools"),
     ({"tool_choice": "any"}, "tool_choice"),
     ({"metadata": {"k": 5}}, "metadata"),
     ({"scoring_function": "exact"}, "scoring_function"),

@@ -186,7 +186,10 @@ async def test_a_conversation_continues_after_a_call(client, engine, tokenizer):
     assert tokenizer.given[0] == continued
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "now"}])
+SOME = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "now"}]}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "now"}, SOME])
 async def test_a_choice_is_enforced(client, engine, choice):
     got = await respond(client, tools=[NOW, ADD], tool_choice=choice)
     assert got["tool_choice"] == choice

@@ -1,5 +1,6 @@
 """Streams of completions and chat, byte for byte."""
 
+import asyncio
 import json
 import re
 
@@ -184,3 +185,18 @@ async def test_a_silent_stream_has_pings(serving, engine, monkeypatch):
         engine.go_on.set()
         rest = [line async for line in lines]
     assert rest[-2:] == DONE.split("\n")[:2]
+
+
+async def test_nothing_is_sent_after_the_end_however_slowly_that_is_read(monkeypatch):
+    monkeypatch.setattr(generation, "PING_INTERVAL_S", 0.01)
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+        if message.get("more_body") is False:
+            await asyncio.sleep(0.1)  # the client reads nothing for many intervals
+
+    stream = generation.EventStream(send, {})
+    async with stream.opened():
+        await stream.end()
+    assert [message.get("more_body") for message in sent] == [None, False]

@@ -200,6 +200,23 @@ async def test_a_call_is_enforced(make, engine, name, choice, parallel, good, ba
     assert not any(follows(grammar, texts[-1] if at == "words" else texts[at]) for at in bad)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_only_the_allowed_tools_are_called(make, engine, name, mode):
+    """The model sees the others too, so that the prompt stays the same."""
+    family = FAMILIES[name]
+    client = make(family)
+    await ask(client)
+    whole = prompt_text(engine)
+    allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "now"}}]}
+    await ask(client, tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
+    grammar = engine.requests[-1].grammar
+    assert prompt_text(engine) == whole
+    assert follows(grammar, written(family, "now"))
+    assert not follows(grammar, written(family, "get_weather"))
+    assert follows(grammar, "I would rather talk") is (mode == "auto")
+
+
 def written(family, name):
     """A call with the arguments that are required."""
     syntax = family.syntax
@@ -273,6 +290,34 @@ async def test_calls_of_earlier_turns_reach_the_template_as_objects(client, engi
     assert made[2] == {"role": "tool", "tool_call_id": "c", "content": "noon"}
 
 
+@pytest.mark.parametrize(
+    ("sent", "shown"),
+    [
+        ({"a": [1, "ä"]}, {"a": [1, "ä"]}),
+        ('{"s": "\\ud83d", "\\ud83d": 1}', {"s": "?", "?": 1}),
+        ('{"s": "\\ud83d\\ude00"}', {"s": "😀"}),
+        ('{"a": 1e400}', '{"a": 1e400}'),
+        ('{"a": NaN}', '{"a": NaN}'),
+        ('{"a": [-Infinity]}', '{"a": [-Infinity]}'),
+    ],
+)
+async def test_arguments_of_earlier_calls_are_json_that_utf_8_can_carry(client, engine, sent, shown):
+    """Half of an emoji, which JavaScript writes as an escape, is no text. JSON has no infinite numbers."""
+    made = []
+    tokenizer = ByteTokenizer.apply_chat_template
+
+    def watch(self, messages, *rest, **more):
+        made.extend(messages)
+        return tokenizer(self, messages, *rest, **more)
+
+    call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": sent}}
+    turns = [*USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c", "content": "x"}]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ByteTokenizer, "apply_chat_template", watch)
+        await ask(client, messages=turns)
+    assert made[1]["tool_calls"][0]["function"]["arguments"] == shown
+
+
 @pytest.mark.parametrize("begun", [False, True])
 async def test_reasoning_is_a_field_of_its_own(make, engine, begun):
     client = make(HERMES, THINK)
@@ -325,6 +370,17 @@ FUNCTION = {"name": "f", "parameters": {"type": "object"}}
     ("fields", "param"),
     [
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tool_choice": {"type": "allowed_tools", "tools": []}, "tools": TOOLS}, "tool_choice"),
+        (
+            {
+                "tools": TOOLS,
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "nobody"}}]},
+                },
+            },
+            "tool_choice",
+        ),
         ({"tools": [{"type": "function", "function": {"name": "x" * 129}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "function", "function": {"name": "a\n"}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),

@@ -124,7 +124,7 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     kind = config["peft_type"]
     if kind != "LORA":
         raise problem(f"{CONFIG_FILE}: only peft_type LORA is supported, got {described(kind)}")
-    if config.get("bias", "none") != "none":
+    if config.get("bias") not in (None, "none"):
         raise problem(f"{CONFIG_FILE}: a trained bias is not supported: bias must be 'none'")
     start = config.get("init_lora_weights")
     if not any(start is plain or (isinstance(plain, str) and start == plain) for plain in _PLAIN_STARTS):

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mlx_parallm.core import COMPACT_JSON, Tool, UnwritableToolError, with_bounded_integers
+from mlx_parallm.core import COMPACT_JSON, Tool, UnwritableToolError, enforceable_schema
 from mlx_parallm.model.tools.syntax import CallSyntax
 
 _TEXT = r"/[^\x00-\x08\x0b-\x1f\x7f]*/"
@@ -190,7 +190,7 @@ def _escape(text: str) -> str:
 
 
 def _json(schema: object) -> str:
-    bounded = with_bounded_integers(schema)
+    bounded = enforceable_schema(schema)
     return "%json " + json.dumps({**bounded, "x-guidance": dict(COMPACT_JSON)} if isinstance(bounded, dict) else {})
 
 

@@ -52,11 +52,14 @@ COLLECTION_RULE = "a trajectory is sampled from the model's own distribution at 
 
 UNSUPPORTED_OPTIONS: Neutral = {
     "early_stopping": (False,),
+    "ebnf": (),
     "grammar": (),
     "guided_whitespace_pattern": (),
     "json_schema": (),
     "length_penalty": (1.0,),
     "logits_processors": (),
+    "lora_path": (),
+    "regex": (),
     "response_format": ({},),
     "structured_outputs": ({},),
     "use_beam_search": (False,),

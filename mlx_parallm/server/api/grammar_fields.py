@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PlainValidator, PrivateAttr, model_validator
 
-from mlx_parallm.core import GrammarKind, GrammarSpec
+from mlx_parallm.core import GrammarKind, GrammarSpec, unknown_format
 from mlx_parallm.server.api.fields import Neutral, OpenBody, WireInput, refused
 
 MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH = 128 * 1024, 64
@@ -78,7 +78,13 @@ class NamedSchema(WireInput):
     schema_: Schema = Field(default=True, alias="schema")
     """A JSON schema of at most 128 KiB and 64 levels. If it is left out, any JSON is allowed."""
     strict: bool = False
-    """Has no effect: the schema is always enforced."""
+    """Whether formats of texts that are not enforced are refused. All else of the schema is always enforced."""
+
+    @model_validator(mode="after")
+    def _check_formats(self) -> Self:
+        if self.strict and (name := unknown_format(self.schema_)):
+            raise refused(f"the format {name!r} is not enforced; leave it out, or send strict false", "schema")
+        return self
 
 
 class ResponseFormat(WireInput):
@@ -143,7 +149,7 @@ class StructuredOutputs(WireInput):
 
 
 class StructuredBody(OpenBody):
-    """The fields that ask for structured output. A request may use one of them."""
+    """The fields that ask for structured output. A request may use one of them, or several that ask for the same."""
 
     IGNORED: ClassVar[frozenset[str]] = frozenset({"guided_decoding_backend"})
 
@@ -168,8 +174,8 @@ class StructuredBody(OpenBody):
         found = [(name, spec) for name, part in formats.items() if part is not None and (spec := part.spec) is not None]
         guided = {way: getattr(self, f"guided_{way}") for way in SPECS}
         found += [(f"guided_{way}", SPECS[way](value)) for way, value in guided.items() if value is not None]
-        if len(found) > 1:
-            raise refused(f"cannot be combined with {found[0][0]}: send one of them", found[1][0])
+        if other := next((name for name, spec in found if spec != found[0][1]), None):
+            raise refused(f"cannot be combined with {found[0][0]}: send one of them", other)
         self._grammar = found[0] if found else None
         return self
 

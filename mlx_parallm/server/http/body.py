@@ -46,8 +46,11 @@ class BodyModel:
     required: bool
 
 
-def json_body(model: type[M], required: bool = True) -> Callable[..., Awaitable[M]]:
-    """A FastAPI dependency that returns the request's body as `model`. Unless `required`, no body counts as `{}`.
+def json_body(
+    model: type[M], required: bool = True, media_types: Collection[str] | None = JSON_TYPES
+) -> Callable[..., Awaitable[M]]:
+    """A FastAPI dependency that returns the request's body as `model`. Unless `required`, no body counts as `{}`. With
+    `media_types` None, it may say that it is of any type, or none.
 
     The dependency's attribute `body` is its `BodyModel`. A model whose attribute `LIST` names a field takes a list for
     the value of that field.
@@ -61,7 +64,9 @@ def json_body(model: type[M], required: bool = True) -> Callable[..., Awaitable[
         ignored = record_of(request.scope).ignored if ignores else None
         given = _fields_of_headers(model, request)
         most = services.config.max_body_bytes
-        return await read_body(request, services, lambda raw: parse_large(model, raw, most, ignored, given))
+        return await read_body(
+            request, services, lambda raw: parse_large(model, raw, most, ignored, given), media_types
+        )
 
     parsed.body = BodyModel(model, required)  # type: ignore[attr-defined]
     return parsed
@@ -71,7 +76,7 @@ async def read_body(
     request: Request,
     services: Services,
     parse: Callable[[bytes], T],
-    media_types: Collection[str] = JSON_TYPES,
+    media_types: Collection[str] | None = JSON_TYPES,
     inflates: bool = True,
 ) -> T:
     """Reads the body, and returns what `parse` makes of it. A large or compressed body is parsed in a worker thread.
@@ -99,7 +104,7 @@ async def read_body(
             return await workers.run(len(raw), partial(parse, raw))
 
 
-def _check_headers(request: Request, limit: int, media_types: Collection[str]) -> int | None:
+def _check_headers(request: Request, limit: int, media_types: Collection[str] | None) -> int | None:
     """The length that the Content-Length header declares, in bytes; None if it declares none.
 
     Raises:
@@ -107,7 +112,7 @@ def _check_headers(request: Request, limit: int, media_types: Collection[str]) -
         BodyTooLargeError: the declared length is over `limit` bytes.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type not in media_types:
+    if media_types is not None and media_type not in media_types:
         raise MediaTypeError("Send the body as JSON, with the header `Content-Type: application/json`.")
     declared = request.headers.get("content-length", "")
     length = int(declared[:20]) if declared.isdecimal() else None

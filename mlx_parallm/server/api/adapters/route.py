@@ -93,6 +93,8 @@ async def unload(services: Services, selector: str, param: str, base_model_name:
     """See `core.AdapterClient.unload`. `param`: the request field that has the selector."""
     base = services.base_called(base_model_name, "base_model_name")
     services.check_may_change(selector)
+    if selector in services.models.names:
+        raise UnknownModelError("The base model is no adapter; it cannot be unloaded.", param=param)
     with adapter_named_by(param, selector):
         removed = await services.lifecycle.run_to_end(services.adapters.unload(selector, base))
     return UnloadedLora(status="success", unloaded=[str(ref) for ref in removed])

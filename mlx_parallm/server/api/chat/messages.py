@@ -54,13 +54,20 @@ def _joined_parts(value: object, info: ValidationInfo) -> object:
     return "\n".join(part.text for part in read_nested(_TEXT_PARTS.validate_python, value, info))
 
 
+def _as_text(value: object) -> object:
+    """The JSON text of an object, as some clients send arguments. Other values are returned unchanged."""
+    return json.dumps(_shallow(value), ensure_ascii=False) if isinstance(value, dict) else value
+
+
 class GivenFunction(WireInput):
     """The function that an earlier message called."""
 
     name: Annotated[str, Field(min_length=1, max_length=MAX_CALL_NAME)]
     """The function's name."""
-    arguments: Annotated[str, Field(max_length=MAX_ARGUMENTS)] = ""
-    """JSON text. If it is the text of an object, the chat template gets the object."""
+    arguments: Annotated[
+        str, Field(max_length=MAX_ARGUMENTS), BeforeValidator(_as_text, json_schema_input_type=str | dict[str, Any])
+    ] = ""
+    """JSON text, or an object. If it is the text of an object, the chat template gets the object."""
 
 
 class GivenCall(WireInput):
@@ -82,11 +89,14 @@ class GivenCall(WireInput):
 
 
 def _object_or_text(text: str) -> object:
+    """The object that the text is, unless it has numbers that JSON does not. Half of a surrogate pair, which UTF-8 does
+    not have, becomes a question mark, as in the calls that the model writes."""
     try:
         parsed = json.loads(text or "{}")
+        cleaned = json.dumps(parsed, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
+        return json.loads(cleaned) if isinstance(parsed, dict) else text
     except (ValueError, RecursionError):
         return text
-    return parsed if isinstance(parsed, dict) else text
 
 
 class Message(WireInput):

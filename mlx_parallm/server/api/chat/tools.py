@@ -85,20 +85,42 @@ class NamedTool(WireInput):
     """The function."""
 
 
-def _tool_choice(value: object, info: ValidationInfo) -> str | NamedTool:
+class SomeTools(WireInput):
+    """Some of the tools, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    """`auto`: the answer may call them. `required`: it must call one or more."""
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+    """The functions."""
+
+
+class AllowedTools(WireInput):
+    """The only functions that the answer may call. The model sees the others too."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: SomeTools
+    """The functions, and whether one of them must be called."""
+
+
+def _tool_choice(value: object, info: ValidationInfo) -> str | NamedTool | AllowedTools:
     """Checks `tool_choice` by hand and not as a union, so that an error names the field."""
-    if isinstance(value, NamedTool) or (isinstance(value, str) and value in ("none", "auto", "required")):
+    if isinstance(value, NamedTool | AllowedTools) or (isinstance(value, str) and value in _CHOICES):
         return value
     try:
+        if isinstance(value, dict) and value.get("type") == "allowed_tools":
+            return read_nested(AllowedTools.model_validate, value, info)
         return read_nested(NamedTool.model_validate, value, info)
     except ValidationError:
-        named = '{"type": "function", "function": {"name": …}}'
-        raise refused(f'must be "none", "auto", "required" or {named}') from None
+        raise refused(f'must be "none", "auto", "required", {_NAMED} or {_ALLOWED}') from None
 
+
+_CHOICES = ("none", "auto", "required")
+_NAMED = '{"type": "function", "function": {"name": …}}'
+_ALLOWED = f'{{"type": "allowed_tools", "allowed_tools": {{"mode": "auto", "tools": [{_NAMED}]}}}}'
 
 ToolChoice = Annotated[
-    str | NamedTool,
-    PlainValidator(_tool_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedTool),
+    str | NamedTool | AllowedTools,
+    PlainValidator(_tool_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedTool | AllowedTools),
 ]
 
 
@@ -109,9 +131,24 @@ class ToolCallingBody(GenerationBody):
     """Functions that the model may call."""
     tool_choice: ToolChoice = "auto"
     """`none`: the model does not see the tools. `auto`: it may call them. `required`: it must call one or more. An
-    object: it must call that function."""
+    object: it must call that function, or may call only those."""
     parallel_tool_calls: bool = True
     """Whether an answer may have more than one call."""
+
+    @property
+    def mode(self) -> str | NamedTool:
+        """`tool_choice`, whichever tools it allows."""
+        return self.tool_choice.allowed_tools.mode if isinstance(self.tool_choice, AllowedTools) else self.tool_choice
+
+    @property
+    def allowed(self) -> frozenset[str] | None:
+        """The names of the only functions that an answer may call; None: it may call all."""
+        match self.tool_choice:
+            case NamedTool(function=named):
+                return frozenset({named.name})
+            case AllowedTools(allowed_tools=some):
+                return frozenset(tool.function.name for tool in some.tools)
+        return None
 
     @property
     def calls_tools(self) -> bool:
@@ -120,7 +157,8 @@ class ToolCallingBody(GenerationBody):
 
     @property
     def enforces_calls(self) -> bool:
-        """Whether a grammar restricts the calls: one must come, or arguments must follow their schemas."""
+        """Whether a grammar restricts the calls: one must come, only some may, or arguments must follow their
+        schemas."""
         strict = any(tool.function.strict for tool in self.tools)
         return self.calls_tools and (strict or self.tool_choice != "auto")
 
@@ -138,8 +176,8 @@ class ToolCallingBody(GenerationBody):
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
             raise refused("two functions have the same name", "tools")
-        if isinstance(self.tool_choice, NamedTool):
-            if self.tool_choice.function.name not in names:
+        if self.allowed is not None:
+            if not self.allowed.issubset(names):
                 raise refused("is not the name of a function in tools", "tool_choice")
         elif self.tool_choice == "required" and not names:
             raise refused("needs tools", "tool_choice")
@@ -162,7 +200,7 @@ def answer_syntax(body: ToolCallingBody, prompt: Sequence[int], tokenizer: TextT
         calls=tokenizer.tool_format if body.calls_tools else None,
         tools=body.callable_tools,
         max_calls=MAX_CALLS_PER_ANSWER if several else 1,
-        calls_first=body.calls_tools and body.tool_choice == "auto" and body.grammar is not None,
+        calls_first=body.calls_tools and body.mode == "auto" and body.grammar is not None,
         enforced=body.calls_tools and body.compiles,
     )
 
@@ -181,13 +219,13 @@ def answer_grammar(body: ToolCallingBody, syntax: AnswerSyntax, grammars: Gramma
         return None
     if syntax.calls is None:
         return _compile_format(body, syntax, grammars)
-    wanted = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
-    places = [place for place, tool in enumerate(body.tools) if wanted in (None, tool.function.name)]
+    allowed = body.allowed
+    places = [place for place, tool in enumerate(body.tools) if allowed is None or tool.function.name in allowed]
     try:
         if syntax.calls_first and body.grammar is not None:
             spec = combined([_calls_spec(syntax, places, free=False), body.grammar[1]])
         else:
-            spec = _calls_spec(syntax, places, free=body.tool_choice == "auto")
+            spec = _calls_spec(syntax, places, free=body.mode == "auto")
         return grammars.compile(spec)
     except InvalidRequestError as error:
         if error.param is None:

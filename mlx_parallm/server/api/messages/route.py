@@ -21,6 +21,7 @@ from mlx_parallm.server.api.chat.translated import chat_body, client_names
 from mlx_parallm.server.api.messages.objects import MessageObject, TokenCount
 from mlx_parallm.server.api.messages.schema import ConversationBody, CountTokensBody, MessagesBody
 from mlx_parallm.server.api.messages.stream import MessageWriter
+from mlx_parallm.server.errors import UnknownThreadError
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.openapi.responses import raises, streamable
@@ -50,7 +51,7 @@ async def create_message(body: Body, request: Request, services: ServicesDep) ->
     return GenerationResponse(services, chat, 1, partial(prepare, body, chat, services))
 
 
-@router.post("/v1/messages/count_tokens", responses=raises(UnknownModelError, ContextLengthError))
+@router.post("/v1/messages/count_tokens", responses=raises(UnknownModelError, UnknownThreadError, ContextLengthError))
 async def count_tokens(body: CountBody, request: Request, services: ServicesDep) -> TokenCount:
     """Counts the tokens of the prompt that `POST /v1/messages` would make of the same body. Generates nothing."""
     services.check_model(body.model)
@@ -91,8 +92,11 @@ def _as_chat(body: ConversationBody) -> ChatBody:
     """The conversation as a chat body. Runs in a worker thread.
 
     Raises:
+        UnknownThreadError: the server should know what was said before.
         InvalidRequestError: the chat body is not valid; the error has this API's name of the field.
     """
+    if body.thread and body.thread.get("type") != "create":
+        raise UnknownThreadError("This server keeps no threads; send the whole conversation in messages.", "thread")
     return chat_body(body.for_chat(), OWN_NAMES)
 
 

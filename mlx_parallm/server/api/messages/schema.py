@@ -132,6 +132,9 @@ class ConversationBody(SharedBody):
     the scorer, as in chat."""
     messages: Annotated[list[MessageParam], Field(min_length=1, max_length=MAX_MESSAGES)]
     """The conversation so far. If the last message is the assistant's, the answer continues its text."""
+    thread: dict[str, Any] | None = None
+    """A conversation that a server keeps. This server keeps none: with another `type` than `create`, the answer is an
+    error after which Anthropic's SDK sends the whole conversation."""
     system: TextBlocks = Field(default_factory=list)
     """A system message before all others: a text, or a list of text blocks."""
     tools: Annotated[list[Tool], BeforeValidator(_client_tools), Field(max_length=MAX_TOOLS)] = Field(

@@ -171,7 +171,7 @@ def _ids(body: EmbeddingsBody, text: Prompt, model: ServedModel) -> Sequence[int
         return ids[:most] if body.truncation_side == "right" else ids[-most:]
     if len(ids) > context:
         raise ContextLengthError(
-            f"A text has {len(ids)} tokens, and the model's context {context}: shorten it, or send "
+            f"This model's maximum context length is {context} tokens, and a text has {len(ids)}: shorten it, or send "
             "truncate_prompt_tokens: -1.",
             param="input",
         )

@@ -15,7 +15,7 @@ from mlx_parallm.server.api.chat.template import TemplateVariables
 from mlx_parallm.server.api.fields import INT32_MAX, Neutral, WireInput, refused
 from mlx_parallm.server.api.generation_fields import UNSUPPORTED_OPTIONS, SharedBody
 from mlx_parallm.server.api.responses.conversation import ChatMessageFields, Item, messages_of
-from mlx_parallm.server.api.responses.tools import NamedChoice, OfferedTool, ToolChoice, Tools, offered_tools
+from mlx_parallm.server.api.responses.tools import OfferedTool, ToolChoice, Tools, offered_tools
 from mlx_parallm.server.api.sampling_fields import NO_LIMIT
 
 MAX_RESPONSE_ID = 128
@@ -177,7 +177,7 @@ class ResponsesBody(SharedBody):
     def for_chat(self, earlier: Sequence[ChatMessageFields]) -> dict[str, Any]:
         """The same request as a chat body, with the messages of `earlier` turns before those of `input`."""
         same = {*SharedBody.model_fields, "parallel_tool_calls", "chat_template_kwargs"}
-        choice = self.tool_choice.for_chat() if isinstance(self.tool_choice, NamedChoice) else self.tool_choice
+        choice = self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.for_chat()
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         return {
             **self.model_dump(include=same, exclude_unset=True),
@@ -200,7 +200,7 @@ class ResponsesBody(SharedBody):
             "top_p": self.top_p,
             "text": {"format": self.text.format.sent()},
             "tools": [tool.sent() for tool in self.tools if tool is not None],
-            "tool_choice": choice.model_dump(exclude_none=True) if isinstance(choice, NamedChoice) else choice,
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning": {"effort": self.reasoning.effort, "summary": None},
             # The metadata of a collected request is for its scorer and may be long: it is not returned.

@@ -183,17 +183,36 @@ class NamedChoice(WireInput):
         return {"type": "function", "function": {"name": shown_name(self.name, self.namespace)}}
 
 
-def _tool_choice(value: object, info: ValidationInfo) -> str | NamedChoice:
+class AllowedChoice(WireInput):
+    """The only tools that the answer may call. The model sees the others too."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    """`auto`: the answer may call them. `required`: it must call one or more."""
+    tools: Annotated[list[NamedChoice], Field(min_length=1, max_length=MAX_TOOLS)]
+    """The tools."""
+
+    def for_chat(self) -> dict[str, Any]:
+        some = {"mode": self.mode, "tools": [tool.for_chat() for tool in self.tools]}
+        return {"type": self.type, "allowed_tools": some}
+
+
+def _tool_choice(value: object, info: ValidationInfo) -> str | NamedChoice | AllowedChoice:
     if isinstance(value, str):
         if value in ("none", "auto", "required"):
             return value
         raise refused('must be "none", "auto", "required" or a function')
-    if isinstance(value, dict) and value.get("type") not in ("function", "custom"):
-        raise refused("this server runs no tools itself; only a function can be chosen", "type")
+    kind = value.get("type") if isinstance(value, dict) else "function"
+    if kind == "allowed_tools":
+        return read_nested(AllowedChoice.model_validate, value, info)
+    if kind not in ("function", "custom"):
+        raise refused("this server runs no tools itself; only functions can be chosen", "type")
     return read_nested(NamedChoice.model_validate, value, info)
 
 
 ToolChoice = Annotated[
-    str | NamedChoice,
-    PlainValidator(_tool_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedChoice),
+    str | NamedChoice | AllowedChoice,
+    PlainValidator(
+        _tool_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedChoice | AllowedChoice
+    ),
 ]

@@ -49,7 +49,9 @@ def edit_of(body: PreferenceBody, found: Mapping[str, FoundTrajectory], adapter:
         raise InvalidRequestError("chosen and rejected are the same answer.", param="rejected")
     context = services.first.card.context_length
     if (tokens := len(prompt) + max(len(chosen), len(rejected))) > context:
-        raise ContextLengthError(f"This model's context is {context} tokens, and the edit has {tokens}.", param=field)
+        raise ContextLengthError(
+            f"This model's maximum context length is {context} tokens, and the edit has {tokens}.", param=field
+        )
     return Edit(
         adapter,
         prompt,

@@ -79,7 +79,8 @@ def _given(
     tokens, context = len(prompt) + len(completion), services.first.card.context_length
     if tokens > context:
         raise ContextLengthError(
-            f"This model's context is {context} tokens, and {param} has {tokens}. Leave it out.", param=param
+            f"This model's maximum context length is {context} tokens, and {param} has {tokens}. Leave it out.",
+            param=param,
         )
     return GivenTrajectory(
         prompt_ids=tuple(prompt),

@@ -29,7 +29,7 @@ router = APIRouter(tags=["Ollama"])
 
 @router.post("/api/embed", responses=generating(EmbedAnswer))
 async def embed(
-    body: Annotated[EmbedBody, Depends(json_body(EmbedBody))], request: Request, services: ServicesDep
+    body: Annotated[EmbedBody, Depends(json_body(EmbedBody, media_types=None))], request: Request, services: ServicesDep
 ) -> Response:
     """Makes a vector of each text, as `/v1/embeddings` does. Without texts, it loads the model."""
     if not body.input:

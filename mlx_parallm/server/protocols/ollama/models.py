@@ -87,7 +87,9 @@ async def list_running(services: ServicesDep) -> ListedModels:
 
 
 @router.post("/api/show", responses=raises(UnknownModelError))
-async def show(body: Annotated[ShowBody, Depends(json_body(ShowBody))], services: ServicesDep) -> ShownModel:
+async def show(
+    body: Annotated[ShowBody, Depends(json_body(ShowBody, media_types=None))], services: ServicesDep
+) -> ShownModel:
     """Describes one model: its context's length, its chat template, and what it can do. Loads it if it is not in
     memory."""
     name = known_name(body.model or body.name, services)

@@ -46,7 +46,9 @@ router = APIRouter(tags=["Ollama"])
 
 @router.post("/api/chat", responses=in_lines(ChatAnswer))
 async def chat(
-    body: Annotated[OllamaChatBody, Depends(json_body(OllamaChatBody))], request: Request, services: ServicesDep
+    body: Annotated[OllamaChatBody, Depends(json_body(OllamaChatBody, media_types=None))],
+    request: Request,
+    services: ServicesDep,
 ) -> Response:
     """Continues a conversation, as Ollama does. Without messages, it loads the model."""
     fields = {**body.for_chat(), "model": known_name(body.model, services)}
@@ -72,7 +74,7 @@ def prepare_chat(
 
 @router.post("/api/generate", responses=in_lines(GenerateAnswer))
 async def generate(
-    body: Annotated[OllamaGenerateBody, Depends(json_body(OllamaGenerateBody))],
+    body: Annotated[OllamaGenerateBody, Depends(json_body(OllamaGenerateBody, media_types=None))],
     request: Request,
     services: ServicesDep,
 ) -> Response:

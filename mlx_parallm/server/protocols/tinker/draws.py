@@ -50,7 +50,7 @@ def generation_request(body: SampleBody, card: ModelCard, adapter: AdapterRef) -
     wanted = room if params.max_tokens is None else params.max_tokens
     if wanted > room or room < 1:
         raise ContextLengthError(
-            f"This model's context is {card.context_length} tokens, and the request needs "
+            f"This model's maximum context length is {card.context_length} tokens, and the request needs "
             f"{len(prompt) + max(wanted, 1)}: shorten the prompt or ask for fewer tokens.",
             param="max_tokens",
         )
