@@ -99,7 +99,7 @@ class SequenceGate:
         if not has_room(self.limit, 0, None if key is None else 0, sequences):
             raise InvalidRequestError(
                 f"This request needs {sequences} places in the queue, and it has {self.limit}, not all of which one "
-                "key may hold. Send fewer prompts at a time, or a smaller n.",
+                "key may hold. Send fewer prompts at a time, or ask for fewer answers.",
                 param="n",
             )
         if self.held + sequences > self.limit:

@@ -151,11 +151,14 @@ def test_rows_of_a_batch_and_cached_ones_equal_their_solo_runs(model: nn.Module,
 
 
 def test_preempted_rows_equal_their_solo_runs(model: nn.Module, alone: list[list[float]]) -> None:
-    small = make_harness(model, kv_bits=8, budget_tokens=600)
     others = [[7, *prompt] for prompt in PROMPTS]
-    for got, want in zip(answers(small, [*PROMPTS, *others]), alone, strict=False):
-        assert_close(got, want)
-    assert small.loop.stats().preemptions_total > 0
+    for _ in range(6):  # which rows run together depends on the time that units take
+        small = make_harness(model, kv_bits=8, budget_tokens=600)
+        for got, want in zip(answers(small, [*PROMPTS, *others]), alone, strict=False):
+            assert_close(got, want)
+        if small.loop.stats().preemptions_total:
+            return
+    pytest.fail("no row was preempted")
 
 
 @pytest.mark.parametrize("length", [100, 128, 129])

@@ -368,7 +368,9 @@ async def test_stops(
 async def test_a_full_queue_and_what_is_not_supported_are_refused(client: Client) -> None:
     await client.start()
     base = {"prompt": {"chunks": [{"tokens": [5]}]}, "sampling_params": {"max_tokens": 2}, "base_model": NAME}
-    assert (await client.post("asample", {**base, "num_samples": 9}, 429))["error"]["code"] == "rate_limit_exceeded"
+    assert (await client.post("asample", {**base, "num_samples": 9}, 400))["error"]["param"] == "n"
+    with client.services.gate.reserve(client.services.gate.limit):
+        assert (await client.post("asample", base, 429))["error"]["code"] == "rate_limit_exceeded"
     for field, value in (("prompt_alt_tokens_k", 2), ("record_stability_info", True), ("topk_prompt_logprobs", 21)):
         assert field in (await client.post("asample", {**base, field: value}, 400))["error"]["message"]
     assert NAME in (await client.post("asample", {**base, "base_model": "other"}, 404))["error"]["message"]

@@ -710,7 +710,7 @@ class Scores:
         self.asked = 0
         self.error: Exception | None = None
 
-    async def __call__(self, ids: tuple[int, ...]) -> list[float | None]:
+    async def __call__(self, ids: tuple[int, ...], first: int) -> list[float | None]:
         self.asked += 1
         if self.error is not None:
             raise self.error

@@ -162,7 +162,8 @@ PATHS = ["../x", "/etc/passwd", "a/b", "%2e%2e/x"]
 async def test_16_17_unknown_names_reach_the_adapters_as_text_and_never_mean_the_base(
     client, engine, adapters, math, fault, path, stream, field
 ):
-    for name in STRANGE if field == "adapters" else [*STRANGE, *PATHS]:
+    names = STRANGE if field == "adapters" else [*STRANGE, *PATHS]
+    for name in names if field != "model" else filter(None, names):  # an empty model is the server's own
         response = await client.post(path, json={**BODIES[path], field: name, "stream": stream})
         error = fault(response)
         assert (response.status_code, error["code"], error["param"]) == (404, "model_not_found", field), name
@@ -240,7 +241,8 @@ async def test_a_refused_request_holds_no_version(client, adapters, math, stream
 
 async def test_no_version_is_asked_for_where_the_queue_is_full(make_client, adapters, math):
     client = make_client(max_batch_size=1, max_queued=1)
-    response = await client.post(COMPLETIONS, json={"prompt": "x", "model": "math", "n": 3})
+    with client.app.state.services.gate.reserve(2):
+        response = await client.post(COMPLETIONS, json={"prompt": "x", "model": "math"})
     assert response.status_code == 429
     assert not adapters.asked
 

@@ -64,6 +64,7 @@ async def test_free_text_has_no_grammar(client, engine, fields):
         ({"guided_json": "{"}, "guided_json"),
         ({"guided_json": {"type": "objekt"}}, "guided_json"),
         ({"guided_regex": "("}, "guided_regex"),
+        ({"guided_regex": ""}, "guided_regex"),
         ({"regex": "a"}, "regex"),
         ({"ebnf": 'root ::= "a"'}, "ebnf"),
         ({"lora_path": "a"}, "lora_path"),

@@ -111,18 +111,9 @@ ASK_FOR_NOTHING = [
     (COMPLETIONS, {"best_of": 2, "n": 2}),
     (COMPLETIONS, {"suffix": "", "length_penalty": 1, "early_stopping": False, "use_beam_search": False}),
     (CHAT, {"vllm_xargs": {}, "thinking_blocks": None, "zzz": None, "documents": [], "stop_token_ids": []}),
-    *(
-        (path, dict.fromkeys(("model", "stop", "cache_salt", "tool_choice"), "") | more)
-        for path, more in (
-            (
-                COMPLETIONS,
-                {"lora_adapter": "", "adapters": "", "guided_regex": "", "guided_grammar": "", "request_id": ""},
-            ),
-            (CHAT, {"lora_adapter": "", "adapters": "", "guided_json": "", "chat_template": "", "request_id": ""}),
-            (RESPONSES, {"previous_response_id": ""}),
-        )
-    ),
-    (MESSAGES, {"model": "", "system": ""}),
+    *((path, {"model": "", "stop": ""}) for path in (COMPLETIONS, CHAT)),
+    (RESPONSES, {"model": ""}),
+    (MESSAGES, {"model": ""}),
     ("/tokenize", {"model": ""}),
     (CHAT, {"echo": False, "include_reasoning": True, "response_format": {}}),
     (CHAT, {"messages": [{**USER[0], "cache_control": None, "images": [], "refusal": ""}]}),

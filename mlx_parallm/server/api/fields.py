@@ -113,14 +113,14 @@ class WireInput(BaseModel):
     `NEUTRAL` maps fields to the values that have no effect. A declared field with such a value counts as left out. An
     undeclared field is accepted with such a value and with null, "", [] and {}, and refused by name with any other,
     because an answer that ignored it would not be the answer that the client asked for. Any other undeclared field is
-    unknown; see `IgnoredFields`. If `EMPTY_IS_LEFT_OUT`, a declared field that is not required counts as left out
-    with an empty text too.
+    unknown; see `IgnoredFields`. `EMPTY_IS_LEFT_OUT` names declared fields that count as left out with an empty text
+    too.
     """
 
     IGNORED: ClassVar[frozenset[str]] = frozenset()
     NEUTRAL: ClassVar[Neutral] = {}
     NULL_VALUES: ClassVar[Mapping[str, object]] = {}
-    EMPTY_IS_LEFT_OUT: ClassVar[bool] = False
+    EMPTY_IS_LEFT_OUT: ClassVar[frozenset[str]] = frozenset()
 
     model_config = ConfigDict(
         strict=True, extra="forbid", allow_inf_nan=False, frozen=True, use_attribute_docstrings=True
@@ -147,8 +147,7 @@ class WireInput(BaseModel):
     @classmethod
     def _left_out(cls, name: str) -> Iterable[object]:
         """The values with which a declared field counts as left out, apart from null."""
-        empty = [""] if cls.EMPTY_IS_LEFT_OUT and not cls._declared()[name] else []
-        return (*cls.NEUTRAL.get(name, ()), *empty)
+        return (*cls.NEUTRAL.get(name, ()), *([""] if name in cls.EMPTY_IS_LEFT_OUT else []))
 
     @classmethod
     def _check_undeclared(cls, name: str, value: object, ignored: IgnoredFields | None) -> None:
@@ -194,7 +193,9 @@ class OpenBody(WireInput):
     """The body of a route that other servers have too, so that clients may send fields which this server does not know.
     Unknown fields are ignored, unless the server runs with strict fields or the request is collected for training."""
 
-    EMPTY_IS_LEFT_OUT: ClassVar[bool] = True
+    EMPTY_IS_LEFT_OUT: ClassVar[frozenset[str]] = frozenset({"model", "stop"})
+    """Clients send them empty for the server's own. An empty name of an adapter is refused: it must not mean the base
+    model."""
 
 
 class Validate(Protocol[Validated]):
