@@ -175,7 +175,7 @@ async def test_a_teacher_that_fails_costs_only_the_samples_that_it_could_not_rea
             await asyncio.sleep(60)
         return {"short": [None, -1.0], "none": [None, -1.0, None], "nan": [None, -1.0, math.nan]}[fault]
 
-    found, problem = await Teacher(score, 0.05).logprobs(SAMPLES)
+    found, problem = await Teacher(score, 0.5).logprobs(SAMPLES)
     assert found == ((-0.5, -0.5), ())
     batch = taught_batch(UpdateBatch(tuple(SAMPLES), step_scale=0.5), found)
     assert [each.teacher_logprobs for each in batch.samples] == [(0, 0, 0, -0.5, -0.5)]

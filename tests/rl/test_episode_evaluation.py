@@ -46,7 +46,7 @@ class World:
             FakeScorers(score),
             tasks,
             settings,
-            0.3,
+            2.0,  # seconds for an episode
             reward,
         )
         self.evaluator = Evaluator(held_out)
