@@ -224,7 +224,7 @@ class BaseModel:
         """The cost model. It is measured when the base model is first loaded, as is the faster kind of attention.
         `steps`: with units of a few tokens, as drafts make them."""
         if self._cost is None:
-            check = self._shared.processor.check_wanted
+            check = self._shared.processor.raise_if_stopped
             choose_attention(runner)
             self._dense_rows, self._cost = runner.dense_rows, calibrate(runner, check)
             if steps:

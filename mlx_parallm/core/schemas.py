@@ -93,7 +93,8 @@ def _constrains_nothing(key: str, schema: Mapping[str, Any]) -> bool:
             return isinstance(value, str) and value not in FORMATS
         case "contains":
             counts = schema.keys() & {"minContains", "maxContains"}
-            return bool(value in _ANYTHING and not counts and schema.get("minItems", 0) >= 1)
+            least = schema.get("minItems")
+            return value in _ANYTHING and not counts and isinstance(least, int) and least >= 1
     return False
 
 

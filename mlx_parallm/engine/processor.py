@@ -98,8 +98,8 @@ class ContinuousBatchProcessor:
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
 
-    def check_wanted(self) -> None:
-        """For long work of a start: on a busy machine, whoever stops the server should not have to wait for it.
+    def raise_if_stopped(self) -> None:
+        """Is called between the parts of a start that may take minutes on a busy machine, so that `stop` ends it.
 
         Raises:
             EngineDeadError: `stop` was called.

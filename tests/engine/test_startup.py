@@ -84,7 +84,7 @@ def test_measuring_ends_when_the_engine_is_stopped_and_leaves_no_row(after: int)
             processor.stop()
             stopped.set()
         units += 1
-        processor.check_wanted()
+        processor.raise_if_stopped()
 
     with pytest.raises(EngineDeadError, match="stopped while it started"):
         calibrate_steps(runner, calibrate(runner, check) if after < 5 else CostModel(), check)

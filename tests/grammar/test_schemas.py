@@ -71,6 +71,7 @@ def test_what_constrains_nothing_is_left_out(compiler: LLCompiler, keyword: dict
         {"dependentRequired": {"a": ["b"]}},
         {"if": {}, "then": False},
         {"minContains": 1, "contains": {"const": 1}},
+        {"contains": {}, "minItems": "many"},
     ],
     ids=json.dumps,
 )

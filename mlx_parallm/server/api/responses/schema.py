@@ -61,7 +61,7 @@ class TextFormat(WireInput):
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     """The JSON schema of the answer."""
     strict: bool | None = None
-    """Has no effect: the schema is always enforced."""
+    """Whether formats of texts that are not enforced are refused. All else of the schema is always enforced."""
 
     def for_chat(self) -> dict[str, Any]:
         fields = self.sent()
