@@ -38,8 +38,8 @@ class Comparison:
         return len(self.ours) < self.rounds
 
     def fits(self, until: float) -> bool:
-        """Whether another round is over by `until`, if it is as slow as the slowest so far. `until`: on the clock of
-        `time.monotonic`."""
+        """Whether another round is over by `until`, if it is as slow as the slowest that counted. `until`: on the clock
+        of `time.monotonic`."""
         return time.monotonic() + self._slowest_s < until
 
     async def take_turns(self, number: int) -> None:
@@ -50,8 +50,8 @@ class Comparison:
             theirs, ours = await self.measure_mlx_lm(number), await self.measure_ours(number)
         else:
             ours, theirs = await self.measure_ours(number), await self.measure_mlx_lm(number)
-        self._slowest_s = max(self._slowest_s, time.monotonic() - started)
         if self._warm:
+            self._slowest_s = max(self._slowest_s, time.monotonic() - started)
             self.ours.append(ours)
             self.mlx_lm.append(theirs)
         self._warm = True

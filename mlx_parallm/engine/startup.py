@@ -16,6 +16,7 @@ from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.kv.cache import KVRow
 from mlx_parallm.batch.runner import BatchRunner, Row
 from mlx_parallm.core import PromptGroup
+from mlx_parallm.model.device import on_cpu
 from mlx_parallm.model.families import Support, check_offsets
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.scheduler.cost import CostModel
@@ -90,13 +91,17 @@ def calibrate(runner: BatchRunner, check: Check = lambda: None) -> CostModel:
     Times three prefill chunks, after one to warm up, and units that draw the next token of some rows or do not. The
     content of the context does not change the time, so it is not computed: the length of the row is simply set.
     `check` is called between units.
+
+    A GPU takes from milliseconds (Metal) to half a minute (CUDA) to compile a kernel when it is first used. No unit
+    counts there that is the first of its shape.
     """
     context = min(_CONTEXT, runner.cache.max_length - _LONG)
     if context < _LONG or runner.cache.longest_row < max(context + _LONG, _DRAWS * BLOCK_TOKENS):
         return CostModel()  # rows are too short, or memory is too small, to need a measured model
     _seconds(runner, check, [_SHORT], 0, draws=1)
-    short, long = _least(runner, check, [_SHORT]), _seconds(runner, check, [_LONG], 0)
-    deep = _seconds(runner, check, [_LONG], context)
+    repeats = 1 if on_cpu() else _REPEATS
+    short, long = _least(runner, check, [_SHORT]), _least(runner, check, [_LONG], repeats=repeats)
+    deep = _least(runner, check, [_LONG], context, repeats=repeats)
     rows = [_SHORT // _DRAWS] * _DRAWS
     drawing = _least(runner, check, rows, draws=1) - _least(runner, check, rows)
     per_pair = max(deep - long, 0.0) / (_LONG * context)
@@ -113,9 +118,16 @@ def calibrate_steps(runner: BatchRunner, cost: CostModel, check: Check = lambda:
     return replace(cost, steps=tuple(zip(_STEPS, accumulate(times, max), strict=True)))
 
 
-def _least(runner: BatchRunner, check: Check, chunks: Sequence[int], draws: int = 0) -> float:
-    """The time of a short unit. The least of several, because the machine may do other work too."""
-    return min(_seconds(runner, check, chunks, 0, draws) for _ in range(_REPEATS))
+def _least(
+    runner: BatchRunner,
+    check: Check,
+    chunks: Sequence[int],
+    context: int = 0,
+    draws: int = 0,
+    repeats: int = _REPEATS,
+) -> float:
+    """The time of a unit: the least of several, because the machine may do other work too. See `_seconds`."""
+    return min(_seconds(runner, check, chunks, context, draws) for _ in range(repeats))
 
 
 def _seconds(runner: BatchRunner, check: Check, chunks: Sequence[int], context: int, draws: int = 0) -> float:
