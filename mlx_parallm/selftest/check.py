@@ -30,7 +30,7 @@ class Outcome:
         figures: Mapping[str, float] | None = None,
     ) -> Outcome:
         """The outcome of several comparisons. A difference that is not a number is the largest of all."""
-        found = list(differences)
+        found = list(map(float, differences))  # numpy's numbers are not written as JSON
         largest = math.nan if any(map(math.isnan, found)) else max(found, default=0.0)
         return cls(largest, limit, problem if found else "nothing was compared", figures or {})
 
