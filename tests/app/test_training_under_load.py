@@ -127,13 +127,18 @@ def _watch(made: Rig) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_a_hundred_updates_beside_eight_clients(tmp_path: Path) -> None:
-    async with rig(tmp_path, rl_training__divergence__reward__limit=None) as made:  # random rewards fall by chance
+    keys = {"rl_training__update_frequency": 2 * CLIENTS, "rl_training__divergence__reward__limit": None}
+    async with rig(tmp_path, **keys) as made:  # random rewards fall by chance
         base = await made.on_device(lambda: _base(made))
         numbers = iter(range(10**6))
 
         async def client() -> None:
-            while made.training.service.status().updates_total < UPDATES:
-                await made.complete(next(numbers))
+            """Asks no faster than the trainer learns, so that no answer is too old when its thumb comes."""
+            while (status := made.training.service.status()).updates_total < UPDATES:
+                if status.groups_ready < CLIENTS:
+                    await made.complete(next(numbers))
+                else:
+                    await asyncio.sleep(0.01)
 
         await asyncio.gather(*(client() for _ in range(CLIENTS)))
         status = made.training.service.status()
