@@ -1,5 +1,6 @@
 """Reading adapters: both formats, and every refusal by name."""
 
+import codecs
 import math
 
 import numpy as np
@@ -72,6 +73,13 @@ def test_alpha_without_scale_is_explained(tmp_path):
 
 
 # ---- PEFT --------------------------------------------------------------------------------------
+
+
+def test_a_config_that_an_editor_has_marked_as_utf_8_is_read(tmp_path):
+    folder = peft_folder(tmp_path, peft_tensors())
+    config = folder / "adapter_config.json"
+    config.write_bytes(codecs.BOM_UTF8 + config.read_bytes())
+    assert read(folder).weights.pairs.keys() == {Q0}
 
 
 @pytest.mark.parametrize("name", ["", ".default"])

@@ -7,6 +7,7 @@ the data.
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import os
@@ -156,7 +157,7 @@ def read_config(folder: Path, roots: AdapterRoots | None) -> dict[str, Any]:
         data = read_bytes(file, _CONFIG_BYTES + 1, CONFIG_FILE)
     if len(data) > _CONFIG_BYTES:
         raise problem(f"{CONFIG_FILE} is larger than {_CONFIG_BYTES} bytes: it is no adapter's config")
-    return parse_object(data, CONFIG_FILE)
+    return parse_object(data.removeprefix(codecs.BOM_UTF8), CONFIG_FILE)  # editors on Windows write that mark
 
 
 def read_bytes(file: BinaryIO, size: int, what: str) -> bytes:
