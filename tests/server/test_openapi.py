@@ -102,6 +102,7 @@ async def test_the_errors_of_a_route_are_those_it_can_give(document):
         "invalid_request_error",
     }
     assert codes(document, "/v1/responses", "404") == {"model_not_found", "response_not_found"}
+    assert "malformed_path" in codes(document, "/v1/responses/{response_id}/cancel", "400")
     assert set(document["paths"]["/version"]["get"]["responses"]) == {"200", "401", "403", "500"}
 
 

@@ -21,6 +21,7 @@ from mlx_parallm.server.errors import (
     BodyTimeoutError,
     BodyTooLargeError,
     ForbiddenOriginError,
+    MalformedPathError,
     MediaTypeError,
     RoleError,
     rule_of,
@@ -139,6 +140,8 @@ def _of_form(path: str, operation: Operation) -> Iterator[Kind]:
     if "requestBody" in operation:
         yield from WITH_BODY
     parameters = operation.get("parameters", ())
+    if any(parameter["in"] == "path" for parameter in parameters):
+        yield MalformedPathError
     if any(parameter["in"] == "query" or "maxLength" in parameter["schema"] for parameter in parameters):
         yield RequestError
 
