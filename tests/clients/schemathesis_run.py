@@ -22,9 +22,9 @@ CHECKS = (
     "response_headers_conformance",
     "response_schema_conformance",
     "unsupported_method",
+    "allow_header_conformance",
 )
-"""Not those of which data are taken: many bodies are well formed, and ask for things that exclude each other. Nor that
-of the header Allow: it names GET and DELETE for `/v1/adapters/rollback`, because an adapter may have that name."""
+"""Not those of which data are taken: many bodies are well formed, and ask for things that exclude each other."""
 
 STOPPING = "^/(pause|resume|is_paused|sleep|wake_up|is_sleeping)$"
 ENDLESS = "^/v1/training/events$"
