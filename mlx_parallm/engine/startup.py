@@ -92,8 +92,8 @@ def calibrate(runner: BatchRunner, check: Check = lambda: None) -> CostModel:
     content of the context does not change the time, so it is not computed: the length of the row is simply set.
     `check` is called between units.
 
-    MLX compiles a kernel for a GPU when it is first used, which takes up to half a minute with CUDA. So each kind of unit
-    is run several times there, and the least time counts.
+    MLX compiles a kernel for a GPU when it is first used, which takes up to half a minute with CUDA. So each kind of
+    unit is run several times there, and the least time counts.
     """
     context = min(_CONTEXT, runner.cache.max_length - _LONG)
     if context < _LONG or runner.cache.longest_row < max(context + _LONG, _DRAWS * BLOCK_TOKENS):

@@ -34,8 +34,8 @@ def test_the_output_layer_counts_for_tokens_that_are_drawn(monkeypatch: pytest.M
 
 
 def test_kernels_that_are_compiled_at_first_use_do_not_count_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A unit takes a millisecond here, and 4 s more if no unit before had as many tokens and as long a context, as on an
-    H100, where MLX compiles a kernel in 3 to 5 s. Terms that are measured so stay wrong for as long as a server runs."""
+    """A unit takes a millisecond here, and 4 s more if no unit before had as many tokens and as long a context: on an
+    H100, MLX compiles a kernel in 3 to 5 s. Terms that are measured so stay wrong for as long as a server runs."""
     known = set[tuple[tuple[int, ...], int, int]]()
 
     def seconds(runner: object, check: object, chunks: list[int], context: int, draws: int = 0) -> float:
