@@ -112,14 +112,18 @@ def needed(routes: Iterable[BaseRoute], scope: Scope) -> Access:
         UnknownRouteError: there is no route for the path.
         MethodError: there are routes for the path, but none for the method.
     """
-    others: set[str] = set()
+    others: dict[str, set[str]] = {}
     for route in routes:
         match, _ = route.matches(scope)
+        path = getattr(route, "path", "")
         if match is Match.FULL:
-            return DECLARED.get((scope["method"], getattr(route, "path", "")), UNDECLARED)
+            return DECLARED.get((scope["method"], path), UNDECLARED)
         if match is Match.PARTIAL:
-            others |= getattr(route, "methods", None) or set()
-    raise MethodError(others) if others else UnknownRouteError("No such route.")
+            others.setdefault(path, set()).update(getattr(route, "methods", None) or ())
+    if not others:
+        raise UnknownRouteError("No such route.")
+    # Those of a route of exactly this path, not of one whose parameter would take its last part for a name.
+    raise MethodError(others.get(scope["path"]) or set().union(*others.values()))
 
 
 def _unauthorized(scope: Scope, sent: set[bytes]) -> Response:
