@@ -9,6 +9,10 @@ before `mlx.core` supplies `cblas_sgemm` and the other functions instead. The fi
 4. MKL from the `mkl` wheel or the system.
 
 On macOS nothing is loaded, because MLX uses Accelerate and Metal there.
+
+Idle threads of OpenBLAS wait actively for some 30 ms for their next product, which other programs and this process'
+own threads pay for. Here they sleep at once, for the OpenBLAS of NumPy too; that costs nothing on a quiet machine.
+How many threads are best depends on what other programs leave; see `mlx_parallm.machine.processors`.
 """
 
 from __future__ import annotations
@@ -18,11 +22,13 @@ import importlib.util
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 ENV_VAR = "MLX_PARALLM_BLAS"
+THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+"""How many threads a BLAS has, said from outside."""
 INSTALL_HINT = (
     "no fast BLAS found: float32 matrix products will be 20-50x slower. Install one: "
     "`apt-get install libopenblas0-pthread`, or `pip install mkl`, "
@@ -32,15 +38,21 @@ INSTALL_HINT = (
 
 @dataclass(frozen=True, slots=True)
 class Blas:
-    """The BLAS in use: its name, whether it is fast, and the problem if it is not."""
+    """The BLAS in use: its name, whether it is fast, and the problem if it is not.
+
+    set_threads: sets how many threads its products use from now on, in this process; None if this cannot be set, or
+        if the environment says how many.
+    """
 
     name: str
     fast: bool
     problem: str = ""
+    set_threads: Callable[[int], object] | None = None
 
 
 def preload() -> Blas:
     """Loads the first BLAS that is found. Never raises, because a slow BLAS still works."""
+    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")  # log2 of the processor cycles; read when it is loaded
     if sys.platform == "darwin":
         return Blas("Accelerate", fast=True)
     if "mlx.core" in sys.modules:
@@ -64,24 +76,25 @@ def _try_load(paths: Iterator[Path] | list[Path]) -> Blas:
     problem = INSTALL_HINT
     for path in paths:
         try:
-            _load(path)
+            library = _load(path)
         except OSError as error:
             problem = f"{INSTALL_HINT} (last tried: {error})"
         else:
-            return Blas(path.name, fast=True)
+            said = any(os.environ.get(name) for name in THREAD_VARIABLES)
+            return Blas(path.name, True, "", None if said else getattr(library, "openblas_set_num_threads", None))
     return Blas("MLX's own", fast=False, problem=problem)
 
 
-def _load(path: Path) -> None:
+def _load(path: Path) -> ctypes.CDLL:
     try:
-        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+        return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     except OSError as error:
         if "libgfortran" not in str(error):
             raise
-        _load_with_mlx_gfortran(path)
+        return _load_with_mlx_gfortran(path)
 
 
-def _load_with_mlx_gfortran(path: Path) -> None:
+def _load_with_mlx_gfortran(path: Path) -> ctypes.CDLL:
     """Loads an OpenBLAS that needs `libgfortran.so.5` on a system without that library.
 
     MLX's wheel contains the library under another name. The OpenBLAS wheel looks for it in its own folder (RPATH
@@ -94,7 +107,7 @@ def _load_with_mlx_gfortran(path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="mlx_parallm_blas_") as folder:
         for name, target in ((path.name, path), ("libgfortran.so.5", runtime)):
             (Path(folder) / name).symlink_to(target)
-        ctypes.CDLL(str(Path(folder) / path.name), mode=ctypes.RTLD_GLOBAL)
+        return ctypes.CDLL(str(Path(folder) / path.name), mode=ctypes.RTLD_GLOBAL)
 
 
 def _package_files(package: str, pattern: str) -> Iterator[Path]:

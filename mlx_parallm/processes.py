@@ -13,9 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import BinaryIO
 
-from mlx_parallm.blas import ENV_VAR
-
-_THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+from mlx_parallm.blas import ENV_VAR, THREAD_VARIABLES
 
 
 def command(module: str, *arguments: str) -> tuple[str, ...]:
@@ -26,7 +24,7 @@ def command(module: str, *arguments: str) -> tuple[str, ...]:
 def environment() -> dict[str, str]:
     """This process's environment and import path, for a child that loads no BLAS and runs NumPy on one thread."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    return {**os.environ, **dict.fromkeys(_THREAD_VARIABLES, "1"), ENV_VAR: "none", "PYTHONPATH": path}
+    return {**os.environ, **dict.fromkeys(THREAD_VARIABLES, "1"), ENV_VAR: "none", "PYTHONPATH": path}
 
 
 @contextmanager

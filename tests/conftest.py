@@ -5,10 +5,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-# More threads than cores would wait for each other. The servers that tests start inherit this, which is read when the
-# BLAS is loaded.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# More threads than cores would wait for each other, and a number that follows the load would change last bits. The
+# servers that tests start inherit this, which is read when the BLAS is loaded.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else str(os.cpu_count()))
 
 # Some hundred processes would compile all that they import, if nobody may write bytecode beside the sources.
 if sys.dont_write_bytecode:

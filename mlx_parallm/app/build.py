@@ -28,13 +28,14 @@ from mlx_parallm.core import EngineClient, Event, GenerationRequest, ModelCard, 
 from mlx_parallm.engine.parts import EngineParts
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
 from mlx_parallm.errors import StorageError
+from mlx_parallm.machine.processors import BlasThreads
 from mlx_parallm.model.device import MemoryLimits, device_name, on_cpu, set_limits
 from mlx_parallm.model.loading import find_model
 from mlx_parallm.model.tokenizer import Tokenizer
 from mlx_parallm.ranks.joining import Ranks
 from mlx_parallm.ranks.parts import Parts
 from mlx_parallm.rl.runs.journal import Journal
-from mlx_parallm.rl.runs.record import RunFile, RunState
+from mlx_parallm.rl.runs.record import RunFile, RunState, read_record
 from mlx_parallm.rl.runs.store import JournalFile
 from mlx_parallm.rl.tracking.trackers import check_installed
 
@@ -92,7 +93,8 @@ class Engine:
         self._record: RunFile | None = None
         self._ending = (RunState.FINISHED, "")
         self.processor = ContinuousBatchProcessor(self._build, debug=config.debug.check_when_idle)
-        self.watch = MachineWatch(config, self.processor)
+        self._threads = BlasThreads()
+        self.watch = MachineWatch(config, self.processor, None if config.rl_training.enabled else self._threads)
         self._lead = Lead(ranks, self.processor.lose) if ranks is not None else None
         parts = self._lead.parts if self._lead is not None else Parts()
         self.shared = SharedDevice(config, self.processor, base_paths(config), parts)
@@ -111,6 +113,7 @@ class Engine:
         for base in self.bases[1:]:
             if base.at.path is not None:
                 find_model(base.at.path)  # which may download it, for longer than a request would wait
+        self._choose_threads()
         started = time.monotonic()
         try:
             self.processor.start()
@@ -124,10 +127,23 @@ class Engine:
             raise
         return self._served
 
+    def _choose_threads(self) -> None:
+        """A server follows what other programs leave, see `MachineWatch`. A run keeps the number that it began with,
+        over restarts too: an update that is made again must be the same to the bit."""
+        earlier = read_record(self._run.path) if self._run is not None and self.config.rl_training.enabled else None
+        if earlier is not None and earlier.starts and (count := earlier.starts[-1].blas_threads):
+            self._threads.use(count, "as this run began")
+            return
+        try:
+            self._threads.adapt()
+        except OSError as error:
+            _log.debug("what other programs use is not known: %s", error)
+
     def _begin_record(self, run: Run, served: Served) -> RunFile:
         cards = {card.ref.name: card for card in served.adapters.cards() if card.live}
         lineage = {name: f"{card.ref} of {card.root}" if card.root else str(card.ref) for name, card in cards.items()}
-        return RunFile(run.path, run.id, self.config.model_dump(mode="json"), self._command, lineage)
+        configuration = self.config.model_dump(mode="json")
+        return RunFile(run.path, run.id, configuration, self._command, lineage, self._threads.count)
 
     def ends(self, state: RunState, reason: str = "") -> None:
         """Says how the run has ended, for its record. Without a call, it has finished."""

@@ -1,9 +1,10 @@
-"""MachineWatch reads the machine's memory, power and clocks each second, and has the engine and training act on it."""
+"""MachineWatch reads the machine's memory, power, clocks and cores each second, and has what runs here act on it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from mlx_parallm.engine.processor import ContinuousBatchProcessor
 from mlx_parallm.machine.guard import MemoryGuard
 from mlx_parallm.machine.memory import MemoryReading, read_memory
 from mlx_parallm.machine.power import PowerReading, read_power
+from mlx_parallm.machine.processors import BlasThreads, OtherPrograms, usable_cores
 from mlx_parallm.model.device import machine_memory
 
 T = TypeVar("T")
@@ -39,7 +41,8 @@ def footprint_limit(configured: int | None, ram: int) -> int:
 
 def machine_facts() -> dict[str, str]:
     """What the watch of a server sees of this machine now, for `mlx_parallm doctor`."""
-    return {"memory guard": _said(_memory_fact), "power": _said(_power_fact)}
+    facts = {"memory guard": _said(_memory_fact), "power": _said(_power_fact)}
+    return facts | ({"cores": _said(_cores_fact)} if sys.platform == "linux" else {})
 
 
 def _said(fact: Callable[[], str]) -> str:
@@ -52,6 +55,10 @@ def _said(fact: Callable[[], str]) -> str:
 def _memory_fact() -> str:
     limit, pressure = footprint_limit(None, machine_memory().ram), read_memory().pressure
     return f"acts when a server takes more than {limit / 2**30:.1f} GiB; memory pressure is {pressure.name.lower()} now"
+
+
+def _cores_fact() -> str:
+    return f"other programs use {OtherPrograms().cores():.1f} of {usable_cores()}"
 
 
 def _power_fact() -> str:
@@ -76,10 +83,18 @@ class MachineWatch:
 
     Args:
         processor: does what the readings ask for.
+        threads: follow the cores that other programs leave; None: their number stays.
     """
 
-    def __init__(self, config: Config, processor: ContinuousBatchProcessor, readers: Readers | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        processor: ContinuousBatchProcessor,
+        threads: BlasThreads | None = None,
+        readers: Readers | None = None,
+    ) -> None:
         self._processor = processor
+        self._threads = threads
         self._readers = readers or Readers()
         self._trains_on_battery = config.rl_training.train_on_battery
         limit = footprint_limit(config.server.memory_guard, machine_memory().ram)
@@ -123,6 +138,8 @@ class MachineWatch:
 
     def _read(self) -> tuple[MemoryReading | None, PowerReading | None]:
         memory = self._reading("memory", self._readers.memory) if self._guard is not None else None
+        if self._threads is not None:
+            self._reading("cores", self._threads.adapt)
         return memory, self._reading("power supply", self._readers.power)
 
     def _reading(self, what: str, read: Callable[[], T]) -> T | None:

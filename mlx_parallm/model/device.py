@@ -17,6 +17,7 @@ import numpy as np
 import mlx_parallm
 from mlx_parallm.blas import INSTALL_HINT
 from mlx_parallm.errors import ModelNotFoundError
+from mlx_parallm.machine.processors import BlasThreads
 from mlx_parallm.model.bundled import bundled_path
 
 
@@ -173,7 +174,8 @@ def report(measured: Mapping[str, str] = MappingProxyType({})) -> DeviceReport:
     It takes less than a second with a fast BLAS, and a few seconds with a slow one. Do not call it while a device
     thread works.
     """
-    gflops, of_numpy = matmul_gflops(), numpy_gflops()
+    rates, of_numpy = matmul_rates(), numpy_gflops()
+    gflops = max(rates.values())
     warnings = []
     if on_cpu() and is_slow(gflops, of_numpy):
         warnings.append(f"float32 products are slow ({mlx_parallm.BLAS.problem or INSTALL_HINT})")
@@ -188,7 +190,7 @@ def report(measured: Mapping[str, str] = MappingProxyType({})) -> DeviceReport:
         "device": f"{mx.default_device()}, {mx.device_info().get('device_name', 'unnamed')}",
         "mlx": f"{importlib.metadata.version('mlx')}, mlx-lm {importlib.metadata.version('mlx-lm')}",
         "BLAS": mlx_parallm.BLAS.name,
-        f"{_SIDE}³ matmul": f"{gflops:.0f} GFLOP/s (NumPy: {of_numpy:.0f})",
+        f"{_SIDE}³ matmul": f"{_rates_text(rates)} (NumPy: {of_numpy:.0f})",
         "memory": f"{memory.ram / 2**30:.1f} GiB, recommended working set: {recommended}",
         "MLX may take": _limits_text(memory_limits(memory)),
         **measured,
@@ -207,6 +209,21 @@ def matmul_gflops() -> float:
     left, right = (mx.random.normal((_SIDE, _SIDE), key=mx.random.key(seed)) for seed in (0, 1))
     mx.eval(left, right)
     return _rate(lambda: mx.eval(left @ right))
+
+
+def matmul_rates() -> dict[int, float]:
+    """`matmul_gflops` by the threads of the BLAS: one, and one for each core; by 0 if their number cannot be set."""
+    threads = BlasThreads()
+    rates = {}
+    for count in dict.fromkeys((1, threads.most) if threads.most else (0,)):
+        threads.use(count)
+        rates[count] = matmul_gflops()
+    return rates
+
+
+def _rates_text(rates: Mapping[int, float]) -> str:
+    threads = {0: "", 1: " with one thread"}
+    return ", ".join(f"{rate:.0f} GFLOP/s{threads.get(count, f' with {count}')}" for count, rate in rates.items())
 
 
 def numpy_gflops() -> float:

@@ -65,7 +65,7 @@ class Machine:
         self.engine = FakeEngine()
         readers = Readers(clocks=lambda: (self.awake, self.time))
         keys = {"server__memory_guard": 8 * GIB} | keys
-        self.watch = MachineWatch(configure(**keys), self.engine, readers)
+        self.watch = MachineWatch(configure(**keys), self.engine, readers=readers)
         self.holds: list[str] = []
         self.watch.attach(self.holds.append)
 
@@ -191,7 +191,7 @@ async def test_what_cannot_be_read_is_logged_once_and_changes_nothing(caplog):
         raise ValueError("an odd level")
 
     engine = FakeEngine()
-    watch = MachineWatch(configure(), engine, Readers(memory=fails, power=odd))
+    watch = MachineWatch(configure(), engine, readers=Readers(memory=fails, power=odd))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("mlx_parallm.app.machine._INTERVAL_S", 0.0)
         async with watch.running():
@@ -211,7 +211,7 @@ async def test_a_listener_that_fails_ends_neither_the_watch_nor_the_server(monke
 
     monkeypatch.setattr("mlx_parallm.app.machine._INTERVAL_S", 0.0)
     engine = FakeEngine()
-    watch = MachineWatch(configure(), engine, Readers(lambda: ENOUGH, lambda: BATTERY))
+    watch = MachineWatch(configure(), engine, readers=Readers(lambda: ENOUGH, lambda: BATTERY))
     watch.attach(refuses)
     async with watch.running():
         while len(engine.states) < 5:

@@ -17,6 +17,7 @@ from rl.user_package import install
 from safetensors.numpy import load_file
 from training_runs import GROUP, PROMPTS, STEPS, View, config
 
+import mlx_parallm
 from mlx_parallm.adapters.checkpoints.runs import COMMITS, JOURNAL
 from mlx_parallm.app.train import run
 from mlx_parallm.app.train_progress import TrainOptions
@@ -24,6 +25,7 @@ from mlx_parallm.app.training_run import FINAL
 from mlx_parallm.config import configure
 from mlx_parallm.core import BASE_ADAPTER
 from mlx_parallm.errors import ConfigError, StorageError, TrainingFailedError
+from mlx_parallm.machine import processors
 from mlx_parallm.rl.runs.listing import summarize
 from mlx_parallm.rl.runs.record import RunState
 
@@ -160,6 +162,20 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path, use
     view = View()
     assert run(config(tmp_path, "grpo", **keys), replace(OPTIONS, steps=5), view) == 0
     assert (view.made, view.reports) == (5, []), "there is nothing left to do"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, their number is left to the system")
+def test_a_run_keeps_the_threads_that_it_began_with(tmp_path: Path, user, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their number changes the last bits of an update, and one that is made again must be the same."""
+    user("regex", "^[ -Z]")
+    told: list[int] = []
+    monkeypatch.setattr(mlx_parallm, "BLAS", replace(mlx_parallm.BLAS, set_threads=told.append))
+    monkeypatch.setattr(processors, "usable_cores", lambda: 2)
+    for busy, folder, steps in ((1.8, "busy", 1), (0.0, "busy", 2), (0.0, "quiet", 1), (1.8, "quiet", 2)):
+        monkeypatch.setattr(processors.OtherPrograms, "cores", lambda self, busy=busy: busy)
+        settings = config(tmp_path, "grpo", checkpointing__checkpoint_dir=tmp_path / folder)
+        assert run(settings, replace(OPTIONS, steps=steps), View()) == 0
+    assert told == [1, 1]
 
 
 _CHILD = """

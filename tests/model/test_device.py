@@ -80,7 +80,7 @@ def test_the_wired_limit_of_metal_is_set_only_on_request(restored, monkeypatch):
 
 def test_matmul_is_fast_here_and_the_report_says_so():
     text = report().text
-    speed = re.search(r"^1024³ matmul +(\d+) GFLOP/s \(NumPy: (\d+)\)$", text, re.MULTILINE)
+    speed = re.search(r"^1024³ matmul +(\d+) GFLOP/s.* \(NumPy: (\d+)\)$", text, re.MULTILINE)
     assert speed
     assert int(speed[1]) >= 100 or int(speed[1]) >= int(speed[2]) / 2
     assert "warning" not in text

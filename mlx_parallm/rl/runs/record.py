@@ -36,12 +36,14 @@ class RunState(StrEnum):
 @dataclass(frozen=True, slots=True)
 class RunStart:
     """One process of a run. `at`: Unix time. `versions`: of packages, by name. `lineage`: by adapter, the version that
-    it started with and the folder that this came from."""
+    it started with and the folder that this came from. `blas_threads`: those that its matrix products used on a CPU;
+    0: not known."""
 
     at: float
     process: int
     versions: Mapping[str, str] = field(default_factory=dict)
     lineage: Mapping[str, str] = field(default_factory=dict)
+    blas_threads: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +107,10 @@ class RunFile:
         configuration: Mapping[str, Any],
         command: Mapping[str, Any],
         lineage: Mapping[str, str],
+        blas_threads: int = 0,
     ) -> None:
         self._folder = folder
-        start = RunStart(time.time(), os.getpid(), _versions(), dict(lineage))
+        start = RunStart(time.time(), os.getpid(), _versions(), dict(lineage), blas_threads)
         earlier = read_record(folder) or RunRecord(run, start.at, RunState.RUNNING)
         self._record = replace(
             earlier,
