@@ -28,7 +28,9 @@ _SHORT, _LONG, _CONTEXT = 16, 128, 1024
 _DRAWS = 8
 """Rows that draw a token together, so that the output layer's weights, which are read once, are shared as in a step."""
 
-_REPEATS = 3
+_REPEATS, _LONG_ENOUGH_S = 3, 0.2
+"""How often a unit is timed. On a CPU, where nothing is compiled, one that takes long is not timed again: beside other
+programs each takes seconds, and a start should not take minutes."""
 
 _STEPS = (1, 2, 4, 8, 16, MOST_TOKENS)
 """Tokens of a row whose units are timed, to know what the tokens of drafts cost."""
@@ -93,15 +95,14 @@ def calibrate(runner: BatchRunner, check: Check = lambda: None) -> CostModel:
     `check` is called between units.
 
     MLX compiles a kernel for a GPU when it is first used, which takes up to half a minute with CUDA. So each kind of
-    unit is run several times there, and the least time counts.
+    unit is run several times, and the least time counts.
     """
     context = min(_CONTEXT, runner.cache.max_length - _LONG)
     if context < _LONG or runner.cache.longest_row < max(context + _LONG, _DRAWS * BLOCK_TOKENS):
         return CostModel()  # rows are too short, or memory is too small, to need a measured model
     _seconds(runner, check, [_SHORT], 0, draws=1)
-    repeats = 1 if on_cpu() else _REPEATS
-    short, long = _least(runner, check, [_SHORT]), _least(runner, check, [_LONG], repeats=repeats)
-    deep = _least(runner, check, [_LONG], context, repeats=repeats)
+    short, long = _least(runner, check, [_SHORT]), _least(runner, check, [_LONG])
+    deep = _least(runner, check, [_LONG], context)
     rows = [_SHORT // _DRAWS] * _DRAWS
     drawing = _least(runner, check, rows, draws=1) - _least(runner, check, rows)
     per_pair = max(deep - long, 0.0) / (_LONG * context)
@@ -118,16 +119,12 @@ def calibrate_steps(runner: BatchRunner, cost: CostModel, check: Check = lambda:
     return replace(cost, steps=tuple(zip(_STEPS, accumulate(times, max), strict=True)))
 
 
-def _least(
-    runner: BatchRunner,
-    check: Check,
-    chunks: Sequence[int],
-    context: int = 0,
-    draws: int = 0,
-    repeats: int = _REPEATS,
-) -> float:
+def _least(runner: BatchRunner, check: Check, chunks: Sequence[int], context: int = 0, draws: int = 0) -> float:
     """The time of a unit: the least of several, because the machine may do other work too. See `_seconds`."""
-    return min(_seconds(runner, check, chunks, context, draws) for _ in range(repeats))
+    times: list[float] = []
+    while len(times) < _REPEATS and not (times and on_cpu() and times[-1] > _LONG_ENOUGH_S):
+        times.append(_seconds(runner, check, chunks, context, draws))
+    return min(times)
 
 
 def _seconds(runner: BatchRunner, check: Check, chunks: Sequence[int], context: int, draws: int = 0) -> float:

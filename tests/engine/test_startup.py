@@ -52,6 +52,22 @@ def test_kernels_that_are_compiled_at_first_use_do_not_count_on_a_gpu(monkeypatc
     assert cost.step_seconds(8) < 0.01
 
 
+@pytest.mark.parametrize(("unit_s", "times"), [(0.01, 15), (2.0, 5)])
+def test_beside_programs_that_use_a_cpu_no_unit_is_timed_again(
+    unit_s: float, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed: list[int] = []
+
+    def seconds(runner: object, check: object, chunks: list[int], context: int, draws: int = 0) -> float:
+        timed.append(len(chunks))
+        return unit_s
+
+    monkeypatch.setattr("mlx_parallm.engine.startup._seconds", seconds)
+    monkeypatch.setattr("mlx_parallm.engine.startup.on_cpu", lambda: True)
+    calibrate(make_harness().runner)
+    assert len(timed) == 1 + times, "and once to warm up"
+
+
 def test_a_pool_without_memory_for_all_rows_is_measured_nevertheless() -> None:
     runner = make_harness(budget_tokens=128, max_length=2048).runner
     assert calibrate(runner).fixed > 0
