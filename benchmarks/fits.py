@@ -59,7 +59,7 @@ def _table(accounts: Sequence[Account]) -> Table:
     """A line for each base and context. In the columns of machines: rows, and tokens of the longest sample."""
     title = f"Rows that fit beside a policy in training, at most {ROWS}, and the longest sample"
     table = Table("base", "context", title=title)
-    for header in ("weights", "KV a row", "policy", "micro-step", *(f"{size} GB" for size in MAC_SHARE)):
+    for header in ("adapter", "weights", "KV a row", "policy", "micro-step", *(f"{size} GB" for size in MAC_SHARE)):
         table.add_column(header, justify="right")
     for base in BASES:
         for context in CONTEXTS:
@@ -67,7 +67,8 @@ def _table(accounts: Sequence[Account]) -> Table:
             least = mine[0]
             sizes = (least.weights, least.row, least.policy, least.micro_step)
             rows = (f"{each.rows}, {each.longest:,}" if each.rows else "–" for each in mine)
-            table.add_row(base.name, f"{context:,}", *(f"{size / 1e9:.2f} GB" for size in sizes), *rows)
+            adapter = f"{least.adapter / 1e6:.1f} MB"
+            table.add_row(base.name, f"{context:,}", adapter, *(f"{size / 1e9:.2f} GB" for size in sizes), *rows)
     return table
 
 

@@ -3,12 +3,12 @@
     python benchmarks/serve_and_train.py [--quick] [--repeats 3] [--only serving publish update memory soak]
         [--minutes 30] [--out FILE]
 
-`serving`: a real server with 8 clients; the modes inference only, inference with RL and training priority take turns.
+`serving`: a real server with 8 clients; inference only and training at 5, 12, 25 and 50 % of the time take turns.
 `publish`: the time from an optimizer step to the first request that uses its version. `update`: the training part of an
 update, compared with a plain trainer. `memory`: MLX's memory, compared with a serving process and a separate trainer.
 `soak`, which runs only if it is named: half an hour of serving and training. Each part has processes of its own. All
-but the soak take about half an hour on two cores, 10 minutes with --quick. Nothing else should run on the machine
-meanwhile.
+but the soak take about 40 minutes on two cores with --repeats 2, a quarter of an hour with --quick. Nothing else should
+run on the machine meanwhile.
 """
 
 import argparse

@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -80,6 +81,13 @@ def links_of(page: str) -> list[tuple[str, str]]:
 def spans_of(page: str) -> list[tuple[str, str]]:
     """(place, text) of each code span."""
     return [(f"{page}:{n}", text) for n, line in prose_of(page) for text in _SPAN.findall(line)]
+
+
+def table_of(page: str, header: str) -> list[list[str]]:
+    """The cells of each row of the table whose first line is `header`. Raises ValueError: there is no such table."""
+    lines = lines_of(page)
+    rows = takewhile(lambda line: line.startswith("|"), lines[lines.index(header) + 2 :])
+    return [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
 
 
 @cache

@@ -3,14 +3,14 @@
 import json
 from typing import Any
 
-from docs.pages import ROOT, prose_of
+from docs.pages import ROOT, table_of
 
 RECORDS = ROOT / "benchmarks" / "results"
 
 
 def test_figures_of_the_readme() -> None:
-    rows = [line for _, line in prose_of("README.md") if line.startswith("|")]
     serving, adapters, both = _figures("serving"), _figures("adapters"), _figures("serve_and_train")
+    (of_8b, *_) = (each for each in _record("fits")["table"] if each["base"].startswith("Qwen3 8B"))
     learning, turns, worst = _figures("learning"), _figures("prefix"), _figures("prefix", "high")
     second = [f"second turn against {other}, worst" for other in ("our first turn", "mlx_lm.server")]
     ratios = [serving[f"throughput against mlx_lm.server, {clients} clients"] for clients in (1, 8, 16, 32)]
@@ -19,13 +19,21 @@ def test_figures_of_the_readme() -> None:
         f"{', '.join(f'{turns[name]:.2f} ({worst[name]:.2f})' for name in second)} x",
         f"{serving['median first token against mlx_lm.server, 16 clients']:.2f} x",
         f"{adapters['served with 8 adapters against none, 16 clients']:.2f} x",
-        f"{both['RL: throughput against inference only']:.2f} x",
+        f"{of_8b['adapter'] / 1e6:.0f} MB",
+        f"{adapters['publish: until a row has it']:.2f} s",
+        ", ".join(
+            f"{both[f'{mode}: updates a minute']:.1f} at {both[f'{mode}: throughput against inference only']:.2f} x"
+            for mode in ("RL", "priority")
+        ),
         " → ".join(f"{learning[f'sentiment, seed 0: held-out reward {when}']:.2f}" for when in ("before", "after")),
     ]
-    assert [row.split("|")[2].strip() for row in rows[2:]] == expected
+    assert [figure for _, figure, _ in table_of("README.md", "| what | figure | benchmark |")] == expected
 
 
 def _figures(record: str, which: str = "median") -> dict[str, Any]:
     """Medians, or the lowest or highest values, by name."""
-    figures = json.loads((RECORDS / f"{record}.json").read_text())["figures"]
-    return {figure["name"]: figure["value"][which] for figure in figures}
+    return {figure["name"]: figure["value"][which] for figure in _record(record)["figures"]}
+
+
+def _record(name: str) -> dict[str, Any]:
+    return json.loads((RECORDS / f"{name}.json").read_text())

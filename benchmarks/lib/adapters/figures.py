@@ -45,11 +45,11 @@ def of_served(points: Sequence[ServedPoint]) -> Iterator[Figure]:
 
 def of_publish(churn: Churn) -> Iterator[Figure]:
     """The limit on steps applies to the slowest step during staging, relative to the median step without staging."""
+    yield Figure("publish: until a row has it", "s", *reported(churn.admitted_s))
     flips = spread(1e3 * publish.flip_s for publish in churn.publishes)
     yield Figure("publish: the flip, median", "ms", flips, flips.median, FLIP_MS)
     yield Figure("publish: the flip, worst", "ms", flips, flips.high, WORST_FLIP_MS)
     yield Figure("publish: staging, all of it", "s", *reported([publish.stage_s for publish in churn.publishes]))
-    yield Figure("publish: until a row has it", "s", *reported(churn.admitted_s))
     yield Figure("publish: units of device work", "", *reported([publish.units for publish in churn.publishes]))
     yield Figure("publish: the longest unit", "ms", *reported([1e3 * churn.longest_unit_s]))
     yield from _steps(churn)

@@ -89,6 +89,7 @@ BASES = (
     Base("Llama 3.2 1B, 4-bit", 16, 2048, 8192, 32, 8, 64, 128256, 1.236e9, 4.5, mx.bfloat16),
     Base("Llama 3.2 3B, 4-bit", 28, 3072, 8192, 24, 8, 128, 128256, 3.213e9, 4.5, mx.bfloat16),
     Base("Llama 3.1 8B, 4-bit", 32, 4096, 14336, 32, 8, 128, 128256, 8.030e9, 4.5, mx.bfloat16),
+    Base("Qwen3 8B, 4-bit", 36, 4096, 12288, 32, 8, 128, 151936, 8.191e9, 4.5, mx.bfloat16),
 )
 
 
@@ -96,7 +97,8 @@ BASES = (
 class Account:
     """Bytes on one machine.
 
-    row: of one row of `context` tokens. policy: in training, with its optimizer and gradients.
+    adapter: of all linears of a layer, in a slot of the bank. row: of one row of `context` tokens. policy: in training,
+    with its optimizer and gradients.
     micro_step: of `micro_batch_tokens` tokens in samples of at most SAMPLE.
     rows: how many rows fit beside all that, at most ROWS. longest: the longest sample that fits beside those rows; 0 if
         not even one row fits beside training.
@@ -106,6 +108,7 @@ class Account:
     machine_gb: int
     context: int
     weights: int
+    adapter: int
     bank: int
     row: int
     policy: int
@@ -122,7 +125,8 @@ def account(base: Base, machine_gb: int, context: int) -> Account:
     limits = memory_limits(machine)
     budget = default_budget(limits.memory, limits.cache, base.weight_bytes, None)
     factors = RANK * sum(each.in_features + each.out_features for each in base.linears)
-    bank, policy = SLOTS * factors * base.dtype.size, (3 * STATES + 1) * 4 * factors
+    adapter, policy = factors * base.dtype.size, (3 * STATES + 1) * 4 * factors
+    bank = SLOTS * adapter
     footprint = Footprint.of(base.layers, base.linears, base.heads, base.vocabulary)
     tokens = footprint.micro_batch_tokens(budget, MAC_STALL_S, cpu=False, checkpointed=True)
     row, free = context * base.kv_bytes_per_token, budget - bank - policy
@@ -134,7 +138,7 @@ def account(base: Base, machine_gb: int, context: int) -> Account:
     longest = SAMPLE if rows else 0
     while rows and longest < context and rows * row + micro_step(longest + SAMPLE_STEP) <= free:
         longest += SAMPLE_STEP
-    sizes = (base.weight_bytes, bank, row, policy, micro_step(SAMPLE), tokens)
+    sizes = (base.weight_bytes, adapter, bank, row, policy, micro_step(SAMPLE), tokens)
     return Account(base.name, machine_gb, context, *sizes, rows, longest)
 
 

@@ -43,6 +43,11 @@ class Clients:
         pairs = (pair for stream in self.streams for pair in pairwise(stream.arrivals))
         return (after - before for before, after in pairs if begin < after <= end)
 
+    def first_tokens(self, begin: float, end: float) -> Iterator[float]:
+        """Seconds from a request to its first token, for those that came in the interval."""
+        begun = (stream for stream in self.streams if stream.arrivals)
+        return (stream.first_token_s for stream in begun if begin < stream.arrivals[0] <= end)
+
     async def _client(self, number: int) -> None:
         for prompt in itertools.cycle(short_prompts(PROMPTS, f"serve and train {number}")):
             stream = Stream(self._port, _body(prompt, seed=len(self.streams)))

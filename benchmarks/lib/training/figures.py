@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from lib.figures import Figure, errors, ratios, reported, spread
 from lib.training.memory import ADAPTERS, SERVING, TRAINER, TRAINING, Memory
 from lib.training.publish import Live
-from lib.training.served import LEARNING, PRIORITY, Served, Window
+from lib.training.served import LEARNING, LITTLE, PRIORITY, QUARTER, SHARES, Served, Window
 from lib.training.served import SERVING as ONLY_SERVING
 from lib.training.soak import Soak
 from lib.training.update import Cost
@@ -16,6 +16,8 @@ LIVE_LIMIT_MS = 50
 SPEED_UP, MILLIONTHS_APART = 3, 10
 ONE_COPY = 0.6
 GROWTH_PERCENT = 1
+NAMES = {ONLY_SERVING: "alone", LITTLE: "5 %", LEARNING: "RL", QUARTER: "25 %", PRIORITY: "priority"}
+"""What the figures call the windows."""
 
 
 def of_served(served: Served) -> Iterator[Figure]:
@@ -35,11 +37,24 @@ def of_served(served: Served) -> Iterator[Figure]:
     yield Figure("priority: median inter-token latency", "x", gaps, gaps.median, PRIORITY_GAP)
     updates = ratios(*([each.updates_per_minute for each in windows] for windows in (priority, learning)))
     yield Figure("priority: updates against RL's", "x", updates, updates.median, PRIORITY_UPDATES, at_least=True)
-    for mode, kind in (("RL", LEARNING), ("priority", PRIORITY)):
-        yield Figure(f"{mode}: updates a minute", "", *reported([each.updates_per_minute for each in served.of(kind)]))
+    yield from _frontier(served)
     yield Figure("no requests: updates a minute", "", *reported(served.updates_alone))
     yield Figure("device time of an update", "s", *reported(served.update_device_s))
     yield errors("requests that failed while served", len(served.errors))
+
+
+def _frontier(served: Served) -> Iterator[Figure]:
+    """What more updates cost the clients."""
+    for kind, name in NAMES.items():
+        windows = served.of(kind)
+        if kind in SHARES:
+            yield Figure(f"{name}: updates a minute", "", *reported([each.updates_per_minute for each in windows]))
+        yield Figure(f"{name}: tokens", "tok/s", *reported(_rates(windows)))
+        for what, seconds in (
+            ("99 % of tokens come within", [each.gap_99_s for each in windows]),
+            ("99 % of first tokens come within", [each.first_99_s for each in windows]),
+        ):
+            yield Figure(f"{name}: {what}", "ms", *reported([1e3 * each for each in seconds]))
 
 
 def _stalls(served: Served) -> Iterator[Figure]:

@@ -1,10 +1,10 @@
-"""Compares a real server in three modes: inference only, inference with training, and training priority.
+"""Compares a real server that does not train with the same server at several shares of its time for training.
 
-    8 clients stream ────────────────────────────────────────────────────────────────────────────────▶
-    │ fill │ inference only │ wait │ inference + RL │ wait │ training priority │ wait │ inference only …
-                            └ updates, one always waiting ─────────────────────┘
+    8 clients stream ─────────────────────────────────────────────────────────────────────────────────────▶
+    │ fill │ inference only │ wait │ training 5 % │ wait │ inference + RL │ … │ training priority │ wait │ …
+                            └ updates, one always waiting ──────────────────────────────────────┘
 
-All three serve the adapter that is trained, so they differ only in training. A window with training goes from the end
+All serve the adapter that is trained, so they differ only in training. A window with training goes from the end
 of one update to the end of another, so that it has whole updates. When the clients have ended, updates are counted
 once more, with the device to themselves.
 """
@@ -18,16 +18,24 @@ from statistics import median
 
 import httpx
 from lib import peers, throughput
+from lib.figures import percentile
 from lib.load import HOST
 from lib.training.clients import Clients, Updates
 from prometheus_client.parser import text_string_to_metric_families
 
-SERVING, LEARNING, PRIORITY = "inference only", "inference + RL", "training priority"
-KINDS = (SERVING, LEARNING, PRIORITY)
-MODES = {LEARNING: "inference_and_training", PRIORITY: "training_priority"}
+SERVING, LITTLE, LEARNING, QUARTER, PRIORITY = (
+    "inference only",
+    "training 5 %",
+    "inference + RL",
+    "training 25 %",
+    "training priority",
+)
+SHARES = {LITTLE: 0.05, LEARNING: 0.12, QUARTER: 0.25, PRIORITY: 0.5}
+"""Shares of the device's time that training gets beside requests. Two of them are modes of the server by name."""
+KINDS = (SERVING, *SHARES)
 CLIENTS = 8
 WINDOW_S, QUICK_WINDOW_S, SETTLE_S = 60.0, 15.0, 5.0
-LIMIT_S = 300.0
+LIMIT_S = 900.0
 """Longest time of one answer in seconds. An update that waits for another one takes minutes."""
 
 FLAGS = ("--enable-rl-training", "--lora-rank", "16", "--lora-alpha", "32", "--kv-cache-memory", "512MB")
@@ -69,15 +77,18 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Measurements of one window. `gap_s`, `longest_gap_s`: median and longest time between two tokens of one answer;
-    `stall_s`: the server's longest decode gap.
+    """Measurements of one window. `gap_s`, `gap_99_s`, `longest_gap_s`: median, 99th percentile and longest of the
+    times between two tokens of one answer; `first_99_s`: 99th percentile of the times to the first token; `stall_s`:
+    the server's longest decode gap.
     """
 
     kind: str
     seconds: float
     tokens: int
     gap_s: float
+    gap_99_s: float
     longest_gap_s: float
+    first_99_s: float
     stall_s: float
     updates: int
     training_s: float
@@ -148,8 +159,9 @@ class _Bench:
     async def _repeat(self) -> None:
         await self._window(SERVING)
         async with self._updates.queued():
-            for kind, mode in MODES.items():
-                (await self._http.post("/v1/training/schedule", json={"mode": mode})).raise_for_status()
+            for kind, share in SHARES.items():
+                schedule = {"training_time_share": share}
+                (await self._http.post("/v1/training/schedule", json=schedule)).raise_for_status()
                 await self._window(kind)
 
     async def _window(self, kind: str) -> None:
@@ -162,8 +174,9 @@ class _Bench:
         window = self._between(kind, begin, await self._mark())
         self._served.windows.append(window)
         print(
-            f"  {kind:<17} {window.rate:6.1f} tok/s, token after {1e3 * window.gap_s:4.0f} ms, at most "
-            f"{1e3 * window.longest_gap_s:4.0f}; {window.updates_per_minute:5.2f} updates a minute, "
+            f"  {kind:<17} {window.rate:6.1f} tok/s, token after {1e3 * window.gap_s:4.0f} ms, 99 % within "
+            f"{1e3 * window.gap_99_s:4.0f}, all {1e3 * window.longest_gap_s:4.0f}; "
+            f"{window.updates_per_minute:5.2f} updates a minute, "
             f"{100 * window.share:4.1f} % of the time",
             flush=True,
         )
@@ -185,7 +198,9 @@ class _Bench:
             seconds=end.at - begin.at,
             tokens=self._clients.tokens(begin.at, end.at),
             gap_s=median(gaps),
+            gap_99_s=percentile(gaps, 99),
             longest_gap_s=max(gaps),
+            first_99_s=percentile(self._clients.first_tokens(begin.at, end.at), 99),
             stall_s=end.gaps.longest_since(begin.gaps),
             updates=end.updates - begin.updates,
             training_s=end.training_s - begin.training_s,

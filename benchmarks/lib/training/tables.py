@@ -11,6 +11,8 @@ from rich.table import Table
 COLUMNS: dict[str, tuple[Callable[[Window], float], int]] = {
     "tokens/s": (lambda window: window.rate, 1),
     "between tokens, ms": (lambda window: 1e3 * window.gap_s, 0),
+    "99 % of tokens within, ms": (lambda window: 1e3 * window.gap_99_s, 0),
+    "99 % of first tokens within, ms": (lambda window: 1e3 * window.first_99_s, 0),
     "longest wait for a token, ms": (lambda window: 1e3 * window.longest_gap_s, 0),
     "updates/min": (lambda window: window.updates_per_minute, 1),
     "training, % of time": (lambda window: 100 * window.share, 1),
