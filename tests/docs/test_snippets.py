@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from docs.following import Reader
-from docs.pages import PAGES, blocks_of, prose_of, spans_of
+from docs.pages import PAGES, blocks_of, spans_of, table_of
 
 from mlx_parallm.server.app import openapi_document
 
@@ -45,8 +45,7 @@ def test_routes_exist() -> None:
 def test_metrics_exist(reader: Reader) -> None:
     """Those of the table; counters end with _total there."""
     served = reader.get("/metrics").text
-    rows = [line for _, line in prose_of("docs/operating.md") if line.startswith("| ")]
-    named = [name for row in rows[rows.index(METRICS_HEADER) + 1 :] for name in _NAME.findall(row)]
+    named = [name for _, names in table_of("docs/operating.md", METRICS_HEADER) for name in _NAME.findall(names)]
     assert len(named) > 50
     assert [name for name in named if f"# TYPE mlx_parallm_{name}" not in served] == []
 

@@ -1,7 +1,7 @@
 """Reads a request's body as JSON and validates it. The error about a malformed body says what is wrong.
 
-FastAPI's own body parsing is not used: it reads bodies of any size, accepts any content type as JSON, and its errors
-echo input that may not be encodable.
+FastAPI's own body parsing is not used: it reads bodies of any size, does not take the content type that `curl -d`
+sends, and its errors echo input that may not be encodable.
 """
 
 from __future__ import annotations

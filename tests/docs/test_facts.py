@@ -1,0 +1,278 @@
+"""What pages say of the program is read from the program: lists, defaults, numbers, and the cells about it in the
+comparison with others."""
+
+import argparse
+import re
+import tomllib
+from collections.abc import Collection, Iterator
+from typing import Any, get_args
+
+import pytest
+from docs.pages import PAGES, ROOT, lines_of, prose_of, spans_of, table_of
+
+from mlx_parallm.cli.flags import GROUPS
+from mlx_parallm.cli.main import main_parser
+from mlx_parallm.cluster.connection import LEASE_S, TRAINER_LEASE_S
+from mlx_parallm.config import KEYS, Action, Algorithm, DivergenceConfig, EngineKind, Speculation, TrackerName
+from mlx_parallm.core import PauseMode
+from mlx_parallm.core.device import MODE_SHARES
+from mlx_parallm.core.models import ModelState
+from mlx_parallm.core.policies import TokenLoss
+from mlx_parallm.model.families import TESTED
+from mlx_parallm.model.recurrent import MIXERS
+from mlx_parallm.model.sharding import SPLIT_FAMILIES
+from mlx_parallm.rl.collect.group_rewards import MAX_PEOPLE
+from mlx_parallm.rl.collect.groups import DropReason
+from mlx_parallm.rl.scoring.registry import BUILTINS
+from mlx_parallm.rl.tracking.history import MAX_EVENTS
+from mlx_parallm.selftest.checks import CHECKS
+from mlx_parallm.server.access.roles import DECLARED, Role
+from mlx_parallm.server.access.sessions import LIFETIME_S
+from mlx_parallm.server.api.chat.history import MAX_TOKENS
+from mlx_parallm.server.api.grammar_fields import MAX_CHOICES, MAX_REGEX, MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH
+from mlx_parallm.server.api.pooling.fields import MAX_INPUTS
+from mlx_parallm.server.api.sampling_fields import MAX_STOPS
+from mlx_parallm.server.api.training.collected.texts import MAX_SAMPLES
+from mlx_parallm.server.api.training.compare import Verdict
+from mlx_parallm.server.api.training.lessons import MAX_PROMPTS
+from mlx_parallm.server.app import openapi_document
+from mlx_parallm.server.errors import RULES
+
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+DIVERGENCE = "| signal | beyond its limit | default | then |"
+ERRORS = "| status | `code` | meaning |"
+LISTS: tuple[tuple[str, str, Collection[str]], ...] = (
+    ("docs/competition.md", "| verdict | when | live then |", {*get_args(Verdict)} - {"running"}),
+    ("docs/dashboard.md", "| role | on the dashboard |", Role),
+    ("docs/debugging.md", "| reason | meaning |", DropReason),
+    ("docs/divergence.md", "| action | what it does |", Action),
+    ("docs/divergence.md", DIVERGENCE, DivergenceConfig.model_fields.keys() - {"webhook"}),
+    (
+        "docs/engines.md",
+        "| `--inference-engine` | server | how it takes the adapter | samples and logprobs |",
+        EngineKind,
+    ),
+    (
+        "docs/installing.md",
+        "| row | what is compared with mlx-lm's own forward pass |",
+        [check.name for check in CHECKS],
+    ),
+    ("docs/keys.md", "| role | may |", Role),
+    ("docs/learning.md", "| name | reward | reads |", BUILTINS),
+    ("docs/learning.md", "| name | the policy ratio is clipped | tokens are averaged |", Algorithm),
+    ("docs/learning.md", "| tracker | where its figures go |", TrackerName),
+    ("docs/serving.md", "| `--speculation` | guesses come from |", Speculation),
+    ("docs/serving.md", "| state | meaning |", ModelState),
+    ("docs/sharing.md", "| mode | requests under way |", PauseMode),
+    ("docs/tinker.md", "| loss | sum over tokens, with r = π / q | settings, with defaults |", TokenLoss),
+)
+"""Page, first line of a table, and the names that its first column has."""
+SERVERS, LEARNERS = "## Servers", "## Learning on a Mac"
+CLAIMS = {
+    SERVERS: {
+        "one batch for several requests": "server.max_batch_size",
+        "one batch for several LoRA adapters": "adapters.max_loras",
+        "adapter chosen by each request": "lora_adapter",
+        "trains while it serves": "rl_training.training_time_share",
+        "prefix cache across requests": "server.prefix_cache",
+        "speculative decoding": "server.speculation",
+        "JSON schemas are enforced": "response_format",
+        "images": "image_url",
+        "embeddings": "/v1/embeddings",
+        "several models in one server": "model.other_base_models",
+    },
+    LEARNERS: {
+        "answers requests while it trains": "rl_training.training_time_share",
+        "several adapters at once": "/v1/training/start",
+        "GRPO and its relatives": "grpo",
+        "preferences": "kto",
+        "imitates examples": "cross_entropy",
+        "several turns and tools": "episode_id",
+        "Qwen3.5": "qwen3_5",
+        "full fine-tuning": "model.full_fine_tuning",
+        "updates survive a crash": "journal",
+    },
+}
+"""What the program has if it does what a row of the comparison says: a setting, route, field, loss, family or file."""
+SENTENCES = (
+    ("README.md", f"Training gets {MODE_SHARES['inference_and_training']:.0%} of".replace("%", " %")),
+    ("docs/sharing.md", f"gets {MODE_SHARES['inference_and_training']:.0%} of the device's".replace("%", " %")),
+    ("docs/cluster.md", f"renews a lease of {LEASE_S:g} s"),
+    ("docs/cluster.md", f"A trainer holds a lease of {TRAINER_LEASE_S:g} s"),
+    ("docs/dashboard.md", f"more than {MAX_SAMPLES} answers"),
+    ("docs/embeddings.md", f"a list of up to {MAX_INPUTS:,} of either"),
+    ("docs/limits.md", f"More than {MAX_INPUTS:,} texts in one request for embeddings"),
+    ("docs/environments.md", f"1 to {MAX_PROMPTS}, each a text or a list of messages"),
+    ("docs/episodes.md", f"It keeps {MAX_TOKENS // 10**6} million tokens"),
+    ("docs/keys.md", f"It ends after {LIFETIME_S // 3600} hours"),
+    ("docs/learning.md", f"up to {MAX_EVENTS:,} of each adapter"),
+    ("docs/people.md", f"Up to {MAX_PEOPLE:,} people may judge one answer"),
+    ("docs/requests.md", f"Up to {MAX_STOPS} stop strings"),
+    ("docs/structured-output.md", f"A schema has at most {MAX_SCHEMA_BYTES >> 10} KiB and {MAX_SCHEMA_DEPTH} levels"),
+    ("docs/structured-output.md", f"a regular expression {MAX_REGEX >> 10} KiB"),
+    ("docs/structured-output.md", f"a list {MAX_CHOICES:,} choices"),
+)
+"""Numbers that are constants of the program."""
+APIS = {"OpenAI": "/v1/chat/completions", "Anthropic": "/v1/messages", "Ollama": "/api/chat"}
+
+_NAMES = re.compile(r"`(\w[\w ,-]*)`")
+_DEFAULT = re.compile(r"`(--[a-z-]+|[a-z_]+(?:\.[a-z_]+)+)`[\w\s]{0,20}\((\d[\d.,]*(?: [A-Z]i?B)?)\)")
+_EXTRA = re.compile(r"--extra ([a-z-]+)|mlx-parallm\[([a-z-]+)\]|\bextra `([a-z-]+)`")
+
+
+@pytest.mark.parametrize(("page", "header", "known"), LISTS, ids=[f"{page}: {header}" for page, header, _ in LISTS])
+def test_tables_have_all_names_and_no_others(page: str, header: str, known: Collection[str]) -> None:
+    named = [name for first, *_ in table_of(page, header) for name in _NAMES.findall(first)]
+    assert sorted(named) == sorted(known)
+
+
+def test_limits_of_divergence() -> None:
+    for signal, _, default, action in table_of("docs/divergence.md", DIVERGENCE):
+        configured = getattr(DivergenceConfig(), signal.strip("`"))
+        limit = getattr(configured, "limit", None)
+        assert (default, action) == ("" if limit is None else f"{limit:g}", f"`{configured.action}`"), signal
+
+
+def test_errors() -> None:
+    """Each code is in the row of its status."""
+    named = {
+        (code, int(status))
+        for statuses, codes, _ in table_of("docs/requests.md", ERRORS)
+        for code in _NAMES.findall(codes)
+        for status in statuses.split(",")
+    }
+    declared = {(rule.code, rule.status) for rule in RULES.values() if rule.code}
+    assert declared <= named
+    assert {code for code, _ in named} == {code for code, _ in declared}
+
+
+def test_commands() -> None:
+    rows = table_of("docs/command-line.md", "| command | what it does |")
+    named = {name.split()[0] for first, *_ in rows for name in _NAMES.findall(first)}
+    subcommands = (action for action in main_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    assert named == set(next(subcommands).choices)
+
+
+def test_defaults() -> None:
+    """Of a setting or a flag with a number in brackets behind it."""
+    paths = {flag.name: flag.path for group in GROUPS for flag in group.flags}
+    wrong, checked = [], 0
+    for page in PAGES:
+        for name, value in _DEFAULT.findall("\n".join(line for _, line in prose_of(page))):
+            default = KEYS[paths.get(name, name)].default_text
+            checked += 1
+            if _plain(value) != _plain(default):
+                wrong.append(f"{page}: {name} ({value}) is {default}")
+    assert checked > 5
+    assert not wrong
+
+
+def _plain(value: str) -> str:
+    return value.replace(",", "").replace(" ", "").removesuffix(".0")
+
+
+@pytest.mark.parametrize(("page", "sentence"), SENTENCES)
+def test_numbers(page: str, sentence: str) -> None:
+    assert sentence in _text(page)
+
+
+def test_extras_exist() -> None:
+    known = PYPROJECT["project"]["optional-dependencies"]
+    named = {
+        (page, name)
+        for page in PAGES
+        for line in lines_of(page)
+        for found in _EXTRA.findall(line)
+        for name in found
+        if name
+    }
+    assert sorted(page_and_name for page_and_name in named if page_and_name[1] not in known) == []
+
+
+def test_families() -> None:
+    """Those of the tests, those with recurrent layers, and those that can be split."""
+    serving, limits = _text("docs/serving.md"), _text("docs/limits.md")
+    tested = serving[serving.index("**Tested families.**") : serving.index("**Other models that")]
+    assert [name for name in TESTED if not re.search(rf"\b{name.removesuffix('_text')}\b", tested)] == []
+    *names, last = MIXERS
+    assert f"of other families than {', '.join(names)} and {last}" in limits
+    (split,) = (cells[1] for cells in table_of("docs/several-macs.md", "| | |") if cells[0] == "architectures")
+    assert tuple(_NAMES.findall(split)) == SPLIT_FAMILIES
+
+
+def test_processes_of_the_tests() -> None:
+    workers = int(re.search(r"-n (\d)", PYPROJECT["tool"]["pytest"]["ini_options"]["addopts"])[1])  # type: ignore[index]
+    assert f"They run in {('one', 'two', 'three', 'four')[workers - 1]} processes" in _text("docs/contributing.md")
+
+
+def test_rooms() -> None:
+    """The order of imports is that of the contract, and each room is in the table."""
+    contract = PYPROJECT["tool"]["importlinter"]["contracts"][0]["layers"]
+    order = " › ".join(re.sub(r"mlx_parallm\.(\w+)", r"`\1`", layer).replace(" | ", ", ") for layer in contract[:-2])
+    assert f"only from rooms below it: {order} › errors" in _text("docs/architecture.md")
+    folders = {first for first, *_ in table_of("docs/architecture.md", "| folder | what it owns | main names |")}
+    rooms = {f"`mlx_parallm/{path.parent.name}/`" for path in (ROOT / "mlx_parallm").glob("*/__init__.py")}
+    assert rooms <= folders
+
+
+def test_every_benchmark_is_named() -> None:
+    page = "\n".join(lines_of("docs/benchmarks.md"))
+    assert [path.name for path in (ROOT / "benchmarks").glob("*.py") if f"benchmarks/{path.name}" not in page] == []
+
+
+def test_methods_of_routes() -> None:
+    """Of each span such as `POST /v1/score`."""
+    known = {f"{method} {re.sub(r':path', '', path)}" for method, path in DECLARED}
+    named = {
+        (place, text.partition("?")[0])
+        for page in PAGES
+        for place, text in spans_of(page)
+        if re.match(r"(GET|POST|PUT|DELETE) /", text)
+    }
+    assert sorted(f"{place}: {text}" for place, text in named if text not in known) == []
+
+
+@pytest.mark.parametrize("section", [SERVERS, LEARNERS])
+def test_cells_of_the_comparison_about_this_project(section: str) -> None:
+    cells = _cells_about_us(section)
+    claims, known = CLAIMS[section], {*_names_of_the_program()}
+    assert set(claims) == set(cells) - {"runs on", "APIs besides its own", "measured on a Mac"}
+    for row, evidence in claims.items():
+        answer = re.match(r"yes|no|partly", cells[row])
+        assert answer, row
+        assert (answer[0] != "no") == (evidence in known), f"{row}: {cells[row]}"
+
+
+def test_apis_of_the_comparison() -> None:
+    known = {*_names_of_the_program()}
+    assert _cells_about_us(SERVERS)["APIs besides its own"].split(", ") == [
+        name for name, route in APIS.items() if route in known
+    ]
+
+
+def _cells_about_us(section: str) -> dict[str, str]:
+    """The second column by the first."""
+    lines = lines_of("docs/comparison.md")
+    header = next(line for line in lines[lines.index(section) :] if line.startswith("| |"))
+    return {cells[0]: cells[1] for cells in table_of("docs/comparison.md", header)}
+
+
+def _names_of_the_program() -> Iterator[str]:
+    document = openapi_document()
+    yield from (*KEYS, *document["paths"], *Algorithm, *TESTED, *_properties(document))
+    yield from (path.stem for path in (ROOT / "mlx_parallm/rl/runs").glob("*.py"))
+
+
+def _properties(part: Any) -> Iterator[str]:
+    """Names of the fields of all bodies and answers."""
+    if isinstance(part, dict):
+        yield from part.get("properties", {})
+        part = [*part.values()]
+    if isinstance(part, list):
+        for each in part:
+            yield from _properties(each)
+
+
+def _text(page: str) -> str:
+    """The prose of a page, in one line."""
+    return " ".join(line.strip() for _, line in prose_of(page))
