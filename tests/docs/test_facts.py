@@ -10,10 +10,21 @@ from typing import Any, get_args
 import pytest
 from docs.pages import PAGES, ROOT, lines_of, prose_of, spans_of, table_of
 
+from mlx_parallm import blas
 from mlx_parallm.cli.flags import GROUPS
 from mlx_parallm.cli.main import main_parser
 from mlx_parallm.cluster.connection import LEASE_S, TRAINER_LEASE_S
-from mlx_parallm.config import KEYS, Action, Algorithm, DivergenceConfig, EngineKind, Speculation, TrackerName
+from mlx_parallm.config import (
+    API_KEY_VARIABLE,
+    CLUSTER_TOKEN_VARIABLE,
+    KEYS,
+    Action,
+    Algorithm,
+    DivergenceConfig,
+    EngineKind,
+    Speculation,
+    TrackerName,
+)
 from mlx_parallm.core import PauseMode
 from mlx_parallm.core.device import MODE_SHARES
 from mlx_parallm.core.models import ModelState
@@ -174,6 +185,31 @@ def _plain(value: str) -> str:
 @pytest.mark.parametrize(("page", "sentence"), SENTENCES)
 def test_numbers(page: str, sentence: str) -> None:
     assert sentence in _text(page)
+
+
+def test_fields_exist() -> None:
+    """Those of the first column of each table of fields."""
+    known = {*_properties(openapi_document())}
+    headers = {(page, line) for page in PAGES for line in lines_of(page) if re.match(r"\| (field|both) \|", line)}
+    named = {
+        (page, name)
+        for page, line in headers
+        for first, *_ in table_of(page, line)
+        for name in re.findall(r"`(\w+)[`.]", first)
+    }
+    assert len(named) > 60
+    assert sorted(where for where in named if where[1] not in known) == []
+
+
+def test_variables_exist() -> None:
+    known = {*(key.env_name for key in KEYS.values()), API_KEY_VARIABLE, CLUSTER_TOKEN_VARIABLE, blas.ENV_VAR}
+    named = {
+        (page, name)
+        for page in PAGES
+        for line in lines_of(page)
+        for name in re.findall(r"MLX_PARALLM_[A-Z][A-Z_]*\b", line)
+    }
+    assert sorted(where for where in named if where[1] not in known) == []
 
 
 def test_extras_exist() -> None:
