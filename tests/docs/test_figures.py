@@ -1,9 +1,9 @@
-"""The figures of the README are those of the records."""
+"""The figures of the README, and the table of what fits, are those of the records."""
 
 import json
 from typing import Any
 
-from docs.pages import ROOT, table_of
+from docs.pages import ROOT, lines_of, table_of
 
 RECORDS = ROOT / "benchmarks" / "results"
 
@@ -28,6 +28,16 @@ def test_figures_of_the_readme() -> None:
         " → ".join(f"{learning[f'sentiment, seed 0: held-out reward {when}']:.2f}" for when in ("before", "after")),
     ]
     assert [figure for _, figure, _ in table_of("README.md", "| what | figure | benchmark |")] == expected
+
+
+def test_table_of_what_fits() -> None:
+    header = next(line for line in lines_of("docs/limits.md") if line.startswith("| base |"))
+    accounts = _record("fits")["table"]
+    for base, context, *cells in table_of("docs/limits.md", header):
+        mine = [each for each in accounts if (each["base"], f"{each['context']:,}") == (base, context)]
+        sizes = (f"{mine[0][name] / 1e9:.2f} GB" for name in ("weights", "row", "policy", "micro_step"))
+        machines = (f"{each['rows']} ({each['longest']:,})" for each in mine)
+        assert cells == [f"{mine[0]['adapter'] / 1e6:.1f} MB", *sizes, *machines]
 
 
 def _figures(record: str, which: str = "median") -> dict[str, Any]:
