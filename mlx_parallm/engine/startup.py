@@ -17,7 +17,7 @@ from mlx_parallm.batch.kv.cache import KVRow
 from mlx_parallm.batch.runner import BatchRunner, Row
 from mlx_parallm.core import PromptGroup
 from mlx_parallm.model.device import on_cpu
-from mlx_parallm.model.families import Support, check_offsets
+from mlx_parallm.model.families import Support, check_offsets, untried_packages
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.scheduler.cost import CostModel
 from mlx_parallm.scheduler.drafts import MOST_TOKENS
@@ -44,12 +44,18 @@ _log = logging.getLogger(__name__)
 def check_unproved(manager: SharedModelManager, runner: BatchRunner) -> None:
     """Checks that a model of an untested family has the same outputs in a batch as alone.
 
-    Two rows of different lengths in the KV pool are compared with their solo runs. A tested family is not checked.
+    Two rows of different lengths in the KV pool are compared with their solo runs. A tested family is checked only with
+    a version of MLX or mlx-lm that was not tried.
 
     Raises:
         UnsupportedModelError: the outputs differ, or the model cannot run in a batch.
     """
-    if manager.family.support is not Support.TESTED:
+    untried = untried_packages()
+    if untried:
+        _log.info(
+            "%s was not tried with this program; the model is compared with itself in a batch", " and ".join(untried)
+        )
+    if untried or manager.family.support is not Support.TESTED:
         check_offsets(manager.model, lambda *rows: _batched(runner, *rows), manager.card.vocab_size)
 
 

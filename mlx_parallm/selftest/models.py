@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from collections.abc import Iterator
@@ -17,7 +16,8 @@ from mlx_lm.models import llama
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mlx_parallm.model.bundled import BUNDLED_NAME, PACKAGE
+from mlx_parallm.errors import ModelNotFoundError
+from mlx_parallm.model.bundled import BUNDLED_NAME, bundled_path
 from mlx_parallm.model.loading import find_model
 
 _VOCAB_SIZE = 320
@@ -75,8 +75,11 @@ def real_model(path: str | None) -> ModelChoice | None:
     """The model that the user names, which may be downloaded; without a name the bundled one. None: that is not
     installed. Raises ModelNotFoundError: there is no model of that name."""
     if path is None:
-        installed = importlib.util.find_spec(PACKAGE) is not None
-        return ModelChoice(BUNDLED_NAME, None, timed=True) if installed else None
+        try:
+            bundled_path()
+        except ModelNotFoundError:
+            return None
+        return ModelChoice(BUNDLED_NAME, None, timed=True)
     find_model(path)
     return ModelChoice("a local folder" if Path(path).expanduser().exists() else path, path, timed=True)
 

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import math
 import threading
+from importlib import metadata
+from types import SimpleNamespace
+from typing import Any
 
 import mlx.core as mx
 import pytest
 from harness import make_harness
+from tiny import FAMILIES, VOCAB_SIZE, tiny_model
 
 from mlx_parallm.batch.forward import Span
 from mlx_parallm.batch.kv.cache import KVRow
+from mlx_parallm.engine import startup
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
-from mlx_parallm.engine.startup import calibrate, calibrate_steps, choose_attention
+from mlx_parallm.engine.startup import calibrate, calibrate_steps, check_unproved, choose_attention
 from mlx_parallm.errors import EngineDeadError
+from mlx_parallm.model import families
 from mlx_parallm.scheduler.cost import Chunk, CostModel
 
 
@@ -66,6 +72,26 @@ def test_beside_programs_that_use_a_cpu_no_unit_is_timed_again(
     monkeypatch.setattr("mlx_parallm.engine.startup.on_cpu", lambda: True)
     calibrate(make_harness().runner)
     assert len(timed) == 1 + times, "and once to warm up"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_with_versions_that_were_not_tried_tested_families_are_checked_too(
+    family: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(families, "TRIED", {"mlx": ("0.1", "0.2"), "mlx-lm": families.TRIED["mlx-lm"]})
+    compared: list[object] = []
+    check = families.check_offsets
+    monkeypatch.setattr(startup, "check_offsets", lambda *arguments: compared.append(check(*arguments)))
+    model = tiny_model(family)
+    manager: Any = SimpleNamespace(
+        model=model, family=families.classify(model), card=SimpleNamespace(vocab_size=VOCAB_SIZE)
+    )
+    check_unproved(manager, make_harness(model).runner)
+    assert compared == [None]
+    assert caplog.messages[0].startswith(f"mlx {metadata.version('mlx')} was not tried")
+    monkeypatch.undo()
+    assert families.untried_packages() == ()
 
 
 def test_a_pool_without_memory_for_all_rows_is_measured_nevertheless() -> None:

@@ -98,7 +98,7 @@ def test_slow_means_under_100_and_under_half_of_numpys(ours, numpys, slow):
 def test_a_slow_blas_and_a_missing_model_are_warned_of(monkeypatch):
     monkeypatch.setattr("mlx_parallm.model.device.matmul_gflops", lambda: 6.0)
     monkeypatch.setattr("mlx_parallm.model.device.numpy_gflops", lambda: 200.0)
-    monkeypatch.setattr("mlx_parallm.model.bundled.PACKAGE", "no_such_package")
+    monkeypatch.setattr("mlx_parallm.model.bundled.PACKAGES", ("no_such_package",))
     *facts, blas, model = report().text.splitlines()
     assert facts[-1].split() == ["bundled", "model", "not", "installed"]
     assert blas.startswith("warning: ")

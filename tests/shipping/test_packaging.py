@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from mlx_parallm import __version__
+from mlx_parallm.model.families import TRIED
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
@@ -98,7 +99,6 @@ def test_an_image_gets_only_what_the_package_is_built_from() -> None:
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert allowed == {
         "mlx_parallm",
-        "packaging/overrides.txt",
         "pyproject.toml",
         "requirements.lock",
         "README.md",
@@ -106,9 +106,10 @@ def test_an_image_gets_only_what_the_package_is_built_from() -> None:
     }
 
 
-def test_the_overrides_are_what_uv_leaves_out() -> None:
-    lines = (ROOT / "packaging/overrides.txt").read_text().splitlines()
-    named = {line.partition(" ;")[0] for line in lines if not line.startswith("#")}
-    excluded = re.search(r"exclude-dependencies = \[(.*)\]", (ROOT / "pyproject.toml").read_text())
-    assert excluded is not None
-    assert named == set(re.findall(r'"([^"]+)"', excluded[1]))
+def test_the_ends_of_the_ranges_are_what_was_tried() -> None:
+    """The oldest versions are those that pyproject.toml allows, and the newest those of the lock."""
+    allowed, locked = (ROOT / "pyproject.toml").read_text(), (ROOT / "requirements.lock").read_text()
+    for name, (oldest, newest) in TRIED.items():
+        (lower,) = set(re.findall(rf'"{name}(?:\[\w+\])?>=([\d.]+)', allowed))
+        assert oldest in (lower, f"{lower}.0")
+        assert f"\n{name}=={newest} " in locked
