@@ -24,6 +24,8 @@ class GrammarKind(StrEnum):
     """A JSON list of strings."""
     GRAMMAR = "grammar"
     """GBNF (llama.cpp's notation), or Lark in llguidance's dialect."""
+    CALLS = "tool_call"
+    """Lark that the server made of the tools; see `ToolFormat.grammar`."""
     COMBINATION = "combination"
     """Several grammars; a text follows one of them. See `combined`."""
 

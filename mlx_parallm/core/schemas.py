@@ -89,6 +89,8 @@ def _constrains_nothing(key: str, schema: Mapping[str, Any]) -> bool:
             return "if" not in schema
         case "minContains" | "maxContains":
             return "contains" not in schema
+        case "x-guidance":
+            return True
         case "format":
             return isinstance(value, str) and value not in FORMATS
         case "contains":

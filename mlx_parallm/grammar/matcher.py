@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,13 +15,15 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from mlx_parallm.core import COMPACT_JSON, GrammarKind, GrammarSpec, enforceable_schema, parts_of
 from mlx_parallm.errors import GrammarError
+from mlx_parallm.grammar.reasons import TOO_COMPLEX, in_other_words
 
 _LIMITS = LLParserLimits(max_grammar_size=200_000, precompute_large_lexemes=False, verbose_errors=False)
 """llguidance's other limits keep their defaults, which allow at most about 15 ms of work for a token."""
 
 _COMPACT_JSON: Any = dict(COMPACT_JSON)
-_MAX_REASON_CHARACTERS = 300
 _ALL_BITS = 0xFF
+
+_log = logging.getLogger(__name__)
 
 
 class GrammarRefused(Exception):  # noqa: N818 - the grammar is at fault, not the program
@@ -33,17 +36,20 @@ def build_matcher(tokenizer: LLTokenizer, spec: GrammarSpec) -> LLMatcher:
     There is no bound on the time and memory it takes: check the grammar with `Trial` first.
 
     Raises:
-        GrammarRefused: the grammar is malformed, or too large.
+        GrammarRefused: the grammar is malformed or too large, or it begins with a text that has no end.
     """
     try:
         definition = _definition(spec)
     except ValueError as error:
-        raise _refused(str(error)) from None
+        raise GrammarRefused(in_other_words(str(error), spec.kind)) from None
     matcher = LLMatcher(tokenizer, definition, log_level=0, limits=_LIMITS)
     if not matcher.is_error():
         matcher.compute_bitmask()
-    if matcher.is_error():
-        raise _refused(matcher.get_error())
+    first = matcher.deep_copy()
+    if not matcher.is_error() and (forced := first.compute_ff_tokens()):
+        first.consume_token(forced[0])
+    if first.is_error():
+        raise GrammarRefused(in_other_words(first.get_error(), spec.kind))
     return matcher
 
 
@@ -77,8 +83,8 @@ class LLState:
     def accept(self, token: int) -> None:
         """See `core.GrammarState.accept`."""
         if not self._matcher.consume_token(token):
-            reason = " ".join(self._matcher.get_error().split())[:200]
-            raise GrammarError(f"the grammar gave up after this text: {reason}")
+            _log.info("a grammar failed at token %d: %s", token, self._matcher.get_error())
+            raise GrammarError(f"the grammar cannot be followed after this text: {TOO_COMPLEX}")
 
     def copy(self) -> LLState:
         return LLState(self._matcher.deep_copy())
@@ -102,14 +108,10 @@ def _definition(spec: GrammarSpec) -> str:
 
 def _grammar(part: GrammarSpec) -> dict[str, Any]:
     definition = _definition(part)
-    if part.kind in (GrammarKind.CHOICE, GrammarKind.GRAMMAR):
+    if part.kind in (GrammarKind.CHOICE, GrammarKind.GRAMMAR, GrammarKind.CALLS):
         return {"lark_grammar": definition}
     [grammar] = json.loads(definition)["grammars"]
     return dict(grammar)
-
-
-def _refused(reason: str) -> GrammarRefused:
-    return GrammarRefused(" ".join(reason.split())[:_MAX_REASON_CHARACTERS])
 
 
 def _json_schema(source: str) -> str:
@@ -127,4 +129,5 @@ _DEFINITIONS: dict[GrammarKind, Callable[[str], str]] = {
     GrammarKind.REGEX: LLMatcher.grammar_from_regex,
     GrammarKind.CHOICE: _choice,
     GrammarKind.GRAMMAR: lambda source: grammar_from("grammar", source),
+    GrammarKind.CALLS: LLMatcher.grammar_from_lark,
 }

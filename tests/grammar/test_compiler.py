@@ -156,6 +156,52 @@ def test_what_cannot_be_enforced_is_refused(compiler: LLCompiler, spec: GrammarS
         compiler.compile(spec)
 
 
+ITSELF = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+LOOP = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+CALL = "%llguidance {}\nstart: call\ncall: call_0\ncall_0: "
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (schema(LOOP), "nothing satisfies it, because it refers to itself without an end"),
+        (schema(ITSELF), "it is too complex, or it requires a text without an end"),
+        (schema({"items": {"not": {}, "if": {}, "else": {}}}), 'not supported: "else", "if", "not"'),
+        (schema({"oneOf": [{"type": "string"}, {"type": "string"}]}), "oneOf constraints are not supported. anyOf is."),
+        (schema({"$ref": "https://example.com/a"}), "$ref 'https://example.com/a' is not part of the schema"),
+        (schema({"$ref": "#/a"}), "$ref '#/a' is not part of the schema"),
+        (schema({"enum": []}), "nothing satisfies it: an enum or anyOf is empty"),
+        (schema(False), "nothing satisfies it: false allows no value"),
+        (schema({"type": "string", "pattern": "x("}), "unclosed group, in /x(/"),
+        (
+            schema({"type": "string", "pattern": r"\bx"}),
+            r"anchors and word boundaries are not supported inside regex /\bx/",
+        ),
+        (GrammarSpec(GrammarKind.REGEX, "x("), "unclosed group, in /x(/"),
+        (GrammarSpec(GrammarKind.GRAMMAR, "start: a\na: /x(/"), "at 2(4): unclosed group, in /x(/"),
+        (GrammarSpec(GrammarKind.GRAMMAR, "root ::= a"), "as GBNF: Rule 'a' not found"),
+        (GrammarSpec(GrammarKind.GRAMMAR, "start: <|x|>"), 'at 1(8): unknown special token: "<|x|>"'),
+        (GrammarSpec(GrammarKind.CALLS, CALL + '%json {"not": {}}'), 'not supported: "not"'),
+    ],
+    ids=lambda value: value.source[:40] if isinstance(value, GrammarSpec) else None,
+)
+def test_a_refusal_speaks_of_what_was_sent(compiler: LLCompiler, spec: GrammarSpec, reason: str) -> None:
+    """Not of llguidance's options and errors, nor of a grammar that the server made."""
+    with pytest.raises(InvalidRequestError) as refused:
+        compiler.compile(spec)
+    assert str(refused.value) == f"this {spec.kind.replace('_', ' ')} cannot be enforced: {reason}"
+
+
+def test_a_text_without_an_end_that_comes_later_ends_its_answer_in_plain_words(compiler: LLCompiler) -> None:
+    part = {**ITSELF, "properties": {"a": {"$ref": "#/$defs/part"}}}
+    spec = schema({"anyOf": [{"type": "string"}, {"$ref": "#/$defs/part"}], "$defs": {"part": part}})
+    state = compiler.compile(spec).start()
+    state.accept(ord("{"))
+    state.forced()
+    with pytest.raises(GrammarError, match="requires a text without an end"):
+        state.accept(ord('"'))
+
+
 def pathological() -> dict[str, GrammarSpec]:
     nested: object = {"type": "string"}
     for _ in range(60):

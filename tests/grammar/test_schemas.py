@@ -48,6 +48,7 @@ def of(compiler: LLCompiler, schema: object) -> Grammar:
         {"maxContains": 2},
         {"contains": {}, "minItems": 1},
         {"format": "path"},
+        {"x-guidance": {"whitespace_flexible": True, "unknown": 1}},
     ],
     ids=json.dumps,
 )

@@ -51,7 +51,7 @@ def test_the_pieces_of_calls_are_the_calls(compiler: LLCompiler, name: str) -> N
     assert family.syntax is not None
     tools = (TRIP, *TOOLS[1:]) if family.syntax.scalars else (TRIP, NESTED, *TOOLS[1:])
     syntax, rng = syntax_of(family, tools), random.Random(name)
-    grammar = compiler.compile(GrammarSpec(GrammarKind.GRAMMAR, family.grammar(tools, MOST, False)))
+    grammar = compiler.compile(GrammarSpec(GrammarKind.CALLS, family.grammar(tools, MOST, False)))
     for seed in range(12):
         text = walk(grammar, seed, pull(family) if family.syntax.bare else '"')  # parsers end a quoted text at a mark
         joined = join_parts(split_in_pieces(text, syntax, rng))
@@ -67,7 +67,7 @@ def test_the_pieces_of_calls_are_the_calls(compiler: LLCompiler, name: str) -> N
 def test_a_call_that_is_cut_off_anywhere_has_what_was_certain(compiler: LLCompiler, name: str) -> None:
     family, rng = FAMILIES[name], random.Random(name)
     syntax = syntax_of(family, TOOLS)
-    grammar = compiler.compile(GrammarSpec(GrammarKind.GRAMMAR, family.grammar(TOOLS, 1, False)))
+    grammar = compiler.compile(GrammarSpec(GrammarKind.CALLS, family.grammar(TOOLS, 1, False)))
     text = next(text for seed in range(99) if "days" in (text := walk(grammar, seed, pull(family))))
     (whole,) = join_parts(split_in_pieces(text, syntax, rng)).calls
     lengths = []
@@ -87,7 +87,7 @@ def test_a_call_that_is_cut_off_anywhere_has_what_was_certain(compiler: LLCompil
 def test_text_goes_on_after_the_calls(compiler: LLCompiler, name: str) -> None:
     """Calls that may come among text are enforced from their start mark on."""
     family, rng = FAMILIES[name], random.Random(name)
-    call = walk(compiler.compile(GrammarSpec(GrammarKind.GRAMMAR, family.grammar(TOOLS, 1, False))), 1, pull(family))
+    call = walk(compiler.compile(GrammarSpec(GrammarKind.CALLS, family.grammar(TOOLS, 1, False))), 1, pull(family))
     joined = join_parts(split_in_pieces(f"I look.\n{call}\nThat is all.", syntax_of(family, TOOLS), rng))
     assert joined.text == "I look.That is all."
     assert [call.complete for call in joined.calls] == [True]

@@ -55,7 +55,7 @@ def compiler() -> Iterator[LLCompiler]:
 
 
 def of(family: FamilyToolFormat, *tools: dict[str, Any], most: int = MOST, free: bool = False) -> GrammarSpec:
-    return GrammarSpec(GrammarKind.GRAMMAR, family.grammar(tools, most, free))
+    return GrammarSpec(GrammarKind.CALLS, family.grammar(tools, most, free))
 
 
 def calls_in(family: FamilyToolFormat, text: str, tools: tuple[dict[str, Any], ...]) -> list[ToolCall]:
@@ -208,7 +208,7 @@ def test_the_grammar_takes_marks_as_special_tokens() -> None:
     family = tokenizer.tool_format
     try:
         state = compiler.compile(
-            GrammarSpec(GrammarKind.GRAMMAR, family.grammar(TOOLS, 1, False), family.visible_specials)
+            GrammarSpec(GrammarKind.CALLS, family.grammar(TOOLS, 1, False), family.visible_specials)
         ).start()
         for token in tokenizer.encode("[TOOL_CALLS]now[ARGS]{}", add_special_tokens=False):
             state.accept(token)

@@ -423,6 +423,15 @@ async def test_invalid_tools_are_refused_by_name(client, engine, fault, fields, 
     assert (await client.post(URL, json={"messages": USER})).status_code == 200
 
 
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.syntax is not None])
+async def test_what_no_call_can_follow_is_said_of_the_schema_alone(make, fault, name):
+    """Its grammar is the server's own."""
+    bad = tool("f", properties={"a": {"type": "integer", "not": {"const": 1}}})
+    body = {"messages": USER, "tool_choice": "required", "tools": [TOOLS[1], bad]}
+    told = fault(await make(FAMILIES[name]).post(URL, json=body))["message"]
+    assert told == 'tools[1].function.parameters: this tool call cannot be enforced: not supported: "not"'
+
+
 async def test_tools_can_be_collected_unless_calls_are_enforced(client, engine):
     await ask(client, collect_trajectory=True)
     assert engine.requests[-1].grammar is None

@@ -228,9 +228,10 @@ def answer_grammar(body: ToolCallingBody, syntax: AnswerSyntax, grammars: Gramma
             spec = _calls_spec(syntax, places, free=body.mode == "auto")
         return grammars.compile(spec)
     except InvalidRequestError as error:
-        if error.param is None:
-            _find_fault(body, syntax, places, grammars)
-        raise InvalidRequestError(str(error), param=error.param or "tools") from None
+        if error.param is not None:
+            raise
+        _find_fault(body, syntax, places, grammars)
+        raise InvalidRequestError(f"tools: {error}", param="tools") from None
 
 
 def _compile_format(body: ToolCallingBody, syntax: AnswerSyntax, grammars: GrammarCompiler) -> Grammar:
@@ -248,7 +249,7 @@ def _calls_spec(syntax: AnswerSyntax, places: Sequence[int], free: bool) -> Gram
         source = syntax.calls.grammar([syntax.tools[place] for place in places], syntax.max_calls, free)
     except UnwritableToolError as error:
         raise _tool_error(places[error.index], error) from None
-    return GrammarSpec(GrammarKind.GRAMMAR, source, syntax.visible_specials, syntax.reasoning_prefix)
+    return GrammarSpec(GrammarKind.CALLS, source, syntax.visible_specials, syntax.reasoning_prefix)
 
 
 def _find_fault(body: ToolCallingBody, syntax: AnswerSyntax, places: Sequence[int], grammars: GrammarCompiler) -> None:

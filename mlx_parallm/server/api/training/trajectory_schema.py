@@ -9,6 +9,7 @@ The second form is the one in which prime-rl, verifiers, TRL and Atropos keep ro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import Field, PlainValidator, model_validator
@@ -30,6 +31,14 @@ def _mask(value: object) -> list[bool]:
 
 
 Mask = Annotated[list[bool], PlainValidator(_mask, json_schema_input_type=list[Annotated[int, Field(ge=0, le=1)]])]
+
+
+def _check_logprobs(trained: Sequence[float | None]) -> None:
+    """Checks the values of the field `logprobs` that belong to trained tokens."""
+    if None in trained:
+        raise refused("null is for context; a token that was sampled needs the log-probability of its draw", "logprobs")
+    if any(value is not None and value > MAX_LOGPROB for value in trained):
+        raise refused("a log-probability is at most 0; one of a sampled token is greater", "logprobs")
 
 
 class GivenTrajectoryBody(WireInput):
@@ -91,8 +100,7 @@ class GivenTrajectoryBody(WireInput):
         self._one_of("completion_token_ids", "tokens", "output")
         if self.mask is not None:
             raise refused("needs token_ids", "mask")
-        if any(value is None or value > MAX_LOGPROB for value in self.logprobs or ()):
-            raise refused(f"must be numbers of at most {MAX_LOGPROB}", "logprobs")
+        _check_logprobs(self.logprobs or ())
         ids = self.completion_token_ids or self.tokens
         for name in ("sampling_logprobs", "logprobs", "advantages"):
             values = getattr(self, name)
@@ -111,9 +119,7 @@ class GivenTrajectoryBody(WireInput):
                 raise refused(f"must have one entry for each of the {tokens} token_ids", name)
         if self.mask[0] or not any(self.mask):
             raise refused("must begin with 0, because nothing predicts the first token, and have a 1", "mask")
-        for value, trained in zip(self.logprobs or (), self.mask, strict=False):
-            if trained and (value is None or value > MAX_LOGPROB):
-                raise refused(f"must be at most {MAX_LOGPROB} where mask is 1", "logprobs")
+        _check_logprobs([value for value, trained in zip(self.logprobs or (), self.mask, strict=False) if trained])
 
     def _one_of(self, *fields: str) -> None:
         if sum(getattr(self, field) is not None for field in fields) != 1:
