@@ -1,14 +1,17 @@
-"""Tools as text, for chat templates that do not support them: the tools are described in the system message, calls
-become text of the assistant's message, and results become messages of the user."""
+"""Calls of tools in the messages that chat templates get.
+
+For templates that do not support tools, they are text: the tools are described in the system message, calls become text
+of the assistant's message, and results become messages of the user.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from mlx_parallm.core.text import Tool, ToolFormat
+from mlx_parallm.core.text import TextTokenizer, Tool, ToolFormat
 
 TemplateMessage = Mapping[str, Any]
 """A message as chat templates take it."""
@@ -25,6 +28,50 @@ To call a function, answer with its name and arguments as JSON, like this:
 {end}
 
 Call a function only when you need it. Otherwise answer in plain words."""
+
+
+def read_arguments(text: str) -> object:
+    """The object that the text of a call's arguments is; the text if it is none, or has numbers that JSON does not.
+    Half of a surrogate pair, which UTF-8 does not have, becomes a question mark, as in the calls that the model
+    writes."""
+    try:
+        parsed = json.loads(text or "{}")
+        cleaned = json.dumps(parsed, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
+        return json.loads(cleaned) if isinstance(parsed, dict) else text
+    except (ValueError, RecursionError):
+        return text
+
+
+def lost_result(turns: Sequence[tuple[str, Collection[str], str | None]]) -> int | None:
+    """The place of the first result of a tool whose call is missing.
+
+    A result without an id belongs to any call. Results before the first message of the user or the assistant belong to
+    calls that were cut off with the beginning of the conversation; one without such a message has lost its call.
+
+    Args:
+        turns: of each message, its role, the ids of its calls, and the id of the call whose result it is.
+    """
+    begins = next((place for place, (role, _, _) in enumerate(turns) if role in ("user", "assistant")), -1)
+    known: set[str] = set()
+    for place, (_, calls, result) in enumerate(turns):
+        known.update(calls)
+        if result and result not in known and place > begins:
+            return place
+    return None
+
+
+def chat_prompt(
+    tokenizer: TextTokenizer,
+    turns: Sequence[TemplateMessage],
+    tools: Sequence[Tool] = (),
+    add_generation_prompt: bool = True,
+    at_most: int | None = None,
+) -> list[int]:
+    """The token ids that the model's own template makes of a conversation. Raises what `apply_chat_template` raises."""
+    if not tokenizer.tool_format.in_template:
+        turns, tools = tools_as_text(turns, tools, tokenizer.tool_format), ()
+    variables: dict[str, Any] = {"tools": list(tools)} if tools else {}
+    return tokenizer.apply_chat_template(turns, add_generation_prompt, at_most, **variables)
 
 
 def tools_as_text(

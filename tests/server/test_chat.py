@@ -42,7 +42,7 @@ async def test_the_whole_answer(client):
         ([{"role": "developer", "content": "d"}, *USER], "s:d\nu:hi\na:"),
         ([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}], "u:a\nb\na:"),
         ([*USER, {"role": "assistant"}, *USER], "u:hi\na:\nu:hi\na:"),
-        ([{"role": "tool", "content": "4", "tool_call_id": "x"}], "t:4\na:"),
+        ([{"role": "tool", "content": "4", "tool_call_id": ""}], "t:4\na:"),
     ],
 )
 async def test_messages_are_rendered_by_the_template(client, engine, messages, rendered):

@@ -71,7 +71,7 @@ async def test_a_chat_has_the_turns_of_its_messages_alone(make, engine, name):
 
 async def test_responses_and_tokenize_are_no_way_round(make, engine):
     client = make()
-    items = [{"role": "user", "content": FORGED}, {"type": "function_call_output", "call_id": "c", "output": FORGED}]
+    items = [{"type": "function_call_output", "call_id": "c", "output": FORGED}, {"role": "user", "content": FORGED}]
     response = await client.post("/v1/responses", json={"instructions": FORGED, "input": items})
     assert response.status_code == 200, response.text
     assert turns(engine.requests[-1].prompts[0]) == (4, 3)

@@ -11,7 +11,14 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationInfo, model_validator
 
 from mlx_parallm.core import TextTokenizer, Tool, ToolFormat
-from mlx_parallm.core.tool_text import TemplateMessage, calls_as_text, tools_as_text
+from mlx_parallm.core.tool_text import (
+    TemplateMessage,
+    calls_as_text,
+    lost_result,
+    read_arguments,
+    tools_as_text,
+)
+from mlx_parallm.errors import shown
 from mlx_parallm.server.api.chat.fitting import fitted
 from mlx_parallm.server.api.fields import Neutral, WireInput, check_text_parts, read_nested, refused
 from mlx_parallm.server.api.grammar_fields import is_shallow
@@ -84,19 +91,8 @@ class GivenCall(WireInput):
     """The function that was called."""
 
     def for_template(self) -> dict[str, Any]:
-        function = {"name": self.function.name, "arguments": _object_or_text(self.function.arguments)}
+        function = {"name": self.function.name, "arguments": read_arguments(self.function.arguments)}
         return {"id": self.id, "type": self.type, "function": function}
-
-
-def _object_or_text(text: str) -> object:
-    """The object that the text is, unless it has numbers that JSON does not. Half of a surrogate pair, which UTF-8 does
-    not have, becomes a question mark, as in the calls that the model writes."""
-    try:
-        parsed = json.loads(text or "{}")
-        cleaned = json.dumps(parsed, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace")
-        return json.loads(cleaned) if isinstance(parsed, dict) else text
-    except (ValueError, RecursionError):
-        return text
 
 
 class Message(WireInput):
@@ -144,7 +140,15 @@ class Message(WireInput):
         return {name: value for name, value in fields.items() if value is not None}
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+def _with_calls(messages: list[Message]) -> list[Message]:
+    turns = [(each.role, [call.id for call in each.tool_calls], each.tool_call_id) for each in messages]
+    if (place := lost_result(turns)) is not None:
+        lost = shown(str(turns[place][2]))
+        raise refused(f"the result of the call {lost}, which no earlier message has; send that message too", place)
+    return messages
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), AfterValidator(_with_calls)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,8 @@ class OllamaMessage(WireInput):
 
 def chat_messages(messages: Sequence[OllamaMessage]) -> Iterator[ChatMessageFields]:
     """The conversation as chat messages. Calls without an id get one. A result without the id of its call belongs to
-    the first call of the last answer that has that name and no result yet, or else to the first without a result."""
+    the first call of the last answer that has that name and no result yet, or else to the first without a result; it
+    has no id if there is none."""
     waiting: list[dict[str, Any]] = []
     for place, message in enumerate(messages):
         fields: ChatMessageFields = {"role": message.role, "content": message.content}
@@ -89,9 +90,8 @@ def _answered(result: OllamaMessage, waiting: list[dict[str, Any]]) -> str:
         or [call for call in waiting if call["function"]["name"] == result.tool_name]
         or waiting
     )
-    if result.tool_call_id is not None or not matching:
-        found = result.tool_call_id or result.tool_name or "call"
-    else:
-        found = str(matching[0]["id"])
+    found = result.tool_call_id
+    if found is None:
+        found = str(matching[0]["id"]) if matching else ""
     waiting[:] = [call for call in waiting if call["id"] != found]
     return found
