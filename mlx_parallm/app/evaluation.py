@@ -8,6 +8,7 @@ from functools import partial
 from mlx_parallm.app.reward import reward_of
 from mlx_parallm.config import Config
 from mlx_parallm.core import EngineClient, TextTokenizer
+from mlx_parallm.core.tool_text import chat_prompt
 from mlx_parallm.errors import ConfigError, RequestError
 from mlx_parallm.rl.environments import (
     Environment,
@@ -103,7 +104,7 @@ def _checked(held_out: HeldOutTasks, catalogue: ScorerCatalogue, system_prompt: 
 def _rendered(number: int, task: Task, tokenizer: TextTokenizer) -> HeldOutTask:
     """Raises ConfigError: the chat template refuses the messages."""
     try:
-        ids = tokenizer.apply_chat_template(task.messages)
+        ids = chat_prompt(tokenizer, task.messages)
     except RequestError as error:
         raise _unusable(number, error) from error
     return HeldOutTask(tuple(ids), replace(task.collection, messages=task.messages))

@@ -61,13 +61,18 @@ def rows_of(file: Path, setting: str = "environment") -> Iterator[Row]:
 def _json(line: bytes) -> object:
     """Raises ValueError, RecursionError: it is no JSON, or has half of a surrogate pair, which no tokenizer takes."""
     value = json.loads(line.decode("utf-8-sig"))
+    if _SURROGATE in line.lower():
+        check_surrogates(value)
+    return value
+
+
+def check_surrogates(value: object) -> None:
+    """Raises ValueError if a JSON value has half of a surrogate pair, which no tokenizer takes."""
     try:
-        if _SURROGATE in line.lower():
-            json.dumps(value, ensure_ascii=False).encode()
+        json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = error.object[error.start].encode("ascii", "backslashreplace").decode()
         raise ValueError(f"{half} is half of a surrogate pair, which is no character") from None
-    return value
 
 
 def _jsonl_rows(file: Path, setting: str) -> Iterator[Row]:

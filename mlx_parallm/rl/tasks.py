@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.errors import ConfigError, InvalidRequestError
+from mlx_parallm.rl.conversations import Message, read_conversation
 from mlx_parallm.rl.scoring import sample
 from mlx_parallm.rl.scoring.catalogue import ANSWER
 from mlx_parallm.rl.scoring.registry import terms
@@ -26,7 +27,6 @@ from mlx_parallm.rl.task_files import Row, find_file, rows_of
 PROBLEM_ID = "problem_id"
 """The key of a request's `metadata` for the id of a task."""
 
-Message = Mapping[str, Any]
 Prompt = str | tuple[Message, ...]
 
 _PROMPTS = ("prompt", "question", "messages")
@@ -169,16 +169,14 @@ def _task(row: Row, rewarded: bool) -> FileTask:
 
 def _prompt(row: Mapping[str, Any]) -> Prompt:
     value = next((row[key] for key in _PROMPTS if row.get(key) is not None), None)
-    if isinstance(value, str) and value.strip():
-        return value
-    if not isinstance(value, list) or not value:
+    messages = read_conversation(value)
+    if messages is not None:
+        if messages[-1]["role"] == "assistant":
+            raise ValueError("the last message is the assistant's; the model answers the user")
+        return messages
+    if not isinstance(value, str) or not value.strip():
         raise ValueError("prompt (or question, or messages) must be text that is not empty, or a list of messages")
-    for turn in value:
-        if not isinstance(turn, dict) or not all(isinstance(turn.get(key), str) for key in ("role", "content")):
-            raise ValueError("each message needs role and content, both text")
-    if value[-1]["role"] == "assistant":
-        raise ValueError("the last message is the assistant's; the model answers the user")
-    return tuple({key: part for key, part in turn.items() if part is not None} for turn in value)
+    return value
 
 
 def _answer(row: Mapping[str, Any], rewarded: bool) -> Any:

@@ -35,7 +35,7 @@ class Tokenizer:
     tool_format = HERMES
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, at_most: int | None = None
     ) -> list[int]:
         ids: list[int] = []
         for message in messages:

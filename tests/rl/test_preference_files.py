@@ -17,6 +17,7 @@ from mlx_parallm.rl.reward_models.preferences import Agreement, Preference, spli
 USER = {"role": "user", "content": "Hello?"}
 HI, NO = ({"role": "assistant", "content": text} for text in ("Hi", "No"))
 ANSWERS = {"chosen": "Hi", "rejected": "No"}
+CALLS = [{"function": {"name": "f"}}]
 
 
 class Tokens(Tokenizer):
@@ -24,7 +25,7 @@ class Tokens(Tokenizer):
 
     eos_token_ids, eos_token = frozenset({END}), "|"
     special_ids = frozenset({END, ord("#")})
-    tool_format = reasoning = None
+    reasoning = None
 
     def encode(self, text: str, add_special_tokens: bool = True, at_most: int | None = None) -> list[int]:
         if at_most is not None and len(text) > at_most:
@@ -33,9 +34,6 @@ class Tokens(Tokenizer):
 
     def token_string(self, token: int) -> str:
         return "|" if token == END else chr(token)
-
-    def apply_chat_template(self, messages: Any, add_generation_prompt: bool = True, at_most: int | None = None):
-        return super().apply_chat_template(messages, add_generation_prompt)
 
 
 def read(path: Path, *rows: object, context: int = 1000) -> list[Preference]:
@@ -59,6 +57,8 @@ def text(ids: tuple[int, ...]) -> str:
         {"prompt": [USER], "chosen": [HI], "rejected": [NO]},
         {"prompt": "Hello?", "chosen": [USER, HI], "rejected": [USER, NO]},
         {"chosen": [USER, HI], "rejected": [USER, NO]},
+        {"prompt": json.dumps([USER]), "chosen": json.dumps([HI]), "rejected": json.dumps([NO])},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hello?"}]}], **ANSWERS},
     ],
 )
 def test_the_forms_of_a_row(tmp_path: Path, row: dict[str, Any]) -> None:
@@ -75,6 +75,11 @@ def test_conversations_of_several_turns(tmp_path: Path) -> None:
     assert text(found.prompt_ids) == "<user>Hello?|\n<assistant>Hi|\n<user>Bye?|\n<assistant>"
 
 
+def test_an_answer_may_be_json_of_objects(tmp_path: Path) -> None:
+    (found,) = read(tmp_path, {"prompt": "Hello?", "chosen": '[{"a": 1}]', "rejected": "No"})
+    assert text(found.chosen).endswith('<assistant>[{"a": 1}]|')
+
+
 @pytest.mark.parametrize(
     ("row", "why"),
     [
@@ -82,14 +87,16 @@ def test_conversations_of_several_turns(tmp_path: Path) -> None:
         ([1], "not a JSON object"),
         (ANSWERS, "there is no prompt"),
         ({"prompt": "Hello?", "chosen": "Hi"}, "there is no rejected answer"),
-        ({"prompt": "Hello?", "chosen": "Hi", "rejected": [NO]}, "both be of one kind"),
+        ({"prompt": "Hello?", "chosen": "Hi", "rejected": [NO]}, "be of one kind"),
+        ({"prompt": "", **ANSWERS}, "a text that is not empty"),
         ({"prompt": "Hello?", "chosen": "Hi", "rejected": "Hi"}, "are the same"),
-        ({"prompt": "Hello?", "chosen": "", "rejected": "Hi"}, "must not be empty"),
+        ({"prompt": "Hello?", "chosen": "", "rejected": "Hi"}, "text that is not empty"),
         ({"prompt": "Hello?", "chosen": "a#b", "rejected": "Hi"}, "control token '#'"),
         ({"prompt": [USER, HI], **ANSWERS}, "the answers follow the user's"),
         ({"prompt": "Hello?", "chosen": [USER], "rejected": [NO]}, "must be the assistant's answer"),
         ({"chosen": [USER, HI], "rejected": [NO]}, "differ in their last message only"),
-        ({"prompt": [{"role": "user"}], **ANSWERS}, "needs role and content"),
+        ({"prompt": [{"role": "user"}], **ANSWERS}, "a message of the role user needs content"),
+        ({"chosen": [USER, {**HI, "tool_calls": CALLS}], "rejected": [USER, NO]}, "a text without calls"),
         ({"prompt": "x" * 30, **ANSWERS}, "the model's context is 40"),
         ({"prompt": "Hello?", "chosen": "x" * 50, "rejected": "No"}, "too long"),
     ],

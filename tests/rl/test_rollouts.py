@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import contextmanager
 from itertools import count
 
@@ -21,6 +22,7 @@ from mlx_parallm.core import (
     WorkClass,
 )
 from mlx_parallm.errors import ContextLengthError, EngineDeadError, EngineError, StepFailedError, TrainingFailedError
+from mlx_parallm.model.tools.formats import HERMES
 from mlx_parallm.rl.environments import Task
 from mlx_parallm.rl.rollouts.answers import DrawResult, Rollouts, RolloutSettings, events_of
 
@@ -57,7 +59,11 @@ class Leases:
 
 
 class Tokenizer:
-    def apply_chat_template(self, messages):
+    """A token a message: how long it is. Its template does not support tools."""
+
+    tool_format = HERMES
+
+    def apply_chat_template(self, messages, add_generation_prompt=True, at_most=None):
         return [len(message["content"]) for message in messages]
 
 
@@ -66,7 +72,9 @@ def tasks(first: int = 1):
         yield Task(({"role": "user", "content": "x" * number},), CollectionSpec("exact", {"answer": str(number)}))
 
 
-def rollouts(seed: int = 0, **options: object) -> tuple[Rollouts, Engine, Leases, list[int]]:
+def rollouts(
+    seed: int = 0, given: Iterable[Task] | None = None, **options: object
+) -> tuple[Rollouts, Engine, Leases, list[int]]:
     leases, told = Leases(), []
     engine = Engine(leases)
     settings = RolloutSettings(group_size=4, max_tokens=9, seed=seed, **options)
@@ -75,7 +83,7 @@ def rollouts(seed: int = 0, **options: object) -> tuple[Rollouts, Engine, Leases
             lambda request: engine.generate(request),
             leases,
             Tokenizer(),
-            tasks(settings.taken + 1),
+            tasks(settings.taken + 1) if given is None else iter(given),
             settings,
             lambda number, count: told.extend([number] * count),
         ),
@@ -97,6 +105,20 @@ async def test_each_task_becomes_one_collected_group_of_class_training() -> None
     assert len({request.request_id for request in engine.requests}) == 4
     assert Counter(told) == dict.fromkeys(range(4), 4)
     assert leases.held == {str(LIVE): 0}
+
+
+async def test_a_task_with_turns_of_tools_is_drawn_as_its_template_can_write_them() -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    turns = (
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "yes"},
+    )
+    drawing, engine, *_ = rollouts(given=[Task(turns, CollectionSpec("exact", {"answer": "1"}))])
+    await drawing.draw(1, "math")
+    written = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    assert engine.requests[0].prompts == ((1, len(written), len("<tool_response>\nyes\n</tool_response>")),)
+    assert engine.requests[0].collection.messages == turns
 
 
 async def test_no_two_samples_of_any_runs_share_a_seed() -> None:

@@ -18,9 +18,21 @@ from mlx_parallm.rl.environments import answers_of, environment
 from mlx_parallm.rl.scoring.reward import load
 from mlx_parallm.rl.scoring.sample import ScorerInput
 from mlx_parallm.rl.tasks import FileTask, find_tasks, read_tasks
+from mlx_parallm.server.api.chat.messages import Message
 
 SOLUTION = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nTogether 48+24 = 72.\n#### 72"
 SUM = {"id": "sum", "prompt": "2 + 2 =", "answer": "4"}
+USER = {"role": "user", "content": "2 + 2 ="}
+CALL = {"id": "c1", "type": "function", "function": {"name": "sum", "arguments": '{"a": 2, "b": 2.50}'}}
+TOOL_TURNS = [
+    {"role": "developer", "content": [{"type": "text", "text": "Be brief."}, {"type": "text", "text": "Use sum."}]},
+    USER,
+    {"role": "assistant", "content": None, "reasoning": "I add.", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c1", "content": "4", "name": "sum"},
+    {"role": "assistant", "content": "4.", "tool_calls": [
+        {"id": "c2", "function": {"name": "f", "arguments": {"of": "é"}}}]},
+    {"role": "tool", "tool_call_id": "c2", "content": [{"type": "text", "text": "ok"}]},
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -201,9 +213,19 @@ def test_without_a_reward_only_the_answer_is_kept(write) -> None:
     ("line", "message"),
     [
         ({"messages": []}, "must be text that is not empty, or a list of messages"),
-        ({"messages": [{"role": "user"}]}, "each message needs role and content, both text"),
-        ({"prompt": ["hello"]}, "each message needs role and content"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "both text"),
+        ({"prompt": ""}, "must be text that is not empty"),
+        ({"messages": [{"role": "user"}]}, "a message of the role user needs content"),
+        ({"prompt": ["hello"]}, "each message needs a role, one of system, developer, user, assistant, tool"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "reads only text, and .* the type 'image'"),
+        ({"prompt": [{"role": "user", "content": {"text": "a"}}]}, "must be text, or a list of text parts"),
+        ({"prompt": [{"role": "user", "content": "a", "name": 1}]}, "name of a message must be text"),
+        ({"prompt": [{"role": "user", "content": "a", "tool_calls": [CALL]}]}, "user has tool_calls"),
+        ({"prompt": [{"role": "assistant", "tool_calls": [{"function": {}}]}, USER]}, "each of tool_calls needs a fun"),
+        (
+            {"prompt": [USER, {"role": "tool", "content": "4", "tool_call_id": "x"}]},
+            "result of the call 'x', which no earlier",
+        ),
+        ({"messages": '[{"role": "user", "content": "\\ud83d"}]'}, "half of a surrogate pair"),
         (
             {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
             "the last message is",
@@ -232,6 +254,31 @@ def test_the_reward_scores_the_tasks_of_any_environment(write, name) -> None:
     assert task.collection.scorer == "reward"
     assert task.collection.prompt_text == ("a" if name == "FILE" else "")
     assert ("entry" in task.collection.metadata) == (name != "FILE")
+
+
+# ---- conversations -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+@pytest.mark.parametrize("key", ["prompt", "messages"])
+def test_a_conversation_with_parts_and_tools_is_read_as_chat_reads_it(write, key, as_text) -> None:
+    value = json.dumps(TOOL_TURNS) if as_text else TOOL_TURNS
+    (task,) = read_tasks(write({key: value}), rewarded=True).tasks
+    assert list(task.messages) == [Message.model_validate(each).for_template() for each in TOOL_TURNS]
+    assert task.text == "2 + 2 ="
+
+
+def test_calls_and_results_of_a_row_may_have_no_ids(write) -> None:
+    bare = [USER, {"role": "assistant", "tool_calls": [{"function": CALL["function"]}]}]
+    (task,) = read_tasks(write({"messages": [*bare, {"role": "tool", "content": "4"}]}), rewarded=True).tasks
+    assert task.messages[1]["tool_calls"][0]["function"] == {"name": "sum", "arguments": {"a": 2, "b": 2.5}}
+    assert task.messages[2] == {"role": "tool", "content": "4"}
+
+
+def test_a_text_that_only_looks_like_messages_is_a_text(write) -> None:
+    texts = ['[{"a": 1}]', "[1, 2]", "[{", "[]", '{"role": "user", "content": "a"}']
+    tasks = read_tasks(write(*({"prompt": text} for text in texts)), rewarded=True).tasks
+    assert [task.prompt for task in tasks] == texts
 
 
 # ---- parquet -------------------------------------------------------------------------------------

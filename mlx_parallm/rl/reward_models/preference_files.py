@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.core import TextTokenizer, control_ids, end_id
+from mlx_parallm.core.tool_text import chat_prompt
 from mlx_parallm.errors import ConfigError, ContextLengthError, InvalidRequestError
+from mlx_parallm.rl.conversations import Message, read_conversation
 from mlx_parallm.rl.reward_models.preferences import Preference
 from mlx_parallm.rl.task_files import Row, find_file, rows_of
-
-Message = Mapping[str, Any]
 
 _PROMPTS = ("prompt", "messages", "prompt_messages", "question")
 _LOGGED_ROWS = 20
@@ -65,7 +65,7 @@ def _preference(row: Row, tokenizer: TextTokenizer, context_length: int) -> Pref
     prompt, chosen, rejected = _texts(row.value)
     if chosen == rejected:
         raise ValueError("chosen and rejected are the same")
-    ids = tuple(tokenizer.apply_chat_template(prompt, at_most=context_length))
+    ids = tuple(chat_prompt(tokenizer, prompt, at_most=context_length))
     better, worse = (_answer_ids(text, tokenizer, context_length) for text in (chosen, rejected))
     preference = Preference(ids, better, worse)
     if (tokens := max(len(preference.chosen), len(preference.rejected))) > context_length:
@@ -90,11 +90,9 @@ def _texts(row: Mapping[str, Any]) -> tuple[Sequence[Message], str, str]:
     chosen, rejected = row.get("chosen"), row.get("rejected")
     if chosen is None or rejected is None:
         raise ValueError(f"there is no {'rejected' if rejected is None else 'chosen'} answer")
-    if isinstance(chosen, str) and isinstance(rejected, str):
-        if not chosen or not rejected:
-            raise ValueError("chosen and rejected must not be empty")
-        return _prompt(given), chosen, rejected
-    better, worse = _messages("chosen", chosen), _messages("rejected", rejected)
+    better, worse = read_conversation(chosen), read_conversation(rejected)
+    if better is None or worse is None:
+        return _prompt(given), _answer_text("chosen", chosen), _answer_text("rejected", rejected)
     shared = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], zip(better[:-1], worse[:-1], strict=False))]
     if len(shared) != len(better) - 1 or len(shared) != len(worse) - 1:
         raise ValueError("chosen and rejected may differ in their last message only")
@@ -102,27 +100,26 @@ def _texts(row: Mapping[str, Any]) -> tuple[Sequence[Message], str, str]:
     return prompt, _answer("chosen", better[-1]), _answer("rejected", worse[-1])
 
 
-def _prompt(given: object) -> list[Message]:
-    if isinstance(given, str) and given.strip():
-        return [{"role": "user", "content": given}]
-    if given is None:
-        raise ValueError("there is no prompt; give prompt or messages")
-    messages = _messages("prompt", given)
-    if messages[-1]["role"] == "assistant":
-        raise ValueError("the prompt's last message is the assistant's; the answers follow the user's")
-    return messages
+def _prompt(given: object) -> Sequence[Message]:
+    messages = read_conversation(given)
+    if messages is not None:
+        if messages[-1]["role"] == "assistant":
+            raise ValueError("the prompt's last message is the assistant's; the answers follow the user's")
+        return messages
+    if not isinstance(given, str) or not given.strip():
+        raise ValueError("there is no prompt; give prompt or messages, a text that is not empty or a list of messages")
+    return [{"role": "user", "content": given}]
 
 
-def _messages(name: str, given: object) -> list[Message]:
-    if not isinstance(given, list) or not given:
-        raise ValueError(f"{name} must be text or a list of messages; chosen and rejected must both be of one kind")
-    for message in given:
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise ValueError(f"{name}: each message needs role and content, both text")
-    return [{key: part for key, part in message.items() if part is not None} for message in given]
+def _answer_text(name: str, given: object) -> str:
+    if not isinstance(given, str) or not given:
+        raise ValueError(
+            f"{name} must be text that is not empty, or a list of messages; chosen and rejected must be of one kind"
+        )
+    return given
 
 
 def _answer(name: str, message: Message) -> str:
-    if message["role"] != "assistant" or not message["content"]:
-        raise ValueError(f"{name}: the last message must be the assistant's answer")
+    if message["role"] != "assistant" or not message["content"] or "tool_calls" in message:
+        raise ValueError(f"{name}: the last message must be the assistant's answer, a text without calls")
     return str(message["content"])

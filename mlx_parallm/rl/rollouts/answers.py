@@ -21,6 +21,7 @@ from mlx_parallm.core import (
     TextTokenizer,
     WorkClass,
 )
+from mlx_parallm.core.tool_text import chat_prompt
 from mlx_parallm.errors import EngineDeadError, EngineError, TrainingFailedError
 from mlx_parallm.rl.environments import Task, with_system_prompt
 from mlx_parallm.rl.environments.thread import in_daemon_thread
@@ -181,7 +182,7 @@ class Rollouts:
         settings = self._settings
         request = GenerationRequest(
             request_id=f"rollout-{settings.run}-{number}",  # see `task_number`
-            prompts=(tuple(self._tokenizer.apply_chat_template(task.messages)),),
+            prompts=(tuple(chat_prompt(self._tokenizer, task.messages)),),
             # Sample j of a group is drawn with seed + j.
             sampling=SamplingParams(
                 temperature=settings.temperature, seed=settings.seed * 2**32 + number * settings.group_size
