@@ -10,11 +10,31 @@ one sample.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import takewhile
+from typing import Any
 
 ANSWERS = tuple({"role": "assistant", "content": content} for content in ("a", "b"))
 """Two answers that differ. What a template writes in the same way after both follows any answer."""
+
+
+class Closers:
+    """The tokens that chat templates write after an answer, which are found by rendering a conversation twice. They are
+    the same for all conversations with one `key`: its template, its variables and the role of the message before the
+    answer."""
+
+    MOST = 256
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, list[int]] = {}
+
+    def find(self, key: Hashable, render: Callable[[Mapping[str, Any]], Sequence[int]]) -> list[int]:
+        """`render`: the token ids of a conversation that ends with this answer, without a generation prompt."""
+        if key not in self._known:
+            if len(self._known) >= self.MOST:
+                self._known.clear()
+            self._known[key] = closer_of(*map(render, ANSWERS))
+        return self._known[key]
 
 
 def closer_of(after_one: Sequence[int], after_other: Sequence[int]) -> list[int]:

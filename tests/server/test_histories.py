@@ -105,6 +105,21 @@ async def test_every_turn_that_comes_back_unchanged_continues_the_drawn_tokens(f
     assert different > 100, "encoded again, the texts of random tokens are other tokens"
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_a_later_turn_renders_its_messages_and_its_history_and_no_more(family: str, monkeypatch) -> None:
+    coder, rendered = tokenizer(family), []
+    render = coder.apply_chat_template
+    monkeypatch.setattr(
+        coder, "apply_chat_template", lambda *args, **named: rendered.append(1) or render(*args, **named)
+    )
+    play = Play(family, random.Random(0))
+    for turn in range(5):
+        rendered.clear()
+        play.say()
+        assert await play.turn() == ""
+        assert len(rendered) == (1, 4, 2, 2, 2)[turn]
+
+
 def edit_a_message(play: Play) -> None:
     place = play.rng.randrange(len(play.messages))
     message = play.messages[place]

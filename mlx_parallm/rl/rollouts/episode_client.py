@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import Any
 
 from mlx_parallm.core import (
     AdapterRef,
@@ -24,8 +24,8 @@ from mlx_parallm.core import (
     WorkClass,
 )
 from mlx_parallm.core.splitter import MAX_CALLS_PER_ANSWER, AnswerSyntax, split
-from mlx_parallm.core.tool_text import tools_as_text
-from mlx_parallm.core.turns import ANSWERS, closer_of, continued
+from mlx_parallm.core.tool_text import chat_prompt
+from mlx_parallm.core.turns import Closers, continued
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.rl.collect.recorder import TrajectoryRecorder
 from mlx_parallm.rl.environments import Answer, Message, RolloutError, Task
@@ -82,6 +82,7 @@ class EpisodeClient:
         self._asked = 0
         self._ended = False
         self._clock = _Clock()
+        self._closers = Closers()
 
     def left_s(self) -> float:
         """The time that the program may still take. The time of the model's answers does not count."""
@@ -125,20 +126,18 @@ class EpisodeClient:
         history = self._render(answered, tools, add_generation_prompt=False)
         if tuple(history[: len(turn.rendered)]) != turn.rendered:
             return rendered, _RENDERED_ANEW
-        one, other = (self._render((*before, each), tools, add_generation_prompt=False) for each in ANSWERS)
+        closer = self._closers.find(
+            (json.dumps(tools), before[-1]["role"]),
+            lambda each: self._render((*before, each), tools, add_generation_prompt=False),
+        )
         drawn = turn.trajectory.completion_ids
-        ids = continued((*turn.trajectory.prompt_ids, *drawn), len(drawn), history, closer_of(one, other), rendered)
+        ids = continued((*turn.trajectory.prompt_ids, *drawn), len(drawn), history, closer, rendered)
         return (rendered, _RENDERED_ANEW) if ids is None else (ids, "")
 
     def _render(
         self, messages: Sequence[Message], tools: Sequence[Tool], add_generation_prompt: bool = True
     ) -> list[int]:
-        tool_format, variables = self._tokenizer.tool_format, dict[str, Any]()
-        if not tool_format.in_template:
-            messages = tools_as_text(messages, tools, tool_format)
-        elif tools:
-            variables["tools"] = list(tools)
-        return self._tokenizer.apply_chat_template(messages, add_generation_prompt, **variables)
+        return chat_prompt(self._tokenizer, messages, tools, add_generation_prompt)
 
     # -- the engine ------------------------------------------------------------------------------
 

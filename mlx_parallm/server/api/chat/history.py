@@ -24,7 +24,7 @@ from mlx_parallm.core import (
     TextTokenizer,
 )
 from mlx_parallm.core.splitter import AnswerSyntax, split
-from mlx_parallm.core.turns import ANSWERS, closer_of, continued
+from mlx_parallm.core.turns import Closers, continued
 from mlx_parallm.server.api.answer import cut_off
 from mlx_parallm.server.api.chat.messages import Conversation, GivenCall, GivenFunction, Message
 
@@ -105,6 +105,7 @@ class EpisodeHistories:
         self._tokens: Counter[str] = Counter()
         """How many are kept, by the name of the API key."""
         self._lock = Lock()
+        self._closers = Closers()
 
     def prompt_of(
         self, key: EpisodeKey, conversation: Conversation, tokenizer: TextTokenizer, rendered: list[int]
@@ -124,8 +125,24 @@ class EpisodeHistories:
         turn = _longest(turns, conversation)
         if turn is None:
             return rendered, CHANGED
-        ids = _continued(turn, conversation, tokenizer, rendered)
+        ids = self._continued(turn, conversation, tokenizer, rendered)
         return (rendered, RENDERED_ANEW) if ids is None else (ids, "")
+
+    def _continued(
+        self, turn: DrawnTurn, conversation: Conversation, tokenizer: TextTokenizer, rendered: list[int]
+    ) -> list[int] | None:
+        """The tokens of `turn`, and those of what follows its answer. None: the template writes the turn differently
+        now, so it cannot be told which of its tokens follow the answer."""
+        before, answered = conversation.first(len(turn.messages)), conversation.first(len(turn.messages) + 1)
+        history = answered.render(tokenizer, add_generation_prompt=False)
+        length, digest = turn.rendered
+        if _digest_ids(history[:length]) != digest:
+            return None
+        key = (tokenizer, conversation.template, turn.variables, before.turns[-1]["role"])
+        closer = self._closers.find(
+            key, lambda answer: before.with_answer(answer).render(tokenizer, add_generation_prompt=False)
+        )
+        return continued(turn.tokens.tolist(), turn.drawn, history, closer, rendered)
 
     async def recorded(
         self, turn: PlannedTurn, request: GenerationRequest, events: AsyncIterator[Event]
@@ -169,20 +186,6 @@ def _longest(turns: Sequence[DrawnTurn], conversation: Conversation) -> DrawnTur
         if turn.variables == variables and digests[: len(turn.messages) + 1] == (*turn.messages, turn.answer)
     ]
     return max(fitting, key=lambda turn: len(turn.messages), default=None)
-
-
-def _continued(
-    turn: DrawnTurn, conversation: Conversation, tokenizer: TextTokenizer, rendered: list[int]
-) -> list[int] | None:
-    """The tokens of `turn`, and those of what follows its answer. None: the template writes the turn differently now,
-    so it cannot be told which of its tokens follow the answer."""
-    before, answered = conversation.first(len(turn.messages)), conversation.first(len(turn.messages) + 1)
-    history = answered.render(tokenizer, add_generation_prompt=False)
-    length, digest = turn.rendered
-    if _digest_ids(history[:length]) != digest:
-        return None
-    one, other = (before.with_answer(answer).render(tokenizer, add_generation_prompt=False) for answer in ANSWERS)
-    return continued(turn.tokens.tolist(), turn.drawn, history, closer_of(one, other), rendered)
 
 
 def _message(text: str, syntax: AnswerSyntax, cut: bool) -> Mapping[str, Any]:
