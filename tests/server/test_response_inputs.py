@@ -1,7 +1,11 @@
 """`input_items`, `input_tokens` and `cancel` of `/v1/responses`."""
 
+import json
+from dataclasses import replace
+
 import openai
 import pytest
+from server.fakes import CARD
 
 URL = "/v1/responses"
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
@@ -87,3 +91,49 @@ async def test_the_whole_prompt_is_counted(client, engine):
 async def test_an_invalid_request_is_not_counted(client, fault, fields, status, param):
     response = await client.post(f"{URL}/input_tokens", json=fields)
     assert (response.status_code, fault(response)["param"]) == (status, param)
+
+
+# -- items of other servers --------------------------------------------------------------------------
+
+FOUND = [{"file_id": "file-1", "filename": "a.md", "text": "Tea is hot."}]
+ELSEWHERE = [
+    (
+        {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "tea"}},
+        'a:[web_search_call] {"action": {"type": "search", "query": "tea"}}\n',
+    ),
+    ({"type": "web_search_call", "id": "ws_1", "status": "completed"}, ""),
+    (
+        {"type": "file_search_call", "id": "fs_1", "queries": ["tea"], "results": FOUND},
+        f'a:[file_search_call] {{"queries": ["tea"], "results": {json.dumps(FOUND)}}}\n',
+    ),
+    ({"type": "local_shell_call_output", "id": "l", "output": "é"}, 'u:[local_shell_call_output] {"output": "é"}\n'),
+    ({"type": "image_generation_call", "id": "ig_1", "result": "iVBORw0", "revised_prompt": None}, ""),
+    ({"type": "mcp_list_tools", "id": "m", "server_label": "s", "tools": []}, ""),
+    ({"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}, "a:No.\n"),
+]
+
+
+@pytest.mark.parametrize(("item", "written"), ELSEWHERE, ids=lambda value: str(value)[:40])
+async def test_items_of_other_servers_are_kept_as_text(make_client, engine, item, written):
+    client = make_client(card=replace(CARD, context_length=1000))
+    made = await create(client, input=[{"role": "user", "content": "q"}, item, {"role": "user", "content": "r"}])
+    assert bytes(engine.requests[-1].prompts[0]).decode() == f"u:q\n{written}u:r\na:"
+    listed = (await client.get(f"{URL}/{made['id']}/input_items?order=asc")).json()["data"][1]
+    assert listed.items() >= {"type": item.get("type", "message"), "status": "completed"}.items()
+    await create(client, input="s", previous_response_id=made["id"])
+    assert bytes(engine.requests[-1].prompts[0]).decode().startswith(f"u:q\n{written}u:r\n")
+
+
+@pytest.mark.parametrize("kind", ["computer_call_output", "compaction", "additional_tools", "mcp_approval_response"])
+async def test_items_that_cannot_be_kept_are_refused_by_name(client, fault, kind):
+    response = await client.post(URL, json={"input": [{"type": kind, "id": "x"}]})
+    assert response.status_code == 400
+    assert kind in fault(response)["message"]
+
+
+async def test_an_item_that_is_nested_too_deeply_is_refused(client, fault):
+    action: object = 1
+    for _ in range(70):
+        action = [action]
+    response = await client.post(URL, json={"input": [{"type": "computer_call", "action": action}]})
+    assert (response.status_code, fault(response)["param"]) == (400, "input[0]")

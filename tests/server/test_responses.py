@@ -86,10 +86,11 @@ async def test_the_whole_response(client, engine):
         (
             {
                 "input": [
-                    {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "4"}]}
+                    {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "4"}]},
+                    {"role": "user", "content": "q"},
                 ]
             },
-            "t:4\na:",
+            "t:4\nu:q\na:",
         ),
     ],
 )
@@ -178,8 +179,8 @@ REFUSED = [
     ({"input": None}, "input"),
     ({"input": 5}, "input"),
     ({"input": ["x"]}, "input[0]"),
-    ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type"),
-    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
+    ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input[0].type"),
+    ({"input": [{"type": "item_reference"}]}, "input[0].id"),
     ({"input": [{"type": ["message"]}]}, "input[0].type"),
     ({"input": [{"role": "user", "content": "x"}, {"role": "tool", "content": "x"}]}, "input[1].role"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),

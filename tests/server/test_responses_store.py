@@ -147,3 +147,33 @@ def test_the_store_is_bounded_and_keeps_the_most_recently_used(steps):
         assert (len(store), store.held_bytes) == (len(model), sum(kept.size for kept in model.values()))
     for name in model:
         assert store.find(name) is not None
+
+
+# -- items by their ids ------------------------------------------------------------------------------
+
+
+async def test_items_of_stored_responses_are_found_by_their_ids(client, engine):
+    """As the AI SDK sends earlier answers."""
+    engine.text = "A"
+    first = await respond(client, input="1")
+    [listed] = (await client.get(f"{URL}/{first['id']}/input_items")).json()["data"]
+    [answer] = first["output"]
+    given = [{"type": "item_reference", "id": listed["id"]}, {"id": answer["id"]}, {"role": "user", "content": "2"}]
+    second = await respond(client, input=given)
+    assert prompt_text(engine) == "u:1\na:A\nu:2\na:"
+    counted = await client.post(f"{URL}/input_tokens", json={"input": given})
+    assert counted.json()["input_tokens"] == second["usage"]["input_tokens"]
+    items = (await client.get(f"{URL}/{second['id']}/input_items?order=asc")).json()["data"]
+    assert [item["content"][0]["text"] for item in items] == ["1", "A", "2"]
+    await client.delete(f"{URL}/{first['id']}")
+    await respond(client, input=[{"id": items[1]["id"]}, {"role": "user", "content": "3"}])
+    assert prompt_text(engine) == "a:A\nu:3\na:"
+
+
+async def test_an_item_that_is_not_stored_is_a_404_that_says_what_to_send(client, fault):
+    first = await respond(client)
+    await client.delete(f"{URL}/{first['id']}")
+    for item in (first["output"][0]["id"], "msg_1"):
+        asked = client.post(URL, json={"input": [{"role": "user", "content": "x"}, {"id": item}]})
+        assert await refused(fault, asked) == "input[1].id"
+    assert await refused(fault, client.post(f"{URL}/input_tokens", json={"input": [{"id": "msg_1"}]})) == "input[0].id"

@@ -241,6 +241,10 @@ def thought(text, summary=()):
     return {"type": "reasoning", "id": "rs_1", "summary": list(summary), "content": content, "encrypted_content": None}
 
 
+SUMMARY = [{"type": "summary_text", "text": "s"}, {"type": "summary_text", "text": "t"}]
+"""Of reasoning that another server hides."""
+
+
 def said(text):
     return {"role": "assistant", "content": text}
 
@@ -266,7 +270,9 @@ def said(text):
                 {"role": "assistant", "reasoning_content": "t", "tool_calls": [called("y")]},
             ],
         ),
-        ([thought("", [{"type": "summary_text", "text": "s"}])], []),
+        ([thought("", SUMMARY)], [{"role": "assistant", "reasoning_content": "s\n\nt"}]),
+        ([thought("u", SUMMARY)], [{"role": "assistant", "reasoning_content": "u"}]),
+        ([thought("")], []),
     ],
 )
 def test_consecutive_items_of_the_assistant_are_one_message(items, messages):

@@ -1,7 +1,8 @@
 """A conversation of `/v1/responses`: its input items (OpenAI's `ResponseInputItem`), the chat messages that they stand
 for, and the stored responses that clients can retrieve and continue.
 
-Output items of a response can be sent back unchanged.
+Output items of a response can be sent back unchanged. So can those of a server that runs tools: what these did is text
+for the model.
 """
 
 from __future__ import annotations
@@ -13,14 +14,27 @@ from dataclasses import dataclass
 from threading import RLock
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator, TypeAdapter, ValidationInfo
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    TypeAdapter,
+    ValidationInfo,
+    model_validator,
+)
 
+from mlx_parallm.errors import shown
+from mlx_parallm.server.api.chat.messages import MAX_ARGUMENT_DEPTH
 from mlx_parallm.server.api.fields import Neutral, Validate, WireInput, check_text_parts, read_nested, refused
+from mlx_parallm.server.api.grammar_fields import is_shallow
 from mlx_parallm.server.api.responses.objects import new_id
 from mlx_parallm.server.api.responses.tools import INPUT, shown_name
 
 ChatMessageFields = dict[str, Any]
 """The fields of a message, as chat's `Message` validates them."""
+MAX_ITEM_ID = 128
 
 
 class ItemText(WireInput):
@@ -34,18 +48,36 @@ class ItemText(WireInput):
     """The text."""
 
 
-_TEXT_PARTS = TypeAdapter(list[ItemText])
+class RefusalPart(WireInput):
+    """A part of a message that says why the model does not answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+    """The text."""
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+def _part(value: dict[str, Any], info: ValidationInfo) -> ItemText | RefusalPart:
+    kind: type[ItemText | RefusalPart] = RefusalPart if value["type"] == "refusal" else ItemText
+    validate: Validate[ItemText | RefusalPart] = kind.model_validate
+    return read_nested(validate, value, info)
+
+
+_TEXT_PARTS = TypeAdapter(list[Annotated[ItemText | RefusalPart, PlainValidator(_part)]])
 
 
 def _joined_parts(value: object, info: ValidationInfo) -> object:
     """The text of all parts, one part per line, as in chat. Other values are returned unchanged."""
     if not isinstance(value, list):
         return value
-    check_text_parts(value, "input_text", "output_text")
+    check_text_parts(value, "input_text", "output_text", "refusal")
     return "\n".join(part.text for part in read_nested(_TEXT_PARTS.validate_python, value, info))
 
 
-Text = Annotated[str, BeforeValidator(_joined_parts, json_schema_input_type=str | list[ItemText])]
+Text = Annotated[str, BeforeValidator(_joined_parts, json_schema_input_type=str | list[ItemText | RefusalPart])]
 
 
 class MessageItem(WireInput):
@@ -135,29 +167,86 @@ class CallOutputItem(WireInput):
 class ReasoningPart(WireInput):
     """A part of the model's reasoning."""
 
-    type: Literal["reasoning_text", "text"]
-    """Either value."""
+    type: Literal["reasoning_text", "summary_text", "text"]
+    """Any value."""
     text: str
     """The text."""
 
 
 class ReasoningItem(WireInput):
-    """The model's reasoning. Only `content` is read; the summary and the encrypted form of other servers are
-    ignored."""
+    """The model's reasoning. The encrypted form of other servers is ignored."""
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"id", "status", "summary", "encrypted_content"})
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"id", "status", "encrypted_content"})
 
     type: Literal["reasoning"]
     content: list[ReasoningPart] = Field(default_factory=list)
-    """The reasoning. Without it the item adds nothing to the prompt."""
+    """The reasoning."""
+    summary: list[ReasoningPart] = Field(default_factory=list)
+    """What another server says of reasoning that it does not show. It is read if there is no `content`."""
 
     def message(self) -> ChatMessageFields:
-        """The chat message of the reasoning; empty without content."""
-        reasoning = "".join(part.text for part in self.content)
+        """The chat message of the reasoning; empty without a text."""
+        reasoning = "".join(part.text for part in self.content) or "\n\n".join(part.text for part in self.summary)
         return {"role": "assistant", "reasoning_content": reasoning} if reasoning else {}
 
 
-InputItem = MessageItem | CallItem | CustomCallItem | CallOutputItem | ReasoningItem
+KEPT_ITEMS: Mapping[str, tuple[str, ...]] = {
+    "apply_patch_call": ("operation",),
+    "apply_patch_call_output": ("status", "output"),
+    "code_interpreter_call": ("code", "outputs"),
+    "computer_call": ("action", "actions"),
+    "file_search_call": ("queries", "results"),
+    "image_generation_call": ("revised_prompt",),
+    "local_shell_call": ("action",),
+    "local_shell_call_output": ("output",),
+    "mcp_approval_request": (),
+    "mcp_call": ("server_label", "name", "arguments", "output", "error"),
+    "mcp_list_tools": (),
+    "program": ("code",),
+    "program_output": ("result",),
+    "shell_call": ("action",),
+    "shell_call_output": ("output",),
+    "tool_search_call": (),
+    "web_search_call": ("action", "results"),
+}
+"""The fields of the items about other servers' tools that the model reads."""
+
+
+class KeptItem(BaseModel):
+    """What a tool that another server runs did. The model reads it as JSON text; an item that says nothing adds nothing
+    to the prompt."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
+
+    type: Annotated[str, Field(json_schema_extra={"enum": [*KEPT_ITEMS]})]
+    """Which kind of tool it was. The other fields are those of OpenAI's item."""
+
+    @model_validator(mode="after")
+    def _check_depth(self) -> KeptItem:
+        if not is_shallow(self.model_extra, MAX_ARGUMENT_DEPTH):
+            raise refused(f"is nested deeper than {MAX_ARGUMENT_DEPTH} levels")
+        return self
+
+    def message(self) -> ChatMessageFields:
+        fields = self.model_extra or {}
+        told = {name: fields[name] for name in KEPT_ITEMS[self.type] if fields.get(name)}
+        role = "user" if self.type.endswith("_output") else "assistant"
+        return {"role": role, "content": f"[{self.type}] {json.dumps(told, ensure_ascii=False)}"} if told else {}
+
+
+class ItemReference(WireInput):
+    """An item of a stored response, which takes its place."""
+
+    type: Literal["item_reference"] = "item_reference"
+    """May be left out."""
+    id: Annotated[str, Field(max_length=MAX_ITEM_ID)]
+    """The item's id."""
+
+    def message(self) -> ChatMessageFields:
+        raise AssertionError("the item takes the place of a reference first")
+
+
+InputItem = MessageItem | CallItem | CustomCallItem | CallOutputItem | ReasoningItem | KeptItem | ItemReference
 ITEM_TYPES: Mapping[object, type[InputItem]] = {
     "message": MessageItem,
     "function_call": CallItem,
@@ -165,15 +254,23 @@ ITEM_TYPES: Mapping[object, type[InputItem]] = {
     "custom_tool_call": CustomCallItem,
     "custom_tool_call_output": CallOutputItem,
     "reasoning": ReasoningItem,
+    "item_reference": ItemReference,
+    **dict.fromkeys(KEPT_ITEMS, KeptItem),
 }
 
 
 def _item(value: object, info: ValidationInfo) -> InputItem:
+    if isinstance(value, InputItem):
+        return value
     if not isinstance(value, dict):
         raise refused("must be an item: an object with a type")
-    kind = value.get("type") or "message"
+    kind = value.get("type") or ("item_reference" if value.keys() == {"id"} else "message")
     if not isinstance(kind, str) or kind not in ITEM_TYPES:
-        raise refused(f"not a supported type of items; those are {', '.join(map(str, ITEM_TYPES))}", "type")
+        raise refused(
+            f"items of the type {shown(str(kind))} cannot be kept without changing what the conversation says; leave "
+            f"them out. Those that can: {', '.join(map(str, ITEM_TYPES))}",
+            "type",
+        )
     validate: Validate[InputItem] = ITEM_TYPES[kind].model_validate
     return read_nested(validate, value, info)
 
@@ -225,11 +322,13 @@ ItemFields = dict[str, Any]
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
     """A response and all its input items, both as JSON. The items include those of earlier turns, so a response stays
-    whole when an earlier one is deleted. `owner`: the name of the key that made it."""
+    whole when an earlier one is deleted. `owner`: the name of the key that made it. `added`: the ids of the items that
+    no earlier turn had."""
 
     response: bytes
     input_items: bytes
     owner: str = ""
+    added: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -255,6 +354,7 @@ class ResponseStore:
         self._most_bytes = most_bytes
         self._lock = RLock()
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._responses_of_items: dict[str, str] = {}
         self.held_bytes = 0
 
     def __len__(self) -> int:
@@ -266,6 +366,7 @@ class ResponseStore:
             return
         with self._lock:
             self._stored[response_id] = stored
+            self._responses_of_items |= dict.fromkeys(stored.added, response_id)
             self.held_bytes += stored.size
             while (crowded := len(self._stored) > self._most) or self.held_bytes > self._most_bytes:
                 held = Counter[str]()
@@ -281,18 +382,25 @@ class ResponseStore:
                 self._stored.move_to_end(response_id)
             return self._stored.get(response_id)
 
+    def find_item(self, item_id: str) -> StoredResponse | None:
+        """The response that added an item. None if it is not stored."""
+        with self._lock:
+            return self.find(self._responses_of_items.get(item_id, ""))
+
     def delete(self, response_id: str) -> None:
         """Deletes a response that is stored."""
         with self._lock:
-            self.held_bytes -= self._stored.pop(response_id).size
+            stored = self._stored.pop(response_id)
+            self.held_bytes -= stored.size
+            for item in stored.added:
+                del self._responses_of_items[item]
 
 
 def listed_item(item: InputItem) -> ItemFields:
     """An item that a client sent, as OpenAI lists it: with a new id and a status."""
-    fields = {"status": "completed", **item.model_dump(exclude_none=True), "id": new_id(ID_PREFIXES[item.type])}
-    if isinstance(item, MessageItem):
-        return {**fields, "content": [_text_part(item)]}
-    return {**fields, "summary": []} if item.type == "reasoning" else fields
+    prefix = ID_PREFIXES.get(item.type, "item")
+    fields = {"status": "completed", **item.model_dump(exclude_none=True), "id": new_id(prefix)}
+    return {**fields, "content": [_text_part(item)]} if isinstance(item, MessageItem) else fields
 
 
 def _text_part(item: MessageItem) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Literal
 
@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from mlx_parallm.core import AdapterRef, CollectionSpec, ServedModel
 from mlx_parallm.core.splitter import Splitter
-from mlx_parallm.errors import ContextLengthError, InvalidRequestError, UnknownModelError
+from mlx_parallm.errors import ContextLengthError, InvalidRequestError, UnknownModelError, shown
 from mlx_parallm.server.access.keys import NamedKey
 from mlx_parallm.server.api.chat.route import plan_chat, prompt_of
 from mlx_parallm.server.api.chat.schema import ChatBody
@@ -23,7 +23,9 @@ from mlx_parallm.server.api.chat.translated import chat_body, client_names
 from mlx_parallm.server.api.fields import WireQuery
 from mlx_parallm.server.api.responses.conversation import (
     ITEM_LIST,
+    MAX_ITEM_ID,
     ItemFields,
+    ItemReference,
     StoredResponse,
     listed_item,
     messages_of,
@@ -38,7 +40,6 @@ from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.openapi.responses import raises, streamable
 from mlx_parallm.server.services import KeyDep, Services, ServicesDep
 
-MAX_ITEM_ID = 128
 EMPTY_CONVERSATION = StoredResponse(b'{"output":[]}', b"[]")
 ANSWER_SHARE = 4
 """With truncation, the context's length divided by this stays free for an answer whose length is not limited."""
@@ -85,8 +86,10 @@ async def create_response(body: Body, request: Request, services: ServicesDep, k
     if body.is_empty and not body.stream:
         return await _loaded(body, services)
     stored = _previous(body, services, key)
-    request.state.body_bytes += stored.size
-    earlier, chat = await services.workers.run(request.state.body_bytes, partial(_as_chat, body, stored))
+    holders = _holders(body, services, key)
+    request.state.body_bytes += sum(each.size for each in (stored, *holders))
+    task = partial(_as_chat, body, stored, holders)
+    body, earlier, chat = await services.workers.run(request.state.body_bytes, task)
     return GenerationResponse(services, chat, 1, partial(prepare, body, chat, earlier, services, key.name))
 
 
@@ -98,9 +101,10 @@ async def count_input_tokens(body: Body, request: Request, services: ServicesDep
     """Counts the tokens of the prompt that `POST /v1/responses` would make of the same body. Generates nothing."""
     services.check_model(body.model)
     stored = _previous(body, services, key)
-    size = request.state.body_bytes + stored.size
+    holders = _holders(body, services, key)
+    size = request.state.body_bytes + sum(each.size for each in (stored, *holders))
     async with services.model_for(body.model) as model:
-        tokens = await services.workers.run(size, partial(_count_tokens, body, stored, model))
+        tokens = await services.workers.run(size, partial(_count_tokens, body, stored, holders, model))
     return InputTokens(object="response.input_tokens", input_tokens=tokens)
 
 
@@ -176,8 +180,7 @@ def prepare(
     with client_names(_names(body)):
         chat = _fitted(body, chat, model)
         planned = plan_chat(new_id("resp"), chat, services, model, adapter, collection)
-    items = [*earlier, *map(listed_item, body.input)]
-    keep = partial(_store, services, items, owner) if body.store else lambda _: None
+    keep = partial(_store, services, earlier, [*map(listed_item, body.input)], owner) if body.store else lambda _: None
     return ResponseWriter(
         body=body,
         request=planned.request,
@@ -188,9 +191,18 @@ def prepare(
     )
 
 
-def _store(services: Services, items: Sequence[ItemFields], owner: str, response: ResponseObject) -> None:
-    input_items = json.dumps(items, ensure_ascii=False).encode("utf-8")
-    services.responses.put(response.id, StoredResponse(response.json_text().encode("utf-8"), input_items, owner))
+def _store(
+    services: Services,
+    earlier: Sequence[ItemFields],
+    given: Sequence[ItemFields],
+    owner: str,
+    response: ResponseObject,
+) -> None:
+    """Stores a response. `earlier` and `given` are the items of earlier turns, and those of this one."""
+    input_items = json.dumps([*earlier, *given], ensure_ascii=False).encode("utf-8")
+    added = (*(item["id"] for item in given), *(item.id for item in response.output))
+    stored = StoredResponse(response.json_text().encode("utf-8"), input_items, owner, added)
+    services.responses.put(response.id, stored)
 
 
 def _page_of(stored: StoredResponse, query: InputItemsQuery) -> InputItems:
@@ -230,20 +242,51 @@ def _previous(body: ResponsesBody, services: Services, key: NamedKey) -> StoredR
     return _stored(services, body.previous_response_id, key, "previous_response_id")
 
 
-def _as_chat(body: ResponsesBody, previous: StoredResponse) -> tuple[list[ItemFields], ChatBody]:
-    """The items of earlier turns, and the whole conversation as a chat body. Runs in a worker thread.
+def _holders(body: ResponsesBody, services: Services, key: NamedKey) -> frozenset[StoredResponse]:
+    """The responses that have the items to which `input` refers.
+
+    Raises:
+        UnknownResponseError: one is not stored, or `key` may not read it.
+    """
+    holders = set()
+    for place, item in enumerate(body.input):
+        if isinstance(item, ItemReference):
+            stored = services.responses.find_item(item.id)
+            if stored is None or not key.reader.may_read(stored.owner):
+                param = f"input[{place}].id"
+                advice = f"no stored response has an item with the id {shown(item.id)}; send the item itself."
+                raise UnknownResponseError(f"{param}: {advice}", param=param)
+            holders.add(stored)
+    return frozenset(holders)
+
+
+def _with_items(body: ResponsesBody, holders: Iterable[StoredResponse]) -> ResponsesBody:
+    """The body with the items to which its input refers."""
+    found = {item["id"]: item for stored in holders for item in stored.items()}
+    given = [found[item.id] if isinstance(item, ItemReference) else item for item in body.input]
+    return body.model_copy(update={"input": ITEM_LIST.validate_python(given)}) if found else body
+
+
+def _as_chat(
+    body: ResponsesBody, previous: StoredResponse, holders: frozenset[StoredResponse]
+) -> tuple[ResponsesBody, list[ItemFields], ChatBody]:
+    """The body with the items to which it refers, the items of earlier turns, and the whole conversation as a chat
+    body. Runs in a worker thread.
 
     Raises:
         InvalidRequestError: the chat body is not valid; the error has this API's name of the field.
     """
+    body = _with_items(body, holders)
     earlier = previous.items()
     messages = messages_of(ITEM_LIST.validate_python(earlier))
-    return earlier, chat_body(body.for_chat(messages), _names(body))
+    return body, earlier, chat_body(body.for_chat(messages), _names(body))
 
 
-def _count_tokens(body: ResponsesBody, previous: StoredResponse, model: ServedModel) -> int:
+def _count_tokens(
+    body: ResponsesBody, previous: StoredResponse, holders: frozenset[StoredResponse], model: ServedModel
+) -> int:
     """The length of the prompt. Runs in a worker thread."""
-    _, chat = _as_chat(body, previous)
+    body, _, chat = _as_chat(body, previous, holders)
     with client_names(_names(body)):
         return len(prompt_of(_fitted(body, chat, model), model))
 
