@@ -22,6 +22,7 @@ def card_of(version: Version, store: AdapterStore) -> AdapterCard:
         created=version.created,
         leases=version.leases,
         checkpoint=info.checkpoint,
+        warning=info.warning,
     )
 
 

@@ -63,7 +63,10 @@ class AdapterLibrary:
             InvalidRequestError: the path is not inside an allowed root.
             AdapterFileError: its files cannot be used.
         """
-        return read_adapter(self.resolve(path), self.layout, self.max_rank, self._roots)
+        file = read_adapter(self.resolve(path), self.layout, self.max_rank, self._roots)
+        if file.warning:
+            _log.warning("adapter %s: %s", file.path, file.warning)
+        return file
 
     def read_anywhere(self, folder: Path) -> AdapterFile:
         """Reads the adapter in a folder that this program itself names. Raises AdapterFileError as `read` does."""
@@ -158,7 +161,8 @@ def name_of_folder(folder: Path) -> str:
 
 def info_of_file(file: AdapterFile) -> VersionInfo:
     weights = file.weights
-    return VersionInfo(weights.rank, weights.alpha, weights.targets, file.nbytes, file.digest, str(file.path))
+    facts = (weights.rank, weights.alpha, weights.targets, file.nbytes, file.digest, str(file.path))
+    return VersionInfo(*facts, warning=file.warning)
 
 
 def info_of_checkpoint(card: CheckpointCard, digest: str = "") -> VersionInfo:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from mlx_parallm.core import AdapterRef
@@ -61,13 +62,15 @@ class AdapterLayout:
     `linears`: those of the transformer blocks, by path, in the model's order. `refused`: modules that adapter files may
     name but that cannot be adapted, as path → name of the unsupported feature, such as `model.embed_tokens` →
     "embedding LoRA". `layers`: number of transformer blocks. `head`: the linear from hidden states to logits, None if
-    it cannot be adapted. Its target is `lm_head`, also in a tied model, whose embedding does its work.
+    it cannot be adapted. Its target is `lm_head`, also in a tied model, whose embedding does its work. `source`: where
+    the model was read from, if it was.
     """
 
     linears: Mapping[str, LinearSpec]
     refused: Mapping[str, str]
     layers: int
     head: LinearSpec | None = None
+    source: Path | None = None
 
     def __iter__(self) -> Iterator[LinearSpec]:
         """All linears that an adapter may change, the head last."""
@@ -151,7 +154,7 @@ class VersionInfo:
     """Facts about the content of a version; see `core.AdapterCard`.
 
     `root`: the directory of its files, "" if it has none. `digest`: identifies the content of the files, "" if they
-    have not been read. `checkpoint`: the checkpoint's name if `root` is one.
+    have not been read. `checkpoint`: the checkpoint's name if `root` is one. `warning`: see `AdapterFile`.
     """
 
     rank: int
@@ -161,6 +164,7 @@ class VersionInfo:
     digest: str = ""
     root: str = ""
     checkpoint: str | None = None
+    warning: str = ""
 
     @classmethod
     def of(cls, weights: AdapterWeights) -> VersionInfo:

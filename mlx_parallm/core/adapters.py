@@ -102,6 +102,7 @@ class AdapterCard:
         leases: requests that hold this version.
         checkpoint: the name of its checkpoint, if it has one.
         base: the name of its base model; empty if there is only one.
+        warning: how the config of its files contradicts their tensors; empty if it does not.
     """
 
     ref: AdapterRef
@@ -116,6 +117,7 @@ class AdapterCard:
     leases: int = 0
     checkpoint: str | None = None
     base: str = ""
+    warning: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,8 @@ def write_average(
 
 def _layout_of(model_path: str | None) -> AdapterLayout:
     prepare_device()
-    return adapter_layout(load(model_path, dequantize=False).model)
+    base = load(model_path, dequantize=False)
+    return adapter_layout(base.model, base.source)
 
 
 def _read(folder: Path, layout: AdapterLayout) -> AdapterWeights:

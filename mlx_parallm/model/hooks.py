@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from enum import Enum
+from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
@@ -142,11 +143,12 @@ class AdaptedEmbedding(AdaptedLinear):
         return self._adapted(x, self.base.as_linear(x))
 
 
-def adapter_layout(model: nn.Module) -> AdapterLayout:
+def adapter_layout(model: nn.Module, source: Path | None = None) -> AdapterLayout:
     """The linears that adapters may change: in tested families, those of attention, MLP, experts and router, and the
     head.
 
-    `AdapterLayout.refused` names the other modules that an adapter file might ask for, with the reason.
+    `AdapterLayout.refused` names the other modules that an adapter file might ask for, with the reason. `source`: where
+    the model was read from.
     """
     family, head = classify(model), head_module_of(model)
     tested = family.support is Support.TESTED
@@ -167,7 +169,7 @@ def adapter_layout(model: nn.Module) -> AdapterLayout:
     head_spec = None if head is None or not tested else _spec(head.path, head.module)
     if head is not None and not tested:
         refused[head.path] = f"LoRA on a {family.name} model"
-    return AdapterLayout(ordered, refused, len(model.layers), head_spec)
+    return AdapterLayout(ordered, refused, len(model.layers), head_spec, source)
 
 
 def install_adapters(model: nn.Module, bank: AdapterBank) -> None:

@@ -94,7 +94,8 @@ class SharedModelManager:
         self.family = classify(self.model)
         if self.family.support is Support.REFUSED:
             raise UnsupportedModelError(f"{loaded.name} ({self.family.name}) is not supported: {self.family.reason}")
-        self.adapter_layout, parameters = adapter_layout(self.model), get_total_parameters(self.model)
+        self.adapter_layout = adapter_layout(self.model, loaded.source)
+        parameters = get_total_parameters(self.model)
         self.split = None if group is None else split_model(self.model, group)
         materialize(self.model, loaded.name, progress)
         if on_cpu():
@@ -259,7 +260,7 @@ class CheckpointManager:
             layout, fingerprint = base_model.adapter_layout, base_model.fingerprint
         else:
             base = load(None if base_model is None else str(base_model), dequantize=False)
-            layout, fingerprint = adapter_layout(base.model), base.fingerprint
+            layout, fingerprint = adapter_layout(base.model, base.source), base.fingerprint
         self._layout = layout
         self._store = CheckpointStore(Path(folder), layout, fingerprint, max_rank=sys.maxsize, keep=keep)
         self._adapter = adapter

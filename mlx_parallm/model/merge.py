@@ -49,7 +49,7 @@ def merge(model_path: str | None, adapter: Path, output: Path, *, dequantize: bo
         AdapterFileError: the adapter cannot be read, or is not for this model.
     """
     base = _load_for(output, model_path)
-    weights = read_adapter(adapter, adapter_layout(base.model), max_rank=sys.maxsize).weights
+    weights = read_adapter(adapter, adapter_layout(base.model, base.source), max_rank=sys.maxsize).weights
     model, config = base.model, base.config
     head = head_module_of(model)
     if head is not None and head.tied and head.path in weights.pairs:
@@ -79,7 +79,7 @@ def convert(model_path: str | None, adapter: Path, output: Path, form: str) -> N
         AdapterFileError: the adapter cannot be read, or is not for this model.
     """
     base = _load_for(output, model_path)
-    layout = adapter_layout(base.model)
+    layout = adapter_layout(base.model, base.source)
     weights = read_adapter(adapter, layout, max_rank=sys.maxsize).weights
     with new_folder(output) as folder:
         if form == "peft":

@@ -2,14 +2,17 @@
 
 import codecs
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from adapter_folders import (
     DOWN0,
+    DOWN1,
     HEADS,
     HIDDEN,
     KV,
+    LAYOUT,
     MLP,
     Q0,
     Q1,
@@ -25,6 +28,7 @@ from adapter_folders import (
     refusal,
     safetensors,
 )
+from safetensors.numpy import save_file
 
 from mlx_parallm.adapters.weights import AdapterLayout
 
@@ -64,6 +68,30 @@ def test_mlx_lm_factors_are_read_as_they_are(tmp_path):
 )
 def test_mlx_lm_configs_that_are_refused(changes, words, tmp_path):
     assert words in refusal(mlx_lm_folder(tmp_path, mlx_lm_tensors(), **changes))
+
+
+KEYS = ["self_attn.q_proj", "mlp.down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, ""),
+        ({"lora_parameters": {"keys": KEYS}, "num_layers": -1}, ""),
+        ({"lora_parameters": {"keys": None}, "num_layers": 0}, ""),
+        ({"lora_parameters": {"keys": [*KEYS, "mlp.gate_proj"]}, "num_layers": 99}, ""),
+        ({"lora_parameters": {"keys": ["auto"]}}, "keys do not name self_attn.q_proj"),
+        ({"lora_parameters": {"keys": KEYS[:1]}}, "keys do not name mlp.down_proj"),
+        ({"num_layers": 1}, "num_layers is 1 of 2, but an earlier layer has factors too"),
+    ],
+)
+def test_a_config_that_contradicts_its_tensors_is_warned_of_and_all_tensors_count(changes, told, tmp_path):
+    """mlx-lm refuses such folders. Which tensors were trained is in the file of the tensors."""
+    tensors = mlx_lm_tensors() | mlx_lm_tensors(path=DOWN1, shape=(MLP, HIDDEN))
+    file = read(mlx_lm_folder(tmp_path, tensors, **changes))
+    assert list(file.weights.pairs) == [Q0, DOWN1]
+    assert told in file.warning
+    assert bool(file.warning) == bool(told)
 
 
 def test_alpha_without_scale_is_explained(tmp_path):
@@ -226,6 +254,54 @@ def test_the_copy_of_the_head_that_peft_saves_beside_its_factors_is_not_read(tmp
     assert "holds no tensors of an adapter" in refusal(peft_folder(tmp_path, copy))
     other = {"base_model.model.model.embed_tokens.base_layer.weight": copy.popitem()[1]}
     assert "is no factor of a LoRA pair" in refusal(peft_folder(tmp_path, tensors | other))
+
+
+EMBEDDING = np.random.default_rng(3).normal(size=(VOCABULARY, HIDDEN)).astype(np.float32)
+
+
+def based_on(folder, tied=False, dtype=np.float32):
+    """A layout whose model is in a folder, in two files."""
+    folder.mkdir()
+    save_file({"model.embed_tokens.weight": EMBEDDING.astype(dtype)}, folder / "model-1.safetensors")
+    head = {} if tied else {"lm_head.weight": (EMBEDDING + 1).astype(dtype)}
+    save_file({"model.norm.weight": np.ones(HIDDEN, np.float32), **head}, folder / "model-2.safetensors")
+    return replace(LAYOUT, source=folder)
+
+
+@pytest.mark.parametrize("theirs", ["model.", "model.language_model."])
+def test_copies_of_the_base_models_embedding_and_head_are_taken(theirs, tmp_path):
+    """PEFT saves them if the vocabulary may have been changed, and they change nothing."""
+    copies = {
+        f"base_model.model.{theirs}embed_tokens.weight": EMBEDDING,
+        "base_model.model.lm_head.weight": EMBEDDING + 1,
+    }
+    folder = peft_folder(tmp_path / "a", peft_tensors() | copies)
+    file = read(folder, based_on(tmp_path / "base"))
+    assert list(file.weights.pairs) == [Q0]
+    assert file.nbytes == sum(tensor.nbytes for tensor in peft_tensors().values())
+    assert read(folder, based_on(tmp_path / "rounded", dtype=np.float16)).weights.pairs
+    tied = peft_folder(tmp_path / "b", peft_tensors() | {"base_model.model.lm_head.weight": EMBEDDING})
+    assert read(tied, based_on(tmp_path / "tied", tied=True)).weights.pairs
+
+
+@pytest.mark.parametrize(
+    ("name", "word"), [("model.embed_tokens", "the embedding"), ("lm_head", "the head")], ids=["embedding", "head"]
+)
+def test_a_copy_that_differs_or_cannot_be_compared_is_refused(name, word, tmp_path):
+    layout, tensor = based_on(tmp_path / "base"), f"base_model.model.{name}.weight"
+    own = EMBEDDING + (name == "lm_head")
+    trained = own.copy()
+    trained[7, 3] += 0.1
+    for copy in trained, np.zeros((VOCABULARY + 2, HIDDEN), np.float32):
+        told = refusal(peft_folder(tmp_path / "a", peft_tensors() | {tensor: copy}), layout=layout)
+        assert f"is a copy of {word} that differs from this base model's" in told
+        assert "save_embedding_layers=False" in told
+    folder = peft_folder(tmp_path / "a", peft_tensors() | {tensor: own})
+    packed = replace(LAYOUT, source=tmp_path / "packed")
+    packed.source.mkdir()
+    save_file({f"{name}.weight": np.zeros((VOCABULARY, 2), np.uint32)}, packed.source / "model.safetensors")
+    for other in packed, LAYOUT:
+        assert "which cannot be compared with this base model's" in refusal(folder, layout=other)
 
 
 def test_a_head_of_another_vocabulary_is_refused(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,6 +108,16 @@ async def test_a_loaded_adapter_is_staged_live_and_serves(world: World) -> None:
     assert card.root == str((world.root / "m").resolve())
     assert await world.generate("math") == (card.ref, expected(weights))
     assert world.service.stats().staged_total == 1
+
+
+async def test_a_config_that_contradicts_its_tensors_is_told_to_who_loads_it(world: World, caplog) -> None:
+    world.write("m", 1)
+    config = json.loads((world.root / "m" / "adapter_config.json").read_text())
+    config["lora_parameters"]["keys"] = ["auto"]
+    (world.root / "m" / "adapter_config.json").write_text(json.dumps(config))
+    card = await world.service.load("math", "m", replace=False)
+    assert "keys do not name" in card.warning
+    assert any("keys do not name" in record.getMessage() for record in caplog.records)
 
 
 async def test_the_same_name_again_needs_leave_and_other_content(world: World) -> None:

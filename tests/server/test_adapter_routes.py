@@ -45,6 +45,7 @@ MATH_2 = {
     "unnamed_share": 0.0,
     "checkpoint": None,
     "base_model_name": "",
+    "warning": "",
 }
 
 

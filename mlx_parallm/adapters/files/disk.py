@@ -30,7 +30,7 @@ Float32 = NDArray[np.float32]
 CONFIG_FILE = "adapter_config.json"
 _MAX_PATH = 4096
 _CONFIG_BYTES, _HEADER_BYTES = 2**20, 2**23
-_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _LARGEST = float(np.finfo(np.float32).max)
 _LARGEST_RANK = 2**20
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".npz")
@@ -250,7 +250,7 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +290,7 @@ def _info(name: str, entry: Any) -> TensorInfo:
     dtype, shape = (entry.get("dtype"), entry.get("shape")) if isinstance(entry, dict) else (None, None)
     if not isinstance(dtype, str) or not isinstance(shape, list) or not all(type(side) is int for side in shape):
         raise problem(f"the header's entry of {shown(name)} is malformed: export the file again")
-    if dtype not in _ITEM_BYTES:
+    if dtype not in ITEM_BYTES:
         raise problem(f"{shown(name)} has dtype {shown(dtype)}: store it as F32, F16 or BF16")
     return TensorInfo(dtype, tuple(shape))
 
@@ -311,10 +311,10 @@ def read_tensors(file: BinaryIO, header: Header, names: Collection[str], what: s
     except SafetensorError as error:
         raise problem(f"{what} {_DAMAGED} ({error})") from error
     wanted = set(names)
-    return data, {name: _widened(name, header.tensors[name], entry["data"]) for name, entry in stored if name in wanted}
+    return data, {name: widened(name, header.tensors[name], entry["data"]) for name, entry in stored if name in wanted}
 
 
-def _widened(name: str, info: TensorInfo, data: bytearray) -> Float32:
+def widened(name: str, info: TensorInfo, data: bytearray) -> Float32:
     if info.dtype == "BF16":  # the upper half of a float32
         array = (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
     else:

@@ -20,7 +20,7 @@ def locate(path: str, layout: AdapterLayout) -> LinearSpec:
     Raises:
         AdapterFileError: the model has no such linear, or adapters may not change that module.
     """
-    for spelling in _spellings(path):
+    for spelling in spellings(path):
         if (spec := layout.find(spelling)) is not None:
             return spec
     kind = _refusal(path, layout)
@@ -38,7 +38,7 @@ def hugging_face_path(path: str) -> str:
     return path if inner == path else f"model.{_TEXT}.{inner}"
 
 
-def _spellings(path: str) -> Iterator[str]:
+def spellings(path: str) -> Iterator[str]:
     """The ways in which programs spell a path: what mlx-lm writes as language_model.model.layers… is
     model.language_model.layers… or model.layers… in Transformers."""
     yield path
@@ -50,9 +50,16 @@ def _spellings(path: str) -> Iterator[str]:
 
 
 def _refusal(path: str, layout: AdapterLayout) -> str:
-    for spelling in _spellings(path):
+    for spelling in spellings(path):
         if spelling in layout.refused:
             return layout.refused[spelling]
     if _EXPERTS.search(path):
         return "expert LoRA in another format than mlx-lm's" if any(spec.experts for spec in layout) else "expert LoRA"
     return _REFUSED_KINDS.get(path.rpartition(".")[2], "")
+
+
+def block_of(path: str) -> tuple[int | None, str]:
+    """The index of a path's transformer block, and the path inside the block, which mlx-lm lists in `keys`."""
+    parts = path.split(".")
+    index = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
+    return (None, path) if index is None else (int(parts[index]), ".".join(parts[index + 1 :]))

@@ -6,11 +6,11 @@ The keys of the config are those of `LoraConfig` (https://huggingface.co/docs/pe
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, Literal, TypeVar
 
 from mlx_parallm.adapters.files.disk import CONFIG_FILE, described, flag_of, number_of, problem, rank_of
-from mlx_parallm.adapters.weights import lora_scale
+from mlx_parallm.adapters.weights import AdapterLayout, lora_scale
 from mlx_parallm.errors import shown
 
 Value = TypeVar("Value", int, float)
@@ -60,6 +60,8 @@ _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 _FACTOR = re.compile(re.escape(PREFIX) + r"(.+)\.lora_([AB])(?:\.default)?\.weight", re.DOTALL)
 # PEFT saves the base model's head beside the factors of a head adapter (save_embedding_layers).
 _HEAD_COPY = re.compile(re.escape(PREFIX) + r"((?:[^.]+\.){0,2}lm_head)\.base_layer\.weight")
+# It saves whole embeddings and heads beside the factors too, if the vocabulary may have been changed.
+_WHOLE_COPY = re.compile(re.escape(PREFIX) + r"((?:[^.]+\.){0,3}(?:embed_tokens|lm_head))\.weight")
 _TENSOR_KINDS = {
     "lora_magnitude_vector": "DoRA",
     "lora_embedding_A": "embedding LoRA",
@@ -98,6 +100,10 @@ class PeftFormat:
         match = _HEAD_COPY.fullmatch(tensor)
         return match[1] if match else None
 
+    def whole_copy(self, tensor: str) -> str | None:
+        match = _WHOLE_COPY.fullmatch(tensor)
+        return match[1] if match else None
+
     def factor(self, tensor: str) -> tuple[str, Literal["a", "b"]]:
         match = _FACTOR.fullmatch(tensor)
         if match:
@@ -111,6 +117,9 @@ class PeftFormat:
         rank = self._ranks.find(path, self._rank)
         alpha = self._alphas.find(path, self._alpha)
         return rank, lora_scale(alpha, rank, self.rslora)
+
+    def contradiction(self, paths: Iterable[str], layout: AdapterLayout) -> str:
+        return ""
 
 
 def is_scorer(config: Mapping[str, Any]) -> bool:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, BinaryIO, Literal, Protocol
 
 import numpy as np
 
+from mlx_parallm.adapters.files.copies import check_copy
 from mlx_parallm.adapters.files.disk import (
     CONFIG_FILE,
     AdapterRoots,
@@ -33,7 +34,7 @@ from mlx_parallm.adapters.files.disk import (
     read_header,
     read_tensors,
 )
-from mlx_parallm.adapters.files.paths import locate
+from mlx_parallm.adapters.files.paths import block_of, locate
 from mlx_parallm.adapters.files.peft import PeftFormat
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LinearSpec, LoRAPair
 from mlx_parallm.errors import shown
@@ -50,7 +51,8 @@ class AdapterFile:
     """An adapter that was read from files and fits the model.
 
     `weights`: C-contiguous float32 NumPy arrays. `digest`: SHA-256 (hex) of the weights file and the scales; the other
-    keys of the config do not change it. `nbytes`: bytes of the factors as stored.
+    keys of the config do not change it. `nbytes`: bytes of the factors as stored. `warning`: how the config contradicts
+    the tensors; "" if it does not.
     """
 
     weights: AdapterWeights
@@ -58,6 +60,7 @@ class AdapterFile:
     format: FormatName
     path: Path
     nbytes: int
+    warning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +83,33 @@ def read_adapter(folder: Path, layout: AdapterLayout, max_rank: int, roots: Adap
     with open_weights(folder, form.weights_file, roots) as file:
         header = read_header(file, form.weights_file)
         plans = planned(form, header, layout, max_rank)
-        factors = [name for plan in plans.values() for name in (plan.a, plan.b)]
-        data, tensors = read_tensors(file, header, factors, form.weights_file)
+        data, tensors = read_factors(form, file, header, plans, layout)
     pairs = pairs_of(plans, tensors, layout, form.transposed)
-    nbytes = sum(header.tensors[name].nbytes for name in factors)
-    return AdapterFile(AdapterWeights(pairs, form.rslora), _digest(data, plans), form.name, folder, nbytes)
+    nbytes = sum(header.tensors[name].nbytes for plan in plans.values() for name in (plan.a, plan.b))
+    warning = form.contradiction(plans, layout)
+    return AdapterFile(AdapterWeights(pairs, form.rslora), _digest(data, plans), form.name, folder, nbytes, warning)
+
+
+def read_factors(
+    form: Format,
+    file: BinaryIO,
+    header: Header,
+    plans: Mapping[str, PairPlan],
+    layout: AdapterLayout,
+    others: Sequence[str] = (),
+) -> tuple[bytes, dict[str, Float32]]:
+    """Reads the factors of these plans, and the tensors `others`; see `read_tensors`. Checks copies of the base model's
+    weights beside them.
+
+    Raises:
+        AdapterFileError: as `read_tensors`; or a copy differs from the base model's weight.
+    """
+    factors = [name for plan in plans.values() for name in (plan.a, plan.b)]
+    copies = {name: path for name in header.tensors if (path := form.whole_copy(name)) is not None}
+    data, tensors = read_tensors(file, header, [*factors, *copies, *others], form.weights_file)
+    for name, path in copies.items():
+        check_copy(name, path, header.tensors[name], tensors.pop(name), layout)
+    return data, tensors
 
 
 def planned(form: Format, header: Header, layout: AdapterLayout, max_rank: int) -> dict[str, PairPlan]:
@@ -112,7 +137,9 @@ def _by_module(form: Format, header: Header, layout: AdapterLayout) -> dict[str,
     modules: dict[str, dict[Factor, str]] = {}
     for name, info in header.tensors.items():
         if (copied := form.base_copy(name)) is not None:
-            _check_copy(name, info, locate(copied, layout))
+            _check_shape(name, info, locate(copied, layout))
+            continue
+        if form.whole_copy(name) is not None:
             continue
         path, factor = form.factor(name)
         first = modules.setdefault(path, {}).setdefault(factor, name)
@@ -121,7 +148,7 @@ def _by_module(form: Format, header: Header, layout: AdapterLayout) -> dict[str,
     return modules
 
 
-def _check_copy(name: str, info: TensorInfo, spec: LinearSpec) -> None:
+def _check_shape(name: str, info: TensorInfo, spec: LinearSpec) -> None:
     """A copy of the base model's weight beside the factors is not used. Its shape shows whether it is of this model."""
     if info.shape != (spec.out_features, spec.in_features):
         raise problem(
@@ -212,6 +239,10 @@ class Format(Protocol):
         """The module path in the name of a tensor that repeats the base model's weight; None for any other tensor."""
         ...
 
+    def whole_copy(self, tensor: str) -> str | None:
+        """The same for a copy that may have been trained, so that it must equal the base model's weight."""
+        ...
+
     def factor(self, tensor: str) -> tuple[str, Factor]:
         """The module path in a tensor's name, and which factor it is.
 
@@ -222,6 +253,10 @@ class Format(Protocol):
 
     def declared(self, path: str) -> tuple[int, float]:
         """Rank and scale of a module, from the config."""
+        ...
+
+    def contradiction(self, paths: Iterable[str], layout: AdapterLayout) -> str:
+        """How the config contradicts that these linears have factors; "" if it does not."""
         ...
 
 
@@ -265,8 +300,12 @@ class MlxLmFormat:
         self._rank = rank_of(parameters.get("rank"), "lora_parameters.rank")
         self._scale = number_of(parameters.get("scale"), "lora_parameters.scale")
         self.rslora = flag_of(parameters.get("use_rslora") or False, "lora_parameters.use_rslora")
+        self._keys, self._layers = parameters.get("keys"), config.get("num_layers")
 
     def base_copy(self, tensor: str) -> None:
+        return None
+
+    def whole_copy(self, tensor: str) -> None:
         return None
 
     def factor(self, tensor: str) -> tuple[str, Literal["a", "b"]]:
@@ -281,3 +320,15 @@ class MlxLmFormat:
 
     def declared(self, path: str) -> tuple[int, float]:
         return self._rank, self._scale
+
+    def contradiction(self, paths: Iterable[str], layout: AdapterLayout) -> str:
+        """mlx-lm makes the linears of `keys` in the last `num_layers` blocks; with 0 or less, in all. The tensors were
+        trained, so all of them count."""
+        blocks = [(index, key) for index, key in map(block_of, paths) if index is not None]
+        if isinstance(self._keys, list) and (other := next((key for _, key in blocks if key not in self._keys), None)):
+            told = f"keys do not name {other}"
+        elif type(self._layers) is int and any(0 < self._layers < layout.layers - index for index, _ in blocks):
+            told = f"num_layers is {self._layers} of {layout.layers}, but an earlier layer has factors too"
+        else:
+            return ""
+        return f"{CONFIG_FILE} contradicts {self.weights_file}: {told}. All factors are used; correct the config"

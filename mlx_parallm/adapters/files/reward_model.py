@@ -16,10 +16,9 @@ from mlx_parallm.adapters.files.disk import (
     problem,
     read_config,
     read_header,
-    read_tensors,
 )
 from mlx_parallm.adapters.files.peft import PEFT_WEIGHTS, SCORE, SCORE_WEIGHT, PeftFormat, is_scorer
-from mlx_parallm.adapters.files.read import pairs_of, planned
+from mlx_parallm.adapters.files.read import pairs_of, planned, read_factors
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights
 
 _OF_THE_HEAD = frozenset({"task_type", "modules_to_save"})
@@ -48,8 +47,7 @@ def read_reward_model(folder: Path, layout: AdapterLayout, max_rank: int) -> Rew
         _check_head(header, layout)
         factors = {name: info for name, info in header.tensors.items() if name != SCORE_WEIGHT}
         plans = planned(form, replace(header, tensors=factors), layout, max_rank)
-        names = [name for plan in plans.values() for name in (plan.a, plan.b)]
-        _, tensors = read_tensors(file, header, [*names, SCORE_WEIGHT], PEFT_WEIGHTS)
+        _, tensors = read_factors(form, file, header, plans, layout, [SCORE_WEIGHT])
     adapter = AdapterWeights(pairs_of(plans, tensors, layout, form.transposed), form.rslora)
     return RewardModelWeights(adapter, tensors[SCORE_WEIGHT][0])
 

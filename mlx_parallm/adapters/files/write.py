@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save
 
 from mlx_parallm.adapters.files.disk import CONFIG_FILE, problem
-from mlx_parallm.adapters.files.paths import hugging_face_path
+from mlx_parallm.adapters.files.paths import block_of, hugging_face_path
 from mlx_parallm.adapters.files.peft import PEFT_WEIGHTS, PREFIX, SCORE, SCORE_WEIGHT, SCORER_TASK
 from mlx_parallm.adapters.files.read import MLX_LM_WEIGHTS
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, Array, LoRAPair, lora_alpha
@@ -36,7 +36,7 @@ def write_mlx_lm(
     for path, pair in weights.pairs.items():
         a, b = _padded(_stored(pair.a), rank, axis=-1), _padded(_rescaled(pair, scale), rank, axis=-2)
         tensors[f"{path}.lora_a"], tensors[f"{path}.lora_b"] = map(_of_mlx_lm, (a, b))
-    blocks = [_block(path) for path in weights.pairs]
+    blocks = [block_of(path) for path in weights.pairs]
     parameters = {"rank": rank, "scale": scale, "dropout": 0.0, "keys": sorted({key for _, key in blocks})}
     first = min((index for index, _ in blocks if index is not None), default=layout.layers)
     config = {
@@ -120,13 +120,6 @@ def _alpha(pair: LoRAPair, rslora: bool) -> int | float:
 
 def _most_common(values: Mapping[str, Any]) -> Any:
     return Counter(values.values()).most_common(1)[0][0]
-
-
-def _block(path: str) -> tuple[int | None, str]:
-    """The index of a path's transformer block, and the path inside the block, which mlx-lm lists in `keys`."""
-    parts = path.split(".")
-    index = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
-    return (None, path) if index is None else (int(parts[index]), ".".join(parts[index + 1 :]))
 
 
 def _stored(array: Array) -> Float:

@@ -198,6 +198,7 @@ def adapter_object(card: AdapterCard, traffic: Traffic, services: Services) -> A
         unnamed_share=traffic.unnamed_shares.get(card.ref, 0.0),
         checkpoint=card.checkpoint,
         base_model_name=card.base,
+        warning=card.warning,
     )
 
 

@@ -154,6 +154,8 @@ class Adapter(WireOutput):
     """Name of its checkpoint, if it has one."""
     base_model_name: str
     """The base model that it is for."""
+    warning: str
+    """How the config of its files contradicts their tensors, which are used; empty if it does not."""
 
 
 class SlotCounts(WireOutput):
