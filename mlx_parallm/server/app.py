@@ -31,6 +31,7 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.rl.atropos.trajectory_api import Registration
 from mlx_parallm.server.access.accounts import Accounts
+from mlx_parallm.server.access.attempts import Attempts
 from mlx_parallm.server.access.keys import KeyRing
 from mlx_parallm.server.access.sessions import Sessions
 from mlx_parallm.server.api import completions, control, login, models, ops, root, stats, usage
@@ -112,6 +113,7 @@ def create_app(
     training: TrainingClient | None,
     models: BaseModels,
     config: ServerConfig,
+    *,
     atropos: Registration | None = None,
     policies: PolicyClient | None = None,
     tinker: TinkerConfig | None = None,
@@ -138,7 +140,7 @@ def create_app(
     key = config.api_key
     token = None if cluster is None else cluster.token
     ring = KeyRing(None if key is None else key.get_secret_value(), config.keys_file, token)
-    accounts, sessions = Accounts(ring), Sessions(ring)
+    accounts, attempts, sessions = Accounts(ring), Attempts(ring), Sessions(ring)
     model_names = [status.name for status in models.statuses()]
     metrics = ServerMetrics(engine, adapters, training, gate, accounts, model_names, parts)
     app = _empty_app()
@@ -156,6 +158,7 @@ def create_app(
         EpisodeHistories(),
         Workers(config.body_timeout, config.max_body_bytes),
         accounts,
+        attempts,
         sessions,
         started_at=int(time.time()),
         tinker=None if policies is None else TinkerServer(policies, models.first.card, tinker or TinkerConfig()),
@@ -174,7 +177,7 @@ def create_app(
         modules += (root,)
     routes = _add_routes(app, modules)
     install_handlers(app)
-    add_middlewares(app, config, metrics, ring, sessions, traces)
+    add_middlewares(app, config, metrics, attempts, sessions, traces)
     app.openapi = partial(describe, app, routes, config.strict_fields)  # type: ignore[method-assign]
     return app
 

@@ -30,6 +30,7 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.errors import EngineDeadError, InvalidRequestError, TrainingDisabledError, UnknownModelError
 from mlx_parallm.server.access.accounts import Accounts
+from mlx_parallm.server.access.attempts import Attempts
 from mlx_parallm.server.access.keys import ANYONE, NamedKey
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.access.sessions import Sessions
@@ -79,6 +80,7 @@ class Services:
     histories: EpisodeHistories
     workers: Workers
     accounts: Accounts
+    attempts: Attempts
     sessions: Sessions
     started_at: int
     tinker: TinkerServer | None = None

@@ -24,7 +24,9 @@ JSON = {"content-type": "application/json"}
 @pytest.fixture
 def make_client(engine, adapters, training):
     def make(**settings):
-        app = create_app(engine, adapters, training, OneModel(ByteTokenizer(), CARD), ServerConfig(**settings), TRAINER)
+        app = create_app(
+            engine, adapters, training, OneModel(ByteTokenizer(), CARD), ServerConfig(**settings), atropos=TRAINER
+        )
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         client = httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
         client.app = app

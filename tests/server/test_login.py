@@ -4,6 +4,8 @@ import pytest
 from server.keys import key_file
 from starlette.datastructures import Headers
 
+from mlx_parallm.errors import OverloadedError
+from mlx_parallm.server.access.attempts import Attempts
 from mlx_parallm.server.access.keys import KeyRing, read_keys, write_keys
 from mlx_parallm.server.access.sessions import COOKIE, LIFETIME_S, MAX_SESSIONS, Sessions
 
@@ -94,13 +96,58 @@ async def test_the_login_needs_an_origin_and_a_right_key(keyed, fault):
         assert (answer.status_code, "set-cookie" in answer.headers) == (401, False)
 
 
-async def test_wrong_keys_are_limited(keyed):
-    for _ in range(10):
-        assert (await log_in(keyed, key="wrong"))[0].status_code == 401
-    answer, _ = await log_in(keyed)
+def bearer(secret):
+    return {"authorization": f"Bearer {secret}"}
+
+
+async def test_wrong_keys_of_the_login_and_of_programs_are_limited_together(make_client):
+    client = make_client(api_key="short")
+    client.secret = "short"
+    for number in range(5):
+        assert (await log_in(client, key=f"guess {number}"))[0].status_code == 401
+        assert (await client.get("/v1/models", headers=bearer(f"try {number}"))).status_code == 401
+    answer, _ = await log_in(client)
     assert answer.status_code == 429
     assert 1 <= int(answer.headers["retry-after"]) <= 60
-    assert (await keyed.get("/docs", headers={"authorization": f"Bearer {keyed.secret}"})).status_code == 200
+    for headers in (bearer("short"), {"x-api-key": "short"}, bearer("other")):
+        refused = await client.get("/v1/models", headers=headers)
+        assert refused.status_code == 429, "the next guess is not looked at"
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+    assert (await client.get("/v1/models", headers=bearer("try 1"))).status_code == 401
+
+
+async def test_guesses_of_others_cost_no_right_key(make_client, tmp_path):
+    """One that the address has sent before, or that nobody can guess."""
+    file, sent = key_file(tmp_path, me="inference")
+    client = make_client(keys_file=file, api_key="short")
+    assert (await client.get("/v1/models", headers=bearer("short"))).status_code == 200
+    for number in range(20):
+        await client.get("/v1/models", headers=bearer(f"guess {number}"))
+    assert (await client.get("/v1/models", headers=bearer("guess"))).status_code == 429
+    for headers in (bearer("short"), sent["me"]):
+        assert (await client.get("/v1/models", headers=headers)).status_code == 200
+
+
+async def test_a_program_that_keeps_sending_an_old_key_makes_nobody_wait(make_client):
+    client = make_client(api_key="short")
+    for _ in range(100):
+        assert (await client.get("/v1/models", headers=bearer("old"))).status_code == 401
+    assert (await client.get("/v1/models", headers=bearer("short"))).status_code == 200
+
+
+def test_attempts_are_forgotten_after_a_minute_and_bounded():
+    now = [0.0]
+    attempts = Attempts(KeyRing("short"), lambda: now[0])
+    for number in range(10):
+        assert attempts.find("a", b"%d" % number) is None
+    with pytest.raises(OverloadedError):
+        attempts.find("a", b"short")
+    assert attempts.find("b", b"short") is not None
+    now[0] = 61.0
+    assert attempts.find("a", b"short") is not None
+    for number in range(3000):
+        attempts.find(f"10.0.{number // 256}.{number % 256}", b"wrong")
+    assert len(attempts._wrong) <= 1000
 
 
 async def test_next_is_a_page_of_this_server(keyed):
@@ -132,9 +179,6 @@ def test_sessions_expire_and_are_bounded(tmp_path):
     assert sessions.key_of(cookies[1]) == key
     now[0] = LIFETIME_S + 1
     assert sessions.key_of(cookies[1]) is None
-    for number in range(3000):
-        sessions.failed(f"10.0.{number // 256}.{number % 256}")
-    assert len(sessions._failures) <= 1000
 
 
 def test_no_key_ends_the_sessions_of_another(tmp_path):

@@ -42,7 +42,9 @@ def tokenizer():
 def connect(engine, adapters, training, tokenizer):
     def make(tokenizer=tokenizer, card=CARD, atropos=None, **settings):
         card = replace(card, architecture="llama")
-        app = create_app(engine, adapters, training, OneModel(tokenizer, card), ServerConfig(**settings), atropos)
+        app = create_app(
+            engine, adapters, training, OneModel(tokenizer, card), ServerConfig(**settings), atropos=atropos
+        )
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         return httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
 

@@ -15,12 +15,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
 from mlx_parallm.errors import OverloadedError
+from mlx_parallm.server.access.attempts import Attempts
 from mlx_parallm.server.access.audit import AuditLog
-from mlx_parallm.server.access.keys import ANYONE, KeyRing, NamedKey
+from mlx_parallm.server.access.keys import ANYONE, NamedKey
 from mlx_parallm.server.access.roles import DECLARED, UNDECLARED, Access, Role
 from mlx_parallm.server.access.sessions import LOGIN, PAGES, Sessions, from_own_page
 from mlx_parallm.server.errors import ApiKeyError, MethodError, RoleError, UnknownRouteError, error_response
-from mlx_parallm.server.http.request_log import client_of, record_of
+from mlx_parallm.server.http.request_log import address_of, client_of, record_of
 
 MAX_CHANGES = 64
 """Control actions of one client that may be under way at a time. They run one after another, and to their end even if
@@ -28,8 +29,8 @@ the client leaves, so without a limit one client's could keep all others' waitin
 
 
 class Guard:
-    """Answers 401 unless the request sends a key that the ring has, and 403 if the key's role may not use the route
-    that would answer. Requests that no route would answer end here, with 404 or 405.
+    """Answers 401 unless the request sends a key that the ring has, 429 after too many wrong ones, and 403 if the key's
+    role may not use the route that would answer. Requests that no route would answer end here, with 404 or 405.
 
     A key is sent as `Authorization: Bearer <key>` or, as the SDKs of Tinker and Anthropic do, as `X-API-Key: <key>`, or
     as both, if they have the same key.
@@ -44,13 +45,13 @@ class Guard:
     def __init__(
         self,
         app: ASGIApp,
-        ring: KeyRing,
+        attempts: Attempts,
         sessions: Sessions,
         routes: Sequence[BaseRoute],
         audit: AuditLog | None = None,
     ) -> None:
         self._app = app
-        self._ring = ring
+        self._attempts = attempts
         self._sessions = sessions
         self._routes = routes
         self._audit = audit
@@ -74,7 +75,10 @@ class Guard:
     def _admitted(self, scope: Scope, app: ASGIApp, role: Role) -> ASGIApp:
         """`app`, or the refusal of a request without a key that has this role."""
         sent = sent_keys(scope)
-        key = self._key_of(scope, sent)
+        try:
+            key = self._key_of(scope, sent)
+        except OverloadedError as error:
+            return error_response(error)
         if key is None:
             return _unauthorized(scope, sent)
         record_of(scope).key = key
@@ -94,10 +98,10 @@ class Guard:
             self._changes -= Counter((client,))
 
     def _key_of(self, scope: Scope, sent: set[bytes]) -> NamedKey | None:
-        if not self._ring.required:
+        if not self._attempts.ring.required:
             return ANYONE
         if sent:
-            return self._ring.find(*sent) if len(sent) == 1 else None
+            return self._attempts.find(address_of(scope), *sent) if len(sent) == 1 else None
         headers = Headers(scope=scope)
         return self._sessions.key_of(headers) if from_own_page(scope, headers) else None
 

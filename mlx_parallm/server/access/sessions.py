@@ -24,9 +24,6 @@ from mlx_parallm.server.access.keys import KeyRing, NamedKey
 COOKIE = "mlx_parallm_session"
 LIFETIME_S = 12 * 3600
 MAX_SESSIONS = 1000
-MOST_FAILURES, FAILURES_WITHIN_S = 10, 60.0
-"""How many wrong keys one client may send to the login page within so many seconds."""
-MAX_CLIENTS = 1000
 
 PAGES = frozenset({"/", "/dashboard", "/docs"})
 """Pages that people open in a browser. Without a key, a browser is sent to the login page."""
@@ -34,17 +31,15 @@ LOGIN = "/login"
 
 
 class Sessions:
-    """Who is logged in, and who has failed to. Used on the event loop's thread only.
+    """Who is logged in. Used on the event loop's thread only.
 
-    Invariant: at most `MAX_SESSIONS` sessions, and failures of at most `MAX_CLIENTS` clients. The oldest are forgotten:
-    of sessions, the oldest of the key that has the most.
+    Invariant: at most `MAX_SESSIONS` sessions. The oldest of the key that has the most is forgotten.
     """
 
     def __init__(self, ring: KeyRing, clock: Callable[[], float] = seconds_with_sleep) -> None:
         self._ring = ring
         self._clock = clock
         self._sessions: OrderedDict[str, tuple[str, float]] = OrderedDict()  # the digest of the key, and when it ends
-        self._failures: OrderedDict[str, list[float]] = OrderedDict()
 
     def open(self, key: NamedKey) -> str:
         """The id of a new session of this key."""
@@ -67,21 +62,6 @@ class Sessions:
     def close(self, headers: Headers) -> None:
         """Ends the session that the cookie names, if there is one."""
         self._sessions.pop(_cookie(headers), None)
-
-    def wait_s(self, client: str) -> float:
-        """Seconds until a client may try another key."""
-        failures = self._recent(client)
-        return max(0.0, failures[0] + FAILURES_WITHIN_S - self._clock()) if len(failures) >= MOST_FAILURES else 0.0
-
-    def failed(self, client: str) -> None:
-        """Notes that a client has sent a wrong key."""
-        self._failures[client] = [*self._recent(client), self._clock()]
-        self._failures.move_to_end(client)
-        while len(self._failures) > MAX_CLIENTS:
-            self._failures.popitem(last=False)
-
-    def _recent(self, client: str) -> list[float]:
-        return [at for at in self._failures.get(client, ()) if at > self._clock() - FAILURES_WITHIN_S]
 
 
 def _cookie(headers: Headers) -> str:

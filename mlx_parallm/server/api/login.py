@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import math
 from importlib.resources import files
 from urllib.parse import parse_qs
 
@@ -11,6 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
+from mlx_parallm.errors import OverloadedError
 from mlx_parallm.server.access.sessions import COOKIE, LIFETIME_S, LOGIN, PAGES
 from mlx_parallm.server.errors import BodyTooLargeError, ForbiddenOriginError
 from mlx_parallm.server.http.body import read_bytes
@@ -43,18 +43,17 @@ async def log_in(request: Request, services: ServicesDep) -> Response:
     if "origin" not in request.headers:
         raise ForbiddenOriginError("This is for browsers; programs send the key as `Authorization: Bearer <key>`.")
     form = await _form(request)
-    page, client, sessions = form.get("next", [FIRST_PAGE])[0], address_of(request.scope), services.sessions
-    if wait_s := sessions.wait_s(client):
-        seconds = math.ceil(wait_s)
-        return _page(page, f"Too many wrong keys; try again in {seconds} s.", 429, {"retry-after": str(seconds)})
-    key = services.accounts.ring.find(form.get("key", [""])[0].strip().encode())
+    page, secret = form.get("next", [FIRST_PAGE])[0], form.get("key", [""])[0].strip().encode()
+    try:
+        key = services.attempts.find(address_of(request.scope), secret)
+    except OverloadedError as error:
+        return _page(page, str(error), 429, {"retry-after": str(error.retry_after_s)})
     if key is None:
-        sessions.failed(client)
         return _page(page, "That is not a key of this server.", 401)
     answer = RedirectResponse(page if page in PAGES else FIRST_PAGE, status_code=303)
     answer.set_cookie(
         COOKIE,
-        sessions.open(key),
+        services.sessions.open(key),
         max_age=LIFETIME_S,
         httponly=True,
         samesite="strict",

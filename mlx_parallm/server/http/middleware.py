@@ -21,9 +21,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.errors import RequestError
 from mlx_parallm.logs import log_context
+from mlx_parallm.server.access.attempts import Attempts
 from mlx_parallm.server.access.audit import AuditLog
 from mlx_parallm.server.access.guard import Guard
-from mlx_parallm.server.access.keys import KeyRing
 from mlx_parallm.server.access.sessions import LOGIN, PAGES, Sessions, from_other_site
 from mlx_parallm.server.error_forms import form_of
 from mlx_parallm.server.errors import (
@@ -55,7 +55,7 @@ def add_middlewares(
     app: FastAPI,
     config: ServerConfig,
     metrics: ServerMetrics,
-    ring: KeyRing,
+    attempts: Attempts,
     sessions: Sessions,
     traces: Traces | None = None,
 ) -> None:
@@ -63,7 +63,7 @@ def add_middlewares(
 
     `traces`: None if requests are not traced."""
     audit = None if config.audit_log is None else AuditLog(config.audit_log)
-    app.add_middleware(Guard, ring=ring, sessions=sessions, routes=app.router.routes, audit=audit)
+    app.add_middleware(Guard, attempts=attempts, sessions=sessions, routes=app.router.routes, audit=audit)
     if config.cors_origins:
         app.add_middleware(
             CORSMiddleware,
