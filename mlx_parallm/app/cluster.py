@@ -19,7 +19,7 @@ from mlx_parallm.app.build import Served
 from mlx_parallm.cluster.head import HeadSettings, head
 from mlx_parallm.cluster.head_client import HeadUnreachableError
 from mlx_parallm.cluster.node import Node, Report
-from mlx_parallm.cluster.replica import ask_head, fetch_base, own_address, replica
+from mlx_parallm.cluster.replica import EVERY_INTERFACE, ask_head, fetch_base, outward_address, own_address, replica
 from mlx_parallm.cluster.state import locked_folder
 from mlx_parallm.cluster.trainer import Trainer, trainer
 from mlx_parallm.config import Config, is_loopback
@@ -127,9 +127,11 @@ def begin_serving(node: Node, config: Config, services: Services, port: int) -> 
 
 def _host(config: Config) -> str:
     """The host at which the others reach this node."""
-    if config.cluster.connect_to is None:
-        return "127.0.0.1" if config.server.host == "0.0.0.0" else config.server.host
-    host = own_address(config.cluster.connect_to)
+    host = config.server.host
+    if config.cluster.connect_to is not None:
+        host = own_address(config.cluster.connect_to)
+    elif host in EVERY_INTERFACE:
+        host = outward_address(host)
     return f"[{host}]" if ":" in host else host
 
 

@@ -24,6 +24,9 @@ REJOIN_S = 3.0
 """How long NATS may be unreachable before the head is asked where it is now."""
 _AGAIN_S, _REFUSED_S = 0.5, 10.0
 
+EVERY_INTERFACE = {"0.0.0.0": ("192.0.2.1", "127.0.0.1"), "::": ("2001:db8::1", "::1")}
+"""An address that means every interface → one that no machine has (RFC 5737, RFC 3849), and this machine's own."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -99,12 +102,25 @@ def own_address(head: str) -> str:
     """
     host, _, port = head.rpartition(":")
     try:
-        family, kind, _, _, found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(found)  # a datagram socket sends nothing
-            return str(probe.getsockname()[0])
+        return _address_towards(host.strip("[]"), int(port))
     except OSError as error:
         raise ConfigError(f"cluster.connect_to: {head} cannot be reached: {error.strerror or error}") from error
+
+
+def outward_address(every_interface: str) -> str:
+    """The address of this machine in its network, at which a server that listens on every interface is reached."""
+    outside, loopback = EVERY_INTERFACE[every_interface]
+    try:
+        return _address_towards(outside, 9)
+    except OSError:  # there is no network
+        return loopback
+
+
+def _address_towards(host: str, port: int) -> str:
+    family, kind, _, _, found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(found)  # a datagram socket sends nothing
+        return str(probe.getsockname()[0])
 
 
 async def _silent(connection: Connection) -> None:

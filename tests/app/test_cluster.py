@@ -4,7 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from mlx_parallm.app import cluster
 from mlx_parallm.app.cluster import begin_serving, prepare
+from mlx_parallm.cluster.replica import EVERY_INTERFACE, outward_address
 from mlx_parallm.config import resolve
 from mlx_parallm.config.sources import Setting
 from mlx_parallm.core import EngineStats, MachineState, Relief
@@ -29,6 +31,28 @@ def test_a_head_with_a_key_or_on_this_machine_starts(tmp_path):
     for more in {"server.api_key": "k"}, {"server.keys_file": str(tmp_path / "keys.json")}, {"server.host": "::1"}:
         config = configured(**HEAD, **more)
         assert prepare(config) == config
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8000"),
+        ("fe80::1", "http://[fe80::1]:8000"),
+        ("0.0.0.0", "http://192.168.1.7:8000"),
+        ("::", "http://[fd00::7]:8000"),
+    ],
+)
+def test_a_head_tells_the_others_an_address_at_which_they_reach_it(monkeypatch, host, url):
+    monkeypatch.setattr(cluster, "outward_address", {"0.0.0.0": "192.168.1.7", "::": "fd00::7"}.get)
+    told = []
+    node = SimpleNamespace(serve=lambda url, report: told.append(url))
+    begin_serving(node, configured(**HEAD, **{"server.host": host}), None, 8000)
+    assert told == [url]
+
+
+@pytest.mark.parametrize("every", ["0.0.0.0", "::"])
+def test_the_address_of_every_interface_is_none(every):
+    assert outward_address(every) not in EVERY_INTERFACE
 
 
 @pytest.mark.parametrize("relief", Relief)
