@@ -8,10 +8,15 @@ from typing import cast
 
 from mlx_parallm.core import DeviceSchedule, EngineClient, EngineStats, Event, GenerationRequest, PauseMode
 
+ANSWER_TOKENS = 1024
+"""Tokens of one answer that count at most. Many clients leave `max_tokens` out, which allows an answer as long as the
+context; few answers get that long."""
+
 
 def tokens_of(request: GenerationRequest) -> int:
-    """The most tokens that a request computes: those of its prompts, and those that it may generate."""
-    return sum(map(len, request.prompts)) + request.sequences * request.stopping.max_tokens
+    """The tokens that a request will compute, as far as that is known: those of its prompts and of its answers."""
+    answer = min(request.stopping.max_tokens, ANSWER_TOKENS)
+    return sum(map(len, request.prompts)) + request.sequences * answer
 
 
 class Load:

@@ -22,7 +22,7 @@ from mlx_parallm.core import (
     StopParams,
 )
 from mlx_parallm.errors import InvalidRequestError, NodeFailedError, QueueTimeoutError
-from mlx_parallm.server.cluster.counted import CountedEngine, tokens_of
+from mlx_parallm.server.cluster.counted import ANSWER_TOKENS, CountedEngine, tokens_of
 from mlx_parallm.server.cluster.router import RoutedEngine
 
 MATH = AdapterRef("math", 1)
@@ -98,6 +98,16 @@ async def test_requests_go_to_the_nodes_with_the_least_to_do(routed, nodes, own)
     await all_at_once(routed, requests_for((number,) * 3 for number in range(30)))
     assert [len(engine.requests) for engine in (own, *nodes.engines.values())] == [10, 10, 10]
     assert routed.load.tokens == 0
+
+
+async def test_a_request_without_a_limit_weighs_no_context_full_of_tokens(routed, nodes, own):
+    """A client that leaves max_tokens out is no reason to send nobody else there."""
+    prompt = (1,) * 100
+    [open_end, long, short] = [
+        replace(REQUEST, prompts=(prompt,), stopping=StopParams(limit)) for limit in (131_072, ANSWER_TOKENS, 20)
+    ]
+    assert tokens_of(open_end) == tokens_of(long) == 100 + ANSWER_TOKENS
+    assert tokens_of(short) == 120
 
 
 async def test_requests_that_begin_alike_meet_while_the_nodes_have_little_to_do(routed, nodes, own):
