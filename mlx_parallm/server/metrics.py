@@ -40,7 +40,6 @@ from mlx_parallm.server.metrics_collectors import (
     EngineCollector,
     ServedCounts,
 )
-from mlx_parallm.server.metrics_comparisons import ComparisonCollector
 from mlx_parallm.server.metrics_keys import KeyCollector
 from mlx_parallm.server.metrics_seen import SeenMetrics
 from mlx_parallm.server.metrics_training import TrainingCollector
@@ -72,7 +71,6 @@ class ServerMetrics:
         self.adapters = AdapterCollector(adapters)
         self.registry.register(self.adapters)
         self.registry.register(TrainingCollector(training))
-        self.registry.register(ComparisonCollector(training))
         self.registry.register(KeyCollector(accounts))
         self.registry.register(ClusterCollector(cluster))
         self.ttft = self._histogram(

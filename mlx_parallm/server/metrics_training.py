@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from mlx_parallm.core import EVERYTHING, TrainingClient, TrainingStatus
-from mlx_parallm.server.metrics_collectors import PREFIX
+from mlx_parallm.server.metrics_comparisons import RL_PREFIX, comparison_metrics
 
 
 def _evaluated(figure: str) -> Callable[[TrainingStatus], float | None]:
@@ -16,7 +16,6 @@ def _evaluated(figure: str) -> Callable[[TrainingStatus], float | None]:
     return lambda status: None if status.evaluation is None else float(getattr(status.evaluation, figure))
 
 
-RL_PREFIX = PREFIX + "rl_"
 COLLECTED = "trajectories_collected"
 TRAINING_GAUGES: Mapping[str, tuple[str, Callable[[TrainingStatus], float | None]]] = {
     # A gauge, although it only grows: Prometheus appends _total to a counter's name, and this name is fixed.
@@ -94,6 +93,7 @@ class TrainingCollector(Collector):
             for (signal, action), count in status.diverged.items():
                 diverged.add_metric([status.adapter, signal, action], count)
         yield diverged
+        yield from comparison_metrics(self._training, [status.adapter for status in statuses])
 
 
 def _training_gauge(name: str, about: str, values: Mapping[str, float | None]) -> Metric:

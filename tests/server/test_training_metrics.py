@@ -102,6 +102,13 @@ async def test_the_three_names_are_exact(client, training):
     assert 'mlx_parallm_rl_updates_per_second{adapter="policy"} 0.125' in lines
 
 
+async def test_a_scrape_reads_the_statuses_once(client, training, monkeypatch):
+    training.state, statuses, read = {"policy": POLICY}, training.statuses, []
+    monkeypatch.setattr(training, "statuses", lambda reader: read.append(reader) or statuses(reader=reader))
+    await rl_lines(client)
+    assert len(read) == 1
+
+
 async def test_what_is_not_known_yet_has_no_sample(client, training):
     training.state = {"policy": POLICY, "code": CODE}
     of_code = {name for name in await samples(client) if 'adapter="code"' in name}
