@@ -105,6 +105,7 @@ class DrainingServer(uvicorn.Server):
         self._on_started = on_started
         self._drain_until: float | None = None
         self._accept_fault_until = 0.0
+        self._resuming: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -145,10 +146,15 @@ class DrainingServer(uvicorn.Server):
                 self.exit_code = EXIT_ENGINE_DEAD
                 self._services.lifecycle.expire()
                 return True
-        if self._drain_until is not None and self._services.engine.stats().paused:
-            with suppress(EngineDeadError):  # the next check sees it
-                await self._services.engine.resume()  # so that paused requests can finish
+        waits = self._resuming is not None and not self._resuming.done()
+        if self._drain_until is not None and self._services.engine.stats().paused and not waits:
+            self._resuming = asyncio.create_task(self._resume())  # not awaited: the device may hang
         return await super().on_tick(counter) or self._drained()
+
+    async def _resume(self) -> None:
+        """Resumes the engine, so that paused requests can finish."""
+        with suppress(EngineDeadError):  # the next tick sees it
+            await self._services.engine.resume()
 
     def _drained(self) -> bool:
         if self._drain_until is None:

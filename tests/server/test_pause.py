@@ -124,6 +124,15 @@ async def test_a_drain_ends_though_the_pause_cannot(serving, engine):
         await asyncio.wait_for(asyncio.shield(server.stopped), 30)
 
 
+async def test_a_device_that_hangs_holds_up_no_drain(serving, engine):
+    """Nor a second signal."""
+    async with serving(shutdown_timeout=0.5) as server, httpx.AsyncClient(base_url=server.url) as client:
+        await client.post("/pause?mode=keep")
+        engine.resume = asyncio.Event().wait
+        server.uvicorn.begin_drain()
+        await asyncio.wait_for(asyncio.shield(server.stopped), 30)
+
+
 @pytest.mark.parametrize(
     ("query", "cached"),
     [
