@@ -15,7 +15,7 @@ from mlx_parallm.rl.task_files import check_surrogates
 Message = Mapping[str, Any]
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning")
+_TEXTS = ("name", "refusal", "tool_call_id", "reasoning_content", "reasoning")
 
 
 def read_conversation(value: object) -> tuple[Message, ...] | None:
@@ -66,7 +66,7 @@ def _message(given: object) -> Message:
         raise ValueError(f"a message of the role {role} needs content" if content is None else f"{role} has tool_calls")
     turn = {
         "role": role,
-        "content": content or "",
+        "content": content or fields.get("refusal") or "",
         "name": fields.get("name"),
         "tool_call_id": fields.get("tool_call_id"),
         "reasoning_content": fields.get("reasoning_content") or fields.get("reasoning"),
@@ -83,9 +83,9 @@ def _content(given: object) -> str | None:
         return given
     for part in given:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
+        if kind not in ("text", "refusal") or not isinstance(part.get(kind), str):
             raise ValueError(f"the model reads only text, and a part of the content has the type {kind!r}")
-    return "\n".join(part["text"] for part in given)
+    return "\n".join(part[part["type"]] for part in given)
 
 
 def _call(given: object) -> dict[str, Any]:

@@ -29,6 +29,8 @@ TOOL_TURNS = [
     USER,
     {"role": "assistant", "content": None, "reasoning": "I add.", "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "c1", "content": "4", "name": "sum"},
+    {"role": "assistant", "content": None, "refusal": "No."},
+    {"role": "assistant", "content": [{"type": "refusal", "refusal": "No!"}]},
     {"role": "assistant", "content": "4.", "tool_calls": [
         {"id": "c2", "function": {"name": "f", "arguments": {"of": "é"}}}]},
     {"role": "tool", "tool_call_id": "c2", "content": [{"type": "text", "text": "ok"}]},

@@ -42,6 +42,8 @@ async def test_the_whole_answer(client):
         ([{"role": "developer", "content": "d"}, *USER], "s:d\nu:hi\na:"),
         ([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}], "u:a\nb\na:"),
         ([*USER, {"role": "assistant"}, *USER], "u:hi\na:\nu:hi\na:"),
+        ([*USER, {"role": "assistant", "content": None, "refusal": "no"}, *USER], "u:hi\na:no\nu:hi\na:"),
+        ([*USER, {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}], "u:hi\na:no\na:"),
         ([{"role": "tool", "content": "4", "tool_call_id": ""}], "t:4\na:"),
     ],
 )

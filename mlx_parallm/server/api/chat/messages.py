@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationInfo, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainValidator,
+    TypeAdapter,
+    ValidationInfo,
+    model_validator,
+)
 
 from mlx_parallm.core import TextTokenizer, Tool, ToolFormat
 from mlx_parallm.core.tool_text import (
@@ -20,7 +28,7 @@ from mlx_parallm.core.tool_text import (
 )
 from mlx_parallm.errors import shown
 from mlx_parallm.server.api.chat.fitting import fitted
-from mlx_parallm.server.api.fields import Neutral, WireInput, check_text_parts, read_nested, refused
+from mlx_parallm.server.api.fields import Neutral, Validate, WireInput, check_text_parts, read_nested, refused
 from mlx_parallm.server.api.grammar_fields import is_shallow
 
 MAX_MESSAGES = 4096
@@ -50,15 +58,40 @@ class TextPart(WireInput):
     """The text."""
 
 
-_TEXT_PARTS = TypeAdapter(list[TextPart])
+class RefusalPart(WireInput):
+    """A part of the assistant's content that says why it does not answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+    """The text."""
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+def part_reader(text: type[WireInput]) -> Callable[[dict[str, Any], ValidationInfo], WireInput]:
+    """A validator of content parts, which are a `text` or a refusal."""
+
+    def read(value: dict[str, Any], info: ValidationInfo) -> WireInput:
+        validate: Validate[WireInput] = (RefusalPart if value["type"] == "refusal" else text).model_validate
+        return read_nested(validate, value, info)
+
+    return read
+
+
+_TEXT_PARTS = TypeAdapter(list[Annotated[TextPart | RefusalPart, PlainValidator(part_reader(TextPart))]])
 
 
 def _joined_parts(value: object, info: ValidationInfo) -> object:
     """The text of all parts, one part per line. Other values are returned unchanged."""
     if not isinstance(value, list):
         return value
-    check_text_parts(value, "text")
+    check_text_parts(value, "text", "refusal")
     return "\n".join(part.text for part in read_nested(_TEXT_PARTS.validate_python, value, info))
+
+
+Content = Annotated[str, BeforeValidator(_joined_parts, json_schema_input_type=str | list[TextPart | RefusalPart])]
 
 
 def _as_text(value: object) -> object:
@@ -98,12 +131,14 @@ class GivenCall(WireInput):
 class Message(WireInput):
     """One message of the conversation."""
 
-    NEUTRAL: ClassVar[Neutral] = {"annotations": (), "audio": (), "function_call": (), "images": (), "refusal": ()}
+    NEUTRAL: ClassVar[Neutral] = {"annotations": (), "audio": (), "function_call": (), "images": ()}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     """The author of the message. `developer` means `system`."""
-    content: Annotated[str, BeforeValidator(_joined_parts, json_schema_input_type=str | list[TextPart])] | None = None
+    content: Content | None = None
     """Text, or a list of text parts. Optional for the assistant."""
+    refusal: str | None = None
+    """Why the assistant did not answer, as other servers say it. It is read if there is no content."""
     name: str | None = None
     """The author's name, for templates that use it."""
     tool_calls: Annotated[list[GivenCall], Field(max_length=MAX_CALLS)] = Field(default_factory=list)
@@ -131,7 +166,7 @@ class Message(WireInput):
         calls = [call.for_template() for call in self.tool_calls]
         fields = {
             "role": "system" if self.role == "developer" else self.role,
-            "content": self.content or "",
+            "content": self.content or self.refusal or "",
             "name": self.name,
             "tool_call_id": self.tool_call_id,
             "reasoning_content": reasoning,

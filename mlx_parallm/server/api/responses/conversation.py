@@ -26,7 +26,7 @@ from pydantic import (
 )
 
 from mlx_parallm.errors import shown
-from mlx_parallm.server.api.chat.messages import MAX_ARGUMENT_DEPTH
+from mlx_parallm.server.api.chat.messages import MAX_ARGUMENT_DEPTH, RefusalPart, part_reader
 from mlx_parallm.server.api.fields import Neutral, Validate, WireInput, check_text_parts, read_nested, refused
 from mlx_parallm.server.api.grammar_fields import is_shallow
 from mlx_parallm.server.api.responses.objects import new_id
@@ -48,25 +48,7 @@ class ItemText(WireInput):
     """The text."""
 
 
-class RefusalPart(WireInput):
-    """A part of a message that says why the model does not answer."""
-
-    type: Literal["refusal"]
-    refusal: str
-    """The text."""
-
-    @property
-    def text(self) -> str:
-        return self.refusal
-
-
-def _part(value: dict[str, Any], info: ValidationInfo) -> ItemText | RefusalPart:
-    kind: type[ItemText | RefusalPart] = RefusalPart if value["type"] == "refusal" else ItemText
-    validate: Validate[ItemText | RefusalPart] = kind.model_validate
-    return read_nested(validate, value, info)
-
-
-_TEXT_PARTS = TypeAdapter(list[Annotated[ItemText | RefusalPart, PlainValidator(_part)]])
+_TEXT_PARTS = TypeAdapter(list[Annotated[ItemText | RefusalPart, PlainValidator(part_reader(ItemText))]])
 
 
 def _joined_parts(value: object, info: ValidationInfo) -> object:
