@@ -58,10 +58,12 @@ _REFUSED = {
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 _FACTOR = re.compile(re.escape(PREFIX) + r"(.+)\.lora_([AB])(?:\.default)?\.weight", re.DOTALL)
-# PEFT saves the base model's head beside the factors of a head adapter (save_embedding_layers).
-_HEAD_COPY = re.compile(re.escape(PREFIX) + r"((?:[^.]+\.){0,2}lm_head)\.base_layer\.weight")
-# It saves whole embeddings and heads beside the factors too, if the vocabulary may have been changed.
-_WHOLE_COPY = re.compile(re.escape(PREFIX) + r"((?:[^.]+\.){0,3}(?:embed_tokens|lm_head))\.weight")
+# With save_embedding_layers, PEFT saves weights of the base model beside the factors: the head below its factors, which
+# is not trained, and the whole embedding and head if the vocabulary may have been changed.
+FROZEN = ".base_layer."
+_BASE_COPY = re.compile(
+    re.escape(PREFIX) + r"((?:[^.]+\.){0,3}(?:embed_tokens|lm_head))(?:(?<=lm_head)\.base_layer)?\.weight"
+)
 _TENSOR_KINDS = {
     "lora_magnitude_vector": "DoRA",
     "lora_embedding_A": "embedding LoRA",
@@ -97,11 +99,7 @@ class PeftFormat:
         self._alphas = Patterns("alpha_pattern", config.get("alpha_pattern"), number_of)
 
     def base_copy(self, tensor: str) -> str | None:
-        match = _HEAD_COPY.fullmatch(tensor)
-        return match[1] if match else None
-
-    def whole_copy(self, tensor: str) -> str | None:
-        match = _WHOLE_COPY.fullmatch(tensor)
+        match = _BASE_COPY.fullmatch(tensor)
         return match[1] if match else None
 
     def factor(self, tensor: str) -> tuple[str, Literal["a", "b"]]:

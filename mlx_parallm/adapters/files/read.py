@@ -35,7 +35,7 @@ from mlx_parallm.adapters.files.disk import (
     read_tensors,
 )
 from mlx_parallm.adapters.files.paths import block_of, locate
-from mlx_parallm.adapters.files.peft import PeftFormat
+from mlx_parallm.adapters.files.peft import FROZEN, PeftFormat
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LinearSpec, LoRAPair
 from mlx_parallm.errors import shown
 
@@ -105,7 +105,7 @@ def read_factors(
         AdapterFileError: as `read_tensors`; or a copy differs from the base model's weight.
     """
     factors = [name for plan in plans.values() for name in (plan.a, plan.b)]
-    copies = {name: path for name in header.tensors if (path := form.whole_copy(name)) is not None}
+    copies = {name: path for name in header.tensors if (path := form.base_copy(name)) and FROZEN not in name}
     data, tensors = read_tensors(file, header, [*factors, *copies, *others], form.weights_file)
     for name, path in copies.items():
         check_copy(name, path, header.tensors[name], tensors.pop(name), layout)
@@ -137,9 +137,8 @@ def _by_module(form: Format, header: Header, layout: AdapterLayout) -> dict[str,
     modules: dict[str, dict[Factor, str]] = {}
     for name, info in header.tensors.items():
         if (copied := form.base_copy(name)) is not None:
-            _check_shape(name, info, locate(copied, layout))
-            continue
-        if form.whole_copy(name) is not None:
+            if FROZEN in name:
+                _check_shape(name, info, locate(copied, layout))
             continue
         path, factor = form.factor(name)
         first = modules.setdefault(path, {}).setdefault(factor, name)
@@ -239,10 +238,6 @@ class Format(Protocol):
         """The module path in the name of a tensor that repeats the base model's weight; None for any other tensor."""
         ...
 
-    def whole_copy(self, tensor: str) -> str | None:
-        """The same for a copy that may have been trained, so that it must equal the base model's weight."""
-        ...
-
     def factor(self, tensor: str) -> tuple[str, Factor]:
         """The module path in a tensor's name, and which factor it is.
 
@@ -303,9 +298,6 @@ class MlxLmFormat:
         self._keys, self._layers = parameters.get("keys"), config.get("num_layers")
 
     def base_copy(self, tensor: str) -> None:
-        return None
-
-    def whole_copy(self, tensor: str) -> None:
         return None
 
     def factor(self, tensor: str) -> tuple[str, Literal["a", "b"]]:
