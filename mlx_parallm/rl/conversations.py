@@ -31,7 +31,7 @@ def read_conversation(value: object) -> tuple[Message, ...] | None:
     turns = tuple(map(_message, messages))
     ids = [(turn["role"], _ids(turn), turn.get("tool_call_id")) for turn in turns]
     if (place := lost_result(ids)) is not None:
-        raise ValueError(f"it has the result of the call {ids[place][2]!r}, which no earlier message has")
+        raise ValueError(f"no earlier message has the call {ids[place][2]!r}, whose result it has")
     return turns
 
 

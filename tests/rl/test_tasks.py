@@ -225,7 +225,7 @@ def test_without_a_reward_only_the_answer_is_kept(write) -> None:
         ({"prompt": [{"role": "assistant", "tool_calls": [{"function": {}}]}, USER]}, "each of tool_calls needs a fun"),
         (
             {"prompt": [USER, {"role": "tool", "content": "4", "tool_call_id": "x"}]},
-            "result of the call 'x', which no earlier",
+            "no earlier message has the call 'x', whose result",
         ),
         ({"messages": '[{"role": "user", "content": "\\ud83d"}]'}, "half of a surrogate pair"),
         (

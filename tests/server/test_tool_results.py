@@ -43,7 +43,7 @@ async def test_a_result_without_its_call_is_refused_and_names_the_id(client, eng
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     message = error if isinstance(error, str) else error["message"]
-    assert f"the result of the call '{'other' if 'other' in str(conversation) else 'c'}'" in message
+    assert f"no earlier message has the call '{'other' if 'other' in str(conversation) else 'c'}'" in message
     assert param in message
     assert not engine.requests
 

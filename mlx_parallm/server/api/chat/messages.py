@@ -179,7 +179,7 @@ def _with_calls(messages: list[Message]) -> list[Message]:
     turns = [(each.role, [call.id for call in each.tool_calls], each.tool_call_id) for each in messages]
     if (place := lost_result(turns)) is not None:
         lost = shown(str(turns[place][2]))
-        raise refused(f"the result of the call {lost}, which no earlier message has; send that message too", place)
+        raise refused(f"no earlier message has the call {lost}, whose result this is; send that message too", place)
     return messages
 
 
