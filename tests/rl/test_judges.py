@@ -89,6 +89,19 @@ def test_a_grader_grades_each_answer_by_the_instruction(model: Model) -> None:
     assert model.headers[0]["Authorization"] == "Bearer key"
 
 
+def test_a_judge_sees_the_calls_of_tools(model: Model) -> None:
+    called = {"type": "function", "function": {"name": "paint", "arguments": {"of": "sky"}}}
+    turns = [
+        {"role": "user", "content": "Name a colour."},
+        {"role": "assistant", "content": None, "tool_calls": [called]},
+        {"role": "tool", "content": "blue"},
+    ]
+    [sample] = samples("red")
+    grader(Judge(model.url))([dataclasses.replace(sample, prompt=turns)])
+    text = user_text(model.asked[0])
+    assert 'assistant: {"name": "paint", "arguments": {"of": "sky"}}\n\ntool: blue' in text
+
+
 def test_a_ranker_sees_the_whole_group_in_one_call(model: Model) -> None:
     model.answer = lambda body: {"scores": [0, 10, 5]}
     assert list(ranker(Judge(model.url))(samples("blue", "red", "green"))) == [0, 1, 0.5]
