@@ -61,7 +61,10 @@ def _message(given: object) -> Message:
     for name in _TEXTS:
         if not isinstance(fields.get(name), str | None):
             raise ValueError(f"{name} of a message must be text")
-    content, calls = _content(fields.get("content")), [_call(call) for call in fields.get("tool_calls") or ()]
+    given_calls = fields.get("tool_calls") or []
+    if not isinstance(given_calls, list):
+        raise ValueError("tool_calls of a message must be a list")
+    content, calls = _content(fields.get("content")), [*map(_call, given_calls)]
     if role != "assistant" and (content is None or calls):
         raise ValueError(f"a message of the role {role} needs content" if content is None else f"{role} has tool_calls")
     turn = {

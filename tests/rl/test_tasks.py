@@ -227,6 +227,8 @@ def test_without_a_reward_only_the_answer_is_kept(write) -> None:
             {"prompt": [USER, {"role": "tool", "content": "4", "tool_call_id": "x"}]},
             "no earlier message has the call 'x', whose result",
         ),
+        ({"prompt": [{"role": "assistant", "tool_calls": 5}, USER]}, "tool_calls of a message must be a list"),
+        ({"prompt": [{"role": ["user"], "content": "a"}]}, "each message needs a role"),
         ({"messages": '[{"role": "user", "content": "\\ud83d"}]'}, "half of a surrogate pair"),
         (
             {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -48,8 +49,12 @@ def _base_weight(path: str, folder: Path | None) -> tuple[str, Float32] | None:
         return None
     files = sorted(folder.glob("*.safetensors"))
     names = [f"{each}.weight" for each in (path, path.replace("lm_head", "model.embed_tokens"))]
-    found = (_tensor_in(file, [*spellings(name)]) for name in names for file in files)
-    return next((tensor for tensor in found if tensor is not None), None)
+    for name in names:
+        for file in files:
+            with suppress(OSError, ValueError, struct.error):  # it is gone, or no safetensors file
+                if (found := _tensor_in(file, [*spellings(name)])) is not None:
+                    return found
+    return None
 
 
 def _tensor_in(file: Path, names: Sequence[str]) -> tuple[str, Float32] | None:
