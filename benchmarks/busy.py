@@ -19,11 +19,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from lib import machine, report
+from lib.burning import burning
 from lib.figures import spread
 from rich.table import Table
 
@@ -43,7 +43,7 @@ def main() -> None:
         for child in children.values():
             child.stdout.readline()
         for burners in arguments.burners:
-            with _burning(burners):
+            with burning(burners):
                 taken = record["ms"][str(burners)] = _rounds(children, arguments.repeats)
             report.console().print(_table(burners, taken))
     finally:
@@ -66,16 +66,6 @@ def _rounds(children: dict[str, subprocess.Popen[str]], repeats: int) -> dict[st
             for part in PARTS:
                 taken[name][part].append(found[part])
     return taken
-
-
-@contextmanager
-def _burning(count: int) -> Iterator[None]:
-    burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for burner in burners:
-            burner.kill()
 
 
 def _start(setting: str, mkl: str | None) -> "subprocess.Popen[str]":

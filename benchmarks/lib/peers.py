@@ -107,7 +107,7 @@ async def run_bare(peer: Peer, prompts: Sequence[str], max_tokens: int) -> list[
 
 @asynccontextmanager
 async def _server(name: str, command: list[str], probe: str, logs: Path) -> AsyncIterator[Peer]:
-    port = _free_port()
+    port = free_port()
     async with _child(name, [*command, "--host", HOST, "--port", str(port)], logs) as process:
         peer = Peer(name, process, port)
         await _until_answering(peer, probe)
@@ -164,6 +164,6 @@ async def _line(process: asyncio.subprocess.Process, limit_s: float) -> bytes:
     return line
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server((HOST, 0)) as listening:
         return int(listening.getsockname()[1])
