@@ -33,7 +33,7 @@ POLL_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Hour:
-    """`size_mb`: of the environment. Seconds: of the installation, then from the command that starts the server until it
+    """`size_mb`: of the environment. Seconds: of the installation; from the start of the server until it
     is healthy and until the first answer; those of the lesson. `rewards`: of the lesson's first and last answers."""
 
     installer: str
