@@ -94,10 +94,6 @@ class MediaTypeError(RequestError):
     """The body's content type is not JSON."""
 
 
-class WeightTransferError(RequestError):
-    """The server takes no weights of a whole model."""
-
-
 class UnknownResponseError(RequestError):
     """No response with that id is stored."""
 
@@ -167,7 +163,6 @@ RULES: Mapping[type[Exception], ErrorRule] = {
     MediaTypeError: ErrorRule(415, "unsupported_media_type"),
     OverloadedError: ErrorRule(429, "rate_limit_exceeded"),
     StepFailedError: ErrorRule(500, "step_failed", "The step that carried this request failed; try again."),
-    WeightTransferError: ErrorRule(501, "weight_transfer_unsupported"),
     QueueTimeoutError: ErrorRule(503, "queue_timeout"),
     DeviceMemoryError: ErrorRule(
         503,
@@ -296,7 +291,7 @@ def _headers(status: int, error: Exception) -> dict[str, str]:
         return {"www-authenticate": "Bearer"}
     if status == 408 or isinstance(error, FramingError):
         return {"connection": "close"}  # the rest of the body would be read as the next request
-    if status in (403, 409, 501) or isinstance(error, InferenceDisabledError | AsleepError):
+    if status in (403, 409) or isinstance(error, InferenceDisabledError | AsleepError):
         return {"x-should-retry": "false"}  # otherwise OpenAI's clients retry a 409 and a 5xx
     if status in (429, 503):
         return {"retry-after": str(getattr(error, "retry_after_s", RETRY_AFTER_S))}

@@ -76,6 +76,6 @@ def test_each_step_is_an_adapter_of_its_own(answers: dict[str, Any]) -> None:
 
 
 def test_weights_of_a_whole_model_are_refused(answers: dict[str, Any]) -> None:
-    assert "501" in answers["refused"]
+    assert "400" in answers["refused"]
     assert "/v1/load_lora_adapter" in answers["refused"]
     assert "no weight-transfer engine" in answers["no_transfer"]

@@ -52,23 +52,18 @@ async def test_a_pause_around_a_new_policy_keeps_what_is_under_way(client, engin
     assert engine.cached == 100
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/init_weight_transfer_engine",
-        "/start_weight_update",
-        "/update_weights",
-        "/finish_weight_update",
-        "/init_communicator",
-        "/update_weights_from_disk",
-    ],
-)
-async def test_weights_of_a_whole_model_are_refused_with_what_to_use_instead(client, fault, path):
-    for content in (b"", b'{"update_info": {"names": ["w"], "dtype_names": ["float32"], "shapes": [[1]]}}'):
-        response = await client.post(path, content=content)
-        assert (response.status_code, fault(response)["code"]) == (501, "weight_transfer_unsupported")
+async def test_an_update_of_the_whole_model_is_refused_with_what_to_use_instead(client, fault):
+    """With a 404, prime-rl would go on with the old weights."""
+    for content in (b"", b'{"weight_dir": "/runs/step_3"}'):
+        response = await client.post("/update_weights", content=content)
+        assert response.status_code == 400
         assert "/v1/load_lora_adapter" in fault(response)["message"]
-        assert response.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize("path", ["/init_weight_transfer_engine", "/init_communicator", "/update_weights_from_disk"])
+async def test_other_routes_for_weights_of_a_whole_model_are_absent(client, fault, path):
+    response = await client.post(path, json={})
+    assert (response.status_code, fault(response)["code"]) == (404, "not_found")
 
 
 async def test_a_chat_may_name_the_template_that_it_gets_anyway(client, fault):

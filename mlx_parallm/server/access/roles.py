@@ -128,19 +128,7 @@ ROUTES: tuple[tuple[Access, str], ...] = (
         POST /v1/cluster/sample
         GET /v1/cluster/base/{file}
         GET /v1/cluster/adapters/{name}/{version}
-        POST /init_weight_transfer_engine
-        POST /start_weight_update
         POST /update_weights
-        POST /finish_weight_update
-        POST /init_broadcaster
-        POST /init_communicator
-        POST /update_named_param
-        POST /batch_update_named_params
-        POST /close_communicator
-        POST /init_weights_update_group
-        POST /update_weights_from_disk
-        POST /update_weights_from_distributed
-        POST /update_weights_from_tensor
         GET /info
         GET /status
         GET /status-env

@@ -2,8 +2,7 @@
 
 prime-rl loads each new policy from a folder with `/load_lora_adapter` under the same name, and TRL and ART with
 `/v1/load_lora_adapter` under a new name or as `name@step`; see `api.adapters`. `/pause`, `/resume` and
-`/reset_prefix_cache` are in `api.control`. The weights of whole models are sent over NCCL, which needs CUDA, so those
-routes answer what to use instead.
+`/reset_prefix_cache` are in `api.control`. The weights of whole models are not taken.
 """
 
 from __future__ import annotations
@@ -13,34 +12,15 @@ from typing import Annotated, ClassVar, NoReturn
 from fastapi import APIRouter, Depends
 from pydantic import Field
 
+from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server.api.adapters.route import LOAD_ERRORS, UNLOAD_ERRORS, load, unload
 from mlx_parallm.server.api.adapters.schema import MAX_PATH, BaseName, LoadedLora, Name, UnloadedLora, UnloadLoraBody
 from mlx_parallm.server.api.fields import Neutral, WireInput, WireOutput
-from mlx_parallm.server.errors import WeightTransferError
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.services import ServicesDep
 
 WORLD_SIZE = 1
 """Processes that hold the model."""
-
-_WEIGHT_TRANSFERS = (
-    # vLLM, as TRL and prime-rl call it
-    "/init_weight_transfer_engine",
-    "/start_weight_update",
-    "/update_weights",
-    "/finish_weight_update",
-    "/init_broadcaster",
-    # `trl vllm-serve` of earlier versions
-    "/init_communicator",
-    "/update_named_param",
-    "/batch_update_named_params",
-    "/close_communicator",
-    # SGLang
-    "/init_weights_update_group",
-    "/update_weights_from_disk",
-    "/update_weights_from_distributed",
-    "/update_weights_from_tensor",
-)
 
 router = APIRouter()
 
@@ -110,14 +90,12 @@ async def get_world_size() -> WorldSize:
 # -- weights of whole models -----------------------------------------------------------------------
 
 
+@router.post("/update_weights", include_in_schema=False, response_model=None)
 async def refuse_weights() -> NoReturn:
-    """Stands for every route by which weights of a whole model are sent."""
-    raise WeightTransferError(
+    """Refuses the weights of a whole model. prime-rl takes a 404 for a server that needs no update, and goes on with
+    the old weights; other trainers are told by the 404 of the routes that they call first."""
+    raise InvalidRequestError(
         "This server takes no weights of a whole model: its base model is shared by all requests and never changes. "
         "Train a LoRA adapter and send each new one with POST /v1/load_lora_adapter (load_inplace true, or the name "
         "name@step) or POST /load_lora_adapter; or let this server train, with POST /v1/training/update."
     )
-
-
-for _path in _WEIGHT_TRANSFERS:
-    router.add_api_route(_path, refuse_weights, methods=["POST"], include_in_schema=False, response_model=None)
