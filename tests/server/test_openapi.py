@@ -13,8 +13,6 @@ from mlx_parallm.server.openapi.responses import KINDS
 
 CLUSTER = "/v1/cluster"  # of nodes of a cluster only; tests/server/cluster asks it
 EVENTS = "/v1/training/events"
-CANCEL = "/v1/responses/{response_id}/cancel"
-"""Always an error."""
 FORMS = {"/v1/messages": "MessagesError", "/api/v1": "ErrorBody", "/api": "OllamaError"}
 
 
@@ -102,7 +100,7 @@ async def test_the_errors_of_a_route_are_those_it_can_give(document):
         "invalid_request_error",
     }
     assert codes(document, "/v1/responses", "404") == {"model_not_found", "response_not_found"}
-    assert "malformed_path" in codes(document, "/v1/responses/{response_id}/cancel", "400")
+    assert "malformed_path" in codes(document, "/v1/training/groups/{group_id}/close", "400")
     assert set(document["paths"]["/version"]["get"]["responses"]) == {"200", "401", "403", "500"}
 
 
@@ -138,7 +136,7 @@ async def test_every_route_without_a_body_answers_as_it_stands(client, adapters,
     training.buffer.add(TrajectoryGroup("policy", trajectories("{group_id}", AdapterRef("policy", 1))))
     stored = (await client.post("/v1/responses", json={"input": "x"})).json()["id"]
     for path, method, said in operations(document):
-        if "requestBody" not in said and path not in (EVENTS, CANCEL, CLUSTER):
+        if "requestBody" not in said and path not in (EVENTS, CLUSTER):
             url = path.replace("{name}", "math").replace("{selector}", "math").replace("{response_id}", stored)
             response = await client.request(method, url)
             assert response.status_code == 200, (method, path, response.text)

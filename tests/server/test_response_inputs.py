@@ -51,13 +51,11 @@ async def test_pages_with_the_openai_client(serving, sdk):
         assert (len(page.data), page.has_more) == (3, True)
         counted = await client.responses.input_tokens.count(input=turns, model="base")
         assert (counted.object, counted.input_tokens) == ("response.input_tokens", response.usage.input_tokens)
-        with pytest.raises(openai.BadRequestError, match="background"):
+        with pytest.raises(openai.NotFoundError):  # no response runs in the background
             await client.responses.cancel(response.id)
 
 
-@pytest.mark.parametrize(
-    ("method", "path"), [("GET", "input_items"), ("POST", "cancel"), ("GET", ""), ("DELETE", "")], ids=str
-)
+@pytest.mark.parametrize(("method", "path"), [("GET", "input_items"), ("GET", ""), ("DELETE", "")], ids=str)
 async def test_a_response_that_is_not_stored_is_a_404(client, fault, method, path):
     response = await client.request(method, f"{URL}/resp_x/{path}")
     assert (response.status_code, fault(response)["code"]) == (404, "response_not_found")

@@ -70,7 +70,6 @@ ROUTES: tuple[tuple[Access, str], ...] = (
         GET /v1/responses/{response_id}
         DELETE /v1/responses/{response_id}
         GET /v1/responses/{response_id}/input_items
-        POST /v1/responses/{response_id}/cancel
         POST /v1/embeddings
         POST /v1/score
         POST /score

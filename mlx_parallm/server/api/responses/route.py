@@ -117,22 +117,6 @@ async def list_input_items(
     return await services.workers.run(stored.size, partial(_page_of, stored, query))
 
 
-@router.post(
-    "/v1/responses/{response_id}/cancel",
-    response_model=ResponseObject,
-    responses=raises(InvalidRequestError, UnknownResponseError),
-)
-async def cancel_response(response_id: ResponseId, services: ServicesDep, key: KeyDep) -> Response:
-    """Always answers with an error, as OpenAI does for a response that does not run in the background. This server has
-    no background responses: to end a response, close its connection."""
-    _stored(services, response_id, key, "response_id")
-    raise InvalidRequestError(
-        "response_id: only a response that runs in the background can be cancelled, and this server has none; close "
-        "the connection of a response to end it.",
-        param="response_id",
-    )
-
-
 @router.get("/v1/responses/{response_id}", response_model=ResponseObject, responses=raises(UnknownResponseError))
 async def get_response(
     response_id: ResponseId, services: ServicesDep, key: KeyDep, query: Annotated[ResponseQuery, Query()]
