@@ -245,9 +245,9 @@ class ServerConfig(Section):
     """Folder of chat templates, NAME.jinja, that a request may choose by name or text with chat_template. null means
     that only the model's own is used.
     """
-    max_logprobs: Integer = Field(default=20, ge=-1)
+    max_logprobs: Integer = Field(default=20, ge=0, le=1024)
     """Largest number of candidates that a request may ask for at each token, with logprobs, top_logprobs and
-    prompt_logprobs. -1 allows the whole vocabulary. An answer has a million of them at most.
+    prompt_logprobs: at most 1024. An answer has at most 262,144 of them.
     """
     return_tokens_as_token_ids: bool = False
     """Write the tokens in logprobs as token_id:<id> in answers to requests that do not say how."""

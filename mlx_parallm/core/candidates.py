@@ -9,7 +9,7 @@ from typing import overload
 
 TOP_LOGPROBS = 20
 """Candidates at each token that every request may ask for. More are computed for one row at a time, because they may be
-the whole vocabulary."""
+many."""
 
 Candidate = tuple[int, float]
 """A token id and its logprob (nats)."""

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from mlx_parallm.core import TOP_LOGPROBS
 from mlx_parallm.errors import InvalidRequestError
 
-WHOLE_VOCABULARY = -1
-"""The number that means every token of the vocabulary, in a request and as the operator's limit."""
 MAX_CANDIDATES = 2**18
 """Largest number of candidates of one answer, where there are more than `TOP_LOGPROBS` at each token. An answer in chat
 with so many takes some 250 MB of memory while it is written, because each candidate is an object until then."""
@@ -30,25 +28,17 @@ class Candidates:
         """
         if self.number is None:
             return None
-        number = vocab_size if self.number == WHOLE_VOCABULARY else self.number
-        most = vocab_size if limit == WHOLE_VOCABULARY else limit
-        if number <= most:
-            return min(number, vocab_size)
-        asked = f"the whole vocabulary is {vocab_size} candidates; " if self.number == WHOLE_VOCABULARY else ""
+        if self.number <= limit:
+            return min(self.number, vocab_size)
         raise InvalidRequestError(
-            f"{self.param}: {asked}at most {most} on this server, whose operator can change it with --max-logprobs.",
+            f"{self.param}: at most {limit} on this server, whose operator can change it with --max-logprobs.",
             param=self.param,
         )
 
 
 def widest(asked: Sequence[Candidates]) -> Candidates:
     """The one with the largest number."""
-    return max(asked, key=lambda each: (each.number == WHOLE_VOCABULARY, -1 if each.number is None else each.number))
-
-
-def first(best: Sequence[tuple[int, float]], number: int) -> Sequence[tuple[int, float]]:
-    """So many of the best candidates, where `WHOLE_VOCABULARY` means all."""
-    return best if number == WHOLE_VOCABULARY else best[:number]
+    return max(asked, key=lambda each: -1 if each.number is None else each.number)
 
 
 def check_amount(param: str, number: int | None, tokens: int, shorter: str) -> None:

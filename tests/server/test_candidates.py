@@ -1,5 +1,4 @@
-"""How many candidates a request may have at each token: the operator's limit, the whole vocabulary, and the largest
-answer."""
+"""How many candidates a request may have at each token: the operator's limit, and the largest answer."""
 
 from __future__ import annotations
 
@@ -8,6 +7,7 @@ import json
 import pytest
 from server.fakes import CARD
 
+from mlx_parallm.config import ServerConfig
 from mlx_parallm.server import candidates
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -31,9 +31,8 @@ def asking(name, number):
 
 
 @pytest.mark.parametrize("name", BODIES)
-@pytest.mark.parametrize("number", [21, -1])
-async def test_more_than_the_operator_allows_are_refused_with_the_flag(client, fault, engine, name, number):
-    path, body, field = asking(name, number)
+async def test_more_than_the_operator_allows_are_refused_with_the_flag(client, fault, engine, name):
+    path, body, field = asking(name, 21)
     error = fault(await client.post(path, json=body))
     assert error["param"] == field
     assert "--max-logprobs" in error["message"]
@@ -41,19 +40,28 @@ async def test_more_than_the_operator_allows_are_refused_with_the_flag(client, f
 
 
 @pytest.mark.parametrize("name", BODIES)
-async def test_the_whole_vocabulary_where_the_operator_allows_it(make_client, engine, name):
-    path, body, _ = asking(name, -1)
-    response = await make_client(max_logprobs=-1).post(path, json=body)
+async def test_more_where_the_operator_allows_them(make_client, engine, name):
+    path, body, _ = asking(name, 1024)
+    response = await make_client(max_logprobs=1024).post(path, json=body)
     assert response.status_code == 200
     (request,) = engine.requests
     number = request.prompt_logprobs if name == "prompt" else request.sampling.top_logprobs
-    assert number == CARD.vocab_size
+    assert number == CARD.vocab_size, "there are no more"
     assert json.dumps(response.json()).count("-") > 20, "the answer has them"
 
 
-async def test_a_vocabulary_within_the_limit_may_be_reported_whole(make_client):
-    path, body, _ = asking("completions", -1)
-    assert (await make_client(max_logprobs=CARD.vocab_size).post(path, json=body)).status_code == 200
+@pytest.mark.parametrize("name", BODIES)
+async def test_there_is_no_number_for_the_whole_vocabulary(make_client, fault, engine, name):
+    path, body, field = asking(name, -1)
+    response = await make_client(max_logprobs=1024).post(path, json=body)
+    assert (response.status_code, fault(response)["param"]) == (400, field)
+    assert not engine.requests
+
+
+@pytest.mark.parametrize("limit", [-1, 1025])
+def test_the_operators_limit_is_a_number_that_json_can_carry(limit):
+    with pytest.raises(ValueError, match="max_logprobs"):
+        ServerConfig(max_logprobs=limit)
 
 
 async def test_a_smaller_limit_counts_too(make_client, fault):
@@ -70,8 +78,8 @@ async def test_the_operator_may_allow_more_of_the_prompt(make_client):
 
 
 async def test_echo_asks_for_the_larger_of_two_numbers(make_client, engine):
-    body = {"prompt": "abc", "echo": True, "max_tokens": 1, "logprobs": -1, "prompt_logprobs": 30}
-    await make_client(max_logprobs=-1).post(COMPLETIONS, json=body)
+    body = {"prompt": "abc", "echo": True, "max_tokens": 1, "logprobs": 1000, "prompt_logprobs": 30}
+    await make_client(max_logprobs=1000).post(COMPLETIONS, json=body)
     assert engine.requests[0].prompt_logprobs == CARD.vocab_size
 
 
@@ -92,10 +100,10 @@ async def test_an_answer_with_too_many_is_refused(make_client, fault, engine, mo
 
 
 async def test_a_stream_has_them_too_but_not_of_the_prompt(make_client, fault):
-    client = make_client(max_logprobs=-1)
-    body = {"prompt": "a", "max_tokens": 1, "stream": True, "logprobs": -1}
+    client = make_client(max_logprobs=100)
+    body = {"prompt": "a", "max_tokens": 1, "stream": True, "logprobs": 100}
     lines = (await client.post(COMPLETIONS, json=body)).text.splitlines()
     (choice,) = json.loads(lines[0].removeprefix("data: "))["choices"]
     assert len(choice["logprobs"]["top_logprobs"][0]) > 20
-    error = fault(await client.post(COMPLETIONS, json=body | {"prompt_logprobs": -1}))
+    error = fault(await client.post(COMPLETIONS, json=body | {"prompt_logprobs": 100}))
     assert error["param"] == "prompt_logprobs"

@@ -71,7 +71,7 @@ class CompletionBody(GenerationBody):
     limits the answer. With 0, nothing is generated, so `echo` or `prompt_logprobs` is required."""
     logprobs: TopLogprobs | None = None
     """Return the logprobs of the generated tokens and, at each position, of this many most likely tokens: at most 20,
-    unless the operator allows more with `--max-logprobs`. -1 means the whole vocabulary."""
+    unless the operator allows more with `--max-logprobs`."""
     echo: bool = False
     """Whether each answer starts with its prompt; `logprobs` then covers the prompt too."""
     add_special_tokens: bool = True

@@ -10,7 +10,6 @@ from typing import ClassVar
 
 from mlx_parallm.core import TextTokenizer, TokenLogprob
 from mlx_parallm.server.api.fields import WireOutput
-from mlx_parallm.server.candidates import first
 
 LOWEST = -9999.0
 """Sent for minus infinity, which JSON does not have. OpenAI and vLLM send the same."""
@@ -123,7 +122,7 @@ class CompletionLogprobsWriter:
     def _top_logprobs(self, logprob: TokenLogprob) -> dict[str, float]:
         """The most likely tokens and the sampled one. Of two tokens with equal texts, the more likely one is kept."""
         best: dict[str, float] = {}
-        for token_id, value in (*first(logprob.top, self._top), (logprob.token_id, logprob.logprob)):
+        for token_id, value in (*logprob.top[: self._top], (logprob.token_id, logprob.logprob)):
             best.setdefault(self._text(token_id), finite(value))
         return best
 
@@ -147,7 +146,7 @@ def chat_logprobs(
         return {"token": text, "logprob": finite(value), "bytes": list(exact)}
 
     def entry(sampled: TokenLogprob) -> ChatTokenLogprob:
-        best = [ChatTopLogprob.model_validate(fields(*candidate)) for candidate in first(sampled.top, top)]
+        best = [ChatTopLogprob.model_validate(fields(*candidate)) for candidate in sampled.top[:top]]
         return ChatTokenLogprob.model_validate({**fields(sampled.token_id, sampled.logprob), "top_logprobs": best})
 
     return ChatLogprobs(content=[entry(token.logprob) for token in scored if token.logprob])
@@ -164,7 +163,7 @@ def _candidates(tokenizer: TextTokenizer, actual: TokenLogprob, top: int) -> dic
     def entry(token_id: int, value: float, rank: int) -> PromptLogprob:
         return PromptLogprob(logprob=finite(value), rank=rank, decoded_token=token_text(tokenizer, token_id))
 
-    best = first(actual.top, top)
+    best = actual.top[:top]
     ranks: dict[float, int] = {}
     for place, (_, value) in enumerate(best, start=1):
         ranks.setdefault(value, place)  # tokens that tie have the same rank

@@ -9,7 +9,6 @@ from pydantic import Field, PlainValidator
 
 from mlx_parallm.core import TOP_LOGPROBS
 from mlx_parallm.server.api.fields import INT32_MAX, NonEmptyTokenIds, TokenId, WireInput, is_token_ids, refused
-from mlx_parallm.server.candidates import WHOLE_VOCABULARY
 
 MAX_SEQUENCES = 128
 """Largest number of sequences of one request, which is `n` times its prompts."""
@@ -83,7 +82,7 @@ _Biases = Annotated[
 ]
 LogitBias = Annotated[dict[int, float], PlainValidator(_biases, json_schema_input_type=_Biases)]
 FewLogprobs = Annotated[int, Field(ge=0, le=TOP_LOGPROBS)]
-TopLogprobs = Annotated[int, Field(ge=WHOLE_VOCABULARY, le=INT32_MAX)]
+TopLogprobs = Annotated[int, Field(ge=0, le=INT32_MAX)]
 PromptLength = Annotated[int, Field(ge=-1, le=INT32_MAX, json_schema_extra={"not": {"const": 0}})]
 TokenLimit = Annotated[int, Field(ge=NO_LIMIT, le=INT32_MAX)]
 Temperature = Annotated[float, Field(ge=0, le=2)]
@@ -149,7 +148,7 @@ class SamplingFields(BasicSampling):
     """Has no effect: special tokens are written without spaces between them."""
     prompt_logprobs: TopLogprobs | None = None
     """Return the logprobs of the prompt's tokens and, at each position, of this many most likely tokens: at most 20,
-    unless the operator allows more with `--max-logprobs`. -1 means the whole vocabulary."""
+    unless the operator allows more with `--max-logprobs`."""
 
 
 def sent_sampling(fields: SamplingFields) -> dict[str, Any]:

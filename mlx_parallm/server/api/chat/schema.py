@@ -14,13 +14,13 @@ from mlx_parallm.server.api.fields import INT32_MAX, Neutral, NonEmptyTokenIds, 
 from mlx_parallm.server.api.generation_fields import UNSUPPORTED_OPTIONS
 from mlx_parallm.server.api.logprobs import ChatLogprobs, PromptLogprobs
 from mlx_parallm.server.api.sampling_fields import NO_LIMIT, TopLogprobs
-from mlx_parallm.server.candidates import WHOLE_VOCABULARY, Candidates, widest
+from mlx_parallm.server.candidates import Candidates, widest
 
 
 def _logprobs(value: object) -> bool | int:
-    if isinstance(value, bool) or (isinstance(value, int) and WHOLE_VOCABULARY <= value <= INT32_MAX):
+    if isinstance(value, bool) or (isinstance(value, int) and 0 <= value <= INT32_MAX):
         return value
-    raise refused("must be true, false, a number from 0, or -1")
+    raise refused("must be true, false, or a number from 0")
 
 
 def _not_zero(value: int) -> int:
@@ -65,7 +65,7 @@ class ChatBody(ToolCallingBody):
     and those of this many most likely tokens at each position."""
     top_logprobs: TopLogprobs = 0
     """Number of most likely tokens to return at each position as well; needs `logprobs`. It is at most 20, unless the
-    operator allows more with `--max-logprobs`. -1 means the whole vocabulary."""
+    operator allows more with `--max-logprobs`."""
     add_generation_prompt: bool = True
     """Whether the prompt ends with the beginning of the assistant's message."""
     continue_final_message: bool = False

@@ -11,7 +11,6 @@ from mlx_parallm.server.api.answer import FinishReasonText, collected_fields
 from mlx_parallm.server.api.fields import WireOutput
 from mlx_parallm.server.api.logprobs import finite
 from mlx_parallm.server.api.sampling_fields import sent_sampling
-from mlx_parallm.server.candidates import WHOLE_VOCABULARY, first
 from mlx_parallm.server.protocols.generate.choices import WholeRequest, WholeWriter
 from mlx_parallm.server.protocols.generate.schema import GenerateBody
 
@@ -58,7 +57,8 @@ class VLLMWriter(WholeWriter):
         prompt, sent = self.request.prompts[0], self.sent.prompt
         fields: dict[str, Any] = collected_fields(self.request, whole.finished)
         if self.sent.logprobs is not None:
-            fields["logprobs"] = [[[_by_id(token)] for token in choice.logprobs] for choice in whole.choices]
+            top = self.sent.logprobs
+            fields["logprobs"] = [[[_by_id(token, top)] for token in choice.logprobs] for choice in whole.choices]
         if self.sent.prompt_logprobs is not None:
             fields["prompt_logprobs"] = list(_prompt_logprobs(whole.prompt_logprobs[0], self.sent.prompt_logprobs))
         return VLLMAnswer(
@@ -71,9 +71,8 @@ class VLLMWriter(WholeWriter):
         )
 
 
-def _by_id(token: TokenLogprob, top: int = WHOLE_VOCABULARY) -> TokenLogprobs:
-    best = first(token.top, top)
-    return {str(ranked): finite(value) for ranked, value in ((token.token_id, token.logprob), *best)}
+def _by_id(token: TokenLogprob, top: int) -> TokenLogprobs:
+    return {str(ranked): finite(value) for ranked, value in ((token.token_id, token.logprob), *token.top[:top])}
 
 
 def _prompt_logprobs(scores: Iterable[TokenLogprob | None], top: int) -> Iterable[TokenLogprobs | None]:

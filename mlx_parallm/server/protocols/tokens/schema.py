@@ -37,7 +37,7 @@ class TokenSampling(SamplingFields):
     generated, so `prompt_logprobs` is required."""
     logprobs: TopLogprobs | None = None
     """Return the logprobs of the generated tokens and, at each position, of this many most likely tokens: at most 20,
-    unless the operator allows more with `--max-logprobs`. -1 means the whole vocabulary."""
+    unless the operator allows more with `--max-logprobs`."""
 
 
 class TokensBody(CollectableBody):
