@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from clients.running import PYTHON, SCRIPTS, UV, printed
-from main_job.serving import SERVED, start, stop
+from main_job.serving import start, stop
 
 TRL = "trl==1.16.0"
 ROOT = Path(__file__).parents[2]
@@ -68,7 +68,6 @@ def test_what_the_trainer_looks_up_is_there(answers: dict[str, Any]) -> None:
     info = answers["info"]
     assert info["lora_config"] == {"max_lora_rank": 32, "max_loras": 6}
     assert info["parallel_config"]["data_parallel_size"] == 1
-    assert info["model_config"]["model"] == SERVED
 
 
 def test_each_step_is_an_adapter_of_its_own(answers: dict[str, Any]) -> None:

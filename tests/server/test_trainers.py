@@ -25,11 +25,12 @@ async def test_the_root_route_replaces_the_name_at_every_step(client, fault):
 async def test_server_info_has_what_trl_looks_for(client, adapters):
     adapters.state = AdapterStats(slots=6, max_rank=32)
     config = (await client.get("/server_info?config_format=json")).json()["vllm_config"]
-    assert config["lora_config"] == {"max_lora_rank": 32, "max_loras": 6}
-    assert config["parallel_config"]["data_parallel_size"] == 1
-    assert config["model_config"]["dtype"] == f"torch.{CARD.dtype}"
-    assert config["model_config"]["max_model_len"] == CARD.context_length
-    assert config["weight_transfer_config"] is None
+    assert config == {
+        "model_config": {"dtype": f"torch.{CARD.dtype}"},
+        "lora_config": {"max_lora_rank": 32, "max_loras": 6},
+        "parallel_config": {"data_parallel_size": 1},
+        "weight_transfer_config": None,
+    }
 
 
 async def test_one_process_holds_the_model(client):

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from pydantic import Field
 from starlette.responses import HTMLResponse, Response
 
 from mlx_parallm import __version__
@@ -27,7 +28,6 @@ from mlx_parallm.server.errors import (
     ShortMemoryError,
 )
 from mlx_parallm.server.openapi.responses import raises
-from mlx_parallm.server.protocols.vllm_config import VLLMConfig, vllm_config
 from mlx_parallm.server.sampling import used_defaults
 from mlx_parallm.server.services import Services, ServicesDep
 
@@ -152,6 +152,19 @@ class ServerLimits(WireOutput):
     """Maximum number of adapter versions in one batch."""
 
 
+class VLLMConfig(WireOutput):
+    """What TRL reads of vLLM's configuration."""
+
+    served_model: Annotated[dict[str, str], Field(serialization_alias="model_config")]
+    """`dtype`: the type of the activations, written as PyTorch does, such as `torch.float32`."""
+    lora_config: dict[str, int]
+    """`max_lora_rank`, and `max_loras`, the adapter versions that requests in one batch may use."""
+    parallel_config: dict[str, int]
+    """`data_parallel_size`: always 1."""
+    weight_transfer_config: None
+    """Always null: no weights of a whole model are taken."""
+
+
 class ServerInfo(WireOutput):
     """Model, versions, limits and state of this server. Keys are not shown."""
 
@@ -166,7 +179,7 @@ class ServerInfo(WireOutput):
     limits: ServerLimits
     """The limits in force."""
     vllm_config: VLLMConfig
-    """Some of these facts where clients of vLLM look for them."""
+    """Some of these facts where TRL looks for them."""
     mode: ServerMode
     """How inference and training share device time now. `custom`: training has a share that no mode has."""
     paused: bool
@@ -198,7 +211,12 @@ async def server_info(services: ServicesDep, _: Annotated[ServerInfoQuery, Query
             kv_cache_bytes=stats.kv_bytes_budget,
             adapter_slots=adapters.slots,
         ),
-        vllm_config=vllm_config(services.first.card, adapters),
+        vllm_config=VLLMConfig(
+            served_model={"dtype": f"torch.{services.first.card.dtype}"},
+            lora_config={"max_lora_rank": adapters.max_rank, "max_loras": adapters.slots},
+            parallel_config={"data_parallel_size": 1},
+            weight_transfer_config=None,
+        ),
         mode=server_mode(services),
         paused=stats.paused,
         asleep=services.sleep.asleep,

@@ -19,9 +19,6 @@ from mlx_parallm.server.api.fields import Neutral, WireInput, WireOutput
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.services import ServicesDep
 
-WORLD_SIZE = 1
-"""Processes that hold the model."""
-
 router = APIRouter()
 
 
@@ -84,7 +81,7 @@ async def liveness() -> Liveness:
 @router.get("/get_world_size")
 async def get_world_size() -> WorldSize:
     """The number of processes that hold the model."""
-    return WorldSize(world_size=WORLD_SIZE)
+    return WorldSize(world_size=1)
 
 
 # -- weights of whole models -----------------------------------------------------------------------
