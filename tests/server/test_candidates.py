@@ -18,7 +18,7 @@ BODIES = {
     "chat by a number": (CHAT, {"messages": MESSAGES}, "logprobs"),
     "prompt": (COMPLETIONS, {"prompt": "abc"}, "prompt_logprobs"),
     "tokens": ("/inference/v1/generate", {"token_ids": [1, 2]}, "logprobs"),
-    "vLLM": ("/generate", {"prompt": "abc"}, "logprobs"),
+    "vLLM": ("/generate", {"prompt": {"prompt_token_ids": [97]}}, "logprobs"),
 }
 
 

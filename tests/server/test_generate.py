@@ -57,12 +57,11 @@ async def test_vllm_scores_prompts(client, engine):
     assert "logprobs" not in got
 
 
-async def test_vllm_takes_texts_and_its_own_default_length(client, engine):
-    for prompt in ("ab", {"prompt": "ab"}, [97, 98]):
-        assert (await generate(client, {"prompt": prompt}))["prompt"] == "ab"
-        assert (engine.requests[-1].prompts, engine.requests[-1].stopping.max_tokens) == (((97, 98),), 16)
-    await generate(client, {"prompt": "ab", "max_tokens": None})
-    assert engine.requests[-1].stopping.max_tokens == 62
+async def test_vllm_has_its_own_default_length(client, engine):
+    prompt = VLLM["prompt"]
+    for fields, tokens in (({}, 16), ({"max_tokens": None}, 62)):
+        assert (await generate(client, {"prompt": prompt, **fields}))["prompt"] == "ab"
+        assert (engine.requests[-1].prompts, engine.requests[-1].stopping.max_tokens) == (((97, 98),), tokens)
 
 
 # ---- SGLang ------------------------------------------------------------------------------------------
@@ -82,41 +81,20 @@ async def test_sglang(client, engine):
     assert request.sampling.processed_logprobs, "SGLang's logprobs are those after temperature"
 
 
-async def test_one_answer_to_one_prompt_is_an_object_and_others_are_a_list(client, engine):
-    assert (await generate(client, SGLANG))["text"] == "Hi"
-    assert engine.requests[-1].stopping.max_tokens == 62, "128, but no more than fit"
-    assert [one["text"] for one in await generate(client, {**SGLANG, "input_ids": [[97]]})] == ["Hi"]
-    several = await generate(client, {"text": ["a", "bc"], "sampling_params": {"max_new_tokens": 1}})
-    assert [one["meta_info"]["prompt_tokens"] for one in several] == [1, 2]
-    assert several[0]["meta_info"]["finish_reason"] == {"type": "length", "length": 1}
-    assert "output_token_logprobs" not in several[0]["meta_info"]
+async def test_one_answer_is_an_object(client, engine):
+    body = {**SGLANG, "rid": "mine", "sampling_params": {"max_new_tokens": 1}}
+    answer = await generate(client, {**body, "logprob_start_len": -1, "top_logprobs_num": 0})
+    assert answer["text"] == "H"
+    assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 1}
+    assert "output_token_logprobs" not in (await generate(client, {"input_ids": [97]}))["meta_info"]
+    assert engine.requests[-1].stopping.max_tokens == 63, "128, but no more than fit"
 
 
-async def test_sglang_reports_what_it_is_asked_to(client, engine):
-    body = {
-        **SGLANG,
-        "rid": "mine",
-        "logprob_start_len": 0,
-        "top_logprobs_num": 1,
-        "return_text_in_logprobs": True,
-        "sampling_params": {"max_new_tokens": 1, "min_new_tokens": 1, "sampling_seed": 4, "stop_token_ids": [EOS]},
-    }
-    meta = (await generate(client, body))["meta_info"]
-    assert meta["id"] == "mine"
-    assert meta["input_token_logprobs"] == [[None, 97, "a"], [-0.5, 98, "b"]]
-    assert meta["input_top_logprobs"] == [[], [[-0.5, 98, "b"]]]
-    assert meta["output_top_logprobs"] == [[[-0.5, H, "H"]]]
+async def test_sglangs_names_of_sampling_fields(client, engine):
+    sampling = {"min_new_tokens": 1, "sampling_seed": 4, "stop_token_ids": [EOS]}
+    await generate(client, {**SGLANG, "sampling_params": sampling})
     (request,) = engine.requests
     assert (request.stopping.min_tokens, request.stopping.stop_token_ids, request.sampling.seed) == (1, (EOS,), 4)
-    late = {**body, "input_ids": [97, 98, 99], "logprob_start_len": 2}
-    assert (await generate(client, late))["meta_info"]["input_token_logprobs"] == [[-0.5, 99, "c"]]
-    assert engine.requests[-1].scored_from == 2, "the tokens before it may come from the prefix cache"
-
-
-async def test_lora_path_names_an_adapter(client, engine, adapters):
-    adapters.publish("math")
-    await generate(client, {**SGLANG, "lora_path": "math"})
-    assert engine.requests[0].adapter.name == "math"
 
 
 # ---- TRL ---------------------------------------------------------------------------------------------
@@ -148,18 +126,25 @@ async def test_every_form_is_collected_if_a_header_says_so(client, training, bod
     ("body", "param"),
     [
         ({}, "prompt"),
-        ({"prompt": "a", "prompts": ["a"]}, "prompts"),
-        ({"prompt": []}, "prompt"),
-        ({"prompt": {"prompt_token_ids": [999]}}, "prompt"),
-        ({"prompt": {"multi_modal_data": {}}}, "prompt"),
-        ({"prompt": "a", "sampling_params": {"temperature": 0}}, "sampling_params"),
-        ({"prompt": "a", "stream": True}, "stream"),
-        ({"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"text": "a"}, "text"),
+        ({**VLLM, "prompts": ["a"]}, "prompts"),
+        ({"prompt": "a"}, "prompt"),
+        ({"prompt": {"prompt_token_ids": []}}, "prompt.prompt_token_ids"),
+        ({"prompt": {"prompt_token_ids": [999]}}, "prompt.prompt_token_ids"),
+        ({"prompt": {"prompt_token_ids": [97], "multi_modal_data": {"image": "x"}}}, "prompt.multi_modal_data"),
+        ({**VLLM, "sampling_params": {"temperature": 0}}, "sampling_params"),
+        ({**VLLM, "stream": True}, "stream"),
+        ({**VLLM, "prompt_logprobs": 21}, "prompt_logprobs"),
         ({"input_ids": [97], "temperature": 0.5}, "temperature"),
         ({"input_ids": [97], "sampling_params": {"temperature": 9}}, "sampling_params.temperature"),
         ({"input_ids": [97], "sampling_params": {"max_new_tokens": 2**31}}, "sampling_params.max_new_tokens"),
         ({"input_ids": [97], "sampling_params": {"regex": "a"}}, "sampling_params.regex"),
-        ({"input_ids": [[97], []]}, "input_ids"),
+        ({"input_ids": [[97]]}, "input_ids"),
+        ({**SGLANG, "lora_path": "math"}, "lora_path"),
+        ({**SGLANG, "logprob_start_len": 0}, "logprob_start_len"),
+        ({**TRL, "prompt_logprobs": 0}, "prompt_logprobs"),
+        ({**SGLANG, "top_logprobs_num": 1}, "top_logprobs_num"),
+        ({**SGLANG, "return_text_in_logprobs": True}, "return_text_in_logprobs"),
         ({"input_ids": [999]}, "input_ids"),
         ({"prompts": []}, "prompts"),
         ({"prompts": ["x" * 65]}, None),

@@ -191,6 +191,6 @@ async def test_trajectories_and_token_routes_are_drawn_from_the_models_own_distr
     await sent(client, engine, CHAT, messages=USER, seed=1, collect_trajectory=True)
     body = {"token_ids": [1, 2], "sampling_params": {"seed": 1}}
     assert (await client.post("/inference/v1/generate", json=body)).status_code == 200
-    assert (await client.post("/generate", json={"prompt": [1], "seed": 1})).status_code == 200
+    assert (await client.post("/generate", json={"prompt": {"prompt_token_ids": [1]}, "seed": 1})).status_code == 200
     for request in engine.requests:
         assert request.sampling == SamplingParams(seed=1)

@@ -30,7 +30,7 @@ def user(*parts):
             "input_image",
         ),
         ("/v1/completions", {"prompt": "x", "prompt_embeds": "AA=="}, "prompt_embeds", "prompt_embeds"),
-        ("/generate", {"text": "x", "image_data": "AA=="}, "image_data", "image_data"),
+        ("/generate", {"input_ids": [1], "image_data": "AA=="}, "image_data", "image_data"),
     ],
 )
 async def test_what_is_no_text_is_refused_by_name(client, engine, fault, path, body, param, kind):

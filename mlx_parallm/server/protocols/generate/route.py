@@ -1,5 +1,5 @@
 """`POST /generate`: the route of vLLM's demonstration server, of SGLang and of TRL's server, told apart by the field
-that has the prompts. With it, environments of Atropos run unmodified."""
+that has the prompts. Environments of Atropos ask it, so it takes what they send, and no more."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mlx_parallm.server.http.request_log import new_request_id
 from mlx_parallm.server.openapi.responses import generating
 from mlx_parallm.server.protocols.completion import client_names, completion_body, sent_collection
 from mlx_parallm.server.protocols.generate.choices import WholeWriter
-from mlx_parallm.server.protocols.generate.schema import Form, GenerateBody
+from mlx_parallm.server.protocols.generate.schema import GenerateBody
 from mlx_parallm.server.protocols.generate.sglang import SGLangAnswer, SGLangWriter, sglang_completion
 from mlx_parallm.server.protocols.generate.trl import TRLAnswer, TRLWriter, trl_completion
 from mlx_parallm.server.protocols.generate.vllm import VLLMAnswer, VLLMWriter, vllm_completion
@@ -53,13 +53,12 @@ SGLANG_MAX_TOKENS = 128
 _SGLANG_NAMES = {
     **{name: f"sampling_params.{name}" for name in SamplingFields.model_fields},
     "max_tokens": "sampling_params.max_new_tokens",
-    "logprobs": "top_logprobs_num",
     "prompt": "input_ids",
 }
-TRANSLATIONS: Mapping[Form, Translation] = {
-    Form.VLLM: Translation(vllm_completion, VLLMWriter, {}),
-    Form.TRL: Translation(trl_completion, TRLWriter, {"prompt": "prompts"}),
-    Form.SGLANG: Translation(
+TRANSLATIONS: Mapping[str, Translation] = {
+    "prompt": Translation(vllm_completion, VLLMWriter, {"prompt": "prompt.prompt_token_ids"}),
+    "prompts": Translation(trl_completion, TRLWriter, {"prompt": "prompts"}),
+    "input_ids": Translation(
         sglang_completion, SGLangWriter, _SGLANG_NAMES, SGLANG_MAX_TOKENS, processed_logprobs=True
     ),
 }
@@ -67,8 +66,8 @@ TRANSLATIONS: Mapping[Form, Translation] = {
 
 @router.post("/generate", responses=generating(VLLMAnswer | TRLAnswer | SGLangAnswer | list[SGLangAnswer]))
 async def generate(body: Body, services: ServicesDep) -> Response:
-    """Continues prompts, with the body and the answer of vLLM's (`prompt`), SGLang's (`input_ids` or `text`) or TRL's
-    (`prompts`) route of this name."""
+    """Continues prompts, with the body and the answer of vLLM's (`prompt`), SGLang's (`input_ids`) or TRL's (`prompts`)
+    route of this name."""
     translation, prompts = TRANSLATIONS[body.form], body.prompts_of()
     fields = {
         **sent_collection(body),
@@ -95,7 +94,6 @@ def prepare(
     with client_names(translation.names):
         default = translation.default_max_tokens
         request = plan_completion(new_request_id("gen"), completion, services, model, adapter, collection, default)
-    request = replace(request, scored_from=max(0, body.logprob_start_len))
     if translation.processed_logprobs:
         request = replace(request, sampling=replace(request.sampling, processed_logprobs=True))
     return translation.writer(sent=body, request=request, tokenizer=model.tokenizer)

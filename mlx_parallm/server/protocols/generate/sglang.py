@@ -3,19 +3,18 @@ those after temperature, whatever `--logprobs-mode` says, because SGLang's are."
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from mlx_parallm.core import FinishReason, TokenLogprob
+from mlx_parallm.core import FinishReason
 from mlx_parallm.server.api.answer import collected_fields
 from mlx_parallm.server.api.fields import WireList, WireOutput
-from mlx_parallm.server.api.logprobs import finite, token_text
+from mlx_parallm.server.api.logprobs import finite
 from mlx_parallm.server.api.sampling_fields import sent_sampling
 from mlx_parallm.server.protocols.generate.choices import WholeChoice, WholeRequest, WholeWriter
 from mlx_parallm.server.protocols.generate.schema import GenerateBody
 
-Entry = tuple[float | None, int, str | None]
-"""A logprob in nats, null for the first token of a prompt; the token's id; and its text or null."""
+Entry = tuple[float, int, None]
+"""A logprob in nats, the token's id, and null."""
 
 
 class SGLangMeta(WireOutput):
@@ -24,7 +23,7 @@ class SGLangMeta(WireOutput):
     LONG: ClassVar[bool] = True
 
     id: str
-    """The `rid` of the request, or the server's id of it."""
+    """The request's id."""
     finish_reason: dict[str, str | int]
     """`{"type": "stop", "matched": …}` with the stop string or the token that ended the answer, or `{"type": "length",
     "length": …}` with the number of tokens."""
@@ -33,16 +32,9 @@ class SGLangMeta(WireOutput):
     completion_tokens: int
     """Generated tokens."""
     cached_tokens: int
-    """Tokens of all prompts of the request that were taken from the prefix cache."""
+    """Tokens of the prompt that were taken from the prefix cache."""
     output_token_logprobs: list[Entry] | None = None
-    """With `return_logprob`: logprob, id and text of each generated token. The text is null, unless the request asks
-    for it."""
-    output_top_logprobs: list[list[Entry]] | None = None
-    """With `top_logprobs_num`: the same of the most likely tokens at each position."""
-    input_token_logprobs: list[Entry] | None = None
-    """With `logprob_start_len`: the same of the prompt's tokens from that one on."""
-    input_top_logprobs: list[list[Entry]] | None = None
-    """With both: the most likely tokens at the positions of the prompt."""
+    """With `return_logprob`: logprob and id of each generated token, and null."""
     trajectory_id: str | None = None
     """With `collect_trajectory`."""
     trajectory_warning: str | None = None
@@ -50,7 +42,7 @@ class SGLangMeta(WireOutput):
 
 
 class SGLangAnswer(WireOutput):
-    """One answer to a body with `input_ids` or `text`. Several answers are a list of these."""
+    """One answer to a body with `input_ids`. Several answers are a list of these."""
 
     LONG: ClassVar[bool] = True
 
@@ -63,22 +55,19 @@ class SGLangAnswer(WireOutput):
 
 
 def sglang_completion(body: GenerateBody) -> dict[str, Any]:
-    """The fields of the completion that a body with `input_ids` or `text` asks for."""
+    """The fields of the completion that a body with `input_ids` asks for."""
     sampling = body.sampling_params
-    scores_prompt = body.return_logprob and body.logprob_start_len >= 0
     return {
         **sent_sampling(sampling),
         "max_tokens": sampling.max_new_tokens,
         "min_tokens": sampling.min_new_tokens or sampling.min_tokens,
         "seed": sampling.seed if sampling.sampling_seed is None else sampling.sampling_seed,
-        "logprobs": body.top_logprobs_num if body.return_logprob else None,
-        "prompt_logprobs": body.top_logprobs_num if scores_prompt else sampling.prompt_logprobs,
-        "lora_adapter": body.lora_adapter or body.lora_path,
+        "logprobs": 0 if body.return_logprob else None,
     }
 
 
 class SGLangWriter(WholeWriter):
-    """Writes an `SGLangAnswer`, or a list of them if there are several prompts or answers."""
+    """Writes an `SGLangAnswer`, or a list of them if there are several answers."""
 
     def _answer(self, whole: WholeRequest) -> WireOutput:
         collected = collected_fields(self.request, whole.finished)
@@ -87,49 +76,22 @@ class SGLangWriter(WholeWriter):
             self._one(whole, choice, collected if each is None else {**collected, "trajectory_id": each})
             for choice, each in zip(whole.choices, ids, strict=True)
         ]
-        listed = self.request.n > 1 or isinstance((self.sent.input_ids or [0])[0], list) or len(answers) > 1
-        return WireList(items=answers) if listed else answers[0]
+        return WireList(items=answers) if self.request.n > 1 else answers[0]
 
     def _one(self, whole: WholeRequest, choice: WholeChoice, collected: dict[str, Any]) -> SGLangAnswer:
+        fields = collected
+        if self.sent.return_logprob:
+            drawn = [(finite(token.logprob), token.token_id, None) for token in choice.logprobs]
+            fields = {**collected, "output_token_logprobs": drawn}
         meta = SGLangMeta(
-            id=self.sent.rid or self.request.request_id,
+            id=self.request.request_id,
             finish_reason=_finish_reason(choice),
-            prompt_tokens=len(self.request.prompts[choice.prompt]),
+            prompt_tokens=len(self.request.prompts[0]),
             completion_tokens=len(choice.token_ids),
             cached_tokens=whole.finished.cached_tokens,
-            **self._logprobs(whole, choice),
-            **collected,
+            **fields,
         )
         return SGLangAnswer(text=choice.text, output_ids=choice.token_ids, meta_info=meta)
-
-    def _logprobs(self, whole: WholeRequest, choice: WholeChoice) -> dict[str, Any]:
-        if not self.sent.return_logprob:
-            return {}
-        start = self.sent.logprob_start_len
-        fields: dict[str, Any] = {"output_token_logprobs": [self._entry(token) for token in choice.logprobs]}
-        if self.sent.top_logprobs_num:
-            fields["output_top_logprobs"] = self._tops(choice.logprobs)
-        if start >= 0:
-            prompt = self.request.prompts[choice.prompt]
-            scores = whole.prompt_logprobs[choice.prompt]
-            pairs = list(zip(prompt, scores, strict=True))[start:]
-            fields["input_token_logprobs"] = [
-                (None, token_id, self._text(token_id)) if token is None else self._entry(token)
-                for token_id, token in pairs
-            ]
-            if self.sent.top_logprobs_num:
-                fields["input_top_logprobs"] = self._tops(token for _, token in pairs)
-        return fields
-
-    def _tops(self, tokens: Iterable[TokenLogprob | None]) -> list[list[Entry]]:
-        top = self.sent.top_logprobs_num
-        return [[(finite(v), i, self._text(i)) for i, v in token.top[:top]] if token else [] for token in tokens]
-
-    def _entry(self, token: TokenLogprob) -> Entry:
-        return finite(token.logprob), token.token_id, self._text(token.token_id)
-
-    def _text(self, token_id: int) -> str | None:
-        return token_text(self.tokenizer, token_id) if self.sent.return_text_in_logprobs else None
 
 
 def _finish_reason(choice: WholeChoice) -> dict[str, str | int]:

@@ -54,7 +54,7 @@ class VLLMWriter(WholeWriter):
     """Writes a `VLLMAnswer`."""
 
     def _answer(self, whole: WholeRequest) -> VLLMAnswer:
-        prompt, sent = self.request.prompts[0], self.sent.prompt
+        prompt = self.request.prompts[0]
         fields: dict[str, Any] = collected_fields(self.request, whole.finished)
         if self.sent.logprobs is not None:
             top = self.sent.logprobs
@@ -63,7 +63,7 @@ class VLLMWriter(WholeWriter):
             fields["prompt_logprobs"] = list(_prompt_logprobs(whole.prompt_logprobs[0], self.sent.prompt_logprobs))
         return VLLMAnswer(
             text=[choice.text for choice in whole.choices],
-            prompt=sent if isinstance(sent, str) else self.tokenizer.decode(prompt),
+            prompt=self.tokenizer.decode(prompt),
             finish_reasons=[choice.finish_reason.value for choice in whole.choices],
             token_ids=[choice.token_ids for choice in whole.choices],
             prompt_token_ids=list(prompt),
