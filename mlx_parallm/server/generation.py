@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -17,7 +18,9 @@ from starlette.types import Receive, Scope, Send
 from mlx_parallm.core import (
     AdapterRef,
     CollectionSpec,
+    EngineClient,
     Event,
+    GenerationRequest,
     PromptScored,
     RequestFailed,
     RequestFinished,
@@ -31,6 +34,7 @@ from mlx_parallm.server.api.answer import AnswerWriter
 from mlx_parallm.server.api.fields import WireOutput
 from mlx_parallm.server.api.generation_fields import GenerationBody
 from mlx_parallm.server.api.pooling.fields import PoolingBody
+from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES
 from mlx_parallm.server.assignment import assignment_key
 from mlx_parallm.server.errors import code_of
 from mlx_parallm.server.http.framing import EVENTS, Framing
@@ -148,7 +152,10 @@ class GenerationResponse(Response):
         check_permitted(key_of(scope), body)
         selector = select_adapter(body, services.model_names)
         base = services.models.find(body.model, selector.name)
-        sequences = services.check_sequences(self._prompts, body.n)
+        if isinstance(body, PoolingBody):
+            sequences = min(self._prompts, MAX_SEQUENCES)  # the other texts wait here; see `_in_parts`
+        else:
+            sequences = services.check_sequences(self._prompts, body.n)
         record.set_model(selector.name or base)
         services.check_open()
         record.account = services.accounts.of(key_of(scope))
@@ -262,7 +269,8 @@ async def generate(services: Services, writer: AnswerWriter, record: RequestReco
     served = services.metrics.adapters.served(request.base, request.adapter)
     account.add_prompt(sum(map(len, request.prompts)))
     with RequestObserver(services.metrics, request.base, served, account, request.sequences) as observer:
-        events = services.engine.generate(request)
+        many = len(request.prompts) > MAX_SEQUENCES
+        events = _in_parts(services.engine, request) if many else services.engine.generate(request)
         if request.collection is not None:
             events = services.require_collection().trajectories.collect(request, events)
         if writer.watch is not None:
@@ -280,6 +288,34 @@ async def generate(services: Services, writer: AnswerWriter, record: RequestReco
         raise EngineError("the engine ended a request without a terminal event")
 
 
+async def _in_parts(engine: EngineClient, request: GenerationRequest) -> AsyncIterator[Event]:
+    """The events of a request for embeddings or scores, of whose prompts at most `MAX_SEQUENCES` are in the engine at a
+    time: those of others come in between."""
+    ended: list[RequestFinished] = []
+    for start in range(0, len(request.prompts), MAX_SEQUENCES):
+        part = replace(request, prompts=request.prompts[start : start + MAX_SEQUENCES])
+        # `EngineClient` promises that this iterator has `aclose`.
+        async with aclosing(cast(AsyncGenerator[Event, None], engine.generate(part))) as events:
+            async for event in events:
+                if isinstance(event, RequestFinished):
+                    ended.append(event)
+                elif isinstance(event, SequencePooled):
+                    yield replace(event, index=start + event.index)
+                elif isinstance(event, PromptScored):
+                    yield replace(event, prompt_index=start + event.prompt_index)
+                else:
+                    yield event
+        if start >= MAX_SEQUENCES * len(ended):
+            return  # `generate` tells what is missing
+    yield replace(
+        ended[-1],
+        prompt_tokens=sum(part.prompt_tokens for part in ended),
+        cached_tokens=sum(part.cached_tokens for part in ended),
+        arrived_at=ended[0].arrived_at,
+        started_at=ended[0].started_at,
+    )
+
+
 def _texts(writer: AnswerWriter, event: Event) -> list[str]:
     """What an event adds to a stream, as its framing writes it. Call it in a worker thread."""
     return [writer.FRAMING.write(chunk, "", "") for chunk in writer.chunks(event)]
@@ -288,7 +324,7 @@ def _texts(writer: AnswerWriter, event: Event) -> list[str]:
 def _json(writer: AnswerWriter, events: Sequence[Event]) -> bytes:
     """The whole answer as JSON. Call it in a worker thread, because logprobs can make it long. It is written in short
     pieces, because writing a piece holds the interpreter lock."""
-    return "".join(writer.whole(events).json_pieces()).encode("utf-8")
+    return b"".join(piece.encode("utf-8") for piece in writer.whole(events).json_pieces())
 
 
 def _answer_bytes(events: Sequence[Event]) -> int:

@@ -1,13 +1,16 @@
 """`/v1/embeddings`: bodies, vectors, and the openai client. What is pooled is in `tests/engine/test_pooling.py`."""
 
+import asyncio
 import base64
 
 import numpy as np
 import openai
 import pytest
+from server.test_disconnect import eventually, post
 
 from mlx_parallm.core import BASE_ADAPTER, Pooling
 from mlx_parallm.errors import InvalidRequestError, StepFailedError
+from mlx_parallm.server.api.pooling import fields as pooling_fields
 from mlx_parallm.server.api.pooling.embeddings import finished_vector
 
 URL = "/v1/embeddings"
@@ -118,7 +121,7 @@ async def test_minus_1_cuts_to_the_context(client, engine):
         ({"input": ""}, "input", None),
         ({"input": []}, "input", None),
         ({"input": ["a", [1]]}, "input", None),
-        ({"input": ["a"] * 129}, "input", None),
+        ({"input": ["a"] * 2049}, "input", None),
         ({"input": [300]}, "input", None),
         ({"input": [5] * 65}, "input", "context_length_exceeded"),
         ({"encoding_format": "int8"}, "encoding_format", None),
@@ -187,6 +190,65 @@ async def test_the_openai_client(serving, form):
             vector = np.frombuffer(base64.b64decode(item.embedding), "<f4") if form == "base64" else item.embedding
             assert list(vector) == pytest.approx(list(of(text)), abs=1e-6)
         assert answer.usage.prompt_tokens == 3
+
+
+def many(number):
+    return [[place % 200 + 1] * (place % 5 + 1) for place in range(number)]
+
+
+async def test_the_engine_gets_many_texts_in_parts(client, engine):
+    """Each part is a request of its own there, so others come in between."""
+    texts = many(300)
+    answer = await embed(client, {"input": texts})
+    assert [len(request.prompts) for request in engine.requests] == [128, 128, 44]
+    assert [item["index"] for item in answer["data"]] == list(range(300))
+    for item, text in zip(answer["data"], texts, strict=True):
+        assert item["embedding"] == pytest.approx(of(text), abs=1e-6)
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, texts))
+    text = (await client.get("/metrics")).text
+    assert 'mlx_parallm_request_success_total{finished_reason="stop",model_name="tiny/byte-model"} 300.0' in text
+
+
+async def test_too_many_tokens_together_are_refused(client, engine, fault, monkeypatch):
+    monkeypatch.setattr(pooling_fields, "MAX_TOKENS", 1)  # 128 texts as long as the context are allowed all the same
+    response = await client.post(URL, json={"input": [[1] * 64] * 129})
+    assert (response.status_code, fault(response)["param"]) == (400, "input")
+    assert not engine.requests
+    await embed(client, {"input": [[1] * 64] * 128})
+
+
+async def test_many_texts_leave_room_for_others(make_client, engine):
+    client = make_client(max_batch_size=100, max_queued=100)
+    engine.pause_before = 1
+    asked = asyncio.create_task(client.post(URL, json={"input": many(2048), "encoding_format": "base64"}))
+    await engine.paused.wait()
+    services = client.app.state.services
+    assert services.gate.held == 128
+    assert services.accounts.all()[0].prompt_tokens == sum(map(len, many(2048))), "all count from the beginning"
+    other = asyncio.create_task(client.post(URL, json={"input": "x"}))
+    await eventually(lambda: len(engine.requests) == 2)
+    engine.go_on.set()
+    assert (await other).status_code == 200
+    assert len((await asked).json()["data"]) == 2048
+    assert max(len(request.prompts) for request in engine.requests) == 128
+
+
+async def test_leaving_ends_all_parts(serving, engine):
+    engine.pause_before = 1
+    async with serving() as server:
+        _, writer = await post(server.port, {"input": many(300)}, URL)
+        await engine.paused.wait()
+        writer.close()
+        await eventually(lambda: not engine.live and server.app.state.services.gate.held == 0)
+        engine.go_on.set()
+    assert (len(engine.requests), engine.aborted) == (1, 1)
+
+
+async def test_a_part_that_fails_fails_the_request(client, engine, fault):
+    engine.fail_before, engine.error = 100, StepFailedError("oops")
+    response = await client.post(URL, json={"input": many(300)})
+    assert (response.status_code, fault(response)["code"]) == (500, "step_failed")
+    assert len(engine.requests) == 1
 
 
 async def test_the_answer_may_have_an_id_of_the_clients_choice(client):

@@ -125,6 +125,7 @@ ANSWERS = {
     "/api/chat": {"messages": USER},
     "/api/generate": {"prompt": "x"},
     "/api/embed": {"input": ["x"]},
+    "/api/embeddings": {"prompt": "x"},
 }
 
 

@@ -285,6 +285,7 @@ USES = {
     "ollama: chat": ("POST", "/api/chat", {"model": "{}", "messages": MESSAGES, "stream": False}),
     "ollama: generate": ("POST", "/api/generate", {"model": "{}", "prompt": "x", "stream": False}),
     "ollama: embed": ("POST", "/api/embed", {"model": "{}", "input": "x"}),
+    "ollama: one embedding": ("POST", "/api/embeddings", {"model": "{}", "prompt": "x"}),
     "ollama: show": ("POST", "/api/show", {"model": "{}"}),
     "tokenize": ("POST", "/tokenize", {"model": "{}", "prompt": "x"}),
     "detokenize": ("POST", "/detokenize", {"model": "{}", "tokens": [1]}),

@@ -202,6 +202,7 @@ async def test_without_a_prompt_nothing_is_generated(client, engine, adapters, k
     generated = await post(client, GENERATE, model="base", keep_alive=keep_alive)
     assert (generated["model"], generated["response"], generated["done_reason"]) == ("tiny/byte-model", "", reason)
     assert (await post(client, "/api/embed", model="base"))["embeddings"] == []
+    assert await post(client, "/api/embeddings", model="base") == {"embedding": []}
     assert not engine.requests
     assert "nobody" in await error(client, CHAT, 404, model="nobody")
 
@@ -268,6 +269,21 @@ async def test_vectors(client):
     assert refused.endswith("shorten it, or leave truncate out.")
 
 
+async def test_one_vector_in_the_older_form(client, engine):
+    """As `ollama.embeddings` of Ollama's clients asks; the vector keeps its length."""
+    assert await post(client, "/api/embeddings", model="base", prompt="bc") == {"embedding": [2.0, 197.0, 0.0, 2.0]}
+    await post(client, "/api/embeddings", model="base", prompt="x" * 100, options={"num_ctx": 5}, keep_alive="5m")
+    assert len(engine.requests[-1].prompts[0]) == 64, "it is cut to the context"
+    assert "nobody" in await error(client, "/api/embeddings", 404, model="nobody", prompt="x")
+
+
+async def test_many_vectors(client, engine):
+    answer = await post(client, "/api/embed", model="base", input=["a", "bc"] * 150)
+    assert [len(request.prompts) for request in engine.requests] == [128, 128, 44]
+    assert answer["embeddings"][298:] == answer["embeddings"][:2]
+    assert answer["prompt_eval_count"] == 450
+
+
 # -- errors, and where it is served ------------------------------------------------------------------------
 
 
@@ -297,7 +313,8 @@ async def test_bad_requests(client, engine, path, body, message):
 async def test_a_body_may_say_that_it_is_of_any_type(client, kind):
     """litellm's Ollama providers name none."""
     headers = {} if kind is None else {"content-type": kind}
-    bodies = {CHAT: {"messages": USER}, GENERATE: {"prompt": "x"}, "/api/embed": {"input": "x"}, "/api/show": {}}
+    bodies = {CHAT: {"messages": USER}, GENERATE: {"prompt": "x"}, "/api/show": {}}
+    bodies |= {"/api/embed": {"input": "x"}, "/api/embeddings": {"prompt": "x"}}
     for path, body in bodies.items():
         content = json.dumps({"model": "base", "stream": False, **body}).encode()
         response = await client.post(path, content=content, headers=headers)
@@ -341,7 +358,7 @@ async def test_the_version_is_one_that_clients_accept(client):
 
 async def test_it_can_be_turned_off(connect):
     async with connect(ollama_api=False) as client:
-        for path in (CHAT, GENERATE, "/api/embed", "/api/show"):
+        for path in (CHAT, GENERATE, "/api/embed", "/api/embeddings", "/api/show"):
             assert (await client.post(path, json={})).status_code == 404
         for path in ("/api/tags", "/api/ps", "/api/version"):
             assert (await client.get(path)).status_code == 404

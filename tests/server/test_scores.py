@@ -4,6 +4,7 @@ import pytest
 
 from mlx_parallm.core import BASE_ADAPTER, PromptScored, TokenLogprob
 from mlx_parallm.errors import InvalidRequestError, StepFailedError
+from mlx_parallm.server.api.pooling import fields as pooling_fields
 
 SCORE, RERANK = "/v1/score", "/v1/rerank"
 PAIR = {"text_1": "ab", "text_2": ["c", "de"]}
@@ -101,7 +102,7 @@ async def test_only_the_text_that_is_not_scored_is_cut(client, engine):
         (SCORE, {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1"),
         (SCORE, {"text_1": "a", "text_2": []}, "text_2"),
         (SCORE, {"text_1": "a", "text_2": [1]}, "text_2"),
-        (SCORE, {"text_1": "a", "text_2": ["b"] * 129}, "text_2"),
+        (SCORE, {"text_1": "a", "text_2": ["b"] * 2049}, "text_2"),
         (SCORE, {"text_1": "a", "text_2": "b" * 64}, "text_2"),
         (SCORE, {"text_1": "a" * 63, "text_2": "bb"}, "text_1"),
         (SCORE, {"text_1": "a", "text_2": "bbb", "truncate_prompt_tokens": 3}, "text_2"),
@@ -110,7 +111,7 @@ async def test_only_the_text_that_is_not_scored_is_cut(client, engine):
         (SCORE, {"text_1": "a", "text_2": "b", "model": "nobody"}, "model"),
         (RERANK, {"query": "", "documents": ["a"]}, "query"),
         (RERANK, {"query": "a", "documents": []}, "documents"),
-        (RERANK, {"query": "a", "documents": ["b"] * 129}, "documents"),
+        (RERANK, {"query": "a", "documents": ["b"] * 2049}, "documents"),
         (RERANK, {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
     ],
 )
@@ -132,6 +133,28 @@ async def test_a_reward_model_judges_answers(client, engine, reward_models):
     assert bytes(reward_models.asked[1][1][0]).decode() == "u:q\na:one"
     assert not engine.requests
     assert client.app.state.services.gate.held == 0
+
+
+@pytest.mark.parametrize("model", ["base", "reward_model:polite"])
+async def test_a_text_that_stands_in_many_pairs_counts_in_each(client, engine, fault, monkeypatch, model):
+    monkeypatch.setattr(pooling_fields, "MAX_TOKENS", 1)  # 128 texts as long as the context are allowed all the same
+    body = {"model": model, "text_1": "a" * 50, "text_2": ["b"] * 200}
+    error = fault(await client.post(SCORE, json=body))
+    assert error["message"] == "text_1: together, the texts have more than 8192 tokens; send fewer at a time."
+    assert not engine.requests
+    assert (await client.post(SCORE, json={**body, "text_2": ["b"] * 128})).status_code == 200
+
+
+async def test_many_documents_are_scored_in_parts(client, engine, reward_models, likely):
+    """The fake's logprobs begin anew with each part."""
+    documents = [f"{number:03d}" for number in range(300)]
+    answer = await ask(client, RERANK, {"query": "q", "documents": documents})
+    assert [len(request.prompts) for request in engine.requests] == [128, 128, 44]
+    assert [each["index"] for each in answer["results"][:6]] == [0, 128, 256, 1, 129, 257]
+    assert answer["usage"]["prompt_tokens"] == 300 * len("Passage: 000\nQuestion: q")
+    scores = await ask(client, SCORE, {"text_1": "a", "text_2": ["b", "cd"] * 100, "model": "reward_model:polite"})
+    assert [len(rows) for _, rows in reward_models.asked] == [128, 72]
+    assert [item["score"] for item in scores["data"][126:130]] == [7.0, 8.0, 7.0, 8.0]
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ ROUTES: tuple[tuple[Access, str], ...] = (
         POST /api/chat
         POST /api/generate
         POST /api/embed
+        POST /api/embeddings
         POST /api/show
         GET /api/tags
         GET /api/ps

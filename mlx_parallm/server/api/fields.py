@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from operator import methodcaller
 from typing import Annotated, Any, ClassVar, Protocol, Self, TypeGuard, TypeVar
 from urllib.parse import quote
 
@@ -21,6 +22,7 @@ from pydantic import (
     ModelWrapValidatorHandler,
     PlainValidator,
     ValidationInfo,
+    WithJsonSchema,
     model_validator,
 )
 from pydantic_core import PydanticCustomError, to_json
@@ -112,13 +114,14 @@ class WireInput(BaseModel):
     `IGNORED` names fields that clients of other servers send and that have no effect here. They take any value.
     `NEUTRAL` maps fields to the values that have no effect. A declared field with such a value counts as left out. An
     undeclared field is accepted with such a value and with null, "", [] and {}, and refused by name with any other,
-    because an answer that ignored it would not be the answer that the client asked for. Any other undeclared field is
-    unknown; see `IgnoredFields`. `EMPTY_IS_LEFT_OUT` names declared fields that count as left out with an empty text
-    too.
+    because an answer that ignored it would not be the answer that the client asked for. `INSTEAD` maps such fields to
+    those that took their place. Any other undeclared field is unknown; see `IgnoredFields`. `EMPTY_IS_LEFT_OUT` names
+    declared fields that count as left out with an empty text too.
     """
 
     IGNORED: ClassVar[frozenset[str]] = frozenset()
     NEUTRAL: ClassVar[Neutral] = {}
+    INSTEAD: ClassVar[Mapping[str, str]] = {}
     NULL_VALUES: ClassVar[Mapping[str, object]] = {}
     EMPTY_IS_LEFT_OUT: ClassVar[frozenset[str]] = frozenset()
 
@@ -157,7 +160,8 @@ class WireInput(BaseModel):
         empty = value is None or _is_any_of(value, EMPTY)
         if name in cls.NEUTRAL:
             if not empty and not _is_any_of(value, cls.NEUTRAL[name]):
-                raise refused("not supported by this server; leave it out", name)
+                instead = f"send {cls.INSTEAD[name]}" if name in cls.INSTEAD else "leave it out"
+                raise refused(f"not supported by this server; {instead}", name)
         elif ignored is None:
             close = difflib.get_close_matches(name[:100], cls._declared(), n=1)
             advice = f"did you mean {close[0]!r}?" if close else "leave it out"
@@ -273,6 +277,10 @@ NonEmptyTokenIds = Annotated[
 
 # ---- response objects ----------------------------------------------------------------------------
 
+Numbers = Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "number"}})]
+"""A list of numbers, or a NumPy vector in an object that is `LONG`: it becomes a list, which takes more memory, only
+when its piece of the answer is written."""
+
 
 class WireOutput(BaseModel):
     """A JSON object that the server sends. Fields that were not set are left out, not null."""
@@ -326,7 +334,7 @@ def _pieces(value: object) -> Iterator[str]:
     elif isinstance(value, dict):
         yield from _object_pieces(value.items())
     else:
-        yield to_json(value).decode()
+        yield to_json(value, fallback=methodcaller("tolist")).decode()
 
 
 def _object_pieces(fields: Iterable[tuple[str, object]]) -> Iterator[str]:

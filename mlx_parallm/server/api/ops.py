@@ -143,7 +143,7 @@ class ServerLimits(WireOutput):
     max_queued: int
     """Maximum number of sequences that wait while the batch is full."""
     max_sequences_per_request: int
-    """Maximum number of sequences of one request, which is `n` times its prompts."""
+    """Maximum number of sequences of one request that generates, which is `n` times its prompts."""
     max_body_bytes: int
     """Maximum number of bytes of a request's body."""
     kv_cache_bytes: int

@@ -77,6 +77,7 @@ EXAMPLES: Mapping[str, Examples] = {
         "continue a text": {"model": "base", "prompt": "Once", "raw": True, "stream": False},
     },
     "/api/embed": {"two texts": {"model": "base", "input": ["A cat sleeps.", "A dog runs."]}},
+    "/api/embeddings": {"a text": {"model": "base", "prompt": "A cat sleeps."}},
     "/api/show": {"an adapter": {"model": "math"}},
     "/v1/embeddings": {
         "two texts": {"input": ["A cat sleeps.", "A dog runs."]},

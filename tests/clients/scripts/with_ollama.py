@@ -123,6 +123,7 @@ def models():
 
 
 def embed():
+    assert len(ollama.embeddings(MODEL, "A cat sleeps.").embedding) > 64
     return ollama.embed(MODEL, ["A cat sleeps.", "A dog runs."], dimensions=64).embeddings
 
 

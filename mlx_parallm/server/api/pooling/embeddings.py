@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, ClassVar, Literal, cast
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from fastapi import APIRouter, Depends
@@ -30,8 +30,8 @@ from mlx_parallm.core import (
 from mlx_parallm.errors import ContextLengthError, EngineError, InvalidRequestError
 from mlx_parallm.server.api.answer import Usage
 from mlx_parallm.server.api.completions import Prompt, Prompts, prompts_of
-from mlx_parallm.server.api.fields import INT32_MAX, Neutral, WireOutput, refused
-from mlx_parallm.server.api.pooling.fields import MAX_INPUTS, PoolingBody
+from mlx_parallm.server.api.fields import INT32_MAX, Neutral, Numbers, WireOutput, refused
+from mlx_parallm.server.api.pooling.fields import MAX_INPUTS, PoolingBody, together
 from mlx_parallm.server.api.pooling.writer import WholeAnswerWriter
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
@@ -59,7 +59,7 @@ class EmbeddingsBody(PoolingBody):
     NEUTRAL: ClassVar[Neutral] = {"embed_dtype": ("float32",), "endianness": ("native", "little"), "messages": ()}
 
     input: Annotated[Prompts, PlainValidator(_inputs, json_schema_input_type=Prompts)]
-    """A text, a list of token ids, or a list of at most 128 of either. Each gets one vector."""
+    """A text, a list of token ids, or a list of at most 2,048 of either. Each gets one vector."""
     encoding_format: Literal["float", "base64"] = "float"
     """Whether a vector is a list of numbers, or the base64 text of its little-endian float32 values."""
     dimensions: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
@@ -85,10 +85,12 @@ class EmbeddingsBody(PoolingBody):
 class EmbeddingObject(WireOutput):
     """The vector of one text."""
 
+    LONG: ClassVar[bool] = True
+
     object: Literal["embedding"]
     index: int
     """The text's place in `input`."""
-    embedding: list[float] | str
+    embedding: Numbers | str
     """The vector: numbers, or base64 of little-endian float32."""
 
 
@@ -141,11 +143,11 @@ def plan_embeddings(
 
     Raises:
         ContextLengthError: a text is longer than the context, and is not to be cut.
-        InvalidRequestError: one has no tokens, or a token is not in the vocabulary.
+        InvalidRequestError: one has no tokens, a token is not in the vocabulary, or there are too many together.
     """
     return GenerationRequest(
         request_id=new_request_id("embd"),
-        prompts=tuple(tuple(_ids(body, text, model)) for text in body.input),
+        prompts=together((_ids(body, text, model) for text in body.input), model.card.context_length, "input"),
         sampling=SamplingParams(),
         stopping=StopParams(max_tokens=0),
         adapter=adapter,
@@ -194,7 +196,7 @@ class EmbeddingsWriter(WholeAnswerWriter):
         return [finished_vector(event.vector, self.body.dimensions, self.body.normalises) for event in pooled]
 
     def _object(self, index: int, vector: Vector) -> EmbeddingObject:
-        encoded = _base64(vector) if self.body.encoding_format == "base64" else cast(list[float], vector.tolist())
+        encoded = _base64(vector) if self.body.encoding_format == "base64" else vector
         return EmbeddingObject(object="embedding", index=index, embedding=encoded)
 
 

@@ -3,6 +3,7 @@ sampling."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field
@@ -12,8 +13,11 @@ from mlx_parallm.server.api.fields import CHOSEN_ID, INT32_MAX, OpenBody, refuse
 from mlx_parallm.server.api.generation_fields import MAX_CACHE_SALT, Priority
 from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES
 
-MAX_INPUTS = MAX_SEQUENCES
-"""Largest number of texts of one request."""
+MAX_INPUTS = 2048
+"""Largest number of texts of one request, which is OpenAI's. At most `MAX_SEQUENCES` are in the engine at a time."""
+MAX_TOKENS = 2**20
+"""Number of tokens that all texts of one request may have together; or more, if `MAX_SEQUENCES` as long as the context
+have more. Where one text stands in all pairs, the size of the body does not bound them."""
 WHOLE_CONTEXT = -1
 """The value of `truncate_prompt_tokens` that means the context's length."""
 
@@ -22,6 +26,19 @@ def _not_zero(value: int) -> int:
     if value == 0:
         raise refused("must be at least 1, or -1 for the context's length")
     return value
+
+
+def together(prompts: Iterable[Sequence[int]], context: int, param: str) -> tuple[tuple[int, ...], ...]:
+    """The token ids of all texts. Raises InvalidRequestError, naming `param`, as soon as they are too many."""
+    most, total, taken = max(MAX_TOKENS, MAX_SEQUENCES * context), 0, []
+    for ids in prompts:
+        total += len(ids)
+        if total > most:
+            raise InvalidRequestError(
+                f"{param}: together, the texts have more than {most} tokens; send fewer at a time.", param=param
+            )
+        taken.append(tuple(ids))
+    return tuple(taken)
 
 
 Truncation = Annotated[int, Field(ge=WHOLE_CONTEXT, le=INT32_MAX), AfterValidator(_not_zero)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar, NamedTuple
@@ -27,8 +27,9 @@ from mlx_parallm.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.server.access.permits import check_permitted
 from mlx_parallm.server.api.answer import token_usage
 from mlx_parallm.server.api.fields import Neutral, WireOutput
-from mlx_parallm.server.api.pooling.fields import MAX_INPUTS, PoolingBody
+from mlx_parallm.server.api.pooling.fields import MAX_INPUTS, PoolingBody, together
 from mlx_parallm.server.api.pooling.writer import WholeAnswerWriter
+from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.request_log import key_of, new_request_id, record_of
 from mlx_parallm.server.lifecycle import while_connected
@@ -103,20 +104,26 @@ def _prepare(
     body: PairsBody, pairs: Sequence[Pair], model: ServedModel, adapter: AdapterRef, _: CollectionSpec | None
 ) -> PairsWriter:
     """Tokenises the pairs, and makes the engine's request. Runs in a worker thread."""
-    tokens = [_tokens(body, pair, model) for pair in pairs]
+    lengths = list[int]()
+
+    def joined() -> Iterator[Sequence[int]]:
+        for context, scored in (_tokens(body, pair, model) for pair in pairs):
+            lengths.append(len(scored))
+            yield (*context, *scored)
+
+    prompts = together(joined(), model.card.context_length, body.CONTEXT)
     request = GenerationRequest(
         request_id=new_request_id("score"),
-        prompts=tuple((*context, *scored) for context, scored in tokens),
+        prompts=prompts,
         sampling=SamplingParams(),
         stopping=StopParams(max_tokens=0),
         prompt_logprobs=0,
-        scored_from=min(len(context) for context, _ in tokens),
+        scored_from=min(len(prompt) - scored for prompt, scored in zip(prompts, lengths, strict=True)),
         adapter=adapter,
         priority=body.priority,
         cache_salt=body.cache_salt or "",
         base=model.card.name,
     )
-    lengths = [len(scored) for _, scored in tokens]
     return PairsWriter(body=body, request=request, model=model.card.name, scored=lengths)
 
 
@@ -174,27 +181,33 @@ async def _rewards(body: PairsBody, name: str, services: Services, request: Requ
     if not key.sees(name):
         raise no_reward_model(name)
     account = record.account = services.accounts.of(key)
-    with account.request(), services.gate.reserve(len(body.judged), account.queue_name):
-        rows = await services.workers.run(request.state.body_bytes, partial(_rows, body, services.first))
-        tokens = sum(len(question) + len(answer) for question, answer in rows)
+    with account.request(), services.gate.reserve(min(len(body.judged), MAX_SEQUENCES), account.queue_name):
+        rows, lengths = await services.workers.run(request.state.body_bytes, partial(_rows, body, services.first))
+        tokens = sum(map(len, rows))
         account.add_prompt(tokens)
         async with while_connected(request.receive, services.lifecycle.expired):
-            rewards = await models.score(name, [(*question, *answer) for question, answer in rows])
+            parts = (rows[at : at + MAX_SEQUENCES] for at in range(0, len(rows), MAX_SEQUENCES))
+            rewards = [reward for part in parts for reward in await models.score(name, part)]
     usage = token_usage(tokens, 0)
     fields = {"id": request_id, "usage": usage, "model": body.model}
-    return Scored(rewards, [len(answer) for _, answer in rows], fields)
+    return Scored(rewards, lengths, fields)
 
 
-def _rows(body: PairsBody, model: ServedModel) -> list[tuple[list[int], list[int]]]:
-    """The tokens of each question, as a message of the user, and of its answer. Runs in a worker thread."""
-    context, rows = model.card.context_length, []
-    for question, answer in body.judged:
-        asked = model.tokenizer.apply_chat_template([{"role": "user", "content": question}], at_most=context)
-        answered = model.tokenizer.encode(answer, False, context)
-        if len(asked) + len(answered) >= context:
-            raise ContextLengthError(
-                f"A pair has {len(asked) + len(answered)} tokens, and the model's context {context}; shorten it.",
-                param=body.CONTEXT,
-            )
-        rows.append((asked, answered))
-    return rows
+def _rows(body: PairsBody, model: ServedModel) -> tuple[Sequence[tuple[int, ...]], Sequence[int]]:
+    """The tokens of each question, as a message of the user, and of its answer; and those of the answers, counted. Runs
+    in a worker thread."""
+    context, lengths = model.card.context_length, list[int]()
+
+    def joined() -> Iterator[Sequence[int]]:
+        for question, answer in body.judged:
+            asked = model.tokenizer.apply_chat_template([{"role": "user", "content": question}], at_most=context)
+            answered = model.tokenizer.encode(answer, False, context)
+            if len(asked) + len(answered) >= context:
+                raise ContextLengthError(
+                    f"A pair has {len(asked) + len(answered)} tokens, and the model's context {context}; shorten it.",
+                    param=body.CONTEXT,
+                )
+            lengths.append(len(answered))
+            yield (*asked, *answered)
+
+    return together(joined(), context, body.CONTEXT), lengths

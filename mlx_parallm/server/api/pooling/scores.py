@@ -45,7 +45,7 @@ class ScoreBody(PairsBody):
     text_1: OneOrMore
     """What the scored texts follow: one text for all of them, or one for each. For a reward model, the question."""
     text_2: OneOrMore
-    """The texts that are scored: 1 to 128. For a reward model, answers."""
+    """The texts that are scored: 1 to 2,048. For a reward model, answers."""
 
     @model_validator(mode="after")
     def _check_numbers(self) -> Self:
@@ -135,7 +135,7 @@ class RerankBody(PairsBody):
     query: Text
     """What is looked for."""
     documents: Annotated[list[Text | DocumentText], Field(min_length=1, max_length=MAX_INPUTS)]
-    """1 to 128 texts, or objects with a `text`."""
+    """1 to 2,048 texts, or objects with a `text`."""
     top_n: Annotated[int, Field(ge=0, le=INT32_MAX)] = 0
     """The number of documents to return, best first. 0: all of them."""
     return_documents: bool = True

@@ -75,7 +75,6 @@ class GenerateBody(CollectableBody, SamplingFields):
         "images": (),
         "input_embeds": (),
         "logprob_start_len": (-1,),
-        "lora_path": (),
         "return_text_in_logprobs": (False,),
         "stream": (False,),
         "text": (),

@@ -1,4 +1,4 @@
-"""`POST /api/embed`: Ollama's API for vectors of texts, on top of `/v1/embeddings`."""
+"""`POST /api/embed` and `/api/embeddings`: Ollama's API for vectors of texts, on top of `/v1/embeddings`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mlx_parallm.server.api.answer import served_by
 from mlx_parallm.server.api.pooling import embeddings
 from mlx_parallm.server.api.pooling.embeddings import EmbeddingsBody, EmbeddingsWriter
 from mlx_parallm.server.generation import GenerationResponse
-from mlx_parallm.server.http.body import json_body, validated
+from mlx_parallm.server.http.body import validated
 from mlx_parallm.server.openapi.responses import generating
 from mlx_parallm.server.protocols.ollama.models import known_name, load
-from mlx_parallm.server.protocols.ollama.objects import EmbedAnswer
-from mlx_parallm.server.protocols.ollama.schema import EmbedBody
+from mlx_parallm.server.protocols.ollama.objects import EmbedAnswer, OneEmbeddingAnswer
+from mlx_parallm.server.protocols.ollama.schema import EmbedBody, OneEmbeddingBody, ollama_body
 from mlx_parallm.server.protocols.ollama.writer import durations
 from mlx_parallm.server.services import Services, ServicesDep
 
@@ -29,20 +29,42 @@ router = APIRouter(tags=["Ollama"])
 
 @router.post("/api/embed", responses=generating(EmbedAnswer))
 async def embed(
-    body: Annotated[EmbedBody, Depends(json_body(EmbedBody, media_types=None))], request: Request, services: ServicesDep
+    body: Annotated[EmbedBody, Depends(ollama_body(EmbedBody))], request: Request, services: ServicesDep
 ) -> Response:
     """Makes a vector of each text, as `/v1/embeddings` does. Without texts, it loads the model."""
     if not body.input:
         answer = EmbedAnswer(model=await load(body.model, services), embeddings=[])
         return Response(answer.json_text(), media_type="application/json")
+    return await _embedded(body, EmbedWriter, request, services)
+
+
+@router.post("/api/embeddings", responses=generating(OneEmbeddingAnswer))
+async def embed_one(
+    body: Annotated[OneEmbeddingBody, Depends(ollama_body(OneEmbeddingBody))], request: Request, services: ServicesDep
+) -> Response:
+    """The older form of `/api/embed`: makes a vector of one text, and does not bring it to length 1."""
+    if not body.prompt:
+        await load(body.model, services)
+        return Response(OneEmbeddingAnswer(embedding=[]).json_text(), media_type="application/json")
+    return await _embedded(body, OneEmbeddingWriter, request, services)
+
+
+async def _embedded(
+    body: EmbedBody | OneEmbeddingBody, writer: type[EmbeddingsWriter], request: Request, services: Services
+) -> Response:
     fields = {**body.for_embeddings(), "model": known_name(body.model, services)}
     asked = await services.workers.run(request.state.body_bytes, partial(validated, EmbeddingsBody, fields))
-    return GenerationResponse(services, asked, len(asked.input), partial(prepare, asked, services))
+    return GenerationResponse(services, asked, len(asked.input), partial(prepare, asked, writer, services))
 
 
 def prepare(
-    asked: EmbeddingsBody, services: Services, model: ServedModel, adapter: AdapterRef, _: CollectionSpec | None
-) -> EmbedWriter:
+    asked: EmbeddingsBody,
+    writer: type[EmbeddingsWriter],
+    services: Services,
+    model: ServedModel,
+    adapter: AdapterRef,
+    _: CollectionSpec | None,
+) -> EmbeddingsWriter:
     """Tokenises the texts, and makes the engine's request. Runs in a worker thread."""
     try:
         request = embeddings.plan_embeddings(asked, services.config, model, adapter)
@@ -52,7 +74,7 @@ def prepare(
             "truncate out.",
             param="input",
         ) from None
-    return EmbedWriter(body=asked, request=request, model=model.card.name)
+    return writer(body=asked, request=request, model=model.card.name)
 
 
 class EmbedWriter(EmbeddingsWriter):
@@ -63,7 +85,14 @@ class EmbedWriter(EmbeddingsWriter):
         assert isinstance(finished, RequestFinished)
         return EmbedAnswer(
             model=served_by(self.request, self.model)["model"],
-            embeddings=[vector.tolist() for vector in self.vectors(events)],
+            embeddings=self.vectors(events),
             prompt_eval_count=finished.prompt_tokens,
             **durations(finished),
         )
+
+
+class OneEmbeddingWriter(EmbeddingsWriter):
+    """Writes the vector in the form of Ollama's older route."""
+
+    def whole(self, events: Sequence[Event]) -> OneEmbeddingAnswer:
+        return OneEmbeddingAnswer(embedding=self.vectors(events)[0].tolist())

@@ -10,7 +10,6 @@ from fastapi import APIRouter, Depends
 
 from mlx_parallm.core import AdapterCard, BaseStatus, ModelCard, ModelState, Residence, ServedModel
 from mlx_parallm.errors import UnknownModelError
-from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.openapi.responses import raises
 from mlx_parallm.server.protocols.ollama.objects import (
     Capability,
@@ -21,7 +20,7 @@ from mlx_parallm.server.protocols.ollama.objects import (
     ShownModel,
     timestamp,
 )
-from mlx_parallm.server.protocols.ollama.schema import ShowBody
+from mlx_parallm.server.protocols.ollama.schema import ShowBody, ollama_body
 from mlx_parallm.server.sampling import used_defaults
 from mlx_parallm.server.services import Services, ServicesDep
 
@@ -87,9 +86,7 @@ async def list_running(services: ServicesDep) -> ListedModels:
 
 
 @router.post("/api/show", responses=raises(UnknownModelError))
-async def show(
-    body: Annotated[ShowBody, Depends(json_body(ShowBody, media_types=None))], services: ServicesDep
-) -> ShownModel:
+async def show(body: Annotated[ShowBody, Depends(ollama_body(ShowBody))], services: ServicesDep) -> ShownModel:
     """Describes one model: its context's length, its chat template, and what it can do. Loads it if it is not in
     memory."""
     name = known_name(body.model or body.name, services)

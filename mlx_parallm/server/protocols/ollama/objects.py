@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any, ClassVar, Literal
 
-from mlx_parallm.server.api.fields import WireOutput
+from mlx_parallm.server.api.fields import Numbers, WireOutput
 from mlx_parallm.server.api.logprobs import ChatTokenLogprob
 
 
@@ -117,7 +117,7 @@ class EmbedAnswer(WireOutput):
 
     model: str
     """The served model, or the adapter's name."""
-    embeddings: list[list[float]]
+    embeddings: list[Numbers]
     """One vector of length 1 for each text."""
     total_duration: int | None = None
     """From the arrival of the request to the end."""
@@ -125,6 +125,13 @@ class EmbedAnswer(WireOutput):
     """From the arrival to the beginning of the computation."""
     prompt_eval_count: int | None = None
     """Tokens of all texts."""
+
+
+class OneEmbeddingAnswer(WireOutput):
+    """The vector of one text."""
+
+    embedding: list[float]
+    """The vector, whose length is not 1."""
 
 
 # ---- models ------------------------------------------------------------------------------------------

@@ -18,13 +18,13 @@ from mlx_parallm.server.api.chat.schema import ChatBody
 from mlx_parallm.server.api.chat.translated import chat_body, client_names
 from mlx_parallm.server.api.completions import CompletionBody, plan_completion
 from mlx_parallm.server.generation import GenerationResponse
-from mlx_parallm.server.http.body import json_body, validated
+from mlx_parallm.server.http.body import validated
 from mlx_parallm.server.http.request_log import new_request_id
 from mlx_parallm.server.openapi.responses import in_lines
 from mlx_parallm.server.protocols.ollama.models import known_name, load
 from mlx_parallm.server.protocols.ollama.objects import AnsweredMessage, ChatAnswer, GenerateAnswer, timestamp
 from mlx_parallm.server.protocols.ollama.options import PromptedBody
-from mlx_parallm.server.protocols.ollama.schema import OllamaChatBody, OllamaGenerateBody
+from mlx_parallm.server.protocols.ollama.schema import OllamaChatBody, OllamaGenerateBody, ollama_body
 from mlx_parallm.server.protocols.ollama.writer import ChatWriter, GenerateWriter
 from mlx_parallm.server.services import Services, ServicesDep
 
@@ -46,7 +46,7 @@ router = APIRouter(tags=["Ollama"])
 
 @router.post("/api/chat", responses=in_lines(ChatAnswer))
 async def chat(
-    body: Annotated[OllamaChatBody, Depends(json_body(OllamaChatBody, media_types=None))],
+    body: Annotated[OllamaChatBody, Depends(ollama_body(OllamaChatBody))],
     request: Request,
     services: ServicesDep,
 ) -> Response:
@@ -74,7 +74,7 @@ def prepare_chat(
 
 @router.post("/api/generate", responses=in_lines(GenerateAnswer))
 async def generate(
-    body: Annotated[OllamaGenerateBody, Depends(json_body(OllamaGenerateBody, media_types=None))],
+    body: Annotated[OllamaGenerateBody, Depends(ollama_body(OllamaGenerateBody))],
     request: Request,
     services: ServicesDep,
 ) -> Response:

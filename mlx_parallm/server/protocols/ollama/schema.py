@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
@@ -10,8 +11,12 @@ from mlx_parallm.server.api.chat.messages import MAX_MESSAGES
 from mlx_parallm.server.api.chat.tools import MAX_TOOLS, FunctionTool
 from mlx_parallm.server.api.fields import INT32_MAX, Neutral, OpenBody, refused
 from mlx_parallm.server.api.pooling.fields import MAX_INPUTS, WHOLE_CONTEXT
+from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.protocols.ollama.conversation import OllamaMessage, chat_messages
 from mlx_parallm.server.protocols.ollama.options import KeepAlive, OllamaOptions, PromptedBody
+
+ollama_body = partial(json_body, media_types=None)
+"""As `json_body`, for a body of any content type: some of Ollama's clients name none."""
 
 
 class OllamaChatBody(PromptedBody):
@@ -74,27 +79,43 @@ class OllamaGenerateBody(PromptedBody):
         return {**self.shared_fields(), "prompt": prompt, "logprobs": self.top}
 
 
-class EmbedBody(OpenBody):
-    """The texts whose vectors are wanted."""
+class EmbeddingBody(OpenBody):
+    """What both routes for vectors take."""
 
     model: str | None = None
     """The served model or an adapter, as in chat."""
-    input: Annotated[list[str], Field(max_length=MAX_INPUTS)] | str = Field(default_factory=list)
-    """A text, or a list of at most 128. Each gets one vector. Without texts, the model is loaded."""
-    truncate: bool = True
-    """Whether a text that is longer than the context is cut at its end. false: it is refused."""
-    dimensions: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    """Only the first so many values of each vector, at length 1 again."""
     options: OllamaOptions = OllamaOptions()
     """Accepted and ignored: no token is drawn."""
     keep_alive: KeepAlive | None = None
     """Accepted and ignored: the model stays in memory."""
 
+
+class EmbedBody(EmbeddingBody):
+    """The texts whose vectors are wanted."""
+
+    input: Annotated[list[str], Field(max_length=MAX_INPUTS)] | str = Field(default_factory=list)
+    """A text, or a list of at most 2,048. Each gets one vector. Without texts, the model is loaded."""
+    truncate: bool = True
+    """Whether a text that is longer than the context is cut at its end. false: it is refused."""
+    dimensions: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    """Only the first so many values of each vector, at length 1 again."""
+
     def for_embeddings(self) -> dict[str, Any]:
         """The fields of the same request to `/v1/embeddings`."""
         most = WHOLE_CONTEXT if self.truncate else None
-        same = {"model": self.model, "input": self.input, "dimensions": self.dimensions}
-        return {**same, "truncate_prompt_tokens": most}
+        return {"input": self.input, "dimensions": self.dimensions, "truncate_prompt_tokens": most}
+
+
+class OneEmbeddingBody(EmbeddingBody):
+    """The text whose vector is wanted."""
+
+    prompt: str = ""
+    """The text, which is cut at its end if it is longer than the context. Without one, the model is loaded."""
+
+    def for_embeddings(self) -> dict[str, Any]:
+        """The fields of the same request to `/v1/embeddings`. As Ollama's older route has it, the vector keeps its
+        length."""
+        return {"input": self.prompt, "truncate_prompt_tokens": WHOLE_CONTEXT, "normalize": False}
 
 
 class ShowBody(OpenBody):
