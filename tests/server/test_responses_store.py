@@ -89,8 +89,23 @@ async def test_a_response_whose_client_left_is_not_stored(serving, engine):
 
 async def test_an_unknown_query_parameter_is_refused(client, fault):
     got = await respond(client)
-    response = await client.get(f"{URL}/{got['id']}?stream=true")
-    assert (response.status_code, fault(response)["param"]) == (400, "stream")
+    response = await client.get(f"{URL}/{got['id']}?after=true")
+    assert (response.status_code, fault(response)["param"]) == (400, "after")
+
+
+@pytest.mark.parametrize("query", ["stream=true", "starting_after=3"])
+async def test_the_events_of_a_stored_response_are_refused_with_the_reason(client, fault, query):
+    got = await respond(client)
+    response = await client.get(f"{URL}/{got['id']}?{query}")
+    assert (response.status_code, fault(response)["param"]) == (400, query.partition("=")[0])
+    assert "leave it out to get the whole response" in fault(response)["message"]
+    assert (await client.get(f"{URL}/{got['id']}?stream=false")).json() == got
+
+
+async def test_what_openai_has_beside_the_ids_of_responses_is_absent(client, fault):
+    response = await client.post(f"{URL}/compact", json={"input": "hi"})
+    assert (response.status_code, fault(response)["code"]) == (404, "not_found")
+    assert (await client.post(f"{URL}/resp_x", json={})).status_code == 405
 
 
 async def test_the_least_recently_used_is_dropped(client, fault, monkeypatch):

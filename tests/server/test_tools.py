@@ -432,6 +432,26 @@ async def test_what_no_call_can_follow_is_said_of_the_schema_alone(make, fault, 
     assert told == 'tools[1].function.parameters: this tool call cannot be enforced: not supported: "not"'
 
 
+@pytest.mark.parametrize(
+    ("fields", "param", "instead"),
+    [
+        ({"functions": [FUNCTION]}, "functions", "tools"),
+        ({"function_call": {"name": "f"}}, "function_call", "tool_choice"),
+        (
+            {"messages": [*USER, {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}]},
+            "messages[1].function_call",
+            "tool_calls",
+        ),
+    ],
+)
+async def test_fields_of_before_tools_are_refused_with_those_that_took_their_place(
+    client, fault, fields, param, instead
+):
+    error = fault(await client.post(URL, json={"messages": USER, **fields}))
+    assert error["param"] == param
+    assert error["message"].endswith(f"not supported by this server; send {instead}")
+
+
 async def test_tools_can_be_collected_unless_calls_are_enforced(client, engine):
     await ask(client, collect_trajectory=True)
     assert engine.requests[-1].grammar is None

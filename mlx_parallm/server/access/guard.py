@@ -28,6 +28,10 @@ MAX_CHANGES = 64
 the client leaves, so without a limit one client's could keep all others' waiting."""
 
 
+ABSENT = frozenset({("POST", "/v1/responses/compact")})
+"""Routes of OpenAI's that are not here, and whose last part a route takes for an id: 404 says more than 405."""
+
+
 class Guard:
     """Answers 401 unless the request sends a key that the ring has, 429 after too many wrong ones, and 403 if the key's
     role may not use the route that would answer. Requests that no route would answer end here, with 404 or 405.
@@ -124,7 +128,7 @@ def needed(routes: Iterable[BaseRoute], scope: Scope) -> Access:
             return DECLARED.get((scope["method"], path), UNDECLARED)
         if match is Match.PARTIAL:
             others.setdefault(path, set()).update(getattr(route, "methods", None) or ())
-    if not others:
+    if not others or (scope["method"], scope["path"]) in ABSENT:
         raise UnknownRouteError("No such route.")
     # Those of a route of exactly this path, not of one whose parameter would take its last part for a name.
     raise MethodError(others.get(scope["path"]) or set().union(*others.values()))

@@ -132,6 +132,7 @@ class Message(WireInput):
     """One message of the conversation."""
 
     NEUTRAL: ClassVar[Neutral] = {"annotations": (), "audio": (), "function_call": (), "images": ()}
+    INSTEAD: ClassVar[Mapping[str, str]] = {"function_call": "tool_calls"}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     """The author of the message. `developer` means `system`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, PlainValidator, model_validator
@@ -50,6 +51,7 @@ class ChatBody(ToolCallingBody):
         "prediction": (),
         "web_search_options": (),
     }
+    INSTEAD: ClassVar[Mapping[str, str]] = {"function_call": "tool_choice", "functions": "tools"}
 
     messages: Messages
     """The conversation so far."""

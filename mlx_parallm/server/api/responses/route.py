@@ -58,8 +58,22 @@ OWN_NAMES: Mapping[str, str] = {
 class ResponseQuery(WireQuery):
     """The query of a request for a stored response."""
 
+    stream: bool = False
+    """Only false: a stored response is not streamed again."""
+    starting_after: int | None = None
+    """Not supported, because it needs `stream`."""
     include_obfuscation: bool = False
     """Accepted and ignored: stored responses are not streamed."""
+
+    def check(self) -> None:
+        """Raises InvalidRequestError if the events of the response are wanted, which are not kept."""
+        if self.stream or self.starting_after is not None:
+            name = "stream" if self.stream else "starting_after"
+            raise InvalidRequestError(
+                f"{name}: the events of a stored response are not kept, because no response runs in the background "
+                "here; leave it out to get the whole response.",
+                param=name,
+            )
 
 
 class InputItemsQuery(WireQuery):
@@ -122,6 +136,7 @@ async def get_response(
     response_id: ResponseId, services: ServicesDep, key: KeyDep, query: Annotated[ResponseQuery, Query()]
 ) -> Response:
     """A stored response, as it was when it ended."""
+    query.check()
     stored = _stored(services, response_id, key, "response_id")
     return Response(stored.response, media_type="application/json")
 
