@@ -18,9 +18,21 @@ from mlx_parallm.server.api.pooling.scores import Ranking, RerankBody, ScoreBody
 from mlx_parallm.server.api.responses.objects import ResponseObject
 from mlx_parallm.server.api.responses.schema import ResponsesBody
 from mlx_parallm.server.error_forms import ErrorBody, MessagesError, OllamaError
-from mlx_parallm.server.protocols.ollama.objects import ChatAnswer, EmbedAnswer, GenerateAnswer, ShownModel
+from mlx_parallm.server.protocols.ollama.objects import (
+    ChatAnswer,
+    EmbedAnswer,
+    GenerateAnswer,
+    OneEmbeddingAnswer,
+    ShownModel,
+)
 from mlx_parallm.server.protocols.ollama.options import OllamaOptions
-from mlx_parallm.server.protocols.ollama.schema import EmbedBody, OllamaChatBody, OllamaGenerateBody, ShowBody
+from mlx_parallm.server.protocols.ollama.schema import (
+    EmbedBody,
+    OllamaChatBody,
+    OllamaGenerateBody,
+    OneEmbeddingBody,
+    ShowBody,
+)
 from mlx_parallm.server.protocols.tokens.schema import TokenCompletion, TokensBody
 
 USER = [{"role": "user", "content": "x"}]
@@ -109,6 +121,7 @@ ROUTES = (
     Route(
         "/api/embed", EmbedBody, {"input": ["x"]}, EmbedAnswer, OllamaError, {"input": st.lists(scalars, max_size=3)}
     ),
+    Route("/api/embeddings", OneEmbeddingBody, {"prompt": "x"}, OneEmbeddingAnswer, OllamaError),
     Route("/api/show", ShowBody, {}, ShownModel, OllamaError),
     Route("/v1/embeddings", EmbeddingsBody, {"input": "x"}, Embeddings, nested={"input": st.lists(values, max_size=3)}),
     Route("/v1/score", ScoreBody, {"text_1": "x", "text_2": ["y"]}, Scores, nested={"text_2": st.lists(st.text())}),
