@@ -247,3 +247,10 @@ async def test_the_operator_chooses_whose_logprobs_are_reported(make_client, eng
 async def test_tokens_have_their_strings(client):
     got = (await client.post("/tokenize", json={"prompt": "ä", "return_token_strs": True})).json()
     assert got["token_strs"] == ["0xc3", "0xa4"]
+
+
+async def test_an_empty_stop_counts_as_left_out(client, engine):
+    await generate(client, sampling_params={"stop": ""}, model="")
+    sglang = {"input_ids": [97], "sampling_params": {"stop": ""}}
+    assert (await client.post("/generate", json=sglang)).status_code == 200
+    assert [request.stopping.stop for request in engine.requests] == [(), ()]

@@ -35,6 +35,9 @@ Neutral = Mapping[str, tuple[Any, ...]]
 
 EMPTY: tuple[Any, ...] = ("", [], {})
 """Values that, like null, have no effect in any unsupported field."""
+EMPTY_IS_LEFT_OUT = frozenset({"model", "stop"})
+"""Declared fields that count as left out with an empty text too: clients send them so for the server's own. An empty
+name of an adapter is refused: it must not mean the base model."""
 INT32_MAX = 2**31 - 1
 CHOSEN_ID = re.compile(r"[ -~]{1,128}")
 """Ids of requests that clients may choose: printable ASCII."""
@@ -115,15 +118,13 @@ class WireInput(BaseModel):
     `NEUTRAL` maps fields to the values that have no effect. A declared field with such a value counts as left out. An
     undeclared field is accepted with such a value and with null, "", [] and {}, and refused by name with any other,
     because an answer that ignored it would not be the answer that the client asked for. `INSTEAD` maps such fields to
-    those that took their place. Any other undeclared field is unknown; see `IgnoredFields`. `EMPTY_IS_LEFT_OUT` names
-    declared fields that count as left out with an empty text too.
+    those that took their place. Any other undeclared field is unknown; see `IgnoredFields`.
     """
 
     IGNORED: ClassVar[frozenset[str]] = frozenset()
     NEUTRAL: ClassVar[Neutral] = {}
     INSTEAD: ClassVar[Mapping[str, str]] = {}
     NULL_VALUES: ClassVar[Mapping[str, object]] = {}
-    EMPTY_IS_LEFT_OUT: ClassVar[frozenset[str]] = frozenset()
 
     model_config = ConfigDict(
         strict=True, extra="forbid", allow_inf_nan=False, frozen=True, use_attribute_docstrings=True
@@ -150,7 +151,7 @@ class WireInput(BaseModel):
     @classmethod
     def _left_out(cls, name: str) -> Iterable[object]:
         """The values with which a declared field counts as left out, apart from null."""
-        return (*cls.NEUTRAL.get(name, ()), *([""] if name in cls.EMPTY_IS_LEFT_OUT else []))
+        return (*cls.NEUTRAL.get(name, ()), *([""] if name in EMPTY_IS_LEFT_OUT else []))
 
     @classmethod
     def _check_undeclared(cls, name: str, value: object, ignored: IgnoredFields | None) -> None:
@@ -196,10 +197,6 @@ class WireInput(BaseModel):
 class OpenBody(WireInput):
     """The body of a route that other servers have too, so that clients may send fields which this server does not know.
     Unknown fields are ignored, unless the server runs with strict fields or the request is collected for training."""
-
-    EMPTY_IS_LEFT_OUT: ClassVar[frozenset[str]] = frozenset({"model", "stop"})
-    """Clients send them empty for the server's own. An empty name of an adapter is refused: it must not mean the base
-    model."""
 
 
 class Validate(Protocol[Validated]):

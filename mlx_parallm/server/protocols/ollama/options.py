@@ -28,8 +28,6 @@ class OllamaOptions(WireInput):
     """How tokens are drawn. An option that is left out has the model's own default, or else OpenAI's, and not Ollama's.
     Options for Ollama's hardware are ignored."""
 
-    EMPTY_IS_LEFT_OUT: ClassVar[frozenset[str]] = frozenset({"stop"})
-
     IGNORED: ClassVar[frozenset[str]] = frozenset(
         {
             "embedding_only",
