@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import argparse
 from argparse import Namespace
-from collections.abc import Callable, Mapping
 
-SHELLS = ("bash", "zsh", "tcsh")
+from mlx_parallm.cli import main
+from mlx_parallm.cli.parser import Parser, all_parsers
+from mlx_parallm.errors import ConfigError
 
-Programs = Callable[[], Mapping[str, argparse.ArgumentParser]]
+_SHELLS = ("bash", "zsh", "tcsh")
+_PROGRAMS = {
+    "mlx_parallm": main.main_parser,
+    "mlx_parallm_serve": main.serve_parser,
+    "mlx_parallm_train": main.train_parser,
+}
 
 
-def add_arguments(parser: argparse.ArgumentParser, programs: Programs) -> None:
-    """Adds the arguments of the command. `programs`: makes the parsers of all programs, by name."""
-    parser.add_argument("shell", choices=SHELLS, help="The shell that reads the script.")
+def add_arguments(parser: Parser) -> None:
+    """Adds the arguments of the command."""
+    parser.add_argument("shell", choices=_SHELLS, help="The shell that reads the script.")
     name = "The program whose arguments are completed. Default: %(default)s."
     parser.add_argument("--program", default="mlx_parallm", metavar="NAME", help=name)
-    parser.set_defaults(run=lambda args: print_completion(args, programs()))
+    parser.set_defaults(run=print_completion)
 
 
-def print_completion(args: Namespace, programs: Mapping[str, argparse.ArgumentParser]) -> int:
+def print_completion(args: Namespace) -> int:
     """Prints the script.
 
     Raises:
@@ -27,9 +32,7 @@ def print_completion(args: Namespace, programs: Mapping[str, argparse.ArgumentPa
     """
     import shtab
 
-    from mlx_parallm.errors import ConfigError
-
-    if args.program not in programs:
-        raise ConfigError(f"--program: must be one of {', '.join(programs)}, got {args.program!r}")
-    print(shtab.complete(programs[args.program], args.shell))
+    if args.program not in _PROGRAMS:
+        raise ConfigError(f"--program: must be one of {', '.join(_PROGRAMS)}, got {args.program!r}")
+    print(shtab.complete(all_parsers(_PROGRAMS[args.program]()), args.shell))
     return 0

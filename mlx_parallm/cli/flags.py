@@ -6,10 +6,11 @@ import argparse
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.adapters.checkpoints.runs import named_run
+from mlx_parallm.cli.parser import Parser
 from mlx_parallm.config import KEYS, Key, Setting
 from mlx_parallm.errors import ConfigError
 
@@ -23,6 +24,7 @@ class Flag:
     """`metavar` is the name of the value in the help. A flag without one takes no value and has a --no- form.
 
     `several`: the flag takes several values, and may be given several times, as in vLLM. `alias`: another name for it.
+    `only`: the program that obeys it; empty: both do.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Flag:
     metavar: str = ""
     several: bool = False
     alias: str = ""
+    only: str = ""
 
     @property
     def key(self) -> Key:
@@ -51,25 +54,20 @@ class FlagGroup:
     flags: tuple[Flag, ...]
 
 
+SERVE, TRAIN = "mlx_parallm_serve", "mlx_parallm_train"
+_of_serving, _of_training = partial(Flag, only=SERVE), partial(Flag, only=TRAIN)
 _BASE, _OTHER_BASES = "model.base_model_path", "model.other_base_models"
 _RESUME, _FOLDER = "checkpointing.resume", "checkpointing.checkpoint_dir"
-TRAIN_ONLY = frozenset(
-    (
-        *("rl_training.max_completion_tokens", "rl_training.rollout_temperature", "rl_training.system_prompt"),
-        *("inference.engine", "inference.url", "inference.model", "inference.adapter_dir"),
-    )
-)
-"""Keys whose flags only `mlx_parallm_train` has."""
 
 GROUPS = (
     FlagGroup(
         "model",
-        "Which model is served, and under which names.",
+        "Which model is used, and under which names.",
         (
             Flag("--model-path", _BASE, "DIR_OR_HUB_ID", several=True),
-            Flag("--idle-unload", "model.idle_unload", "SECONDS"),
-            Flag("--served-model-name", "server.served_model_name", "NAME", several=True),
-            Flag("--model-aliases", "server.model_aliases", "PATTERN,PATTERN"),
+            _of_serving("--idle-unload", "model.idle_unload", "SECONDS"),
+            _of_serving("--served-model-name", "server.served_model_name", "NAME", several=True),
+            _of_serving("--model-aliases", "server.model_aliases", "PATTERN,PATTERN"),
             Flag("--max-model-len", "model.max_model_len", "TOKENS"),
             Flag("--trust-remote-code", "model.trust_remote_code"),
             Flag("--allow-special-tokens", "model.allow_special_tokens"),
@@ -77,37 +75,41 @@ GROUPS = (
     ),
     FlagGroup(
         "network",
-        "Where the server listens, and who may use it.",
+        "Where the server listens, which APIs it has, and who may use it.",
         (
-            Flag("--host", "server.host", "ADDRESS"),
-            Flag("--port", "server.port", "PORT"),
-            Flag("--api-key", "server.api_key", "KEY"),
-            Flag("--keys-file", "server.keys_file", "FILE"),
-            Flag("--allowed-hosts", "server.allowed_hosts", "NAME,NAME"),
-            Flag("--cors-origins", "server.cors_origins", "ORIGIN,ORIGIN"),
-            Flag("--trusted-proxies", "server.trusted_proxies", "ADDRESS,ADDRESS"),
-            Flag("--dashboard", "server.dashboard"),
-            Flag("--shutdown-timeout", "server.shutdown_timeout", "SECONDS"),
+            _of_serving("--host", "server.host", "ADDRESS"),
+            _of_serving("--port", "server.port", "PORT"),
+            _of_serving("--api-key", "server.api_key", "KEY"),
+            _of_serving("--keys-file", "server.keys_file", "FILE"),
+            _of_serving("--ssl-certfile", "server.ssl_certfile", "FILE"),
+            _of_serving("--ssl-keyfile", "server.ssl_keyfile", "FILE"),
+            _of_serving("--ssl-keyfile-password", "server.ssl_keyfile_password", "PASSWORD"),
+            _of_serving("--allowed-hosts", "server.allowed_hosts", "NAME,NAME"),
+            _of_serving("--cors-origins", "server.cors_origins", "ORIGIN,ORIGIN"),
+            _of_serving("--trusted-proxies", "server.trusted_proxies", "ADDRESS,ADDRESS"),
+            _of_serving("--dashboard", "server.dashboard"),
+            _of_serving("--ollama-api", "server.ollama_api"),
+            _of_serving("--atropos-api", "server.atropos_api"),
+            _of_serving("--shutdown-timeout", "server.shutdown_timeout", "SECONDS"),
         ),
     ),
     FlagGroup(
         "requests",
-        "How requests share the batch, and what they may ask for.",
+        "How requests and rollouts share the batch, and what they may ask for.",
         (
             Flag("--max-batch-size", "server.max_batch_size", "ROWS"),
             Flag("--max-batched-tokens", "server.max_batched_tokens", "TOKENS"),
-            Flag("--max-queued", "server.max_queued", "SEQUENCES"),
+            _of_serving("--max-queued", "server.max_queued", "SEQUENCES"),
             Flag("--speculation", "server.speculation", "auto|ngram|draft|off"),
             Flag("--draft-model", "model.draft_model", "DIR_OR_HUB_ID"),
             Flag("--max-decode-stall-ms", "server.max_decode_stall_ms", "MILLISECONDS"),
-            Flag("--strict-fields", "server.strict_fields"),
-            Flag("--ollama-api", "server.ollama_api"),
-            Flag("--logprobs-mode", "server.logprobs_mode", "MODE"),
-            Flag("--generation-config", "server.generation_config", "auto|none"),
-            Flag("--chat-template-dir", "server.chat_template_dir", "DIR"),
-            Flag("--max-logprobs", "server.max_logprobs", "CANDIDATES"),
-            Flag("--return-tokens-as-token-ids", "server.return_tokens_as_token_ids"),
-            Flag("--embedding-pooling", "server.embedding_pooling", "last|mean"),
+            _of_serving("--strict-fields", "server.strict_fields"),
+            _of_serving("--logprobs-mode", "server.logprobs_mode", "MODE"),
+            _of_serving("--generation-config", "server.generation_config", "auto|none"),
+            _of_serving("--chat-template-dir", "server.chat_template_dir", "DIR"),
+            _of_serving("--max-logprobs", "server.max_logprobs", "CANDIDATES"),
+            _of_serving("--return-tokens-as-token-ids", "server.return_tokens_as_token_ids"),
+            _of_serving("--embedding-pooling", "server.embedding_pooling", "last|mean"),
         ),
     ),
     FlagGroup(
@@ -130,13 +132,13 @@ GROUPS = (
         "LoRA adapters: where they are, how many are served at once, and the shape of those that training makes.",
         (
             Flag("--adapter-dir", "adapters.adapter_dir", "DIR"),
-            Flag("--allowed-adapter-roots", "adapters.allowed_adapter_roots", "DIR,DIR"),
+            _of_serving("--allowed-adapter-roots", "adapters.allowed_adapter_roots", "DIR,DIR"),
             Flag("--max-loras", "adapters.max_loras", "VERSIONS"),
             Flag("--max-cpu-loras", "adapters.max_cpu_loras", "VERSIONS"),
             Flag("--max-lora-rank", "adapters.max_lora_rank", "RANK"),
             Flag("--default-adapter", "adapters.default_adapter", "NAME"),
-            Flag("--serve-adapter", "adapters.serve", "NAME_OR_CHECKPOINT"),
-            Flag("--serve-adapter-folder", "adapters.serve_folder", "DIR"),
+            _of_serving("--serve-adapter", "adapters.serve", "NAME_OR_CHECKPOINT"),
+            _of_serving("--serve-adapter-folder", "adapters.serve_folder", "DIR"),
             Flag("--lora-rank", "model.lora_rank", "RANK"),
             Flag("--lora-alpha", "model.lora_alpha", "NUMBER"),
             Flag("--lora-target-modules", "model.lora_target_modules", "NAME,NAME"),
@@ -144,23 +146,29 @@ GROUPS = (
     ),
     FlagGroup(
         "training",
-        "Whether and how adapters are trained, on what, and where checkpoints are kept.",
+        "Whether and how adapters are trained.",
         (
-            Flag("--mode", "server.mode", "MODE"),
-            Flag("--enable-rl-training", "rl_training.enabled"),
+            _of_serving("--mode", "server.mode", "MODE"),
+            _of_serving("--enable-rl-training", "rl_training.enabled"),
             Flag("--rl-algorithm", "rl_training.algorithm", "NAME"),
             Flag("--learning-rate", "rl_training.optimizer.learning_rate", "NUMBER"),
             Flag("--kl-coef", "rl_training.loss.kl_coef", "NUMBER"),
-            Flag("--update-frequency", "rl_training.update_frequency", "TRAJECTORIES"),
+            _of_serving("--update-frequency", "rl_training.update_frequency", "TRAJECTORIES"),
             Flag("--max-staleness", "rl_training.max_staleness", "VERSIONS"),
             Flag("--training-time-share", "rl_training.training_time_share", "SHARE"),
             Flag("--train-on-battery", "rl_training.train_on_battery"),
             Flag("--micro-batch-tokens", "rl_training.micro_batch_tokens", "TOKENS"),
             Flag("--trajectory-buffer-size", "rl_training.trajectory_buffer_size", "TRAJECTORIES"),
             Flag("--seed", "rl_training.seed", "SEED"),
+        ),
+    ),
+    FlagGroup(
+        "tasks and rewards",
+        "What adapters are trained on, what their answers are worth, and when they are evaluated.",
+        (
             Flag("--environment", "rl_training.environment", "FILE_OR_NAME"),
-            Flag("--server-rollouts", "rl_training.server_rollouts"),
-            Flag("--rollout-group-size", "rl_training.rollout_group_size", "N"),
+            _of_serving("--server-rollouts", "rl_training.server_rollouts"),
+            _of_serving("--rollout-group-size", "rl_training.rollout_group_size", "N"),
             Flag("--rollout-timeout", "rl_training.rollout_timeout_s", "SECONDS"),
             Flag("--curriculum", "rl_training.curriculum.enabled"),
             Flag("--reward", "rl_training.reward", "FILE.py:NAME"),
@@ -170,18 +178,19 @@ GROUPS = (
             Flag("--teacher-prompt", "rl_training.teacher.prompt", "TEXT_OR_@FILE"),
             Flag("--teacher-url", "rl_training.teacher.url", "URL"),
             Flag("--teacher-model", "rl_training.teacher.model", "NAME"),
-            Flag("--max-tokens", "rl_training.max_completion_tokens", "TOKENS"),
-            Flag("--temperature", "rl_training.rollout_temperature", "NUMBER"),
-            Flag("--system-prompt", "rl_training.system_prompt", "TEXT_OR_@FILE"),
+            _of_training("--max-tokens", "rl_training.max_completion_tokens", "TOKENS"),
+            _of_training("--temperature", "rl_training.rollout_temperature", "NUMBER"),
+            _of_training("--system-prompt", "rl_training.system_prompt", "TEXT_OR_@FILE"),
             Flag("--eval-every", "rl_training.evaluation.every", "UPDATES"),
             Flag("--eval-tasks", "rl_training.evaluation.tasks", "FILE_OR_NAME"),
             Flag("--eval-size", "rl_training.evaluation.size", "TASKS"),
             Flag("--atropos-url", "rl_training.atropos_url", "URL"),
-            Flag("--audit-log", "server.audit_log", "FILE"),
-            Flag("--ssl-certfile", "server.ssl_certfile", "FILE"),
-            Flag("--ssl-keyfile", "server.ssl_keyfile", "FILE"),
-            Flag("--ssl-keyfile-password", "server.ssl_keyfile_password", "PASSWORD"),
-            Flag("--atropos-api", "server.atropos_api"),
+        ),
+    ),
+    FlagGroup(
+        "checkpoints",
+        "Where a run keeps its checkpoints, and how it is resumed.",
+        (
             Flag("--checkpoint-dir", "checkpointing.checkpoint_dir", "DIR", alias="--run"),
             Flag("--checkpoint-interval", "checkpointing.interval", "UPDATES"),
             Flag("--checkpoint-minutes", "checkpointing.minutes", "MINUTES"),
@@ -193,22 +202,22 @@ GROUPS = (
         "rollouts by another server",
         "Which server draws the samples that this process trains on.",
         (
-            Flag("--inference-engine", "inference.engine", "NAME"),
-            Flag("--inference-url", "inference.url", "URL"),
-            Flag("--inference-model", "inference.model", "NAME"),
-            Flag("--inference-adapter-dir", "inference.adapter_dir", "DIR"),
+            _of_training("--inference-engine", "inference.engine", "NAME"),
+            _of_training("--inference-url", "inference.url", "URL"),
+            _of_training("--inference-model", "inference.model", "NAME"),
+            _of_training("--inference-adapter-dir", "inference.adapter_dir", "DIR"),
         ),
     ),
     FlagGroup(
         "several nodes",
         "A head and more nodes that serve one model together.",
         (
-            Flag("--share-model", "cluster.share_model"),
+            _of_serving("--share-model", "cluster.share_model"),
             Flag("--connect-to", "cluster.connect_to", "HOST:PORT"),
             Flag("--cluster-token", "cluster.token", "TOKEN"),
             Flag("--cluster-dir", "cluster.state_dir", "DIR"),
-            Flag("--advertise", "cluster.advertise", "HOST:PORT"),
-            Flag("--nats-url", "cluster.nats_url", "URL"),
+            _of_serving("--advertise", "cluster.advertise", "HOST:PORT"),
+            _of_serving("--nats-url", "cluster.nats_url", "URL"),
         ),
     ),
     FlagGroup(
@@ -217,8 +226,9 @@ GROUPS = (
         (
             Flag("--log-level", "server.log_level", "LEVEL"),
             Flag("--log-format", "server.log_format", "text|json"),
-            Flag("--access-log", "server.access_log", "BOOL"),
-            Flag("--otlp-traces-endpoint", "server.otlp_traces_endpoint", "URL"),
+            _of_serving("--audit-log", "server.audit_log", "FILE"),
+            _of_serving("--access-log", "server.access_log", "BOOL"),
+            _of_serving("--otlp-traces-endpoint", "server.otlp_traces_endpoint", "URL"),
             Flag("--trajectory-log", "rl_training.trajectory_log", "FILE"),
             Flag("--trackers", "rl_training.trackers", "NAME,NAME"),
             Flag("--debug", "debug.check_when_idle"),
@@ -237,8 +247,8 @@ _PRECEDENCE = (
 )
 
 
-def add_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
-    """Adds --config, --print-config and every flag whose key is not in `without`."""
+def add_flags(parser: Parser, program: str) -> None:
+    """Adds --config, --print-config and every flag that `program` obeys. The others are refused by name."""
     parser.usage = "%(prog)s [flags]"  # argparse would list all of them
     sources = parser.add_argument_group("settings", _PRECEDENCE)
     sources.add_argument("--config", type=Path, metavar="FILE", help="A yaml file such as server_config.yaml.")
@@ -246,8 +256,10 @@ def add_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) ->
         "--print-config", action="store_true", help="Print the resolved configuration with secrets masked, and exit."
     )
     for group in GROUPS:
-        paths = {flag.path for flag in group.flags}.difference(without)
-        add_chosen_flags(parser.add_argument_group(group.title, group.description), paths)
+        paths = {flag.path for flag in group.flags if flag.only in ("", program)}
+        if paths:
+            add_chosen_flags(parser.add_argument_group(group.title, group.description), paths)
+    parser.refused = {flag.name: flag.only for flag in FLAGS if flag.only not in ("", program)}
 
 
 def add_chosen_flags(group: argparse._ActionsContainer, paths: Collection[str]) -> None:
@@ -294,6 +306,8 @@ def settings(args: argparse.Namespace) -> dict[str, Setting]:
     if run is not None and isinstance(run.value, str):
         if _FOLDER in found:
             raise ConfigError(f"--resume: {run.value} is a run, and {found[_FOLDER].source} names one too; keep one")
+        from mlx_parallm.adapters.checkpoints.runs import named_run
+
         found[_FOLDER] = Setting(str(named_run(run.value)), run.source)
         found[_RESUME] = Setting(True, run.source)
     return found

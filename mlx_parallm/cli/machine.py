@@ -1,16 +1,16 @@
-"""The commands about this machine: version, doctor, list, pull, completion, and tokenizer save."""
+"""The commands about this machine: version, doctor, list, pull, and tokenizer save."""
 
 from __future__ import annotations
 
-import argparse
 import platform
 from argparse import Namespace
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
 from mlx_parallm import __version__
 from mlx_parallm.cli import self_test
-from mlx_parallm.cli.parser import AddCommand, subcommands
+from mlx_parallm.cli.parser import Parser, subcommands
 from mlx_parallm.cli.table import add_json_argument, show, table
 from mlx_parallm.config import human_bytes
 from mlx_parallm.errors import ModelNotFoundError
@@ -18,26 +18,43 @@ from mlx_parallm.errors import ModelNotFoundError
 _MODEL_COLUMNS = ("model", "size", "where")
 
 
-def add_commands(add: AddCommand) -> None:
-    """Adds the commands, except `completion`, which has to know the parsers of all scripts."""
-    _add(add, "version", "Print the versions to give in a bug report.", version)
-    self_test.add_arguments(_add(add, "doctor", "Check the device and its speed, or test the engine on it.", doctor))
-    _add(add, "list", "List the models on this machine.", list_models)
-    pulling = _add(add, "pull", "Download a model from the hub, so that a server starts with it at once.", pull)
-    pulling.add_argument("model", metavar="HUB_ID", help="The model, such as mlx-community/Qwen3-4B-4bit.")
-    tokenizer = add("tokenizer", "Write the tokenizer of a model for clients that tokenise by themselves.")
-    saving = subcommands(tokenizer)("save", "Write a folder that Transformers reads without a network.")
-    saving.add_argument("output", type=Path, metavar="DIR", help="The folder to write. It must not exist.")
-    saving.add_argument("--model-path", metavar="DIR_OR_HUB_ID", help="The model. Default: the bundled one.")
-    saving.add_argument("--trust-remote-code", action="store_true", help="Run Python code that comes with the model.")
-    saving.set_defaults(run=save_tokenizer)
+def add_version(parser: Parser) -> None:
+    """Adds the arguments of `version`."""
+    _add(parser, version)
 
 
-def _add(add: AddCommand, name: str, text: str, run: object) -> argparse.ArgumentParser:
-    parser = add(name, text)
+def add_doctor(parser: Parser) -> None:
+    """Adds the arguments of `doctor`."""
+    _add(parser, doctor)
+    self_test.add_arguments(parser)
+
+
+def add_list(parser: Parser) -> None:
+    """Adds the arguments of `list`."""
+    _add(parser, list_models)
+
+
+def add_pull(parser: Parser) -> None:
+    """Adds the arguments of `pull`."""
+    parser.add_argument("model", metavar="HUB_ID", help="The model, such as mlx-community/Qwen3-4B-4bit.")
+    _add(parser, pull)
+
+
+def add_tokenizer(parser: Parser) -> None:
+    """Adds the commands of `tokenizer`."""
+    subcommands(parser)("save", "Write a folder that Transformers reads without a network.", _add_saving)
+
+
+def _add_saving(parser: Parser) -> None:
+    parser.add_argument("output", type=Path, metavar="DIR", help="The folder to write. It must not exist.")
+    parser.add_argument("--model-path", metavar="DIR_OR_HUB_ID", help="The model. Default: the bundled one.")
+    parser.add_argument("--trust-remote-code", action="store_true", help="Run Python code that comes with the model.")
+    parser.set_defaults(run=save_tokenizer)
+
+
+def _add(parser: Parser, run: Callable[[Namespace], int]) -> None:
     add_json_argument(parser)
     parser.set_defaults(run=run)
-    return parser
 
 
 def version(args: Namespace) -> int:

@@ -1,27 +1,55 @@
 """The three scripts: `mlx_parallm_serve`, `mlx_parallm_train`, and `mlx_parallm` with its commands.
 
-Adding a command: see `parser`, and add its module to `main_parser` below.
+Adding a command: see `parser`, and add its module to `_COMMANDS`.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 from collections.abc import Sequence
-from pathlib import Path
 
-from mlx_parallm.cli import adapter_files, completion, keys, machine, reward_model, runs
-from mlx_parallm.cli import train as training
-from mlx_parallm.cli.flags import TRAIN_ONLY, add_flags, settings
-from mlx_parallm.cli.parser import Parser, run, subcommands
-from mlx_parallm.cli.remote import adapters, bench, chat, status, top, usage
-from mlx_parallm.cli.remote import training as remote_training
-from mlx_parallm.cli.service import command as service
-from mlx_parallm.cli.table import add_json_argument
-from mlx_parallm.config import render, resolve
+from mlx_parallm.cli.parser import Parser, arguments_of, commands_of, run, subcommands
 
 _SERVE_HELP = "Serve a model and its LoRA adapters to OpenAI clients, many at once."
 _TRAIN_HELP = "Train an adapter on the tasks of an environment, without clients and without a server."
+_OF_SPEED = "Measure how fast a server is, this or another one with OpenAI's API; with --report, this machine."
+_COMMANDS = (
+    ("serve", _SERVE_HELP, arguments_of("serve")),
+    ("train", _TRAIN_HELP, arguments_of("train")),
+    ("chat", "Talk with a running server; with two adapters side by side, too.", arguments_of("remote.chat")),
+    ("ps", "Show what a running server is doing.", arguments_of("remote.status")),
+    (
+        "top",
+        "Watch a running server: load, latencies, memory, the device's time, and training.",
+        arguments_of("remote.top"),
+    ),
+    ("usage", "Show what the keys of a running server have used.", arguments_of("remote.usage")),
+    ("keys", "Make, list and remove the named keys of a server.", commands_of("keys")),
+    ("bench", _OF_SPEED, arguments_of("remote.bench")),
+    ("training", "Watch and control the training of a running server.", commands_of("remote.training")),
+    (
+        "adapters",
+        "Manage the LoRA adapters of a running server; merge, convert or average adapters.",
+        commands_of("remote.adapters", "adapter_files"),
+    ),
+    ("reward-model", "Train a reward model on preferences. Needs no server.", arguments_of("reward_model")),
+    ("runs", "List the training runs below a folder: state, steps, rewards, and why each ended.", arguments_of("runs")),
+    ("version", "Print the versions to give in a bug report.", arguments_of("machine", "add_version")),
+    ("doctor", "Check the device and its speed, or test the engine on it.", arguments_of("machine", "add_doctor")),
+    ("list", "List the models on this machine.", arguments_of("machine", "add_list")),
+    (
+        "pull",
+        "Download a model from the hub, so that a server starts with it at once.",
+        arguments_of("machine", "add_pull"),
+    ),
+    (
+        "tokenizer",
+        "Write the tokenizer of a model for clients that tokenise by themselves.",
+        arguments_of("machine", "add_tokenizer"),
+    ),
+    ("service", "Run a server from login on, without a terminal. On macOS.", commands_of("service.command")),
+    ("completion", "Print a script by which a shell completes arguments.", arguments_of("completion")),
+)
+"""Name, help, and what adds the arguments, in the order of the help."""
 
 
 def serve(argv: Sequence[str] | None = None) -> int:
@@ -41,59 +69,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def serve_parser() -> Parser:
     """The arguments of `mlx_parallm_serve`."""
-    parser = Parser(prog="mlx_parallm_serve", description=_SERVE_HELP)
-    _add_serve_arguments(parser)
-    return parser
+    return Parser(prog="mlx_parallm_serve", description=_SERVE_HELP, add_arguments=arguments_of("serve"))
 
 
 def train_parser() -> Parser:
     """The arguments of `mlx_parallm_train`."""
-    parser = Parser(prog="mlx_parallm_train", description=_TRAIN_HELP)
-    training.add_arguments(parser)
-    return parser
+    return Parser(prog="mlx_parallm_train", description=_TRAIN_HELP, add_arguments=arguments_of("train"))
 
 
 def main_parser() -> Parser:
     """The commands of `mlx_parallm`."""
     parser = Parser(prog="mlx_parallm", description="One resident model on MLX, served to many clients in one batch.")
     add = subcommands(parser)
-    _add_serve_arguments(add("serve", _SERVE_HELP))
-    training.add_arguments(add("train", _TRAIN_HELP))
-    chat.add_arguments(add("chat", "Talk with a running server; with two adapters side by side, too."))
-    status.add_arguments(add("ps", "Show what a running server is doing."))
-    top.add_arguments(add("top", "Watch a running server: load, latencies, memory, the device's time, and training."))
-    usage.add_arguments(add("usage", "Show what the keys of a running server have used."))
-    keys.add_commands(subcommands(add("keys", "Make, list and remove the named keys of a server.")))
-    of_speed = "Measure how fast a server is, this or another one with OpenAI's API; with --report, this machine."
-    bench.add_arguments(add("bench", of_speed))
-    remote_training.add_commands(subcommands(add("training", "Watch and control the training of a running server.")))
-    of_adapters = "Manage the LoRA adapters of a running server; merge, convert or average adapters."
-    add_adapters = subcommands(add("adapters", of_adapters))
-    adapters.add_commands(add_adapters)
-    adapter_files.add_commands(add_adapters)
-    reward_model.add_arguments(add("reward-model", "Train a reward model on preferences. Needs no server."))
-    listing = add("runs", "List the training runs below a folder: state, steps, last reward, and why each ended.")
-    listing.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="Default: ./checkpoints.")
-    add_json_argument(listing)
-    listing.set_defaults(run=runs.list_runs)
-    machine.add_commands(add)
-    service.add_commands(subcommands(add("service", "Run a server from login on, without a terminal. On macOS.")))
-    scripts = {"mlx_parallm": main_parser, "mlx_parallm_serve": serve_parser, "mlx_parallm_train": train_parser}
-    completing = add("completion", "Print a script by which a shell completes arguments.")
-    completion.add_arguments(completing, lambda: {name: make() for name, make in scripts.items()})
+    for command in _COMMANDS:
+        add(*command)
     return parser
-
-
-def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    add_flags(parser, without=TRAIN_ONLY)
-    parser.set_defaults(run=_serve)
-
-
-def _serve(args: argparse.Namespace) -> int:
-    resolved = resolve(settings(args), os.environ, args.config)
-    if args.print_config:
-        print(render(resolved), end="")
-        return 0
-    from mlx_parallm.app.server import run as run_server
-
-    return run_server(resolved.config)

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mlx_parallm.cli.curves import draw_curves
-from mlx_parallm.cli.flags import add_flags, settings
-from mlx_parallm.cli.parser import at_least
+from mlx_parallm.cli.flags import TRAIN, add_flags, settings
+from mlx_parallm.cli.parser import Parser, at_least
 from mlx_parallm.cli.train_table import summary
 from mlx_parallm.cli.train_view import KEPT, RichTrainView
 from mlx_parallm.config import Config, Mode, Resolved, Setting, render, resolve
@@ -23,20 +23,9 @@ _FIXED = {
     "server.mode": Setting(Mode.TRAINING_ONLY.value, "mlx_parallm_train"),
     "rl_training.enabled": Setting(True, "mlx_parallm_train"),
 }
-_HTTP = ("host", "port", "max_queued", "api_key", "allowed_hosts", "cors_origins", "served_model_name", "atropos_api")
-_WITHOUT_FLAGS = frozenset(
-    (
-        *_FIXED,
-        *(f"server.{name}" for name in (*_HTTP, "shutdown_timeout")),
-        *("adapters.serve", "adapters.serve_folder", "adapters.allowed_adapter_roots", "rl_training.update_frequency"),
-        *("cluster.share_model", "cluster.nats_url"),
-        *("rl_training.server_rollouts", "rl_training.rollout_group_size"),
-    )
-)
-"""Keys that have no effect on a training run."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Adds the arguments of a run, and the flags of all settings that have an effect on it."""
     group = parser.add_argument_group("run")
     add = group.add_argument
@@ -74,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="PNG of the curves, written at the end. An older file is overwritten. Default: %(default)s.",
     )
-    add_flags(parser, without=_WITHOUT_FLAGS)
+    add_flags(parser, TRAIN)
     parser.set_defaults(run=run)
 
 

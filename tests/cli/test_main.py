@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 import mlx_parallm
-from mlx_parallm.cli.flags import FLAGS, TRAIN_ONLY
+from mlx_parallm.cli.flags import FLAGS, GROUPS, SERVE, TRAIN
 from mlx_parallm.cli.main import main, serve, train
 from mlx_parallm.config import Mode
 from mlx_parallm.errors import ModelNotFoundError
@@ -130,7 +130,7 @@ def test_every_flag_sets_its_own_key(app):
     others |= {"--draft-model": ["--speculation", "draft"], "--nats-url": ["--share-model"]}
     others |= {"--curriculum": ["--environment", "text"]}
     others |= {"--atropos-url": ["--enable-rl-training"], "--atropos-api": ["--enable-rl-training"]}
-    flags = [flag for flag in FLAGS if flag.path not in TRAIN_ONLY]
+    flags = [flag for flag in FLAGS if flag.only != TRAIN]
     for flag in flags:
         switch = flag.name.replace("--", "--no-") if flag.key.field.default is True else flag.name
         needed = others.get(flag.name, [])
@@ -186,7 +186,7 @@ def test_print_config_shows_sources_and_no_secret(app, capsys):
         (["8000"], "error: unexpected argument '8000'"),
         (["--port"], "error: argument --port: expected one argument"),
         (["--port", "x"], "error: server.port: must be a valid integer"),
-        (["--max-tokens", "9"], "error: --max-tokens: unknown flag"),
+        (["--max-tokens", "9"], "error: --max-tokens: only mlx_parallm_train has this flag; leave it out"),
         (["--rl-algorithm", "reinforce"], "error: rl_training.algorithm: must be 'grpo', 'bnpo'"),
         (
             ["--mode", "rl", "--lora-rank", "32", "--max-lora-rank", "16"],
@@ -225,12 +225,43 @@ def test_failures_exit_1_and_interrupts_130_quietly(app, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_help_names_every_flag_and_loads_no_model_library():
-    code = "import sys; from mlx_parallm.cli.main import main\ntry: main(['serve', '-h'])\nfinally: print(*sys.modules)"
+def modules_after(*argv: str) -> tuple[str, set[str]]:
+    """What the command prints, and the modules that it has imported."""
+    code = f"import sys; from mlx_parallm.cli.main import main\ntry: main({argv!r})\nfinally: print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert [flag.name for flag in FLAGS if (flag.name in done.stdout) is (flag.path in TRAIN_ONLY)] == []
-    heavy = {"mlx", "mlx.core", "transformers", "fastapi", "huggingface_hub", "matplotlib", "rich"}
-    assert not heavy & set(done.stdout.split())
+    printed, _, modules = done.stdout.strip().rpartition("\n")
+    return printed, set(modules.split())
+
+
+@pytest.mark.parametrize(("command", "program"), [("serve", SERVE), ("train", TRAIN)])
+def test_help_has_the_flags_that_the_command_obeys_in_their_groups_and_loads_no_model_library(command, program):
+    printed, modules = modules_after(command, "-h")
+    blocks = {title: lines for title, _, lines in (part.partition(":\n") for part in printed.split("\n\n"))}
+    shown = printed.split()
+    for group in GROUPS:
+        obeyed = [flag.name for flag in group.flags if flag.only in ("", program)]
+        assert (group.title in blocks) is bool(obeyed), group.title
+        assert [name for name in obeyed if name not in shown and f"{name}," not in shown] == []
+    assert [flag.name for flag in FLAGS if flag.only not in ("", program) and f"\n  {flag.name}" in printed] == (
+        ["--mode"] if program == TRAIN else []
+    )
+    assert not {"mlx", "mlx.core", "transformers", "fastapi", "huggingface_hub", "matplotlib", "rich"} & modules
+
+
+def test_help_of_all_commands_imports_none_of_them():
+    """It has to be quick, so it needs neither the configuration nor what a command imports."""
+    printed, modules = modules_after("-h")
+    assert {"serve", "adapters", "completion"} <= set(printed.split())
+    ours = {name for name in modules if name.startswith("mlx_parallm")}
+    assert ours <= {f"mlx_parallm{name}" for name in ("", ".blas", ".errors", ".cli", ".cli.main", ".cli.parser")}
+    assert not {"pydantic", "yaml", "asyncio", "numpy"} & modules
+
+
+@pytest.mark.parametrize("flag", [flag for flag in FLAGS if flag.only == SERVE and flag.name != "--mode"])
+def test_a_run_refuses_what_only_a_server_obeys(capsys, flag):
+    for name in (flag.name, *(() if flag.metavar else (flag.name.replace("--", "--no-", 1),))):
+        assert train([name]) == 2
+        assert capsys.readouterr().err.startswith(f"error: {name}: only mlx_parallm_serve has this flag; leave it out")
 
 
 def test_no_command_prints_help(capsys):
@@ -295,3 +326,14 @@ def test_mistyped_adapter_command_exits_2(merged, capsys, argv, message):
 def test_adapters_alone_prints_its_commands(capsys):
     assert main(["adapters"]) == 2
     assert {"list", "load", "unload", "merge", "average"} <= set(capsys.readouterr().out.split())
+
+
+def test_completion_knows_the_flags_of_every_command(capsys):
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    assert {
+        flag for flag in ("--enable-rl-training", "--steps", "--replace", "--only-tiny") if flag not in script
+    } == set()
+    assert main(["completion", "zsh", "--program", "mlx_parallm_train"]) == 0
+    assert "--prompts-per-step" in capsys.readouterr().out
+    assert main(["completion", "bash", "--program", "other"]) == 2

@@ -10,6 +10,7 @@ import yaml
 from docs.pages import PAGES, ROOT, anchors_of, blocks_of, lines_of, links_of, spans_of
 
 from mlx_parallm.cli.main import main_parser, serve, serve_parser, train_parser
+from mlx_parallm.cli.parser import all_parsers
 from mlx_parallm.config import KEYS
 
 MOST_README_BYTES = 8000
@@ -76,7 +77,7 @@ def test_paths_exist(page: str) -> None:
 @pytest.fixture(scope="module")
 def flags() -> set[str]:
     """Those of our three programs and all their commands."""
-    return {flag for make in (serve_parser, train_parser, main_parser) for flag in flags_of(make())}
+    return {flag for make in (serve_parser, train_parser, main_parser) for flag in flags_of(all_parsers(make()))}
 
 
 def flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:

@@ -1,0 +1,32 @@
+"""The serve command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from mlx_parallm.cli.flags import SERVE, add_flags, settings
+from mlx_parallm.cli.parser import Parser
+from mlx_parallm.config import render, resolve
+
+
+def add_arguments(parser: Parser) -> None:
+    """Adds the flags of all settings that a server obeys."""
+    add_flags(parser, SERVE)
+    parser.set_defaults(run=serve)
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Serves until a signal, as the flags say.
+
+    Raises:
+        ConfigError: a setting cannot be used.
+        ParaLLMError: see `app.server.run`.
+    """
+    resolved = resolve(settings(args), os.environ, args.config)
+    if args.print_config:
+        print(render(resolved), end="")
+        return 0
+    from mlx_parallm.app.server import run
+
+    return run(resolved.config)
