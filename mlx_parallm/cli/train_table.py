@@ -62,12 +62,12 @@ def line(
 def evaluation_text(report: UpdateReport) -> str:
     """The evaluation in the report with its interval; empty if there is none."""
     mean, low, high = (report.metrics.get(f"eval_{figure}") for figure in ("mean", "low", "high"))
-    return "" if mean is None or low is None or high is None else _with_interval(mean, low, high)
+    return "" if mean is None or low is None or high is None else with_interval(mean, low, high)
 
 
 def first_evaluation_text(result: EvaluationResult) -> str:
     """The line for the version that the run starts from."""
-    figures = _with_interval(result.mean, result.low, result.high)
+    figures = with_interval(result.mean, result.low, result.high)
     failed = f", failed tasks: {result.failed}" if result.failed else ""
     return f"evaluation of {result.adapter} before the first step: {figures}, {result.answers} answers{failed}"
 
@@ -84,7 +84,8 @@ def level_lines(report: UpdateReport) -> list[str]:
     ]
 
 
-def _with_interval(mean: float, low: float, high: float) -> str:
+def with_interval(mean: float, low: float, high: float) -> str:
+    """A mean with the bounds of its confidence interval."""
     return f"{mean:.3f} [{low:.2f}, {high:.2f}]"
 
 
@@ -97,7 +98,7 @@ def summary(reports: Sequence[UpdateReport], first: EvaluationResult | None = No
     parts = [", ".join(f"{count} {status}" for status, count in counts.items()) or "no update was made"]
     if rewards := [mean for report in reports if (mean := report.metrics.get("reward_mean")) is not None]:
         parts.append(f"mean reward {rewards[0]:.3f} in the first, {rewards[-1]:.3f} in the last")
-    evaluations = [_with_interval(first.mean, first.low, first.high)] if first else []
+    evaluations = [with_interval(first.mean, first.low, first.high)] if first else []
     # that of a held update is of a version that is not live; the last one may come with an update that was skipped
     evaluations += [text for report in reports if report.status != "held" and (text := evaluation_text(report))]
     if evaluations:

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from mlx_parallm.adapters.checkpoints.runs import JOURNAL, RECORD, named_run, open_run, process_of
+from mlx_parallm.adapters.checkpoints.runs import JOURNAL, METRICS, RECORD, named_run, open_run, process_of
 from mlx_parallm.cli.main import main
+from mlx_parallm.core import AdapterRef
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.listing import RunSummary, list_runs, summarize
+from mlx_parallm.rl.runs.metrics import read_metrics
 from mlx_parallm.rl.runs.record import RunFile, RunState, read_record
 from mlx_parallm.rl.runs.records import PolicyChange, Update
 from mlx_parallm.rl.runs.store import JournalFile
@@ -86,6 +88,58 @@ async def test_updates_that_came_to_nothing_do_not_say_how_far_a_run_is() -> Non
     assert (found.steps, found.reward, found.at) == (4, 0.25, 1001.0)
 
 
+async def test_a_run_of_the_train_command_has_the_steps_that_it_made_and_what_seeds_are_compared_by(capsys) -> None:
+    run = open_run(Path("runs/one"), False, wanted=True)
+    run.close()
+    RunFile(Path("runs/one"), run.id, {"rl_training": {"seed": 7}}, {"steps": 2}, {}).end(RunState.FINISHED)
+    await updated(Path("runs/one"), update(1, 0.25, run_steps=1.0))
+    common = {"adapter": "default", "version": 1, "optimizer_step": 1}
+    write_metrics(
+        Path("runs/one"),
+        {"kind": "evaluation", "step": 0, "eval_mean": 0.1, "eval_low": 0.0, "eval_high": 0.2, **common},
+        {"kind": "update", "step": 1, "status": "published", "reward_mean": 0.25, **common},
+        {
+            "kind": "update",
+            "step": 2,
+            "status": "held",
+            "reward_mean": 0.5,
+            "eval_mean": 0.3,
+            "eval_low": 0.2,
+            "eval_high": 0.4,
+            **common,
+        },
+    )
+    found = summarize(Path("runs/one"))
+    assert (found.steps, found.reward, found.evaluation) == (2, 0.5, (0.3, 0.2, 0.4))
+    assert (found.adapter, found.seed) == ("default", 7)
+    assert main(["runs"]) == 0
+    _, line = capsys.readouterr().out.splitlines()
+    assert line.split()[:9] == ["runs/one", "finished", "2", "0.500", "0.300", "[0.20,", "0.40]", "default", "7"]
+
+
+def write_metrics(folder: Path, *lines: dict[str, object]) -> None:
+    (folder / METRICS).write_text("".join(json.dumps({"at": 2000.0, **line}) + "\n" for line in lines))
+
+
+def test_metrics_are_read_by_steps_and_what_was_made_again_counts_once() -> None:
+    first = {"kind": "update", "status": "published", "adapter": "default"}
+    write_metrics(
+        Path(),
+        {**first, "step": 1, "version": 1, "optimizer_step": 1, "reward_mean": 0.25, "checkpoint": None},
+        {**first, "step": 2, "version": 2, "optimizer_step": 2, "reward_mean": 0.5, "kl": None},
+        {**first, "step": 2, "version": 2, "optimizer_step": 2, "reward_mean": 0.75, "checkpoint": "checkpoint-2"},
+        {"kind": "evaluation", "step": 1, "adapter": "base", "version": 0, "eval_mean": 0.5},
+    )
+    with Path(METRICS).open("a") as file:
+        file.write('[]\n{"step": 3}\n{"step": 3, "at"')
+    evaluated, one, two = read_metrics(Path(METRICS))
+    assert (evaluated.step, evaluated.is_update, evaluated.evaluation) == (1, False, None)
+    assert (one.step, one.report.status, one.report.metrics) == (1, "published", {"reward_mean": 0.25})
+    assert (two.report.adapter, two.report.step) == (AdapterRef("default", 2), 2)
+    assert (two.report.metrics, two.report.checkpoint) == ({"reward_mean": 0.75}, "checkpoint-2")
+    assert read_metrics(Path("nothing.jsonl")) == []
+
+
 async def test_a_live_run_can_be_listed_while_it_writes() -> None:
     begun(Path("mine"))
     journal = Journal(JournalFile(Path("mine") / JOURNAL))
@@ -119,7 +173,7 @@ def test_the_record_has_the_configuration_and_every_start() -> None:
 
 async def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs"]) == 0
-    assert "no runs below checkpoints" in capsys.readouterr().out
+    assert "no runs below checkpoints and runs;" in capsys.readouterr().out
     begun(Path("checkpoints/one")).end(RunState.FAILED, "the disk\nwas full")
     await updated(Path("checkpoints/one"), update(3, 0.75))
     assert main(["runs"]) == 0
@@ -127,6 +181,9 @@ async def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) ->
     assert head.split()[:4] == ["run", "state", "steps", "reward"]
     assert line.split()[:4] == ["checkpoints/one", "failed", "3", "0.750"]
     assert line.endswith("the disk was full")
+    begun(Path("runs/two")).end(RunState.FINISHED)
+    assert main(["runs"]) == 0
+    assert [row.split()[0] for row in capsys.readouterr().out.splitlines()] == ["run", "checkpoints/one", "runs/two"]
     assert main(["runs", "nowhere"]) == 2
     assert "nowhere is no folder" in capsys.readouterr().err
 
@@ -136,6 +193,8 @@ def test_a_run_is_named_by_its_folder_or_by_its_name() -> None:
     assert named_run("one") == Path("checkpoints/one")
     assert named_run("checkpoints/one") == Path("checkpoints/one")
     assert named_run("two") == Path("two")
+    Path("runs/two").mkdir(parents=True)
+    assert named_run("two") == Path("runs/two")
 
 
 def test_a_run_without_a_record_is_listed_too() -> None:

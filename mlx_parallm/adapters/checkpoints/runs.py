@@ -30,6 +30,8 @@ from mlx_parallm.errors import ConfigError
 
 ROOT = Path("checkpoints")
 """Relative to the current folder."""
+FOLDERS = (ROOT, Path("runs"))
+"""Where runs are looked for. People give theirs names below the second one."""
 LOCK, RECORD, METRICS = "run.lock", "run.json", "metrics.jsonl"
 JOURNAL, COMMITS = "journal.sqlite", "run.commits"
 _MOMENT_S = 0.05
@@ -122,9 +124,9 @@ def can_resume(folder: Path) -> bool:
 
 
 def named_run(text: str) -> Path:
-    """The folder of a run that a person has named: by a path, or by its name below ROOT."""
+    """The folder of a run that a person has named: by a path, or by its name below one of FOLDERS."""
     path = Path(text).expanduser()
-    return path if path.exists() or not (ROOT / text).exists() else ROOT / text
+    return next((found for found in (path, *(folder / text for folder in FOLDERS)) if found.exists()), path)
 
 
 def process_of(folder: Path) -> int | None:
