@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import traceback
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
@@ -59,14 +60,31 @@ class JsonFormatter(logging.Formatter):
         return _json(line)
 
 
-def set_up(level: str, as_json: bool) -> None:
-    """Writes records of at least this level to stderr, unless the program has configured logging already. `as_json`:
-    as lines of JSON, and so are warnings of Python."""
-    handler = logging.StreamHandler()
+class StderrHandler(logging.Handler):
+    """Writes to what `sys.stderr` is now, so that a live view can have the lines above it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), file=sys.stderr, flush=True)
+        except Exception:  # noqa: BLE001 - a log that cannot be written stops nothing
+            self.handleError(record)
+
+
+def set_up(level: str, as_json: bool, shown: tuple[str, ...] = ()) -> None:
+    """Writes records of at least this level to stderr, unless the program has configured logging already.
+
+    Args:
+        as_json: as lines of JSON, and so are warnings of Python.
+        shown: loggers whose records the program shows by itself, so that they are not written as text.
+    """
+    handler = StderrHandler()
     handler.setFormatter(JsonFormatter() if as_json else logging.Formatter(TEXT_FORMAT))
+    if not as_json:
+        handler.addFilter(lambda record: record.name not in shown)
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.captureWarnings(as_json)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request to another server at level info
+    for name in ("httpx", "matplotlib"):  # they log every request to another server, and fonts, at level info
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def timestamp(seconds: float) -> str:

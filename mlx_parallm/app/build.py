@@ -143,7 +143,10 @@ class Engine:
         cards = {card.ref.name: card for card in served.adapters.cards() if card.live}
         lineage = {name: f"{card.ref} of {card.root}" if card.root else str(card.ref) for name, card in cards.items()}
         configuration = self.config.model_dump(mode="json")
-        return RunFile(run.path, run.id, configuration, self._command, lineage, self._threads.count)
+        record = RunFile(run.path, run.id, configuration, self._command, lineage, self._threads.count)
+        if record.changes:
+            _log.info("changed since the run's last start: %s", ", ".join(record.changes))
+        return record
 
     def ends(self, state: RunState, reason: str = "") -> None:
         """Says how the run has ended, for its record. Without a call, it has finished."""

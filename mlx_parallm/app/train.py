@@ -27,11 +27,17 @@ from mlx_parallm.config import Config
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.extras import CLUSTER
 from mlx_parallm.ranks.joining import join
+from mlx_parallm.rl import events
+from mlx_parallm.rl.divergence import watch
 from mlx_parallm.rl.environments import Environment, environment, read_system_prompt
 from mlx_parallm.rl.runs.record import RunState
 from mlx_parallm.rl.tracking.tracking import Tracking
+from mlx_parallm.rl.updates import plateau
 
 RunParts = tuple[Config, TrainOptions, TrainView, Served, TrainingRuntime, Tracking]
+
+_SHOWN = (events.__name__, watch.__name__, plateau.__name__)
+"""Loggers of what the view shows too."""
 
 _SHOW_CURSOR = b"\x1b[?25h"
 
@@ -51,7 +57,7 @@ def run(config: Config, options: TrainOptions, view: TrainView) -> int:
         StorageError: the last updates could not be saved.
         EngineError: the device thread ended, or could not draw.
     """
-    logs.set_up(config.server.log_level, config.server.log_format == "json")
+    logs.set_up(config.server.log_level, config.server.log_format == "json", _SHOWN)
     ranks = join()
     if ranks is not None:
         check_splittable(config)
@@ -67,6 +73,7 @@ def run(config: Config, options: TrainOptions, view: TrainView) -> int:
     read_system_prompt(training.system_prompt)  # what cannot be used is refused before the model is loaded
     config = _prepared(config)
     engine = Engine(config, {name: value for name, value in asdict(options).items() if name != "log"}, ranks)
+    view.prepares("loading the model, and measuring how fast this machine computes it")
     served = engine.start()
     assert served.training is not None  # the command's configuration trains
     assert served.run is not None

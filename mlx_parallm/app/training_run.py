@@ -113,7 +113,8 @@ class TrainingRun(ABC):
                 await self.cluster.begin()
             done, taken = self._progress()
             await self._open(done, taken)
-            self.view.started(run_facts(self.config, options, self.served), done)
+            assert self.served.run is not None  # what trains keeps checkpoints
+            self.view.started(run_facts(self.config, options, self.served), done, self.served.run.path)
             if not done:
                 await self._warm_up()
             if done < options.steps and (result := await self.service.evaluate_if_due()) is not None:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.core import EvaluationResult, UpdateReport
+from mlx_parallm.core import UpdateReport
+from mlx_parallm.rl.runs.metrics import Made
 
 _PANELS = {
     "loss": "loss",
@@ -22,14 +23,8 @@ _MAX_MARKERS = 60
 """Curves with more points are drawn as a line without markers."""
 
 
-def draw_curves(
-    reports: Sequence[UpdateReport], path: Path, title: str, first: EvaluationResult | None = None, before: int = 0
-) -> None:
-    """Writes the PNG, whole or not at all. A metric that a report lacks is a gap in its curve.
-
-    Args:
-        first: the evaluation of the version that the run started from.
-        before: steps that were made before the first report.
+def draw_curves(made: Sequence[Made], path: Path, title: str) -> None:
+    """Writes the PNG, whole or not at all. A metric that an update lacks is a gap in its curve.
 
     Raises:
         OSError: the file cannot be written.
@@ -37,21 +32,22 @@ def draw_curves(
     from mlx_parallm.atomic import replace_file
 
     buffer = io.BytesIO()
-    figure(reports, title, first, before).savefig(buffer, format="png", dpi=120)
+    figure(made, title).savefig(buffer, format="png", dpi=120)
     replace_file(path, buffer.getvalue())
 
 
-def figure(reports: Sequence[UpdateReport], title: str, first: EvaluationResult | None = None, before: int = 0) -> Any:
+def figure(made: Sequence[Made], title: str) -> Any:
     """The matplotlib figure: a panel for the reward, one for evaluations if there are any, and one for each metric."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    steps = range(before + 1, before + 1 + len(reports))
-    evaluations = _evaluations(steps, reports, first, before)
-    made = Figure(figsize=(16, 6.5), layout="constrained")
-    FigureCanvasAgg(made)  # opens no window, and shares no state with other figures
-    made.suptitle(title)
-    axes = iter(made.subplots(2, 4).flat)
+    updates = [each for each in made if each.is_update]
+    steps, reports = [each.step for each in updates], [each.report for each in updates]
+    evaluations = [(each.step, *each.evaluation) for each in made if each.evaluation is not None]
+    drawn = Figure(figsize=(16, 6.5), layout="constrained")
+    FigureCanvasAgg(drawn)  # opens no window, and shares no state with other figures
+    drawn.suptitle(title)
+    axes = iter(drawn.subplots(2, 4).flat)
     _draw_reward(next(axes), steps, reports)
     if evaluations:
         _draw_evaluations(next(axes), evaluations)
@@ -59,7 +55,7 @@ def figure(reports: Sequence[UpdateReport], title: str, first: EvaluationResult 
         _draw(next(axes), steps, _series(reports, metric), label)
     for unused in axes:
         unused.remove()
-    return made
+    return drawn
 
 
 def _draw(axes: Any, steps: Sequence[int], values: Sequence[float], label: str) -> None:
@@ -82,24 +78,9 @@ def _draw_reward(axes: Any, steps: Sequence[int], reports: Sequence[UpdateReport
     axes.fill_between(steps, low, high, alpha=0.2, linewidth=0)
 
 
-_Evaluation = tuple[int, float, float, float]
-"""Step, mean, and the bounds of its interval."""
-
-
-def _evaluations(
-    steps: Sequence[int], reports: Sequence[UpdateReport], first: EvaluationResult | None, before: int
-) -> list[_Evaluation]:
-    """The evaluations in order. Those of versions that did not go live are among them."""
-    found = [(before, first.mean, first.low, first.high)] if first else []
-    for step, report in zip(steps, reports, strict=True):
-        if "eval_mean" in report.metrics:
-            mean, low, high = (report.metrics[f"eval_{figure}"] for figure in ("mean", "low", "high"))
-            found.append((step, mean, low, high))
-    return found
-
-
-def _draw_evaluations(axes: Any, evaluations: Sequence[_Evaluation]) -> None:
-    """The mean reward on the held-out tasks, with a bar for its confidence interval."""
+def _draw_evaluations(axes: Any, evaluations: Sequence[tuple[int, float, float, float]]) -> None:
+    """The mean reward on the held-out tasks, with a bar for its confidence interval: steps, means and bounds, those of
+    versions that were held too."""
     steps, means, lows, highs = zip(*evaluations, strict=True)
     below = [mean - low for mean, low in zip(means, lows, strict=True)]
     above = [high - mean for mean, high in zip(means, highs, strict=True)]

@@ -5,17 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections import deque
-from collections.abc import Mapping
 from pathlib import Path
 
-from mlx_parallm.cli.curves import draw_curves
 from mlx_parallm.cli.flags import TRAIN, add_flags, settings
 from mlx_parallm.cli.parser import Parser, at_least
-from mlx_parallm.cli.train_table import summary
-from mlx_parallm.cli.train_view import KEPT, RichTrainView
+from mlx_parallm.cli.train_view import RichTrainView
 from mlx_parallm.config import Config, Mode, Resolved, Setting, render, resolve
-from mlx_parallm.core import EvaluationResult, UpdateReport
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.extras import PLOTS
 
@@ -59,9 +54,8 @@ def add_arguments(parser: Parser) -> None:
     add(
         "--plot",
         type=Path,
-        default=Path("training.png"),
         metavar="FILE",
-        help="PNG of the curves, written at the end. An older file is overwritten. Default: %(default)s.",
+        help="PNG of the curves of the whole run, written at the end. Default: training.png in the run's folder.",
     )
     add_flags(parser, TRAIN)
     parser.set_defaults(run=run)
@@ -79,25 +73,31 @@ def run(args: argparse.Namespace) -> int:
         print(render(resolved), end="")
         return 0
     environment = _check_required(args, resolved.config)
-    if args.plot.is_dir() or not os.access(args.plot.parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"--plot: {args.plot} cannot be written: name a file in a folder that is there and writable")
-    _check_log(args.log)
+    _check_files(args)
     if not PLOTS.installed:
         print(f"WARNING: no curves will be drawn: {PLOTS.missing}", file=sys.stderr)
     from mlx_parallm.app import train as training
     from mlx_parallm.app.atropos import ENDLESS
     from mlx_parallm.app.train_progress import TrainOptions
+    from mlx_parallm.cli.train_end import closing
 
     options = TrainOptions(
         environment, args.steps or ENDLESS, args.group_size, args.prompts_per_step, args.log, args.warm_up
     )
-    view = _RecordingView(args.steps, evaluates=resolved.config.rl_training.evaluation.every is not None)
+    view = RichTrainView(args.steps, evaluates=resolved.config.rl_training.evaluation.every is not None)
+    stopped = False
     try:
         with view:
-            return training.run(resolved.config, options, view)
-    finally:  # a run that fails or is interrupted has curves too
-        if view.reports:
-            _finish(view, environment, args.plot)
+            status = training.run(resolved.config, options, view)
+        stopped = status > 128
+        return status
+    except KeyboardInterrupt:
+        stopped = True
+        raise
+    finally:  # a run that fails or is stopped has something to keep, too
+        if view.folder is not None:
+            for text in closing(resolved.config, view.folder, args, environment, stopped):
+                print(text)
 
 
 def _resolve(args: argparse.Namespace) -> Resolved:
@@ -121,47 +121,13 @@ def _check_required(args: argparse.Namespace, config: Config) -> str:
     return environment or f"requests to {cluster} with collect_trajectory"
 
 
-def _check_log(log: Path | None) -> None:
+def _check_files(args: argparse.Namespace) -> None:
+    """Raises ConfigError: a file of the arguments cannot be written."""
+    plot: Path | None = args.plot
+    if plot is not None and (plot.is_dir() or not os.access(plot.parent, os.W_OK | os.X_OK)):
+        raise ConfigError(f"--plot: {plot} cannot be written: name a file in a folder that is there and writable")
     try:
-        if log is not None:
-            log.open("ab").close()
+        if args.log is not None:
+            args.log.open("ab").close()
     except OSError as error:
-        raise ConfigError(f"--log: {log} cannot be written: {error.strerror}") from error
-
-
-def _finish(view: _RecordingView, title: str, plot: Path) -> None:
-    print(summary(view.reports, view.first))
-    for name, text in (("checkpoints", "checkpoints"), ("log", "updates")):
-        if name in view.facts:
-            print(f"{text} in {view.facts[name]}")
-    if not PLOTS.installed:
-        return
-    try:
-        draw_curves(view.reports, plot, title, view.first, view.before)
-    except OSError as error:
-        print(f"WARNING: {plot} could not be written: {error.strerror}", file=sys.stderr)
-    else:
-        print(f"curves in {plot}")
-
-
-class _RecordingView(RichTrainView):
-    """A RichTrainView that also keeps what the curves show, in memory."""
-
-    def __init__(self, steps: int | None, evaluates: bool) -> None:
-        super().__init__(steps, evaluates=evaluates)
-        self.reports = deque[UpdateReport](maxlen=KEPT)
-        self.facts: Mapping[str, str] = {}
-        self.first: EvaluationResult | None = None
-        self.before = 0
-
-    def started(self, facts: Mapping[str, str], steps_done: int) -> None:
-        super().started(facts, steps_done)
-        self.facts, self.before = facts, steps_done
-
-    def evaluated(self, result: EvaluationResult) -> None:
-        super().evaluated(result)
-        self.first = result
-
-    def updated(self, report: UpdateReport) -> None:
-        super().updated(report)
-        self.reports.append(report)
+        raise ConfigError(f"--log: {args.log} cannot be written: {error.strerror}") from error

@@ -6,8 +6,12 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mlx_parallm.core import LEVEL_PREFIX, EvaluationResult, UpdateReport
+
+if TYPE_CHECKING:
+    from mlx_parallm.rl.runs.metrics import Made
 
 _MISSING = "-"
 _GAP = "  "
@@ -26,6 +30,7 @@ class Column:
 
 _COLUMNS = (
     Column("loss", "loss", 8, "+.4f"),
+    Column("grad", "grad_norm", 7, ".3f"),
     Column("KL", "kl", 6, ".4f"),
     Column("entropy", "entropy", 7, ".3f"),
     Column("clip", "clip_fraction", 5, ".3f"),
@@ -89,26 +94,25 @@ def with_interval(mean: float, low: float, high: float) -> str:
     return f"{mean:.3f} [{low:.2f}, {high:.2f}]"
 
 
-def summary(reports: Sequence[UpdateReport], first: EvaluationResult | None = None) -> str:
-    """A run in one sentence: updates by status, the first and last mean reward and evaluation, and the live version.
-
-    `first`: the evaluation of the version that the run started from.
-    """
+def summary(made: Sequence[Made]) -> str:
+    """A run in one sentence: updates by status, first and last mean reward and evaluation, and the newest version."""
+    reports = [each.report for each in made if each.is_update]
     counts = Counter(report.status for report in reports)
     parts = [", ".join(f"{count} {status}" for status, count in counts.items()) or "no update was made"]
     if rewards := [mean for report in reports if (mean := report.metrics.get("reward_mean")) is not None]:
         parts.append(f"mean reward {rewards[0]:.3f} in the first, {rewards[-1]:.3f} in the last")
-    evaluations = [with_interval(first.mean, first.low, first.high)] if first else []
-    # that of a held update is of a version that is not live; the last one may come with an update that was skipped
-    evaluations += [text for report in reports if report.status != "held" and (text := evaluation_text(report))]
+    # that of a held update is of a version that is not kept; the last one may come with an update that was skipped
+    evaluations = [
+        with_interval(*each.evaluation) for each in made if each.evaluation is not None and each.report.status != "held"
+    ]
     if evaluations:
         parts.append(" then ".join([f"evaluation {evaluations[0]}", *evaluations[1:][-1:]]))
-    if versions := [report.adapter for report in reports if _is_live(report)]:
-        parts.append(f"{versions[-1]} is live")
+    if versions := [report.adapter for report in reports if _is_published(report)]:
+        parts.append(f"newest version {versions[-1]}")
     return "; ".join(parts)
 
 
-def _is_live(report: UpdateReport) -> bool:
+def _is_published(report: UpdateReport) -> bool:
     return report.status == "published" and report.adapter is not None
 
 
@@ -123,10 +127,20 @@ def _reward(report: UpdateReport) -> str:
 
 
 def _result(report: UpdateReport) -> str:
-    """The version that went live, or the reason why none did; and the checkpoint, if one was saved."""
-    result = str(report.adapter) if _is_live(report) else report.status
-    reason = f": {report.reason}" if report.reason else ""
+    """The new version, or what came of the update instead; and the checkpoint, if one was saved. A reason in words has
+    a line of its own."""
+    result = str(report.adapter) if _is_published(report) else report.status
+    reason = f": {report.reason}" if report.reason and not _in_words(report.reason) else ""
     return f"{result}{reason}" + (f", {report.checkpoint}" if report.checkpoint else "")
+
+
+def reason_line(report: UpdateReport) -> str:
+    """The line below that of an update: why there is no new version. Empty if its own line has said it."""
+    return f"{'':>{_STEP_WIDTH}}{_GAP}{report.status}: {report.reason}" if _in_words(report.reason) else ""
+
+
+def _in_words(reason: str) -> bool:
+    return " " in reason
 
 
 # -- small texts ---------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from statistics import fmean
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
@@ -17,6 +18,7 @@ from mlx_parallm.cli.train_table import (
     level_lines,
     line,
     one_line,
+    reason_line,
     spark,
 )
 from mlx_parallm.core import EvaluationResult, UpdateReport
@@ -29,8 +31,8 @@ if TYPE_CHECKING:
 _STEPS_TIMED = 10
 """The time that is left is estimated from so many steps."""
 
-KEPT = 20_000
-"""Reports that are kept for curves. A run without an end has more."""
+_KEPT = 20_000
+"""Figures that are kept for spark lines. A run without an end has more."""
 
 _SAMPLES_EVERY = 10
 """Where there is no terminal, samples are printed in the first step and then so often."""
@@ -42,7 +44,7 @@ class RichTrainView:
     """Implements `app.train_progress.TrainView`: writes to `stream` (default: stdout), with styles and progress bars on
     a terminal and plain lines elsewhere.
 
-    A context manager: on a terminal, everything that is printed inside it appears above the bars.
+    A context manager: on a terminal, everything that is printed inside it after `started` appears above the bars.
 
     Args:
         steps: of the whole run; None: it has no end.
@@ -62,19 +64,18 @@ class RichTrainView:
         self._progress = Progress(*columns, console=self._console)
         self._updates = self._progress.add_task("updates", total=steps, left="")
         self._rollout = self._progress.add_task("rollout", total=None, left="")
-        self._rewards = deque[float](maxlen=KEPT)
-        self._evaluations = deque[float](maxlen=KEPT)
+        self._rewards = deque[float](maxlen=_KEPT)
+        self._evaluations = deque[float](maxlen=_KEPT)
         self._evaluation = ""
         self._samples: tuple[SampleText, ...] = ()
         self._levels: list[str] = []
         self._advice = ""
         self._seconds = deque[float](maxlen=_STEPS_TIMED)
         self.steps_done = 0
+        self.folder: Path | None = None  # of the run that has started
         self._live = Live(console=self._console, get_renderable=self._below)
 
     def __enter__(self) -> Self:
-        if self._console.is_terminal:
-            self._live.start()
         return self
 
     def __exit__(
@@ -82,8 +83,13 @@ class RichTrainView:
     ) -> None:
         self._live.stop()
 
-    def started(self, facts: Mapping[str, str], steps_done: int) -> None:
-        self.steps_done = steps_done
+    def prepares(self, what: str) -> None:
+        self._print(what, "dim")
+
+    def started(self, facts: Mapping[str, str], steps_done: int, folder: Path) -> None:
+        self.steps_done, self.folder = steps_done, folder
+        if self._console.is_terminal:
+            self._live.start()
         self._progress.update(self._updates, completed=steps_done)
         width = max(map(len, facts), default=0)
         for name, fact in facts.items():
@@ -114,13 +120,16 @@ class RichTrainView:
         self.steps_done += 1
         self._remember(report)
         for found in report.divergences:
-            self._print(f"DIVERGES {found.reason} ({found.action})", "red")
+            if report.status != "held" or found.reason not in report.reason:
+                self._print(f"DIVERGES {found.reason} ({found.action})", "red")
         if report.advice and report.advice != self._advice:
             self._print(f"PLATEAU {report.advice}", "yellow")
         self._advice = report.advice
         style = {"held": "yellow", "skipped": "yellow"}.get(report.status, "")
         left = self._left_s
         self._print(line(self.steps_done, self._steps, report, left, self._evaluates), style)
+        if reason := reason_line(report):
+            self._print(reason, style)
         if not self._console.is_terminal and self.steps_done % _SAMPLES_EVERY == 1:
             for text in (*self._levels, *self._sample_lines()):
                 self._print(text)

@@ -90,7 +90,7 @@ def choose_attention(runner: BatchRunner) -> None:
         return
     times = measure_attention(next(iter(layout.attention.values())), layout.dtype)
     runner.dense_rows = times.dense_rows
-    _log.info("attention of single tokens: %s", times.text)
+    _log.debug("attention of single tokens: %s", times.text)
 
 
 def calibrate(runner: BatchRunner, check: Check = lambda: None) -> CostModel:

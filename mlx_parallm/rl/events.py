@@ -19,6 +19,9 @@ _MAX_QUEUED = 256
 
 _MINUTE = 60.0
 
+EVALUATION = "evaluation"
+"""The code of a `Refusal` by an evaluation."""
+
 LOST = "events_lost"
 """Kind of the event that replaces lost events in a listener's stream; see `core.TrainingEvent`."""
 
@@ -154,7 +157,7 @@ class UpdateOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a version does not go live. `code`: evaluation, or the signal that diverged. `reason`: the same in words."""
+    """Why a version does not go live. `code`: EVALUATION, or the signal that diverged. `reason`: the same in words."""
 
     code: str
     reason: str
@@ -200,7 +203,8 @@ class UpdateReporter:
     def held(self, live: AdapterRef | None, refusal: Refusal, outcome: UpdateOutcome) -> UpdateReport:
         """Reports an update that the gate refused."""
         self.skips[f"held_{refusal.code}"] += 1
-        _log.warning("an update of %s was held: %s", self._name, refusal.reason)
+        if refusal.code == EVALUATION:  # what has diverged is logged by its watch
+            _log.warning("an update of %s was held: %s", self._name, refusal.reason)
         return self._report("held", UpdateReport(live, self.step, "held", refusal.reason, _finite(outcome.metrics)))
 
     def skipped(

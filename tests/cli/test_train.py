@@ -11,6 +11,8 @@ from mlx_parallm.cli.main import main, train
 from mlx_parallm.config import Mode
 from mlx_parallm.core import AdapterRef, EvaluationResult, UpdateReport
 from mlx_parallm.errors import ModelNotFoundError
+from mlx_parallm.rl.tracking.trackers import JsonlTracker
+from mlx_parallm.rl.tracking.tracking import Record
 
 TASK = "reasoning_gym:leg_counting"
 RUN = ["--environment", TASK, "--steps", "2"]
@@ -24,29 +26,42 @@ def published(version: int, **metrics: float) -> UpdateReport:
 
 @dataclass
 class Training:
-    """What a run was asked for, and what it tells its view; `error` is raised after that."""
+    """What a run was asked for, and what it tells its view and its file; `error` is raised after that. It begins after
+    the step `made`."""
 
     reports: list[UpdateReport] = field(default_factory=lambda: [published(1), published(2)])
     error: BaseException | None = None
     asked: list[object] = field(default_factory=list)
     made: int = 0
     failures: tuple[str, ...] = ()
-
+    status: int = 0
     evaluation: EvaluationResult | None = None
+    folder: Path = Path("kept")
 
     def run(self, config, options, view):
         self.asked.append((config, options))
-        view.started({"model": "m", "checkpoints": "kept", "log": "kept/metrics.jsonl"}, self.made)
+        if not self.reports and self.error:
+            raise self.error
+        self.folder.mkdir(exist_ok=True)
+        tracker = JsonlTracker(options.log or self.folder / "metrics.jsonl")
+        view.started({"model": "m"}, self.made, self.folder)
         if self.evaluation:
             view.evaluated(self.evaluation)
+            tracker.write(Record("evaluation", self.made, self.evaluation.metrics, {"adapter": "base", "version": 0}))
         for failure in self.failures:
             view.task_failed(failure)
-        for report in self.reports:
+        for step, report in enumerate(self.reports, self.made + 1):
             view.rollout(1, 32)
             view.updated(report)
+            fields = {"adapter": "default", "version": report.step, "status": report.status, "checkpoint": None}
+            tracker.write(Record("update", step, report.metrics, fields))
+        self.made += len(self.reports)
+        saved = self.folder / "default"
+        saved.mkdir(exist_ok=True)
+        (saved / "latest").write_text(f"checkpoint-{self.made}\n")
         if self.error:
             raise self.error
-        return 0
+        return self.status
 
 
 @pytest.fixture
@@ -119,7 +134,7 @@ def test_without_matplotlib_the_run_says_so_first_and_draws_nothing(training, ca
     assert "WARNING: no curves will be drawn: matplotlib is not installed" in printed.err
     assert "pip install 'mlx-parallm[plots]'" in printed.err
     assert "curves in" not in printed.out
-    assert not (tmp_path / "training.png").exists()
+    assert not list(tmp_path.rglob("*.png"))
 
 
 def test_print_config_needs_no_run(training, capsys):
@@ -135,15 +150,47 @@ def test_print_config_needs_no_run(training, capsys):
 
 def test_record_of_a_run(training, tmp_path, capsys):
     assert train(RUN) == 0
-    assert (tmp_path / "training.png").read_bytes().startswith(PNG)
+    assert (tmp_path / "kept" / "training.png").read_bytes().startswith(PNG)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept"]
     shown = capsys.readouterr()
-    assert shown.out.splitlines()[-4:] == [
-        "2 published; mean reward 0.250 in the first, 0.500 in the last; default@2 is live",
+    assert shown.out.splitlines()[-6:] == [
+        "2 published; mean reward 0.250 in the first, 0.500 in the last; newest version default@2",
         "checkpoints in kept",
         "updates in kept/metrics.jsonl",
-        "curves in training.png",
+        "curves in kept/training.png",
+        "serve it with `mlx_parallm serve --checkpoint-dir kept --serve-adapter default`",
+        "merge it with `mlx_parallm adapters merge kept/default/checkpoint-2 default-merged`",
     ]
     assert shown.err == ""
+
+
+def test_the_end_of_a_resumed_run_is_of_the_whole_run(training, tmp_path, capsys, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("mlx_parallm.cli.train_end.draw_curves", lambda made, path, title: drawn.append(made))
+    argv = ["--environment", TASK, "--steps", "15", "--checkpoint-dir", "kept"]
+    training.status = 130
+    assert train(argv) == 130
+    assert "stopped after 2 of 15 steps; the same command continues\n" in capsys.readouterr().out
+    training.reports, training.status = [published(3)], 0
+    assert train([*argv, "--lora-rank", "32", "--model-path", "a model", "--default-adapter", "tone"]) == 0
+    shown = capsys.readouterr().out
+    assert "3 published; mean reward 0.250 in the first, 0.750 in the last; newest version default@3" in shown
+    assert [[made.step for made in each] for each in drawn] == [[1, 2], [1, 2, 3]]
+    assert "is live" not in shown
+
+
+def test_the_next_commands_have_what_they_need(training, capsys):
+    assert train([*RUN, "--lora-rank", "32", "--model-path", "a model"]) == 0
+    shown = capsys.readouterr().out
+    needs = "--model-path 'a model'"
+    assert f"--checkpoint-dir kept --serve-adapter default {needs} --max-lora-rank 32`" in shown
+    assert f"merge kept/default/checkpoint-2 default-merged {needs}`" in shown
+
+
+def test_a_run_in_a_folder_of_its_own_is_continued_with_resume(training, capsys):
+    training.error = KeyboardInterrupt()
+    assert train(RUN) == 130
+    assert "stopped after 2 of 2 steps; the same command with --resume continues\n" in capsys.readouterr().out
 
 
 def test_a_resumed_run_counts_on_and_tells_of_tasks_that_failed(training, capsys):
@@ -156,11 +203,12 @@ def test_a_resumed_run_counts_on_and_tells_of_tasks_that_failed(training, capsys
 
 
 def test_files_are_where_they_are_asked_for(training, tmp_path, capsys):
-    (tmp_path / "log.jsonl").write_text("kept\n")
+    (tmp_path / "log.jsonl").write_text("a line\n")
     argv = [*RUN, "--log", "log.jsonl", "--plot", str(tmp_path / "curves.png"), "--checkpoint-dir", "kept"]
     assert train(argv) == train(argv) == 0
-    assert (tmp_path / "log.jsonl").read_text() == "kept\n"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.png", "log.jsonl"]
+    assert (tmp_path / "log.jsonl").read_text().splitlines()[0] == "a line"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.png", "kept", "log.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["default"]
     assert capsys.readouterr().err == ""
 
 
@@ -168,14 +216,14 @@ def test_files_are_where_they_are_asked_for(training, tmp_path, capsys):
 def test_run_that_ends_early_leaves_its_record(training, tmp_path, capsys, error, status):
     training.reports, training.error = [published(1)], error
     assert train(RUN) == status
-    assert (tmp_path / "training.png").read_bytes().startswith(PNG)
+    assert (tmp_path / "kept" / "training.png").read_bytes().startswith(PNG)
     assert "1 published" in capsys.readouterr().out
 
 
 def test_run_that_never_begins_draws_nothing(training, tmp_path, capsys):
     training.reports, training.error = [], ModelNotFoundError("no model 'm'; name another with --model-path")
     assert train(RUN) == 1
-    assert not (tmp_path / "training.png").exists()
+    assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().err.endswith("error: no model 'm'; name another with --model-path\n")
 
 
@@ -185,9 +233,9 @@ def test_an_evaluation_has_its_column_and_its_place_in_the_last_lines(training, 
     assert train([*RUN, "--eval-every", "2"]) == 0
     shown = capsys.readouterr().out
     assert "evaluation of base@0 before the first step: 0.125 [0.05, 0.30], 64 answers" in shown
-    assert re.search(r"step +reward +evaluation +loss", shown)
+    assert re.search(r"step +reward +evaluation +loss +grad", shown)
     assert re.search(r"2/2 +0.500 ± 0.500 +0.500 \[0.40, 0.60\] ", shown)
-    assert "; evaluation 0.125 [0.05, 0.30] then 0.500 [0.40, 0.60]; default@2 is live" in shown
+    assert "; evaluation 0.125 [0.05, 0.30] then 0.500 [0.40, 0.60]; newest version default@2" in shown
 
 
 def test_curves_that_cannot_be_written_cost_only_themselves(training, tmp_path, capsys, monkeypatch):
@@ -196,4 +244,4 @@ def test_curves_that_cannot_be_written_cost_only_themselves(training, tmp_path, 
 
     monkeypatch.setattr("mlx_parallm.atomic.replace_file", refuse)
     assert train(RUN) == 0
-    assert "WARNING: training.png could not be written: No space left on device" in capsys.readouterr().err
+    assert "WARNING: kept/training.png could not be written: No space left on device" in capsys.readouterr().out

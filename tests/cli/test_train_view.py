@@ -4,14 +4,16 @@ import io
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from mlx_parallm.app.train_progress import SampleText
 from mlx_parallm.cli.curves import draw_curves, figure
-from mlx_parallm.cli.train_table import duration, heading, line, one_line, spark, summary
+from mlx_parallm.cli.train_table import duration, heading, line, one_line, reason_line, spark, summary
 from mlx_parallm.cli.train_view import RichTrainView
 from mlx_parallm.core import AdapterRef, Divergence, EvaluationResult, UpdateReport
+from mlx_parallm.rl.runs.metrics import Made
 
 FULL = {
     "reward_mean": 0.3125,
@@ -38,6 +40,12 @@ SKIPPED = UpdateReport(None, 4, "skipped", "no group had a signal")
 HELD = UpdateReport(AdapterRef("default", 5), 5, "held", "kl_step 5 is above 3", {"reward_mean": 0.5})
 
 
+def made(*reports: UpdateReport, first: bool = False, before: int = 0) -> list[Made]:
+    """The lines of a run's metrics. `first`: that of the evaluation FIRST, too."""
+    start = [Made(before, 0.0, UpdateReport(FIRST.adapter, 0, "evaluation", metrics=FIRST.metrics))] if first else []
+    return start + [Made(step, 1.0, report) for step, report in enumerate(reports, before + 1)]
+
+
 class Terminal(io.StringIO):
     def isatty(self):
         return True
@@ -45,7 +53,7 @@ class Terminal(io.StringIO):
 
 def shown(stream: io.StringIO, *reports: UpdateReport, samples: bool = False, evaluates: bool = False) -> str:
     with RichTrainView(3, stream, evaluates) as view:
-        view.started({"model": "SmolLM2-135M-Instruct", "environment": "[red]x"}, 0)
+        view.started({"model": "SmolLM2-135M-Instruct", "environment": "[red]x"}, 0, Path("runs"))
         if evaluates:
             view.evaluated(FIRST)
         for report in reports:
@@ -62,11 +70,23 @@ def shown(stream: io.StringIO, *reports: UpdateReport, samples: bool = False, ev
 def test_line_has_every_figure_under_its_heading():
     titles, cells = heading(evaluates=True), line(4, 50, EVALUATED, 190.0, evaluates=True)
     assert titles.split() == [
-        *("step", "reward", "evaluation", "loss", "KL", "entropy", "clip", "length", "tok/s", "seconds"),
+        *("step", "reward", "evaluation", "loss", "grad", "KL", "entropy", "clip", "length", "tok/s", "seconds"),
         *("left", "result"),
     ]
     assert re.split(r"\s{2,}", cells.strip()) == [
-        *("4/50", "0.312 ± 0.401", "0.550 [0.47, 0.63]", "+0.0123", "0.0002", "1.234", "0.016", "42", "310", "12.3"),
+        *(
+            "4/50",
+            "0.312 ± 0.401",
+            "0.550 [0.47, 0.63]",
+            "+0.0123",
+            "0.700",
+            "0.0002",
+            "1.234",
+            "0.016",
+            "42",
+            "310",
+            "12.3",
+        ),
         *("3m10s", "default@5"),
     ]
     ends = [[found.end() for found in re.finditer(r"\S+( \S+)*", text)] for text in (titles, cells)]
@@ -76,8 +96,11 @@ def test_line_has_every_figure_under_its_heading():
 
 
 def test_line_of_an_update_that_did_not_go_live_says_why():
-    assert re.split(r"\s{2,}", line(5, 50, SKIPPED).strip()) == ["5/50", *["-"] * 9, "skipped: no group had a signal"]
-    assert line(6, 50, HELD).endswith("held: kl_step 5 is above 3")
+    assert re.split(r"\s{2,}", line(5, 50, SKIPPED).strip()) == ["5/50", *["-"] * 10, "skipped"]
+    assert reason_line(SKIPPED).strip() == "skipped: no group had a signal"
+    assert line(5, 50, replace(SKIPPED, reason="no_signal")).endswith("skipped: no_signal")
+    assert reason_line(replace(SKIPPED, reason="no_signal")) == ""
+    assert line(6, 50, HELD).endswith("held")
     saved = UpdateReport(DONE.adapter, 4, "published", metrics={"loss": math.nan}, checkpoint="checkpoint-4")
     assert line(4, 50, saved).endswith("default@4, checkpoint-4")
     assert "nan" in line(4, 50, saved)
@@ -92,17 +115,26 @@ def test_a_divergence_has_a_line_of_its_own():
     assert second.strip().startswith("1/50")
 
 
-def test_summary_counts_and_names_the_last_live_version():
-    assert summary([DONE, SKIPPED, HELD]) == (
-        "1 published, 1 skipped, 1 held; mean reward 0.312 in the first, 0.500 in the last; default@4 is live"
+def test_a_held_update_is_told_once():
+    told = Divergence("kl_step", 5.0, 3.0, "hold", HELD.reason, 5.0)
+    out = io.StringIO()
+    RichTrainView(50, out).updated(replace(HELD, divergences=(told,)))
+    first, second = out.getvalue().splitlines()
+    assert first.endswith("held")
+    assert second.strip() == "held: kl_step 5 is above 3"
+
+
+def test_summary_counts_and_names_the_newest_version():
+    assert summary(made(DONE, SKIPPED, HELD)) == (
+        "1 published, 1 skipped, 1 held; mean reward 0.312 in the first, 0.500 in the last; newest version default@4"
     )
     evaluated = "; evaluation 0.250 [0.12, 0.50] then 0.550 [0.47, 0.63]; "
-    assert evaluated in summary([DONE, EVALUATED, DONE], FIRST)
-    assert "; evaluation 0.550 [0.47, 0.63]; " in summary([EVALUATED])
+    assert evaluated in summary(made(DONE, EVALUATED, DONE, first=True))
+    assert "; evaluation 0.550 [0.47, 0.63]; " in summary(made(EVALUATED))
     last = replace(SKIPPED, metrics={**SKIPPED.metrics, **EVALUATED.metrics})
-    assert evaluated in summary([DONE, last], FIRST), "the run ends with a skipped update, and then an evaluation"
-    assert "then" not in summary([DONE, replace(HELD, metrics=EVALUATED.metrics)], FIRST)
-    assert summary([SKIPPED]) == "1 skipped"
+    assert evaluated in summary(made(DONE, last, first=True)), "an update is skipped, and then an evaluation"
+    assert "then" not in summary(made(DONE, replace(HELD, metrics=EVALUATED.metrics), first=True))
+    assert summary(made(SKIPPED)) == "1 skipped"
     assert summary([]) == "no update was made"
 
 
@@ -128,7 +160,7 @@ def test_plain_lines_where_there_is_no_terminal():
     expected = ["model        SmolLM2-135M-Instruct", "environment  [red]x", "", heading()]
     text = shown(io.StringIO(), DONE, SKIPPED, samples=True)
     assert text.splitlines()[:5] == [*expected, line(1, 3, DONE, 24.68)]
-    assert text.splitlines()[7:] == [line(2, 3, SKIPPED, 12.34)]
+    assert text.splitlines()[7:] == [line(2, 3, SKIPPED, 12.34), reason_line(SKIPPED)]
     best, worst = text.splitlines()[5:7]
     assert best == "best        1.00  What is 2 + 2? → 4"
     assert worst.startswith("worst       0.00  What is 3 + 9? Say → [31mIt is a a a")
@@ -165,7 +197,9 @@ def test_progress_bars_on_a_terminal(monkeypatch):
 def test_bars_are_taken_down_when_the_run_fails(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     terminal = Terminal()
-    with pytest.raises(KeyboardInterrupt), RichTrainView(3, terminal):
+    view = RichTrainView(3, terminal)
+    view.started({}, 0, Path("runs"))
+    with pytest.raises(KeyboardInterrupt), view:
         raise KeyboardInterrupt
     assert terminal.getvalue().endswith("\x1b[?25h"), "the cursor is shown again"
 
@@ -174,7 +208,7 @@ def test_bars_are_taken_down_when_the_run_fails(monkeypatch):
 
 
 def test_curves_have_a_point_a_step_and_gaps_where_nothing_is_known():
-    axes = {panel.get_title().split(" ")[0]: panel for panel in figure([DONE, SKIPPED, HELD], "t").axes}
+    axes = {panel.get_title().split(" ")[0]: panel for panel in figure(made(DONE, SKIPPED, HELD), "t").axes}
     assert set(axes) == {"reward", "loss", "KL", "entropy", "length", "clipped", "tokens"}
     (rewards,), (losses,) = (axes[name].get_lines() for name in ("reward", "loss"))
     assert list(rewards.get_xdata()) == [1, 2, 3]
@@ -183,27 +217,27 @@ def test_curves_have_a_point_a_step_and_gaps_where_nothing_is_known():
 
 
 def test_band_of_the_reward_is_one_standard_deviation_wide():
-    (band,) = figure([DONE, DONE], "t").axes[0].collections
+    (band,) = figure(made(DONE, DONE), "t").axes[0].collections
     box = band.get_datalim(band.axes.transData)
     assert (box.y0, box.y1) == pytest.approx((0.3125 - 0.4012, 0.3125 + 0.4012))
 
 
 def test_evaluations_are_drawn_with_their_intervals_from_the_start_of_the_run():
-    made = figure([DONE, EVALUATED], "t", FIRST, before=7)
-    (panel,) = [panel for panel in made.axes if panel.get_title().startswith("evaluation")]
+    drawn = figure(made(DONE, EVALUATED, first=True, before=7), "t")
+    (panel,) = [panel for panel in drawn.axes if panel.get_title().startswith("evaluation")]
     (bars,) = panel.containers
     (points, _, (spans,)) = bars
     assert (list(points.get_xdata()), list(points.get_ydata())) == ([7, 9], [0.25, 0.55])
     heights = [tuple(segment[:, 1]) for segment in spans.get_segments()]
     assert heights == [pytest.approx((0.125, 0.5)), pytest.approx((0.47, 0.63))]
-    assert list(made.axes[0].get_lines()[0].get_xdata()) == [8, 9]
+    assert list(drawn.axes[0].get_lines()[0].get_xdata()) == [8, 9]
 
 
 @pytest.mark.parametrize("reports", [[SKIPPED], [DONE], [EVALUATED] * 100])
 def test_png_is_written_whole_over_an_older_one(tmp_path, reports):
     path = tmp_path / "curves.png"
     path.write_bytes(b"old")
-    draw_curves(reports, path, "reasoning_gym:leg_counting")
+    draw_curves(made(*reports), path, "reasoning_gym:leg_counting")
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert path.read_bytes().endswith(b"IEND\xaeB`\x82")
     assert list(tmp_path.iterdir()) == [path]

@@ -58,11 +58,7 @@ class Learner:
         trainer = self.trainer
         lora = lora or trainer.lora
         policy = await self._device.run(lambda: trainer.open(name, start, lora, seed))
-        _log.info(
-            "training %s: %d numbers, rank %d, alpha %g, on %s; nothing else has a gradient; micro-steps of %d tokens",
-            *(name, policy.parameters, lora.lora_rank, lora.lora_alpha, ", ".join(lora.lora_target_modules)),
-            trainer.config.micro_batch_tokens,
-        )
+        _log.info("training %s: %.1fM parameters, rank %d", name, policy.parameters / 1e6, lora.lora_rank)
 
     async def close(self, name: str) -> None:
         """Ends the training of a policy and frees its memory. What is under way for it fails. Does nothing if no policy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from importlib import metadata
@@ -19,6 +19,8 @@ from mlx_parallm.adapters.checkpoints.runs import RECORD
 from mlx_parallm.errors import ConfigError, StorageError
 
 _FORMAT = 1
+_COMPARED = ("model", "rl_training", "inference")
+"""Sections of the configuration whose changes are told when a run is resumed."""
 _MAX_STARTS = 100
 """Starts that are kept, the newest ones."""
 
@@ -93,6 +95,9 @@ def read_record(folder: Path) -> RunRecord | None:
 class RunFile:
     """The run.json of a run that this process makes.
 
+    Attributes:
+        changes: what the run's last process was configured otherwise, for people.
+
     Args:
         lineage: the version that each adapter starts with, and where it comes from.
 
@@ -122,6 +127,7 @@ class RunFile:
             ended=None,
             reason="",
         )
+        self.changes = _changes(earlier, self._record) if earlier.starts else ()
         try:
             self._write()
         except StorageError as error:
@@ -138,6 +144,25 @@ class RunFile:
             atomic.replace_file(self._folder / RECORD, text.encode(errors="replace") + b"\n")
         except OSError as error:
             raise StorageError(f"the record of the run cannot be written: {error.strerror}") from error
+
+
+def _changes(before: RunRecord, now: RunRecord) -> tuple[str, ...]:
+    """`rl_training.seed 0 -> 1`, for each setting of the model and of training that has changed."""
+    old, new = _settings(before), _settings(now)
+    return tuple(f"{name} {old[name]} -> {value}" for name, value in new.items() if name in old and old[name] != value)
+
+
+def _settings(record: RunRecord) -> dict[str, Any]:
+    chosen = {name: record.configuration.get(name, {}) for name in _COMPARED}
+    return dict(_leaves(chosen, "")) | {name: value for name, value in record.command.items() if name != "steps"}
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 def _versions() -> dict[str, str]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mlx_parallm.config import Action
 from mlx_parallm.core import Divergence, EvaluationResult
-from mlx_parallm.rl.events import Refusal
+from mlx_parallm.rl.events import EVALUATION, Refusal
 
 
 class Gate:
@@ -31,9 +31,7 @@ class Gate:
         if self._eval_floor is None:
             return None
         if result is None:
-            return Refusal("evaluation", "the evaluation failed; see the log")
+            return Refusal(EVALUATION, "the evaluation failed; see the log")
         if result.mean < self._eval_floor:
-            return Refusal(
-                "evaluation", f"the mean reward of {result.mean:.3g} is below eval_floor {self._eval_floor:g}"
-            )
+            return Refusal(EVALUATION, f"the mean reward of {result.mean:.3g} is below eval_floor {self._eval_floor:g}")
         return None
