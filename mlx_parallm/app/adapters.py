@@ -54,10 +54,6 @@ def find_adapters(
         ConfigError: a folder cannot be used, or `adapters.serve` names no adapter or checkpoint.
     """
     adapters = config.adapters
-    if adapters.adapter_dir is not None and not adapters.adapter_dir.is_dir():
-        raise ConfigError(
-            f"adapters.adapter_dir: {adapters.adapter_dir} is no folder; make it, or correct --adapter-dir"
-        )
     keep = config.checkpointing.keep_n_checkpoints
     layout, rank = manager.adapter_layout, adapters.max_lora_rank
     checkpoints = CheckpointStore(run.path, layout, manager.fingerprint, rank, keep) if run else None
@@ -101,7 +97,12 @@ def _route(registry: AdapterRegistry, selector: str) -> None:
     try:
         registry.set_route({selector: 1.0})
     except UnknownModelError as error:
-        raise ConfigError(
-            f"adapters.serve: no adapter or checkpoint is called {selector!r}; give --serve-adapter a name of "
-            "--adapter-dir or --checkpoint-dir, or leave it out"
-        ) from error
+        raise no_such_adapter(selector) from error
+
+
+def no_such_adapter(selector: str) -> ConfigError:
+    """The error for `adapters.serve`."""
+    return ConfigError(
+        f"adapters.serve: no adapter or checkpoint is called {selector!r}; give --serve-adapter a name of "
+        "--adapter-dir or --checkpoint-dir, or leave it out"
+    )

@@ -18,11 +18,12 @@ from mlx_parallm.adapters.checkpoints.runs import JOURNAL, Run, open_run
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.app.base_model import BaseModel, Built, SharedDevice
 from mlx_parallm.app.base_paths import base_paths
+from mlx_parallm.app.checks import check
 from mlx_parallm.app.device import device_schedule, mlx_limits
 from mlx_parallm.app.machine import MachineWatch
 from mlx_parallm.app.ranks import Lead
-from mlx_parallm.app.reward import check_reward
-from mlx_parallm.app.training import TrainingRuntime, build_reward_models, build_trainer, build_training
+from mlx_parallm.app.speculation import BASE as DRAFT_BASE
+from mlx_parallm.app.training import TrainingInputs, TrainingRuntime, build_reward_models, build_trainer, build_training
 from mlx_parallm.config import Config
 from mlx_parallm.core import EngineClient, Event, GenerationRequest, ModelCard, TrainingWork
 from mlx_parallm.engine.parts import EngineParts
@@ -37,7 +38,6 @@ from mlx_parallm.ranks.parts import Parts
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.record import RunFile, RunState, read_record
 from mlx_parallm.rl.runs.store import JournalFile
-from mlx_parallm.rl.tracking.trackers import check_installed
 
 _log = logging.getLogger(__name__)
 
@@ -90,6 +90,7 @@ class Engine:
         self._command = command or {}
         self._served: Served | None = None
         self._run: Run | None = None
+        self._inputs: TrainingInputs | None = None
         self._record: RunFile | None = None
         self._ending = (RunState.FINISHED, "")
         self.processor = ContinuousBatchProcessor(self._build, debug=config.debug.check_when_idle)
@@ -104,15 +105,16 @@ class Engine:
         """Loads the model, its adapters and checkpoints.
 
         Raises:
-            ModelError, ConfigError: they cannot be loaded, or the package of a tracker is not installed.
+            ModelError, ConfigError: they cannot be loaded, or something else that is configured cannot be used.
         """
-        check_reward(self.config)
+        check(self.config)
         checkpointing, training = self.config.checkpointing, self.config.rl_training.enabled
-        check_installed(self.config.rl_training.trackers)
+        self._inputs = TrainingInputs.of(self.config) if training else None
         self._run = open_run(checkpointing.checkpoint_dir, checkpointing.resume, wanted=training)
-        for base in self.bases[1:]:
-            if base.at.path is not None:
-                find_model(base.at.path)  # which may download it, for longer than a request would wait
+        draft = self.config.model.draft_model
+        for path in (*(base.at.path for base in self.bases[1:]), None if draft == DRAFT_BASE else draft):
+            if path is not None:
+                find_model(path)  # which may download it, for longer than a request would wait
         self._choose_threads()
         started = time.monotonic()
         try:
@@ -183,17 +185,19 @@ class Engine:
             self._run = None
 
     def _build(self) -> EngineParts:
-        parts, self._served = build(self.bases[0], self.shared, self._run)
+        parts, self._served = build(self.bases[0], self.shared, self._run, self._inputs)
         return parts
 
 
-def build(base: BaseModel, shared: SharedDevice, run: Run | None) -> tuple[EngineParts, Served]:
+def build(
+    base: BaseModel, shared: SharedDevice, run: Run | None, inputs: TrainingInputs | None
+) -> tuple[EngineParts, Served]:
     """Builds the first base model, and training if it is on. On the device thread, which then owns the arrays."""
     config = shared.config
     limits = mlx_limits(config)
     set_limits(limits)
     built = base.build(run=run)
-    training, work = _training(base, built, shared, run)
+    training, work = _training(base, built, shared, run, inputs)
     others = tuple(other.name for other in shared.bases[1:])
     served = Served(
         base.card, base.tokenizer, device_name(), limits, base.adapters, shared.processor, training, run, others
@@ -204,7 +208,7 @@ def build(base: BaseModel, shared: SharedDevice, run: Run | None) -> tuple[Engin
 
 
 def _training(
-    base: BaseModel, built: Built, shared: SharedDevice, run: Run | None
+    base: BaseModel, built: Built, shared: SharedDevice, run: Run | None, inputs: TrainingInputs | None
 ) -> tuple[TrainingRuntime | None, TrainingWork | None]:
     """The service that trains, and its work on the device; nothing if training is off."""
     config, processor, manager = shared.config, shared.processor, built.manager
@@ -213,10 +217,11 @@ def _training(
     if trainer is None:
         return None, None
     assert run is not None  # a server that trains has a run
+    assert inputs is not None
     journal = Journal(JournalFile(run.path / JOURNAL, manager.fingerprint))
     reward_models, work = build_reward_models(processor, trainer, manager, config)
     library, tokenizer = base.known.library, base.tokenizer
     training = build_training(
-        processor, trainer, base.adapters, built.store, library, tokenizer, config, journal, reward_models
+        processor, trainer, base.adapters, built.store, library, tokenizer, config, journal, reward_models, inputs
     )
     return training, work

@@ -17,11 +17,9 @@ from typing import cast
 
 from mlx_parallm.app.build import Served
 from mlx_parallm.app.inference import build_inference
-from mlx_parallm.app.reward import catalogue_of
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import Config
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef, Event, GenerationRequest, LevelCard, TrainingEvent, Trajectory
-from mlx_parallm.errors import ConfigError, InvalidRequestError
 from mlx_parallm.rl.environments import Environment, Task, is_of_episodes, read_system_prompt
 from mlx_parallm.rl.environments.thread import in_daemon_thread
 from mlx_parallm.rl.inference.engine import InferenceEngine
@@ -58,9 +56,6 @@ class EnvironmentRollouts:
 
         Args:
             state: what `settle` returned when so many were taken, or before.
-
-        Raises:
-            ConfigError: the tasks cannot be scored.
         """
         tasks = await in_daemon_thread(partial(self._tasks, taken, state))
         self._taken = taken
@@ -140,17 +135,13 @@ class EnvironmentRollouts:
     # -- parts -----------------------------------------------------------------------------------
 
     def _tasks(self, taken: int, state: Mapping[str, float] | None) -> Iterator[Task]:
-        """The environment's tasks after the first `taken`. Raises ConfigError: they cannot be scored."""
+        """The environment's tasks after the first `taken`."""
         tasks = without(self._source.tasks(self._config.rl_training.seed), self._training.held_out)
-        first = next(tasks)
-        if first.collection.scorer is not None or not is_of_episodes(self._source):
-            try:
-                catalogue_of(self._config).check(first.collection)
-            except InvalidRequestError as error:
-                raise ConfigError(f"environment: {error}") from error
-        tasks, curriculum = itertools.chain([first], tasks), self._config.rl_training.curriculum
+        curriculum = self._config.rl_training.curriculum
         if not curriculum.enabled:
             return itertools.islice(tasks, taken, None)
+        first = next(tasks)
+        tasks = itertools.chain([first], tasks)
         if first.level is None:
             _log.warning("curriculum: the first task has no level; all tasks without one count as one level")
         return Curriculum(tasks, curriculum, self._config.rl_training.seed, taken, state, self._lag)

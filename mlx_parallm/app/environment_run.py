@@ -60,7 +60,7 @@ class EnvironmentRun(TrainingRun):
         )
 
     async def _open(self, done: int, taken: int) -> None:
-        """Raises ConfigError: the tasks cannot be scored, or the engine cannot draw what training needs."""
+        """Raises ConfigError: the engine cannot draw what training needs."""
         await self.rollouts.open(taken, self.service.progress())
         self.step_rollouts.open(taken)
         if done < self.options.steps:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-from mlx_parallm.app.reward import reward_of
+from mlx_parallm.app.reward import catalogue_of, reward_of
 from mlx_parallm.config import Config
 from mlx_parallm.core import EngineClient, TextTokenizer
 from mlx_parallm.core.tool_text import chat_prompt
@@ -41,14 +41,16 @@ def held_out_of(config: Config) -> HeldOutTasks | None:
     """The held-out tasks; None if versions are not evaluated.
 
     Raises:
-        ConfigError: their environment cannot be loaded, or has fewer than two tasks.
+        ConfigError: their environment cannot be loaded, or has fewer than two tasks, or one cannot be scored.
     """
     settings, of_training = config.rl_training.evaluation, config.rl_training.own_environment
     name, rewarded = settings.tasks or of_training, config.rl_training.reward is not None
     if settings.every is None or name is None:
         return None
     source = environment(name, rewarded)
-    return HeldOutTasks(name, source, held_out_tasks(source, settings.size))
+    held_out = HeldOutTasks(name, source, held_out_tasks(source, settings.size))
+    _check_scorable(held_out, catalogue_of(config))
+    return held_out
 
 
 def evaluator_of(
@@ -62,7 +64,7 @@ def evaluator_of(
     """The evaluator of these tasks; None if there are none. `thread`: where the rollouts of environments run.
 
     Raises:
-        ConfigError: a task cannot be done or scored.
+        ConfigError: a task cannot be done.
     """
     if held_out is None:
         return None
@@ -71,7 +73,8 @@ def evaluator_of(
         settings.samples, settings.temperature, settings.max_tokens or config.rl_training.max_completion_tokens
     )
     definition, source = reward.definition if reward else "", held_out.environment
-    tasks = _checked(held_out, scorers.catalogue, read_system_prompt(config.rl_training.system_prompt))
+    system_prompt = read_system_prompt(config.rl_training.system_prompt)
+    tasks = [replace(task, messages=with_system_prompt(task, system_prompt)) for task in held_out.tasks]
     if is_of_episodes(source):
         return Evaluator(
             HeldOutEpisodes(
@@ -89,8 +92,8 @@ def evaluator_of(
     return Evaluator(HeldOutAnswers(engine, scorers, rendered, answers, definition))
 
 
-def _checked(held_out: HeldOutTasks, catalogue: ScorerCatalogue, system_prompt: str | None) -> list[Task]:
-    """The tasks with the system prompt. Raises ConfigError: one of them cannot be scored."""
+def _check_scorable(held_out: HeldOutTasks, catalogue: ScorerCatalogue) -> None:
+    """Raises ConfigError: a task cannot be scored."""
     rewards_itself = is_of_episodes(held_out.environment)
     for number, task in enumerate(held_out.tasks, 1):
         if task.collection.scorer is not None or not rewards_itself:
@@ -98,7 +101,6 @@ def _checked(held_out: HeldOutTasks, catalogue: ScorerCatalogue, system_prompt: 
                 catalogue.check(task.collection)
             except RequestError as error:
                 raise _unusable(number, error) from error
-    return [replace(task, messages=with_system_prompt(task, system_prompt)) for task in held_out.tasks]
 
 
 def _rendered(number: int, task: Task, tokenizer: TextTokenizer) -> HeldOutTask:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from mlx_parallm.adapters.reward_models import RewardModelFolder
 from mlx_parallm.config import Config, Mode
 from mlx_parallm.core import BASE_ADAPTER
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.errors import ConfigError, InvalidRequestError
+from mlx_parallm.rl.environments import Environment, is_of_episodes
 from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
 from mlx_parallm.rl.scoring.judges import Judge
 from mlx_parallm.rl.scoring.reward import RewardSpec, read_reward
@@ -44,6 +45,16 @@ def check_reward(config: Config) -> None:
     """
     if config.rl_training.enabled:
         catalogue_of(config).check_reward()
+
+
+def check_scorable(config: Config, source: Environment) -> None:
+    """Raises ConfigError: the tasks of an environment, of which the first is looked at, cannot be scored."""
+    collection = next(iter(source.tasks(config.rl_training.seed))).collection
+    if collection.scorer is not None or not is_of_episodes(source):
+        try:
+            catalogue_of(config).check(collection)
+        except InvalidRequestError as error:
+            raise ConfigError(f"environment: {error}") from error
 
 
 def catalogue_of(config: Config) -> ScorerCatalogue:

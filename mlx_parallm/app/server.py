@@ -19,6 +19,7 @@ from mlx_parallm.app.atropos import open_source, registration
 from mlx_parallm.app.base_loader import build_base_set
 from mlx_parallm.app.base_set import BaseSet
 from mlx_parallm.app.build import Engine, Served
+from mlx_parallm.app.checks import check_http
 from mlx_parallm.app.cluster_collection import ClusterCollection
 from mlx_parallm.app.lessons import Lessons
 from mlx_parallm.app.ranks import check_splittable, follow
@@ -146,6 +147,7 @@ class IntegratedServer:
         server = self._config.server
         server = server.model_copy(update={"host": host or server.host, "port": server.port if port is None else port})
         config = self._config.model_copy(update={"server": server})
+        check_http(server)
         templates = read_templates(server.chat_template_dir)
         traces = open_traces(server.otlp_traces_endpoint)
         try:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from mlx_parallm.app.build import Served
 from mlx_parallm.app.environment_rollouts import EnvironmentRollouts
+from mlx_parallm.app.reward import check_scorable
 from mlx_parallm.app.rollout_driver import RolloutDriver
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import Config
@@ -23,13 +24,15 @@ def environment_of(config: Config) -> Environment | None:
     """The environment that a server draws rollouts of; None if it draws none. Importing it may take seconds.
 
     Raises:
-        ConfigError: it is unknown, or cannot be loaded.
+        ConfigError: it is unknown, or cannot be loaded, or its tasks cannot be scored.
     """
     training = config.rl_training
     name = training.own_environment
     if not training.enabled or not training.server_rollouts or name is None:
         return None
-    return environment(name, training.reward is not None)
+    source = environment(name, training.reward is not None)
+    check_scorable(config, source)
+    return source
 
 
 class ServerRollouts:
@@ -62,7 +65,7 @@ class ServerRollouts:
         goes on from the last update.
 
         Raises:
-            ConfigError: the tasks cannot be scored, or the engine cannot draw what training needs.
+            ConfigError: the engine cannot draw what training needs.
         """
         progress = self._service.progress()
         taken = max(await self._taken_before(), int(progress.get(RUN_TASKS, 0)))

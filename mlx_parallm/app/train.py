@@ -19,6 +19,7 @@ from mlx_parallm.app.environment_run import EnvironmentRun
 from mlx_parallm.app.inference import check_inference
 from mlx_parallm.app.machine import MachineWatch
 from mlx_parallm.app.ranks import check_splittable, follow
+from mlx_parallm.app.reward import check_scorable
 from mlx_parallm.app.tracking import start_tracking
 from mlx_parallm.app.train_progress import TrainOptions, TrainView
 from mlx_parallm.app.training import TrainingRuntime
@@ -29,7 +30,7 @@ from mlx_parallm.extras import CLUSTER
 from mlx_parallm.ranks.joining import join
 from mlx_parallm.rl import events
 from mlx_parallm.rl.divergence import watch
-from mlx_parallm.rl.environments import Environment, environment, read_system_prompt
+from mlx_parallm.rl.environments import Environment, environment
 from mlx_parallm.rl.runs.record import RunState
 from mlx_parallm.rl.tracking.tracking import Tracking
 from mlx_parallm.rl.updates import plateau
@@ -69,8 +70,8 @@ def run(config: Config, options: TrainOptions, view: TrainView) -> int:
     source = None
     if training.atropos_url is None and not _learns_from_clients(config):
         source = environment(options.environment, training.reward is not None)
+        check_scorable(config, source)
         check_inference(config)
-    read_system_prompt(training.system_prompt)  # what cannot be used is refused before the model is loaded
     config = _prepared(config)
     engine = Engine(config, {name: value for name, value in asdict(options).items() if name != "log"}, ranks)
     view.prepares("loading the model, and measuring how fast this machine computes it")

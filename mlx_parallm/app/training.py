@@ -12,7 +12,7 @@ from mlx_parallm.adapters.reward_models import RewardModelFolder
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.adapters.weights import AdapterWeights
-from mlx_parallm.app.evaluation import evaluator_of, held_out_of
+from mlx_parallm.app.evaluation import HeldOutTasks, evaluator_of, held_out_of
 from mlx_parallm.app.reward import judge_of, reward_of
 from mlx_parallm.config import Config, Mode, ResolvedTraining, RLTrainingConfig
 from mlx_parallm.core import AdapterRef, TextTokenizer, TrainingWork
@@ -24,7 +24,7 @@ from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.model.split import query_heads
 from mlx_parallm.rl.averages import Averages
 from mlx_parallm.rl.collect.log import TrajectoryLog
-from mlx_parallm.rl.environments import Task, answers_of
+from mlx_parallm.rl.environments import Task, answers_of, read_system_prompt
 from mlx_parallm.rl.environments.prompts import read_text
 from mlx_parallm.rl.environments.thread import EnvironmentThread
 from mlx_parallm.rl.inference.http import EngineServer
@@ -41,6 +41,7 @@ from mlx_parallm.rl.reward_models.service import RewardModels
 from mlx_parallm.rl.reward_models.trainer import RewardModelTrainer
 from mlx_parallm.rl.reward_models.work import RewardModelWork
 from mlx_parallm.rl.runs.journal import Journal
+from mlx_parallm.rl.scoring.reward import RewardSpec
 from mlx_parallm.rl.scoring.service import ScoringService
 from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.rl.tasks import FileTasks
@@ -174,6 +175,29 @@ class TrainingRuntime:
                 await self.teacher.close()
 
 
+@dataclass(frozen=True, slots=True)
+class TrainingInputs:
+    """What training reads of files and packages, before the model is loaded.
+
+    Attributes:
+        held_out: the tasks of evaluations; None: versions are not evaluated.
+        tasks: those of the environment, for requests whose metadata lacks what they have.
+        teacher_prompt: the instruction that a teacher sees before each prompt.
+    """
+
+    reward: RewardSpec | None
+    held_out: HeldOutTasks | None
+    tasks: FileTasks
+    teacher_prompt: str
+
+    @classmethod
+    def of(cls, config: Config) -> TrainingInputs:
+        """Raises ConfigError: the held-out tasks, the environment's tasks, a prompt or the reward cannot be used."""
+        teacher = read_text("rl_training.teacher.prompt", config.rl_training.teacher.prompt) or ""
+        read_system_prompt(config.rl_training.system_prompt)
+        return cls(reward_of(config), held_out_of(config), _tasks(config), teacher)
+
+
 def build_training(
     processor: ContinuousBatchProcessor,
     trainer: GRPOTrainer,
@@ -184,27 +208,27 @@ def build_training(
     config: Config,
     journal: Journal,
     reward_models: RewardModels,
+    inputs: TrainingInputs,
 ) -> TrainingRuntime:
     """The service that learns from collected trajectories, with its scorers. It closes the journal.
 
     Raises:
-        ConfigError: the held-out tasks, the environment's tasks or the reward cannot be used.
+        ConfigError: the reward models or the held-out tasks cannot be used with this model.
     """
     assert library.checkpoints is not None  # a server that trains has a run
     learner = Learner(processor, trainer)
     training, default = trainer.config, config.adapters.default_adapter
-    reward = reward_of(config)
+    held_out, thread = inputs.held_out, EnvironmentThread()
     scorers = ScoringService(
         training.scoring_processes,
         training.scoring_batch_size,
         training.scoring_timeout_s,
-        reward,
+        inputs.reward,
         reward_models,
         judge_of(config),
     )
 
     scorers.catalogue.check_reward_models()
-    held_out, thread = held_out_of(config), EnvironmentThread()
 
     async def weights_of(ref: AdapterRef) -> AdapterWeights:
         with store.registry.lease(str(ref)) as version:
@@ -223,9 +247,9 @@ def build_training(
         evaluator=evaluator_of(processor, tokenizer, scorers, thread, held_out, config),
         policy_of=policy_of,
         log=TrajectoryLog(training.trajectory_log) if training.trajectory_log else None,
-        tasks=_tasks(config),
+        tasks=inputs.tasks,
         journal=journal,
-        teacher=_teacher(processor, adapters, tokenizer, training),
+        teacher=_teacher(processor, adapters, tokenizer, training, inputs.teacher_prompt),
     )
     most = training.tinker.max_models
     policies = PolicyService(
@@ -244,14 +268,17 @@ def build_training(
 
 
 def _teacher(
-    engine: ContinuousBatchProcessor, adapters: AdapterService, tokenizer: TextTokenizer, training: ResolvedTraining
+    engine: ContinuousBatchProcessor,
+    adapters: AdapterService,
+    tokenizer: TextTokenizer,
+    training: ResolvedTraining,
+    prompt: str,
 ) -> Teacher | None:
-    """What distillation imitates; None if the loss is another one. Raises ConfigError: its prompt cannot be read."""
+    """What distillation imitates; None if the loss is another one."""
     config = training.teacher
     if not training.loss.reads_teacher:
         return None
     bos = tokenizer.encode(tokenizer.bos_token, False) if tokenizer.bos_token else []
-    prompt = read_text("rl_training.teacher.prompt", config.prompt) or ""
     prompt_ids, bos_id = tokenizer.encode(prompt, False), bos[0] if len(bos) == 1 else None
     if config.url is None:
         return Teacher(engine_score(engine, adapters, config.adapter), config.timeout_s, prompt_ids, bos_id)

@@ -50,10 +50,9 @@ async def serve(app: FastAPI, on_started: Callable[[int], None]) -> int:
         on_started: called with the bound port, which the system chooses if port 0 is configured.
 
     Raises:
-        ConfigError: the host and port cannot be bound, or the certificate cannot be used.
+        ConfigError: the host and port cannot be bound.
     """
     services: Services = app.state.services
-    check_certificate(services.config)
     listening = bind(services.config.host, services.config.port)
     server = DrainingServer(app, lambda: on_started(listening.getsockname()[1]))
     try:

@@ -256,7 +256,10 @@ def test_a_full_disk_at_the_end_is_an_error_and_leaves_nothing_half_written(
 
 
 @pytest.mark.timeout(120)
-def test_a_run_without_a_folder_makes_one_and_says_so(tmp_path: Path, user, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_a_folder_makes_one_and_says_so(
+    tmp_path: Path, user, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     user("regex")
     monkeypatch.chdir(tmp_path)
     view = View()
@@ -264,9 +267,13 @@ def test_a_run_without_a_folder_makes_one_and_says_so(tmp_path: Path, user, monk
     (folder,) = (tmp_path / "checkpoints").iterdir()
     assert view.facts["checkpoints"] == f"checkpoints/{folder.name}, a new run; --resume resumes the newest"
     assert (folder / "default" / "checkpoint-1").is_dir()
-    view = View()
-    assert run(config(tmp_path, checkpointing__resume=True), replace(OPTIONS, steps=2), view) == 0
+    assert "changed since" not in caplog.text
+    view, keys = View(), {"checkpointing__resume": True, "rl_training__optimizer__learning_rate": 2e-3}
+    assert run(config(tmp_path, **keys), replace(OPTIONS, steps=2), view) == 0
     assert (view.made, [report.step for report in view.reports]) == (1, [2])
+    change = "changed since the run's last start: rl_training.optimizer.learning_rate 0.001 -> 0.002"
+    assert [r.getMessage() for r in caplog.records if "changed since" in r.getMessage()] == [change]
+    assert "training default: 0.0M parameters, rank 4" in caplog.messages
 
 
 @pytest.mark.timeout(120)
@@ -284,9 +291,12 @@ def test_dapo_draws_again_for_groups_without_a_signal_and_a_step_without_any_end
 
 
 @pytest.mark.timeout(120)
-def test_tasks_that_cannot_be_scored_end_the_run_before_anything_is_drawn(tmp_path: Path, user) -> None:
+def test_tasks_that_cannot_be_scored_end_the_run_before_the_model_is_loaded(
+    tmp_path: Path, user, monkeypatch: pytest.MonkeyPatch
+) -> None:
     user("no_such_scorer")
     view = View()
+    monkeypatch.setattr("mlx_parallm.app.build.ContinuousBatchProcessor.start", None)
     with pytest.raises(ConfigError, match="no_such_scorer"):
         run(config(tmp_path, checkpointing__checkpoint_dir=tmp_path / "kept"), OPTIONS, view)
     assert view.facts == {}

@@ -171,6 +171,22 @@ def test_the_record_has_the_configuration_and_every_start() -> None:
     assert json.loads((Path("mine") / RECORD).read_text())["id"] == record.id
 
 
+def test_settings_that_have_changed_since_the_last_start_are_named() -> None:
+    run = open_run(Path("mine"), False, wanted=True)
+    run.close()
+
+    def started(rate: float, port: int, **command: object) -> tuple[str, ...]:
+        settings = {"rl_training": {"optimizer": {"learning_rate": rate}, "seed": 0}, "server": {"port": port}}
+        return RunFile(Path("mine"), run.id, settings, command, {}).changes
+
+    assert started(0.001, 8000, steps=5, group_size=8) == ()
+    assert started(0.001, 8001, steps=9, group_size=8) == (), "nothing that training depends on"
+    assert started(0.002, 8001, steps=9, group_size=4) == (
+        "rl_training.optimizer.learning_rate 0.001 -> 0.002",
+        "group_size 8 -> 4",
+    )
+
+
 async def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs"]) == 0
     assert "no runs below checkpoints and runs;" in capsys.readouterr().out

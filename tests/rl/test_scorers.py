@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 
 import pytest
 
@@ -121,6 +122,26 @@ WRONG = [
     ("42", "\\boxed{"),
     ("42", "1/0"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("That makes 72", 1),
+        ("48 + 24 = 72.\nSo it is $72.00, not 24? No: 72", 1),
+        ("24 less 96 is -72", 0),
+        ("100-72", 1),
+        ("1,072 of them", 0),
+        ("72\n#### 24", 0),
+        ("12\n#### 72 clips", 1),
+        ("no number", 0),
+    ],
+)
+def test_gsm8k_needs_no_package(monkeypatch, text, reward):
+    """Without math-verify the last number counts."""
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    assert score("gsm8k", text, answer="48 + 24\n#### 72") == reward
+    assert score("gsm8k", text, finish_reason="length", answer="72") == 0
 
 
 @pytest.mark.parametrize("scorer", ["gsm8k", "math"])

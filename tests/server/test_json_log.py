@@ -100,10 +100,27 @@ def test_set_up_writes_to_stderr_from_the_level_on(capsys, monkeypatch, as_json,
     monkeypatch.setattr(root, "handlers", [])
     monkeypatch.setattr(root, "level", root.level)
     try:
-        logs.set_up("warning", as_json)
+        logs.set_up("warning", as_json, ("shown",))
         logging.getLogger("x").info("early")
         logging.getLogger("x").warning("late")
     finally:
         logging.captureWarnings(False)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(start)
+
+
+def test_what_the_program_shows_by_itself_is_in_a_log_of_json_only(monkeypatch):
+    """And a line goes to what stderr is when it is written, above a live view."""
+    for as_json in (True, False):
+        root, written = logging.getLogger(), io.StringIO()
+        monkeypatch.setattr(root, "handlers", [])
+        monkeypatch.setattr(root, "level", root.level)
+        try:
+            logs.set_up("info", as_json, ("shown",))
+            monkeypatch.setattr("sys.stderr", written)
+            logging.getLogger("shown").warning("held")
+            logging.getLogger("matplotlib.font_manager").info("generated new fontManager")
+        finally:
+            logging.captureWarnings(False)
+        assert ("held" in written.getvalue()) is as_json
+        assert "fontManager" not in written.getvalue()

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from types import FrameType
 from typing import Any
 
@@ -137,9 +138,13 @@ def _refuse_constant(constant: str) -> None:
 def gsm8k(completion: ScorerInput) -> float:
     """1 if the text's number equals that of `metadata.answer`.
 
-    The number is the one after the last `####`, or else the last one in the text.
+    The number is the one after the last `####`, or else the last one in the text. With math-verify, it may be an
+    expression too, such as a fraction.
     """
-    return _equal(completion, sample.number(completion.metadata), completion.text.rpartition("####")[2])
+    gold, text = sample.number(completion.metadata), completion.text.rpartition("####")[2]
+    if MATH.installed:
+        return _equal(completion, gold, text)
+    return float(completion.ended and sample.last_number(text) == float(gold))
 
 
 def mathematics(completion: ScorerInput) -> float:
@@ -186,6 +191,7 @@ class Builtin:
         read: raises InvalidRequestError if the value cannot be used. It may take long. None: `bound` checks everything.
         limit_s: processor time for one completion, in seconds; None: the scorer has a time limit of its own.
         imports: a module that takes long to import, so that loading the scorer imports it, not the first completion.
+            It need not be installed.
         needs: the optional package that the scorer uses.
     """
 
@@ -198,14 +204,14 @@ class Builtin:
     needs: Extra | None = None
 
     def load(self) -> Scorer:
-        if self.imports:
+        if self.imports and find_spec(self.imports) is not None:
             import_module(self.imports)
         return self.scorer
 
 
 BUILTINS: Mapping[str, Builtin] = {
     "exact": Builtin("answer", sample.answer, exact),
-    "gsm8k": Builtin("answer", sample.number, gsm8k, limit_s=None, imports="math_verify", needs=MATH),
+    "gsm8k": Builtin("answer", sample.number, gsm8k, limit_s=None, imports="math_verify"),
     "json_schema": Builtin("schema", sample.schema_text, json_schema, sample.schema, imports="jsonschema"),
     "length": Builtin("target_length", sample.target_length, length),
     "math": Builtin("answer", sample.answer, mathematics, limit_s=None, imports="math_verify", needs=MATH),

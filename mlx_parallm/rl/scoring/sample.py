@@ -21,7 +21,8 @@ Metadata = Mapping[str, Any]
 
 PARAM = "metadata"
 
-_NUMBER = re.compile(r"[-+]?\$?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
+_NUMBER = re.compile(r"(?:(?<![\w).])[-+])?\$?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")
+"""A sign after a digit is that of a difference."""
 _MAX_PATTERN = 4096
 _MAX_SCHEMA = 2**16
 _ENTRY_KEYS = ("question", "answer", "metadata")
@@ -121,7 +122,17 @@ def number(metadata: Metadata) -> str:
     text = answer(metadata).rpartition("####")[2].strip()
     if not _NUMBER.fullmatch(text):
         raise refused("answer", f"must be a number, or end with '#### ' and one, not {shown(text)}")
-    return text.replace(",", "").replace("$", "")
+    return _plain(text)
+
+
+def last_number(text: str) -> float | None:
+    """The last number in a text; None if it has none."""
+    found = _NUMBER.findall(text)
+    return float(_plain(found[-1])) if found else None
+
+
+def _plain(number: str) -> str:
+    return number.replace(",", "").replace("$", "")
 
 
 def pattern_text(metadata: Metadata) -> str:
