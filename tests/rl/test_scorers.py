@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import sys
+import time
 
 import pytest
 
@@ -180,6 +182,20 @@ def test_gsm8k_reads_the_answers_of_its_data_set():
 )
 def test_math_reads_latex(answer, text, reward):
     assert score("math", text, answer=answer) == reward
+
+
+def test_mathematics_has_a_limit_of_processor_time_and_leaves_other_alarms_alone(monkeypatch):
+    """A busy machine costs nobody a reward, and a timer of the program, such as a test's, still rings."""
+    monkeypatch.setattr("mlx_parallm.rl.scoring.registry._MATH_LIMIT_S", 0.5)
+    rung = []
+    before = signal.signal(signal.SIGALRM, lambda *_: rung.append(True))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        assert score("math", "$" + "+".join(f"\\sqrt{{{n}}}" for n in range(2, 400)) + "$", answer="7") == 0
+        while not rung:
+            time.sleep(0.01)
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_an_answer_of_the_request_that_is_no_mathematics_is_a_fault_not_a_wrong_answer():

@@ -6,6 +6,7 @@ Loading a scorer runs its code, so only child processes do it.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import signal
@@ -33,8 +34,9 @@ _WEIGHT = r"\s*([+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*\*\
 _MAX_CHARACTERS = 512
 _MAX_TERMS = 16
 
-_MATH_LIMIT_S = 2
-"""math-verify's own time limit, which needs the main thread. An expression that takes longer is wrong."""
+_MATH_LIMIT_S = 2.0
+"""Processor time for one answer to mathematics. An expression that takes longer is wrong. math-verify's own limits are
+off: they count the time of a busy machine, and raise their exception wherever the main thread is."""
 
 _MATH_MARKS = ("$", "\\(", "\\[", "\\boxed")
 
@@ -161,13 +163,18 @@ def mathematics(completion: ScorerInput) -> float:
 def _equal(completion: ScorerInput, gold: str, text: str) -> float:
     import math_verify  # takes seconds: it imports sympy
 
-    wanted = _parsed_as_math(gold)
-    if not wanted:
-        raise ValueError("metadata.answer is no mathematical expression that math-verify can read")
-    if not completion.ended:
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its limits are off
+    try:
+        with cpu_limit(_MATH_LIMIT_S):
+            wanted = _parsed_as_math(gold)
+            if not wanted:
+                raise ValueError("metadata.answer is no mathematical expression that math-verify can read")
+            if not completion.ended:
+                return 0.0
+            given = _parsed(text) or _parsed_as_math(text)
+            return float(math_verify.verify(wanted, given, timeout_seconds=None))
+    except TooSlowError:
         return 0.0
-    given = _parsed(text) or _parsed_as_math(text)
-    return float(math_verify.verify(wanted, given, timeout_seconds=_MATH_LIMIT_S))
 
 
 def _parsed_as_math(text: str) -> list[Any]:
@@ -179,7 +186,7 @@ def _parsed(text: str) -> list[Any]:
     """The expressions in the text, and after them the texts that they come from; empty if there are none."""
     import math_verify
 
-    return list(math_verify.parse(text, parsing_timeout=_MATH_LIMIT_S))
+    return list(math_verify.parse(text, parsing_timeout=None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +271,7 @@ def cpu_limit(seconds: float) -> Iterator[None]:
     """Raises TooSlowError in the block when it has used this much processor time. Main thread only.
 
     Processor time is counted, so that a busy machine costs nobody a reward. The limit interrupts Python code and `re`,
-    which checks for signals while it matches. SIGALRM is left to math-verify.
+    which checks for signals while it matches.
     """
 
     def expired(signal_number: int, frame: FrameType | None) -> None:
