@@ -27,9 +27,6 @@ class View:
     failures: list[str] = field(default_factory=list)
     then: Callable[[View], None] = lambda view: None
 
-    def prepares(self, what: str) -> None:
-        pass
-
     def started(self, facts: Mapping[str, str], made: int, folder: Path) -> None:
         self.facts, self.made = dict(facts), made
 

@@ -110,12 +110,13 @@ class Engine:
         check(self.config)
         checkpointing, training = self.config.checkpointing, self.config.rl_training.enabled
         self._inputs = TrainingInputs.of(self.config) if training else None
-        self._run = open_run(checkpointing.checkpoint_dir, checkpointing.resume, wanted=training)
         draft = self.config.model.draft_model
         for path in (*(base.at.path for base in self.bases[1:]), None if draft == DRAFT_BASE else draft):
             if path is not None:
                 find_model(path)  # which may download it, for longer than a request would wait
+        self._run = open_run(checkpointing.checkpoint_dir, checkpointing.resume, wanted=training)
         self._choose_threads()
+        _log.info("loading %s, and measuring how fast this machine computes it", self.bases[0].name)
         started = time.monotonic()
         try:
             self.processor.start()

@@ -74,7 +74,6 @@ def run(config: Config, options: TrainOptions, view: TrainView) -> int:
         check_inference(config)
     config = _prepared(config)
     engine = Engine(config, {name: value for name, value in asdict(options).items() if name != "log"}, ranks)
-    view.prepares("loading the model, and measuring how fast this machine computes it")
     served = engine.start()
     assert served.training is not None  # the command's configuration trains
     assert served.run is not None

@@ -52,10 +52,6 @@ class SampleText:
 class TrainView(Protocol):
     """Receives the progress of a run, all from one thread. No method raises or blocks."""
 
-    def prepares(self, what: str) -> None:
-        """Before `started`: what the run does now, which takes seconds."""
-        ...
-
     def started(self, facts: Mapping[str, str], steps_done: int, folder: Path) -> None:
         """The model is loaded and nothing is drawn yet.
 

@@ -83,9 +83,6 @@ class RichTrainView:
     ) -> None:
         self._live.stop()
 
-    def prepares(self, what: str) -> None:
-        self._print(what, "dim")
-
     def started(self, facts: Mapping[str, str], steps_done: int, folder: Path) -> None:
         self.steps_done, self.folder = steps_done, folder
         if self._console.is_terminal:

@@ -274,6 +274,7 @@ def test_a_run_without_a_folder_makes_one_and_says_so(
     change = "changed since the run's last start: rl_training.optimizer.learning_rate 0.001 -> 0.002"
     assert [r.getMessage() for r in caplog.records if "changed since" in r.getMessage()] == [change]
     assert "training default: 0.0M parameters, rank 4" in caplog.messages
+    assert "loading model, and measuring how fast this machine computes it" in caplog.messages
 
 
 @pytest.mark.timeout(120)
