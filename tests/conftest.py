@@ -16,7 +16,7 @@ if sys.dont_write_bytecode:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
 
-from collecting import pytest_configure  # noqa: F401
+from collecting import pytest_collection, pytest_configure  # noqa: F401
 from hypothesis import settings
 
 import mlx_parallm  # noqa: F401
