@@ -210,9 +210,10 @@ async def test_a_rollback_brings_back_the_best_version() -> None:
     rig.check()
 
 
-async def test_where_there_is_nothing_to_go_back_to_the_version_is_held() -> None:
+async def test_where_there_is_nothing_to_go_back_to_the_version_is_held(caplog: pytest.LogCaptureFixture) -> None:
     rig = await opened(settings=acting("ratio", Action.ROLL_BACK))
     report = await updated_with(rig, ratio_mean=9.0)
+    assert [record.levelname for record in caplog.records if report.reason in record.getMessage()] == ["WARNING"]
     assert (report.status, divergences(rig)) == ("held", [("ratio", "hold")])
     assert rig.training.versions.latest == BASE_ADAPTER
     rig.check()
