@@ -21,11 +21,10 @@ _FLAG = re.compile(r"--[a-z][a-z-]+")
 _SETTING = re.compile(r"(?:server|model|adapters|rl_training|inference|checkpointing|debug)\.(?!py$)[a-z_.]+")
 _NAME = re.compile(r"(?:[A-Z][a-z]+){2,}|[A-Z]+(?:_[A-Z]+)*|[A-Z]{2,}[A-Z]?[a-z]\w+")
 _OTHER_FLAGS = {
-    "--with",
     *("--group", "--extra", "--dataset", "--tokenizer", "--book-url", "--api", "--base-url"),
     *("--backend", "--data-loader", "--constraint"),
     *("--quick", "--repeats", "--only", "--minutes", "--seeds", "--record-counts", "--runs"),
-    *("--user", "--enable", "--now", "--gpus", "--from"),
+    *("--user", "--enable", "--now", "--gpus", "--from", "--with", "--find-links"),
     *("--enable-lora", "--no-enable-overlap-scheduler"),
 }
 """Of other programs, and of the benchmarks."""
