@@ -40,6 +40,7 @@ def stats_of(store: AdapterStore, checkpoints: CheckpointStore | None) -> Adapte
         running=running,
         waiting=waiting,
         swaps_total=registry.swaps,
+        route_changed=registry.route_changed,
         staged_total=slots.staged,
         evicted_total=slots.evicted,
         checkpoint_saves_total=checkpoints.saves_total if checkpoints else 0,

@@ -272,6 +272,11 @@ class AdapterRegistry:
         """The share of each selector in the requests that name no adapter. The shares add up to 1."""
         return self._routes[-1]
 
+    @property
+    def route_changed(self) -> bool:
+        """Whether `rollback_route` has something to take back."""
+        return len(self._routes) > 1
+
     def set_route(self, shares: Mapping[str, float]) -> None:
         """Sets the shares. Raises UnknownModelError if a selector has no version."""
         with self._lock:
@@ -284,7 +289,7 @@ class AdapterRegistry:
     def rollback_route(self) -> Mapping[str, float]:
         """Takes back the last `set_route`. Raises ConflictError if there is none to take back."""
         with self._lock:
-            if len(self._routes) < 2:
+            if not self.route_changed:
                 raise ConflictError("The route has no earlier state to go back to.")
             for selector in self._routes[0]:
                 self.find(selector)

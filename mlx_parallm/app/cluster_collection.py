@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
+from contextlib import nullcontext
 
 from mlx_parallm.core import (
     BASE_ADAPTER,
@@ -88,7 +89,7 @@ class ClusterCollection:
         """See `core.CollectingClient.collect`."""
         if request.stopping.max_tokens == 0:
             return events
-        return collect(request, events, self._send_group, lambda: None)
+        return collect(request, events, self._send_group, lambda: None, nullcontext())
 
     async def reward_tokens(self, trajectory_id: str, rewards: Sequence[float], reader: Reader = EVERYTHING) -> None:
         """See `core.CollectingClient.reward_tokens`."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from mlx_parallm.app.build import Served
@@ -17,6 +18,7 @@ from mlx_parallm.core import (
     LessonAnswer,
     LessonCard,
     LessonOutcome,
+    LessonShowing,
     LessonSpec,
     Signal,
     TrainingEvent,
@@ -68,7 +70,7 @@ class Lesson:
         self.prefix = group_prefixes(self._id)[0]
         self._spec, self._service, self._checkpoint = spec, service, checkpoint
         self._fault, self._on_change = fault, on_change
-        self._needs, self._showing = service.needs(adapter), False
+        self._needs = service.needs(adapter)
         self._examples: asyncio.Task[None] | None = None
         self._per_update = answers_per_update(spec)
         self.progress = LessonProgress(len(spec.prompts), self._per_update, spec.updates)
@@ -86,7 +88,7 @@ class Lesson:
         )
 
         def is_paused() -> bool:
-            return self._showing or is_held_back() or self._needs.pause_reason is not None
+            return self.progress.showing is not None or is_held_back() or self._needs.pause_reason is not None
 
         rows = config.server.max_batch_size
         self._driver = RolloutDriver(self, self._needs, training, spec.group_size, rows, is_paused)
@@ -129,7 +131,8 @@ class Lesson:
             self.progress.scored(task_number(group, self._id), answers)
             self._look()
             if self._examples is None and self.progress.needs_examples and can_be_shown(self._spec):
-                self._showing, self._examples = True, spawn(self._show(), _log, "showing examples of a lesson")
+                self.progress.showing = LessonShowing()
+                self._examples = spawn(self._show(), _log, "showing examples of a lesson")
         elif event.kind == "dropped" and DropReason.SCORING_FAILED.value in data.get("reasons", {}):
             self._failed(self._fault())
 
@@ -152,26 +155,32 @@ class Lesson:
             advice=progress.advice,
             started=self._started,
             ended=None if progress.outcome is None else time.time(),
+            showing=progress.showing if progress.outcome is None else None,
         )
 
     @property
     def _state(self) -> str:
         if self.progress.outcome is not None:
             return "ended"
-        return "showing" if self._showing else self._driver.state
+        return "showing" if self.progress.showing is not None else self._driver.state
 
     async def _show(self) -> None:
         """Has the adapter imitate answers that meet the rule. Meanwhile nothing else is drawn."""
+        progress, loss = self.progress, None
         try:
-            examples = await self._draw_examples()
-            for batch in batches_of(examples):
-                await self._service.update(self.adapter, batch, signal=Signal.CORRECTIONS)
-            if examples:
-                self.progress.shown(len(examples))
+            with self._service.imitating(self.adapter):
+                for showing, batch in batches_of(await self._draw_examples()):
+                    progress.showing = replace(showing, loss=loss)
+                    report = await self._service.update(self.adapter, batch, signal=Signal.CORRECTIONS)
+                    loss = report.metrics.get("loss")
+                    if report.status == "published":
+                        progress.examples = max(progress.examples, showing.number)
+            if progress.examples:
+                progress.shown()
         except Exception as error:  # noqa: BLE001 - whatever failed, the server goes on, and the lesson says why it ended
             self._failed(str(error) or type(error).__name__, for_good=True)
         finally:
-            self._showing = False
+            progress.showing = None
 
     def _failed(self, reason: str, for_good: bool = False) -> None:
         if for_good:

@@ -30,6 +30,7 @@ Glossary:
 
 from mlx_parallm.core.adapters import (
     BASE_ADAPTER,
+    BEST,
     AdapterCard,
     AdapterClient,
     AdapterRef,
@@ -104,6 +105,7 @@ from mlx_parallm.core.lessons import (
     LessonPoint,
     LessonRule,
     LessonSamples,
+    LessonShowing,
     LessonSpec,
     RuleKind,
 )

@@ -26,6 +26,9 @@ class AdapterRef:
 BASE_ADAPTER = AdapterRef("base", 0)
 """The base model without an adapter: slot 0 of the bank."""
 
+BEST = "best"
+"""The tag of the checkpoint of the best version."""
+
 
 _PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 _MOST_DIGITS = 9
@@ -39,7 +42,7 @@ def check_name(name: str, param: str = "lora_name") -> str:
     Raises:
         InvalidRequestError: it has other characters, is too long, or is reserved.
     """
-    return _checked(name, param, frozenset({"base", "base-model", "latest", "best", "route", "rollback"}))
+    return _checked(name, param, frozenset({"base", "base-model", "latest", BEST, "route", "rollback"}))
 
 
 def check_tag(tag: str) -> str:
@@ -142,6 +145,11 @@ class CheckpointCard:
     targets: tuple[str, ...] = ()
     bytes: int = 0
 
+    def tags_beside(self, best: AdapterRef | None) -> tuple[str, ...]:
+        """Its tags, without `best` if another version is the best one and not saved yet. `best`: of training; None: it
+        has none, so that the tag decides."""
+        return tuple(tag for tag in self.tags if tag != BEST or best in (None, self.adapter))
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterStats:
@@ -150,6 +158,7 @@ class AdapterStats:
     Attributes:
         max_rank: the largest rank of an adapter.
         running, waiting: names of the adapters of live and of queued sequences.
+        route_changed: whether a rollback of the route has something to take back.
         swaps_total: how often the live version of a name, or the route, changed.
         flip_s_last, flip_s_max: how long a change of a live version blocked the device thread.
         stage_s_last: duration of the last staging, from its first unit to its last.
@@ -163,6 +172,7 @@ class AdapterStats:
     copies: int = 0
     running: tuple[str, ...] = ()
     waiting: tuple[str, ...] = ()
+    route_changed: bool = False
     swaps_total: int = 0
     staged_total: int = 0
     evicted_total: int = 0

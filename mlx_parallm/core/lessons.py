@@ -106,6 +106,24 @@ class LessonPoint:
 
 
 @dataclass(frozen=True, slots=True)
+class LessonShowing:
+    """Examples that are imitated now, all of them several times.
+
+    Attributes:
+        examples: their number; 0 while they are being drawn.
+        number: the last of those that the update in progress imitates, counted from 1.
+        time, times: which time it is, and how often all of them are imitated.
+        loss: of the update before; None: it is the first one.
+    """
+
+    examples: int = 0
+    number: int = 0
+    time: int = 1
+    times: int = 1
+    loss: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class LessonCard:
     """A lesson as it is now.
 
@@ -117,13 +135,14 @@ class LessonCard:
         per_update: answers that make an update.
         checkpoint: of the adapter as it was before the lesson; a rollback to it undoes the lesson.
         updates: those that were made.
-        examples: answers that were imitated because hardly any answer had earned a reward.
+        examples: answers that were imitated because hardly any answer had earned a reward, up to now.
         points: the curve, oldest first.
         samples: one for each prompt, in order.
         outcome: why it has ended; None: it has not.
         reason: the same, or why it is paused, in words.
         advice: what to change, in words; empty if there is nothing.
         started, ended: Unix time in seconds.
+        showing: what is imitated now; None: nothing.
     """
 
     lesson_id: str
@@ -142,6 +161,7 @@ class LessonCard:
     advice: str
     started: float
     ended: float | None = None
+    showing: LessonShowing | None = None
 
     @property
     def is_running(self) -> bool:

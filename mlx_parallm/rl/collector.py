@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -71,6 +72,7 @@ class Collector:
 
     Attributes:
         on_end: called with each group whose members are all trained or dropped.
+        sampling: requests whose answers are being sampled, by the adapter that they train.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Collector:
         self._finished = changes.finished
         self._ledger = ledger or SourceLedger()
         self._competing = competing
+        self.sampling: Counter[str] = Counter()
         self._coming: Counter[str] = Counter()  # trajectories that are given, by source, on their way into the buffer
         self.on_end: Callable[[TrajectoryGroup], None] = lambda group: None
         self.buffer = TrajectoryBuffer(config.trajectory_buffer_size, self._on_group_end, self._on_drop)
@@ -153,7 +156,17 @@ class Collector:
         if request.stopping.max_tokens == 0:
             return events
         adapter = self._trained_by(request.adapter)
-        return collect(request, events, self._collect_group, partial(self._count_aborted, adapter, request.sequences))
+        on_abort = partial(self._count_aborted, adapter, request.sequences)
+        return collect(request, events, self._collect_group, on_abort, self.samples(adapter))
+
+    @contextmanager
+    def samples(self, adapter: str) -> Iterator[None]:
+        """Answers that train an adapter are being sampled while the block runs."""
+        self.sampling[adapter] += 1
+        try:
+            yield
+        finally:
+            self.sampling[adapter] -= 1
 
     async def _collect_group(self, trajectories: Sequence[Trajectory]) -> str:
         return await self._finished(self._add_group(trajectories))

@@ -6,7 +6,8 @@ Collector ── trajectories with rewards ─▶ TrainingLoop of each adapter �
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import Context
 from dataclasses import replace
 from functools import partial
@@ -226,13 +227,18 @@ class TrainingService:
         if adapter is None and name not in self._loops:
             return TrainingStatus(state="idle", adapter=name, trained=trained)
         status, log = self._loop(name, reader).status(), self._parts.log
+        rollouts = self.own_rollouts() if self.own_rollouts and status.adapter == self._default else None
+        draws = self.trajectories.sampling[status.adapter] > 0 or (rollouts is not None and rollouts.state == "drawing")
         return replace(
             status,
+            state="running" if status.state == "idle" and draws else status.state,
             checkpoints=tuple(
-                name for card in self._parts.checkpoints.cards(status.adapter) for name in (card.name, *card.tags)
+                name
+                for card in self._parts.checkpoints.cards(status.adapter)
+                for name in (card.name, *card.tags_beside(status.best))
             ),
             trained=trained,
-            rollouts=self.own_rollouts() if self.own_rollouts and status.adapter == self._default else None,
+            rollouts=rollouts,
             turns=self.trajectories.turns(status.adapter),
             detail={
                 **status.detail,
@@ -331,6 +337,19 @@ class TrainingService:
         await self._changes.finished(self.start_adapter(adapter))
         self.competition.check_idle(adapter)
         return await self._changes.finished(self._loop(adapter).begin_lesson(pace, tag))
+
+    @contextmanager
+    def imitating(self, adapter: str) -> Iterator[None]:
+        """While the block runs, examples are drawn for an adapter and imitated, because its answers earn nothing; so
+        these are no plateau. Raises UnknownModelError if it is not trained."""
+        plateau = self._loop(adapter).training.plateau
+        plateau.restart()
+        plateau.rests = True
+        try:
+            with self.trajectories.samples(adapter):
+                yield
+        finally:
+            plateau.rests = False
 
     async def end_lesson(self, adapter: str, prefix: str) -> None:
         """Makes the updates of an adapter as configured again, and drops the lesson's groups that no update has taken:

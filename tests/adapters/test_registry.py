@@ -270,8 +270,11 @@ def test_routes_that_lead_nowhere_are_refused() -> None:
         registry.set_route({"tone": 1.0})
     with pytest.raises(ConflictError):
         registry.rollback_route()
+    assert not registry.route_changed
     registry.set_route({"math": 1.0})
+    assert registry.route_changed
     assert registry.rollback_route() == {"base": 1.0}
+    assert not registry.route_changed
 
 
 # ---- checkpoints --------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ async def test_it_learns_while_the_server_answers_and_is_stopped(tmp_path: Path)
     async with running(server.run_training_loop(), server.run_inference(port=port), port=port) as client:
         begun = await client.post(ROUTE, json=LESSON)
         assert begun.status_code == 200, begun.text
-        assert begun.json()["answers_per_update"] == 24
+        assert begun.json()["lesson"]["answers_per_update"] == 24
         again = await client.post(ROUTE, json=LESSON)
         assert (again.status_code, again.headers["x-should-retry"]) == (409, "false")
         lesson = await lesson_when(client, lambda lesson: lesson["updates"] >= 2)
@@ -56,7 +56,7 @@ async def test_it_learns_while_the_server_answers_and_is_stopped(tmp_path: Path)
         assert all(len(prompt["before"]) == len(prompt["now"]) == 4 for prompt in lesson["prompts"])
         status = (await client.get("/v1/training/status")).json()
         assert status["metrics"]["learning_rate"] == pytest.approx(2e-3), "not the configured 1e-3"
-        stopped = (await client.delete(ROUTE)).json()
+        stopped = (await client.delete(ROUTE)).json()["lesson"]
         assert (stopped["state"], stopped["outcome"]) == ("ended", "stopped")
         assert stopped["live_lora"].startswith("default@")
         assert (await client.delete(ROUTE)).status_code == 409
@@ -67,7 +67,7 @@ async def test_it_learns_while_the_server_answers_and_is_stopped(tmp_path: Path)
         assert undone.status_code == 200
         assert undone.json()["step"] == 0
         another = {**LESSON, "lora_adapter": "other", "updates": 1}
-        assert (await client.post(ROUTE, json=another)).json()["lora_adapter"] == "other"
+        assert (await client.post(ROUTE, json=another)).json()["lesson"]["lora_adapter"] == "other"
         ended = await lesson_when(client, lambda lesson: lesson["state"] == "ended")
         assert (ended["outcome"], ended["updates"]) == ("finished", 1)
 

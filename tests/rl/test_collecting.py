@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 
 import pytest
 from rl.fakes import FakeEngine
@@ -42,7 +42,7 @@ class Seen:
         self.aborted += 1
 
     def collect(self, engine: FakeEngine, asked: GenerationRequest) -> AsyncIterator[Event]:
-        return collect(asked, engine.generate(asked), self.on_group, self.on_abort)
+        return collect(asked, engine.generate(asked), self.on_group, self.on_abort, nullcontext())
 
 
 def request(prompts: tuple[tuple[int, ...], ...] = ((1, 2),), n: int = 2, **fields: object) -> GenerationRequest:

@@ -22,6 +22,7 @@ from mlx_parallm.core import (
     LessonPoint,
     LessonRule,
     LessonSamples,
+    LessonShowing,
     LessonSpec,
     RequestFinished,
     RuleKind,
@@ -194,8 +195,10 @@ async def test_what_the_model_says_when_asked_for_the_word_is_imitated_as_an_ans
 
 def test_examples_are_imitated_several_times_in_small_updates() -> None:
     examples = [GivenTrajectory((1,), (number,)) for number in range(12)]
-    assert [len(batch) for batch in batches_of(examples)] == [10, 2] * 4
-    assert batches_of([]) == []
+    told = [(showing.number, showing.time, len(batch)) for showing, batch in batches_of(examples)]
+    assert told == [place for time in (1, 2, 3, 4) for place in ((10, time, 10), (12, time, 2))]
+    assert {(showing.examples, showing.times) for showing, _ in batches_of(examples)} == {(12, 4)}
+    assert list(batches_of([])) == []
 
 
 def test_only_a_word_can_be_said_to_the_model() -> None:
@@ -217,10 +220,19 @@ def test_after_examples_it_gets_its_time_again() -> None:
     progress = LessonProgress(1, 4, None)
     scored(progress, *[WRONG] * 5)
     assert progress.needs_examples
-    progress.shown(12)
+    progress.shown()
     assert not progress.needs_examples
     scored(progress, *[WRONG] * 5)
     assert progress.outcome is None
+
+
+def test_no_advice_is_given_while_examples_may_help() -> None:
+    progress = LessonProgress(1, 4, None)
+    scored(progress, *[WRONG] * 5)
+    progress.showing = LessonShowing(12, 10, 1, 4)
+    assert progress.advice == ""
+    progress.showing = None
+    assert "No answer has earned a reward" in progress.advice
 
 
 # ---- the file ------------------------------------------------------------------------------------

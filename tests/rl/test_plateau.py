@@ -60,6 +60,16 @@ def test_it_begins_after_two_updates_of_equal_rewards_and_ends_when_they_differ(
     assert [kind for kind, _ in events] == ["plateau", "plateau_ended"]
 
 
+def test_answers_are_not_looked_at_while_it_rests() -> None:
+    plateau, events = watched()
+    plateau.rests = True
+    observe(plateau, *[(0.0,) * 4] * 4)
+    assert (plateau.level, plateau.advice, events) == (None, "", [])
+    plateau.rests = False
+    observe(plateau, *[(0.0,) * 4] * 2)
+    assert plateau.level == 0.0
+
+
 def test_its_end_is_reported_too_if_the_policy_is_replaced() -> None:
     plateau, events = watched()
     plateau.restart()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import cast
 
 import pytest
 from configs import changed
@@ -16,6 +19,10 @@ from mlx_parallm.core import (
     EVERYTHING,
     AdapterRef,
     CollectionSpec,
+    Event,
+    GenerationRequest,
+    SamplingParams,
+    StopParams,
     TrainingClient,
 )
 from mlx_parallm.errors import (
@@ -46,6 +53,32 @@ async def test_requests_become_versions() -> None:
         await one.request(AdapterRef("main", 1))
         await settle()
         assert client.status().current == AdapterRef("main", 2)
+
+
+async def test_it_runs_while_answers_are_being_sampled_for_it() -> None:
+    async with world() as one:
+        asked = GenerationRequest(
+            "r", ((1,),), SamplingParams(), StopParams(4), n=2, adapter=BASE_ADAPTER, collection=CollectionSpec("exact")
+        )
+        assert one.service.status().state == "idle"
+        events = one.generate(asked)
+        assert one.service.status().state == "idle", "nobody has asked for an answer yet"
+        async with aclosing(cast(AsyncGenerator[Event, None], events)):
+            await anext(events)
+            assert one.service.status().state == "running"
+        assert one.service.status().state == "idle", "the client has left"
+
+
+async def test_it_runs_while_it_imitates_examples_and_its_answers_are_no_plateau() -> None:
+    async with world(changed(SETTINGS, update_frequency=1000)) as one:
+        one.scorers.rewards = lambda trajectory: 0.0
+        with one.service.imitating("main"):
+            assert one.service.status().state == "running"
+            for _ in range(20):
+                await one.request()
+            await settle()
+            assert one.service.status().advice == ""
+        assert one.service.status().state == "idle"
 
 
 async def test_rewards_may_come_by_feedback() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mlx_parallm.core import EVERYTHING, AdapterStats, ComparisonSpec
+from mlx_parallm.core import EVERYTHING, AdapterRef, AdapterStats, CheckpointCard, ComparisonSpec
 from mlx_parallm.errors import (
     AdapterFileError,
     AdapterUnavailableError,
@@ -125,6 +125,7 @@ async def test_the_list_tells_the_route_and_the_bank(client, adapters):
         "object": "list",
         "data": [older, MATH_2],
         "route": {"base": 1.0},
+        "route_changed": False,
         "base_requests": 0,
         "slots": {"total": 8, "used": 2, "pinned": 1},
         "bank_bytes": 4096,
@@ -172,6 +173,26 @@ async def test_rollback_of_a_name_and_of_the_route(client, fault):
     assert await post(client, ROLLBACK, lora_name="math") == named
     assert await post(client, ROLLBACK) == {"status": "success", "lora_adapter": "base@0", "route": {"base": 1.0}}
     assert (await refused(client, fault, ROLLBACK, status=409))["code"] == "conflict"
+
+
+async def test_the_list_says_whether_the_route_can_be_undone(client, adapters):
+    adapters.state = AdapterStats(slots=8, route_changed=True)
+    assert (await client.get("/v1/adapters")).json()["route_changed"] is True
+
+
+async def test_the_tag_best_is_that_of_the_version_which_training_calls_the_best(client, adapters, training):
+    untrained, trained = (AdapterRef("policy", number) for number in (1, 4))
+    cards = [CheckpointCard(f"checkpoint-{ref.version}", ref, ref.version, "", 0) for ref in (untrained, trained)]
+    adapters.saved = [replace(cards[0], tags=("best", "before-lesson")), replace(cards[1], tags=("latest",))]
+
+    async def tags():
+        return [each["tags"] for each in (await client.get("/v1/checkpoints")).json()["data"]]
+
+    assert await tags() == [["best", "before-lesson"], ["latest"]]
+    training.state["policy"] = replace(training.state["policy"], best=trained)
+    assert await tags() == [["before-lesson"], ["latest"]], "the best one is not saved yet"
+    training.state["policy"] = replace(training.state["policy"], best=untrained)
+    assert await tags() == [["best", "before-lesson"], ["latest"]]
 
 
 @pytest.mark.parametrize("path", [SWITCH, "/model/switch-lora"])

@@ -10,6 +10,7 @@ from mlx_parallm.core import (
     LessonPoint,
     LessonRule,
     LessonSamples,
+    LessonShowing,
     LessonSpec,
     RuleKind,
 )
@@ -26,7 +27,7 @@ async def test_a_lesson_is_begun_as_asked(client, lessons):
     body = {"prompts": ["Hello", system], "reward": {"pattern": r"\?\Z"}, "lora_adapter": "polite", **sizes}
     answer = await client.post(ROUTE, json=body)
     assert answer.status_code == 200
-    said = answer.json()
+    said = answer.json()["lesson"]
     assert (said["id"], said["state"], said["lora_adapter"], said["updates"]) == ("lesson-1", "drawing", "polite", 0)
     assert (said["reward"], said["most_updates"]) == ({"pattern": r"\?\Z"}, 12)
     assert [prompt["messages"] for prompt in said["prompts"]] == [[*HELLO], system]
@@ -35,7 +36,7 @@ async def test_a_lesson_is_begun_as_asked(client, lessons):
 
 
 async def test_little_needs_to_be_said(client, lessons):
-    assert (await client.post(ROUTE, json=ASKED)).json()["most_updates"] is None
+    assert (await client.post(ROUTE, json=ASKED)).json()["lesson"]["most_updates"] is None
     (spec,) = lessons.asked
     assert (spec.prompts, spec.rule, spec.adapter) == ((HELLO,), LessonRule(RuleKind.WORD, "please"), None)
 
@@ -58,9 +59,23 @@ async def test_the_curve_and_the_answers_are_shown(client, lessons):
     assert (lesson["outcome"], lesson["ended"], lesson["advice"]) == (None, None, "Wait.")
 
 
+async def test_all_routes_answer_in_one_form(client, lessons):
+    begun = (await client.post(ROUTE, json=ASKED)).json()
+    assert begun == (await client.get(ROUTE)).json()
+    assert set(begun) == {"obstacle", "lesson"}
+    assert (await client.delete(ROUTE)).json() == (await client.get(ROUTE)).json()
+
+
+async def test_how_far_the_examples_are_is_shown(client, lessons):
+    assert (await client.post(ROUTE, json=ASKED)).json()["lesson"]["showing"] is None
+    lessons.last = replace(lessons.last, state="showing", showing=LessonShowing(27, 20, 2, 4, 1.5))
+    shown = {"examples": 27, "number": 20, "time": 2, "times": 4, "loss": 1.5}
+    assert (await client.get(ROUTE)).json()["lesson"]["showing"] == shown
+
+
 async def test_it_is_stopped(client, lessons, fault):
     await client.post(ROUTE, json=ASKED)
-    stopped = (await client.delete(ROUTE)).json()
+    stopped = (await client.delete(ROUTE)).json()["lesson"]
     assert (stopped["state"], stopped["outcome"], stopped["ended"]) == ("ended", "stopped", "2027-01-15T08:01:00.000Z")
     assert (await client.get(ROUTE)).json()["lesson"]["outcome"] == LessonOutcome.STOPPED
     lessons.error = ConflictError("No lesson runs.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -74,6 +74,7 @@ async def collect(
     events: AsyncIterator[Event],
     on_group: Callable[[Sequence[Trajectory]], Awaitable[str]],
     on_abort: Callable[[], None],
+    sampling: AbstractContextManager[None],
 ) -> AsyncGenerator[Event, None]:
     """Yields the events of a request that is marked for collection, and makes a group of trajectories for each prompt.
 
@@ -81,24 +82,26 @@ async def collect(
         on_group: called with each group when the request has finished, all at once. It returns when the group is in the
             journal: why it cannot be trained on, or "". It runs to its end even if this is closed meanwhile.
         on_abort: called instead if the request does not finish.
+        sampling: the block in which the events come.
 
     Yields:
         The events. RequestFinished also gets the ids of the trajectories, and the first warning of `on_group`.
     """
     recorder, finished = TrajectoryRecorder(request), False
     try:
-        async with aclosing(cast(AsyncGenerator[Event, None], events)):  # `core` requires that events have aclose()
-            async for event in events:
-                if isinstance(event, SequenceOutput):
-                    recorder.add(event)
-                elif isinstance(event, RequestFinished):
-                    groups = recorder.groups()
-                    finished = True
-                    warnings = await asyncio.gather(*map(on_group, groups))
-                    ids = tuple(trajectory.trajectory_id for group in groups for trajectory in group)
-                    warning = next(filter(None, warnings), "")
-                    event = replace(event, trajectory_ids=ids, trajectory_warning=warning)
-                yield event
+        with sampling:
+            async with aclosing(cast(AsyncGenerator[Event, None], events)):  # `core` requires that they have aclose()
+                async for event in events:
+                    if isinstance(event, SequenceOutput):
+                        recorder.add(event)
+                    elif isinstance(event, RequestFinished):
+                        groups = recorder.groups()
+                        finished = True
+                        warnings = await asyncio.gather(*map(on_group, groups))
+                        ids = tuple(trajectory.trajectory_id for group in groups for trajectory in group)
+                        warning = next(filter(None, warnings), "")
+                        event = replace(event, trajectory_ids=ids, trajectory_warning=warning)
+                    yield event
     finally:
         if not finished:
             on_abort()

@@ -7,13 +7,15 @@ the adapter imitates the answers that do, as answers to the prompt without that 
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 
 from mlx_parallm.core import (
     Event,
     GenerationRequest,
     GivenTrajectory,
+    LessonShowing,
     LessonSpec,
     RuleKind,
     SamplingParams,
@@ -71,9 +73,11 @@ def asked_for(word: str, prompt: Sequence[Mapping[str, str]]) -> list[Mapping[st
     return [*prompt[:-1], {**last, "content": f'{last["content"]}\n\nUse the word "{word}" in your answer.'}]
 
 
-def batches_of(examples: Sequence[GivenTrajectory]) -> list[list[GivenTrajectory]]:
-    """What each update of the examples learns from: all of them several times, as in a warm-up."""
-    return [[*examples[start : start + AT_A_TIME]] for start in range(0, len(examples), AT_A_TIME)] * PASSES
+def batches_of(examples: Sequence[GivenTrajectory]) -> Iterator[tuple[LessonShowing, list[GivenTrajectory]]]:
+    """What each update of the examples learns from, and its place: all of them several times, as in a warm-up."""
+    for time, start in product(range(1, PASSES + 1), range(0, len(examples), AT_A_TIME)):
+        batch = [*examples[start : start + AT_A_TIME]]
+        yield LessonShowing(len(examples), start + len(batch), time, PASSES), batch
 
 
 async def _drawn(events: AsyncIterator[Event]) -> list[tuple[str, tuple[int, ...]]]:

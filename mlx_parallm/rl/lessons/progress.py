@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import fmean
 
-from mlx_parallm.core import LessonAnswer, LessonOutcome, LessonPoint, LessonSamples
+from mlx_parallm.core import LessonAnswer, LessonOutcome, LessonPoint, LessonSamples, LessonShowing
 from mlx_parallm.rl.evaluation.evaluator import interval
 
 LEARNT = 0.95
@@ -40,7 +40,8 @@ class LessonProgress:
 
     Attributes:
         updates: those that were made.
-        examples: answers that were imitated because hardly any answer had earned a reward.
+        examples: answers that were imitated because hardly any answer had earned a reward, up to now.
+        showing: the examples that are imitated now; None: there are none.
         outcome: why the lesson should end; None: it should not.
         reason: the same in words.
 
@@ -52,6 +53,7 @@ class LessonProgress:
 
     def __init__(self, prompts: int, per_update: int, most_updates: int | None) -> None:
         self.updates = self.examples = 0
+        self.showing: LessonShowing | None = None
         self.outcome: LessonOutcome | None = None
         self.reason = ""
         self._per_update, self._most_updates = per_update, most_updates
@@ -90,9 +92,8 @@ class LessonProgress:
         """Whether so few of the last answers have earned a reward that drawing alone would take long."""
         return len(self._recent) >= self._per_update and fmean(self._recent) < RARE
 
-    def shown(self, examples: int) -> None:
-        """So many answers were imitated. What was drawn before says nothing any more."""
-        self.examples = examples
+    def shown(self) -> None:
+        """Examples were imitated. What was drawn before says nothing any more."""
         self._silent = 0
         self._recent.clear()
 
@@ -122,9 +123,9 @@ class LessonProgress:
 
     @property
     def advice(self) -> str:
-        """What to change, for people; empty if there is nothing."""
+        """What to change, for people; empty if there is nothing, or if examples may help."""
         if self.outcome is LessonOutcome.LEARNT:
             return "" if self.updates else _KNOWN
-        if self._silent < self._per_update or fmean(self._recent) >= LEARNT:
+        if self.showing is not None or self._silent < self._per_update or fmean(self._recent) >= LEARNT:
             return ""
         return _ALIKE if any(self._recent) else _UNREWARDED

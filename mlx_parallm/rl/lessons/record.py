@@ -53,4 +53,6 @@ def read_lesson(folder: Path) -> LessonCard | None:
 def interrupted(card: LessonCard) -> LessonCard:
     """The lesson, ended with its process."""
     reason = "the server has ended; what the lesson has taught is kept"
-    return replace(card, state="ended", outcome=LessonOutcome.INTERRUPTED, reason=reason, ended=time.time())
+    return replace(
+        card, state="ended", outcome=LessonOutcome.INTERRUPTED, reason=reason, ended=time.time(), showing=None
+    )

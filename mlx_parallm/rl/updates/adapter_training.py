@@ -17,7 +17,15 @@ from dataclasses import replace
 from functools import partial
 
 from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
-from mlx_parallm.core import BASE_ADAPTER, AdapterRef, CheckpointCard, Divergence, EvaluationResult, UpdateReport
+from mlx_parallm.core import (
+    BASE_ADAPTER,
+    BEST,
+    AdapterRef,
+    CheckpointCard,
+    Divergence,
+    EvaluationResult,
+    UpdateReport,
+)
 from mlx_parallm.rl.collect.versions import VersionHistory
 from mlx_parallm.rl.divergence.watch import DivergenceWatch
 from mlx_parallm.rl.evaluation.history import EvaluationHistory
@@ -25,7 +33,7 @@ from mlx_parallm.rl.events import UpdateOutcome, UpdateReporter
 from mlx_parallm.rl.objectives.batches import UpdateBatch
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.rl.runs.replay import StartPoint
-from mlx_parallm.rl.updates.checkpoints import BEST, AdapterCheckpoints, TrainedVersion
+from mlx_parallm.rl.updates.checkpoints import AdapterCheckpoints, TrainedVersion
 from mlx_parallm.rl.updates.pace import Pace
 from mlx_parallm.rl.updates.parts import AdapterTrainingParts
 from mlx_parallm.rl.updates.plateau import Plateau

@@ -20,14 +20,11 @@ from mlx_parallm.adapters.library import info_of_checkpoint
 from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.config import CheckpointingConfig
-from mlx_parallm.core import BASE_ADAPTER, AdapterRef, CheckpointCard
+from mlx_parallm.core import BASE_ADAPTER, BEST, AdapterRef, CheckpointCard
 from mlx_parallm.errors import AdapterFileError, ConflictError, UnknownModelError
 from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.learn.learner import Learner
 from mlx_parallm.rl.learn.policy import PolicySnapshot, PolicyState
-
-BEST = "best"
-"""The tag of the best version's checkpoint."""
 
 PolicyOf = Callable[[AdapterRef], Awaitable[PolicySnapshot]]
 """Makes a policy from a live version that was not trained here: its weights, a new optimizer, step 0."""

@@ -44,6 +44,7 @@ class Plateau:
     Attributes:
         level: what nearly all of the last answers earn, while that is less than the full reward; None: they are on no
             plateau.
+        rests: whether answers are not looked at.
 
     Args:
         per_update: the trajectories of a whole update.
@@ -51,6 +52,7 @@ class Plateau:
 
     def __init__(self, name: str, config: PlateauConfig, emit: Emit, per_update: Callable[[], int]) -> None:
         self.level: float | None = None
+        self.rests = False
         self._name = name
         self._config = config
         self._emit = emit
@@ -68,6 +70,8 @@ class Plateau:
 
     def observe(self, group: ScoredGroup) -> None:
         """Takes note of the rewards of one group. Rewards of single tokens that differ end a plateau."""
+        if self.rests:
+            return
         if token_deviation(group.episodes):
             self._rewards.clear()
             self._report(None)

@@ -7,6 +7,7 @@ client disconnects.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path
@@ -162,6 +163,7 @@ async def list_adapters(services: ServicesDep) -> AdapterList:
         object="list",
         data=[adapter_object(card, traffic, services) for card in services.adapters.cards()],
         route=dict(services.adapters.route()),
+        route_changed=stats.route_changed,
         base_requests=traffic.requests[BASE_ADAPTER] if services.sees_base else 0,
         slots=SlotCounts(total=stats.slots, used=stats.slots_used, pinned=stats.slots_pinned),
         bank_bytes=stats.bank_bytes,
@@ -209,7 +211,9 @@ def adapter_object(card: AdapterCard, traffic: Traffic, services: Services) -> A
 async def list_checkpoints(services: ServicesDep) -> CheckpointList:
     """The checkpoints on disk, oldest first."""
     cards = [card for card in services.adapters.checkpoints() if services.key.may_change(card.adapter.name)]
-    return CheckpointList(object="list", data=[checkpoint_object(card) for card in cards])
+    best = {status.adapter: status.best for status in services.training_statuses()}
+    tagged = (replace(card, tags=card.tags_beside(best.get(card.adapter.name))) for card in cards)
+    return CheckpointList(object="list", data=list(map(checkpoint_object, tagged)))
 
 
 @router.post("/training/checkpoint", responses=SAVE_ERRORS)

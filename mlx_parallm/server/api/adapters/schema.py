@@ -177,6 +177,8 @@ class AdapterList(WireOutput):
     """Ordered by name and version."""
     route: dict[str, float]
     """How requests that name no adapter are split: the share of each selector. The shares add up to 1."""
+    route_changed: bool
+    """Whether `/v1/adapters/rollback` without a name has a change of the route to undo."""
     base_requests: int
     """Requests that base models got without an adapter, since the server started."""
     slots: SlotCounts

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends
 from pydantic import Field, model_validator
 
-from mlx_parallm.core import LessonAnswer, LessonCard, LessonPoint, LessonRule, LessonSpec, RuleKind
+from mlx_parallm.core import LessonAnswer, LessonCard, LessonClient, LessonPoint, LessonRule, LessonSpec, RuleKind
 from mlx_parallm.errors import (
     ConflictError,
     ContextLengthError,
@@ -170,6 +171,21 @@ class LessonPointObject(WireOutput):
     """Time of the last one in ISO-8601, UTC."""
 
 
+class LessonShowingObject(WireOutput):
+    """The examples that are imitated now. All of them are imitated several times."""
+
+    examples: int
+    """Their number; 0 while they are being drawn."""
+    number: int
+    """The last of those that the update in progress imitates, counted from 1."""
+    time: int
+    """Which time it is, counted from 1."""
+    times: int
+    """How often all of them are imitated."""
+    loss: float | None
+    """Loss of the update before; null at the first one."""
+
+
 class LessonObject(WireOutput):
     """A lesson that runs, or the last one."""
 
@@ -184,7 +200,9 @@ class LessonObject(WireOutput):
     reason: str
     """The same in words, or why it is paused; empty if there is nothing to say."""
     advice: str
-    """What to change; empty if there is nothing."""
+    """What to change; empty if there is nothing, and while examples are imitated."""
+    showing: LessonShowingObject | None
+    """The examples that are imitated now; null unless `state` is `showing`."""
     lora_adapter: str
     """The adapter that learns."""
     live_lora: str | None
@@ -206,8 +224,8 @@ class LessonObject(WireOutput):
     updates: int
     """Updates that were made."""
     examples: int
-    """Answers that were imitated because hardly any had earned a reward: those of the base model when it is asked for
-    the word."""
+    """Answers that were imitated until now, because hardly any had earned a reward: those of the base model when it is
+    asked for the word."""
     most_updates: int | None
     """Updates after which it ends; null: it goes on."""
     points: list[LessonPointObject]
@@ -221,7 +239,7 @@ class LessonObject(WireOutput):
 
 
 class LessonStatus(WireOutput):
-    """Whether lessons can be given, and the last one."""
+    """Whether lessons can be given, and the last one. All routes of lessons answer in this form."""
 
     obstacle: str
     """Why this server takes no lessons, and what to change; empty if it does."""
@@ -237,27 +255,30 @@ async def get_lesson(services: ServicesDep) -> LessonStatus:
     """The lesson that runs, or the last one. A server that does not train answers too, and says what to change."""
     if services.lessons is None:
         return LessonStatus(obstacle=DOES_NOT_TRAIN, lesson=None)
-    card = services.lessons.card(services.key.reader)
-    return LessonStatus(obstacle=services.lessons.obstacle(), lesson=None if card is None else lesson_object(card))
+    return _status(services.lessons, services.lessons.card(services.key.reader))
 
 
 @router.post("/v1/training/lesson", responses=raises(*START_ERRORS))
 async def start_lesson(
     body: Annotated[LessonBody, Depends(json_body(LessonBody))], services: ServicesDep
-) -> LessonObject:
+) -> LessonStatus:
     """Begins a lesson: the server answers the prompts by itself, beside requests, rewards the answers by the rule, and
     updates the adapter. Each update goes live at once. The lesson goes on if the client leaves, and pauses as training
     does. 409 if one runs already, or if the server draws rollouts of its own environment."""
     lessons = services.require_lessons()
     with adapter_named_by("lora_adapter", body.lora_adapter):
-        return lesson_object(await services.lifecycle.run_to_end(lessons.start(body.spec, services.key.reader)))
+        return _status(lessons, await services.lifecycle.run_to_end(lessons.start(body.spec, services.key.reader)))
 
 
 @router.delete("/v1/training/lesson", responses=raises(*STOP_ERRORS))
-async def stop_lesson(services: ServicesDep) -> LessonObject:
+async def stop_lesson(services: ServicesDep) -> LessonStatus:
     """Ends the lesson that runs. What it has taught stays."""
-    stopping = services.require_lessons().stop(services.key.reader)
-    return lesson_object(await services.lifecycle.run_to_end(stopping))
+    lessons = services.require_lessons()
+    return _status(lessons, await services.lifecycle.run_to_end(lessons.stop(services.key.reader)))
+
+
+def _status(lessons: LessonClient, card: LessonCard | None) -> LessonStatus:
+    return LessonStatus(obstacle=lessons.obstacle(), lesson=None if card is None else lesson_object(card))
 
 
 def lesson_object(card: LessonCard) -> LessonObject:
@@ -277,6 +298,7 @@ def lesson_object(card: LessonCard) -> LessonObject:
             "outcome": card.outcome,
             "reason": card.reason,
             "advice": card.advice,
+            "showing": None if card.showing is None else asdict(card.showing),
             "lora_adapter": card.adapter,
             "live_lora": card.live or None,
             "checkpoint": card.checkpoint,
