@@ -44,7 +44,7 @@ from mlx_parallm.server.metrics_keys import KeyCollector
 from mlx_parallm.server.metrics_seen import SeenMetrics
 from mlx_parallm.server.metrics_training import TrainingCollector
 from mlx_parallm.server.metrics_vllm import VLLMNamesRegistry
-from mlx_parallm.server.recent import RecentValues
+from mlx_parallm.server.recent import Counted, RecentValues
 
 REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0)
 LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
@@ -65,6 +65,7 @@ class ServerMetrics:
         model_names: Sequence[str],
         cluster: ClusterParts | None = None,
     ) -> None:
+        self._accounts = accounts
         self.registry = VLLMNamesRegistry()
         self.registry.register(EngineCollector(engine, model_names[0]))
         self._model_names = model_names
@@ -101,6 +102,7 @@ class ServerMetrics:
             "inter_token_latency_seconds", "Time between two tokens of a sequence.", TOKEN_BUCKETS_S
         )
         self.recent_first_token, self.recent_inter_token = RecentValues(), RecentValues()
+        self._answered = Counts[int]()  # responses by status
         self.finished = self._counter(
             "request_success", "Sequences ended: stop, length, abort or error.", (MODEL_LABEL, "finished_reason")
         )
@@ -115,6 +117,26 @@ class ServerMetrics:
     def exposition(self, key: NamedKey) -> bytes:
         """The metrics that a key sees, in Prometheus's text format."""
         return generate_latest(self.registry if key.adapters is None else SeenMetrics(self.registry, key))
+
+    def counters(self) -> Counts[Counted]:
+        """What `/v1/stats` shows the load by. `running` is no counter: it is the number of requests under way."""
+        counts = Counts[Counted]()
+        for account in self._accounts.all():
+            of = ("key", account.key.name)
+            counts[*of, "requests"], counts[*of, "running"] = account.requests, account.running
+            counts[*of, "tokens"] = account.completion_tokens
+        for ref, served in self.adapters.counts():
+            of = ("version", str(ref))
+            counts[*of, "requests"] += served.requests
+            counts[*of, "running"] += served.running
+            counts[*of, "tokens"] += served.generation_tokens
+        for status, answers in self._answered.items():
+            counts["status", str(status), "responses"] = answers
+        return counts
+
+    def observe_response(self, status: int) -> None:
+        self.responses.labels(str(status)).inc()
+        self._answered[status] += 1
 
     def observe_first_token(self, model: str, seconds: float) -> None:
         self.ttft.labels(model).observe(seconds)
@@ -158,12 +180,14 @@ class RequestObserver:
 
     def __enter__(self) -> Self:
         self.served.requests += 1
+        self.served.running += 1
         self.entered_at = time.monotonic()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.served.running -= 1
         aborted = kind is not None and issubclass(kind, (asyncio.CancelledError, GeneratorExit, AbortedError))
         self.metrics.finished.labels(self.model, "abort" if aborted else "error").inc(self.unfinished)
 

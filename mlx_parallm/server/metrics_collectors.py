@@ -203,9 +203,11 @@ def _histogram(name: str, about: str, histogram: Histogram) -> Metric:
 
 @dataclass(slots=True)
 class ServedCounts:
-    """Work done for one adapter version. `latency_s` is the sum over finished requests, in seconds."""
+    """Work done for one adapter version. `running`: requests under way. `latency_s` is the sum over finished requests,
+    in seconds."""
 
     requests: int = 0
+    running: int = 0
     finished: int = 0
     latency_s: float = 0.0
     prompt_tokens: int = 0
@@ -264,6 +266,10 @@ class AdapterCollector(Collector):
         for (_, ref), served in self._served.items():
             begun[ref] += served.requests
         return begun
+
+    def counts(self) -> Iterator[tuple[AdapterRef, ServedCounts]]:
+        """The counts of all versions, by base model."""
+        return ((ref, served) for (_, ref), served in self._served.items())
 
     def collect(self) -> Iterator[Metric]:
         stats = self._adapters.stats()

@@ -1,9 +1,10 @@
-"""What the server did in the last minutes: a short history of the device's work, and percentiles of latencies."""
+"""What the server did in the last minutes: a short history of the device's work, percentiles of latencies, and who has
+asked for how much."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,9 @@ KEPT_INTERVALS = 300
 """Intervals that are kept, of about a second each."""
 WINDOW_S, MOST_VALUES = 60.0, 4096
 """Percentiles are of the values of so many seconds, and of at most so many."""
+
+Counted = tuple[str, str, str]
+"""What a counter counts: of a `key`, a `version` or a `status`; its name; and what of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,3 +99,22 @@ class RecentValues:
         while self._values and self._values[0][0] < since:
             self._values.popleft()
         return sorted(value for _, value in self._values)
+
+
+class RecentGrowth:
+    """By how much counters have grown in the last minute. Used on the event loop's thread only; `add` is called once a
+    second."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._snapshots: deque[tuple[float, Counter[Counted]]] = deque()  # when, and the counters
+
+    def add(self, counters: Counter[Counted]) -> None:
+        now = self._clock()
+        self._snapshots.append((now, counters))
+        while self._snapshots[0][0] < now - WINDOW_S:
+            self._snapshots.popleft()
+
+    def until(self, counters: Counter[Counted]) -> Counter[Counted]:
+        """Their growth from the oldest snapshot to these values, where it is above 0."""
+        return counters - self._snapshots[0][1] if self._snapshots else +counters

@@ -141,6 +141,7 @@ class DrainingServer(uvicorn.Server):
         if counter % TICKS_A_SECOND == 0:
             stats = self._services.engine.stats()
             self._services.history.add(stats)
+            self._services.growth.add(self._services.metrics.counters())
             if not stats.alive:
                 self.exit_code = EXIT_ENGINE_DEAD
                 self._services.lifecycle.expire()

@@ -52,7 +52,7 @@ from mlx_parallm.server.lifecycle import Lifecycle, SequenceGate, SleepSwitch
 from mlx_parallm.server.metrics import ServerMetrics
 from mlx_parallm.server.planning import AdapterSelector, ModelNames, adapter_named_by
 from mlx_parallm.server.protocols.tinker.server import TinkerServer
-from mlx_parallm.server.recent import History
+from mlx_parallm.server.recent import History, RecentGrowth
 
 DOES_NOT_TRAIN = "This server does not train; start it with --enable-rl-training."
 
@@ -92,6 +92,7 @@ class Services:
     key: NamedKey = ANYONE
     schedule_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     history: History = field(default_factory=History)
+    growth: RecentGrowth = field(default_factory=RecentGrowth)
 
     def seen_by(self, key: NamedKey) -> Services:
         """The parts as this key sees them; see `access.views`. What trains gets the key's reader with each call."""

@@ -27,7 +27,7 @@ from mlx_parallm.config import resolve
 START_S = 300
 STOP_S = 20
 SERVED = "SmolLM2-135M-Instruct"
-COMMAND = (sys.executable, "-c", "import sys; from mlx_parallm.cli.main import serve; sys.exit(serve())")
+COMMAND = (sys.executable, "-m", "mlx_parallm", "serve")
 PROMPT, TOKENS = "Once upon a time", 5
 
 

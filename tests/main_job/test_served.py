@@ -37,6 +37,11 @@ def test_curl_gets_the_greedy_continuation(server: Server) -> None:
     assert choice["finish_reason"] == "length"
 
 
+def test_it_knows_its_own_command_line(server: Server) -> None:
+    command = server.get("/v1/stats")["command"]
+    assert command.endswith(f" -m mlx_parallm serve --port {server.url.rpartition(':')[2]} --debug")
+
+
 def test_the_openai_client_streams_a_chat(server: Server) -> None:
     chunks = server.client().chat.completions.create(
         model="SmolLM2-135M-Instruct",

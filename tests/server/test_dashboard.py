@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from server.keys import key_file
 
+from mlx_parallm.server.app import openapi_document
+
 HTML = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 
 
@@ -47,6 +49,34 @@ def test_no_text_of_a_prompt_becomes_part_of_the_page():
     assert len(files) > 50
     reads = r"(inner|outer|adjacent)HTML|dangerously|document\.write|srcdoc|\beval\(|new Function|javascript:"
     assert [path.name for path in files if re.search(reads, path.read_text("utf-8"), re.IGNORECASE)] == []
+
+
+OTHER_NAMES = {
+    "AdapterVersion": "Adapter",
+    "Adapters": "AdapterList",
+    "ClusterNode": "NodeObject",
+    "Corrected": "PreferenceObject",
+    "Rated": "FeedbackObject",
+    "SharedVersion": "VersionObject",
+    "TrainingEvent": "EventObject",
+    "TrainingState": "TrainingObject",
+}
+"""What the document calls the types of the page that it calls neither the same nor the same with `Object`."""
+
+
+def test_the_types_of_the_page_are_those_of_the_document():
+    """Every field that the page reads of an answer is one that the server sends, and what it sends is taken."""
+    document = openapi_document()
+    (body,) = document["paths"]["/v1/training/lesson"]["post"]["requestBody"]["content"].values()
+    schemas, missing, seen = {**document["components"]["schemas"], "NewLesson": body["schema"]}, [], 0
+    for source in (Path(__file__).parents[2] / "dashboard" / "src" / "api").glob("*.ts"):
+        for name, fields in re.findall(r"^(?:export )?interface (\w+)[^{]*{(.*?)^}", source.read_text(), re.M | re.S):
+            names = (OTHER_NAMES.get(name, name), *(f"{of}{name}Object" for of in ("Collected", "Lesson", "")))
+            found = next(schemas[each]["properties"] for each in names if each in schemas)
+            missing += [f"{name}.{each}" for each in re.findall(r"^  (\w+)\??:", fields, re.M) if each not in found]
+            seen += 1
+    assert missing == []
+    assert seen > 30
 
 
 async def test_files_are_compressed_for_those_who_accept_it(client):

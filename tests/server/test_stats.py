@@ -1,12 +1,14 @@
 """`/v1/stats`: what the dashboard asks for every second."""
 
+import asyncio
 import time
+from collections import Counter
 
 import pytest
 from server.keys import key_file
 
 from mlx_parallm.core import NO_TIME, DeviceSeconds, EngineStats
-from mlx_parallm.server.recent import KEPT_INTERVALS, MOST_VALUES, WINDOW_S, History, RecentValues
+from mlx_parallm.server.recent import KEPT_INTERVALS, MOST_VALUES, WINDOW_S, History, RecentGrowth, RecentValues
 from mlx_parallm.server.run import DrainingServer
 
 ASK = {"prompt": "x", "max_tokens": 4}
@@ -136,7 +138,8 @@ class TestWithoutTraining:
 async def test_training_and_its_share(client):
     stats = (await client.get("/v1/stats")).json()
     assert stats["training"]["target"] == 0.12
-    assert [adapter["name"] for adapter in stats["training"]["adapters"]] == ["policy"]
+    (adapter,) = stats["training"]["adapters"]
+    assert (adapter["name"], adapter["last_update"]) == ("policy", None)
 
 
 async def test_the_states_of_the_server(client, engine):
@@ -160,6 +163,83 @@ async def test_it_tells_a_key_its_role(make_client, tmp_path):
     assert (await client.get("/v1/stats")).status_code == 401
     stats = (await client.get("/v1/stats", headers=sent["me"])).json()
     assert stats["caller"] == {"name": "me", "role": "inference", "required": True}
+
+
+async def test_who_asks_for_how_much(make_client, tmp_path, engine, adapters):
+    engine.text = "abcd"
+    adapters.publish("tone")
+    file, sent = key_file(tmp_path, boss="admin", acme="inference", globex="inference")
+    client = make_client(keys_file=file)
+    for key, model, times in (("acme", "tone", 3), ("globex", "base", 1), ("globex", "tone", 1)):
+        for _ in range(times):
+            answer = await client.post("/v1/completions", json=ASK | {"model": model}, headers=sent[key])
+            assert answer.status_code == 200
+    await client.post("/v1/completions", json={"prompt": 1}, headers=sent["acme"])
+
+    async def load(key):
+        return (await client.get("/v1/stats", headers=sent[key])).json()["load"]
+
+    def line(name, requests):
+        return {"name": name, "running": 0, "requests": requests, "generated_tokens": 4 * requests}
+
+    every = await load("boss")
+    assert every["keys"] == [line("acme", 3), line("globex", 2)]
+    assert every["adapters"] == [line("tone", 4), line("base", 1)]
+    assert every["errors"] == {"400": 1}
+    assert (await load("acme"))["keys"] == [line("acme", 3)], "names of other keys are for an admin key"
+
+
+async def test_a_server_without_keys_shows_the_load_by_adapter_only(client, engine):
+    engine.text = "abcd"
+    await client.post("/v1/completions", json=ASK)
+    load = (await client.get("/v1/stats")).json()["load"]
+    assert load == {
+        "keys": [],
+        "adapters": [{"name": "base", "running": 0, "requests": 1, "generated_tokens": 4}],
+        "errors": {},
+    }
+
+
+async def test_a_request_under_way_counts_as_long_as_it_is(client, engine):
+    engine.pause_before = 1
+    asking = asyncio.create_task(client.post("/v1/completions", json=ASK))
+    await engine.paused.wait()
+    (line,) = (await client.get("/v1/stats")).json()["load"]["adapters"]
+    assert (line["name"], line["running"], line["requests"]) == ("base", 1, 1)
+    engine.go_on.set()
+    await asking
+    (line,) = (await client.get("/v1/stats")).json()["load"]["adapters"]
+    assert line["running"] == 0
+
+
+def test_growth_is_that_of_the_last_minute():
+    clock, of = [0.0], ("key", "acme", "requests")
+    growth = RecentGrowth(lambda: clock[0])
+    assert growth.until(Counter({of: 3})) == {of: 3}, "all since the server started"
+    for second in range(200):
+        clock[0] = float(second)
+        growth.add(Counter({of: 2 * second}))
+    assert growth.until(Counter({of: 2 * 199})) == {of: 2 * WINDOW_S}
+    assert growth.until(Counter()) == {}, "a key that was removed"
+
+
+async def test_the_lesson_that_runs(client, lessons):
+    async def lesson():
+        return (await client.get("/v1/stats")).json()["training"]["lesson"]
+
+    assert await lesson() is None
+    await client.post("/v1/training/lesson", json={"prompts": ["x"], "reward": {"word": "y"}})
+    assert await lesson() == {"adapter": "policy", "state": "drawing", "updates": 0}
+    await client.delete("/v1/training/lesson")
+    assert await lesson() is None
+
+
+async def test_its_own_command_is_not_for_every_role(make_client, tmp_path, monkeypatch):
+    monkeypatch.setattr("mlx_parallm.server.api.stats.command_line", lambda: "uv run mlx_parallm_serve")
+    file, sent = key_file(tmp_path, reader="inference", teacher="train")
+    client = make_client(keys_file=file)
+    said = [(await client.get("/v1/stats", headers=sent[key])).json()["command"] for key in ("reader", "teacher")]
+    assert said == ["", "uv run mlx_parallm_serve"], "paths are for keys that may name them"
 
 
 async def test_a_running_server_adds_an_interval_every_second(client, engine):

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
 from pydantic import Field
 
 from mlx_parallm.core import Account, EngineStats
+from mlx_parallm.server.access.keys import NamedKey
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.fields import INT32_MAX, WireOutput, WireQuery
 from mlx_parallm.server.api.ops import ServerMode, server_mode
-from mlx_parallm.server.recent import Interval, RecentValues
+from mlx_parallm.server.command_line import command_line
+from mlx_parallm.server.recent import Counted, Interval, RecentValues
 from mlx_parallm.server.services import KeyDep, Services, ServicesDep
 
 router = APIRouter()
@@ -128,6 +132,41 @@ class IntervalObject(WireOutput):
     """Sequences without a row, at its end."""
 
 
+class LoadLine(WireOutput):
+    """The requests of one key, or for one adapter."""
+
+    name: str
+    """The key's name; or the adapter's, for all its versions together: `base` is the base model."""
+    running: int
+    """Requests under way."""
+    requests: int
+    """Requests that began in the last minute."""
+    generated_tokens: int
+    """Tokens generated for them in the last minute."""
+
+
+class Load(WireOutput):
+    """Who asks for how much: requests under way, and those of the last minute."""
+
+    keys: list[LoadLine]
+    """By key, the busiest first: of all keys for an admin key, else of the own one. Empty if the server needs none."""
+    adapters: list[LoadLine]
+    """By adapter, the busiest first."""
+    errors: dict[str, int]
+    """Error responses of the last minute, by HTTP status."""
+
+
+class LessonLine(WireOutput):
+    """The lesson that runs; `/v1/training/lesson` has all of it."""
+
+    adapter: str
+    """The adapter that it teaches."""
+    state: str
+    """As in `/v1/training/lesson`."""
+    updates: int
+    """Updates that it has made."""
+
+
 class TrainedAdapter(WireOutput):
     """An adapter that is trained here."""
 
@@ -137,6 +176,8 @@ class TrainedAdapter(WireOutput):
     """As in `/v1/training/status`."""
     step: int
     """Optimizer steps so far."""
+    last_update: float | None
+    """Unix time of its last update; null before the first one."""
 
 
 class TrainingShare(WireOutput):
@@ -148,6 +189,8 @@ class TrainingShare(WireOutput):
     """The share that it had in the last window of 10 seconds."""
     adapters: list[TrainedAdapter]
     """The adapters that are trained, the default one first."""
+    lesson: LessonLine | None
+    """The lesson that runs; null if none does."""
 
 
 class Stats(WireOutput):
@@ -159,6 +202,9 @@ class Stats(WireOutput):
     """Unix time at which the server started. Intervals count from 1 after each start."""
     mode: ServerMode
     """As in `/server_info`."""
+    command: str
+    """The command line that started the server, with secrets masked; empty if another program did, and for keys with
+    the role `inference`."""
     state: Literal["serving", "paused", "asleep", "draining", "dead"]
     """What it does with requests now. dead: the device thread has stopped."""
     caller: Caller
@@ -169,6 +215,8 @@ class Stats(WireOutput):
     """Sequences now."""
     latency: Latency
     """Latencies of the last minute."""
+    load: Load
+    """Who asks for how much."""
     memory: Memory
     """Device memory now."""
     training: TrainingShare | None
@@ -191,6 +239,7 @@ async def stats(services: ServicesDep, key: KeyDep, query: Annotated[StatsQuery,
         object="stats",
         started_at=services.started_at,
         mode=server_mode(services),
+        command=services.path(command_line()),
         state=_state(services, engine),
         caller=Caller(name=key.name if required else "", role=key.role, required=required),
         models=[ModelLine(name=each.name, state=each.state.value) for each in services.models.statuses()],
@@ -199,6 +248,7 @@ async def stats(services: ServicesDep, key: KeyDep, query: Annotated[StatsQuery,
             first_token=_percentiles(services.metrics.recent_first_token),
             between_tokens=_percentiles(services.metrics.recent_inter_token),
         ),
+        load=_load(services, key, required),
         memory=_memory(engine),
         training=_training(services, engine),
         notices=list(engine.machine.notices),
@@ -235,6 +285,42 @@ def _percentiles(values: RecentValues) -> Percentiles | None:
     return Percentiles(count=len(ranked), p50=p50, p95=p95, p99=p99)
 
 
+def _load(services: Services, key: NamedKey, has_keys: bool) -> Load:
+    counters = services.metrics.counters()
+    grown = services.growth.until(counters)
+
+    def shows(name: str) -> bool:
+        return has_keys and (key.role is Role.ADMIN or name == key.name)
+
+    return Load(
+        keys=_lines("key", counters, grown, shows),
+        adapters=_lines("version", counters, grown, key.sees),
+        errors={name: count for (of, name, _), count in sorted(grown.items()) if of == "status" and name >= "400"},
+    )
+
+
+def _lines(
+    kind: str, counters: Counter[Counted], grown: Counter[Counted], shows: Callable[[str], bool]
+) -> list[LoadLine]:
+    """The lines of keys or adapters, without those that have had nothing. The versions of an adapter make one."""
+    running = {of: value for of, value in counters.items() if of[2] == "running"}
+    found: Counter[tuple[str, str]] = Counter()
+    for (of, name, what), value in {**grown, **running}.items():
+        if of == kind and value:
+            found[name.partition("@")[0], what] += value
+    lines = [
+        LoadLine(
+            name=name,
+            running=found[name, "running"],
+            requests=found[name, "requests"],
+            generated_tokens=found[name, "tokens"],
+        )
+        for name in {name for name, _ in found}
+        if shows(name)
+    ]
+    return sorted(lines, key=lambda line: (-line.generated_tokens, -line.requests, line.name))
+
+
 def _memory(stats: EngineStats) -> Memory:
     held = stats.memory_bytes
     return Memory(
@@ -255,8 +341,19 @@ def _training(services: Services, stats: EngineStats) -> TrainingShare | None:
     return TrainingShare(
         target=stats.schedule.training_time_share,
         measured=round(stats.training_share, 4),
-        adapters=[TrainedAdapter(name=each.adapter, state=each.state, step=each.step) for each in trained],
+        adapters=[
+            TrainedAdapter(name=each.adapter, state=each.state, step=each.step, last_update=each.last_update)
+            for each in trained
+        ],
+        lesson=_lesson(services),
     )
+
+
+def _lesson(services: Services) -> LessonLine | None:
+    card = services.lessons.card(services.key.reader) if services.lessons else None
+    if card is None or not card.is_running:
+        return None
+    return LessonLine(adapter=card.adapter, state=card.state, updates=card.updates)
 
 
 def _interval(interval: Interval) -> IntervalObject:

@@ -139,7 +139,7 @@ class EntryMiddleware:
 
     def _start_response(self, record: RequestRecord, path: str, message: Message) -> None:
         record.status = message["status"]
-        self._metrics.responses.labels(str(record.status)).inc()
+        self._metrics.observe_response(record.status)
         headers = MutableHeaders(scope=message)
         headers[REQUEST_ID] = record.request_id
         if (own_header := form_of(path).id_header) is not None:
