@@ -40,7 +40,7 @@ export function App() {
       </header>
       <Problems />
       <main ref={main} tabIndex={-1}>
-        <h1 class="hidden">{view.title}</h1>
+        <h1>{view.title}</h1>
         <view.component rest={place.value.rest} />
       </main>
       <footer>

@@ -22,8 +22,18 @@ export function duration(seconds: number): string {
   return seconds < 120 ? `${number(seconds)} s` : `${number(Math.round(seconds / 60))} min`;
 }
 
-export const clock = (unixSeconds: number): string => new Date(1000 * unixSeconds).toLocaleTimeString();
+/** `1 request`, `1,234 requests`. */
+export const counted = (value: number, what: string): string => `${number(value)} ${what}${value === 1 ? "" : "s"}`;
+
+const DAY = { year: "numeric", month: "2-digit", day: "2-digit" } as const;
+const MINUTES = { hour: "2-digit", minute: "2-digit", hourCycle: "h23" } as const;
+
+/** Of the day, with 24 hours wherever the browser is from. */
+export const clock = (unixSeconds: number): string =>
+  new Date(1000 * unixSeconds).toLocaleTimeString([], { ...MINUTES, second: "2-digit" });
 
 /** Hours and minutes, for the axis of a chart. */
-export const minutes = (unixSeconds: number): string =>
-  new Date(1000 * unixSeconds).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", hour12: false });
+export const minutes = (unixSeconds: number): string => new Date(1000 * unixSeconds).toLocaleTimeString([], MINUTES);
+
+export const date = (unixSeconds: number): string =>
+  new Date(1000 * unixSeconds).toLocaleString([], { ...DAY, ...MINUTES });

@@ -21,12 +21,15 @@ export interface View {
   isListed?: (stats: Stats | null) => boolean;
 }
 
+/** Not for keys that the server would only tell that they may not see it. */
+const teaches = (stats: Stats | null): boolean => stats?.caller.role !== "inference";
+
 export const VIEWS: readonly [View, ...View[]] = [
   { name: "now", title: "Now", component: NowView },
-  { name: "learning", title: "Learning", component: LearningView },
-  { name: "trajectories", title: "Trajectories", component: TrajectoriesView },
+  { name: "learning", title: "Learning", component: LearningView, isListed: teaches },
+  { name: "trajectories", title: "Trajectories", component: TrajectoriesView, isListed: teaches },
   { name: "adapters", title: "Adapters", component: AdaptersView },
   { name: "playground", title: "Playground", component: PlaygroundView },
-  { name: "teach", title: "Teach", component: TeachView },
+  { name: "teach", title: "Teach", component: TeachView, isListed: teaches },
   { name: "cluster", title: "Cluster", component: ClusterView, isListed: (stats) => stats?.cluster ?? false },
 ];

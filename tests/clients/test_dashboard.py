@@ -25,7 +25,7 @@ from server.keys import key_file
 from tiny import save_tiny
 
 BUILT = ROOT / "mlx_parallm" / "server" / "dashboard" / "built"
-PARTS = ["Tokens a second", "Device time", "Memory", "Sequences"]
+PARTS = ["Tokens a second", "Device time", "Memory", "Answers at once", "By adapter"]
 MOST_KB, MOST_PAINT_S, MOST_BACK_S = 200, 1.0, 3.0
 
 pytestmark = [pytest.mark.timeout(900), needs_npm]
@@ -102,7 +102,8 @@ class TestTeach:
 
     def test_a_server_that_does_not_train_says_how_to_start_one(self, server: Server, pictures: Path) -> None:
         seen = browse("teach.obstacle", server.url, pictures)
-        assert seen["command"] == "uv run mlx_parallm_serve --enable-rl-training"
+        assert f"--port {server.url.rpartition(':')[2]}" in seen["command"], "the server's own command"
+        assert seen["command"].endswith("--enable-rl-training --checkpoint-dir runs/served")
         assert (seen["faults"], seen["errors"]) == ([], [])
 
     def test_a_key_that_may_not_teach_is_told_so(self, tmp_path: Path, pictures: Path) -> None:
@@ -266,6 +267,8 @@ class TestLearning:
         assert reader["refused"].startswith(
             "How adapters learn is shown to keys with the role train; yours is inference."
         )
+        assert not {"Learning", "Trajectories", "Teach"} & {*reader["listed"]}
+        assert {"Learning", "Trajectories", "Teach"} <= {*teacher["listed"]}
         assert (reader["may_load"], teacher["may_load"]) == (False, True)
         assert reader["why"] == ["needs a key with the role train; yours is inference"]
         assert teacher["refused"] == "needs a key with the role admin; yours is train"

@@ -25,6 +25,8 @@ export interface Adapters {
   data: AdapterVersion[];
   /** The shares of the requests that name no adapter, by selector. */
   route: Record<string, number>;
+  /** Whether there is a change of the shares to undo. */
+  route_changed: boolean;
   /** Requests that the base models answered without an adapter, since the server started. */
   base_requests: number;
   slots: { total: number; used: number; pinned: number };

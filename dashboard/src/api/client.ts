@@ -13,6 +13,8 @@ export class ApiError extends Error {
     readonly status: number,
     readonly code: string,
     message: string,
+    /** The field of the request that is wrong; empty if it is none. */
+    readonly param = "",
   ) {
     super(message);
     this.name = "ApiError";
@@ -58,6 +60,6 @@ const isAbort = (error: unknown): boolean => error instanceof DOMException && er
 
 async function errorOf(answer: Response): Promise<ApiError> {
   const body = await answer.json().catch(() => null);
-  const { code = "", message = `The server answered ${answer.status}.` } = body?.error ?? {};
-  return new ApiError(answer.status, code ?? "", message);
+  const { code, message = `The server answered ${answer.status}.`, param } = body?.error ?? {};
+  return new ApiError(answer.status, code ?? "", message, param ?? "");
 }

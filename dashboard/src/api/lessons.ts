@@ -35,12 +35,24 @@ export interface Point {
   answers: number;
 }
 
+/** Examples that are imitated now: `number` of `examples`, for the `time`th of so many times. */
+export interface Showing {
+  /** 0 while they are being drawn. */
+  examples: number;
+  number: number;
+  time: number;
+  times: number;
+  /** Of the update before. */
+  loss: number | null;
+}
+
 export interface Lesson {
   id: string;
   state: "drawing" | "waiting" | "showing" | "paused" | "failed" | "ended";
   outcome: "learnt" | "finished" | "stopped" | "no_signal" | "failed" | "interrupted" | null;
   reason: string;
   advice: string;
+  showing: Showing | null;
   lora_adapter: string;
   live_lora: string | null;
   /** Of the adapter as it was before. */
@@ -52,7 +64,7 @@ export interface Lesson {
   learning_rate: number;
   answers_per_update: number;
   updates: number;
-  /** Answers that were imitated because hardly any had earned a reward. */
+  /** Answers that were imitated until now, because hardly any had earned a reward. */
   examples: number;
   most_updates: number | null;
   points: Point[];
@@ -95,9 +107,9 @@ const LESSON = "/v1/training/lesson";
 
 export const lessonStatus = (): Promise<LessonStatus> => get(LESSON);
 
-export const begin = (lesson: NewLesson): Promise<Lesson> => post(LESSON, lesson);
+export const begin = (lesson: NewLesson): Promise<LessonStatus> => post(LESSON, lesson);
 
-export const stop = (): Promise<Lesson> => remove(LESSON);
+export const stop = (): Promise<LessonStatus> => remove(LESSON);
 
 /** Serves the adapter as it was before the lesson. */
 export const undo = (lesson: Lesson): Promise<unknown> =>

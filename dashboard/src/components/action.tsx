@@ -2,7 +2,7 @@ import type { ComponentChildren } from "preact";
 import { useId, useState } from "preact/hooks";
 import type { Role } from "../api/stats";
 import { now } from "../live/stats";
-import { failed } from "./toast";
+import { failed, succeeded } from "./toast";
 
 interface Properties {
   /** The role that the server asks for; see its table of routes. */
@@ -11,6 +11,10 @@ interface Properties {
   run: () => Promise<unknown> | undefined;
   /** Of a button that stays pressed, whether it is. */
   pressed?: boolean;
+  /** Off until something else is given, such as a text. */
+  disabled?: boolean;
+  /** It takes something away. */
+  danger?: boolean;
   children: ComponentChildren;
 }
 
@@ -20,8 +24,8 @@ const ROLES: readonly Role[] = ["inference", "train", "admin"];
 export const may = (needs: Role): boolean =>
   ROLES.indexOf(now.value?.caller.role ?? "inference") >= ROLES.indexOf(needs);
 
-/** A button for something that needs a role. Without the role it says so, and does nothing. */
-export function Action({ needs, run, pressed, children }: Properties) {
+/** A button for something that needs a role. Without the role it does nothing; `Needs` says why, once for all buttons. */
+export function Action({ needs, run, pressed, disabled = false, danger = false, children }: Properties) {
   const [busy, setBusy] = useState(false);
   const id = useId();
   const allowed = may(needs);
@@ -29,14 +33,16 @@ export function Action({ needs, run, pressed, children }: Properties) {
     const running = run();
     if (running) {
       setBusy(true);
-      void running.catch(failed).finally(() => setBusy(false));
+      void running.then(succeeded, failed).finally(() => setBusy(false));
     }
   };
   return (
     <span class="action">
       <button
         type="button"
-        disabled={busy || !allowed}
+        class={danger ? "danger" : ""}
+        disabled={busy || disabled || !allowed}
+        title={allowed ? undefined : reason(needs)}
         aria-describedby={allowed ? undefined : id}
         aria-pressed={pressed}
         onClick={act}
@@ -44,10 +50,20 @@ export function Action({ needs, run, pressed, children }: Properties) {
         {children}
       </button>
       {allowed ? null : (
-        <small id={id}>
-          needs a key with the role {needs}; yours is {now.value?.caller.role}
+        <small id={id} class="hidden">
+          {reason(needs)}
         </small>
       )}
     </span>
   );
 }
+
+const reason = (needs: Role): string => `needs a key with the role ${needs}; yours is ${now.value?.caller.role}`;
+
+/** Why buttons are off, if they are. `what` begins the sentence: "Changes". */
+export const Needs = ({ needed, what }: { needed: Role; what: string }) =>
+  may(needed) ? null : (
+    <p class="about needs">
+      {what} {reason(needed).replace("needs", "need")}.
+    </p>
+  );

@@ -36,9 +36,11 @@ interface Properties {
   between?: readonly [number, number];
   /** Pixels. */
   height?: number;
+  /** The values are whole numbers. */
+  whole?: boolean;
 }
 
-/** Distances between the marks below a chart that is not over time: steps are whole numbers. */
+/** Distances between the marks of whole numbers, such as steps. */
 const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000];
 
 /** With fewer values than this, each has a point, so that the first one can be seen. */
@@ -105,7 +107,7 @@ function summary({ label, values }: Line, format: (value: number) => string): st
 }
 
 function options(shown: Properties, width: number, range: () => Properties["range"]): uPlot.Options {
-  const { overTime = false, format, height = 180, between } = shown;
+  const { overTime = false, format, height = 180, between, whole = false } = shown;
   const axis = { stroke: color("quiet"), grid: { stroke: color("line"), width: 1 }, ticks: { show: false } };
   return {
     width,
@@ -125,7 +127,12 @@ function options(shown: Properties, width: number, range: () => Properties["rang
         space: 60,
         ...(overTime ? { values: (_, ticks) => ticks.map(minutes) } : { incrs: WHOLE }),
       },
-      { ...axis, size: 52, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : format(tick))) },
+      {
+        ...axis,
+        size: 52,
+        ...(whole && { incrs: WHOLE }),
+        values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : format(tick))),
+      },
     ],
     ...(between && {
       bands: [{ series: [between[1] + 1, between[0] + 1], fill: `${color(shown.lines[0]?.color ?? "quiet")}22` }],

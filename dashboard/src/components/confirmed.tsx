@@ -14,12 +14,16 @@ interface Properties {
   run: () => Promise<unknown>;
   /** What has happened then, in words. */
   done: string;
+  /** It takes something away. */
+  danger?: boolean;
+  /** There is nothing to be done now. */
+  disabled?: boolean;
   /** What the action will do. */
   children: ComponentChildren;
 }
 
 /** An action that says what it will do, and asks, before it is done. */
-export function Confirmed({ needs, label, title, run, done, children }: Properties) {
+export function Confirmed({ needs, label, title, run, done, danger, disabled, children }: Properties) {
   const [asking, setAsking] = useState(false);
   const close = (choice: string) => {
     setAsking(false);
@@ -29,7 +33,7 @@ export function Confirmed({ needs, label, title, run, done, children }: Properti
   };
   return (
     <>
-      <Action needs={needs} run={() => void setAsking(true)}>
+      <Action {...{ needs, danger, disabled }} run={() => void setAsking(true)}>
         {label}
       </Action>
       {asking && (
@@ -39,7 +43,7 @@ export function Confirmed({ needs, label, title, run, done, children }: Properti
             <button type="submit" formNoValidate>
               Cancel
             </button>
-            <button type="submit" class="strong" value="yes">
+            <button type="submit" class={danger ? "strong danger" : "strong"} value="yes">
               {label}
             </button>
           </p>

@@ -2,6 +2,7 @@
 
 import type { ComponentChildren } from "preact";
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
+import { number } from "../format";
 
 export interface TableColumn<R> {
   title: string;
@@ -23,17 +24,21 @@ interface Properties<R> {
   isOpen?: (row: R) => boolean;
   /** Called when the last rows come near, so that more can be added. */
   onEnd?: () => void;
-  /** Pixels. A table that is shorter takes less. */
-  height?: number;
+  /** There are more rows than these, which `onEnd` adds. */
+  more?: boolean;
   /** Said in place of an empty table: what to do to get rows. */
   empty: ComponentChildren;
 }
 
 const ROW_HEIGHT = 34;
 const BEYOND = 10;
+/** The largest share of the window that a table takes, and the least pixels of that. */
+const SHARE = 0.6;
+const LEAST_HEIGHT = 340;
 
 export function Table<R>(properties: Properties<R>) {
-  const { caption, columns, rows, keyOf, onOpen, isOpen, onEnd, height = 480, empty } = properties;
+  const { caption, columns, rows, keyOf, onOpen, isOpen, onEnd, more = false, empty } = properties;
+  const height = Math.max(LEAST_HEIGHT, SHARE * innerHeight);
   const place = useRef<HTMLDivElement>(null);
   const [top, setTop] = useState(0);
   useLayoutEffect(() => setTop(place.current?.scrollTop ?? 0), [rows.length]);
@@ -48,37 +53,53 @@ export function Table<R>(properties: Properties<R>) {
   if (rows.length === 0) {
     return <p class="empty">{empty}</p>;
   }
+  const shown = inSight(top, height, rows.length);
   return (
-    <section
-      ref={place}
-      class="table"
-      aria-label={caption}
-      style={{ maxHeight: `${height}px` }}
-      // biome-ignore lint/a11y/noNoninteractiveTabindex: whoever uses the keyboard must be able to scroll it.
-      tabIndex={0}
-      onScroll={(event) => setTop(event.currentTarget.scrollTop)}
-    >
-      <table aria-rowcount={rows.length + 1}>
-        <caption class="hidden">{caption}</caption>
-        <thead>
-          <tr aria-rowindex={1}>
-            {columns.map((column) => (
-              <th key={column.title} scope="col" class={column.numeric ? "numeric" : ""}>
-                {column.title}
-              </th>
+    <>
+      <section
+        ref={place}
+        class="table"
+        aria-label={caption}
+        style={{ maxHeight: `${height}px` }}
+        // biome-ignore lint/a11y/noNoninteractiveTabindex: whoever uses the keyboard must be able to scroll it.
+        tabIndex={0}
+        onScroll={(event) => setTop(event.currentTarget.scrollTop)}
+      >
+        <table aria-rowcount={rows.length + 1}>
+          <caption class="hidden">{caption}</caption>
+          <thead>
+            <tr aria-rowindex={1}>
+              {columns.map((column) => (
+                <th key={column.title} scope="col" class={column.numeric ? "numeric" : ""}>
+                  {column.title}
+                </th>
+              ))}
+            </tr>
+          </thead>
+          <tbody>
+            <Space rows={first} />
+            {rows.slice(first, last).map((row, order) => (
+              <Row key={keyOf(row)} {...{ row, columns, onOpen, isOpen }} index={first + order + 2} />
             ))}
-          </tr>
-        </thead>
-        <tbody>
-          <Space rows={first} />
-          {rows.slice(first, last).map((row, order) => (
-            <Row key={keyOf(row)} {...{ row, columns, onOpen, isOpen }} index={first + order + 2} />
-          ))}
-          <Space rows={rows.length - last} />
-        </tbody>
-      </table>
-    </section>
+            <Space rows={rows.length - last} />
+          </tbody>
+        </table>
+      </section>
+      {(more || shown.last - shown.first + 1 < rows.length) && (
+        <p class="in-sight">
+          {number(shown.first)} to {number(shown.last)} of {number(rows.length)}
+          {more ? " or more" : ""}; scroll for the others
+        </p>
+      )}
+    </>
   );
+}
+
+/** The rows that are seen whole, counted from 1, below the line with the titles. */
+export function inSight(top: number, height: number, rows: number): { first: number; last: number } {
+  const first = Math.min(Math.ceil(top / ROW_HEIGHT), Math.max(0, rows - 1));
+  const last = Math.min(rows, Math.max(first + 1, Math.floor((top + height - ROW_HEIGHT) / ROW_HEIGHT)));
+  return { first: first + 1, last };
 }
 
 /** The height of rows that are not rendered. */

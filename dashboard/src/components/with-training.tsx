@@ -1,5 +1,6 @@
 import type { ComponentChildren } from "preact";
 import type { Stats } from "../api/stats";
+import { commandWith } from "../live/own-command";
 import { now } from "../live/stats";
 import { may } from "./action";
 import { Card } from "./card";
@@ -22,21 +23,24 @@ export function WithTraining({ subject, children }: Properties) {
     return <NoTraining />;
   }
   if (!may("train")) {
-    return (
-      <p class="empty">
-        {subject} shown to keys with the role train; yours is {stats.caller.role}. The operator of the server makes
-        keys, and changes their roles.
-      </p>
-    );
+    return <NoRole subject={subject} />;
   }
   return <>{children(stats, stats.training)}</>;
 }
 
+/** What a key without the role train is told. */
+export const NoRole = ({ subject }: Pick<Properties, "subject">) => (
+  <p class="empty">
+    {subject} shown to keys with the role train; yours is {now.value?.caller.role}. The operator of the server makes
+    keys, and changes their roles.
+  </p>
+);
+
 const NoTraining = () => (
   <Card title="This server does not train">
-    <p>Start it with training, and it learns from the answers that it gives:</p>
-    <Command text="mlx_parallm_serve --enable-rl-training --checkpoint-dir runs/first" />
+    <p>Stop it with Ctrl-C, and start it with training: it then learns from the answers that it gives.</p>
+    <Command text={commandWith("--enable-rl-training", "--checkpoint-dir runs/served")} />
     <p>With an environment it also draws answers to tasks by itself, so that there is something to see at once:</p>
-    <Command text="mlx_parallm_serve --enable-rl-training --environment words --checkpoint-dir runs/words" />
+    <Command text={commandWith("--enable-rl-training", "--environment words", "--checkpoint-dir runs/served-words")} />
   </Card>
 );

@@ -107,7 +107,9 @@ def roles(url: str, key: str, pictures: str) -> dict[str, Any]:
         page = shown.page
         page.get_by_label("API key").fill(key)
         page.keyboard.press("Enter")
-        page.get_by_role("link", name="Learning").click()
+        page.get_by_text("Serving").wait_for()
+        listed = page.get_by_role("navigation").get_by_role("link").all_inner_texts()
+        page.goto(f"{url}/dashboard#/learning")
         why = page.locator("p.empty").or_(page.locator(".action small").first).first
         expect(why).not_to_have_text("Asking the server…")
         refused = why.inner_text()
@@ -117,6 +119,7 @@ def roles(url: str, key: str, pictures: str) -> dict[str, Any]:
         page.screenshot(path=f"{pictures}/adapters-role.png", full_page=True)
         return {
             "refused": refused,
+            "listed": listed,
             "may_load": load.is_enabled(),
             "why": page.locator(".action small").all_inner_texts()[:1],
             "faults": shown.axe(),

@@ -126,8 +126,8 @@ def role(url: str, key: str, pictures: str) -> dict[str, Any]:
 
 
 def selects(page: Page) -> list[Locator]:
-    expect(page.get_by_label("Beside it")).to_be_visible()
-    return [page.get_by_label("Answers"), page.get_by_label("Beside it")]
+    expect(page.get_by_label("Compared with")).to_be_visible()
+    return [page.get_by_label("Version", exact=True), page.get_by_label("Compared with")]
 
 
 def limit(page: Page, tokens: int) -> None:

@@ -77,7 +77,8 @@ def role(url: str, key: str, pictures: str) -> dict[str, Any]:
         page = shown.page
         page.get_by_label("API key").fill(key)
         page.get_by_role("button", name="Open").click()
-        page.get_by_role("link", name="Teach").click()
+        page.get_by_text("Serving").wait_for()
+        page.goto(f"{url}/dashboard#/teach")  # the navigation does not have it
         refused = page.locator(".empty", has_text="role")
         refused.wait_for()
         page.screenshot(path=f"{pictures}/teach-role.png")

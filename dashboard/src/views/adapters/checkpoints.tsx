@@ -2,7 +2,7 @@ import type { Checkpoint } from "../../api/adapters";
 import { may } from "../../components/action";
 import { Card } from "../../components/card";
 import { Table } from "../../components/table";
-import { number } from "../../format";
+import { date, number } from "../../format";
 
 /** The versions on disk. */
 export const Checkpoints = ({ checkpoints }: { checkpoints: readonly Checkpoint[] }) => (
@@ -11,12 +11,11 @@ export const Checkpoints = ({ checkpoints }: { checkpoints: readonly Checkpoint[
       caption="Checkpoints"
       rows={[...checkpoints].reverse()}
       keyOf={(saved) => `${saved.lora_adapter} ${saved.name}`}
-      height={300}
       columns={[
         { title: "Checkpoint", cell: (saved) => saved.name },
         { title: "Version", cell: (saved) => saved.lora_adapter },
         { title: "Names", cell: (saved) => saved.tags.join(", ") || "–" },
-        { title: "Saved", cell: (saved) => new Date(1000 * saved.created).toLocaleString() },
+        { title: "Saved", cell: (saved) => date(saved.created) },
         { title: "Reward", cell: (saved) => figure(saved.metrics.reward_mean), numeric: true },
         { title: "Evaluation", cell: (saved) => figure(evaluationOf(saved)), numeric: true },
       ]}

@@ -4,7 +4,7 @@ import { may } from "../../components/action";
 import { Bar } from "../../components/bar";
 import { Card } from "../../components/card";
 import { Confirmed } from "../../components/confirmed";
-import { number, percent } from "../../format";
+import { counted, number, percent } from "../../format";
 import { VERDICTS } from "../learning/course";
 import type { Overview } from "./overview";
 
@@ -54,11 +54,11 @@ function One({ comparison, onDone }: { comparison: Comparison; onDone: () => voi
       <dl class="facts">
         <dt>{live}</dt>
         <dd>
-          {number(comparison.live_requests)} requests, {rewards(comparison.live_mean, comparison.live_rewards)}
+          {counted(comparison.live_requests, "request")}, {rewards(comparison.live_mean, comparison.live_rewards)}
         </dd>
         <dt>{candidate}</dt>
         <dd>
-          {number(comparison.candidate_requests)} requests,{" "}
+          {counted(comparison.candidate_requests, "request")},{" "}
           {rewards(comparison.candidate_mean, comparison.candidate_rewards)}
         </dd>
         <dt>Chance of error</dt>

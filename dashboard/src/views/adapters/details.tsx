@@ -3,7 +3,7 @@ import { type AdapterVersion, rollBack, save, setRoute, unload } from "../../api
 import { rollBackTraining, startTraining } from "../../api/learning";
 import { Card } from "../../components/card";
 import { Confirmed } from "../../components/confirmed";
-import { bytes, number } from "../../format";
+import { bytes, counted, date, number } from "../../format";
 import { now } from "../../live/stats";
 import { link } from "../../router";
 import { StartComparison } from "./comparisons";
@@ -27,7 +27,7 @@ export const Details = (properties: Properties) => {
         <dt>Folder</dt>
         <dd>{version.root || "none: it was made here"}</dd>
         <dt>Made</dt>
-        <dd>{new Date(1000 * version.created).toLocaleString()}</dd>
+        <dd>{date(version.created)}</dd>
         <dt>Rank and size</dt>
         <dd>
           {number(version.rank)}, {bytes(version.bytes)}
@@ -132,6 +132,7 @@ const Unload = ({ version: { id, leases }, onDone }: Properties) => (
   <Confirmed
     needs="train"
     label="Unload"
+    danger
     title={`Unload ${id}?`}
     run={() =>
       unload(id).then(() => {
@@ -142,6 +143,6 @@ const Unload = ({ version: { id, leases }, onDone }: Properties) => (
     done={`${id} is unloaded.`}
   >
     New requests can no longer name it. Its files stay on the disk.
-    {leases > 0 && ` ${number(leases)} requests under way end on it.`}
+    {leases > 0 && ` ${counted(leases, "request")} under way will end on it.`}
   </Confirmed>
 );

@@ -1,8 +1,9 @@
 /** Adapters and their versions: where each is, which requests get it, how versions compete, and what can be done. */
 
 import type { Adapters } from "../../api/adapters";
+import { Needs } from "../../components/action";
 import { Figure } from "../../components/figure";
-import { bytes, number } from "../../format";
+import { bytes, counted, number } from "../../format";
 import { now } from "../../live/stats";
 import { Checkpoints } from "./checkpoints";
 import { Comparisons } from "./comparisons";
@@ -21,6 +22,7 @@ export function AdaptersView({ rest }: { rest: readonly string[] }) {
   return (
     <>
       <Headline adapters={adapters} trained={trained} />
+      <Needs needed="train" what="Changes" />
       <Load onDone={again} />
       <div class="cards one">
         <Versions overview={overview} selected={rest[0]} onDone={again} />
@@ -39,12 +41,12 @@ export function AdaptersView({ rest }: { rest: readonly string[] }) {
 const Headline = ({ adapters, trained }: { adapters: Adapters; trained: readonly string[] }) => (
   <dl class="figures">
     <Figure label="Adapters" value={number(new Set(adapters.data.map((version) => version.name)).size)}>
-      {number(adapters.data.length)} versions
+      {counted(adapters.data.length, "version")}
     </Figure>
-    <Figure label="Slots of the bank" value={number(adapters.slots.used)}>
-      of {number(adapters.slots.total)}; {number(adapters.slots.pinned)} in use now
+    <Figure label="Ready on the device" value={number(adapters.slots.used)}>
+      of {number(adapters.slots.total)} at most; {number(adapters.slots.pinned)} in use now
     </Figure>
-    <Figure label="Bank" value={bytes(adapters.bank_bytes)}>
+    <Figure label="Memory for them" value={bytes(adapters.bank_bytes)}>
       on the device
     </Figure>
     <Figure label="In training" value={number(trained.length)}>

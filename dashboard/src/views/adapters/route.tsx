@@ -2,7 +2,7 @@ import { type Adapters, rollBack, setRoute } from "../../api/adapters";
 import { Bar } from "../../components/bar";
 import { Card } from "../../components/card";
 import { Confirmed } from "../../components/confirmed";
-import { number, percent } from "../../format";
+import { counted, percent } from "../../format";
 
 const COLORS = ["decode", "prefill", "training", "adapters", "weights"] as const;
 
@@ -17,12 +17,13 @@ export function Route({ adapters, onDone }: { adapters: Adapters; onDone: () => 
     <Card title="Requests that name no adapter" about="the share that each gets">
       <Bar title="Requests that name no adapter" parts={parts} format={percent} />
       <p class="about">
-        Since the server started, {number(adapters.base_requests)} requests were answered without an adapter.
+        Answered without an adapter since the server started: {counted(adapters.base_requests, "request")}.
       </p>
       <div class="controls below">
         <Confirmed
           needs="train"
           label="Undo the last change"
+          disabled={!adapters.route_changed}
           title="Undo the last change of the shares?"
           run={() => rollBack().then(onDone)}
           done="The shares are as they were before."

@@ -27,7 +27,6 @@ export function Versions({ overview, selected, onDone }: Properties) {
           onOpen={(version) => {
             location.hash = link("adapters", version.id);
           }}
-          height={340}
           columns={[
             { title: "Version", cell: (version) => version.id },
             { title: "State", cell: (version) => <State version={version} trained={overview.trained} /> },
@@ -52,7 +51,7 @@ const newestFirst = (one: AdapterVersion, other: AdapterVersion): number =>
 
 const versionOf = ({ id }: AdapterVersion): number => Number(id.slice(id.lastIndexOf("@") + 1));
 
-export const WHERE = { slot: "in the bank", copy: "in memory", file: "on disk" } as const;
+export const WHERE = { slot: "on the device", copy: "in memory", file: "on disk" } as const;
 
 const State = ({ version, trained }: { version: AdapterVersion; trained: readonly string[] }) => (
   <>

@@ -1,11 +1,12 @@
 import { Card } from "../../components/card";
 import { Command } from "../../components/command";
+import { commandWith } from "../../live/own-command";
 
 /** How to make this server the head of a cluster. */
 export const NoCluster = () => (
   <Card title="This server is not a node of a cluster">
-    <p>Start it as the head of one, and other machines can serve its requests with it:</p>
-    <Command text="mlx_parallm_serve --mode inference --share-model" />
+    <p>Stop it with Ctrl-C, and start it as the head of one: other machines can serve its requests with it.</p>
+    <Command text={commandWith("--mode inference", "--share-model")} />
   </Card>
 );
 

@@ -15,7 +15,6 @@ export function Nodes({ cluster }: { cluster: Cluster }) {
         caption="Nodes of the cluster"
         rows={cluster.nodes}
         keyOf={(node) => node.id}
-        height={480}
         columns={[
           { title: "Node", cell: (node) => <Name node={node} isThis={node.id === cluster.node} /> },
           { title: "Role", cell: (node) => node.role },

@@ -14,7 +14,6 @@ export function Versions({ cluster }: { cluster: Cluster }) {
         caption="Shared adapter versions"
         rows={[...cluster.versions].sort(newestFirst)}
         keyOf={idOf}
-        height={340}
         columns={[
           { title: "Version", cell: idOf },
           { title: "State", cell: (version) => version.live && <span class="tag live">live</span> },

@@ -58,10 +58,10 @@ test("evaluations and checkpoints belong to their versions", () => {
     update(1, 0),
     event("evaluation", { version: "tone@1", metrics }),
     update(2, 0),
-    event("checkpoint", { version: "tone@1", checkpoint: "checkpoint-1", tags: ["best"] }),
+    event("checkpoint", { version: "tone@1", checkpoint: "checkpoint-1", tags: ["best", "mine"] }),
   ]);
   expect(evaluations).toEqual([{ update: 1, mean: 0.5, low: 0.25, high: 0.75 }]);
-  expect(versions[0]).toMatchObject({ checkpoint: "checkpoint-1", tags: ["best"], evaluation: evaluations[0] });
+  expect(versions[0]).toMatchObject({ checkpoint: "checkpoint-1", tags: ["mine"], evaluation: evaluations[0] });
 });
 
 test("events that were lost are told where they are missing", () => {

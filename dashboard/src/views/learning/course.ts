@@ -2,6 +2,7 @@
 
 import type { Metric } from "../../api/learning";
 import type { TrainingEvent } from "../../api/training";
+import { because } from "../trajectories/reasons";
 
 /** The fields of an event's data that are read here; which of them there are depends on the kind. */
 interface Data {
@@ -105,14 +106,15 @@ class Making implements Course {
       this.#goesLive(at, data.version);
     } else if (kind === "checkpoint" && data.version) {
       const saved = this.#version(at, data.version, this.#live);
-      this.#versions.set(saved.name, { ...saved, checkpoint: data.checkpoint ?? null, tags: data.tags ?? [] });
+      const tags = (data.tags ?? []).filter((tag) => !PASSING.includes(tag));
+      this.#versions.set(saved.name, { ...saved, checkpoint: data.checkpoint ?? null, tags });
     } else if (kind === "comparison_ended" && data.verdict === "promoted" && data.candidate) {
       this.#goesLive(at, data.candidate);
     }
     this.paused = kind === "paused" || (this.paused && kind !== "resumed" && kind !== "started");
     const said = SAID[kind]?.(data);
     if (said) {
-      this.moments.push({ at, wrong: false, why: (data.reason ?? "").replaceAll("_", " "), ...said });
+      this.moments.push({ at, wrong: false, why: because(data.reason ?? ""), ...said });
     }
   }
 
@@ -171,6 +173,9 @@ class Making implements Course {
 }
 
 const counted = (events: number | null | undefined): string => (events == null ? "Events" : `${events} events`);
+
+/** Tags that another checkpoint may have got since. */
+const PASSING = ["best", "latest"];
 
 /** What is said about events of each kind; updates and evaluations are in the charts. */
 const SAID: Record<string, (data: Data) => Partial<Moment> & { what: string }> = {

@@ -1,16 +1,18 @@
 /** How each adapter learns: its figures over updates, its versions, and what has happened. */
 
-import { useMemo } from "preact/hooks";
+import { useMemo, useState } from "preact/hooks";
 import { type TrainingState, trainingReport, trainingState } from "../../api/learning";
+import type { TrainingShare } from "../../api/stats";
 import { Figure } from "../../components/figure";
 import { Tabs } from "../../components/tabs";
 import { WithTraining } from "../../components/with-training";
-import { number } from "../../format";
+import { counted, number } from "../../format";
 import { usePolled } from "../../live/polled";
 import { link } from "../../router";
 import { Charts } from "./charts";
 import { Controls } from "./controls";
 import { courseOf } from "./course";
+import { learner } from "./learner";
 import { Lineage } from "./lineage";
 import { Moments } from "./moments";
 import { Sources } from "./sources";
@@ -22,18 +24,19 @@ const EVERY_MS = 2000;
 
 export const LearningView = ({ rest }: { rest: readonly string[] }) => (
   <WithTraining subject="How adapters learn is">
-    {(_, training) => <Adapters names={training.adapters.map((adapter) => adapter.name)} wanted={rest[0]} />}
+    {(_, training) => <Adapters training={training} wanted={rest[0]} />}
   </WithTraining>
 );
 
-function Adapters({ names, wanted }: { names: readonly string[]; wanted: string | undefined }) {
-  const [first] = names;
-  if (first === undefined) {
+function Adapters({ training, wanted }: { training: TrainingShare; wanted: string | undefined }) {
+  const [first] = useState(() => learner(training)); // it stays while somebody looks
+  const names = training.adapters.map((adapter) => adapter.name);
+  const selected = names.find((name) => name === wanted) ?? names.find((name) => name === first) ?? names[0];
+  if (selected === undefined) {
     return <p class="empty">No adapter is in training. The view Adapters starts one.</p>;
   }
-  const selected = names.find((name) => name === wanted) ?? first;
   if (names.length === 1) {
-    return <OneAdapter adapter={first} />;
+    return <OneAdapter adapter={selected} />;
   }
   return (
     <Tabs
@@ -67,7 +70,7 @@ function OneAdapter({ adapter }: { adapter: string }) {
       <Headline
         state={state}
         paused={paused}
-        rewards={course.updates.map((update) => update.metrics.reward_mean ?? null)}
+        rewards={course.updates.flatMap((update) => update.metrics.reward_mean ?? [])}
       />
       {state.advice && (
         <p class="advice" role="status">
@@ -96,12 +99,11 @@ const STATES = {
 interface HeadlineProperties {
   state: TrainingState;
   paused: boolean;
-  rewards: readonly (number | null)[];
+  /** Of the updates that learnt from rewards. */
+  rewards: readonly number[];
 }
 
 function Headline({ state, paused, rewards }: HeadlineProperties) {
-  const reward = rewards.at(-1) ?? null;
-  const first = rewards[0] ?? null;
   const { evaluation } = state;
   return (
     <dl class="figures">
@@ -112,17 +114,30 @@ function Headline({ state, paused, rewards }: HeadlineProperties) {
         {number(state.trajectories_collected)} answers collected
       </Figure>
       <Figure label="Updates" value={number(state.step)}>
-        complete groups: {number(state.groups_ready)}
+        for the next one: {counted(state.groups_ready, "group")} of answers
       </Figure>
-      <Figure label="Reward" value={reward === null ? "–" : number(reward)}>
-        {first === null ? "no update yet" : `${number(first)} at the first update`}
-      </Figure>
+      <Reward rewards={rewards} updates={state.step} />
       <Figure label="Evaluation" value={evaluation ? number(evaluation.mean) : "–"}>
         {evaluation ? `of ${evaluation.lora_adapter}, ${number(evaluation.answers)} answers` : "none yet"}
       </Figure>
-      <Figure label="Live version" value={state.live_lora ?? "base"}>
+      <Figure label="Live version" value={state.live_lora ?? "none yet"}>
         {state.best_lora ? `best: ${state.best_lora}` : "no best one yet"}
       </Figure>
     </dl>
   );
 }
+
+/** An update of examples or edits has no rewards. */
+const Reward = ({ rewards, updates }: { rewards: readonly number[]; updates: number }) => {
+  const [first] = rewards;
+  const last = rewards.at(-1);
+  return first === undefined || last === undefined ? (
+    <Figure label="Reward" value="–">
+      {updates > 0 ? "no update of rewards yet" : "no update yet"}
+    </Figure>
+  ) : (
+    <Figure label="Reward" value={number(last)}>
+      {number(first)} at the first update of rewards
+    </Figure>
+  );
+};

@@ -21,7 +21,6 @@ export const Lineage = ({ adapter, versions, best }: Properties) => (
       caption="Versions of the adapter"
       rows={[...versions].reverse()}
       keyOf={(version) => version.name}
-      height={340}
       columns={[
         { title: "Version", cell: (version) => version.name },
         { title: "State", cell: (version) => <State version={version} best={version.name === best} /> },

@@ -5,12 +5,14 @@ import type { Moment } from "./course";
 
 /** What has happened besides updates: divergences, rollbacks, pauses, checkpoints, lost events. */
 export const Moments = ({ moments, truncated }: { moments: readonly Moment[]; truncated: boolean }) => (
-  <Card title="Events" about={truncated ? "newest first; older ones than these are not shown" : "newest first"}>
+  <Card
+    title="Events"
+    about={`besides updates, newest first${truncated ? "; older ones than these are not shown" : ""}`}
+  >
     <Table
       caption="Events of the training"
       rows={moments.map((moment, order) => ({ ...moment, order })).reverse()}
       keyOf={({ at, order }) => `${at} ${order}`}
-      height={300}
       columns={[
         { title: "Time", cell: ({ at }) => clock(Date.parse(at) / 1000) },
         { title: "Event", cell: ({ what, wrong }) => (wrong ? <b class="wrong">{what}</b> : what) },

@@ -1,6 +1,6 @@
 import { useState } from "preact/hooks";
 import { type Schedule, schedule, setSchedule } from "../../api/learning";
-import { Action } from "../../components/action";
+import { Action, Needs } from "../../components/action";
 import { Dialog } from "../../components/dialog";
 import { failed, toast } from "../../components/toast";
 import { percent } from "../../format";
@@ -12,8 +12,9 @@ export function Share() {
   return (
     <>
       <Action needs="admin" run={ask}>
-        Share the device…
+        Time for training…
       </Action>
+      <Needs needed="admin" what="Changes of the time for training" />
       {current && <Choice current={current} onClose={() => setCurrent(null)} />}
     </>
   );
@@ -25,16 +26,17 @@ function Choice({ current, onClose }: { current: Schedule; onClose: () => void }
     onClose();
     if (choice === "set") {
       setSchedule(share / 100).then(
-        (changed) => toast(`Updates get ${percent(changed.training_time_share)} of the device beside requests.`),
+        (changed) =>
+          toast(`Training gets ${percent(changed.training_time_share)} of the device's time beside requests.`),
         failed,
       );
     }
   };
   return (
-    <Dialog title="Share the device" onClose={close}>
+    <Dialog title="Time for training" onClose={close}>
       <p>
         <label class="entry">
-          Share of updates while requests run: <b>{share} %</b>
+          Share of the device's time while requests run: <b>{share} %</b>
           <input
             type="range"
             min={1}
@@ -45,7 +47,7 @@ function Choice({ current, onClose }: { current: Schedule; onClose: () => void }
         </label>
       </p>
       <p>
-        Updates also get all time that requests leave. A larger share makes learning faster and answers slower while
+        Training also gets all time that requests leave. A larger share makes learning faster and answers slower while
         requests run. It got {percent(current.measured.training_share)} lately. A restart restores the configured share.
       </p>
       <p class="buttons">

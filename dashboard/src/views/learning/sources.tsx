@@ -2,6 +2,7 @@ import type { Report, Source } from "../../api/learning";
 import { Card } from "../../components/card";
 import { Table } from "../../components/table";
 import { number, percent } from "../../format";
+import { because } from "../trajectories/reasons";
 
 /** What the adapter was taught by: how much came from each source, what became of it, and what changed since. */
 export const Sources = ({ report }: { report: Report }) => (
@@ -10,7 +11,6 @@ export const Sources = ({ report }: { report: Report }) => (
       caption="Sources of what was learnt"
       rows={report.sources}
       keyOf={({ source }) => source}
-      height={300}
       columns={[
         { title: "Source", cell: ({ source }) => NAMES[source] ?? source },
         { title: "Came", cell: ({ arrived }) => number(arrived), numeric: true },
@@ -45,5 +45,5 @@ const change = (value: number | null): string => (value === null ? "–" : `${va
 
 const dropped = ({ dropped: counts }: Source): string =>
   Object.entries(counts)
-    .map(([reason, count]) => `${number(count)} ${reason.replaceAll("_", " ")}`)
-    .join(", ") || "–";
+    .map(([reason, count]) => `${number(count)}: ${because(reason)}`)
+    .join("; ") || "–";

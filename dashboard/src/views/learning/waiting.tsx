@@ -1,8 +1,9 @@
 import type { TrainingState } from "../../api/learning";
 import { Card } from "../../components/card";
 import { Command } from "../../components/command";
-import { number } from "../../format";
+import { counted, number } from "../../format";
 import { now } from "../../live/stats";
+import { because } from "../trajectories/reasons";
 
 /** What the first update waits for. */
 export const Waiting = ({ state }: { state: TrainingState }) => (
@@ -10,9 +11,9 @@ export const Waiting = ({ state }: { state: TrainingState }) => (
     <p>
       {state.state === "updating"
         ? "The first update is being made."
-        : "An update is made from complete groups of answers with rewards."}{" "}
-      Until now, {number(state.trajectories_collected)} answers were collected; {number(state.trajectories_waiting)}{" "}
-      wait for a reward, and {number(state.groups_ready)} groups are complete.
+        : "An update is made when enough groups of answers have rewards that differ."}{" "}
+      Until now: {counted(state.trajectories_collected, "answer")} collected, {number(state.trajectories_waiting)}{" "}
+      without a reward yet; {counted(state.groups_ready, "group")} ready for the update.
       {Object.values(state.drops).some(Boolean) && ` Dropped: ${reasons(state.drops)}.`}
     </p>
     {state.pause_reason && (
@@ -27,7 +28,7 @@ export const Waiting = ({ state }: { state: TrainingState }) => (
 
 const reasons = (counts: Record<string, number>): string =>
   Object.entries(counts)
-    .map(([reason, count]) => `${number(count)} (${reason.replaceAll("_", " ")})`)
+    .map(([reason, count]) => `${number(count)} (${because(reason)})`)
     .join(", ");
 
 const Rollouts = ({ rollouts }: { rollouts: NonNullable<TrainingState["rollouts"]> }) => (

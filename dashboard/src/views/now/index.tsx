@@ -4,11 +4,13 @@ import { history, now } from "../../live/stats";
 import { Device } from "./device";
 import { FirstRequest } from "./first-request";
 import { Headline } from "./headline";
+import { Load } from "./load";
 import { Memory } from "./memory";
 import { Models } from "./models";
 import { Pause } from "./pause";
 import { Sequences, Speed } from "./speed";
 import { Training } from "./training";
+import "../../style/learning.css";
 
 export function NowView() {
   const stats = now.value;
@@ -19,16 +21,19 @@ export function NowView() {
   return (
     <>
       <Headline stats={stats} intervals={intervals} />
+      <div class="controls">
+        <Pause state={stats.state} />
+      </div>
       <FirstRequest stats={stats} intervals={intervals} />
       <div class="cards">
         <Speed intervals={intervals} />
         <Device intervals={intervals} trains={stats.training !== null} />
         <Memory memory={stats.memory} trains={stats.training !== null} />
         <Sequences intervals={intervals} />
+        <Load load={stats.load} />
         {stats.training && <Training training={stats.training} />}
         {stats.models.length > 1 && <Models models={stats.models} />}
       </div>
-      <Pause state={stats.state} />
     </>
   );
 }

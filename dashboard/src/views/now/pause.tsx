@@ -1,7 +1,7 @@
 import { useState } from "preact/hooks";
 import { pause, resume } from "../../api/control";
 import type { Stats } from "../../api/stats";
-import { Action } from "../../components/action";
+import { Action, Needs } from "../../components/action";
 import { Dialog } from "../../components/dialog";
 import { failed, toast } from "../../components/toast";
 
@@ -20,6 +20,7 @@ export function Pause({ state }: Pick<Stats, "state">) {
       <Action needs="admin" run={() => (paused ? resume() : void setAsking(true))}>
         {paused ? "Resume" : "Pause…"}
       </Action>
+      <Needs needed="admin" what="Pauses" />
       {asking && (
         <Dialog title="Pause the server?" onClose={close}>
           <p>Requests under way stop where they are, and new ones wait, until somebody resumes. Training continues.</p>

@@ -22,12 +22,13 @@ export const Speed = ({ intervals }: Properties) => (
 );
 
 export const Sequences = ({ intervals }: Properties) => (
-  <Card title="Sequences">
+  <Card title="Answers at once">
     <OverTime
-      title="Sequences in the last five minutes"
+      title="Answers at once in the last five minutes"
+      whole
       intervals={intervals}
       lines={[
-        { label: "Running", color: "decode", filled: true, of: (each) => each.running },
+        { label: "Answering", color: "decode", filled: true, of: (each) => each.running },
         { label: "Waiting", color: "waiting", of: (each) => each.waiting },
       ]}
     />
@@ -36,15 +37,17 @@ export const Sequences = ({ intervals }: Properties) => (
 
 interface OverTimeProperties extends Properties {
   title: string;
+  whole?: boolean;
   lines: readonly (Omit<Line, "values"> & { of: (interval: Interval) => number })[];
 }
 
-function OverTime({ title, intervals, lines }: OverTimeProperties) {
+function OverTime({ title, whole = false, intervals, lines }: OverTimeProperties) {
   const shown = points(intervals);
   return (
     <Chart
       title={title}
       overTime
+      whole={whole}
       x={shown.map((point) => point.at)}
       lines={lines.map(({ of, ...line }) => ({
         ...line,

@@ -24,10 +24,10 @@ interface Properties {
 export const Setup = ({ groups, sides, onSides, settings, onSettings }: Properties) => (
   <Card title="Versions" about="they get the same prompts and the same seed">
     <div class="sides">
-      <Select label="Answers" groups={groups} name={sides.first} onChange={(first) => onSides({ ...sides, first })} />
+      <Select label="Version" groups={groups} name={sides.first} onChange={(first) => onSides({ ...sides, first })} />
       <Select
-        label="Beside it"
-        groups={[{ title: "One version", choices: [{ name: "", label: "nobody" }] }, ...groups]}
+        label="Compared with"
+        groups={[{ title: "One version", choices: [{ name: "", label: "none" }] }, ...groups]}
         name={sides.second}
         onChange={(second) => onSides({ ...sides, second })}
       />

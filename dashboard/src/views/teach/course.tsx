@@ -12,6 +12,7 @@ import { duration, percent } from "../../format";
 import { Answers } from "./answers";
 import { kindOf, RULES } from "./examples";
 import { Try } from "./try";
+import { sentence } from "./words";
 
 interface Properties {
   lesson: Lesson;
@@ -44,43 +45,23 @@ export function Course({ lesson, refresh, onNew, canStart }: Properties) {
   );
 }
 
-const ENDS: Record<NonNullable<Lesson["outcome"]>, string> = {
-  learnt: "Learnt: nearly all answers earn the reward now.",
-  finished: "Finished: all its updates are made.",
-  stopped: "Stopped. What it has taught stays.",
-  no_signal: "Ended: there was nothing to learn from.",
-  failed: "Failed.",
-  interrupted: "Interrupted: the server was ended. What it has taught is kept.",
-};
-
-function sentence({ state, outcome, reason, updates }: Lesson): string {
-  if (outcome) {
-    return outcome === "failed" ? `${ENDS.failed} ${reason}` : ENDS[outcome];
-  }
-  if (state === "paused") {
-    return `Paused${reason && reason !== "asked" ? `: ${reason}` : ". Resume training to go on"}.`;
-  }
-  if (state === "showing") {
-    return "Few answers have the word, so the model is shown some: its own answers when it is asked for the word.";
-  }
-  return updates === 0 ? "Drawing the first answers…" : "Learning: each update is live at once.";
-}
-
 function Figures({ lesson }: { lesson: Lesson }) {
-  const { points, updates, most_updates, lora_adapter, live_lora } = lesson;
+  const { points, updates, most_updates, lora_adapter, live_lora, showing } = lesson;
   const first = points[0];
   const last = whole(lesson).at(-1);
   const until = lesson.ended ? Date.parse(lesson.ended) : Date.now();
   return (
     <dl class="figures">
-      <Figure label="Reward now" value={last ? percent(last.reward) : "–"}>
-        {first ? `${percent(first.reward)} at first` : "no answers yet"}
+      <Figure label="Reward now" value={last && !showing ? percent(last.reward) : "–"}>
+        {first
+          ? `${percent(first.reward)} at first${showing ? "; measured again after the examples" : ""}`
+          : "no answers yet"}
       </Figure>
       <Figure label="Updates" value={`${updates}`}>
         {most_updates ? `of ${most_updates}, ` : ""}
         {lesson.answers_per_update} answers each
       </Figure>
-      <Figure label="Time" value={duration(Math.max(0, (until - Date.parse(lesson.started)) / 1000))}>
+      <Figure label="Time" value={duration(Math.max(1, Math.round((until - Date.parse(lesson.started)) / 1000)))}>
         since the start
       </Figure>
       <Figure label="Adapter" value={lora_adapter}>
@@ -103,10 +84,11 @@ function Curve({ lesson }: { lesson: Lesson }) {
         x={points.map((point) => point.update)}
         xLabel="Update"
         lines={[
-          { label: "Reward", color: "decode", filled: true, values: points.map((point) => point.reward) },
-          { label: "at least", color: "weights", dashed: true, values: points.map((point) => point.low) },
-          { label: "at most", color: "weights", dashed: true, values: points.map((point) => point.high) },
+          { label: "Mean", color: "decode", values: points.map((point) => point.reward) },
+          { label: "Low", color: "quiet", faint: true, values: points.map((point) => point.low) },
+          { label: "High", color: "quiet", faint: true, values: points.map((point) => point.high) },
         ]}
+        between={[1, 2]}
         format={percent}
         height={220}
       />
@@ -146,7 +128,7 @@ function Choices({ lesson, refresh, onNew, canStart }: Properties) {
   };
   if (lesson.state !== "ended") {
     return (
-      <p class="buttons">
+      <p class="buttons left">
         <Action needs="train" run={stopNow}>
           Stop
         </Action>
@@ -156,7 +138,7 @@ function Choices({ lesson, refresh, onNew, canStart }: Properties) {
   return (
     <>
       {lesson.updates > 0 && <p class="about">{ABOUT}</p>}
-      <p class="buttons">
+      <p class="buttons left">
         {lesson.updates > 0 && (
           <Action needs="train" run={keepNow}>
             Keep

@@ -1,24 +1,43 @@
 import { useId, useState } from "preact/hooks";
+import { ApiError } from "../../api/client";
 import { asked, begin, type Message, type NewLesson, type RuleKind, textOf, withText } from "../../api/lessons";
 import { Action } from "../../components/action";
 import { Card } from "../../components/card";
+import { inWords, LABELS } from "../../components/fields";
+import { now } from "../../live/stats";
 import { Earlier } from "./earlier";
-import { EXAMPLES, kindOf, RULES } from "./examples";
+import { EXAMPLES, kindOf, RULES, ruleOf } from "./examples";
 
 const MOST_PROMPTS = 16;
+/** Fields that do not say themselves what the server has against them. */
+const OTHER_FIELDS = /^(?!prompts|reward)/;
 
 interface Properties {
-  /** The lesson to begin again; null: the first example. */
-  from: NewLesson | null;
+  /** What the form begins with. */
+  from: NewLesson;
   onBegun: () => Promise<void>;
 }
 
 /** Prompts and a rule, and a button that starts. */
 export function NewLessonForm({ from, onBegun }: Properties) {
-  const [lesson, setLesson] = useState(from ?? EXAMPLES[0].lesson);
-  const change = (changes: Partial<NewLesson>) => setLesson({ ...lesson, ...changes });
+  const [lesson, setLesson] = useState(from);
+  const [refused, setRefused] = useState<ApiError | null>(null);
+  const write = (written: NewLesson) => {
+    setLesson(written);
+    setRefused(null);
+  };
+  const change = (changes: Partial<NewLesson>) => write({ ...lesson, ...changes });
+  const prompts = lesson.prompts.filter((prompt) => textOf(prompt).trim());
   const start = async () => {
-    await begin({ ...lesson, prompts: lesson.prompts.filter((prompt) => textOf(prompt).trim()) });
+    try {
+      await begin({ ...lesson, prompts });
+    } catch (error) {
+      if (!(error instanceof ApiError && error.param)) {
+        throw error;
+      }
+      setRefused(error);
+      return;
+    }
     await onBegun();
   };
   return (
@@ -30,18 +49,20 @@ export function NewLessonForm({ from, onBegun }: Properties) {
       <p class="examples">
         Try one:{" "}
         {EXAMPLES.map((example) => (
-          <button key={example.title} type="button" onClick={() => setLesson(example.lesson)}>
+          <button key={example.title} type="button" onClick={() => write(example.lesson)}>
             {example.title}
           </button>
         ))}
       </p>
       <div class="cards">
-        <Prompts prompts={lesson.prompts} onChange={(prompts) => change({ prompts })} />
+        <Prompts prompts={lesson.prompts} refused={refused} onChange={(prompts) => change({ prompts })} />
         <Card title="Rule for the reward">
-          <RuleFields lesson={lesson} onChange={change} />
+          <RuleFields lesson={lesson} refused={refused} onChange={change} />
+          <Learner lesson={lesson} onChange={change} />
           <More lesson={lesson} onChange={change} />
+          <Refusal refused={refused} of={OTHER_FIELDS} />
           <p class="buttons primary">
-            <Action needs="train" run={start}>
+            <Action needs="train" run={start} disabled={prompts.length === 0 || !ruleOf(lesson.reward).trim()}>
               Start
             </Action>
           </p>
@@ -51,12 +72,21 @@ export function NewLessonForm({ from, onBegun }: Properties) {
   );
 }
 
+/** What the server says against a field, beside it. */
+const Refusal = ({ refused, of }: { refused: ApiError | null; of: RegExp }) =>
+  refused && of.test(refused.param) ? (
+    <p class="refusal" role="alert">
+      {inWords(refused.message)}
+    </p>
+  ) : null;
+
 interface PromptsProperties {
   prompts: readonly (readonly Message[])[];
+  refused: ApiError | null;
   onChange: (prompts: readonly (readonly Message[])[]) => void;
 }
 
-function Prompts({ prompts, onChange }: PromptsProperties) {
+function Prompts({ prompts, refused, onChange }: PromptsProperties) {
   const id = useId();
   return (
     <Card title="Prompts" about="what people ask">
@@ -73,6 +103,7 @@ function Prompts({ prompts, onChange }: PromptsProperties) {
           />
         </div>
       ))}
+      <Refusal refused={refused} of={/^prompts/} />
       <p class="buttons">
         {prompts.length > 1 && (
           <button type="button" onClick={() => onChange(prompts.slice(0, -1))}>
@@ -94,10 +125,9 @@ interface FieldProperties {
   onChange: (changes: Partial<NewLesson>) => void;
 }
 
-function RuleFields({ lesson, onChange }: FieldProperties) {
+function RuleFields({ lesson, refused, onChange }: FieldProperties & Pick<PromptsProperties, "refused">) {
   const id = useId();
   const kind = kindOf(lesson.reward);
-  const text = lesson.reward[kind] ?? "";
   return (
     <>
       <fieldset class="choices">
@@ -120,13 +150,36 @@ function RuleFields({ lesson, onChange }: FieldProperties) {
           id={`${id}-text`}
           class={kind === "pattern" ? "code" : ""}
           maxLength={500}
-          value={text}
+          value={ruleOf(lesson.reward)}
           aria-describedby={`${id}-about`}
           onInput={(event) => onChange({ reward: { [kind]: event.currentTarget.value } })}
         />
         <small id={`${id}-about`}>{RULES[kind].about}</small>
       </p>
+      <Refusal refused={refused} of={/^reward/} />
     </>
+  );
+}
+
+/** Who learns, which everybody sees who names that adapter. */
+function Learner({ lesson, onChange }: FieldProperties) {
+  const id = useId();
+  const usual = now.value?.training?.adapters[0]?.name ?? "default";
+  return (
+    <p class="field">
+      <label for={id}>{LABELS.lora_adapter}</label>
+      <input
+        id={id}
+        placeholder={usual}
+        value={lesson.lora_adapter ?? ""}
+        aria-describedby={`${id}-about`}
+        onInput={(event) => onChange({ lora_adapter: event.currentTarget.value || undefined })}
+      />
+      <small id={`${id}-about`}>
+        Each update is live at once, for everybody who asks {lesson.lora_adapter ?? usual}. A new name makes a new
+        adapter.
+      </small>
+    </p>
   );
 }
 
@@ -137,16 +190,7 @@ function More({ lesson, onChange }: FieldProperties) {
     <details>
       <summary>More</summary>
       <p class="field">
-        <label for={`${id}-adapter`}>Adapter that learns</label>
-        <input
-          id={`${id}-adapter`}
-          placeholder="the default adapter"
-          value={lesson.lora_adapter ?? ""}
-          onInput={(event) => onChange({ lora_adapter: event.currentTarget.value || undefined })}
-        />
-      </p>
-      <p class="field">
-        <label for={`${id}-tokens`}>Longest answer, in tokens</label>
+        <label for={`${id}-tokens`}>{LABELS.max_tokens}</label>
         <input
           id={`${id}-tokens`}
           type="number"

@@ -3,12 +3,23 @@
 import { useState } from "preact/hooks";
 import "../../style/teach.css";
 import type { NewLesson } from "../../api/lessons";
+import { may } from "../../components/action";
+import { NoRole } from "../../components/with-training";
+import { now } from "../../live/stats";
 import { Course } from "./course";
+import { EMPTY, EXAMPLES } from "./examples";
 import { NewLessonForm } from "./form";
 import { Obstacle } from "./obstacle";
 import { useLesson } from "./use-lesson";
 
 export function TeachView() {
+  if (now.value === null) {
+    return <p class="empty">Asking the server…</p>;
+  }
+  return may("train") ? <Lessons /> : <NoRole subject="Lessons are" />;
+}
+
+function Lessons() {
   const { status, refused, refresh } = useLesson();
   const [again, setAgain] = useState<NewLesson | "new" | null>(null);
   if (refused !== null) {
@@ -28,5 +39,5 @@ export function TeachView() {
     await refresh();
     setAgain(null);
   };
-  return <NewLessonForm from={again === "new" ? null : again} onBegun={begun} />;
+  return <NewLessonForm from={again === "new" ? EMPTY : (again ?? EXAMPLES[0].lesson)} onBegun={begun} />;
 }

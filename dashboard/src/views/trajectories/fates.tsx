@@ -1,4 +1,5 @@
 import type { Fate } from "../../api/trajectories";
+import { because } from "./reasons";
 
 /** What became of a group or a sample, as people say it. */
 export const FATE_WORDS: Readonly<Record<Fate, string>> = {
@@ -8,26 +9,6 @@ export const FATE_WORDS: Readonly<Record<Fate, string>> = {
   trained: "trained on",
   dropped: "dropped",
 };
-
-/** Why it was dropped, for the commonest reasons; docs/debugging.md has them all. */
-const REASONS: Readonly<Record<string, string>> = {
-  zero_variance: "all rewards are equal",
-  single: "nothing to compare it with",
-  stale: "drawn by a version that is too old",
-  unknown_version: "drawn by a version that training does not continue from",
-  buffer_full: "no room",
-  low_reward: "its reward is too low to imitate",
-  scoring_failed: "scoring failed",
-  timeout: "no reward in time",
-  held: "its update was refused",
-  skipped: "its update was skipped",
-  replaced: "sent again",
-  unrewarded: "closed without a reward",
-  closed: "came after its group was closed",
-  stopped: "its lesson has ended",
-};
-
-export const because = (reason: string): string => REASONS[reason] ?? reason.replaceAll("_", " ");
 
 export const FateTag = ({ fate, reason }: { fate: Fate; reason: string }) => (
   <>

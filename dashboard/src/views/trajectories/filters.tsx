@@ -58,8 +58,10 @@ export function Filters({ filters, rows, onChange }: Properties) {
           ))}
         </select>
       </label>
-      <Bound name="min_reward" label="Reward from" {...{ filters, onChange }} />
-      <Bound name="max_reward" label="to" {...{ filters, onChange }} />
+      <div class="bounds">
+        <Bound name="min_reward" label="Reward from" {...{ filters, onChange }} />
+        <Bound name="max_reward" label="to" {...{ filters, onChange }} />
+      </div>
       {Object.keys(filters).length > 0 && (
         <button type="button" onClick={() => onChange(NONE)}>
           Show all

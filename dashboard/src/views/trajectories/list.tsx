@@ -15,7 +15,7 @@ interface Properties {
 
 /** All groups that pass the filters. */
 export function List({ groups, filtered, opened, onOpen }: Properties) {
-  const { rows, fresh, refused, older, again, made } = groups;
+  const { rows, fresh, more, refused, older, again, made } = groups;
   return (
     <Card title="Groups" about="answers to one prompt, whose rewards are compared; newest first">
       <p class="hidden" role="status">
@@ -42,7 +42,7 @@ export function List({ groups, filtered, opened, onOpen }: Properties) {
           onOpen={(row) => onOpen(row.group_id)}
           isOpen={(row) => row.group_id === opened}
           onEnd={older}
-          height={380}
+          more={more}
           empty=""
         />
       )}

@@ -2,7 +2,8 @@ import { useMemo } from "preact/hooks";
 import type { Edited, Sample, Turn } from "../../api/trajectories";
 import { Tokens } from "../../components/tokens";
 import { number } from "../../format";
-import { because, FATE_WORDS } from "./fates";
+import { FATE_WORDS } from "./fates";
+import { because } from "./reasons";
 import { Thumbs } from "./thumbs";
 import { describe, lookOf, signed, type Tint } from "./tint";
 

@@ -6,7 +6,7 @@ import { Confirmed } from "../../components/confirmed";
 import { toast } from "../../components/toast";
 import { number } from "../../format";
 import { person } from "../../live/stats";
-import { because } from "./fates";
+import { because } from "./reasons";
 
 interface Properties {
   turn: Turn;

@@ -8,6 +8,8 @@ export interface Listed {
   rows: readonly GroupRow[] | null;
   /** Groups that have come since the list was made, and are not in it. */
   fresh: number;
+  /** There are older groups than those in the list. */
+  more: boolean;
   refused: ApiError | null;
 }
 
@@ -25,7 +27,7 @@ const PAGE = 500;
 export const LOOKED_AT = 100;
 const EVERY_MS = 3000;
 const RETRY_MS = 1500;
-const NONE: Listed = { rows: null, fresh: 0, refused: null };
+const NONE: Listed = { rows: null, fresh: 0, more: false, refused: null };
 
 /**
  * The groups that pass the filters. New ones are counted and not added, so that nothing moves while somebody reads; what
@@ -107,12 +109,12 @@ class Lister {
     const { data } = await groups(this.filters, LOOKED_AT);
     const { rows, fresh } = merged(this.#rows, data);
     this.#rows = rows;
-    this.#tell({ rows, fresh, refused: null });
+    this.#tell({ ...NONE, rows, fresh });
   }
 
   #tell(listed: Listed): void {
     if (!this.#stop.signal.aborted) {
-      this.show(listed);
+      this.show({ ...listed, more: this.#more });
     }
   }
 }
