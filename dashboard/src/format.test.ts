@@ -11,7 +11,7 @@ test("durations have a unit that fits", () => {
 
 test("numbers show no more digits than say something", () => {
   expect([1234.5, 56.78, 0.123, 0].map(number)).toEqual(["1,235", "56.8", "0.12", "0"]);
-  expect([0, 0.012, 0.12, 1].map(percent)).toEqual(["0 %", "1.2 %", "12 %", "100 %"]);
+  expect([0, 0.012, 0.12, 1, -0.001].map(percent)).toEqual(["0 %", "1.2 %", "12 %", "100 %", "0 %"]);
 });
 
 test("times have 24 hours, also at midnight and for a browser whose language has 12", () => {

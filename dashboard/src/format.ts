@@ -6,7 +6,9 @@ const SIZES = ["B", "KiB", "MiB", "GiB", "TiB"];
 export const number = (value: number): string =>
   value.toLocaleString("en", { maximumFractionDigits: value >= 100 ? 0 : value >= 10 ? 1 : 2 });
 
-export const percent = (share: number): string => `${(100 * share).toFixed(share > 0 && share < 0.095 ? 1 : 0)} %`;
+/** Without a sign if it is written as 0. */
+export const percent = (share: number): string =>
+  `${(100 * share).toFixed(share > 0 && share < 0.095 ? 1 : 0).replace(/^-0$/, "0")} %`;
 
 /** A size in binary units, as the server's flags take them. */
 export function bytes(size: number): string {

@@ -177,10 +177,9 @@ class Lesson:
                         progress.examples = max(progress.examples, showing.number)
             if progress.examples:
                 progress.shown()
+            progress.showing = None  # not if it is cancelled: then nothing is known of what the examples would do
         except Exception as error:  # noqa: BLE001 - whatever failed, the server goes on, and the lesson says why it ended
             self._failed(str(error) or type(error).__name__, for_good=True)
-        finally:
-            progress.showing = None
 
     def _failed(self, reason: str, for_good: bool = False) -> None:
         if for_good:

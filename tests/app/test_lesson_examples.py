@@ -19,6 +19,7 @@ from mlx_parallm.core import (
     FinishReason,
     GenerationRequest,
     LessonCard,
+    LessonOutcome,
     LessonRule,
     LessonShowing,
     LessonSpec,
@@ -111,6 +112,13 @@ async def test_it_says_how_far_it_is_and_does_not_advise_to_give_up(world: World
     await world.settle()
     assert (world.updates, world.card().showing, world.card().examples) == (8, None, EXAMPLES)
     assert (world.card().state, world.card().advice, world.imitates) == ("waiting", "", False)
+
+
+async def test_one_that_ends_meanwhile_gives_no_advice_about_what_the_examples_were_to_change(world: World) -> None:
+    await world.rewarded_with_nothing()
+    world.lesson.progress.end(LessonOutcome.STOPPED, "it was stopped")
+    await world.lesson.close()
+    assert (world.card().state, world.card().advice, world.card().showing) == ("ended", "", None)
 
 
 async def test_what_no_update_has_taken_was_not_imitated(world: World) -> None:

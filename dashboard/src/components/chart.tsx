@@ -36,12 +36,13 @@ interface Properties {
   between?: readonly [number, number];
   /** Pixels. */
   height?: number;
-  /** The values are whole numbers. */
-  whole?: boolean;
+  /** The distances that marks on the left may have; by default any. */
+  marks?: readonly number[];
 }
 
-/** Distances between the marks of whole numbers, such as steps. */
-const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000];
+/** Distances between the marks of whole numbers, such as steps, and of shares that are written in percent. */
+export const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000];
+export const SHARES = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5];
 
 /** With fewer values than this, each has a point, so that the first one can be seen. */
 const FEW = 30;
@@ -107,7 +108,7 @@ function summary({ label, values }: Line, format: (value: number) => string): st
 }
 
 function options(shown: Properties, width: number, range: () => Properties["range"]): uPlot.Options {
-  const { overTime = false, format, height = 180, between, whole = false } = shown;
+  const { overTime = false, format, height = 180, between, marks } = shown;
   const axis = { stroke: color("quiet"), grid: { stroke: color("line"), width: 1 }, ticks: { show: false } };
   return {
     width,
@@ -116,7 +117,7 @@ function options(shown: Properties, width: number, range: () => Properties["rang
     legend: { live: true },
     cursor: { y: false, drag: { x: false, y: false } },
     scales: {
-      x: { time: overTime, range: (_, low, high) => [...(range() ?? spread(low ?? 0, high ?? 1))] as [number, number] },
+      x: { time: overTime, range: (chart) => [...(range() ?? spread(chart.data[0]))] as [number, number] },
       y: { range: (_, low, high) => [Math.min(0, low ?? 0), (high ?? 0) > 0 ? 1.1 * (high ?? 0) : 1] },
     },
     axes: [
@@ -130,7 +131,7 @@ function options(shown: Properties, width: number, range: () => Properties["rang
       {
         ...axis,
         size: 52,
-        ...(whole && { incrs: WHOLE }),
+        ...(marks && { incrs: [...marks] }),
         values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : format(tick))),
       },
     ],
@@ -155,6 +156,8 @@ function options(shown: Properties, width: number, range: () => Properties["rang
   };
 }
 
-/** An empty range cannot be drawn. */
-const spread = (low: number, high: number): readonly [number, number] =>
-  low < high ? [low, high] : [low - 1, low + 1];
+/** From the first x to the last one. An empty range cannot be drawn: one point is in the middle. */
+export function spread(x: ArrayLike<number>): readonly [number, number] {
+  const [low, high] = [x[0] ?? 0, x[x.length - 1] ?? 0];
+  return low < high ? [low, high] : [low - 0.5, low + 0.5];
+}

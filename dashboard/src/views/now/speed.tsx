@@ -1,6 +1,6 @@
 import type { Interval } from "../../api/stats";
 import { Card } from "../../components/card";
-import { Chart, type Line } from "../../components/chart";
+import { Chart, type Line, WHOLE } from "../../components/chart";
 import { number } from "../../format";
 import { points, windowOf } from "./window";
 
@@ -25,7 +25,6 @@ export const Sequences = ({ intervals }: Properties) => (
   <Card title="Answers at once">
     <OverTime
       title="Answers at once in the last five minutes"
-      whole
       intervals={intervals}
       lines={[
         { label: "Answering", color: "decode", filled: true, of: (each) => each.running },
@@ -37,17 +36,16 @@ export const Sequences = ({ intervals }: Properties) => (
 
 interface OverTimeProperties extends Properties {
   title: string;
-  whole?: boolean;
   lines: readonly (Omit<Line, "values"> & { of: (interval: Interval) => number })[];
 }
 
-function OverTime({ title, whole = false, intervals, lines }: OverTimeProperties) {
+function OverTime({ title, intervals, lines }: OverTimeProperties) {
   const shown = points(intervals);
   return (
     <Chart
       title={title}
       overTime
-      whole={whole}
+      marks={WHOLE}
       x={shown.map((point) => point.at)}
       lines={lines.map(({ of, ...line }) => ({
         ...line,

@@ -4,7 +4,7 @@ import { useState } from "preact/hooks";
 import { keep, type Lesson, type NewLesson, stop, undo } from "../../api/lessons";
 import { Action } from "../../components/action";
 import { Card } from "../../components/card";
-import { Chart } from "../../components/chart";
+import { Chart, SHARES } from "../../components/chart";
 import { Dialog } from "../../components/dialog";
 import { Figure } from "../../components/figure";
 import { failed, toast } from "../../components/toast";
@@ -90,6 +90,7 @@ function Curve({ lesson }: { lesson: Lesson }) {
         ]}
         between={[1, 2]}
         format={percent}
+        marks={SHARES}
         height={220}
       />
     </Card>
