@@ -58,7 +58,7 @@ async def teach(lesson: str, seed: int, limit_s: float) -> Taught:
             (await http.post(ROUTE, json=LESSONS[lesson])).raise_for_status()
             while (now := (await http.get(ROUTE)).json()["lesson"])["state"] != "ended":
                 if time.monotonic() - began > limit_s:
-                    now = (await http.delete(ROUTE, timeout=300)).json()
+                    now = (await http.delete(ROUTE, timeout=300)).json()["lesson"]
                     break
                 await asyncio.sleep(POLL_S)
             seconds = time.monotonic() - began
