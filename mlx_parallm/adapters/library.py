@@ -6,7 +6,8 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +19,11 @@ from mlx_parallm.adapters.files.peft import PEFT_WEIGHTS
 from mlx_parallm.adapters.files.read import MLX_LM_WEIGHTS, AdapterFile, FormatName, read_adapter
 from mlx_parallm.adapters.files.reward_model import is_reward_model
 from mlx_parallm.adapters.files.write import write_mlx_lm, write_peft
+from mlx_parallm.adapters.kept import KeptVersions
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair, Version, VersionInfo
 from mlx_parallm.atomic import new_folder
 from mlx_parallm.core import AdapterRef, CheckpointCard, check_name
-from mlx_parallm.errors import AdapterFileError, InvalidRequestError
+from mlx_parallm.errors import AdapterFileError, InvalidRequestError, StorageError
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +39,7 @@ class AdapterLibrary:
         folder: each subfolder is an adapter, served by the subfolder's name.
         roots: more folders that adapters may be read from by path.
         checkpoints: None if there is no checkpoint folder.
+        kept: what is kept of the versions that are loaded from folders.
         belongs: whether the adapter in a subfolder of `folder` is for this base model.
     """
 
@@ -47,9 +50,11 @@ class AdapterLibrary:
         folder: Path | None = None,
         roots: Sequence[Path] = (),
         checkpoints: CheckpointStore | None = None,
+        kept: KeptVersions | None = None,
         belongs: Callable[[Path], bool] = lambda folder: True,
     ) -> None:
         self._belongs = belongs
+        self.kept = kept or KeptVersions()
         self.layout = layout
         self.max_rank = max_rank
         self.checkpoints = checkpoints
@@ -89,6 +94,19 @@ class AdapterLibrary:
             else:
                 write_mlx_lm(aside, weights, self.layout)
 
+    def write_copy(self, weights: AdapterWeights, folder: Path) -> str:
+        """Writes a copy of a version into the folder of the run, in place of an incomplete one. Returns its digest.
+
+        Raises:
+            StorageError: the disk failed.
+        """
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            self.write(weights, folder, "mlx-lm")
+        except OSError as error:
+            raise StorageError(f"{folder.name} of {folder.parent.name} was not written: {error.strerror}") from error
+        return self.read_anywhere(folder).digest
+
     def read_again(self, version: Version) -> AdapterWeights:
         """Reads a version's weights again, as they were when it was added.
 
@@ -97,7 +115,8 @@ class AdapterLibrary:
         """
         if version.info.checkpoint and self.checkpoints:
             return self.checkpoints.load_checkpoint(version.ref.name, version.info.checkpoint).weights
-        file = read_adapter(Path(version.info.root), self.layout, self.max_rank, self._roots)
+        folder = Path(version.info.root)
+        file = read_adapter(folder, self.layout, self.max_rank, None if self.kept.holds(folder) else self._roots)
         if file.digest != version.info.digest:
             raise AdapterFileError(f"the files of {version.ref} have changed: load them again as a new version")
         return file.weights
@@ -126,9 +145,37 @@ class AdapterLibrary:
         card = self.checkpoints.find(adapter, which) if self.checkpoints else None
         return (card.adapter, info_of_checkpoint(card)) if card else None
 
+    def info_of(self, ref: AdapterRef) -> VersionInfo:
+        """The facts about a version that is in a checkpoint or in a copy of the run.
+
+        Raises:
+            AdapterFileError: it is in neither, or its files are damaged.
+        """
+        cards = self.checkpoints.cards(ref.name) if self.checkpoints else ()
+        if card := next((card for card in reversed(cards) if card.adapter == ref), None):
+            return info_of_checkpoint(card)
+        folder = self.kept.copy_of(ref)
+        if folder is None or not folder.is_dir():
+            raise AdapterFileError(f"the run has no copy of it: load {ref.name} again")
+        return info_of_file(self.read_anywhere(folder))
+
+    def newest_save(self, adapter: str) -> int:
+        """When the newest checkpoint of an adapter was saved, in Unix time; 0 if there is none."""
+        return max((card.created for card in self.checkpoints.cards(adapter)), default=0) if self.checkpoints else 0
+
     def first_version(self, adapter: str) -> int:
-        """The first version number that no checkpoint of this adapter has used."""
-        return 1 + (self.checkpoints.newest_version(adapter) if self.checkpoints else 0)
+        """The first version number that no version of this adapter has had, as far as it was kept."""
+        saved = self.checkpoints.newest_version(adapter) if self.checkpoints else 0
+        return 1 + max(saved, self.kept.of(adapter).last)
+
+    def found_by_start(self, adapter: str, versions: Iterable[Version]) -> int | None:
+        """The number of the version that a start of the server would find if it were now: the one in the latest
+        checkpoint or, without checkpoints, the one of these `versions` whose files are in the adapter folder."""
+        if self.checkpoints and (card := self.checkpoints.find(adapter, "latest")):
+            return card.adapter.version
+        root = os.path.realpath(self._folder.expanduser() / adapter) if self._folder else None
+        in_folder = (version for version in versions if version.info.root == root and version.readable)
+        return next((version.ref.version for version in in_folder if version.ref.name == adapter), None)
 
 
 def _zeros(shape: tuple[int, ...]) -> NDArray[np.float32]:

@@ -35,7 +35,9 @@ class AdapterRegistry:
     Args:
         default_adapter: the adapter whose checkpoints are selectors.
         find_checkpoint: (adapter name, checkpoint name, tag or `latest`) → its version, None if there is none.
-        first_version: the first version number of a name that has no version yet; no checkpoint may have used it.
+        first_version: the first version number of a name that has no version yet; none of before may have used it.
+        number_of: (adapter name, digest) → the number that this content had as a version, in earlier processes too;
+            None: it had none.
         model_names: names of the served model, for the error about an unknown name. They are not selectors.
         default_takes_over: the default adapter's first live version becomes the route if that is the base model alone.
 
@@ -48,6 +50,7 @@ class AdapterRegistry:
         default_adapter: str = "default",
         find_checkpoint: Callable[[str, str], tuple[AdapterRef, VersionInfo] | None] = lambda name, which: None,
         first_version: Callable[[str], int] = lambda name: 1,
+        number_of: Callable[[str, str], int | None] = lambda name, digest: None,
         model_names: Sequence[str] = (),
         default_takes_over: bool = False,
     ) -> None:
@@ -56,6 +59,7 @@ class AdapterRegistry:
         self.flip_s_last = self.flip_s_max = 0.0
         self._find_checkpoint = find_checkpoint
         self._first_version = first_version
+        self._number_of = number_of
         self._model_names = model_names
         self._default_takes_over = default_takes_over
         self._versions: dict[AdapterRef, Version] = {}  # including forgotten ones that are still leased
@@ -140,12 +144,21 @@ class AdapterRegistry:
     def add(self, adapter: str, info: VersionInfo, number: int | None = None) -> Version:
         """Adds a version, which is not live yet. Those from the same directory with other content become superseded.
 
-        `number`: that the version gets, and keeps until it is unloaded; None: the next one.
+        `number`: that the version gets, and keeps until it is unloaded; None: the one that this content had before, or
+        else the next one.
 
         Raises:
             ConflictError: the name has had a version of this number, or of a higher one.
         """
         with self._lock:
+            for older in self._versions.values():
+                same_place = bool(info.root) and older.info.root == info.root
+                older.superseded |= same_place and older.info.digest != info.digest
+            earlier = self._number_of(adapter, info.digest)
+            if earlier is not None and number in (None, earlier):
+                version = self.restore(AdapterRef(adapter, earlier), info)
+                version.numbered |= number is not None
+                return version
             next_number = self._next.get(adapter) or self._first_version(adapter)
             least = 0 if adapter not in self._next and next_number == 1 else next_number
             if number is not None and number < least:
@@ -154,22 +167,21 @@ class AdapterRegistry:
                     f"once: load {adapter}@{next_number} or a later one, or choose another name.",
                     param="lora_name",
                 )
-            for older in self._versions.values():
-                same_place = bool(info.root) and older.info.root == info.root
-                older.superseded |= same_place and older.info.digest != info.digest
             ref = AdapterRef(adapter, next_number if number is None else number)
             self._next[adapter] = ref.version + 1
             version = self._versions[ref] = Version(ref, info, numbered=number is not None)
             return version
 
     def restore(self, ref: AdapterRef, info: VersionInfo) -> Version:
-        """Adds a checkpoint's version under the number that it had, unless it is there already."""
+        """Adds a version from files under the number that it had, unless it is there already with files."""
         with self._lock:
             next_number = self._next.get(ref.name) or self._first_version(ref.name)
             self._next[ref.name] = max(next_number, ref.version + 1)
             version = self._versions.get(ref)
             if version is None or version.forgotten:
                 version = self._versions[ref] = Version(ref, info)
+            elif version.superseded:
+                version.info, version.superseded = info, False
             return version
 
     def number_from(self, adapter: str, least: int) -> None:
@@ -205,10 +217,36 @@ class AdapterRegistry:
             version.info = replace(version.info, root=root, checkpoint=checkpoint)
             version.superseded = False
 
+    def set_copy(self, version: Version, root: str, digest: str) -> None:
+        """Records that a folder holds a copy of the version, and is to be read when its weights are needed again."""
+        with self._lock:
+            version.info = replace(version.info, root=root, digest=digest)
+            version.superseded = False
+
     def live(self, adapter: str) -> Version | None:
         """The live version of a name."""
         with self._lock:
             return next(reversed(self._live.get(adapter, [])), None)
+
+    def lose_copies(self, adapter: str, copy_of: Callable[[AdapterRef], str]) -> tuple[int, ...]:
+        """Marks the versions of an adapter that have a copy and are not needed as ones whose copy is gone. Returns the
+        numbers of those that are needed."""
+        with self._lock:
+            copied = [v for v in self.versions() if v.ref.name == adapter and v.info.root == copy_of(v.ref)]
+            needed = [version for version in copied if self.needed(version)]
+            for version in copied:
+                version.superseded |= version not in needed
+            return tuple(version.ref.version for version in needed)
+
+    def set_history(self, versions: Sequence[Version]) -> None:
+        """Makes the last of these versions of one adapter live, as if they had been live in this order."""
+        with self._lock:
+            self._live[versions[-1].ref.name] = [*versions]
+
+    def last_live(self, adapter: str) -> tuple[Version, ...]:
+        """The version that a rollback would make live, if there is one, and the live version."""
+        with self._lock:
+            return tuple(self._live.get(adapter, [])[-2:])
 
     def discard(self, ref: AdapterRef) -> None:
         """Forgets a version and routes that use it, if it is known. If it is live, the one before it is live again."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -32,7 +33,9 @@ from mlx_parallm.core import (
     Residence,
     name_and_step,
 )
-from mlx_parallm.errors import ConflictError, InvalidRequestError, UnknownModelError
+from mlx_parallm.errors import ConflictError, InvalidRequestError, ParaLLMError, UnknownModelError
+
+_log = logging.getLogger(__name__)
 
 
 class AdapterService:
@@ -123,7 +126,39 @@ class AdapterService:
                 loaded = await self.publish(adapter, file.weights, info_of_file(file), number=number)
             elif loaded is not live:
                 await self.flip(loaded.ref)
+            if loaded is not live:
+                await self._keep_live(adapter)
         return self._card(loaded)
+
+    async def _keep_live(self, adapter: str) -> None:
+        """Has a restart serve the version that a load or a rollback has made live, and keep the one before it. An error
+        is only logged, because the version is live."""
+        found, kept = self._library.found_by_start(adapter, self._registry.versions()), self._library.kept
+        live = {version.ref.version: version for version in self._registry.last_live(adapter)}
+        if not kept and live and found not in (None, *list(live)[-1:]):
+            _log.warning(
+                "%s is live until the server ends; its folder holds %s@%d, which a restart serves. With "
+                "--checkpoint-dir, a restart serves what is live",
+                *(list(live.values())[-1].ref, adapter, found),
+            )
+        if not kept or found is None:
+            return
+        try:
+            for number, version in live.items():
+                if number != found and not version.info.checkpoint:
+                    await self._keep_copy(version)
+            needed = self._registry.lose_copies(adapter, lambda ref: str(kept.copy_of(ref)))
+            await asyncio.to_thread(kept.set_live, adapter, tuple(live), found, needed)
+        except ParaLLMError as error:
+            _log.error("a restart may not serve what is live as %s: %s", adapter, error)
+
+    async def _keep_copy(self, version: Version) -> None:
+        """Writes a version into the folder of the run, unless it is there."""
+        folder = self._library.kept.copy_of(version.ref)
+        if folder is not None and version.info.root != str(folder):
+            weights = await self.weights(version)
+            digest = await asyncio.to_thread(self._library.write_copy, weights, folder)
+            self._registry.set_copy(version, str(folder), digest)
 
     async def load_folder(self, path: str) -> str:
         """See `core.AdapterClient.load_folder`."""
@@ -206,7 +241,7 @@ class AdapterService:
         number: int | None = None,
     ) -> Version:
         """Adds a version of `name`, stages it between decode steps and makes it live. If that fails or is cancelled,
-        the version is forgotten.
+        the version is forgotten. A version from a folder has its number on the disk before a request can use it.
 
         Args:
             goes_live: if it is false, only `name@version` selects the version.
@@ -214,6 +249,8 @@ class AdapterService:
         """
         version = self._registry.add(name, info, number)
         try:
+            if info.root:
+                await asyncio.to_thread(self._library.kept.number, version.ref, info.digest)
             await self._device.run(lambda: self._store.stage(version, weights, goes_live=goes_live))
         except BaseException:  # a cancelled caller too: nobody would ever name or unload the version
             self._registry.discard(version.ref)
@@ -292,7 +329,9 @@ class AdapterService:
             route = self._registry.rollback_route()
             heaviest = max(route, key=lambda selector: route[selector])
             return self._registry.find(heaviest).ref, route
-        version = self._registry.rollback(name, self._available)
+        async with self._publishing:
+            version = self._registry.rollback(name, self._available)
+            await self._keep_live(name)
         return version.ref, self._registry.route()
 
     def _available(self, version: Version) -> bool:

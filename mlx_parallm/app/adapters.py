@@ -12,11 +12,15 @@ from pathlib import Path
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.checkpoints.runs import Run
 from mlx_parallm.adapters.checkpoints.store import CheckpointStore, LoadedCheckpoint
+from mlx_parallm.adapters.files.read import AdapterFile
+from mlx_parallm.adapters.kept import KeptVersions, LoadedVersions
 from mlx_parallm.adapters.library import AdapterLibrary, info_of_checkpoint, info_of_file
 from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.store import AdapterStore
+from mlx_parallm.adapters.weights import Version
 from mlx_parallm.config import Config
-from mlx_parallm.errors import ConfigError, InvalidRequestError, UnknownModelError
+from mlx_parallm.core import AdapterRef
+from mlx_parallm.errors import ConfigError, ConflictError, InvalidRequestError, StorageError, UnknownModelError
 from mlx_parallm.model.manager import SharedModelManager
 
 _log = logging.getLogger(__name__)
@@ -43,7 +47,7 @@ def find_adapters(
     belongs: Callable[[Path], bool] = lambda folder: True,
     first: bool = True,
 ) -> KnownAdapters:
-    """The checkpoints of `run` and the adapters of `adapter_dir`.
+    """The checkpoints of `run`, which are the first base model's, and the adapters of `adapter_dir`.
 
     Args:
         model_names: see `AdapterRegistry`.
@@ -56,14 +60,16 @@ def find_adapters(
     adapters = config.adapters
     keep = config.checkpointing.keep_n_checkpoints
     layout, rank = manager.adapter_layout, adapters.max_lora_rank
-    checkpoints = CheckpointStore(run.path, layout, manager.fingerprint, rank, keep) if run else None
+    checkpoints = CheckpointStore(run.path, layout, manager.fingerprint, rank, keep) if run and first else None
+    kept = KeptVersions(run.path if run and not run.own else None)
     others = (adapters.adapter_dir, adapters.serve_folder)
     roots = (*adapters.allowed_adapter_roots, *(folder for folder in others if folder))
-    library = AdapterLibrary(layout, rank, adapters.adapter_dir, roots, checkpoints, belongs)
+    library = AdapterLibrary(layout, rank, adapters.adapter_dir, roots, checkpoints, kept, belongs)
     registry = AdapterRegistry(
         adapters.default_adapter,
         library.find_checkpoint,
         library.first_version,
+        kept.number_of,
         model_names,
         default_takes_over=config.rl_training.enabled and adapters.serve is None,
     )
@@ -72,7 +78,9 @@ def find_adapters(
         _restore(checkpoints, registry)
     for name, file in library.discover():
         if registry.live(name) is None:
-            registry.flip(registry.add(name, info_of_file(file)).ref)
+            _add(library, registry, name, file)
+    for name, before in kept:
+        _make_live_again(library, registry, name, before)
     if first and adapters.serve is not None:
         _route(registry, adapters.serve)
     return KnownAdapters(registry, library, ThreadPoolExecutor(1, thread_name_prefix="adapter-reader"))
@@ -90,6 +98,38 @@ def _restore(checkpoints: CheckpointStore, registry: AdapterRegistry) -> None:
 def _publish(registry: AdapterRegistry, checkpoint: LoadedCheckpoint) -> None:
     version = registry.restore(checkpoint.card.adapter, info_of_checkpoint(checkpoint.card, checkpoint.digest))
     registry.flip(version.ref)
+
+
+def _add(library: AdapterLibrary, registry: AdapterRegistry, name: str, file: AdapterFile) -> None:
+    """Makes the adapter of a folder live, under the number that its content has."""
+    before, version = library.kept.of(name), registry.add(name, info_of_file(file))
+    try:
+        library.kept.number(version.ref, file.digest)
+    except (StorageError, ConflictError) as error:
+        _log.warning("another start may give the number of %s to other weights: %s", version.ref, error)
+    if before.last and file.digest not in before.numbers:
+        _log.info("%s: its folder has new files, which are %s", name, version.ref)
+    registry.flip(version.ref)
+
+
+def _make_live_again(library: AdapterLibrary, registry: AdapterRegistry, name: str, before: LoadedVersions) -> None:
+    """Makes the version live that was live when the server ended, unless there is something newer to serve by now."""
+    found = registry.live(name)
+    if found is None or found.ref.version not in (before.found, *before.live[-1:]):
+        return
+    if found.ref.version != before.live[-1] and library.newest_save(name) > before.at:  # training went on from it
+        return
+    versions: list[Version] = []
+    for ref in (AdapterRef(name, number) for number in before.live):
+        try:
+            versions.append(registry.known(ref) or registry.restore(ref, library.info_of(ref)))
+        except InvalidRequestError as error:
+            _log.warning("%s was live before the restart, and cannot be served: %s", ref, error)
+    if versions and versions[-1].ref.version == before.live[-1]:
+        registry.set_history(versions)
+        if versions[-1] is not found:
+            place = "latest checkpoint" if found.info.checkpoint else "folder"
+            _log.info("%s: live %s, as before the restart; its %s has %s", name, versions[-1].ref, place, found.ref)
 
 
 def _route(registry: AdapterRegistry, selector: str) -> None:

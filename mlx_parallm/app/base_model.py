@@ -46,7 +46,8 @@ _BANK_SHARE = 0.75
 class SharedDevice:
     """What the base models of a process share.
 
-    `parts`: makes the parts of an engine: for whole models, or for rank 0 of a model over several machines.
+    `parts`: makes the parts of an engine: for whole models, or for rank 0 of a model over several machines. `run`: the
+    folder of the run, set before the first one is built.
     `budget`: bytes for KV pools, adapters and training, known when the first one is loaded. `memories`: of those that
     are loaded.
     """
@@ -55,6 +56,7 @@ class SharedDevice:
     processor: ContinuousBatchProcessor
     bases: tuple[BasePath, ...]
     parts: Parts = field(default_factory=Parts)
+    run: Run | None = None
     budget: int = 0
     memories: list[DeviceMemory] = field(default_factory=list)
 
@@ -121,7 +123,7 @@ class BaseModel:
         built = self.build(self._manager(loaded))
         return self.parts(built)
 
-    def build(self, manager: SharedModelManager | None = None, run: Run | None = None) -> Built:
+    def build(self, manager: SharedModelManager | None = None) -> Built:
         """What the base model has on the device. `manager`: None loads it in one go.
 
         Raises:
@@ -144,7 +146,7 @@ class BaseModel:
                 store = self._open_store(bank)
                 self.adapters.attach(store)
             else:
-                store = self._describe(manager, bank, runner, run)
+                store = self._describe(manager, bank, runner)
         except BaseException:  # whatever it is: the others must not count its memory
             memory.leave()
             raise
@@ -164,15 +166,13 @@ class BaseModel:
             group=self._shared.parts.group,
         )
 
-    def _describe(
-        self, manager: SharedModelManager, bank: AdapterBank, runner: BatchRunner, run: Run | None
-    ) -> AdapterStore:
+    def _describe(self, manager: SharedModelManager, bank: AdapterBank, runner: BatchRunner) -> AdapterStore:
         """Sets what is kept from now on. Returns the store of its adapters."""
         config, shared = self._config, self._shared
         aliases = config.server.served_model_name[1:] if self.first else ()
         context = runner.cache.longest_row
         card = replace(manager.card, name=self.name, aliases=tuple(aliases), context_length=context)
-        self.known = find_adapters(manager, config, run, card.names, self._has_adapter, self.first)
+        self.known = find_adapters(manager, config, shared.run, card.names, self._has_adapter, self.first)
         reserved = frozenset({*card.names, *(base.name for base in shared.bases)})
         folder = config.adapters.serve_folder if self.first else None
         store = self._open_store(bank)

@@ -89,7 +89,6 @@ class Engine:
         self.load_seconds = 0.0
         self._command = command or {}
         self._served: Served | None = None
-        self._run: Run | None = None
         self._inputs: TrainingInputs | None = None
         self._record: RunFile | None = None
         self._ending = (RunState.FINISHED, "")
@@ -114,7 +113,7 @@ class Engine:
         for path in (*(base.at.path for base in self.bases[1:]), None if draft == DRAFT_BASE else draft):
             if path is not None:
                 find_model(path)  # which may download it, for longer than a request would wait
-        self._run = open_run(checkpointing.checkpoint_dir, checkpointing.resume, wanted=training)
+        self.shared.run = open_run(checkpointing.checkpoint_dir, checkpointing.resume, wanted=training)
         self._choose_threads()
         _log.info("loading %s, and measuring how fast this machine computes it", self.bases[0].name)
         started = time.monotonic()
@@ -122,8 +121,8 @@ class Engine:
             self.processor.start()
             self.load_seconds = time.monotonic() - started
             assert self._served is not None
-            if self._run is not None and training:
-                self._record = self._begin_record(self._run, self._served)
+            if self.shared.run is not None and training:
+                self._record = self._begin_record(self.shared.run, self._served)
         except BaseException:  # an interrupt too: the folder must not stay locked
             self.processor.stop()
             self._close_run()
@@ -133,7 +132,7 @@ class Engine:
     def _choose_threads(self) -> None:
         """A server follows what other programs leave, see `MachineWatch`. A run keeps the number that it began with,
         over restarts too: an update that is made again must be the same to the bit."""
-        earlier = read_record(self._run.path) if self._run is not None and self.config.rl_training.enabled else None
+        earlier = read_record(self.shared.run.path) if self._run is not None and self.config.rl_training.enabled else None
         if earlier is not None and earlier.starts and (count := earlier.starts[-1].blas_threads):
             self._threads.use(count, "as this run began")
             return
@@ -181,27 +180,25 @@ class Engine:
             except StorageError as error:
                 _log.error("%s", error)
             self._record = None
-        if self._run is not None:
-            self._run.close()
-            self._run = None
+        if self.shared.run is not None:
+            self.shared.run.close()
+            self.shared.run = None
 
     def _build(self) -> EngineParts:
-        parts, self._served = build(self.bases[0], self.shared, self._run, self._inputs)
+        parts, self._served = build(self.bases[0], self.shared, self._inputs)
         return parts
 
 
-def build(
-    base: BaseModel, shared: SharedDevice, run: Run | None, inputs: TrainingInputs | None
-) -> tuple[EngineParts, Served]:
+def build(base: BaseModel, shared: SharedDevice, inputs: TrainingInputs | None) -> tuple[EngineParts, Served]:
     """Builds the first base model, and training if it is on. On the device thread, which then owns the arrays."""
     config = shared.config
     limits = mlx_limits(config)
     set_limits(limits)
-    built = base.build(run=run)
-    training, work = _training(base, built, shared, run, inputs)
+    built = base.build()
+    training, work = _training(base, built, shared, inputs)
     others = tuple(other.name for other in shared.bases[1:])
     served = Served(
-        base.card, base.tokenizer, device_name(), limits, base.adapters, shared.processor, training, run, others
+        base.card, base.tokenizer, device_name(), limits, base.adapters, shared.processor, training, shared.run, others
     )
     parts = base.parts(built, work)
     mx.reset_peak_memory()
@@ -209,7 +206,7 @@ def build(
 
 
 def _training(
-    base: BaseModel, built: Built, shared: SharedDevice, run: Run | None, inputs: TrainingInputs | None
+    base: BaseModel, built: Built, shared: SharedDevice, inputs: TrainingInputs | None
 ) -> tuple[TrainingRuntime | None, TrainingWork | None]:
     """The service that trains, and its work on the device; nothing if training is off."""
     config, processor, manager = shared.config, shared.processor, built.manager
@@ -217,6 +214,7 @@ def _training(
     trainer = build_trainer(manager, built.bank, config, shared.budget, stall_s, shared.parts.followers)
     if trainer is None:
         return None, None
+    run = shared.run
     assert run is not None  # a server that trains has a run
     assert inputs is not None
     journal = Journal(JournalFile(run.path / JOURNAL, manager.fingerprint))

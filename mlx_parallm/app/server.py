@@ -261,6 +261,7 @@ class IntegratedServer:
 
     async def _start_training(self, training: TrainingRuntime, served: Served) -> None:
         await training.start()
+        await training.service.start_again()
         assert served.run is not None  # a server that trains keeps checkpoints
         earlier = await asyncio.to_thread(events_of, metrics_file(served.run))
         training.service.restore_history(earlier)

@@ -79,7 +79,7 @@ class TrainingStatus:
     """A snapshot of one adapter's training.
 
     Attributes:
-        state: disabled, idle, running, updating or paused.
+        state: disabled, idle, running, updating, paused or stopped.
         pause_reason: why no automatic updates are made; None: they are.
         current: the live version; None before the first one.
         trajectories_waiting: trajectories without a reward.
@@ -192,6 +192,19 @@ class TrainingClient(Protocol):
 
     async def start(self, adapter: str | None = None, *, reader: Reader) -> TrainingStatus:
         """Trains this adapter too. Training starts from its live version, or from new weights if it has none."""
+        ...
+
+    async def stop(self, adapter: str | None = None, *, reader: Reader) -> TrainingStatus:
+        """Ends the training of an adapter, after the running update. What was learnt is saved, and its live version
+        stays; trajectories that wait for it are dropped.
+
+        Returns:
+            The last status, with the state "stopped".
+
+        Raises:
+            ConflictError: it is the default adapter, or two of its versions are being compared.
+            StorageError: it could not be saved, and is still in training.
+        """
         ...
 
     async def pause(self, adapter: str | None = None, *, reader: Reader) -> TrainingStatus:

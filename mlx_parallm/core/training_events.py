@@ -37,8 +37,8 @@ class TrainingEvent:
     `kind` is collected, closed (a group that requests have named), scored, dropped, updating (an update begins),
     update, held, skipped, evaluation, evaluation_failed, divergence, plateau (nearly all answers earn the same part of
     the reward), plateau_ended, rollback, comparison_started, comparison_ended, lesson_started, lesson_ended,
-    checkpoint, averaged (an average of adapters was made), paused, resumed, started, placeholder_logprobs (the
-    log-probabilities of samples are all 0; once for each adapter and start), or events_lost. The last one replaces
+    checkpoint, averaged (an average of adapters was made), paused, resumed, started, stopped, placeholder_logprobs
+    (the log-probabilities of samples are all 0; once for each adapter and start), or events_lost. The last one replaces
     events that a listener has missed; `data["events"]` is their number, or None if that is not known. `id`: by which a
     listener that comes back names the last event it has had; empty for events_lost.
     """

@@ -341,6 +341,11 @@ class Collector:
             if group.group_id.startswith(prefix) and not group.owner and not group.taken:
                 self.buffer.drop(group, reason)
 
+    def drop_all(self, adapter: str, reason: DropReason) -> None:
+        """Drops all groups of an adapter, which is not in training any more."""
+        for group in [*self.buffer.of(adapter)]:
+            self.buffer.drop(group, reason)
+
     def answers(self, group_id: str) -> Sequence[tuple[str, float]]:
         """The texts of the answers of a group that the server has sampled itself, and their rewards, while the group is
         in the buffer."""
@@ -377,7 +382,8 @@ class Collector:
 
     def _on_ready(self, group: TrajectoryGroup) -> None:
         self._competing.observe(group)
-        self._loops[group.adapter].wake()
+        if (loop := self._loops.get(group.adapter)) is not None:  # it may have been stopped
+            loop.wake()
 
     def _on_drop(self, trajectories: Sequence[Trajectory], reason: str) -> None:
         self._journal.dropped([trajectory.trajectory_id for trajectory in trajectories], reason)

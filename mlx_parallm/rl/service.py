@@ -6,6 +6,7 @@ Collector ── trajectories with rewards ─▶ TrainingLoop of each adapter �
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import Context
@@ -29,7 +30,7 @@ from mlx_parallm.core import (
     check_name,
     check_tag,
 )
-from mlx_parallm.errors import UnknownModelError
+from mlx_parallm.errors import ConflictError, ParaLLMError, UnknownModelError
 from mlx_parallm.rl.changes import Changes
 from mlx_parallm.rl.collect.groups import DropReason
 from mlx_parallm.rl.collect.sources import SourceLedger
@@ -50,6 +51,8 @@ from mlx_parallm.rl.updates.pace import Pace
 from mlx_parallm.rl.updates.parts import TrainingParts
 from mlx_parallm.rl.updates.turns import Chosen
 
+_log = logging.getLogger(__name__)
+
 
 class TrainingService:
     """Implements `core.TrainingClient`. Event loop's thread only.
@@ -67,6 +70,7 @@ class TrainingService:
         self._hub = EventHub()
         self._journal = parts.journal
         self._loops: dict[str, TrainingLoop] = {}
+        self._running: dict[str, asyncio.Task[None]] = {}  # the loop of each
         self._ledger = SourceLedger()
         self._changes = Changes()
         self.competition = CompetitionService(
@@ -129,10 +133,49 @@ class TrainingService:
                     await self.people.recall(too_late)
                 self.competition.begin_again(name)
                 # In a context of its own, because its updates do not belong to the request that starts it.
-                self._changes.spawn(loop.run(), Context())
+                self._running[name] = self._changes.spawn(loop.run(), Context())
+                self._note_trained()
             elif (live := loop.training.live) is not None and loop.training.versions.staleness(live) is None:
                 await loop.open()
             loop.resume()
+
+    async def start_again(self) -> None:
+        """Trains the adapters that were in training when the last process of the run ended."""
+        for name in await self._journal.trained():
+            try:
+                await self.start_adapter(name)
+            except ParaLLMError as error:
+                _log.warning("%s was in training before the restart, and is not now: %s", name, error)
+            else:
+                _log.info("%s is in training again, as before the restart", name)
+
+    async def stop(self, adapter: str | None = None, *, reader: Reader = EVERYTHING) -> TrainingStatus:
+        """See `core.TrainingClient.stop`."""
+        loop = self._loop(adapter, reader)
+        if loop.name == self._default:
+            raise ConflictError(
+                f"{loop.name!r} is the default adapter, which is in training as long as the server trains; pause it "
+                "with POST /v1/training/pause, or start the server without --enable-rl-training.",
+                param="lora_adapter",
+            )
+        self.competition.check_idle(loop.name)
+        return await self._changes.finished(self._stop(loop))
+
+    async def _stop(self, loop: TrainingLoop) -> TrainingStatus:
+        async with self._starting:
+            await loop.close()
+            self._running.pop(loop.name).cancel()
+            status = replace(loop.status(), state="stopped")
+            del self._loops[loop.name]
+            self._note_trained()
+            self.trajectories.drop_all(loop.name, DropReason.STOPPED)
+            loop.training.checkpoints.set_best(None)
+            await self._parts.learner.close(loop.name)
+            self._hub.emit("stopped", adapter=loop.name)
+            return status
+
+    def _note_trained(self) -> None:
+        self._journal.trains([name for name in self._loops if name != self._default])
 
     async def close(self) -> None:
         """Ends training: an update in progress is given up, and what is in no checkpoint yet is saved.

@@ -8,6 +8,7 @@ scored, ended ─────────────▶    │
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 import uuid
@@ -44,6 +45,7 @@ _IDLE_S = 1.0
 _FORGET = ("DELETE FROM intake WHERE trajectory_id = ?", "DELETE FROM ends WHERE trajectory_id = ?")
 _IN = "INSERT INTO intake (adapter, group_id, trajectory_id, kind, arrival, body) VALUES (?, ?, ?, ?, ?, ?)"
 _END = "INSERT OR IGNORE INTO ends (trajectory_id, state, reason, at) VALUES (?, ?, ?, ?)"
+_TRAINED = "INSERT OR REPLACE INTO about (name, value) VALUES ('trained', ?)"
 _CHANGE = "INSERT OR REPLACE INTO changes (adapter, number, at, kind, body) VALUES (?, ?, ?, ?, ?)"
 
 
@@ -103,6 +105,10 @@ class Journal:
         """Where training has started. It is written before a later change is."""
         self._submit(partial(_changed, change, {}), kept=True)
 
+    def trains(self, adapters: Sequence[str]) -> None:
+        """Keeps which adapters are in training, besides the default one."""
+        self._submit(lambda: [(_TRAINED, [(json.dumps(adapters),)])], kept=True)
+
     async def flush(self) -> None:
         """Returns when everything is on the disk.
 
@@ -151,6 +157,14 @@ class Journal:
     async def progress(self, adapter: str) -> dict[str, float]:
         """See `JournalFile.progress`."""
         return await self._read(lambda file: file.progress(adapter), {})
+
+    async def newest_version(self, adapter: str) -> int:
+        """See `JournalFile.newest_version`."""
+        return await self._read(lambda file: file.newest_version(adapter), 0)
+
+    async def trained(self) -> Sequence[str]:
+        """See `JournalFile.trained`."""
+        return await self._read(lambda file: file.trained(), ())
 
     async def trajectories(self, ids: Sequence[str]) -> Mapping[str, Trajectory]:
         """See `JournalFile.trajectories`."""

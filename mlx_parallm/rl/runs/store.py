@@ -3,7 +3,7 @@
     intake    what came in, in order: trajectories, their rewards, groups that were closed
     ends      the trajectories that were trained on or dropped
     changes   of policies: updates, rollbacks, and where training started
-    about     the base model that all of it was drawn from
+    about     the base model that all of it was drawn from, and which adapters are in training
 
 In WAL mode with synchronous=FULL, a commit returns when its rows are on the disk, and a crash at any moment leaves the
 rows of whole commits. SQLite treats a damaged frame as the end of the WAL, and a WAL that is gone as an empty one, so
@@ -197,6 +197,17 @@ class JournalFile:
             except ERRORS as error:
                 raise damaged(self._path, reason_of(error)) from error
         return progress
+
+    def trained(self) -> tuple[str, ...]:
+        """The adapters that were in training last, besides the default one."""
+        rows = self._rows("SELECT value FROM about WHERE name = 'trained'")
+        return tuple(self._read(json.loads, rows[0][0])) if rows else ()
+
+    def newest_version(self, adapter: str) -> int:
+        """The largest number of a version of an adapter that an update has published; 0 if there is none."""
+        query = "SELECT coalesce(max(json_extract(body, '$.version')), 0) FROM changes WHERE adapter = ?"
+        ((number,),) = self._rows(query, adapter) or [(0,)]
+        return int(number)
 
     def newest_changes(self, count: int) -> tuple[PolicyChange, ...]:
         """The newest changes of all adapters, newest first."""

@@ -14,6 +14,7 @@ from mlx_parallm.core import TrainingEvent, TrainingHistory
 KINDS = frozenset(
     {
         "started",
+        "stopped",
         "paused",
         "placeholder_logprobs",
         "resumed",

@@ -149,6 +149,7 @@ class PolicyJournal:
             _log.info("making %d updates of %s again, which no checkpoint has", len(made), training.name)
         for change in recovery.updates:
             await self._make_again(change)
+        training.number_versions_from(await self._journal.newest_version(training.name) + 1)
         self._last = training.change = recovery.last
         if recovery.is_new:
             self._start = self._numbered(Start(training.start.live))
