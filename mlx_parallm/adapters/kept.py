@@ -105,6 +105,11 @@ class KeptVersions:
             self._write(adapter, replace(old, live=new, found=found, at=time.time()))
             self._prune(adapter, {*new, *needed})
 
+    def forget(self, adapter: str) -> None:
+        """Forgets an adapter, whose folder is being removed."""
+        with self._lock:
+            self._adapters = {name: versions for name, versions in self._adapters.items() if name != adapter}
+
     def _write(self, adapter: str, versions: LoadedVersions) -> None:
         assert self._folder is not None
         for other in self._adapters:

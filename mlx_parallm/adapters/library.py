@@ -145,6 +145,12 @@ class AdapterLibrary:
         card = self.checkpoints.find(adapter, which) if self.checkpoints else None
         return (card.adapter, info_of_checkpoint(card)) if card else None
 
+    def forget(self, adapter: str) -> None:
+        """Forgets an adapter, whose files are being removed."""
+        self.kept.forget(adapter)
+        if self.checkpoints:
+            self.checkpoints.forget(adapter)
+
     def info_of(self, ref: AdapterRef) -> VersionInfo:
         """The facts about a version that is in a checkpoint or in a copy of the run.
 

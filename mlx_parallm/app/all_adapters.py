@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from mlx_parallm.app.base_model import BaseModel
+from mlx_parallm.app.deletion import Deletion
 from mlx_parallm.core import (
     BASE_ADAPTER,
     AdapterCard,
@@ -17,6 +18,8 @@ from mlx_parallm.core import (
     AdapterStats,
     BaseModels,
     CheckpointCard,
+    KeptPart,
+    check_name,
     name_and_step,
 )
 from mlx_parallm.errors import InvalidRequestError, UnknownModelError
@@ -30,6 +33,7 @@ class AllAdapters:
     Args:
         owner: the name of the base model that has an adapter; None if there is no such adapter.
         bases_of: the names of the base models for which the adapter in a folder may have been made. Blocks on the disk.
+        deletion: of what is kept of an adapter.
     """
 
     def __init__(
@@ -38,12 +42,14 @@ class AllAdapters:
         models: BaseModels,
         owner: Callable[[str], str | None],
         bases_of: Callable[[Path], tuple[str, ...]],
+        deletion: Deletion,
     ) -> None:
         self._owner = owner
         self._bases = {base.name: base for base in bases}
         self._models = models
         self._bases_of = bases_of
         self._first = bases[0]
+        self._deletion = deletion
 
     def _of(self, selector: str | None) -> BaseModel:
         """The base model of an adapter: the first one if no other has it."""
@@ -133,6 +139,21 @@ class AllAdapters:
         if base is not None and (owner := self.find(selector).base) != base:
             raise UnknownModelError(f"{base} has no adapter {selector!r}; that is one of {owner}.")
         return await self._of(selector).adapters.unload(selector)
+
+    async def delete(self, name: str, dry_run: bool) -> tuple[KeptPart, ...]:
+        """See `core.AdapterClient.delete`."""
+        versions = [card for card in self.cards() if card.ref.name == name]
+        in_memory = [KeptPart("versions that are loaded", "", len(versions))] if versions else []
+        parts = (*in_memory, *await self._deletion.parts(check_name(name)))
+        if not parts:
+            raise UnknownModelError(f"There is no adapter {name!r}, and nothing is kept of one.", param="lora_name")
+        if not dry_run:
+            if versions:
+                await self.unload(name)
+            for base in self._described():
+                base.known.library.forget(name)
+            await self._deletion.remove(name)
+        return parts
 
     # -- the route, which is the first base model's ----------------------------------------------
 

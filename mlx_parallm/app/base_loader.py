@@ -13,6 +13,7 @@ from mlx_parallm.app.base_model import BaseModel, SharedDevice, weight_bytes
 from mlx_parallm.app.base_paths import base_of_adapter, bases_of_adapter
 from mlx_parallm.app.base_set import BaseSet
 from mlx_parallm.app.build import Engine
+from mlx_parallm.app.deletion import Deletion
 from mlx_parallm.app.device import room_for_weights
 from mlx_parallm.app.residency import Resident
 from mlx_parallm.core import GENERIC_NAME, ServedModel
@@ -83,9 +84,9 @@ class DeviceLoader:
         return self._on_disk.get(base, ())
 
 
-def build_base_set(engine: Engine, templates: Mapping[str, str]) -> tuple[BaseSet, AllAdapters]:
+def build_base_set(engine: Engine, templates: Mapping[str, str], deletion: Deletion) -> tuple[BaseSet, AllAdapters]:
     """The base models and all their adapters, for routes. The first base model is loaded. `templates`: see
-    `core.ServedModel`. Blocks on the disk."""
+    `core.ServedModel`. `deletion`: see `AllAdapters`. Blocks on the disk."""
     config, shared, first = engine.config, engine.shared, engine.bases[0]
     loader = DeviceLoader(engine.bases, shared, _adapters_by_base(config.adapters.adapter_dir, shared), templates)
     residents, now = [Resident(base.name) for base in engine.bases], time.monotonic()
@@ -97,7 +98,7 @@ def build_base_set(engine: Engine, templates: Mapping[str, str]) -> tuple[BaseSe
     idle, timeout = config.model.idle_unload, config.server.queue_timeout
     models = BaseSet(loader.served(first.name), residents, room, loader, idle, timeout)
     bases_of = partial(bases_of_adapter, bases=shared.bases)
-    return models, AllAdapters(engine.bases, models, loader.owner, bases_of)
+    return models, AllAdapters(engine.bases, models, loader.owner, bases_of, deletion)
 
 
 def _adapters_by_base(folder: Path | None, shared: SharedDevice) -> dict[str, tuple[str, ...]]:

@@ -102,6 +102,11 @@ class Lessons:
             self._lesson.progress.end(LessonOutcome.STOPPED, "it was stopped")
             return await self._end(self._lesson)
 
+    def forget(self, adapter: str) -> None:
+        """Forgets the last lesson if it was for this adapter."""
+        if self._last is not None and self._last.adapter == adapter:
+            self._last = None
+
     async def close(self) -> None:
         """Ends the lesson that runs, before training ends."""
         self._closed = True

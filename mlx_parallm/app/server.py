@@ -21,6 +21,7 @@ from mlx_parallm.app.base_set import BaseSet
 from mlx_parallm.app.build import Engine, Served
 from mlx_parallm.app.checks import check_http
 from mlx_parallm.app.cluster_collection import ClusterCollection
+from mlx_parallm.app.deletion import Deletion
 from mlx_parallm.app.lessons import Lessons
 from mlx_parallm.app.ranks import check_splittable, follow
 from mlx_parallm.app.server_rollouts import ServerRollouts, environment_of
@@ -152,9 +153,11 @@ class IntegratedServer:
         traces = open_traces(server.otlp_traces_endpoint)
         try:
             served = await self._load()
-            models, adapters = await asyncio.to_thread(build_base_set, self._engine, templates)
-            if traces is not None and served.training is not None:
-                served.training.service.add_sink(traces.on_event)
+            run, training = served.run.path if served.run else None, served.training
+            deletion = Deletion(config, run, training.service if training else None, self._lessons)
+            models, adapters = await asyncio.to_thread(build_base_set, self._engine, templates, deletion)
+            if traces is not None and training is not None:
+                training.service.add_sink(traces.on_event)
             async with _node(config, served) as node:
                 app = self._create_app(served, config, models, adapters, traces, node)
                 if self._trains:  # requests can only be collected once the adapter is trained

@@ -36,6 +36,7 @@ from mlx_parallm.core.adapters import (
     AdapterRef,
     AdapterStats,
     CheckpointCard,
+    KeptPart,
     Residence,
     check_name,
     check_tag,

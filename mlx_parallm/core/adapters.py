@@ -42,7 +42,7 @@ def check_name(name: str, param: str = "lora_name") -> str:
     Raises:
         InvalidRequestError: it has other characters, is too long, or is reserved.
     """
-    return _checked(name, param, frozenset({"base", "base-model", "latest", BEST, "route", "rollback"}))
+    return _checked(name, param, frozenset({"base", "base-model", "latest", BEST, "route", "rollback", "delete"}))
 
 
 def check_tag(tag: str) -> str:
@@ -152,6 +152,18 @@ class CheckpointCard:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptPart:
+    """One part of what the server keeps of an adapter. `what`: in words, for people. `path`: where it is; empty for
+    what is in memory. `count`: of the things that it consists of. `bytes`: on the disk; 0 if they share a file with
+    others."""
+
+    what: str
+    path: str
+    count: int
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterStats:
     """A snapshot of counters and gauges. Names ending in `_total` only grow. Sizes in bytes, times in seconds.
 
@@ -256,6 +268,23 @@ class AdapterClient(Protocol):
         Raises:
             UnknownModelError: there is no such adapter, or it is one of another base model.
             ConflictError: the version is the live one of its name, or the route uses it.
+        """
+        ...
+
+    async def delete(self, name: str, dry_run: bool) -> tuple[KeptPart, ...]:
+        """Removes an adapter, and all that the server has kept of it on the disk and in memory, also its subfolder of
+        the adapter folder. Requests under way with it run to their end. The adapter must not be in training.
+
+        Args:
+            dry_run: nothing is removed.
+
+        Returns:
+            What is removed.
+
+        Raises:
+            UnknownModelError: there is no such adapter, and nothing is kept of one.
+            ConflictError: the route uses it, or its versions are being compared.
+            StorageError: something could not be removed.
         """
         ...
 

@@ -174,6 +174,15 @@ class TrainingService:
             self._hub.emit("stopped", adapter=loop.name)
             return status
 
+    async def forget(self, adapter: str) -> None:
+        """Removes all that is known of an adapter, which is not in training. Raises StorageError."""
+        self.trajectories.buffer.forget(adapter)
+        self._history.forget(adapter)
+        self.competition.forget(adapter)
+        await self._journal.forget(adapter)
+        if self._parts.log is not None:
+            await self._parts.log.forget(adapter)
+
     def _note_trained(self) -> None:
         self._journal.trains([name for name in self._loops if name != self._default])
 

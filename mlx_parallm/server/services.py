@@ -28,7 +28,13 @@ from mlx_parallm.core import (
     TrainingClient,
     TrainingStatus,
 )
-from mlx_parallm.errors import EngineDeadError, InvalidRequestError, TrainingDisabledError, UnknownModelError
+from mlx_parallm.errors import (
+    ConflictError,
+    EngineDeadError,
+    InvalidRequestError,
+    TrainingDisabledError,
+    UnknownModelError,
+)
 from mlx_parallm.server.access.accounts import Accounts
 from mlx_parallm.server.access.attempts import Attempts
 from mlx_parallm.server.access.keys import ANYONE, NamedKey
@@ -233,6 +239,16 @@ class Services:
     def training_statuses(self) -> Sequence[TrainingStatus]:
         """See `core.TrainingClient.statuses`, for the key; empty if the server does not train."""
         return [] if self.training is None else self.training.statuses(reader=self.key.reader)
+
+    def is_trained(self, name: str) -> bool:
+        """Whether an adapter that the key sees is in training."""
+        return any(name == status.adapter for status in self.training_statuses())
+
+    def check_not_trained(self, selector: str | None, instead: str) -> None:
+        """Raises ConflictError if the selector names an adapter in training. `instead`: what to do."""
+        name = (selector or "").partition("@")[0]
+        if self.is_trained(name):
+            raise ConflictError(f"{name!r} is in training here: {instead}", param="lora_name")
 
     def require_training(self, param: str | None = None) -> TrainingClient:
         """The training client. Raises TrainingDisabledError, naming `param`, if the server does not train."""

@@ -199,6 +199,11 @@ class CheckpointStore:
             index, name = self._named(adapter_name, which)
             return self._write_latest(index, name).card(name)
 
+    def forget(self, adapter_name: str) -> None:
+        """Forgets the checkpoints of an adapter, whose folder is being removed."""
+        with self._lock:
+            self._indexes = {name: index for name, index in self._indexes.items() if name != adapter_name}
+
     def _fill(self, aside: Path, what: SavedVersion, weights: AdapterWeights, extra: Extra | None) -> Manifest:
         """Writes all files into `aside`, the manifest last. Raises AdapterFileError if they cannot be read back."""
         write_mlx_lm(aside, weights, self._layout)

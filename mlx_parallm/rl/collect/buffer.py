@@ -263,6 +263,13 @@ class TrajectoryBuffer:
             self._forget(self._past.popleft())
         self._on_end(group)
 
+    def forget(self, adapter: str) -> None:
+        """Forgets the groups of an adapter that have left."""
+        of_adapter = [group for group in self._past if group.adapter == adapter]
+        for group in of_adapter:
+            self._past.remove(group)
+            self._forget(group)
+
     def _forget(self, group: TrajectoryGroup) -> None:
         self._remembered -= group.trajectories
         del self._known[group.number]

@@ -6,13 +6,14 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from mlx_parallm.core import Trajectory
 from mlx_parallm.rl.collect.groups import GroupMember, TrajectoryGroup
+from mlx_parallm.rl.json_lines import remove_lines
 
 _MAX_PENDING = 1000
 """Groups that may wait for a slow disk. Further groups are not written, and counted as failures."""
@@ -47,6 +48,10 @@ class TrajectoryLog:
             self._append, [_record(group, member, turn) for member in group.members for turn in member.turns]
         )
 
+    async def forget(self, adapter: str) -> None:
+        """Removes the trajectories that have trained an adapter. Raises OSError."""
+        await asyncio.wrap_future(self._worker.submit(remove_lines, self._path, of_trainee(adapter)))
+
     async def close(self) -> None:
         """Returns when everything is written."""
         await asyncio.to_thread(self._worker.shutdown)
@@ -61,6 +66,11 @@ class TrajectoryLog:
             self._failed += 1
         else:
             self._written += 1
+
+
+def of_trainee(adapter: str) -> Callable[[dict[str, Any]], bool]:
+    """Whether a line is a trajectory that has trained an adapter."""
+    return lambda record: record.get("trainee") == adapter
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -115,6 +115,10 @@ class CompetitionService:
         running = {name: running.comparison.card() for name, running in self._running.items()}
         return [card for name, card in {**self._last, **running}.items() if reader.sees(name)]
 
+    def forget(self, adapter: str) -> None:
+        """Forgets the last comparison of an adapter."""
+        self._last.pop(adapter, None)
+
     def ended(self, adapter: str) -> dict[str, int]:
         """See `core.CompetitionClient.ended`."""
         return dict(self._ended[adapter])

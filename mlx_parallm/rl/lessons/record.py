@@ -19,7 +19,7 @@ from mlx_parallm.rl.rollouts.answers import group_prefixes
 GROUPS = group_prefixes("lesson")[0]
 """The ids of the groups of every lesson begin with it, because the ids of lessons begin with `lesson-`."""
 
-_FILE = "lesson.json"
+FILE = "lesson.json"
 _LESSON = TypeAdapter(LessonCard)
 
 _log = logging.getLogger(__name__)
@@ -33,21 +33,28 @@ def new_id() -> str:
 def write_lesson(folder: Path, card: LessonCard) -> None:
     """Writes the lesson. A fault of the disk is only logged: the updates of the lesson are in the journal."""
     try:
-        atomic.replace_file(folder / _FILE, _LESSON.dump_json(card))
+        atomic.replace_file(folder / FILE, _LESSON.dump_json(card))
     except OSError as error:
-        _log.warning("%s could not be written: %s", _FILE, error.strerror)
+        _log.warning("%s could not be written: %s", FILE, error.strerror)
 
 
 def read_lesson(folder: Path) -> LessonCard | None:
     """The last lesson of the run, which has ended. None: there was none, or its file cannot be read."""
     try:
-        card = _LESSON.validate_python(json.loads((folder / _FILE).read_bytes()))
+        card = _LESSON.validate_python(json.loads((folder / FILE).read_bytes()))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        _log.warning("%s cannot be read, and is left out: %s", _FILE, error)
+        _log.warning("%s cannot be read, and is left out: %s", FILE, error)
         return None
     return interrupted(card) if card.is_running else card
+
+
+def forget_lesson(folder: Path, adapter: str) -> None:
+    """Removes the last lesson if it was for this adapter. Raises OSError."""
+    card = read_lesson(folder)
+    if card is not None and card.adapter == adapter:
+        (folder / FILE).unlink()
 
 
 def interrupted(card: LessonCard) -> LessonCard:

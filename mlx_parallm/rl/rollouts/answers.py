@@ -7,10 +7,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from mlx_parallm.core import (
-    AdapterClient,
     AdapterRef,
     Event,
     GenerationRequest,
@@ -25,6 +24,9 @@ from mlx_parallm.core.tool_text import chat_prompt
 from mlx_parallm.errors import EngineDeadError, EngineError, TrainingFailedError
 from mlx_parallm.rl.environments import Task, with_system_prompt
 from mlx_parallm.rl.environments.thread import in_daemon_thread
+
+if TYPE_CHECKING:
+    from mlx_parallm.adapters.service import AdapterService
 
 Generate = Callable[[GenerationRequest], AsyncIterator[Event]]
 
@@ -103,7 +105,7 @@ class Rollouts:
     def __init__(
         self,
         generate: Generate,
-        adapters: AdapterClient,
+        adapters: AdapterService,
         tokenizer: TextTokenizer,
         tasks: Iterator[Task],
         settings: RolloutSettings,

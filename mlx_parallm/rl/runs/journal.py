@@ -133,6 +133,11 @@ class Journal:
         rows = [(one, "dropped", reason, time.time()) for one in trajectory_ids]
         self._submit(lambda: [(_END, rows)], kept=True)
 
+    async def forget(self, adapter: str) -> None:
+        """See `JournalFile.forget`."""
+        await self.flush()
+        await self._read(lambda file: file.forget(adapter), None)
+
     # -- reading, before anything is written -----------------------------------------------------
     # These raise ConfigError if the file is damaged.
 

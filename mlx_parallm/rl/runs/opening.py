@@ -150,6 +150,7 @@ def _prepare(connection: sqlite3.Connection, model: str) -> None:
     """Makes the tables if the file is new, and copies all rows into the main file."""
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
+    connection.execute("PRAGMA secure_delete = ON").fetchall()  # what is removed is not left in the file
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     if not tables:
         with transaction(connection):

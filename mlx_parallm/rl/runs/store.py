@@ -59,6 +59,13 @@ _COUNTED = "INSERT OR REPLACE INTO about (name, value) VALUES ('commits', ?)"
 _CHANGES = "SELECT adapter, number, at, kind, body FROM changes"
 _UPDATES = "SELECT body FROM changes WHERE adapter = ? AND kind = 'update' ORDER BY number DESC"
 _LAST_REPLACED = "SELECT coalesce(max(number), 0) FROM changes WHERE adapter = ? AND kind != 'update'"
+_COUNT_TRAJECTORIES = f"SELECT count(*) FROM intake WHERE adapter = ? AND kind = '{TRAJECTORY}'"
+_FORGET = (
+    "DELETE FROM ends WHERE trajectory_id IN "
+    "(SELECT trajectory_id FROM intake WHERE adapter = ? AND trajectory_id IS NOT NULL)",
+    "DELETE FROM intake WHERE adapter = ?",
+    "DELETE FROM changes WHERE adapter = ?",
+)
 _BEFORE = 1000
 """Changes before the start of a replay that it reads: they have the lineage and the metrics of updates."""
 
@@ -109,6 +116,22 @@ class JournalFile:
             raise StorageError(f"the journal of the run cannot be written: {reason_of(error)}") from error
         self._commits = number
         self._count.write(number)
+
+    def count(self, adapter: str) -> tuple[int, int]:
+        """How many trajectories of an adapter there are, and how many changes of its policy."""
+        ((trajectories,),) = self._rows(_COUNT_TRAJECTORIES, adapter) or [(0,)]
+        ((changes,),) = self._rows("SELECT count(*) FROM changes WHERE adapter = ?", adapter) or [(0,)]
+        return trajectories, changes
+
+    def forget(self, adapter: str) -> None:
+        """Removes all that the journal has of an adapter. Its bytes are overwritten. Raises StorageError."""
+        if self._connection is None:
+            return
+        self.commit([(statement, [(adapter,)]) for statement in _FORGET])
+        try:
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        except sqlite3.Error as error:
+            raise StorageError(f"the journal of the run was not cleaned: {reason_of(error)}; do it again") from error
 
     def move_into_place(self) -> None:
         """Copies the rows in the WAL into the main file, so that less depends on the WAL. If a reader is in the way or

@@ -73,6 +73,11 @@ class History:
         truncated = adapter in self._forgotten or len(kept) > limit
         return TrainingHistory(adapter, kept[max(0, len(kept) - limit) :], truncated, last_event_id)
 
+    def forget(self, adapter: str) -> None:
+        """Forgets the events of an adapter."""
+        self._kept.pop(adapter, None)
+        self._forgotten.discard(adapter)
+
     def _trim(self, adapter: str) -> None:
         kept = self._kept[adapter]
         while len(kept) > self._max:

@@ -186,6 +186,7 @@ ROUTES: tuple[tuple[Access, str], ...] = (
         POST /training/checkpoint
         POST /v1/training/update
         POST /v1/training/start
+        POST /v1/training/stop
         POST /v1/training/pause
         POST /v1/training/resume
         POST /v1/training/rollback
@@ -215,6 +216,7 @@ ROUTES: tuple[tuple[Access, str], ...] = (
         POST /sleep
         POST /wake_up
         POST /reset_prefix_cache
+        POST /v1/adapters/delete
         POST /v1/training/schedule
         GET /reset_data
         """,

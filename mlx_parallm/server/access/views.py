@@ -23,6 +23,7 @@ from mlx_parallm.core import (
     BaseModels,
     BaseStatus,
     CheckpointCard,
+    KeptPart,
     ServedModel,
 )
 from mlx_parallm.errors import UnknownModelError
@@ -141,6 +142,12 @@ class SeenAdapters:
         """See `core.AdapterClient.unload`."""
         self.check(selector)
         return await self._adapters.unload(selector, base)
+
+    async def delete(self, name: str, dry_run: bool) -> tuple[KeptPart, ...]:
+        """See `core.AdapterClient.delete`."""
+        if not self._key.sees(name):
+            raise self.unknown(name)
+        return await self._adapters.delete(name, dry_run)
 
     def route(self) -> Mapping[str, float]:
         """The part of the route that the key sees, so that the shares may add up to less than 1."""

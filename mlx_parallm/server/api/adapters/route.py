@@ -27,6 +27,9 @@ from mlx_parallm.server.api.adapters.schema import (
     AdapterRoute,
     Checkpoint,
     CheckpointList,
+    DeleteAdapterBody,
+    DeletedAdapter,
+    KeptPartObject,
     LoadedLora,
     LoadLoraBody,
     RollbackBody,
@@ -40,16 +43,20 @@ from mlx_parallm.server.api.adapters.schema import (
     UnloadLoraBody,
 )
 from mlx_parallm.server.api.adapters.traffic import Traffic
+from mlx_parallm.server.api.training.route import stop_teaching
 from mlx_parallm.server.errors import DrainingError
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.openapi.responses import raises
 from mlx_parallm.server.planning import adapter_named_by
 from mlx_parallm.server.services import Services, ServicesDep
 
-LOAD_ERRORS = raises(AdapterFileError, UnknownModelError, ConflictError, DrainingError, EngineDeadError)
+LOAD_ERRORS = raises(AdapterFileError, UnknownModelError, ConflictError, StorageError, DrainingError, EngineDeadError)
+DELETE_ERRORS = raises(UnknownModelError, ConflictError, StorageError, DrainingError)
 UNLOAD_ERRORS = raises(UnknownModelError, ConflictError, DrainingError)
 ROUTE_ERRORS = raises(UnknownModelError, AdapterUnavailableError, DrainingError, EngineDeadError)
 SAVE_ERRORS = raises(UnknownModelError, ConflictError, StorageError, DrainingError, EngineDeadError)
+
+STOP_FIRST = "Stop that with POST /v1/training/stop (mlx_parallm training stop) first."
 
 router = APIRouter()
 
@@ -71,12 +78,11 @@ async def load(services: Services, name: str, path: str, replace: bool, base_mod
     """See `core.AdapterClient.load`."""
     base = services.base_called(base_model_name, "base_model_name")
     services.check_may_change(name)
-    if any(name.partition("@")[0] == status.adapter for status in services.training_statuses()):
-        raise ConflictError(
-            f"lora_name: {name!r} is in training here, and its versions are those of its updates: load the files under "
-            "another name. POST /v1/training/rollback serves an earlier version.",
-            param="lora_name",
-        )
+    services.check_not_trained(
+        name,
+        "its versions are those of its updates. Load the files under another name. POST /v1/training/rollback serves "
+        "an earlier version.",
+    )
     card = await services.lifecycle.run_to_end(services.adapters.load(name, path, replace, base))
     adapter = adapter_object(card, Traffic.of(services), services).model_dump()
     return LoadedLora(**adapter, status="success", lora_name=card.ref.name, lora_adapter=str(card.ref))
@@ -86,7 +92,8 @@ async def load(services: Services, name: str, path: str, replace: bool, base_mod
 async def unload_lora_adapter(
     body: Annotated[UnloadLoraBody, Depends(json_body(UnloadLoraBody))], services: ServicesDep
 ) -> UnloadedLora:
-    """Removes an adapter, or one version of it. Requests under way with it run to their end."""
+    """Removes an adapter, or one version of it, until it is loaded again; a start of the server loads those of the
+    adapter folder and of checkpoints. Requests under way with it run to their end. An adapter in training is a 409."""
     return await unload(services, body.lora_name, "lora_name", body.base_model_name)
 
 
@@ -96,6 +103,8 @@ async def unload(services: Services, selector: str, param: str, base_model_name:
     services.check_may_change(selector)
     if selector in services.models.names:
         raise UnknownModelError("The base model is no adapter; it cannot be unloaded.", param=param)
+    if "@" not in selector:
+        services.check_not_trained(selector, f"its next update would bring it back. {STOP_FIRST}")
     with adapter_named_by(param, selector):
         removed = await services.lifecycle.run_to_end(services.adapters.unload(selector, base))
     return UnloadedLora(status="success", unloaded=[str(ref) for ref in removed])
@@ -141,11 +150,41 @@ async def reset_route(services: ServicesDep) -> AdapterRoute:
 async def roll_back(
     body: Annotated[RollbackBody, Depends(json_body(RollbackBody))], services: ServicesDep
 ) -> RolledBack:
-    """Makes an adapter's previous version live again, or undoes the last change of the route."""
+    """Makes an adapter's previous version live again, or undoes the last change of the route. With a checkpoint folder,
+    a restart serves the same version."""
     services.check_may_change(body.lora_name)
+    services.check_not_trained(body.lora_name, "POST /v1/training/rollback serves an earlier version.")
     with adapter_named_by("lora_name", body.lora_name):
         live, route = await services.lifecycle.run_to_end(services.adapters.rollback(body.lora_name))
     return RolledBack(status="success", lora_adapter=str(live), route=dict(route))
+
+
+# -- the end of an adapter -------------------------------------------------------------------------
+
+
+@router.post("/v1/adapters/delete", responses=DELETE_ERRORS)
+async def delete_all(
+    body: Annotated[DeleteAdapterBody, Depends(json_body(DeleteAdapterBody))], services: ServicesDep
+) -> DeletedAdapter:
+    """Removes an adapter and all that the server has kept of it: its versions, its subfolder of the adapter folder,
+    checkpoints, collected trajectories, its lesson, and the records of its training. With `dry_run`, only says what
+    would go."""
+    name, training = body.lora_name, services.training
+    services.check_may_change(name)
+    if not body.dry_run and body.stop_training and training is not None and services.is_trained(name):
+        stopping = stop_teaching(services, training, name, reader=services.key.reader)
+        await services.lifecycle.run_to_end(stopping)
+    if not body.dry_run:
+        services.check_not_trained(name, STOP_FIRST)
+    with adapter_named_by("lora_name", name):
+        parts = await services.lifecycle.run_to_end(services.adapters.delete(name, body.dry_run))
+    return DeletedAdapter(
+        status="success",
+        lora_name=name,
+        deleted=not body.dry_run,
+        parts=[KeptPartObject(what=part.what, path=part.path, count=part.count, bytes=part.bytes) for part in parts],
+        in_training=services.is_trained(name),
+    )
 
 
 # -- list; `{selector}` matches every path, so these routes come after those above ------------------

@@ -118,6 +118,44 @@ class SaveCheckpointBody(WireInput):
     """Up to 64 numbers, each with a name, that are saved with the checkpoint."""
 
 
+class DeleteAdapterBody(WireInput):
+    """The adapter to remove with all that is kept of it."""
+
+    lora_name: Name
+    """Its name."""
+    dry_run: bool = False
+    """Whether nothing is removed; the answer says what would be."""
+    stop_training: bool = False
+    """Whether its lesson and its training are stopped first. By default, an adapter in training is a 409."""
+
+
+class KeptPartObject(WireOutput):
+    """One part of what is kept of an adapter."""
+
+    what: str
+    """In words."""
+    path: str
+    """The file or folder; empty for what is in memory."""
+    count: int
+    """Things that it consists of, such as files or lines."""
+    bytes: int
+    """Bytes on the disk; 0 if it shares a file with others."""
+
+
+class DeletedAdapter(WireOutput):
+    """What was removed of an adapter, or would be."""
+
+    status: Literal["success"]
+    lora_name: str
+    """Its name."""
+    deleted: bool
+    """Whether it was removed: false for a `dry_run`."""
+    parts: list[KeptPartObject]
+    """What was removed, or would be."""
+    in_training: bool
+    """Whether it is in training now."""
+
+
 class Adapter(WireOutput):
     """One version of an adapter."""
 

@@ -163,6 +163,25 @@ async def start(body: Control, services: ServicesDep, training: TrainingDep) -> 
     return await _control(body, services, training.start)
 
 
+@router.post("/v1/training/stop", responses=raises(*CONTROL_ERRORS, StorageError))
+async def stop(body: Control, services: ServicesDep, training: TrainingDep) -> TrainingObject:
+    """Ends the training of an adapter, and its lesson, after the update that is being made. What it has learnt is
+    saved, and its live version stays live; trajectories that wait are dropped. The default adapter is in training as
+    long as the server trains (409)."""
+    return await _control(body, services, partial(stop_teaching, services, training))
+
+
+async def stop_teaching(
+    services: Services, training: TrainingClient, adapter: str | None, *, reader: Reader
+) -> TrainingStatus:
+    """Stops the lesson of an adapter, if it has one, and then its training."""
+    lessons = services.lessons
+    card = lessons.card(reader) if lessons is not None else None
+    if lessons is not None and card is not None and card.is_running and card.adapter == adapter:
+        await lessons.stop(reader)
+    return await training.stop(adapter, reader=reader)
+
+
 @router.post("/v1/training/pause", responses=raises(*CONTROL_ERRORS))
 async def pause(body: Control, services: ServicesDep, training: TrainingDep) -> TrainingObject:
     """Stops automatic updates; trajectories are still collected."""
