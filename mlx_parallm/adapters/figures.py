@@ -20,7 +20,7 @@ def card_of(version: Version, store: AdapterStore) -> AdapterCard:
         targets=info.targets,
         bytes=info.nbytes,
         created=version.created,
-        leases=version.leases,
+        leases=store.requests(version.ref),
         checkpoint=info.checkpoint,
         warning=info.warning,
     )

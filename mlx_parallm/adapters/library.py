@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_parallm.adapters.checkpoints.folders import adapter_in
 from mlx_parallm.adapters.checkpoints.store import CheckpointStore
 from mlx_parallm.adapters.files.disk import CONFIG_FILE, AdapterRoots
 from mlx_parallm.adapters.files.peft import PEFT_WEIGHTS
@@ -59,7 +60,7 @@ class AdapterLibrary:
         self.max_rank = max_rank
         self.checkpoints = checkpoints
         self._folder = folder
-        self._roots = AdapterRoots([*([folder] if folder else []), *roots])
+        self._roots = AdapterRoots([*([folder] if folder else []), *roots], adapter_in)
 
     def read(self, path: str) -> AdapterFile:
         """Reads the adapter at a path that a client gave.
@@ -75,7 +76,7 @@ class AdapterLibrary:
 
     def read_anywhere(self, folder: Path) -> AdapterFile:
         """Reads the adapter in a folder that this program itself names. Raises AdapterFileError as `read` does."""
-        return read_adapter(folder, self.layout, self.max_rank)
+        return read_adapter(adapter_in(folder), self.layout, self.max_rank)
 
     def resolve_stamped(self, path: str) -> tuple[Path, FolderStamp]:
         """The adapter's directory (see `AdapterRoots.resolve`), and what changes whenever its files are written."""
@@ -83,7 +84,7 @@ class AdapterLibrary:
         return folder, stamp_of(folder)
 
     def resolve(self, path: str) -> Path:
-        """See `AdapterRoots.resolve`."""
+        """The real path of the adapter that a path means; see `AdapterRoots.resolve` and `adapter_in`."""
         return self._roots.resolve(path)
 
     def write(self, weights: AdapterWeights, folder: Path, form: FormatName) -> None:

@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
+from mlx_parallm.adapters.checkpoints.folders import adapter_in
 from mlx_parallm.adapters.figures import card_of, stats_of
 from mlx_parallm.adapters.files.read import AdapterFile, FormatName
 from mlx_parallm.adapters.folders import LoadedFolders
@@ -119,7 +120,7 @@ class AdapterService:
             loaded = live if number is None else self._registry.known(AdapterRef(adapter, number))
             if loaded is not None and not replace:
                 raise InvalidRequestError(
-                    f"{name!r} is loaded already; send load_inplace true to replace it.", param="lora_name"
+                    f"{name!r} is loaded already; load_inplace true replaces it.", param="lora_name"
                 )
             same = loaded is not None and loaded.info.digest == file.digest
             if loaded is None or not same:
@@ -188,10 +189,10 @@ class AdapterService:
 
     async def default_name(self) -> str | None:
         """See `core.AdapterClient.default_name`."""
-        folder = self._default_folder
-        if folder is None or not await asyncio.to_thread(has_adapter, folder):
+        if self._default_folder is None:
             return None
-        return await self.load_folder(str(folder.absolute()))
+        folder = await asyncio.to_thread(adapter_in, self._default_folder)
+        return await self.load_folder(str(folder.absolute())) if has_adapter(folder) else None
 
     async def publish_folder(self, name: str, folder: Path) -> AdapterRef:
         """Publishes the adapter in a folder that this program itself names, so it may lie anywhere. The version does

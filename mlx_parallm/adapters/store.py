@@ -302,6 +302,10 @@ class AdapterStore:
         in_memory = Residence.COPY if self._in_memory(version) else Residence.FILE
         return Residence.SLOT if self.slots.get(version.ref) else in_memory
 
+    def requests(self, ref: AdapterRef) -> int:
+        """How many requests for a version the engine has, rollouts and evaluations among them. Any thread may ask."""
+        return self._requests[ref]
+
     def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Adapters that have rows, and adapters that only have waiting requests. Any thread may ask."""
         running = {ref.name for ref, staged in self.slots if staged.pins}

@@ -91,8 +91,8 @@ class AllAdapters:
 
     async def load(self, name: str, path: str, replace: bool, base: str | None = None) -> AdapterCard:
         """See `core.AdapterClient.load`."""
-        folder = await asyncio.to_thread(self._first.known.library.resolve, path)
-        base = base or await self._base_of(folder)
+        folder = await self.folder_of(path)
+        base = base or await self._base_of(Path(folder))
         adapter, _ = name_and_step(name)
         owner = self._owner(adapter)
         if owner not in (None, base):
@@ -101,7 +101,7 @@ class AllAdapters:
                 "lora_name",
             )
         async with self._models.use(base):
-            card = await self._bases[base].adapters.load(name, path, replace)
+            card = await self._bases[base].adapters.load(name, folder, replace)
             return dataclasses.replace(card, base=base)
 
     async def _base_of(self, folder: Path) -> str:
@@ -114,6 +114,10 @@ class AllAdapters:
                 "lora_path",
             )
         return bases[0] if bases else self._first.name
+
+    async def folder_of(self, path: str) -> str:
+        """See `core.AdapterClient.folder_of`."""
+        return str(await asyncio.to_thread(self._first.known.library.resolve, path))
 
     async def load_folder(self, path: str) -> str:
         """See `core.AdapterClient.load_folder`. The adapter is for the first base model."""

@@ -10,6 +10,8 @@ from pathlib import Path
 from mlx_parallm.cli import average
 from mlx_parallm.cli.parser import AddCommand
 
+_ADAPTER = "The adapter's folder, in either format; or a run, an adapter in it, and there `latest` or a tag."
+
 
 def add_commands(add: AddCommand) -> None:
     """Adds the commands."""
@@ -27,7 +29,7 @@ def add_commands(add: AddCommand) -> None:
 
 
 def _add_folder_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("adapter", type=Path, metavar="ADAPTER_DIR", help="The adapter's folder, in either format.")
+    parser.add_argument("adapter", type=Path, metavar="ADAPTER_DIR", help=_ADAPTER)
     parser.add_argument("output", type=Path, metavar="OUTPUT_DIR", help="The folder to write. It must not exist.")
     parser.add_argument("--model-path", metavar="DIR_OR_HUB_ID", help="The base model. Default: the bundled one.")
 

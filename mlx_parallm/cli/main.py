@@ -17,11 +17,6 @@ _COMMANDS = (
     ("train", _TRAIN_HELP, arguments_of("train")),
     ("chat", "Talk with a running server; with two adapters side by side, too.", arguments_of("remote.chat")),
     ("ps", "Show what a running server is doing.", arguments_of("remote.status")),
-    (
-        "top",
-        "Watch a running server: load, latencies, memory, the device's time, and training.",
-        arguments_of("remote.top"),
-    ),
     ("usage", "Show what the keys of a running server have used.", arguments_of("remote.usage")),
     ("keys", "Make, list and remove the named keys of a server.", commands_of("keys")),
     ("bench", _OF_SPEED, arguments_of("remote.bench")),

@@ -102,7 +102,7 @@ class AdapterCard:
         targets: the last names of its modules, such as `q_proj`.
         bytes: size of its weights as stored.
         created: Unix time in seconds.
-        leases: requests that hold this version.
+        leases: requests under way for this version, rollouts and evaluations among them.
         checkpoint: the name of its checkpoint, if it has one.
         base: the name of its base model; empty if there is only one.
         warning: how the config of its files contradicts their tensors; empty if it does not.
@@ -229,6 +229,14 @@ class AdapterClient(Protocol):
             InvalidRequestError: the name is not plain, or it exists and `replace` is false; the path is outside the
                 allowed roots; the files are not an adapter that fits this model, or may mean several base models.
             ConflictError: a version of that number has other content, or the number is too low.
+        """
+        ...
+
+    async def folder_of(self, path: str) -> str:
+        """The directory of the adapter that a path means, which may be a run, or name a checkpoint by a tag.
+
+        Raises:
+            InvalidRequestError: there is none inside the allowed roots, or it is a run with several adapters.
         """
         ...
 

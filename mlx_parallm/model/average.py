@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mlx_parallm.adapters.average import Average, average
+from mlx_parallm.adapters.checkpoints.folders import adapter_in
 from mlx_parallm.adapters.files.read import FormatName, read_adapter
 from mlx_parallm.adapters.files.write import write_mlx_lm, write_peft
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights
@@ -65,6 +66,6 @@ def _layout_of(model_path: str | None) -> AdapterLayout:
 
 def _read(folder: Path, layout: AdapterLayout) -> AdapterWeights:
     try:
-        return read_adapter(folder, layout, max_rank=sys.maxsize).weights
+        return read_adapter(adapter_in(folder), layout, max_rank=sys.maxsize).weights
     except AdapterFileError as error:
         raise AdapterFileError(f"{folder}: {error}", "lora_path") from error

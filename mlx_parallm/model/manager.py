@@ -19,6 +19,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
 
 from mlx_parallm.adapters.bank import AdapterBank, GroupMaker
+from mlx_parallm.adapters.checkpoints.folders import adapter_in
 from mlx_parallm.adapters.checkpoints.manifest import step_of
 from mlx_parallm.adapters.checkpoints.store import CheckpointStore
 from mlx_parallm.adapters.files.read import read_adapter
@@ -163,7 +164,7 @@ def as_weights(adapter: AdapterWeights | Path | str, layout: AdapterLayout) -> A
     """The weights of an adapter. If it is a folder, they are read from it."""
     if isinstance(adapter, AdapterWeights):
         return adapter
-    return read_adapter(Path(adapter), layout, max_rank=sys.maxsize).weights
+    return read_adapter(adapter_in(Path(adapter)), layout, max_rank=sys.maxsize).weights
 
 
 class _OneAdapter:

@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.utils import dequantize_model, save_config, save_model
 
+from mlx_parallm.adapters.checkpoints.folders import adapter_in
 from mlx_parallm.adapters.files.read import read_adapter
 from mlx_parallm.adapters.files.write import write_mlx_lm, write_peft
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
@@ -49,7 +50,7 @@ def merge(model_path: str | None, adapter: Path, output: Path, *, dequantize: bo
         AdapterFileError: the adapter cannot be read, or is not for this model.
     """
     base = _load_for(output, model_path)
-    weights = read_adapter(adapter, adapter_layout(base.model, base.source), max_rank=sys.maxsize).weights
+    weights = read_adapter(adapter_in(adapter), adapter_layout(base.model, base.source), max_rank=sys.maxsize).weights
     model, config = base.model, base.config
     head = head_module_of(model)
     if head is not None and head.tied and head.path in weights.pairs:
@@ -80,7 +81,7 @@ def convert(model_path: str | None, adapter: Path, output: Path, form: str) -> N
     """
     base = _load_for(output, model_path)
     layout = adapter_layout(base.model, base.source)
-    weights = read_adapter(adapter, layout, max_rank=sys.maxsize).weights
+    weights = read_adapter(adapter_in(adapter), layout, max_rank=sys.maxsize).weights
     with new_folder(output) as folder:
         if form == "peft":
             write_peft(folder, weights, layout, model_path)

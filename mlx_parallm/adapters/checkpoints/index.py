@@ -20,7 +20,7 @@ LATEST = "latest"
 TAGS = "tags.json"
 WEIGHTS = "adapters.safetensors"
 
-_TAGS_TYPE = TypeAdapter(dict[str, str])
+TAGS_TYPE = TypeAdapter(dict[str, str])
 _log = logging.getLogger(__name__)
 
 
@@ -128,7 +128,7 @@ def _read_tags(index: CheckpointIndex) -> dict[str, str]:
     """The tags of checkpoints that exist. If the file is damaged, all checkpoints get a tag, so that none is pruned."""
     path = index.path / TAGS
     try:
-        stored = _TAGS_TYPE.validate_json(path.read_bytes(), strict=True)
+        stored = TAGS_TYPE.validate_json(path.read_bytes(), strict=True)
     except FileNotFoundError:
         return {}
     except (ValueError, OSError) as error:
@@ -151,7 +151,7 @@ def _is_tag(tag: str) -> bool:
 def _read_latest(index: CheckpointIndex) -> str | None:
     """The checkpoint that the file `latest` names. If that one is missing or damaged, the undamaged checkpoint with the
     highest step is taken; if all are damaged, the one with the highest step."""
-    named = _stored_latest(index.path / LATEST)
+    named = stored_latest(index.path / LATEST)
     by_step = sorted(index.manifests, key=lambda name: index.manifests[name].step, reverse=True)
     for name in sorted(by_step, key=lambda name: name != named):
         if _is_whole(index, name):
@@ -161,7 +161,7 @@ def _read_latest(index: CheckpointIndex) -> str | None:
     return by_step[0] if by_step else None
 
 
-def _stored_latest(path: Path) -> str:
+def stored_latest(path: Path) -> str:
     """The name in the file `latest`, empty if the file is missing or incomplete."""
     try:
         name, newline, rest = path.read_bytes().decode().partition("\n")

@@ -14,7 +14,7 @@ import os
 import stat
 import struct
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -45,29 +45,36 @@ def problem(message: str) -> AdapterFileError:
 
 
 class AdapterRoots:
-    """The directories under which adapters may be read. Symlinks are resolved before a path is checked."""
+    """The directories under which adapters may be read. Symlinks are resolved before a path is checked.
 
-    def __init__(self, roots: Sequence[Path]) -> None:
+    Args:
+        adapter_in: the directory of the adapter that a path means, such as that of a checkpoint.
+    """
+
+    def __init__(self, roots: Sequence[Path], adapter_in: Callable[[Path], Path] = lambda path: path) -> None:
+        self._adapter_in = adapter_in
         self._roots = tuple(Path(os.path.realpath(root.expanduser())) for root in roots)
 
     def resolve(self, path: str) -> Path:
-        """The real path of an adapter's directory. A relative `path` is tried against each root in turn, then against
-        the working directory.
+        """The real path of the directory of the adapter that `path` means. A relative `path` is tried against each root
+        in turn, then against the working directory.
 
         Raises:
             InvalidRequestError: there is no root, or no such directory inside one. The message does not reveal
                 whether `path` exists outside the roots.
         """
         if not self._roots:
-            message = "no directory is allowed: start the server with --allowed-adapter-roots"
+            message = "no directory is allowed: start the server with --allowed-adapter-roots FOLDER, or --adapter-dir"
             raise InvalidRequestError(message, "lora_path")
         for start in (*self._roots, Path.cwd()) if 0 < len(path) <= _MAX_PATH else ():
-            real = _real(start / path)
+            named = _real(start / path)
+            real = _real(self._adapter_in(named)) if named is not None and self.inside(named) else None
             if real is not None and os.path.isdir(real) and self.inside(real) and self._is_spelled_so(real):
                 return real
         raise InvalidRequestError(
-            f"{shown(path)} is no directory inside the allowed roots: give an absolute path, or one relative to a root "
-            "of --allowed-adapter-roots or to the server's working directory",
+            f"{shown(path)} is no directory inside the allowed roots, which are --adapter-dir and "
+            "--allowed-adapter-roots: move it into one, or start the server with --allowed-adapter-roots FOLDER (a "
+            "relative path is tried in each of them, and in the server's working directory)",
             "lora_path",
         )
 

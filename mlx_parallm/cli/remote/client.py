@@ -20,6 +20,21 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 5.0
 
+_SPOKEN = {
+    "POST /v1/training/start": "`mlx_parallm training start`",
+    "POST /v1/training/stop": "`mlx_parallm training stop`",
+    "POST /v1/training/pause": "`mlx_parallm training pause`",
+    "POST /v1/training/rollback": "`mlx_parallm training rollback`",
+    "POST /v1/adapters/route": "`mlx_parallm adapters route`",
+    "GET /v1/adapters": "`mlx_parallm adapters list`",
+    "load_inplace true": "--replace",
+    "base_model_name": "--base",
+    "lora_adapter: ": "",
+    "lora_name: ": "",
+    "lora_path: ": "",
+}
+"""What the errors of a server name as routes and fields of JSON, as the command line has it."""
+
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds --url and --api-key."""
@@ -92,6 +107,8 @@ class Client:
         if response.status_code == 401:
             raise ConfigError(f"{self.base} requires its API key: pass --api-key or set {API_KEY_VARIABLE}")
         message = _message(response.content) or f"{response.url} answered with status {response.status_code}"
+        for said, here in _SPOKEN.items():
+            message = message.replace(said, here)
         raise ConfigError(message) if response.status_code == 403 else ParaLLMError(message)
 
 

@@ -37,13 +37,13 @@ def ps(args: Namespace) -> int:
 
 
 def _summary(base: str, models: Mapping[str, Any], adapters: Mapping[str, Any], engine: Mapping[str, Any]) -> str:
-    names = ", ".join(model["id"] for model in models["data"])
-    live = listed([card["id"] for card in adapters["data"] if card["live"]])
+    bases = dict.fromkeys(model["root"] for model in models["data"] if model["parent"] is None)
+    live = listed([_under_way(card) for card in adapters["data"] if card["live"] or card["leases"]])
     slots = f"{adapters['slots']['used']} of {adapters['slots']['total']} slots used"
     held, budget, cached = (human_bytes(engine[f"kv_bytes_{kind}"]) for kind in ("held", "budget", "cached"))
     lines = (
         base,
-        f"models    {names}",
+        f"models    {', '.join(bases)}",
         f"adapters  {live} ({slots})",
         f"running   {engine['running']}",
         f"waiting   {engine['waiting']}",
@@ -51,6 +51,10 @@ def _summary(base: str, models: Mapping[str, Any], adapters: Mapping[str, Any], 
         *(f"{label:<8}  {text}" for label, field in _WAITS.items() if (text := engine["machine"][field])),
     )
     return "\n  ".join(lines)
+
+
+def _under_way(card: Mapping[str, Any]) -> str:
+    return f"{card['id']} ({card['leases']} under way)" if card["leases"] else str(card["id"])
 
 
 def _ps_cluster(args: Namespace, client: Client) -> int:

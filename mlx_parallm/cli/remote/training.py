@@ -16,6 +16,7 @@ _UPDATE_TIMEOUT_S = 3600.0
 """An update, and a rollback, wait for the update that is being made, and for their turns between requests."""
 _CONTROLS = {
     "start": "Train this adapter too, from its live version.",
+    "stop": "End the training of an adapter, and its lesson. What it has learnt stays, and stays live.",
     "pause": "Stop automatic updates. Trajectories are still collected.",
     "resume": "Restart automatic updates.",
 }

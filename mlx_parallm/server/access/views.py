@@ -26,7 +26,7 @@ from mlx_parallm.core import (
     KeptPart,
     ServedModel,
 )
-from mlx_parallm.errors import UnknownModelError
+from mlx_parallm.errors import AdapterFileError, InvalidRequestError, UnknownModelError
 from mlx_parallm.server.access.keys import NamedKey
 from mlx_parallm.server.errors import RoleError
 
@@ -71,9 +71,18 @@ class SeenAdapters:
         except UnknownModelError:
             return False
 
-    def _check_path(self, path: str) -> None:
-        """Raises UnknownModelError unless the name of the adapter's folder is one that the key sees. A checkpoint has
-        the name of the folder that it is in."""
+    async def _check_path(self, path: str) -> None:
+        """Raises UnknownModelError unless the name of the adapter's folder is one that the key sees, and so is the one
+        of the adapter that a run or a tag means. A checkpoint has the name of the folder that it is in."""
+        self._check_name_of(path)
+        try:
+            self._check_name_of(await self._adapters.folder_of(path))
+        except AdapterFileError:  # it names the adapters of a run
+            raise self.unknown(path) from None
+        except InvalidRequestError:  # the caller gets it when it uses the path
+            return
+
+    def _check_name_of(self, path: str) -> None:
         parts = PurePath(os.path.normpath(path)).parts
         names = [part for part in parts if not _CHECKPOINT.fullmatch(part)]
         if not names or ".." in PurePath(path).parts or not self._key.sees(names[-1]):
@@ -105,17 +114,22 @@ class SeenAdapters:
         """See `core.AdapterClient.load`."""
         if not self._key.sees(new := name.partition("@")[0]):
             raise self.unknown(new)
-        self._check_path(path)
+        await self._check_path(path)
         return await self._adapters.load(name, path, replace, base)
+
+    async def folder_of(self, path: str) -> str:
+        """See `core.AdapterClient.folder_of`."""
+        await self._check_path(path)
+        return await self._adapters.folder_of(path)
 
     async def loaded_folder(self, path: str) -> str | None:
         """See `core.AdapterClient.loaded_folder`."""
-        self._check_path(path)
+        await self._check_path(path)
         return self._seen_folder(path, await self._adapters.loaded_folder(path))
 
     async def load_folder(self, path: str) -> str:
         """See `core.AdapterClient.load_folder`."""
-        self._check_path(path)
+        await self._check_path(path)
         name = await self._adapters.load_folder(path)
         self._seen_folder(path, name)
         return name

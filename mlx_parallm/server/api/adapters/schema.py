@@ -182,7 +182,7 @@ class Adapter(WireOutput):
     created: int
     """Unix time, seconds."""
     leases: int
-    """Number of requests under way that use it."""
+    """Number of requests under way that use it, rollouts and evaluations among them."""
     requests: int
     """Requests that it got since the server started, as in `mlx_parallm_adapter_requests_total`."""
     unnamed_share: float
