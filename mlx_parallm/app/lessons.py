@@ -56,6 +56,9 @@ class Lessons:
         self._own_environment, self._is_held_back = own_environment, is_held_back
         self._lesson: Lesson | None = None
         self._last = read_lesson(self._folder)
+        if self._last is not None and self._last.outcome is LessonOutcome.INTERRUPTED:
+            cut = "the last lesson, of %s, was cut off after %d updates by the end of the server, and does not go on"
+            _log.info(cut, self._last.adapter, self._last.updates)
         self._changing, self._writing = asyncio.Lock(), asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -117,6 +120,8 @@ class Lessons:
         if lesson is not None:
             await lesson.close()
             self._last = interrupted(lesson.card())
+            cut = "the lesson of %s was cut off after %d updates; what it has taught is kept, and it does not go on"
+            _log.info(cut, lesson.adapter, self._last.updates)
             await self._note(self._last)
 
     # -- beginning -------------------------------------------------------------------------------

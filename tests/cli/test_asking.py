@@ -11,13 +11,14 @@ from mlx_parallm.cli.main import main
 
 KV_BYTES = {"kv_bytes_held": 2**20, "kv_bytes_budget": 2**30, "kv_bytes_cached": 3 * 2**20}
 MACHINE = {"shortage": "", "training_waits_for": ""}
+MODELS = {"data": [{"id": name, "root": "m", "parent": None} for name in ("m", "base-model", "base")]}
 STATE = {"engine": {"running": 3, "waiting": 1, "machine": MACHINE, **KV_BYTES}}
 NO_ADAPTERS = {"data": [], "route": {"base": 1.0}, "slots": {"total": 8, "used": 0, "pinned": 0}, "bank_bytes": 2**21}
 
 
 def card(name: str, version: int, **fields: object) -> dict[str, object]:
     """One adapter version, as /v1/adapters has it."""
-    shape = {"residence": "slot", "root": "", "rank": 8, "targets": ["q_proj", "v_proj"], "bytes": 2**20}
+    shape = {"residence": "slot", "root": "", "rank": 8, "bytes": 2**20, "leases": 0, "requests": 0}
     return {"id": f"{name}@{version}", "name": name, "version": version, "live": True, **shape, **fields}
 
 
@@ -30,7 +31,7 @@ def adapters(*cards: dict[str, object], **fields: object) -> bytes:
 def answers(server, monkeypatch):
     """A server without adapters; the commands have its key."""
     monkeypatch.setenv("MLX_PARALLM_API_KEY", "k")
-    server.answers["/v1/models"] = b'{"data": [{"id": "m"}]}'
+    server.answers["/v1/models"] = json.dumps(MODELS).encode()
     server.answers["/debug/state"] = json.dumps(STATE).encode()
     server.answers["/v1/adapters"] = json.dumps(NO_ADAPTERS).encode()
     return server.answers
@@ -61,10 +62,19 @@ def test_ps_shows_what_the_machine_lacks(server, answers, capsys):
     ]
 
 
-def test_ps_shows_live_adapters(server, answers, capsys):
-    answers["/v1/adapters"] = adapters(card("math", 1, live=False), card("math", 2), card("tone", 1))
+def test_ps_shows_adapters_that_are_live_or_at_work(server, answers, capsys):
+    cards = (card("math", 1, live=False, leases=2), card("math", 2), card("tone", 1, live=False))
+    answers["/v1/adapters"] = adapters(*cards)
     assert main(["ps", "--url", server.url]) == 0
-    assert "  adapters  math@2, tone@1 (3 of 8 slots used)" in capsys.readouterr().out.splitlines()
+    line = "  adapters  math@1 (2 under way), math@2 (3 of 8 slots used)"
+    assert line in capsys.readouterr().out.splitlines()
+
+
+def test_ps_names_each_base_model_once(server, answers, capsys):
+    others = [{"id": "two", "root": "two", "parent": None}, {"id": "tone", "root": "tone", "parent": "m"}]
+    answers["/v1/models"] = json.dumps({"data": [*MODELS["data"], *others]}).encode()
+    assert main(["ps", "--url", server.url]) == 0
+    assert "  models    m, two" in capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/adapters", "/debug/state"])
@@ -157,14 +167,14 @@ def test_ps_cluster_refuses_another_server(server, answers, capsys, answer):
 
 
 def test_list_is_a_table_then_route_and_slots(server, answers, capsys):
-    old = card("math", 1, live=False, residence="file", root="/a/math", rank=16, targets=["q_proj"])
+    old = card("math", 1, live=False, residence="file", root="/a/math", rank=16, requests=12)
     route = {"math@2": 2 / 3, "base": 1 / 3}
     answers["/v1/adapters"] = adapters(old, card("math", 2), route=route)
     assert main(["adapters", "list", "--url", server.url]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "id      live  residence  rank  targets        bytes    root",
-        "math@1  no    file       16    q_proj         1.0 MiB  /a/math",
-        "math@2  yes   slot       8     q_proj,v_proj  1.0 MiB  -",
+        "id      live  residence  rank  bytes    requests  root",
+        "math@1  no    file       16    1.0 MiB  12        /a/math",
+        "math@2  yes   slot       8     1.0 MiB  0         -",
         "",
         "route  math@2 66.7 %, base 33.3 %",
         "slots  2 of 8 used, 1 pinned, bank 2.0 MiB",
@@ -202,7 +212,8 @@ def test_load_leaves_a_path_that_is_not_here_to_the_server(server, answers):
 def test_unload_says_what_is_gone(server, answers, capsys):
     answers["/v1/unload_lora_adapter"] = b'{"status": "success", "unloaded": ["math@1", "math@2"]}'
     assert main(["adapters", "unload", "math", "--url", server.url]) == 0
-    assert capsys.readouterr().out == "unloaded math@1, math@2\n"
+    said = "unloaded math@1, math@2; a start of the server loads what its folders have\n"
+    assert capsys.readouterr().out == said
     assert server.posted == [("/v1/unload_lora_adapter", "application/json", {"lora_name": "math"})]
 
 
@@ -214,13 +225,121 @@ def test_load_and_unload_name_a_base_model(server, answers):
     assert [body["base_model_name"] for _, _, body in server.posted] == ["two", "two"]
 
 
-COMMANDS = (["list"], ["load", "math", "x"], ["unload", "math"])
+def test_load_sends_the_checkpoint_that_a_path_into_a_run_means(server, answers, tmp_path):
+    answers["/v1/load_lora_adapter"] = LOADED
+    checkpoint = tmp_path / "run" / "default" / "checkpoint-3"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").touch()
+    (tmp_path / "run" / "run.lock").touch()
+    (tmp_path / "run" / "default" / "tags.json").write_text('{"best": "checkpoint-3"}')
+    for path in ("run", "run/default", "run/default/latest", "run/default/best", "run/default/checkpoint-3"):
+        assert main(["adapters", "load", "math", str(tmp_path / path), "--url", server.url]) == 0
+    assert {body["lora_path"] for _, _, body in server.posted} == {str(checkpoint)}
+
+
+ROUTE = {"route": {"tone": 0.1, "base": 0.9}}
+SAVED = {"name": "checkpoint-2", "lora_adapter": "tone@3", "tags": ["latest", "mine"]}
+ROLLED = {"status": "success", "lora_adapter": "tone@1", **ROUTE}
+
+
+@pytest.mark.parametrize(
+    ("command", "path", "body", "answer", "printed"),
+    [
+        (["rollback", "tone"], "/v1/adapters/rollback", {"lora_name": "tone"}, ROLLED, "tone@1 is live"),
+        (["rollback"], "/v1/adapters/rollback", {}, ROLLED, "route  tone 10 %, base 90 %"),
+        (["route"], "/v1/adapters/route", None, ROUTE, "route  tone 10 %, base 90 %"),
+        (
+            ["route", "base=9", "tone=1"],
+            "/v1/adapters/route",
+            {"weights": {"base": 9, "tone": 1}},
+            ROUTE,
+            "route  tone",
+        ),
+        (["route", "tone@2"], "/v1/adapters/route", {"weights": {"tone@2": 1}}, ROUTE, "route  tone"),
+        (["save"], "/v1/training/checkpoint", {}, SAVED, "saved tone@3 as checkpoint-2, latest, mine"),
+        (
+            ["save", "tone", "--tag", "mine", "--step", "2"],
+            "/v1/training/checkpoint",
+            {"lora_name": "tone", "checkpoint_name": "mine", "step": 2},
+            SAVED,
+            "saved tone@3 as checkpoint-2, latest, mine",
+        ),
+    ],
+)
+def test_an_operator_needs_no_curl(server, answers, capsys, command, path, body, answer, printed):
+    answers[path] = json.dumps(answer).encode()
+    assert main(["adapters", *command, "--url", server.url]) == 0
+    assert capsys.readouterr().out.startswith(printed)
+    assert server.posted == ([] if body is None else [(path, "application/json", body)])
+    assert main(["adapters", *command, "--json", "--url", server.url]) == 0
+    assert json.loads(capsys.readouterr().out) == answer
+
+
+def test_a_share_is_a_number(capsys):
+    assert main(["adapters", "route", "tone=much"]) == 2
+    assert "'tone=much': after '=' comes a number, such as tone=0.1" in capsys.readouterr().err
+
+
+PARTS = [
+    {"what": "versions that are loaded", "path": "", "count": 2, "bytes": 0},
+    {"what": "collected trajectories", "path": "/run/journal.sqlite", "count": 30, "bytes": 0},
+    {"what": "files of checkpoints and versions", "path": "/run/tone", "count": 4, "bytes": 2**21},
+]
+LISTED = [
+    "what                               count  size     where",
+    "versions that are loaded           2      -        memory",
+    "collected trajectories             30     -        /run/journal.sqlite",
+    "files of checkpoints and versions  4      2.0 MiB  /run/tone",
+    "",
+]
+
+
+def test_delete_lists_first_and_removes_with_yes(server, answers, capsys):
+    answer = {"status": "success", "lora_name": "tone", "deleted": False, "parts": PARTS, "in_training": True}
+    answers["/v1/adapters/delete"] = json.dumps(answer).encode()
+    assert main(["adapters", "delete", "tone", "--url", server.url]) == 0
+    hint = "nothing was removed; `mlx_parallm adapters delete tone --yes --stop-training` removes all of this"
+    assert capsys.readouterr().out.splitlines() == [*LISTED, hint]
+    assert [body["dry_run"] for _, _, body in server.posted] == [True]
+    assert main(["adapters", "delete", "tone", "--yes", "--stop-training", "--url", server.url]) == 0
+    assert capsys.readouterr().out.splitlines() == [*LISTED, "removed tone and all of this"]
+    bodies = [body for _, _, body in server.posted[1:]]
+    assert bodies == [{"lora_name": "tone", "dry_run": dry_run, "stop_training": True} for dry_run in (True, False)]
+
+
+@pytest.mark.parametrize(
+    ("message", "printed"),
+    [
+        (
+            "'tone' is loaded already; load_inplace true replaces it.",
+            "'tone' is loaded already; --replace replaces it.",
+        ),
+        (
+            "'tone' is in training here: POST /v1/training/rollback serves an earlier version.",
+            "'tone' is in training here: `mlx_parallm training rollback` serves an earlier version.",
+        ),
+        ("lora_path: say which one with base_model_name.", "say which one with --base."),
+    ],
+)
+def test_errors_name_flags_and_commands_in_place_of_json_and_routes(server, answers, capsys, message, printed):
+    answers["/v1/load_lora_adapter"] = (400, json.dumps({"error": {"message": message}}).encode())
+    assert main(["adapters", "load", "tone", "x", "--url", server.url]) == 1
+    assert capsys.readouterr().err == f"error: {printed}\n"
+
+
+COMMANDS = (["list"], ["load", "math", "x"], ["unload", "math"], ["rollback", "math"], ["save"], ["delete", "math"])
+
+
+PATHS = (
+    *("adapters", "load_lora_adapter", "unload_lora_adapter"),
+    *("adapters/rollback", "training/checkpoint", "adapters/delete"),
+)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_user_sees_the_servers_own_error(server, answers, capsys, command):
     body = json.dumps({"error": {"message": "rank 32 is over --max-lora-rank 16", "code": "invalid_adapter"}})
-    for path in ("adapters", "load_lora_adapter", "unload_lora_adapter"):
+    for path in PATHS:
         answers[f"/v1/{path}"] = (400, body.encode())
     assert main(["adapters", *command, "--url", server.url]) == 1
     assert capsys.readouterr().err == "error: rank 32 is over --max-lora-rank 16\n"
@@ -229,7 +348,7 @@ def test_user_sees_the_servers_own_error(server, answers, capsys, command):
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("answer", [b"{}", b"[]", b"null", b"<html>", (502, b"<html>")])
 def test_adapter_commands_refuse_another_server(server, answers, capsys, command, answer):
-    for path in ("adapters", "load_lora_adapter", "unload_lora_adapter"):
+    for path in PATHS:
         answers[f"/v1/{path}"] = answer
     assert main(["adapters", *command, "--url", server.url]) == 1
     output = capsys.readouterr()
@@ -298,6 +417,7 @@ def test_training_status_of_a_server_that_does_not_train(server, answers, capsys
         (["pause"], "pause", {}),
         (["resume", "--adapter", "tone"], "resume", {"lora_adapter": "tone"}),
         (["start", "--adapter", "tone"], "start", {"lora_adapter": "tone"}),
+        (["stop", "--adapter", "tone"], "stop", {"lora_adapter": "tone"}),
         (["rollback"], "rollback", {}),
         (["rollback", "--to", "checkpoint-2"], "rollback", {"to": "checkpoint-2"}),
     ],
@@ -342,7 +462,7 @@ def test_json_is_the_servers_answer(server, answers, capsys, command, path, answ
 def test_json_of_ps_has_all_its_answers(server, capsys):
     assert main(["ps", "--json", "--url", server.url]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert printed == {"url": server.url, "models": {"data": [{"id": "m"}]}, "adapters": NO_ADAPTERS, "state": STATE}
+    assert printed == {"url": server.url, "models": MODELS, "adapters": NO_ADAPTERS, "state": STATE}
 
 
 EVERY = (
@@ -366,7 +486,7 @@ def test_wrong_key_exits_2_and_does_not_show_it(server, capsys, command):
 @pytest.mark.parametrize("command", EVERY)
 def test_refused_host_exits_2_with_the_servers_words(server, answers, capsys, command):
     body = (403, b'{"error": {"message": "not that Host (allowed_hosts)"}}')
-    paths = ("cluster", "load_lora_adapter", "unload_lora_adapter", "training/status", "training/pause")
+    paths = ("cluster", "training/status", "training/pause", *PATHS)
     answers |= dict.fromkeys([*answers, *(f"/v1/{path}" for path in paths)], body)
     assert main([*command, "--url", server.url]) == 2
     assert capsys.readouterr().err == "error: not that Host (allowed_hosts)\n"

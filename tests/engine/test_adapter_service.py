@@ -141,7 +141,7 @@ async def test_a_step_that_is_named_is_the_number_of_the_version(world: World) -
     again = await world.service.load("math@0", "m", replace=True)
     assert (str(again.ref), again.live) == ("math@0", True)
     assert await world.generate("math") == (AdapterRef("math", 0), expected(first))
-    with pytest.raises(InvalidRequestError, match="'math@7' is loaded already; send load_inplace"):
+    with pytest.raises(InvalidRequestError, match="'math@7' is loaded already; load_inplace true"):
         await world.service.load("math@7", "n", replace=False)
     for taken in ("math@0", "math@3", "math@7"):
         with pytest.raises(ConflictError, match="load math@8 or a later one"):

@@ -16,6 +16,7 @@ from mlx_parallm.core import (
     FeedbackCard,
     FoundTrajectory,
     GroupCard,
+    KeptPart,
     LessonCard,
     LessonOutcome,
     LessonRule,
@@ -97,6 +98,18 @@ class FakeAdapters:
         if not replace and any(ref.name == name for ref in self.known):
             raise InvalidRequestError(f"the name {name!r} is taken; send load_inplace: true to replace it")
         return self.known[self.publish(name)]
+
+    async def folder_of(self, path):
+        return path
+
+    async def delete(self, name, dry_run):
+        await self._work()
+        gone = [ref for ref in self.known if ref.name == name]
+        if not gone:
+            raise UnknownModelError(f"no adapter {name!r}")
+        if not dry_run:
+            self.known = {ref: card for ref, card in self.known.items() if ref not in gone}
+        return (KeptPart("versions that are loaded", "", len(gone)), KeptPart("files", f"/run/{name}", 3, 64))
 
     async def load_folder(self, path):
         await self._work()
@@ -446,6 +459,14 @@ class FakeTraining:
         self.state = {known: replace(status, trained=trained) for known, status in self.state.items()}
         self.state.setdefault(name, TrainingStatus(state="idle", adapter=name, trained=trained))
         return await self._work(reader, "start", adapter)
+
+    async def stop(self, adapter=None, *, reader):
+        status = await self._work(reader, "stop", adapter)
+        if status.adapter == self.default_adapter:
+            raise ConflictError("the default adapter stays in training")
+        trained = tuple(name for name in self.state if name != status.adapter)
+        self.state = {name: replace(self.state[name], trained=trained) for name in trained}
+        return replace(status, state="stopped", trained=trained)
 
     async def pause(self, adapter=None, *, reader):
         return await self._work(reader, "pause", adapter)

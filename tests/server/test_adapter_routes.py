@@ -17,6 +17,7 @@ from mlx_parallm.errors import (
 
 LOAD, UNLOAD, ROUTE = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/adapters/route"
 ROLLBACK, SWITCH, SAVE = "/v1/adapters/rollback", "/v1/model/switch-lora", "/v1/training/checkpoint"
+DELETE = "/v1/adapters/delete"
 POSTS = {
     LOAD: {"lora_name": "new", "lora_path": "/adapters/new"},
     UNLOAD: {"lora_name": "math"},
@@ -115,6 +116,39 @@ async def test_delete_is_unload(client, adapters):
     assert response.json() == {"status": "success", "unloaded": ["math@1"]}
     assert (await client.delete("/v1/adapters/math%402")).json()["unloaded"] == ["math@2"]
     assert (await client.delete("/v1/adapters/math")).status_code == 404
+
+
+async def test_delete_looks_first_and_removes_then(client, adapters):
+    parts = [
+        {"what": "versions that are loaded", "path": "", "count": 2, "bytes": 0},
+        {"what": "files", "path": "/run/math", "count": 3, "bytes": 64},
+    ]
+    told = {"status": "success", "lora_name": "math", "parts": parts, "in_training": False}
+    assert await post(client, DELETE, lora_name="math", dry_run=True) == {**told, "deleted": False}
+    assert len(adapters.cards()) == 2
+    assert await post(client, DELETE, lora_name="math") == {**told, "deleted": True}
+    assert adapters.cards() == ()
+    assert (await client.post(DELETE, json={"lora_name": "math"})).status_code == 404
+
+
+async def test_an_adapter_in_training_is_deleted_only_if_that_is_stopped_first(client, adapters, training, fault):
+    adapters.publish("code")
+    await post(client, "/v1/training/start", lora_adapter="code")
+    error = await refused(client, fault, DELETE, 409, lora_name="code")
+    assert "POST /v1/training/stop" in error["message"]
+    assert (await post(client, DELETE, lora_name="code", dry_run=True))["in_training"]
+    assert (await post(client, DELETE, lora_name="code", stop_training=True))["deleted"]
+    assert ("stop", "code") in training.calls
+
+
+@pytest.mark.parametrize("path", [UNLOAD, "/unload_lora_adapter", ROLLBACK])
+async def test_an_adapter_in_training_is_left_to_its_training(client, adapters, fault, path):
+    adapters.publish("code")
+    await post(client, "/v1/training/start", lora_adapter="code")
+    message = (await refused(client, fault, path, 409, lora_name="code"))["message"]
+    assert message.startswith("'code' is in training here: ")
+    assert "POST /v1/training/" in message
+    assert adapters.known
 
 
 async def test_the_list_tells_the_route_and_the_bank(client, adapters):

@@ -10,6 +10,7 @@ from learn to flip happens on the device thread, without a trip to the event loo
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -41,6 +42,9 @@ from mlx_parallm.rl.updates.undo import UndoablePolicy
 
 CHANGE = "journal_change"
 """Key of a checkpoint's metrics: the number of the last change of the policy that is in it."""
+
+
+_log = logging.getLogger(__name__)
 
 
 class AdapterTraining:
@@ -307,6 +311,8 @@ class AdapterTraining:
         """Saves updates that no checkpoint has. Raises what `save` raises."""
         if self.checkpoints.unsaved.lost:
             await self.save()
+        if card := self.checkpoints.newest_of(self.live):
+            _log.info("%s is saved in %s", card.adapter, card.path)
 
     async def save(
         self, step: int | None = None, tags: Sequence[str] = (), metrics: Mapping[str, float] | None = None

@@ -56,7 +56,7 @@ UNLOAD_ERRORS = raises(UnknownModelError, ConflictError, DrainingError)
 ROUTE_ERRORS = raises(UnknownModelError, AdapterUnavailableError, DrainingError, EngineDeadError)
 SAVE_ERRORS = raises(UnknownModelError, ConflictError, StorageError, DrainingError, EngineDeadError)
 
-STOP_FIRST = "Stop that with POST /v1/training/stop (mlx_parallm training stop) first."
+STOP_FIRST = "stop that with POST /v1/training/stop first."
 
 router = APIRouter()
 
@@ -104,7 +104,7 @@ async def unload(services: Services, selector: str, param: str, base_model_name:
     if selector in services.models.names:
         raise UnknownModelError("The base model is no adapter; it cannot be unloaded.", param=param)
     if "@" not in selector:
-        services.check_not_trained(selector, f"its next update would bring it back. {STOP_FIRST}")
+        services.check_not_trained(selector, f"its next update would bring it back; {STOP_FIRST}")
     with adapter_named_by(param, selector):
         removed = await services.lifecycle.run_to_end(services.adapters.unload(selector, base))
     return UnloadedLora(status="success", unloaded=[str(ref) for ref in removed])
