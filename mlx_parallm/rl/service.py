@@ -71,6 +71,7 @@ class TrainingService:
         self._journal = parts.journal
         self._loops: dict[str, TrainingLoop] = {}
         self._running: dict[str, asyncio.Task[None]] = {}  # the loop of each
+        self._noted: tuple[str, ...] = ()  # those that the journal knows to be in training
         self._ledger = SourceLedger()
         self._changes = Changes()
         self.competition = CompetitionService(
@@ -134,14 +135,14 @@ class TrainingService:
                 self.competition.begin_again(name)
                 # In a context of its own, because its updates do not belong to the request that starts it.
                 self._running[name] = self._changes.spawn(loop.run(), Context())
-                self._note_trained()
             elif (live := loop.training.live) is not None and loop.training.versions.staleness(live) is None:
                 await loop.open()
             loop.resume()
 
     async def start_again(self) -> None:
         """Trains the adapters that were in training when the last process of the run ended."""
-        for name in await self._journal.trained():
+        self._noted = tuple(await self._journal.trained())
+        for name in self._noted:
             try:
                 await self.start_adapter(name)
             except ParaLLMError as error:
@@ -151,27 +152,28 @@ class TrainingService:
 
     async def stop(self, adapter: str | None = None, *, reader: Reader = EVERYTHING) -> TrainingStatus:
         """See `core.TrainingClient.stop`."""
-        loop = self._loop(adapter, reader)
-        if loop.name == self._default:
+        name = self._loop(adapter, reader).name
+        if name == self._default:
             raise ConflictError(
-                f"{loop.name!r} is the default adapter, which is in training as long as the server trains; pause it "
+                f"{name!r} is the default adapter, which is in training as long as the server trains; pause it "
                 "with POST /v1/training/pause, or start the server without --enable-rl-training.",
                 param="lora_adapter",
             )
-        self.competition.check_idle(loop.name)
-        return await self._changes.finished(self._stop(loop))
+        self.competition.check_idle(name)
+        return await self._changes.finished(self._stop(name))
 
-    async def _stop(self, loop: TrainingLoop) -> TrainingStatus:
+    async def _stop(self, name: str) -> TrainingStatus:
         async with self._starting:
+            loop = self._loop(name)
             await loop.close()
-            self._running.pop(loop.name).cancel()
+            self._running.pop(name).cancel()
             status = replace(loop.status(), state="stopped")
-            del self._loops[loop.name]
+            del self._loops[name]
             self._note_trained()
-            self.trajectories.drop_all(loop.name, DropReason.STOPPED)
+            self.trajectories.drop_all(name, DropReason.STOPPED)
             loop.training.checkpoints.set_best(None)
-            await self._parts.learner.close(loop.name)
-            self._hub.emit("stopped", adapter=loop.name)
+            await self._parts.learner.close(name)
+            self._hub.emit("stopped", adapter=name)
             return status
 
     async def forget(self, adapter: str) -> None:
@@ -184,7 +186,11 @@ class TrainingService:
             await self._parts.log.forget(adapter)
 
     def _note_trained(self) -> None:
-        self._journal.trains([name for name in self._loops if name != self._default])
+        """Keeps for a restart which adapters are in training."""
+        trained = tuple(name for name in self._loops if name != self._default)
+        if trained != self._noted:
+            self._noted = trained
+            self._journal.trains(trained)
 
     async def close(self) -> None:
         """Ends training: an update in progress is given up, and what is in no checkpoint yet is saved.
@@ -315,6 +321,7 @@ class TrainingService:
         """See `core.TrainingClient.start`."""
         name = reader.named(adapter, self._default)
         await self._changes.finished(self.start_adapter(name))
+        self._note_trained()
         return self.status(name, reader=reader)
 
     async def pause(self, adapter: str | None = None, *, reader: Reader = EVERYTHING) -> TrainingStatus:
@@ -387,6 +394,7 @@ class TrainingService:
             Also what `start_adapter` raises.
         """
         await self._changes.finished(self.start_adapter(adapter))
+        self._note_trained()
         self.competition.check_idle(adapter)
         return await self._changes.finished(self._loop(adapter).begin_lesson(pace, tag))
 
