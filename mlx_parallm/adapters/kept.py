@@ -97,13 +97,13 @@ class KeptVersions:
             newest = dict([*numbers, (digest, ref.version)][-_CONTENTS:])
             self._write(ref.name, replace(old, numbers=newest, last=max(old.last, ref.version)))
 
-    def set_live(self, adapter: str, live: Sequence[int], found: int | None, needed: Collection[int] = ()) -> None:
-        """Keeps which versions are live and were live before, and removes copies except for theirs and those `needed`.
+    def set_live(self, adapter: str, live: Sequence[int], found: int | None, known: Collection[int]) -> None:
+        """Keeps which versions are live and were live before, and removes the copies of versions that are not `known`.
         Raises as `number`."""
         old, new = self.of(adapter), tuple(live)
         if self and (old.live, old.found) != (new, found):
             self._write(adapter, replace(old, live=new, found=found, at=time.time()))
-            self._prune(adapter, {*new, *needed})
+            self._prune(adapter, known)
 
     def forget(self, adapter: str) -> None:
         """Forgets an adapter, whose folder is being removed."""
@@ -127,11 +127,11 @@ class KeptVersions:
                 ) from error
             self._adapters = {**self._adapters, adapter: versions}
 
-    def _prune(self, adapter: str, kept: Collection[int]) -> None:
+    def _prune(self, adapter: str, known: Collection[int]) -> None:
         assert self._folder is not None
         for path in (self._folder / adapter).iterdir():
             match = _COPY.fullmatch(path.name)
-            if match and int(match[1]) not in kept:
+            if match and int(match[1]) not in known:
                 atomic.remove(atomic.hide(path))
 
 

@@ -228,15 +228,10 @@ class AdapterRegistry:
         with self._lock:
             return next(reversed(self._live.get(adapter, [])), None)
 
-    def lose_copies(self, adapter: str, copy_of: Callable[[AdapterRef], str]) -> tuple[int, ...]:
-        """Marks the versions of an adapter that have a copy and are not needed as ones whose copy is gone. Returns the
-        numbers of those that are needed."""
+    def numbers(self, adapter: str) -> frozenset[int]:
+        """The numbers of the versions of an adapter that there are, also of forgotten ones that are still leased."""
         with self._lock:
-            copied = [v for v in self.versions() if v.ref.name == adapter and v.info.root == copy_of(v.ref)]
-            needed = [version for version in copied if self.needed(version)]
-            for version in copied:
-                version.superseded |= version not in needed
-            return tuple(version.ref.version for version in needed)
+            return frozenset(ref.version for ref in self._versions if ref.name == adapter)
 
     def set_history(self, versions: Sequence[Version]) -> None:
         """Makes the last of these versions of one adapter live, as if they had been live in this order."""

@@ -135,7 +135,7 @@ class AdapterService:
         """Has a restart serve the version that a load or a rollback has made live, and keep the one before it. An error
         is only logged, because the version is live."""
         found, kept = self._library.found_by_start(adapter, self._registry.versions()), self._library.kept
-        live = {version.ref.version: version for version in self._registry.last_live(adapter)}
+        live = {each.ref.version: each for each in self._registry.last_live(adapter) if self._available(each)}
         if not kept and live and found not in (None, *list(live)[-1:]):
             _log.warning(
                 "%s is live until the server ends; its folder holds %s@%d, which a restart serves. With "
@@ -148,8 +148,7 @@ class AdapterService:
             for number, version in live.items():
                 if number != found and not version.info.checkpoint:
                     await self._keep_copy(version)
-            needed = self._registry.lose_copies(adapter, lambda ref: str(kept.copy_of(ref)))
-            await asyncio.to_thread(kept.set_live, adapter, tuple(live), found, needed)
+            await asyncio.to_thread(kept.set_live, adapter, tuple(live), found, self._registry.numbers(adapter))
         except ParaLLMError as error:
             _log.error("a restart may not serve what is live as %s: %s", adapter, error)
 
