@@ -146,7 +146,7 @@ TABLE = {
         ("POST", "/v1/completions", {"prompt": "x", "model": "globex"}, (200, GONE, 200)),
         ("POST", "/v1/training/checkpoint", {"lora_name": "globex"}, (200, GONE, 200)),
         ("POST", "/v1/load_lora_adapter", {"lora_name": "plain", "lora_path": "plain"}, (200, GONE, 200)),
-        ("DELETE", "/v1/adapters/globex", None, (200, GONE, 200)),
+        ("DELETE", "/v1/adapters/globex@1", None, (200, GONE, 200)),
     ],
     "folders of adapters, by path": [
         ("POST", "/v1/completions", {"prompt": "x", "adapters": "./globex"}, (200, GONE, 200)),
@@ -679,17 +679,17 @@ async def test_one_key_has_a_limited_number_of_control_actions_under_way(server,
 
     server.adapters.unload = unload
     async with asyncio.TaskGroup() as group:
-        under_way = [group.create_task(server.ask("free", "DELETE", "/v1/adapters/globex")) for _ in range(2)]
+        under_way = [group.create_task(server.ask("free", "DELETE", "/v1/adapters/globex@1")) for _ in range(2)]
         for _ in under_way:
             await begun.acquire()
-        refused = await server.ask("free", "DELETE", "/v1/adapters/globex")
+        refused = await server.ask("free", "DELETE", "/v1/adapters/globex@1")
         assert (refused.status_code, "retry-after" in refused.headers) == (429, True)
         assert (await server.ask("free", "GET", "/v1/adapters")).status_code == 200, "what changes nothing goes on"
-        under_way.append(group.create_task(server.ask("mine", "DELETE", "/v1/adapters/globex")))
+        under_way.append(group.create_task(server.ask("mine", "DELETE", "/v1/adapters/globex@1")))
         await begun.acquire()
         go_on.set()
     assert [task.result().status_code for task in under_way] == [200] * 3
-    assert (await server.ask("free", "DELETE", "/v1/adapters/globex")).status_code == 200
+    assert (await server.ask("free", "DELETE", "/v1/adapters/globex@1")).status_code == 200
 
 
 # -- deny by default -------------------------------------------------------------------------------

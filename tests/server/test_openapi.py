@@ -12,6 +12,7 @@ from mlx_parallm.server.openapi.examples import EXAMPLES
 from mlx_parallm.server.openapi.responses import KINDS
 
 CLUSTER = "/v1/cluster"  # of nodes of a cluster only; tests/server/cluster asks it
+STOP = "/v1/training/stop"
 EVENTS = "/v1/training/events"
 FORMS = {"/v1/messages": "MessagesError", "/api/v1": "ErrorBody", "/api": "OllamaError"}
 
@@ -125,6 +126,8 @@ async def test_every_body_has_an_example(document):
 async def test_every_example_runs(client, adapters, engine, path, name):
     for adapter in ("math", "math", "north", "south"):
         adapters.publish(adapter)
+    if path == STOP:
+        await client.post("/v1/training/start", json=EXAMPLES[path][name])
     response = await client.post(path, json=EXAMPLES[path][name])
     assert response.status_code == 200, response.text
     if "stream" in EXAMPLES[path][name]:

@@ -1,5 +1,5 @@
 """Example bodies, by path and name. Each can be sent unchanged to a server that trains and has an adapter `math`; those
-with a trajectory id or a folder need one of that name."""
+with a trajectory id or a folder need one of that name, and `/v1/training/stop` an adapter in training."""
 
 from __future__ import annotations
 
