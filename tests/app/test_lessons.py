@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +75,10 @@ async def test_it_learns_while_the_server_answers_and_is_stopped(tmp_path: Path)
 
 
 @pytest.mark.timeout(240)
-async def test_it_pauses_and_ends_with_the_server_and_a_restart_shows_it(tmp_path: Path) -> None:
+async def test_it_pauses_and_ends_with_the_server_and_a_restart_shows_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     server, port = make(tmp_path), free_port()
     async with running(server.run_training_loop(), server.run_inference(port=port), port=port) as client:
         assert (await client.post(ROUTE, json=LESSON)).status_code == 200
@@ -89,8 +94,14 @@ async def test_it_pauses_and_ends_with_the_server_and_a_restart_shows_it(tmp_pat
         await lesson_when(client, lambda lesson: lesson["state"] != "paused")
     noted = json.loads((tmp_path / "run" / "lesson.json").read_text())
     assert noted["outcome"] == "interrupted"
+    assert (
+        f"the lesson of default was cut off after {noted['updates']} updates; what it has taught is kept" in caplog.text
+    )
+    assert re.search(r"default@\d+ is saved in .*/default/checkpoint-\d+", caplog.text)
+    caplog.clear()
     server, port = make(tmp_path), free_port()
     async with running(server.run_training_loop(), server.run_inference(port=port), port=port) as client:
+        assert f"the last lesson, of default, was cut off after {noted['updates']} updates" in caplog.text
         lesson = (await client.get(ROUTE)).json()["lesson"]
         assert (lesson["outcome"], lesson["updates"]) == ("interrupted", noted["updates"])
         step = (await client.get("/v1/training/status")).json()["step"]

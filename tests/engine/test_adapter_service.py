@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -118,6 +119,25 @@ async def test_a_config_that_contradicts_its_tensors_is_told_to_who_loads_it(wor
     card = await world.service.load("math", "m", replace=False)
     assert "keys do not name" in card.warning
     assert any("keys do not name" in record.getMessage() for record in caplog.records)
+
+
+async def test_a_card_counts_requests_and_not_who_else_keeps_the_version(world: World) -> None:
+    """Training leases its best version, for example, and rollouts are requests like those of clients."""
+
+    def under_way() -> list[int]:
+        return [card.leases for card in world.service.cards()]
+
+    world.write("m", 1)
+    await world.service.load("math", "m", replace=False)
+    with world.service.lease("math") as ref:
+        assert under_way() == [0]
+        request = GenerationRequest("r", (tuple(PROMPT),), SamplingParams(temperature=0.0), StopParams(40), adapter=ref)
+        async with aclosing(world.processor.generate(request)) as events:
+            await anext(events)
+            assert under_way() == [1]
+            async for _ in events:
+                pass
+        assert under_way() == [0]
 
 
 async def test_the_same_name_again_needs_leave_and_other_content(world: World) -> None:
