@@ -14,6 +14,7 @@ from mlx_parallm.config import human_bytes
 
 _SLOW_S = 600.0
 """Loading, saving and routing read or write files, and wait for their turn between requests."""
+_COMES_BACK = "What is in --adapter-dir or has checkpoints is loaded again when the server starts."
 _COLUMNS = ("id", "live", "residence", "rank", "bytes", "requests", "root")
 
 
@@ -94,7 +95,7 @@ def unload_adapter(args: Namespace) -> int:
     client = Client(args)
     answer = client.ask("/v1/unload_lora_adapter", {"lora_name": args.name, **_of_base(args)})
     with client.reading():
-        text = f"unloaded {', '.join(answer['unloaded'])}; a start of the server loads what its folders have"
+        text = f"unloaded {', '.join(answer['unloaded'])}\n{_COMES_BACK}"
     return show(args, answer, lambda: text)
 
 
