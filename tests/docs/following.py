@@ -38,7 +38,8 @@ EVERYTHING = (
 
 _SERVES = re.compile(r"(?:pip install uv && )?((?:\w+=\S+ )*uv run mlx_parallm_serve(?!.* --(?:print-config|help)).*)")
 _ASKS_SERVER = re.compile(
-    r"uv run mlx_parallm (?:ps|top|usage|chat|bench|training \w+|adapters (?:list|load|unload))\b"
+    r"uv run mlx_parallm (?:ps|usage|chat|bench|training \w+"
+    r"|adapters (?:list|load|unload|rollback|route|save|delete))\b"
 )
 _UV = """#!/bin/sh
 # `uv run [--group NAME] PROGRAM` and `uv pip install --editable FOLDER`
