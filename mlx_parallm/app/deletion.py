@@ -11,18 +11,18 @@ import asyncio
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from mlx_parallm import atomic
 from mlx_parallm.adapters.checkpoints.runs import JOURNAL, METRICS
 from mlx_parallm.adapters.files.reward_model import is_reward_model
+from mlx_parallm.adapters.kept import FILE as VERSIONS
 from mlx_parallm.adapters.library import has_adapter
 from mlx_parallm.app.lessons import Lessons
 from mlx_parallm.config import Config
 from mlx_parallm.core import KeptPart
 from mlx_parallm.errors import StorageError
 from mlx_parallm.rl.collect.log import of_trainee
-from mlx_parallm.rl.json_lines import count_lines, remove_lines
+from mlx_parallm.rl.json_lines import Wanted, count_lines, remove_lines
 from mlx_parallm.rl.lessons.record import FILE as LESSON
 from mlx_parallm.rl.lessons.record import forget_lesson, read_lesson
 from mlx_parallm.rl.runs.store import JournalFile
@@ -77,7 +77,8 @@ class Deletion:
 
     def _folders(self, adapter: str) -> list[Path]:
         """The adapter's folder in the run, and its subfolder of the adapter folder."""
-        in_run = [self._run / adapter] if self._run is not None else []
+        of_run = [self._run / adapter] if self._run is not None else []
+        in_run = [folder for folder in of_run if (folder / VERSIONS).is_file() or any(folder.glob("checkpoint-*"))]
         served = [self._adapter_dir / adapter] if self._adapter_dir is not None else []
         is_adapter = [folder for folder in served if has_adapter(folder) and not is_reward_model(folder)]
         return [folder for folder in (*in_run, *is_adapter) if folder.is_dir()]
@@ -115,5 +116,5 @@ class Deletion:
         remove_lines(self._run / METRICS, _of(adapter))
 
 
-def _of(adapter: str) -> Any:
+def _of(adapter: str) -> Wanted:
     return lambda record: record.get("adapter") == adapter

@@ -305,6 +305,7 @@ CHANGES = {
     "checkpoint": ("POST", "/v1/training/checkpoint", {"lora_name": "{}"}),
     "update": ("POST", "/v1/training/update", {"lora_adapter": "{}"}),
     "start": ("POST", "/v1/training/start", {"lora_adapter": "{}"}),
+    "stop": ("POST", "/v1/training/stop", {"lora_adapter": "{}"}),
     "pause": ("POST", "/v1/training/pause", {"lora_adapter": "{}"}),
     "resume": ("POST", "/v1/training/resume", {"lora_adapter": "{}"}),
     "training rollback": ("POST", "/v1/training/rollback", {"lora_adapter": "{}"}),
@@ -372,6 +373,22 @@ async def test_the_base_model_is_listed_to_keys_that_may_use_it(server, path):
         names = {each.get("id") or each["model"] for each in answer.get("data") or answer["models"]}
         assert (CARD.name in names) is listed
         assert "acme-1" in names
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/load_lora_adapter"])
+async def test_a_run_does_not_lead_to_an_adapter_that_the_key_does_not_see(server, path):
+    """The folder has a name that the key sees, and means a checkpoint of another adapter."""
+
+    async def folder_of(path):
+        return path.replace("acme-run", "acme-run/globex/checkpoint-3")
+
+    server.adapters.folder_of = folder_of
+    body = {"prompt": "x", "adapters": "./acme-run"}
+    if path == "/v1/load_lora_adapter":
+        body = {"lora_name": "acme-2", "lora_path": "./acme-run"}
+    refused = await server.ask("acme", "POST", path, body)
+    assert (refused.status_code, "globex" in refused.text) == (404, False)
+    assert (await server.ask("free", "POST", path, body)).status_code == 200
 
 
 class TwoModels(OneModel):

@@ -6,14 +6,14 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from mlx_parallm.core import Trajectory
 from mlx_parallm.rl.collect.groups import GroupMember, TrajectoryGroup
-from mlx_parallm.rl.json_lines import remove_lines
+from mlx_parallm.rl.json_lines import Wanted, remove_lines
 
 _MAX_PENDING = 1000
 """Groups that may wait for a slow disk. Further groups are not written, and counted as failures."""
@@ -68,7 +68,7 @@ class TrajectoryLog:
             self._written += 1
 
 
-def of_trainee(adapter: str) -> Callable[[dict[str, Any]], bool]:
+def of_trainee(adapter: str) -> Wanted:
     """Whether a line is a trajectory that has trained an adapter."""
     return lambda record: record.get("trainee") == adapter
 

@@ -74,19 +74,21 @@ class SeenAdapters:
     async def _check_path(self, path: str) -> None:
         """Raises UnknownModelError unless the name of the adapter's folder is one that the key sees, and so is the one
         of the adapter that a run or a tag means. A checkpoint has the name of the folder that it is in."""
-        self._check_name_of(path)
+        if not self._sees_path(path):
+            raise self.unknown(path)
         try:
-            self._check_name_of(await self._adapters.folder_of(path))
+            seen = self._sees_path(await self._adapters.folder_of(path))
         except AdapterFileError:  # it names the adapters of a run
-            raise self.unknown(path) from None
+            seen = False
         except InvalidRequestError:  # the caller gets it when it uses the path
             return
+        if not seen:
+            raise self.unknown(path)
 
-    def _check_name_of(self, path: str) -> None:
+    def _sees_path(self, path: str) -> bool:
         parts = PurePath(os.path.normpath(path)).parts
         names = [part for part in parts if not _CHECKPOINT.fullmatch(part)]
-        if not names or ".." in PurePath(path).parts or not self._key.sees(names[-1]):
-            raise self.unknown(path)
+        return bool(names) and ".." not in PurePath(path).parts and self._key.sees(names[-1])
 
     # -- core.AdapterClient ----------------------------------------------------------------------
 
