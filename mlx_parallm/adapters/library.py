@@ -55,7 +55,7 @@ class AdapterLibrary:
         belongs: Callable[[Path], bool] = lambda folder: True,
     ) -> None:
         self._belongs = belongs
-        self.kept = kept or KeptVersions()
+        self.kept = KeptVersions() if kept is None else kept
         self.layout = layout
         self.max_rank = max_rank
         self.checkpoints = checkpoints

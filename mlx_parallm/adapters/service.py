@@ -135,20 +135,20 @@ class AdapterService:
         """Has a restart serve the version that a load or a rollback has made live, and keep the one before it. An error
         is only logged, because the version is live."""
         found, kept = self._library.found_by_start(adapter, self._registry.versions()), self._library.kept
-        live = {each.ref.version: each for each in self._registry.last_live(adapter) if self._available(each)}
-        if not kept and live and found not in (None, *list(live)[-1:]):
-            _log.warning(
-                "%s is live until the server ends; its folder holds %s@%d, which a restart serves. With "
-                "--checkpoint-dir, a restart serves what is live",
-                *(list(live.values())[-1].ref, adapter, found),
-            )
-        if not kept or found is None:
+        live = [version for version in self._registry.last_live(adapter) if self._available(version)]
+        numbers = [version.ref.version for version in live]
+        if found is None or not live:
             return
+        if not kept and numbers[-1] != found:
+            warning = (
+                "%s is live until the server ends: a restart serves %s@%d. With --checkpoint-dir, what is live is kept"
+            )
+            _log.warning(warning, live[-1].ref, adapter, found)
         try:
-            for number, version in live.items():
-                if number != found and not version.info.checkpoint:
+            for version in live:
+                if version.ref.version != found and not version.info.checkpoint:
                     await self._keep_copy(version)
-            await asyncio.to_thread(kept.set_live, adapter, tuple(live), found, self._registry.numbers(adapter))
+            await asyncio.to_thread(kept.set_live, adapter, numbers, found, self._registry.numbers(adapter))
         except ParaLLMError as error:
             _log.error("a restart may not serve what is live as %s: %s", adapter, error)
 

@@ -159,7 +159,7 @@ async def test_without_a_checkpoint_folder_a_rollback_warns(folder: Path, caplog
         await load(client, folder / "adapters" / "tone")
         logged(caplog)
         await post(client, ROLLBACK, lora_name="tone")
-        assert "tone@1 is live until the server ends; its folder holds tone@2, which a restart serves" in logged(caplog)
+        assert "tone@1 is live until the server ends: a restart serves tone@2. --checkpoint-dir" in logged(caplog)
 
 
 # ---- training -------------------------------------------------------------------------------------

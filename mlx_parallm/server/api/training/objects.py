@@ -66,7 +66,7 @@ class TrainingObject(WireOutput):
     training_enabled: bool
     """Whether the server trains."""
     state: str
-    """`disabled`, `idle`, `running`, `updating` or `paused`."""
+    """`disabled`, `idle`, `running`, `updating`, `paused` or `stopped`."""
     pause_reason: str | None
     """Why no automatic updates are made: `asked`, or in words; null if they are."""
     lora_adapter: str | None
