@@ -132,7 +132,8 @@ class Engine:
     def _choose_threads(self) -> None:
         """A server follows what other programs leave, see `MachineWatch`. A run keeps the number that it began with,
         over restarts too: an update that is made again must be the same to the bit."""
-        earlier = read_record(self.shared.run.path) if self._run is not None and self.config.rl_training.enabled else None
+        run = self.shared.run
+        earlier = read_record(run.path) if run is not None and self.config.rl_training.enabled else None
         if earlier is not None and earlier.starts and (count := earlier.starts[-1].blas_threads):
             self._threads.use(count, "as this run began")
             return
