@@ -159,7 +159,7 @@ async def test_without_a_checkpoint_folder_a_rollback_warns(folder: Path, caplog
         await load(client, folder / "adapters" / "tone")
         logged(caplog)
         await post(client, ROLLBACK, lora_name="tone")
-        assert "tone@1 is live until the server ends: a restart serves tone@2. --checkpoint-dir" in logged(caplog)
+        assert "tone@1 is live until the server ends: a restart serves tone@2. With --checkpoint-dir" in logged(caplog)
 
 
 # ---- training -------------------------------------------------------------------------------------
@@ -196,6 +196,9 @@ async def test_what_was_in_training_is_again_until_it_is_stopped(
         trained = (await client.get("/v1/training/status")).json()["trained_adapters"]
         assert trained == ["default", "globex"]
         assert await update(client, "globex") == "globex@3"
+        await post(client, "/v1/training/stop", lora_adapter="globex")
+        again = await post(client, "/v1/training/start", lora_adapter="globex")
+        assert (again["live_lora"], again["step"]) == ("globex@3", 2), "it goes on where it was"
         await post(client, "/v1/training/stop", lora_adapter="globex")
     async with serving(folder, trains=True) as client:
         assert (await client.get("/v1/training/status")).json()["trained_adapters"] == ["default"]

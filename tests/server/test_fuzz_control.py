@@ -59,6 +59,12 @@ def test_rollback(post_json, adapters, body):
 
 
 @fuzzed
+@given(body=bodies(wire.DeleteAdapterBody, {"lora_name": "math"}))
+def test_delete(post_json, adapters, body):
+    check(post_json, adapters, "/v1/adapters/delete", wire.DeletedAdapter, body)
+
+
+@fuzzed
 @given(body=bodies(wire.SwitchLoraBody, {"version": "math"}))
 def test_switch(post_json, adapters, body):
     check(post_json, adapters, "/v1/model/switch-lora", wire.SwitchedLora, body)
