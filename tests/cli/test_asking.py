@@ -318,7 +318,12 @@ def test_delete_lists_first_and_removes_with_yes(server, answers, capsys):
         ),
         (
             "'tone' is in training here: POST /v1/training/rollback serves an earlier version.",
-            "'tone' is in training here: `mlx_parallm training rollback` serves an earlier version.",
+            "'tone' is in training here: `mlx_parallm training rollback --adapter NAME` serves an earlier version.",
+        ),
+        (
+            "'tone' is in training here: send stop_training true, or stop that with POST /v1/training/stop first.",
+            "'tone' is in training here: add --stop-training, or stop that with "
+            "`mlx_parallm training stop --adapter NAME` first.",
         ),
         ("lora_path: say which one with base_model_name.", "say which one with --base."),
     ],

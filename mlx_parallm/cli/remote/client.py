@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 TIMEOUT_S = 5.0
 
 _SPOKEN = {
-    "POST /v1/training/start": "`mlx_parallm training start`",
-    "POST /v1/training/stop": "`mlx_parallm training stop`",
+    "POST /v1/training/start": "`mlx_parallm training start --adapter NAME`",
+    "POST /v1/training/stop": "`mlx_parallm training stop --adapter NAME`",
     "POST /v1/training/pause": "`mlx_parallm training pause`",
-    "POST /v1/training/rollback": "`mlx_parallm training rollback`",
+    "POST /v1/training/rollback": "`mlx_parallm training rollback --adapter NAME`",
     "POST /v1/adapters/route": "`mlx_parallm adapters route`",
     "GET /v1/adapters": "`mlx_parallm adapters list`",
     "load_inplace true": "--replace",
+    "send stop_training true": "add --stop-training",
     "base_model_name": "--base",
     "lora_adapter: ": "",
     "lora_name: ": "",

@@ -175,7 +175,7 @@ async def delete_all(
         stopping = stop_teaching(services, training, name, reader=services.key.reader)
         await services.lifecycle.run_to_end(stopping)
     if not body.dry_run:
-        services.check_not_trained(name, STOP_FIRST)
+        services.check_not_trained(name, f"send stop_training true, or {STOP_FIRST}")
     with adapter_named_by("lora_name", name):
         parts = await services.lifecycle.run_to_end(services.adapters.delete(name, body.dry_run))
     return DeletedAdapter(
