@@ -83,6 +83,19 @@ async def test_it_is_stopped(client, lessons, fault):
     assert (answer.status_code, fault(answer)["message"]) == (409, "No lesson runs.")
 
 
+async def test_it_ends_with_the_training_of_its_adapter(client, lessons):
+    for name in ("polite", "policy"):
+        await client.post("/v1/training/start", json={"lora_adapter": name})
+        await client.post(ROUTE, json={**ASKED, "lora_adapter": name})
+        stopped = await client.post("/v1/training/stop", json={"lora_adapter": name})
+        if name == "polite":
+            assert (stopped.status_code, stopped.json()["state"]) == (200, "stopped")
+            assert lessons.last.outcome == "stopped"
+        else:
+            assert stopped.status_code == 409
+            assert lessons.last.is_running, "the default adapter stays in training"
+
+
 @pytest.mark.parametrize(
     ("changes", "param"),
     [

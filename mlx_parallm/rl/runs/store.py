@@ -58,6 +58,10 @@ _GROUPS = (
 _COUNTED = "INSERT OR REPLACE INTO about (name, value) VALUES ('commits', ?)"
 _CHANGES = "SELECT adapter, number, at, kind, body FROM changes"
 _UPDATES = "SELECT body FROM changes WHERE adapter = ? AND kind = 'update' ORDER BY number DESC"
+_NEWEST_VERSION = (
+    "SELECT json_extract(body, '$.version') AS version FROM changes "
+    "WHERE adapter = ? AND kind = 'update' AND version IS NOT NULL ORDER BY number DESC LIMIT 1"
+)
 _LAST_REPLACED = "SELECT coalesce(max(number), 0) FROM changes WHERE adapter = ? AND kind != 'update'"
 _COUNT_TRAJECTORIES = f"SELECT count(*) FROM intake WHERE adapter = ? AND kind = '{TRAJECTORY}'"
 _FORGET = (
@@ -227,9 +231,8 @@ class JournalFile:
         return tuple(self._read(json.loads, rows[0][0])) if rows else ()
 
     def newest_version(self, adapter: str) -> int:
-        """The largest number of a version of an adapter that an update has published; 0 if there is none."""
-        query = "SELECT coalesce(max(json_extract(body, '$.version')), 0) FROM changes WHERE adapter = ?"
-        ((number,),) = self._rows(query, adapter) or [(0,)]
+        """The number of the newest version of an adapter that an update has published; 0 if there is none."""
+        ((number,),) = self._rows(_NEWEST_VERSION, adapter) or [(0,)]
         return int(number)
 
     def newest_changes(self, count: int) -> tuple[PolicyChange, ...]:

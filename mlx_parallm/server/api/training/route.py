@@ -174,9 +174,9 @@ async def stop(body: Control, services: ServicesDep, training: TrainingDep) -> T
 async def stop_teaching(
     services: Services, training: TrainingClient, adapter: str | None, *, reader: Reader
 ) -> TrainingStatus:
-    """Stops the lesson of an adapter, if it has one, and then its training."""
+    """Stops the lesson of an adapter, if it has one, and then its training. That of the default adapter stays."""
     lessons = services.lessons
-    card = lessons.card(reader) if lessons is not None else None
+    card = lessons.card(reader) if lessons is not None and adapter != training.default_adapter else None
     if lessons is not None and card is not None and card.is_running and card.adapter == adapter:
         await lessons.stop(reader)
     return await training.stop(adapter, reader=reader)
