@@ -187,7 +187,7 @@ def test_list_of_a_server_without_adapters(server, capsys):
     assert printed == ["no adapters", "", "route  base 100 %", "slots  0 of 8 used, 0 pinned, bank 2.0 MiB"]
 
 
-LOADED = b'{"status": "success", "lora_name": "math", "version": 2, "lora_adapter": "math@2"}'
+LOADED = b'{"status": "success", "lora_name": "math", "version": 2, "lora_adapter": "math@2", "warning": ""}'
 
 
 def test_load_sends_a_folder_of_this_machine_as_an_absolute_path(server, answers, capsys, tmp_path, monkeypatch):
@@ -200,6 +200,12 @@ def test_load_sends_a_folder_of_this_machine_as_an_absolute_path(server, answers
     assert capsys.readouterr().out == "math@2 is live\n" * 3
     body = {"lora_name": "math", "lora_path": str(Path.cwd() / "math"), "load_inplace": False}
     assert server.posted == [("/v1/load_lora_adapter", "application/json", body)] * 3
+
+
+def test_load_shows_the_servers_warning(server, answers, capsys):
+    answers["/v1/load_lora_adapter"] = LOADED.replace(b'"warning": ""', b'"warning": "its config is odd"')
+    assert main(["adapters", "load", "math", "x", "--url", server.url]) == 0
+    assert capsys.readouterr().out == "math@2 is live\nwarning: its config is odd\n"
 
 
 def test_load_leaves_a_path_that_is_not_here_to_the_server(server, answers):

@@ -86,7 +86,8 @@ def load_adapter(args: Namespace) -> int:
     body = {"lora_name": args.name, "lora_path": path, "load_inplace": args.replace, **_of_base(args)}
     answer = client.ask("/v1/load_lora_adapter", body, _SLOW_S)
     with client.reading():
-        text = f"{answer['lora_name']}@{answer['version']} is live"
+        warning = f"\nwarning: {answer['warning']}" if answer["warning"] else ""
+        text = f"{answer['lora_name']}@{answer['version']} is live{warning}"
     return show(args, answer, lambda: text)
 
 
