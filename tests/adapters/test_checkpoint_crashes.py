@@ -34,6 +34,8 @@ from mlx_parallm.errors import (
     StorageError,
 )
 
+pytestmark = pytest.mark.ci
+
 
 def test_a_kill_before_any_write_leaves_a_good_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Old or, once renamed, new: it verifies, the next save succeeds, and nothing hidden stays."""

@@ -17,6 +17,8 @@ from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
 from mlx_parallm.cli.main import main
 from mlx_parallm.model.average import write_average
 
+pytestmark = pytest.mark.ci
+
 PROMPT = [72, 101, 108, 108, 111]
 SHARES = [0.5, 0.3, 0.2]
 FINGERPRINT = """

@@ -29,6 +29,8 @@ from mlx_parallm.app.train_progress import TrainOptions
 from mlx_parallm.config import configure
 from mlx_parallm.errors import ConfigError
 
+pytestmark = pytest.mark.ci
+
 KV, BUFFERS = 1 << 20, 1 << 20
 TOLERANCE = 1e-5
 

@@ -37,6 +37,8 @@ from mlx_parallm.rl.competition.trained import TrainedAdapter
 from mlx_parallm.rl.runs.records import Score
 from mlx_parallm.rl.service import TrainingService
 
+pytestmark = pytest.mark.ci
+
 LORA = LoRAConfig(rank=4, alpha=8.0)
 GIVEN = (GivenTrajectory((5, 6), (7,), 1.0), GivenTrajectory((5, 6), (8,), 0.0))
 QUICK = {"rl_training__competition__smallest_effect": 0.9, "rl_training__competition__share": 0.5}

@@ -15,6 +15,8 @@ from mlx_parallm.app.train import run
 from mlx_parallm.app.train_progress import TrainOptions
 from mlx_parallm.cli.train_table import level_lines
 
+pytestmark = pytest.mark.ci
+
 GROUP, PROMPTS = 4, 3
 PATTERNS = {"sure": "", "even": "^[ -O]", "never": "^never$"}
 """By level: what an answer must contain. A tiny model writes anything."""

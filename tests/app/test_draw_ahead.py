@@ -21,6 +21,8 @@ from mlx_parallm.config import Config
 from mlx_parallm.rl.runs.records import Update
 from mlx_parallm.rl.runs.store import JournalFile
 
+pytestmark = pytest.mark.ci
+
 SOURCE = """
 import asyncio, itertools, time
 

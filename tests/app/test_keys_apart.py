@@ -17,6 +17,8 @@ from tiny import save_tiny
 from mlx_parallm.app.server import IntegratedServer
 from mlx_parallm.config import configure
 
+pytestmark = pytest.mark.ci
+
 Headers = Mapping[str, Mapping[str, str]]
 OWN = ("inference", {"own_prefix_cache": True})
 PROMPT = [number % 256 for number in range(200)]

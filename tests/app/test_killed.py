@@ -36,6 +36,8 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.errors import ConfigError
 
+pytestmark = pytest.mark.ci
+
 Found = dict[str, Any]
 """The digest of the weights, the live version, the number of updates, and what waits: [state, reward] by id."""
 

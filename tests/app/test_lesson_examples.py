@@ -31,6 +31,8 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.rl.lessons.examples import SAMPLES
 
+pytestmark = pytest.mark.ci
+
 PROMPTS = (({"role": "user", "content": "one"},), ({"role": "user", "content": "two"},))
 SPEC = LessonSpec(PROMPTS, LessonRule(RuleKind.WORD, "banana"), None, 8, None, 8, 0.8, 1e-3)
 EXAMPLES = 2 * 6

@@ -16,6 +16,8 @@ from tiny import save_tiny
 
 from mlx_parallm import RLIntegratedServer
 
+pytestmark = pytest.mark.ci
+
 ROUTE = "/v1/training/lesson"
 LESSON = {
     "prompts": ["abc", "def"],

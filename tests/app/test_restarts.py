@@ -21,7 +21,7 @@ LOAD, ROLLBACK, DELETE = "/v1/load_lora_adapter", "/v1/adapters/rollback", "/v1/
 LAYOUT = layout_of(tiny_model("llama"))
 PROMPT = {"prompt": [72, 101, 108, 108, 111], "max_tokens": 1, "echo": True, "logprobs": 0}
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(240)]
 
 
 @pytest.fixture

@@ -16,6 +16,8 @@ from tiny import save_tiny
 from mlx_parallm import RLIntegratedServer
 from mlx_parallm.errors import ConfigError
 
+pytestmark = pytest.mark.ci
+
 SOURCE = """
 import asyncio, itertools
 

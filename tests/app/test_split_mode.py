@@ -23,6 +23,8 @@ from mlx_parallm.app.train import run
 from mlx_parallm.app.train_progress import TrainOptions
 from mlx_parallm.errors import ConfigError, TrainingFailedError
 
+pytestmark = pytest.mark.ci
+
 REWARD = """
 def score(completion):
     return sum(letter < "P" for letter in completion) / max(len(completion), 1)

@@ -22,6 +22,8 @@ from mlx_parallm.rl.inference.http import EngineServer
 from mlx_parallm.rl.objectives.samples import answered
 from mlx_parallm.rl.teachers import Teacher, engine_score, server_score
 
+pytestmark = pytest.mark.ci
+
 
 def tasks(folder: Path) -> str:
     """Of which every answer has the same reward."""

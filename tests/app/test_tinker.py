@@ -15,7 +15,7 @@ from tiny import save_tiny
 
 from mlx_parallm import LoRAConfig, RLConfig, RLIntegratedServer
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(120)]
 PROMPT, ANSWER = [10, 11, 12, 13], [40, 41, 42, 43, 44]
 
 

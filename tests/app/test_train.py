@@ -29,6 +29,8 @@ from mlx_parallm.machine import processors
 from mlx_parallm.rl.runs.listing import summarize
 from mlx_parallm.rl.runs.record import RunState
 
+pytestmark = pytest.mark.ci
+
 SCORED = """
 from mlx_parallm.core import CollectionSpec
 from mlx_parallm.rl.environments import Task

@@ -17,6 +17,8 @@ from mlx_parallm.app.train_progress import TrainOptions
 from mlx_parallm.rl.runs.records import Update
 from mlx_parallm.rl.runs.store import JournalFile
 
+pytestmark = pytest.mark.ci
+
 SOURCE = """
 import itertools
 

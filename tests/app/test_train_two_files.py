@@ -14,6 +14,8 @@ from mlx_parallm.app.train_progress import TrainOptions
 from mlx_parallm.config import Config
 from mlx_parallm.errors import ConfigError
 
+pytestmark = pytest.mark.ci
+
 REWARDS = """
 def score(prompts, completions, wanted, **kwargs):
     assert isinstance(prompts[0], str) == isinstance(completions[0], str)

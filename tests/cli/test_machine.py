@@ -11,6 +11,8 @@ import pytest
 
 from mlx_parallm.cli.main import main
 
+pytestmark = pytest.mark.ci
+
 FILES = {"config.json": b'{"model_type": "llama"}', "model.safetensors": b"0" * 2048, "notes.pdf": b"not needed"}
 COMMIT = "c" * 40
 

@@ -14,6 +14,8 @@ from mlx_parallm.errors import ModelNotFoundError
 from mlx_parallm.rl.tracking.trackers import JsonlTracker
 from mlx_parallm.rl.tracking.tracking import Record
 
+pytestmark = pytest.mark.ci
+
 TASK = "reasoning_gym:leg_counting"
 RUN = ["--environment", TASK, "--steps", "2"]
 PNG = b"\x89PNG\r\n\x1a\n"

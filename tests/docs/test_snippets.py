@@ -13,6 +13,8 @@ from docs.pages import PAGES, blocks_of, spans_of, table_of
 
 from mlx_parallm.server.app import openapi_document
 
+pytestmark = pytest.mark.ci
+
 RUN = [page for page in PAGES if any(b.language in ("sh", "python") and b.note != "not run" for b in blocks_of(page))]
 ORDER = sorted(RUN, key=lambda page: page == "docs/learning.md")
 """The page that changes what the server answers comes last."""

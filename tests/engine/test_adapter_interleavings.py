@@ -17,6 +17,8 @@ from mlx_parallm.core import (
     RequestFinished,
 )
 
+pytestmark = pytest.mark.ci
+
 TINY = 1e-5
 """Invariant 8's bound on logprobs across shapes, for tiny float32 models."""
 

@@ -21,6 +21,8 @@ from mlx_parallm.core import (
     SequenceOutput,
 )
 
+pytestmark = pytest.mark.ci
+
 OTHER_EXPERTS = ("qwen2_moe", "mixtral", "olmoe")
 """Families of `test_expert_adapters.py`."""
 

@@ -11,6 +11,8 @@ from harness import Harness, make_harness
 from mlx_parallm.core import PromptScored, SamplingParams, SequenceOutput
 from mlx_parallm.model.manager import SharedModelManager
 
+pytestmark = pytest.mark.ci
+
 TEXTS = (
     "The capital of France is",
     "Once upon a time, in a village by the sea, there lived an old fisherman who had never",

@@ -25,6 +25,8 @@ from mlx_parallm.engine import memory
 from mlx_parallm.engine.live import live
 from mlx_parallm.errors import ContextLengthError
 
+pytestmark = pytest.mark.ci
+
 GIB = 2**30
 
 

@@ -17,6 +17,8 @@ from mlx_parallm.adapters import forward_context
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.core import BASE_ADAPTER, Account, AdapterRef, SamplingParams, SequenceOutput
 
+pytestmark = pytest.mark.ci
+
 NEAR = 1e-4
 """Of logprobs: a tied random model's logits reach ±70, where float32 is good for 4e-6 of them."""
 

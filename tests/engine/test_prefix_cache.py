@@ -26,6 +26,8 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.errors import GrammarError
 
+pytestmark = pytest.mark.ci
+
 TINY = 1e-5
 """Invariant 8's bound on logprobs across shapes, for tiny float32 models."""
 

@@ -30,6 +30,8 @@ from mlx_parallm.engine.live import live
 from mlx_parallm.engine.memory import PrefixRoot
 from mlx_parallm.errors import ConflictError
 
+pytestmark = pytest.mark.ci
+
 MERGED = 3e-5
 """Bound on the differences of logprobs to a model whose weights have the adapter added, in float32. Those of another
 version differ by more than a tenth."""

@@ -16,6 +16,8 @@ from tiny import save_tiny
 from mlx_parallm.config import resolve
 from mlx_parallm.rl.environments import answers_of
 
+pytestmark = pytest.mark.ci
+
 FOLDER = Path(__file__).parents[2] / "examples" / "first_sketch"
 METRICS = (
     "rl_trajectories_collected",

@@ -18,6 +18,8 @@ from tiny import save_tiny
 
 from mlx_parallm.cli.main import serve
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:

@@ -18,6 +18,8 @@ import pytest
 from main_job.serving import Server, in_thread, start, stop
 from tiny import save_tiny
 
+pytestmark = pytest.mark.ci
+
 STEPS = 4
 FLAGS = ("--enable-rl-training", "--lora-rank", "4", "--lora-alpha", "8", "--learning-rate", "0.01")
 GROUP = 4

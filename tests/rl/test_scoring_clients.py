@@ -19,6 +19,8 @@ from mlx_parallm.errors import InvalidRequestError, OverloadedError
 from mlx_parallm.rl.scoring.pool import ScoringError
 from mlx_parallm.rl.scoring.registry import GROUP
 
+pytestmark = pytest.mark.ci
+
 # -- several clients -------------------------------------------------------------------------------
 
 

@@ -22,6 +22,8 @@ from mlx_parallm.rl.learn.pacing import Pacer
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
 from mlx_parallm.rl.objectives.batches import UpdateBatch
 
+pytestmark = pytest.mark.ci
+
 WIDE = changed(LORA, lora_rank=64, lora_target_modules=ModelConfig().lora_target_modules)
 LARGE = changed(SETTINGS, micro_batch_tokens=1, gradient_checkpointing=True)
 """Gradients of 4 MB, beside which the activations of a micro-step of one short sample are little."""

@@ -17,6 +17,8 @@ from mlx_parallm.core import FinishReason, SequenceOutput
 from mlx_parallm.server.api import login
 from mlx_parallm.server.http.connection import OTHER_FILES, reserve_open_files
 
+pytestmark = pytest.mark.ci
+
 PATIENCE_S = 30
 BEGUN = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nX: "
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"

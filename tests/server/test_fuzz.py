@@ -35,6 +35,8 @@ from mlx_parallm.server.protocols.ollama.schema import (
 )
 from mlx_parallm.server.protocols.tokens.schema import TokenCompletion, TokensBody
 
+pytestmark = pytest.mark.ci
+
 USER = [{"role": "user", "content": "x"}]
 ROLES = ("user", "assistant", "system", "tool")
 COLLECTED = {"prompt": "x", "collect_trajectory": True, "scoring_function": "exact"}

@@ -29,6 +29,8 @@ from mlx_parallm.model.tokenizer import Tokenizer
 from mlx_parallm.server.api.chat.history import CHANGED, RENDERED_ANEW, EpisodeHistories, PlannedTurn
 from mlx_parallm.server.api.chat.messages import Conversation, GivenCall, GivenFunction, Message
 
+pytestmark = pytest.mark.ci
+
 FAMILIES = ("chatml", "headers", "inst", "turns", "bars")
 """Templates that write an earlier answer as they began it."""
 

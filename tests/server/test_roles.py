@@ -20,6 +20,8 @@ from mlx_parallm.rl.atropos.trajectory_api import Registration
 from mlx_parallm.server.access.roles import DECLARED, ROUTES
 from mlx_parallm.server.app import create_app
 
+pytestmark = pytest.mark.ci
+
 ROLES = ("inference", "train", "admin")
 FORBIDDEN = {
     "inference": {

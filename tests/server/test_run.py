@@ -15,6 +15,8 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.grammar.compiler import LLCompiler
 from mlx_parallm.server.run import bind, serve
 
+pytestmark = pytest.mark.ci
+
 PATIENCE_S = 30
 SERVE = """
 import sys

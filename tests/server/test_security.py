@@ -9,6 +9,8 @@ from starlette.routing import Mount, Route
 from mlx_parallm.server.access.roles import OPEN_PATHS
 from mlx_parallm.server.app import ROUTES, openapi_document
 
+pytestmark = pytest.mark.ci
+
 KEY = "sk-test-key"
 BODY = {"prompt": "x"}
 

@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.ci
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 COMMANDS = sorted(FOLDER.glob("*.py"))
 MODULES = sorted(path.relative_to(FOLDER).with_suffix("") for path in FOLDER.rglob("*/*.py"))

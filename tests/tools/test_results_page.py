@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.ci
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "results_page.py"
 

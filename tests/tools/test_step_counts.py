@@ -12,6 +12,8 @@ from lib.step.models import BUNDLED, TINY
 from lib.step.stand_ins import gpu_graphs
 from mlx_lm.models import activations
 
+pytestmark = pytest.mark.ci
+
 
 def counts_of(function, *shapes, kind=Kind.OTHER):
     """The counts of a function of float32 arrays of these shapes."""
