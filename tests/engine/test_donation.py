@@ -18,6 +18,8 @@ from mlx_parallm.core import Pooling, SamplingParams
 from mlx_parallm.model.hooks import AttentionStyle
 from mlx_parallm.model.layer_state import LayerSpec
 
+pytestmark = pytest.mark.ci
+
 CACHED = [(7 * at) % 61 for at in range(1500)]
 PROMPT = [(5 * at) % 59 for at in range(100)]
 REQUESTS = {

@@ -18,6 +18,8 @@ from tiny import tiny_model
 from mlx_parallm.core import DeviceSchedule, RequestFailed, SamplingParams
 from mlx_parallm.errors import DeviceLostError, DeviceMemoryError, GrammarError, StepFailedError
 
+pytestmark = pytest.mark.ci
+
 NO_MEMORY = "[metal::malloc] Unable to allocate 1073741824 bytes."
 COMMAND_BUFFER = "[METAL] Command buffer execution failed: Caused GPU Timeout Error"
 SAMPLED = SamplingParams(temperature=0.7, seed=9, presence_penalty=0.4)

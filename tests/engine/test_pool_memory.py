@@ -12,6 +12,8 @@ from mlx_parallm.batch.kv.arena import Arena
 from mlx_parallm.batch.kv.sizing import is_short
 from mlx_parallm.core import GenerationRequest, RequestFinished, StopParams
 
+pytestmark = pytest.mark.ci
+
 LONG = [7, 3, 9, 1] * 50
 OTHER = [2, 8] * 50
 

@@ -9,6 +9,8 @@ from tiny import tiny_model
 
 from mlx_parallm.core import GenerationRequest, Relief, StopParams, WorkClass
 
+pytestmark = pytest.mark.ci
+
 PROMPTS = [[20 + number] * 300 for number in range(12)]
 
 

@@ -23,6 +23,8 @@ from mlx_parallm.selftest.models import tiny_models
 from mlx_parallm.selftest.run import run_checks
 from mlx_parallm.selftest.tested import TestedModel, opened
 
+pytestmark = pytest.mark.ci
+
 NAMES = [check.name for check in CHECKS]
 
 
