@@ -7,7 +7,10 @@ from pathlib import Path
 
 # More threads than cores would wait for each other, and a number that follows the load would change last bits. The
 # servers that tests start inherit this, which is read when the BLAS is loaded.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else str(os.cpu_count()))
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # not what the process set that started it, see below
+else:
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", str(os.cpu_count()))
 
 # Some hundred processes would compile all that they import, if nobody may write bytecode beside the sources.
 if sys.dont_write_bytecode:
