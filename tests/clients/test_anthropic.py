@@ -1,4 +1,4 @@
-"""Anthropic's SDK 2.12, unmodified, against `/v1/messages`."""
+"""Anthropic's SDKs, of Python from 2.12 and of JavaScript 1.14, unmodified, against `/v1/messages`."""
 
 from __future__ import annotations
 
@@ -53,6 +53,25 @@ def test_tools_are_called_and_their_results_are_told(server: Server) -> None:
 
 def test_a_format_is_followed(server: Server) -> None:
     assert told_by(server, "parsed")["parsed"]["city"] in ("Paris", "Rome")
+
+
+@pytest.mark.parametrize("client", ["with_anthropic.py", "with_anthropic.js"])
+def test_a_thread_has_its_history(request: pytest.FixtureRequest, server: Server, client: str) -> None:
+    """Its last answer is the one to the whole conversation, which the SDK sends again when it is told to."""
+    if client.endswith(".js"):
+        request.getfixturevalue("node")
+    told = script(client, server.url, ASKED, ("thread",))["thread"]
+    assert told["said"] == ["user", "assistant", "user", "assistant", "user"]
+    assert told["last"] == told["whole"]
+
+
+def test_a_runner_of_tools_has_its_history(server: Server, node: None) -> None:
+    told = script("with_anthropic.js", server.url, ASKED, ("tool_runner",))["tool_runner"]
+    assert told["said"] == ["user", "assistant", "user", "assistant", "user"]
+    assert told["ran"] == told["calls"]
+    assert len(told["calls"]) == 2
+    for call in told["calls"]:
+        validate(call, WEATHER)
 
 
 def test_errors_are_the_clients_own(server: Server) -> None:

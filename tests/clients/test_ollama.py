@@ -1,4 +1,4 @@
-"""ollama-python 0.6.3, unmodified, against Ollama's API."""
+"""Ollama's clients, ollama-python 0.6.3 and ollama-js 0.6, unmodified, against Ollama's API."""
 
 from __future__ import annotations
 
@@ -64,3 +64,14 @@ def test_errors_are_the_clients_own(server: Server) -> None:
     assert told["unknown_model"][0] == 404
     assert "'nobody'" in told["unknown_model"][1]
     assert told["image"] == [400, "messages[0].images: not supported by this server; leave it out"]
+
+
+def test_the_javascript_client(server: Server, node: None) -> None:
+    """A vector of the older route is the newer one's, but for its length."""
+    asked = {"messages": [{"role": "user", "content": ASKED["question"]}], "max_tokens": ASKED["max_tokens"]}
+    chat = server.post("/v1/chat/completions", model=SERVED, temperature=0, **asked)
+    told = script("with_ollama.js", server.url, ASKED, ("chat", "stream", "embeddings", "embed"))
+    assert told["chat"] == told["stream"] == chat["choices"][0]["message"]["content"]
+    length = math.hypot(*told["embeddings"])
+    assert length > 1.1
+    assert math.dist([number / length for number in told["embeddings"]], told["embed"]) < 1e-3

@@ -66,6 +66,8 @@ SPECS: Mapping[str, Callable[[Any], GrammarSpec]] = {
     "grammar": lambda source: GrammarSpec(GrammarKind.GRAMMAR, source),
 }
 """Maps the name of each way that vLLM has to write a grammar to a function that makes a `GrammarSpec`."""
+WAYS: Mapping[str, str] = {f"guided_{way}": way for way in SPECS} | {"regex": "regex", "ebnf": "grammar"}
+"""Maps vLLM's older fields and SGLang's to the names in `SPECS`."""
 
 
 class NamedSchema(WireInput):
@@ -165,6 +167,10 @@ class StructuredBody(OpenBody):
     """vLLM's older name for `structured_outputs.choice`."""
     guided_grammar: GrammarText | None = None
     """vLLM's older name for `structured_outputs.grammar`."""
+    regex: Regex | None = None
+    """SGLang's name for `structured_outputs.regex`."""
+    ebnf: GrammarText | None = None
+    """SGLang's name for `structured_outputs.grammar`."""
 
     _grammar: tuple[str, GrammarSpec] | None = PrivateAttr(default=None)
 
@@ -172,8 +178,7 @@ class StructuredBody(OpenBody):
     def _read_grammar(self) -> Self:
         formats = {"response_format": self.response_format, "structured_outputs": self.structured_outputs}
         found = [(name, spec) for name, part in formats.items() if part is not None and (spec := part.spec) is not None]
-        guided = {way: getattr(self, f"guided_{way}") for way in SPECS}
-        found += [(f"guided_{way}", SPECS[way](value)) for way, value in guided.items() if value is not None]
+        found += [(name, SPECS[way](value)) for name, way in WAYS.items() if (value := getattr(self, name)) is not None]
         if other := next((name for name, spec in found if spec != found[0][1]), None):
             raise refused(f"cannot be combined with {found[0][0]}: send one of them", other)
         self._grammar = found[0] if found else None

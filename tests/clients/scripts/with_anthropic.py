@@ -106,6 +106,18 @@ def count():
     return [counted.input_tokens, beta.input_tokens]
 
 
+def thread():
+    """Three turns, of which each gives only what is new, and the last is streamed; then the same without a thread."""
+    thread = CLIENT.beta.messages.thread(**SAID | {"messages": [{"role": "user", "content": "My name is Bob."}]})
+    assert thread.send().id == thread.previous_message_id
+    thread.send(QUESTION)
+    with thread.stream({"role": "user", "content": "What is my name?"}) as events:
+        last = events.get_final_message()
+    *before, _ = thread.messages
+    whole = CLIENT.messages.create(**SAID | {"messages": before})
+    return {"said": [message["role"] for message in before], "last": told(last), "whole": told(whole)}
+
+
 def unknown_model():
     try:
         CLIENT.messages.create(**SAID | {"model": "nobody"})

@@ -8,7 +8,7 @@ import json
 import sys
 from typing import Literal
 
-from langchain_openai import ChatOpenAI, OpenAI
+from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 from openai import NotFoundError
 from pydantic import BaseModel
 
@@ -60,6 +60,12 @@ def tool_call():
     bound = LONGER.bind_tools(tools, tool_choice="required", parallel_tool_calls=False)
     first, *more = bound.stream(ASKED["question"])
     return {"calls": calls(bound.invoke(ASKED["question"])), "streamed": calls(sum(more, first))}
+
+
+def vectors():
+    """In one request, because its batches are of 1,000 texts. It sends OpenAI's tokens unless it is told not to."""
+    embeddings = OpenAIEmbeddings(model=ASKED["model"], base_url=URL, api_key="none", check_embedding_ctx_length=False)
+    return embeddings.embed_documents(ASKED["texts"])
 
 
 def calls(message):

@@ -82,6 +82,35 @@ def tool_call():
     return {"calls": calls(whole), "streamed": calls(streamed)}
 
 
+def ollama():
+    """By Ollama's routes, whole, asynchronously and streamed; `ollama/` makes the prompt itself."""
+    return {provider: by_ollama(f"{provider}/{ASKED['model']}") for provider in ("ollama_chat", "ollama")}
+
+
+def by_ollama(model):
+    said = SAID | {"model": model, "api_base": URL.removesuffix("/v1")}
+    chunks = list(litellm.completion(**said, stream=True))
+    answers = [
+        litellm.completion(**said),
+        asyncio.run(litellm.acompletion(**said)),
+        litellm.stream_chunk_builder(chunks),
+    ]
+    return [answer.choices[0].message.content for answer in answers]
+
+
+def ollama_vectors():
+    asked = {"model": f"ollama/{ASKED['model']}", "input": ["A cat sleeps.", "A dog runs."]}
+    answer = litellm.embedding(**asked, api_base=URL.removesuffix("/v1"))
+    return [vector["embedding"] for vector in answer.data]
+
+
+def too_long():
+    try:
+        litellm.completion(**SAID | {"messages": [{"role": "user", "content": "word " * 9000}]}, **SERVER)
+    except litellm.ContextWindowExceededError as error:
+        return str(error)
+
+
 def calls(answer):
     made = answer.choices[0].message.tool_calls
     return [{"name": call.function.name, "arguments": json.loads(call.function.arguments)} for call in made]
