@@ -16,6 +16,7 @@ pytestmark = pytest.mark.timeout(900)
 
 PLAIN = ("chat", "stream", "completion", "together", "parsed", "unknown_model")
 CLIENTS = ("with_openai.py", "with_litellm.py", "with_langchain.py", "with_openai.js")
+CITIES = ("Paris", "London", "Rome")
 CAPITAL = {"city": "Paris", "certain": True}
 TEXTS = [f"A text with the number {number}." for number in range(300)]
 
@@ -66,7 +67,7 @@ def test_instructor_parses(server: Server) -> None:
 
 def test_instructor_parses_by_a_tool(server: Server) -> None:
     (parsed,) = script("with_instructor.py", server.url, ASKED, ("parsed_by_tool",)).values()
-    assert parsed["city"] in ("Paris", "London", "Rome")
+    assert parsed["city"] in CITIES
     assert parsed["certain"] in (True, False)
 
 
@@ -107,7 +108,8 @@ def test_guidance_captures(server: Server) -> None:
     told = answers["captures"]
     assert told["text"] == f"The capital is {told['city']}, since {told['year']}."
     assert re.fullmatch("1[0-9]{3}", told["year"])
-    assert answers["parsed"] == CAPITAL
+    assert answers["parsed"]["city"] in CITIES
+    assert answers["parsed"]["certain"] in (True, False)
 
 
 def test_outlines_speaks_as_to_vllm_and_as_to_sglang(server: Server) -> None:
@@ -115,9 +117,9 @@ def test_outlines_speaks_as_to_vllm_and_as_to_sglang(server: Server) -> None:
     assert answers["parsed"] == [CAPITAL] * 2
     assert all(re.fullmatch("[a-c]{3}", text) for text in answers["pattern"])
     assert set(answers["grammar"]) <= {"Paris", "Rome"}
-    assert set(answers["choice"]) <= {"Paris", "London", "Rome"}
+    assert set(answers["choice"]) <= set(CITIES)
 
 
 def test_aiohttp_uses_idle_connections_again(server: Server) -> None:
-    """After 5 seconds, when many servers close them."""
+    """After 6 seconds, when many servers have closed them."""
     assert script("with_aiohttp.py", server.url, ASKED, ("idle",))["idle"] == {"created": 20, "reused": 20}

@@ -12,11 +12,11 @@ from collections import Counter
 import aiohttp
 
 URL, ASKED = sys.argv[1], json.loads(sys.argv[2])
-CLIENTS, IDLE_S = 20, 5
+CLIENTS, IDLE_S = 20, 6
 
 
 async def idle():
-    """Connections that were idle for the time after which many servers close them, used again."""
+    """Connections that were idle for longer than many servers keep them, used again."""
     counts, trace = Counter(), aiohttp.TraceConfig()
 
     async def created(*_):
