@@ -110,7 +110,8 @@ def _measure_when_asked(follow: bool) -> None:
 
     def measure() -> dict[str, float]:
         if follow:
-            threads.adapt()
+            threads.adapt()  # by what others did while this process waited for its turn
+            threads.adapt()  # by what they do now
         return {
             "prompt": _milliseconds(lambda: mx.eval(manager.model(prompt)[:, -1]), 1),
             "decode 1": _milliseconds(lambda: mx.eval(one.step()), 6),
