@@ -179,12 +179,15 @@ def _config(folder: Path, host: str, listening: Listening) -> str:
 
 
 async def _answers(port: int) -> bool:
+    """Whether the server greets. While it starts, it may take a connection and end it without a word."""
     try:
-        _, writer = await asyncio.open_connection("127.0.0.1", port)
-    except OSError:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            return (await asyncio.wait_for(reader.readline(), 2)).startswith(b"INFO")
+        finally:
+            writer.close()
+    except (OSError, TimeoutError):
         return False
-    writer.close()
-    return True
 
 
 def main(program: str, config: str) -> None:
