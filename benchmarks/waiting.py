@@ -13,17 +13,16 @@ import argparse
 import asyncio
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
 from lib import machine, report
+from lib.burning import burning
 from lib.figures import Figure, ratios, reported, spread
 from lib.load import Stream
 from lib.peers import Peer, our_server
@@ -36,7 +35,7 @@ from mlx_parallm.scheduler.scheduler import RLAwareScheduler, SchedulerConfig
 
 HERE = Path(__file__).parent
 PARTS = ("burners", "budget", "admission")
-BURNERS, BURN = 2, "while True: pass"
+BURNERS = 2
 ROWS, ROW_TOKENS, SETTLED_TOKENS = 8, 4000, 8
 SHORT_TOKENS, PROMPT_TOKENS = 4, 32
 SHORT_TEXT = "The quick brown fox jumps over the lazy dog. " * 6
@@ -87,7 +86,7 @@ async def beside_burners(model: Path | None, logs: Path, repeats: int) -> Waits:
     waits = Waits()
     async with our_server(model, logs) as peer, asyncio.timeout(LIMIT_S):
         await warm_up(peer)
-        with peer.awake(), _burning():
+        with peer.awake(), burning(BURNERS):
             for repeat in range(repeats):
                 waits.least.append(await _first_token_s(peer, f"{repeat} alone. {SHORT_TEXT}"))
                 waits.most.append(await _beside_rows(peer, 1, f"{repeat} behind. {SHORT_TEXT}"))
@@ -141,17 +140,6 @@ def _prompt(repeat: int) -> list[int]:
 def _stream(peer: Peer, prompt: str | list[int], tokens: int) -> Stream:
     """A streaming request. `return_token_ids` makes every token an event, even if its text is incomplete."""
     return Stream(peer.port, {**body(prompt, tokens), "ignore_eos": True, "return_token_ids": True})
-
-
-@contextmanager
-def _burning() -> Iterator[None]:
-    burners = [subprocess.Popen([sys.executable, "-c", BURN]) for _ in range(BURNERS)]
-    try:
-        yield
-    finally:
-        for burner in burners:
-            burner.kill()
-            burner.wait()
 
 
 def _tell(waits: Waits) -> None:
