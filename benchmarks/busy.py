@@ -69,8 +69,8 @@ def _rounds(children: dict[str, subprocess.Popen[str]], repeats: int) -> dict[st
 
 
 def _start(setting: str, mkl: str | None) -> "subprocess.Popen[str]":
-    told = ("OPENBLAS_", "MKL_", "OMP_", "KMP_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(told)}
+    prefixes = ("OPENBLAS_", "MKL_", "OMP_", "KMP_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
     for part in setting.split(","):
         name, _, value = part.partition("=")
         environment |= {

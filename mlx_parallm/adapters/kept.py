@@ -60,7 +60,7 @@ class KeptVersions:
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # held from reading what is kept until that is replaced
         self._adapters = {path.parent.name: _read(path) for path in folder.glob(f"*/{FILE}")} if folder else {}
 
     def __bool__(self) -> bool:
@@ -91,19 +91,21 @@ class KeptVersions:
             ConflictError: the adapter's name differs from another one's only in upper and lower case.
             StorageError: the disk failed.
         """
-        old = self.of(ref.name)
-        if self and old.numbers.get(digest) != ref.version:
-            numbers = [(other, number) for other, number in old.numbers.items() if other != digest]
-            newest = dict([*numbers, (digest, ref.version)][-_CONTENTS:])
-            self._write(ref.name, replace(old, numbers=newest, last=max(old.last, ref.version)))
+        with self._lock:
+            old = self.of(ref.name)
+            if self and old.numbers.get(digest) != ref.version:
+                numbers = [(other, number) for other, number in old.numbers.items() if other != digest]
+                newest = dict([*numbers, (digest, ref.version)][-_CONTENTS:])
+                self._write(ref.name, replace(old, numbers=newest, last=max(old.last, ref.version)))
 
     def set_live(self, adapter: str, live: Sequence[int], found: int | None, known: Collection[int]) -> None:
         """Keeps which versions are live and were live before, and removes the copies of versions that are not `known`.
         Raises as `number`."""
-        old, new = self.of(adapter), tuple(live)
-        if self and (old.live, old.found) != (new, found):
-            self._write(adapter, replace(old, live=new, found=found, at=time.time()))
-            self._prune(adapter, known)
+        with self._lock:
+            old, new = self.of(adapter), tuple(live)
+            if self and (old.live, old.found) != (new, found):
+                self._write(adapter, replace(old, live=new, found=found, at=time.time()))
+                self._prune(adapter, known)
 
     def forget(self, adapter: str) -> None:
         """Forgets an adapter, whose folder is being removed."""
@@ -116,16 +118,15 @@ class KeptVersions:
             if other != adapter and other.casefold() == adapter.casefold():
                 raise ConflictError(f"{adapter} and {other} would share a folder on some disks: use another name")
         path = self._folder / adapter / FILE
-        with self._lock:
-            try:
-                atomic.make_folder(path.parent)
-                atomic.replace_file(path, _FILE.dump_json(versions, indent=2) + b"\n")
-            except OSError as error:
-                raise StorageError(
-                    f"the versions of {adapter} cannot be kept for a restart: {error.strerror}; make room on the disk "
-                    "and try again"
-                ) from error
-            self._adapters = {**self._adapters, adapter: versions}
+        try:
+            atomic.make_folder(path.parent)
+            atomic.replace_file(path, _FILE.dump_json(versions, indent=2) + b"\n")
+        except OSError as error:
+            raise StorageError(
+                f"the versions of {adapter} cannot be kept for a restart: {error.strerror}; make room on the disk "
+                "and try again"
+            ) from error
+        self._adapters = {**self._adapters, adapter: versions}
 
     def _prune(self, adapter: str, known: Collection[int]) -> None:
         assert self._folder is not None

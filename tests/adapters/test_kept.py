@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -29,6 +32,26 @@ def test_numbers_and_what_is_live_are_read_again(tmp_path: Path) -> None:
     assert KeptVersions(tmp_path).number_of("tone", "a") == 8, "the newest one"
     again.forget("tone")
     assert again.of("tone").last == 0
+
+
+def test_numbers_that_are_given_at_the_same_time_are_all_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = KeptVersions(tmp_path)
+    write, first = atomic.replace_file, threading.Event()
+
+    def slow(path: Path, content: bytes) -> None:
+        if not first.is_set():
+            first.set()
+            time.sleep(0.2)  # the other one comes meanwhile
+        write(path, content)
+
+    monkeypatch.setattr(atomic, "replace_file", slow)
+    with ThreadPoolExecutor(2) as threads:
+        one = threads.submit(kept.number, ref(1), "a")
+        assert first.wait(10)
+        two = threads.submit(kept.number, ref(2), "b")
+        one.result()
+        two.result()
+    assert KeptVersions(tmp_path).of("tone").numbers == {"a": 1, "b": 2}
 
 
 def test_an_adapter_with_many_contents_keeps_the_newest_and_never_repeats_a_number(tmp_path: Path) -> None:
