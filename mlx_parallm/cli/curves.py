@@ -17,7 +17,7 @@ _PANELS = {
     "entropy": "entropy (nats a token)",
     "completion_tokens": "length of answers (tokens, mean)",
     "clip_fraction": "clipped tokens (fraction)",
-    "tokens_per_second": "tokens drawn a second",
+    "tokens_per_second": "tokens sampled a second",
 }
 _MAX_MARKERS = 60
 """Curves with more points are drawn as a line without markers."""
@@ -44,10 +44,10 @@ def figure(made: Sequence[Made], title: str) -> Any:
     updates = [each for each in made if each.is_update]
     steps, reports = [each.step for each in updates], [each.report for each in updates]
     evaluations = [(each.step, *each.evaluation) for each in made if each.evaluation is not None]
-    drawn = Figure(figsize=(16, 6.5), layout="constrained")
-    FigureCanvasAgg(drawn)  # opens no window, and shares no state with other figures
-    drawn.suptitle(title)
-    axes = iter(drawn.subplots(2, 4).flat)
+    figure = Figure(figsize=(16, 6.5), layout="constrained")
+    FigureCanvasAgg(figure)  # opens no window, and shares no state with other figures
+    figure.suptitle(title)
+    axes = iter(figure.subplots(2, 4).flat)
     _draw_reward(next(axes), steps, reports)
     if evaluations:
         _draw_evaluations(next(axes), evaluations)
@@ -55,7 +55,7 @@ def figure(made: Sequence[Made], title: str) -> Any:
         _draw(next(axes), steps, _series(reports, metric), label)
     for unused in axes:
         unused.remove()
-    return drawn
+    return figure
 
 
 def _draw(axes: Any, steps: Sequence[int], values: Sequence[float], label: str) -> None:

@@ -110,7 +110,7 @@ class LessonShowing:
     """Examples that are imitated now, all of them several times.
 
     Attributes:
-        examples: their number; 0 while they are being drawn.
+        examples: their number; 0 while they are being sampled.
         number: the last of those that the update in progress imitates, counted from 1.
         time, times: which time it is, and how often all of them are imitated.
         loss: of the update before; None: it is the first one.

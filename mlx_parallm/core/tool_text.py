@@ -43,7 +43,7 @@ def read_arguments(text: str) -> object:
 
 
 def lost_result(turns: Sequence[tuple[str, Collection[str], str | None]]) -> int | None:
-    """The place of the first result of a tool whose call is missing.
+    """The index of the first result of a tool whose call is missing.
 
     A result without an id belongs to any call. Results before the first message of the user or the assistant belong to
     calls that were cut off with the beginning of the conversation; one without such a message has lost its call.
@@ -51,12 +51,12 @@ def lost_result(turns: Sequence[tuple[str, Collection[str], str | None]]) -> int
     Args:
         turns: of each message, its role, the ids of its calls, and the id of the call whose result it is.
     """
-    begins = next((place for place, (role, _, _) in enumerate(turns) if role in ("user", "assistant")), -1)
+    begins = next((index for index, (role, _, _) in enumerate(turns) if role in ("user", "assistant")), -1)
     known: set[str] = set()
-    for place, (_, calls, result) in enumerate(turns):
+    for index, (_, calls, result) in enumerate(turns):
         known.update(calls)
-        if result and result not in known and place > begins:
-            return place
+        if result and result not in known and index > begins:
+            return index
     return None
 
 

@@ -30,8 +30,8 @@ def read_conversation(value: object) -> tuple[Message, ...] | None:
         return None
     turns = tuple(map(_message, messages))
     ids = [(turn["role"], _ids(turn), turn.get("tool_call_id")) for turn in turns]
-    if (place := lost_result(ids)) is not None:
-        raise ValueError(f"no earlier message has the call {ids[place][2]!r}, whose result it has")
+    if (index := lost_result(ids)) is not None:
+        raise ValueError(f"no earlier message has the call {ids[index][2]!r}, whose result it has")
     return turns
 
 

@@ -400,7 +400,7 @@ class TrainingService:
 
     @contextmanager
     def imitating(self, adapter: str) -> Iterator[None]:
-        """While the block runs, examples are drawn for an adapter and imitated, because its answers earn nothing; so
+        """While the block runs, examples are sampled for an adapter and imitated, because its answers earn nothing; so
         these are no plateau. Raises UnknownModelError if it is not trained."""
         plateau = self._loop(adapter).training.plateau
         plateau.restart()

@@ -318,9 +318,9 @@ class MlxLmFormat:
         trained, so all of them count."""
         blocks = [(index, key) for index, key in map(block_of, paths) if index is not None]
         if isinstance(self._keys, list) and (other := next((key for _, key in blocks if key not in self._keys), None)):
-            told = f"keys do not name {other}"
+            fault = f"keys do not name {other}"
         elif type(self._layers) is int and any(0 < self._layers < layout.layers - index for index, _ in blocks):
-            told = f"num_layers is {self._layers} of {layout.layers}, but an earlier layer has factors too"
+            fault = f"num_layers is {self._layers} of {layout.layers}, but an earlier layer has factors too"
         else:
             return ""
-        return f"{CONFIG_FILE} contradicts {self.weights_file}: {told}. All factors are used; correct the config"
+        return f"{CONFIG_FILE} contradicts {self.weights_file}: {fault}. All factors are used; correct the config"

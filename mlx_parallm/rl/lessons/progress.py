@@ -93,7 +93,7 @@ class LessonProgress:
         return len(self._recent) >= self._per_update and fmean(self._recent) < RARE
 
     def shown(self) -> None:
-        """Examples were imitated. What was drawn before says nothing any more."""
+        """Examples were imitated. What was sampled before says nothing any more."""
         self._silent = 0
         self._recent.clear()
 

@@ -20,7 +20,7 @@ from mlx_parallm.errors import ConfigError, StorageError
 
 _FORMAT = 1
 _COMPARED = ("model", "rl_training", "inference")
-"""Sections of the configuration whose changes are told when a run is resumed."""
+"""Sections of the configuration whose changes are logged when a run is resumed."""
 _MAX_STARTS = 100
 """Starts that are kept, the newest ones."""
 

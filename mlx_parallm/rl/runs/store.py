@@ -3,7 +3,7 @@
     intake    what came in, in order: trajectories, their rewards, groups that were closed
     ends      the trajectories that were trained on or dropped
     changes   of policies: updates, rollbacks, and where training started
-    about     the base model that all of it was drawn from, and which adapters are in training
+    about     the base model that all of it was sampled from, and which adapters are in training
 
 In WAL mode with synchronous=FULL, a commit returns when its rows are on the disk, and a crash at any moment leaves the
 rows of whole commits. SQLite treats a damaged frame as the end of the WAL, and a WAL that is gone as an empty one, so

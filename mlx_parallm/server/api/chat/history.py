@@ -132,7 +132,7 @@ class EpisodeHistories:
         self, turn: DrawnTurn, conversation: Conversation, tokenizer: TextTokenizer, rendered: list[int]
     ) -> list[int] | None:
         """The tokens of `turn`, and those of what follows its answer. None: the template writes the turn differently
-        now, so it cannot be told which of its tokens follow the answer."""
+        now, so nothing says which of its tokens follow the answer."""
         before, answered = conversation.first(len(turn.messages)), conversation.first(len(turn.messages) + 1)
         history = answered.render(tokenizer, add_generation_prompt=False)
         length, digest = turn.rendered

@@ -178,9 +178,9 @@ class Message(WireInput):
 
 def _with_calls(messages: list[Message]) -> list[Message]:
     turns = [(each.role, [call.id for call in each.tool_calls], each.tool_call_id) for each in messages]
-    if (place := lost_result(turns)) is not None:
-        lost = shown(str(turns[place][2]))
-        raise refused(f"no earlier message has the call {lost}, whose result this is; send that message too", place)
+    if (index := lost_result(turns)) is not None:
+        lost = shown(str(turns[index][2]))
+        raise refused(f"no earlier message has the call {lost}, whose result this is; send that message too", index)
     return messages
 
 

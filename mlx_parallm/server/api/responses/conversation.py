@@ -211,9 +211,9 @@ class KeptItem(BaseModel):
 
     def message(self) -> ChatMessageFields:
         fields = self.model_extra or {}
-        told = {name: fields[name] for name in KEPT_ITEMS[self.type] if fields.get(name)}
+        kept = {name: fields[name] for name in KEPT_ITEMS[self.type] if fields.get(name)}
         role = "user" if self.type.endswith("_output") else "assistant"
-        return {"role": role, "content": f"[{self.type}] {json.dumps(told, ensure_ascii=False)}"} if told else {}
+        return {"role": role, "content": f"[{self.type}] {json.dumps(kept, ensure_ascii=False)}"} if kept else {}
 
 
 class ItemReference(WireInput):

@@ -248,11 +248,11 @@ def _holders(body: ResponsesBody, services: Services, key: NamedKey) -> frozense
         UnknownResponseError: one is not stored, or `key` may not read it.
     """
     holders = set()
-    for place, item in enumerate(body.input):
+    for index, item in enumerate(body.input):
         if isinstance(item, ItemReference):
             stored = services.responses.find_item(item.id)
             if stored is None or not key.reader.may_read(stored.owner):
-                param = f"input[{place}].id"
+                param = f"input[{index}].id"
                 advice = f"no stored response has an item with the id {shown(item.id)}; send the item itself."
                 raise UnknownResponseError(f"{param}: {advice}", param=param)
             holders.add(stored)

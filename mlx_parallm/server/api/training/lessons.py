@@ -175,7 +175,7 @@ class LessonShowingObject(WireOutput):
     """The examples that are imitated now. All of them are imitated several times."""
 
     examples: int
-    """Their number; 0 while they are being drawn."""
+    """Their number; 0 while they are being sampled."""
     number: int
     """The last of those that the update in progress imitates, counted from 1."""
     time: int
