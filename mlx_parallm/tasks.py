@@ -1,10 +1,10 @@
-"""Tasks that nobody waits for."""
+"""Tasks that nobody waits for, and calls that run to their end."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextvars import Context
 from typing import Any, TypeVar
 
@@ -29,3 +29,9 @@ def log_failure(task: asyncio.Task[Any], log: logging.Logger, what: str) -> None
             log.error("%s failed", what, exc_info=error)
 
     task.add_done_callback(ended)
+
+
+async def release(close: Callable[[], None]) -> None:
+    """Runs `close`, which blocks, in a worker thread. It runs even if the caller is cancelled again meanwhile, as
+    `asyncio.run` does with every task that is left. (`asyncio.to_thread` drops a call that no thread has begun.)"""
+    await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, close))

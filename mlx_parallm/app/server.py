@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from fastapi import FastAPI
 
 from mlx_parallm import logs
 from mlx_parallm.app import banner
@@ -36,14 +35,13 @@ from mlx_parallm.rl.environments import Environment
 from mlx_parallm.rl.tracking.history import events_of
 from mlx_parallm.rl.tracking.tracking import Tracking
 from mlx_parallm.server.api.chat.template import read_templates
-from mlx_parallm.server.app import create_app
 from mlx_parallm.server.http import request_log
-from mlx_parallm.server.lifecycle import release
-from mlx_parallm.server.run import serve
 from mlx_parallm.server.traces.export import Traces, open_traces
-from mlx_parallm.tasks import spawn
+from mlx_parallm.tasks import release, spawn
 
-if TYPE_CHECKING:  # it needs the extra `cluster`
+if TYPE_CHECKING:  # the one is imported later, the other needs the extra `cluster`
+    from fastapi import FastAPI
+
     from mlx_parallm.cluster.node import Node
 
 _log = logging.getLogger(__name__)
@@ -89,6 +87,14 @@ async def _node(config: Config, served: Served) -> AsyncIterator[Node | None]:
         yield node
 
 
+def _import_http() -> Callable[[FastAPI, Callable[[int], None]], Awaitable[int]]:
+    """Imports what serves, in a second of processor time, while the model is loaded. Returns `server.run.serve`."""
+    import mlx_parallm.server.app  # noqa: F401  # for `_create_app`
+    from mlx_parallm.server.run import serve
+
+    return serve
+
+
 async def _run(config: Config, ranks: Ranks | None = None) -> int:
     """Runs the HTTP server and the training loop. An error in either ends both."""
     server = IntegratedServer(config, ranks)
@@ -106,6 +112,8 @@ def _started(served: Served, config: Config, app: FastAPI, node: Node | None, po
         key = config.server.api_key
         url = f"{banner.base_url(config.server, port)}/v1"
         served.training.scorers.judge_by(url, key.get_secret_value() if key else "")
+    gc.freeze()  # what is imported and loaded stays: it is never looked through for garbage again
+    gc.enable()
     banner.show(served, config, port)
 
 
@@ -152,7 +160,7 @@ class IntegratedServer:
         templates = read_templates(server.chat_template_dir)
         traces = open_traces(server.otlp_traces_endpoint)
         try:
-            served = await self._load()
+            served, serve = await asyncio.gather(self._load(), asyncio.to_thread(_import_http))
             run, training = served.run.path if served.run else None, served.training
             deletion = Deletion(config, run, training.service if training else None, self._lessons)
             models, adapters = await asyncio.to_thread(build_base_set, self._engine, templates, deletion)
@@ -183,6 +191,8 @@ class IntegratedServer:
         traces: Traces | None,
         node: Node | None,
     ) -> FastAPI:
+        from mlx_parallm.server.app import create_app
+
         training = served.training
         return create_app(
             served.engine,

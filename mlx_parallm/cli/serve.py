@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 
 from mlx_parallm.cli.flags import SERVE, add_flags, settings
@@ -27,6 +28,7 @@ def serve(args: argparse.Namespace) -> int:
     if args.print_config:
         print(render(resolved), end="")
         return 0
+    gc.disable()  # until it is ready: a tenth of its start would go into looking for garbage in what it imports
     from mlx_parallm.app.server import run
 
     return run(resolved.config)

@@ -90,27 +90,53 @@ def _agree(one: Codec, other: Codec, text: str) -> bool:
     return same_ids and texts == [other.decode(ids[0], skip) for skip in (True, False)]
 
 
+# -- the Rust tokenizer's own description --------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A Rust tokenizer as it describes itself, which takes a tenth of a second for 50,000 tokens.
+
+    steps: its normalizer, pre-tokenizer, model and decoder, as JSON
+    vocabulary: the id of each token, added ones too
+    added: the text of each added token, by its id
+    """
+
+    steps: dict[str, Any]
+    vocabulary: dict[str, int]
+    added: dict[int, str]
+
+
+def parts_of(wrapped: TokenizerWrapper) -> Parts | None:
+    """None: the tokenizer is written in Python."""
+    backend = getattr(wrapped, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
+    return Parts(json.loads(backend.to_str()), backend.get_vocab(with_added_tokens=True), added)
+
+
 # -- the bytes of each token ---------------------------------------------------------------------
 
 _SENTENCEPIECE_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip"}
 _WORD_START = "▁"  # SentencePiece writes a space like this
 
 
-def token_bytes_of(wrapped: TokenizerWrapper) -> list[bytes] | None:
+def token_bytes_of(parts: Parts) -> list[bytes] | None:
     """The bytes of every token id; for an added token, its own text. None if they depend on neighbouring tokens.
 
     Two kinds of decoder give each token fixed bytes: GPT-2's byte-level alphabet, and SentencePiece's, with or without
     byte fallback (`<0xE2>`), whose leading space is kept.
     """
-    backend = getattr(wrapped, "backend_tokenizer", None)
-    if backend is None:
-        return None
-    to_bytes = _token_decoder(json.loads(backend.to_str())["decoder"])
+    to_bytes = _token_decoder(parts.steps["decoder"])
     if to_bytes is None:
         return None
-    added = {i: token.content.encode() for i, token in backend.get_added_tokens_decoder().items()}
-    size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
-    return [added[i] if i in added else to_bytes(backend.id_to_token(i) or "") for i in range(size)]
+    all_bytes = [to_bytes("")] * (max(parts.vocabulary.values()) + 1)
+    for token, i in parts.vocabulary.items():
+        all_bytes[i] = to_bytes(token)
+    for i, text in parts.added.items():
+        all_bytes[i] = text.encode()
+    return all_bytes
 
 
 def _token_decoder(decoder: dict[str, Any] | None) -> Callable[[str], bytes] | None:
@@ -137,7 +163,7 @@ def _sentencepiece_bytes(token: str) -> bytes:
 def _byte_level_bytes(token: str) -> bytes:
     """The inverse of GPT-2's printable alphabet. A token with a character outside it stands for its own UTF-8."""
     try:
-        return bytes(BYTE_ALPHABET[char] for char in token)
+        return bytes(map(BYTE_ALPHABET.__getitem__, token))
     except KeyError:
         return token.encode()
 
@@ -202,19 +228,15 @@ class LengthBound:
             )
 
 
-def length_bound_of(wrapped: TokenizerWrapper) -> LengthBound | None:
+def length_bound_of(parts: Parts) -> LengthBound | None:
     """The bound for a tokenizer; None if it may encode a text of any length as a few tokens."""
-    backend = getattr(wrapped, "backend_tokenizer", None)
-    if backend is None:
-        return None
-    parts = json.loads(backend.to_str())
-    vocabulary = backend.get_vocab(with_added_tokens=True).keys()
-    joined, dropped = _joined(parts["normalizer"]), _dropped(parts, vocabulary)
-    if joined is None or dropped is None or not _removes_nothing(parts["pre_tokenizer"]):
+    steps, vocabulary = parts.steps, parts.vocabulary.keys()
+    joined, dropped = _joined(steps["normalizer"]), _dropped(steps, vocabulary)
+    if joined is None or dropped is None or not _removes_nothing(steps["pre_tokenizer"]):
         return None
     if dropped and joined > 1:  # joining may turn characters that count into one that is dropped
         return None
-    absorbs_spaces = any(token["lstrip"] or token["rstrip"] for token in parts["added_tokens"])
+    absorbs_spaces = any(token["lstrip"] or token["rstrip"] for token in steps["added_tokens"])
     return LengthBound(joined * max(map(len, vocabulary)), not absorbs_spaces, dropped)
 
 

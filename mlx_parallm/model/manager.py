@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -98,11 +99,13 @@ class SharedModelManager:
         self.adapter_layout = adapter_layout(self.model, loaded.source)
         parameters = get_total_parameters(self.model)
         self.split = None if group is None else split_model(self.model, group)
-        materialize(self.model, loaded.name, progress)
+        with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as beside:  # its vocabulary takes a second
+            tokenizer = beside.submit(Tokenizer, loaded.tokenizer, allow_special_tokens)
+            materialize(self.model, loaded.name, progress)
         if on_cpu():
             adapt_to_cpu(self.model)
         self.kv_layout, vocab_size = probe(self.model)
-        self.tokenizer = Tokenizer(loaded.tokenizer, allow_special_tokens)
+        self.tokenizer = tokenizer.result()
         self.card = ModelCard(
             name=loaded.name,
             context_length=_context_length(loaded, self.kv_layout),

@@ -12,7 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_parallm.core import Reasoning, ToolFormat
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.model.control_text import ControlText
-from mlx_parallm.model.hf_tokenizer import FastCodec, codec_of, length_bound_of, token_bytes_of
+from mlx_parallm.model.hf_tokenizer import FastCodec, codec_of, length_bound_of, parts_of, token_bytes_of
 from mlx_parallm.model.tools.formats import tool_format_of
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -35,8 +35,9 @@ class Tokenizer:
     def __init__(self, wrapped: TokenizerWrapper, allow_special_tokens: bool = False) -> None:
         self._hf = wrapped
         self._codec = codec_of(wrapped)
-        self._length_bound = length_bound_of(wrapped)
-        self._token_bytes = token_bytes_of(wrapped)
+        parts = parts_of(wrapped)
+        self._length_bound = None if parts is None else length_bound_of(parts)
+        self._token_bytes = None if parts is None else token_bytes_of(parts)
         self.special_ids = frozenset(wrapped.all_special_ids) | _special_added_ids(wrapped)
         self.vocab_size: int = len(wrapped)
         self.eos_token: str | None = wrapped.eos_token

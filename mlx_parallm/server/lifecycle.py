@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
@@ -62,12 +62,6 @@ class Lifecycle:
     def expire(self) -> None:
         self.drain_begun.set()
         self.expired.set()
-
-
-async def release(close: Callable[[], None]) -> None:
-    """Runs `close`, which blocks, in a worker thread. It runs even if the caller is cancelled again meanwhile, as
-    `asyncio.run` does with every task that is left. (`asyncio.to_thread` drops a call that no thread has begun.)"""
-    await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, close))
 
 
 class SequenceGate:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import ssl
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,16 +15,16 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from mlx_parallm.config import ServerConfig
-from mlx_parallm.errors import ConfigError, EngineDeadError
+from mlx_parallm.errors import EngineDeadError
+from mlx_parallm.server.http.address import BACKLOG, bind
 from mlx_parallm.server.http.connection import ConnectionLimits, LimitedProtocol, reserve_open_files
-from mlx_parallm.server.lifecycle import release
 from mlx_parallm.server.services import Services
+from mlx_parallm.tasks import release
 
 MAX_HEADER_BYTES = 64 * 1024
-BACKLOG, ACCEPTED_AT_ONCE = 2048, 128
-"""Connections that the system keeps for the server, and those that asyncio accepts per loop iteration. If no more files
-can be opened, asyncio logs a trace for each of the latter, each second."""
+ACCEPTED_AT_ONCE = 128
+"""Connections that asyncio accepts per loop iteration. If no more files can be opened, it logs a trace for each, each
+second."""
 ACCEPT_FAULT, ACCEPT_FAULT_EVERY_S = "socket.accept() out of system resource", 60.0
 """asyncio's message for it, and how often it is logged here."""
 KEEP_ALIVE_S = 75
@@ -60,37 +59,6 @@ async def serve(app: FastAPI, on_started: Callable[[int], None]) -> int:
     finally:
         await release(services.models.close)
     return server.exit_code
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Opens a listening socket. Raises ConfigError if the address is in use or does not belong to this machine."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listening = socket.create_server((host, port), family=family, backlog=BACKLOG)
-        # Accepted sockets inherit this option. asyncio sets it only on sockets whose protocol number is given. Without
-        # it, Nagle's algorithm and delayed ACKs delay the body on a reused connection by 40 ms.
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return listening
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); choose another host or port") from error
-
-
-def check_certificate(config: ServerConfig) -> None:
-    """Raises ConfigError if HTTPS is configured and its files or its password cannot be used. uvicorn reads them once
-    more."""
-    if config.ssl_certfile is None:
-        if config.ssl_keyfile is not None:
-            raise ConfigError("ssl_keyfile: set ssl_certfile too, the certificate of that key")
-        return
-    password = config.ssl_keyfile_password
-    secret = "" if password is None else password.get_secret_value()  # with None, OpenSSL asks on the terminal
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.ssl_certfile, config.ssl_keyfile, secret)
-    except OSError as error:  # ssl.SSLError is one
-        reason = error.strerror or str(error)
-        raise ConfigError(
-            f"ssl_certfile, ssl_keyfile or ssl_keyfile_password: the certificate cannot be used: {reason}"
-        ) from error
 
 
 class DrainingServer(uvicorn.Server):

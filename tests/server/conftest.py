@@ -14,7 +14,8 @@ from server.one_model import OneModel
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.grammar.trial import Trial
 from mlx_parallm.server.app import create_app
-from mlx_parallm.server.run import DrainingServer, bind
+from mlx_parallm.server.http.address import bind
+from mlx_parallm.server.run import DrainingServer
 
 CPU_LIMIT_S = 0.5
 

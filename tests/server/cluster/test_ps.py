@@ -7,7 +7,8 @@ import pytest
 from server.fake_cluster import FakeCluster, app_of
 
 from mlx_parallm.cli.main import main
-from mlx_parallm.server.run import DrainingServer, bind
+from mlx_parallm.server.http.address import bind
+from mlx_parallm.server.run import DrainingServer
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"]])

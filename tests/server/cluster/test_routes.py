@@ -19,7 +19,8 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.errors import NodeFailedError, QueueTimeoutError
 from mlx_parallm.server.cluster.remote import RemoteEngines
-from mlx_parallm.server.run import DrainingServer, bind
+from mlx_parallm.server.http.address import bind
+from mlx_parallm.server.run import DrainingServer
 
 REQUEST = GenerationRequest("r", ((1, 2, 3),), SamplingParams(), StopParams(50))
 JOIN = {"role": "replica", "url": "http://10.0.0.2:8000", "fingerprint": "f", "version": "1"}
