@@ -107,6 +107,9 @@ export const resumeTraining = (adapter: string): Promise<unknown> =>
 export const startTraining = (adapter: string): Promise<unknown> =>
   post("/v1/training/start", { lora_adapter: adapter });
 
+/** What it has learnt is saved, and its live version stays live. */
+export const stopTraining = (adapter: string): Promise<unknown> => post("/v1/training/stop", { lora_adapter: adapter });
+
 /** `to`: the name or a tag of a checkpoint; without it, the best version. */
 export const rollBackTraining = (adapter: string, to?: string): Promise<TrainingState> =>
   post("/v1/training/rollback", { lora_adapter: adapter, ...(to && { to }) });

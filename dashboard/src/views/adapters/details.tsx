@@ -1,6 +1,6 @@
 import { useState } from "preact/hooks";
 import { type AdapterVersion, rollBack, save, setRoute, unload } from "../../api/adapters";
-import { rollBackTraining, startTraining } from "../../api/learning";
+import { rollBackTraining, startTraining, stopTraining } from "../../api/learning";
 import { Card } from "../../components/card";
 import { Confirmed } from "../../components/confirmed";
 import { bytes, counted, date, number } from "../../format";
@@ -115,7 +115,21 @@ function Save({ version: { id, name, live }, onDone }: Properties) {
 }
 
 function Train({ version: { name, live }, overview, onDone }: Properties) {
-  return now.value?.training && live && !overview.trained.includes(name) ? (
+  if (!now.value?.training || !live) {
+    return null;
+  }
+  return overview.trained.includes(name) ? (
+    <Confirmed
+      needs="train"
+      label="Stop training"
+      title={`Stop the training of ${name}?`}
+      run={() => stopTraining(name).then(onDone)}
+      done={`${name} is no longer in training.`}
+    >
+      The update that is being made is finished, what {name} has learnt is saved, and its live version stays live.
+      Answers that wait to be learnt from are dropped.
+    </Confirmed>
+  ) : (
     <Confirmed
       needs="train"
       label="Train it"
@@ -125,14 +139,16 @@ function Train({ version: { name, live }, overview, onDone }: Properties) {
     >
       Answers that are collected for {name} make updates, and each update makes a new version that goes live.
     </Confirmed>
-  ) : null;
+  );
 }
 
-const Unload = ({ version: { id, leases }, onDone }: Properties) => (
+/** The live version of an adapter in training stays until that is stopped: the server refuses to unload it. */
+const Unload = ({ version: { id, name, live, leases }, overview, onDone }: Properties) => (
   <Confirmed
     needs="train"
     label="Unload"
     danger
+    disabled={live && overview.trained.includes(name)}
     title={`Unload ${id}?`}
     run={() =>
       unload(id).then(() => {

@@ -180,6 +180,7 @@ const PASSING = ["best", "latest"];
 /** What is said about events of each kind; updates and evaluations are in the charts. */
 const SAID: Record<string, (data: Data) => Partial<Moment> & { what: string }> = {
   started: ({ version }) => ({ what: `Training started from ${version}` }),
+  stopped: () => ({ what: "Training stopped; the live version stays" }),
   paused: () => ({ what: "Updates paused" }),
   resumed: () => ({ what: "Updates resumed" }),
   held: () => ({ what: "An update was held", wrong: true }),
