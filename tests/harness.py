@@ -40,7 +40,8 @@ from mlx_parallm.engine.parts import EngineParts
 from mlx_parallm.engine.speculation.draft_model import DraftModel
 from mlx_parallm.engine.speculation.guesses import Source
 from mlx_parallm.model.families import probe
-from mlx_parallm.model.hooks import adapter_layout, install_adapters, install_hook
+from mlx_parallm.model.hooks import install_hook
+from mlx_parallm.model.linears import adapter_layout, install_adapters
 from mlx_parallm.scheduler.cost import CostModel
 from mlx_parallm.scheduler.scheduler import SchedulerConfig
 

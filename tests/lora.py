@@ -11,7 +11,7 @@ from mlx.utils import tree_unflatten
 
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair
 from mlx_parallm.model.experts import AdaptedExpertLinear, AdaptedExperts
-from mlx_parallm.model.hooks import AdaptedLinear, adapter_layout
+from mlx_parallm.model.linears import AdaptedLinear, adapter_layout
 
 QV = ("q_proj", "v_proj")
 

@@ -19,7 +19,8 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.weights import lora_scale
 from mlx_parallm.config import Algorithm, ModelConfig, ResolvedTraining
 from mlx_parallm.core.branches import Branch, Bucket
-from mlx_parallm.model.hooks import adapter_layout, install_adapters, install_hook
+from mlx_parallm.model.hooks import install_hook
+from mlx_parallm.model.linears import adapter_layout, install_adapters
 from mlx_parallm.rl.events import UpdateOutcome
 from mlx_parallm.rl.learn.model import Params, Span, TrainableModel, TrainingContext
 from mlx_parallm.rl.learn.packing import MicroBatch, SampleBatch, pack

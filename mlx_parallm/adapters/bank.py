@@ -52,6 +52,7 @@ class AdapterBank:
         self.layout = layout
         self.slots = slots
         self.max_rank = max_rank
+        self.dtype = dtype
         self.limit = limit
         self.context: AdapterContext | None = None
         by_group: dict[str, list[LinearSpec]] = {}

@@ -16,6 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.adapters.linear_group import LinearGroup
+from mlx_parallm.adapters.weights import AdapterWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +170,39 @@ class ForwardContext:
         rows = x.reshape(1, -1, x.shape[-1])
         parts = [_gathered(rows[:, run.start : run.stop], run, factors) for run in self._runs]
         return mx.concatenate(parts, axis=1).reshape(shape)
+
+
+class OneAdapter:
+    """Implements `AdapterContext`: the same adapter for every row, unpadded and outside the bank's slots."""
+
+    def __init__(self, weights: AdapterWeights, dtype: mx.Dtype) -> None:
+        self._pairs = {
+            path: (mx.array(pair.a).astype(dtype), (mx.array(pair.b) * pair.scale).astype(dtype))
+            for path, pair in weights.pairs.items()
+        }
+
+    def adapt(self, group: LinearGroup, path: str, x: mx.array, y: mx.array) -> mx.array:
+        """y + scale · (x a) b, x [B, T, in] and y [B, T, out] of the linear at `path`."""
+        pair = self._pairs.get(path)
+        return y if pair is None else y + (x @ pair[0]) @ pair[1]
+
+    def changes(self, groups: Iterable[LinearGroup]) -> bool:
+        """Whether the adapter changes a linear of these groups."""
+        return any(path in self._pairs for group in groups for path in group.specs)
+
+    def token_adapters(self) -> None:
+        """Returns None: all tokens use the same adapter."""
+
+    def part(self, start: int, stop: int) -> OneAdapter:
+        """Returns itself: all tokens use the same adapter."""
+        return self
+
+    def adapt_experts(self, group: LinearGroup, path: str, call: ExpertCall, y: mx.array) -> mx.array:
+        """As `adapt`, with the pair of each token's expert."""
+        pair = self._pairs.get(path)
+        if pair is None:
+            return y
+        return y + call.product(call.product(call.x, pair[0], call.experts), pair[1], call.experts)
 
 
 def gathers() -> bool:

@@ -18,7 +18,9 @@ from mlx_parallm.config import Config, Mode, ResolvedTraining, RLTrainingConfig
 from mlx_parallm.core import AdapterRef, TextTokenizer, TrainingWork
 from mlx_parallm.core.operations import Followers
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
+from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.device import on_cpu
+from mlx_parallm.model.families import Support, untried_packages
 from mlx_parallm.model.hooks import install_hook
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.model.split import query_heads
@@ -28,6 +30,7 @@ from mlx_parallm.rl.environments import Task, answers_of, read_system_prompt
 from mlx_parallm.rl.environments.prompts import read_text
 from mlx_parallm.rl.environments.thread import EnvironmentThread
 from mlx_parallm.rl.inference.http import EngineServer
+from mlx_parallm.rl.learn.check import check_gradients
 from mlx_parallm.rl.learn.footprint import Footprint
 from mlx_parallm.rl.learn.learner import Learner
 from mlx_parallm.rl.learn.model import TrainableModel
@@ -71,6 +74,8 @@ def build_trainer(
     """
     if not config.rl_training.enabled:
         return None
+    if not bank.layout.linears:
+        raise UnsupportedModelError(f"{manager.card.name} can be served and not trained: no adapter may change it")
     head = bank.layout.head
     head_rank = config.model.lora_rank if head is not None and head.target in config.model.lora_target_modules else 0
     training = micro_steps_sized(config.rl_training, manager, bank, memory, stall_s, head_rank)
@@ -121,7 +126,10 @@ def trainable(
 
     model, style = manager.model, install_hook(manager.model)
     if manager.split is None or followers is None:
-        return TrainableModel(model, bank, style, recomputes)
+        found = TrainableModel(model, bank, style, recomputes)
+        if untried_packages() or manager.family.support is not Support.TESTED:
+            check_gradients(found, model, manager.card.vocab_size)
+        return found
     return LeadingTrainableModel(model, bank, style, recomputes, manager.split, followers)
 
 

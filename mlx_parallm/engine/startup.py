@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 
 import mlx.core as mx
@@ -16,8 +17,9 @@ from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.kv.cache import KVRow
 from mlx_parallm.batch.runner import BatchRunner, Row
 from mlx_parallm.core import PromptGroup
+from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.device import on_cpu
-from mlx_parallm.model.families import Support, check_offsets, untried_packages
+from mlx_parallm.model.families import Support, check_adapters, check_offsets, untried_packages
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.scheduler.cost import CostModel
 from mlx_parallm.scheduler.drafts import MOST_TOKENS
@@ -45,10 +47,10 @@ _log = logging.getLogger(__name__)
 
 
 def check_unproved(manager: SharedModelManager, runner: BatchRunner) -> None:
-    """Checks that a model of an untested family has the same outputs in a batch as alone.
+    """Checks that a model of an untested family has the same outputs in a batch as alone, with adapters too.
 
-    Two rows of different lengths in the KV pool are compared with their solo runs. A tested family is checked only with
-    a version of MLX or mlx-lm that was not tried.
+    Rows of different lengths in the KV pool are compared with their solo runs. A tested family is checked only with a
+    version of MLX or mlx-lm that was not tried. A model that fails with adapters only is served without.
 
     Raises:
         UnsupportedModelError: the outputs differ, or the model cannot run in a batch.
@@ -58,14 +60,26 @@ def check_unproved(manager: SharedModelManager, runner: BatchRunner) -> None:
         _log.info(
             "%s was not tried with this program; the model is compared with itself in a batch", " and ".join(untried)
         )
-    if untried or manager.family.support is not Support.TESTED:
-        check_offsets(manager.model, lambda *rows: _batched(runner, *rows), manager.card.vocab_size)
+    if not untried and manager.family.support is Support.TESTED:
+        return
+    batched = partial(_batched, runner)
+    check_offsets(manager.model, batched, manager.card.vocab_size)
+    if manager.bank is not None and manager.bank.slots:
+        try:
+            check_adapters(manager.model, manager.bank, batched, manager.card.vocab_size)
+        except UnsupportedModelError as error:
+            _log.warning("%s is served without adapters: %s", manager.card.name, error)
+            manager.refuse_adapters(f"LoRA on a {manager.family.name} model")
 
 
-def _batched(runner: BatchRunner, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> mx.array:
+def _batched(
+    runner: BatchRunner, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], slots: Sequence[int]
+) -> mx.array:
     """Runs prompts and then their continuations as rows of the KV pool. Implements `families.BatchedForward`."""
     rows = [runner.cache.open(len(p) + len(c)) for p, c in zip(prompts, continuations, strict=True)]
     live = [row for row in rows if row is not None]
+    for row, slot in zip(live, slots, strict=True):
+        row.adapter_slot = slot
     try:
         for row, prompt in zip(live, prompts, strict=True):
             _compute(runner, [row], prompt)

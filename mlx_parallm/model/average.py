@@ -15,7 +15,7 @@ from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights
 from mlx_parallm.atomic import new_folder
 from mlx_parallm.errors import AdapterFileError, ConfigError
 from mlx_parallm.model.device import prepare_device
-from mlx_parallm.model.hooks import adapter_layout
+from mlx_parallm.model.linears import adapter_layout
 from mlx_parallm.model.loading import load
 
 

@@ -7,6 +7,8 @@ Adding a model family that mlx-lm has: add the name of its model file to `TESTED
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,6 +21,9 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prom
 from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 from packaging.version import Version
 
+from mlx_parallm.adapters.bank import AdapterBank
+from mlx_parallm.adapters.forward_context import OneAdapter
+from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LinearSpec, LoRAPair
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.layer_state import KVLayout, LayerSpec, LayerState, RecurrentSpec
 from mlx_parallm.model.recurrent import MIXERS
@@ -31,14 +36,15 @@ TESTED = frozenset(
 TRIED = {"mlx": ("0.32.2", "0.32.4"), "mlx-lm": ("0.32.0", "0.32.2")}
 """By package, the oldest and the newest version that the tests ran with. pyproject.toml allows newer ones."""
 
-BatchedForward = Callable[[Sequence[Sequence[int]], Sequence[Sequence[int]]], mx.array]
-"""(prompts, continuations) → logits [rows, steps, vocab] after each continuation token.
+BatchedForward = Callable[[Sequence[Sequence[int]], Sequence[Sequence[int]], Sequence[int]], mx.array]
+"""(prompts, continuations, slots of the adapter bank) → logits [rows, steps, vocab] after each continuation token.
 
 Each prompt is prefilled alone. Then all rows are stepped together, one token each, every row at its own offset.
 """
 
-_PROMPT_LENGTHS = (3, 11)
+_PROMPT_LENGTHS = (3, 11, 6)
 _STEPS = 3
+_RANK = 2
 
 
 class Support(StrEnum):
@@ -95,22 +101,75 @@ def _refusal(model: nn.Module, tested: bool) -> str:
 
 
 def check_offsets(model: nn.Module, batched: BatchedForward, vocab_size: int) -> None:
-    """Checks that two rows at different offsets of one batch have the logits of their solo runs.
+    """Checks that rows at different offsets of one batch have the logits of their solo runs.
 
     Raises:
         UnsupportedModelError: the logits differ, or the batched forward fails.
     """
+    _check(model, batched, vocab_size, None, (), "at different offsets")
+
+
+def check_adapters(model: nn.Module, bank: AdapterBank, batched: BatchedForward, vocab_size: int) -> None:
+    """Checks the same of rows with an adapter each, and one with none, in a bank that is empty before and after.
+
+    Raises:
+        UnsupportedModelError: the logits differ, or the batched forward fails.
+    """
+    adapters = [sample_adapter(bank.layout, min(_RANK, bank.max_rank), seed) for seed in range(min(bank.slots, 2))]
+    try:
+        for slot, weights in enumerate(adapters, 1):
+            for _ in bank.write(slot, weights):
+                pass
+        _check(model, batched, vocab_size, bank, adapters, "with adapters")
+    finally:
+        bank.clear()
+
+
+def _check(
+    model: nn.Module,
+    batched: BatchedForward,
+    vocab_size: int,
+    bank: AdapterBank | None,
+    adapters: Sequence[AdapterWeights],
+    how: str,
+) -> None:
     rows = [_tokens(length + _STEPS, vocab_size) for length in _PROMPT_LENGTHS]
     prompts, continuations = [row[:-_STEPS] for row in rows], [row[-_STEPS:] for row in rows]
-    solo = mx.concatenate([model(mx.array([row]))[:, -_STEPS:] for row in rows])
+    slots = [slot if slot <= len(adapters) else 0 for slot in range(1, len(rows) + 1)]
+    solo = mx.concatenate([
+        _alone(model, row, bank, adapters[slot - 1] if slot else None) for row, slot in zip(rows, slots, strict=True)
+    ])  # fmt: skip
     try:
-        error = relative_error(batched(prompts, continuations), solo)
+        error = relative_error(batched(prompts, continuations, slots), solo)
     except Exception as failure:  # the model file is foreign code: any exception means that it cannot be batched
         raise UnsupportedModelError(f"this architecture cannot run in a batch: {failure}") from failure
     if not error <= tolerance(solo.dtype):
         raise UnsupportedModelError(
-            f"this architecture cannot be batched: rows at different offsets differ from their solo runs by {error:.1e}"
+            f"this architecture cannot be batched: rows {how} differ from their solo runs by {error:.1e}"
         )
+
+
+def _alone(model: nn.Module, row: Sequence[int], bank: AdapterBank | None, adapter: AdapterWeights | None) -> mx.array:
+    """The last logits [1, steps, vocab] of a row by mlx-lm's own caches."""
+    tokens = mx.array([list(row)])
+    if bank is None or adapter is None:
+        return model(tokens, cache=make_prompt_cache(model))[:, -_STEPS:]  # type: ignore[no-any-return]
+    with bank.using(OneAdapter(adapter, bank.dtype)):
+        return model(tokens, cache=make_prompt_cache(model))[:, -_STEPS:]  # type: ignore[no-any-return]
+
+
+def sample_adapter(layout: AdapterLayout, rank: int, seed: int) -> AdapterWeights:
+    """Random factors for one linear of each kind: the first of those whose paths differ in numbers only."""
+    kinds: dict[str, LinearSpec] = {}
+    for spec in layout:
+        kinds.setdefault(re.sub(r"\d+", "", spec.path), spec)
+    pairs = {}
+    for spec, key in zip(kinds.values(), mx.random.split(mx.random.key(seed), max(len(kinds), 1)), strict=False):
+        of_a, of_b = mx.random.split(key)
+        a = mx.random.normal(spec.a_shape(rank), key=of_a) / math.sqrt(spec.in_features)
+        b = mx.random.normal(spec.b_shape(rank), key=of_b) / (2 * math.sqrt(rank))
+        pairs[spec.path] = LoRAPair(a, b, 1.0)
+    return AdapterWeights(pairs)
 
 
 def relative_error(got: mx.array, want: mx.array) -> float:

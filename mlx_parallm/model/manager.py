@@ -9,8 +9,9 @@ checkpoints.hot_swap(manager, "checkpoint-1")
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from mlx_parallm.adapters.checkpoints.folders import adapter_in
 from mlx_parallm.adapters.checkpoints.manifest import step_of
 from mlx_parallm.adapters.checkpoints.store import CheckpointStore
 from mlx_parallm.adapters.files.read import read_adapter
-from mlx_parallm.adapters.forward_context import ExpertCall
+from mlx_parallm.adapters.forward_context import OneAdapter
 from mlx_parallm.adapters.linear_group import LinearGroup
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef, CheckpointCard, ModelCard
@@ -33,8 +34,8 @@ from mlx_parallm.model.cpu import adapt_to_cpu
 from mlx_parallm.model.device import on_cpu, prepare_device
 from mlx_parallm.model.families import Support, classify, probe
 from mlx_parallm.model.generation_defaults import generation_defaults
-from mlx_parallm.model.hooks import adapter_layout, install_adapters
 from mlx_parallm.model.layer_state import KVLayout
+from mlx_parallm.model.linears import adapter_layout, install_adapters
 from mlx_parallm.model.loading import LoadedModel, load, materialize
 from mlx_parallm.model.sharding import split_model
 from mlx_parallm.model.tokenizer import Tokenizer
@@ -56,6 +57,7 @@ class SharedModelManager:
 
     model: the mlx-lm module
     adapter_layout: the linears that LoRA adapters may change
+    bank: the adapter bank that they read; None before `install_bank`
     card: its name, sizes and types for clients
     kv_layout: what its layers keep for each row
     split: how the model is divided among several machines; None if it is whole. `model`, `kv_layout` and
@@ -119,8 +121,8 @@ class SharedModelManager:
             architecture=self.family.name,
         )
         self._loaded = loaded
-        self._bank: AdapterBank | None = None
-        self._loras: dict[str, _OneAdapter] = {}
+        self.bank: AdapterBank | None = None
+        self._loras: dict[str, OneAdapter] = {}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -132,10 +134,17 @@ class SharedModelManager:
     ) -> AdapterBank:
         """Makes an empty adapter bank of at most `limit` bytes and lets the model's linears read from it. Call it once
         for each model."""
-        assert self._bank is None
-        self._bank = AdapterBank(self.adapter_layout, slots, max_rank, self.kv_layout.dtype, limit, make_group)
-        install_adapters(self.model, self._bank)
-        return self._bank
+        assert self.bank is None
+        self.bank = AdapterBank(self.adapter_layout, slots, max_rank, self.kv_layout.dtype, limit, make_group)
+        install_adapters(self.model, self.bank)
+        return self.bank
+
+    def refuse_adapters(self, reason: str) -> None:
+        """From now on, no adapter may change the model. `reason`: the kind of LoRA, as in `AdapterLayout.refused`."""
+        refused = {spec.path: reason for spec in self.adapter_layout} | dict(self.adapter_layout.refused)
+        self.adapter_layout = replace(self.adapter_layout, linears={}, refused=refused, head=None)
+        if self.bank is not None:
+            self.bank.layout = self.adapter_layout
 
     # -- by hand: one adapter for every call of `model` ----------------------------------------------
 
@@ -145,7 +154,7 @@ class SharedModelManager:
         Raises:
             AdapterFileError: the folder cannot be read, or the adapter is not for this model.
         """
-        self._loras[name] = _OneAdapter(as_weights(adapter, self.adapter_layout), self.kv_layout.dtype)
+        self._loras[name] = OneAdapter(as_weights(adapter, self.adapter_layout), self.kv_layout.dtype)
 
     def switch_lora(self, name: str) -> None:
         """Makes `model(tokens)` use the adapter from now on; `base` means none.
@@ -159,7 +168,7 @@ class SharedModelManager:
         if name != BASE_ADAPTER.name and name not in self._loras:
             known = ", ".join([BASE_ADAPTER.name, *self._loras])
             raise UnknownModelError(f"no adapter is called {name!r}; known: {known}. add_lora makes one known")
-        bank = self._bank or self.install_bank(slots=0, max_rank=1)
+        bank = self.bank or self.install_bank(slots=0, max_rank=1)
         bank.context = self._loras.get(name)
 
 
@@ -168,39 +177,6 @@ def as_weights(adapter: AdapterWeights | Path | str, layout: AdapterLayout) -> A
     if isinstance(adapter, AdapterWeights):
         return adapter
     return read_adapter(adapter_in(Path(adapter)), layout, max_rank=sys.maxsize).weights
-
-
-class _OneAdapter:
-    """Implements `AdapterContext`: the same adapter for every row, unpadded and outside the bank's slots."""
-
-    def __init__(self, weights: AdapterWeights, dtype: mx.Dtype) -> None:
-        self._pairs = {
-            path: (mx.array(pair.a).astype(dtype), (mx.array(pair.b) * pair.scale).astype(dtype))
-            for path, pair in weights.pairs.items()
-        }
-
-    def adapt(self, group: LinearGroup, path: str, x: mx.array, y: mx.array) -> mx.array:
-        """y + scale · (x a) b, x [B, T, in] and y [B, T, out] of the linear at `path`."""
-        pair = self._pairs.get(path)
-        return y if pair is None else y + (x @ pair[0]) @ pair[1]
-
-    def changes(self, groups: Iterable[LinearGroup]) -> bool:
-        """Whether the adapter changes a linear of these groups."""
-        return any(path in self._pairs for group in groups for path in group.specs)
-
-    def token_adapters(self) -> None:
-        """Returns None: all tokens use the same adapter."""
-
-    def part(self, start: int, stop: int) -> _OneAdapter:
-        """Returns itself: all tokens use the same adapter."""
-        return self
-
-    def adapt_experts(self, group: LinearGroup, path: str, call: ExpertCall, y: mx.array) -> mx.array:
-        """As `adapt`, with the pair of each token's expert."""
-        pair = self._pairs.get(path)
-        if pair is None:
-            return y
-        return y + call.product(call.product(call.x, pair[0], call.experts), pair[1], call.experts)
 
 
 def _quantization(config: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
 from mlx_parallm.atomic import new_folder
 from mlx_parallm.errors import ConfigError, UnsupportedModelError
 from mlx_parallm.model.device import prepare_device
-from mlx_parallm.model.hooks import adapter_layout
+from mlx_parallm.model.linears import adapter_layout
 from mlx_parallm.model.loading import LoadedModel, load
 from mlx_parallm.model.split import HeadModule, head_module_of, owner_of
 

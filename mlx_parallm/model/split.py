@@ -18,32 +18,34 @@ import mlx.nn as nn
 
 _EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 _LANGUAGE_PART = "language_model"
-_TRUNKS = ("model", "backbone")
 _EMBEDDING_NAMES = ("embed_tokens", "embeddings")
 _HEADS = ("n_heads", "num_heads", "num_attention_heads")
 
 
 def trunk_of(model: nn.Module) -> nn.Module | None:
     """The part of the model from tokens to hidden states [B, T, D]; None if it has no such part."""
-    owner = owner_of(model)
-    name = _trunk_name(owner)
-    return None if name is None else getattr(owner, name)
+    place = _trunk_place(model)
+    return None if place is None else getattr(owner_of(model), place[0])
 
 
-def _trunk_name(owner: nn.Module) -> str | None:
-    """The name by which the owner of a trunk calls it."""
-    parts = ((name, getattr(owner, name, None)) for name in _TRUNKS)
-    return next((n for n, part in parts if isinstance(part, nn.Module) and isinstance(_layers(part), list)), None)
+def layers_name_of(model: nn.Module) -> str:
+    """The name by which the trunk calls its list of layers."""
+    place = _trunk_place(model)
+    assert place is not None
+    return place[1]
 
 
-def _layers(part: nn.Module) -> object:
-    return getattr(part, "layers", None)
+def _trunk_place(model: nn.Module) -> tuple[str, str] | None:
+    """The names by which the owner of the trunk calls it, and the trunk its list of layers: the part that has what
+    mlx-lm's `layers` gives."""
+    parts = ((name, part) for name, part in owner_of(model).items() if isinstance(part, nn.Module))
+    lists = ((name, of, each) for name, part in parts for of, each in part.items() if isinstance(each, list) and each)
+    return next(((name, of) for name, of, each in lists if each[0] is model.layers[0]), None)
 
 
 def query_heads(model: nn.Module) -> int:
     """How many query heads each attention has; 1 if its module has another name for that than those of mlx-lm."""
-    trunk = trunk_of(model)
-    modules = [] if trunk is None else [part for layer in trunk.layers for _, part in layer.named_modules()]
+    modules = [part for layer in model.layers for _, part in layer.named_modules()]
     return max(
         (heads for part in modules for name in _HEADS if isinstance(heads := getattr(part, name, None), int)), default=1
     )
@@ -73,10 +75,12 @@ def head_module_of(model: nn.Module) -> HeadModule | None:
     path, linear = f"{prefix}lm_head", getattr(owner, "lm_head", None)
     if isinstance(linear, nn.Linear | nn.QuantizedLinear):
         return HeadModule(path, path, linear)
-    trunk, name = trunk_of(model), _trunk_name(owner)
-    embeddings = ((each, getattr(trunk, each, None)) for each in _EMBEDDING_NAMES)
+    if (place := _trunk_place(model)) is None:
+        return None
+    embeddings = ((each, getattr(getattr(owner, place[0]), each, None)) for each in _EMBEDDING_NAMES)
     return next(
-        (HeadModule(path, f"{prefix}{name}.{n}", part) for n, part in embeddings if isinstance(part, _EMBEDDINGS)), None
+        (HeadModule(path, f"{prefix}{place[0]}.{n}", part) for n, part in embeddings if isinstance(part, _EMBEDDINGS)),
+        None,
     )
 
 
@@ -88,12 +92,11 @@ class Head:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        owner = owner_of(model)
-        name = _trunk_name(owner)
-        assert name is not None
+        owner, place = owner_of(model), _trunk_place(model)
+        assert place is not None
         self._owner = copy.copy(owner)
-        self._output = _TrunkOutput(getattr(owner, name))
-        setattr(self._owner, name, self._output)
+        self._output = _TrunkOutput(getattr(owner, place[0]))
+        setattr(self._owner, place[0], self._output)
 
     def __call__(self, hidden: mx.array) -> mx.array:
         """[n, D] → [n, V]."""

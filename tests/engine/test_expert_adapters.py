@@ -26,7 +26,7 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.errors import AdapterTooLargeError
 from mlx_parallm.model import experts
-from mlx_parallm.model.hooks import adapter_layout
+from mlx_parallm.model.linears import adapter_layout
 
 FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
 EXPERTS = ("gate_proj", "up_proj", "down_proj")

@@ -81,14 +81,15 @@ def test_with_versions_that_were_not_tried_tested_families_are_checked_too(
     caplog.set_level("INFO")
     monkeypatch.setattr(families, "TRIED", {"mlx": ("0.1", "0.2"), "mlx-lm": families.TRIED["mlx-lm"]})
     compared: list[object] = []
-    check = families.check_offsets
-    monkeypatch.setattr(startup, "check_offsets", lambda *arguments: compared.append(check(*arguments)))
+    for name in ("check_offsets", "check_adapters"):
+        check = getattr(families, name)
+        monkeypatch.setattr(startup, name, lambda *given, check=check: compared.append(check(*given)))
     model = tiny_model(family)
-    manager: Any = SimpleNamespace(
-        model=model, family=families.classify(model), card=SimpleNamespace(vocab_size=VOCAB_SIZE)
-    )
-    check_unproved(manager, make_harness(model).runner)
-    assert compared == [None]
+    runner = make_harness(model).runner
+    card = SimpleNamespace(vocab_size=VOCAB_SIZE)
+    manager: Any = SimpleNamespace(model=model, family=families.classify(model), card=card, bank=runner._bank)
+    check_unproved(manager, runner)
+    assert compared == [None, None]
     assert caplog.messages[0].startswith(f"mlx {metadata.version('mlx')} was not tried")
     monkeypatch.undo()
     assert families.untried_packages() == ()

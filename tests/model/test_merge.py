@@ -16,7 +16,7 @@ from mlx_parallm.errors import AdapterFileError, ConfigError, ModelNotFoundError
 from mlx_parallm.model import merge as merging
 from mlx_parallm.model.bundled import load_bundled
 from mlx_parallm.model.families import relative_error
-from mlx_parallm.model.hooks import adapter_layout
+from mlx_parallm.model.linears import adapter_layout
 from mlx_parallm.model.merge import fuse, merge
 from mlx_parallm.model.split import head_module_of
 

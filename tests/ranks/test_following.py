@@ -19,7 +19,8 @@ from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.core import DeviceMemory
 from mlx_parallm.core.operations import Operation
 from mlx_parallm.model.families import probe
-from mlx_parallm.model.hooks import adapter_layout, install_adapters, install_hook
+from mlx_parallm.model.hooks import install_hook
+from mlx_parallm.model.linears import adapter_layout, install_adapters
 from mlx_parallm.model.sharding import split_model
 from mlx_parallm.ranks.follower import Follower
 from mlx_parallm.ranks.parts import FollowingParts, LeadingParts, Parts

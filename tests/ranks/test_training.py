@@ -20,7 +20,8 @@ from trainers import LORA, SETTINGS, learn, leaves, make_policy, make_trainer, s
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.core.branches import Branch, Bucket
 from mlx_parallm.core.operations import Operation, TrainedSpan, TrainingPass, TrainingStage
-from mlx_parallm.model.hooks import adapter_layout, install_adapters, install_hook
+from mlx_parallm.model.hooks import install_hook
+from mlx_parallm.model.linears import adapter_layout, install_adapters
 from mlx_parallm.model.sharding import split_model
 from mlx_parallm.ranks.parts import FollowingParts
 from mlx_parallm.ranks.wire import decode, encode

@@ -18,7 +18,8 @@ from trainers import LORA, SETTINGS, VOCABULARY, gradients, learn, leaves, make_
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import OptimizerConfig, ResolvedTraining
-from mlx_parallm.model.hooks import adapter_layout, install_adapters, install_hook
+from mlx_parallm.model.hooks import install_hook
+from mlx_parallm.model.linears import adapter_layout, install_adapters
 from mlx_parallm.model.sharding import split_model
 from mlx_parallm.ranks.follower import Follower
 from mlx_parallm.ranks.joining import Ranks, join

@@ -9,7 +9,7 @@ import numpy as np  # isort: skip
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.files.write import write_mlx_lm
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair
-from mlx_parallm.model.hooks import adapter_layout
+from mlx_parallm.model.linears import adapter_layout
 from mlx_parallm.model.manager import SharedModelManager
 
 RANK = 16

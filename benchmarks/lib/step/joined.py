@@ -11,7 +11,7 @@ import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 import mlx.core as mx  # isort: skip
 import mlx.nn as nn
 
-from mlx_parallm.model.hooks import AdaptedLinear
+from mlx_parallm.model.linears import AdaptedLinear
 
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _ARRAYS = ("weight", "scales", "biases", "bias")

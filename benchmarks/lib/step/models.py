@@ -21,8 +21,8 @@ from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Config, ServerConfig
 from mlx_parallm.core import ModelCard
 from mlx_parallm.model.families import Family, classify, probe
-from mlx_parallm.model.hooks import adapter_layout, install_adapters
 from mlx_parallm.model.layer_state import KVLayout
+from mlx_parallm.model.linears import adapter_layout, install_adapters
 
 RANK = 16
 SLOTS = 8

@@ -27,7 +27,7 @@ from mlx_lm.models import llama
 
 from mlx_parallm.app.device import build_runner
 from mlx_parallm.config import Config
-from mlx_parallm.model.hooks import AdaptedLinear
+from mlx_parallm.model.linears import AdaptedLinear
 from mlx_parallm.model.manager import SharedModelManager
 
 WARM_UP = 2

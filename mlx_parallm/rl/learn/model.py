@@ -19,7 +19,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -32,10 +32,11 @@ from mlx_parallm.adapters.weights import AdapterLayout
 from mlx_parallm.core.branches import Branch
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.experts import AdaptedExpertLinear
-from mlx_parallm.model.hooks import AdaptedLinear, AttentionStyle
-from mlx_parallm.model.split import Head, trunk_of
+from mlx_parallm.model.hooks import AttentionStyle
+from mlx_parallm.model.linears import AdaptedLinear
+from mlx_parallm.model.split import Head, layers_name_of, trunk_of
 from mlx_parallm.rl.learn.attention import PackedCache, PackedStream
-from mlx_parallm.rl.learn.recomputation import recomputed
+from mlx_parallm.rl.learn.recomputation import floats_of, recomputed
 from mlx_parallm.rl.learn.stages import Stage, StageKind
 
 Params = Mapping[str, Mapping[str, mx.array]]
@@ -104,10 +105,11 @@ class TrainableModel:
         self.bank = bank
         self.recomputes = recomputes
         self._outputs: list[mx.array] = []
-        self._trunk = copy.copy(trunk)
-        self._trunk.layers = [_Layer(layer, bank, self._outputs) for layer in trunk.layers]
+        self._trunk, layers = copy.copy(trunk), layers_name_of(model)
+        self._layers = [_Layer(layer, bank, self._outputs) for layer in getattr(trunk, layers)]
+        setattr(self._trunk, layers, self._layers)
         self._head = Head(model)
-        self.layer_paths = [tuple(_paths(layer)) for layer in trunk.layers]
+        self.layer_paths = [tuple(_paths(layer)) for layer in getattr(trunk, layers)]
         """The paths of each layer's adapted linears, in the order of the forward pass."""
 
     @property
@@ -141,7 +143,7 @@ class TrainableModel:
         context = None if spans is None else TrainingContext(tuple(spans), self._recomputed(tokens, branches, spans))
         self._outputs.clear()
         with self.bank.using(context):
-            hidden: mx.array = self._trunk(tokens[:, None], cache=[stream] * len(self._trunk.layers))
+            hidden: mx.array = self._trunk(tokens[:, None], cache=[stream] * len(self._layers))
         outputs = tuple(self._outputs)
         self._outputs.clear()
         return TrunkPass(hidden[:, 0], outputs, self.layer_paths)
@@ -225,8 +227,9 @@ def _adapted(span: Span, path: str, x: mx.array, y: mx.array) -> mx.array:
 class _Layer:
     """Wraps a layer of the trunk; the backward pass may compute it again. Other attributes are those of the layer.
 
-    A function that is computed again gives gradients only to its arguments, so the layer's factors are arguments. It
-    runs again in the backward pass, when the context of the forward pass is gone, so it sets up its own.
+    A function that is computed again gives gradients only to its arguments, so the layer's factors are arguments, and
+    all arrays that it gets. It runs again in the backward pass, when the context of the forward pass is gone, so it
+    sets up its own.
     """
 
     def __init__(self, layer: nn.Module, bank: AdapterBank, outputs: list[mx.array]) -> None:
@@ -238,30 +241,36 @@ class _Layer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
 
-    def __call__(self, hidden: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        """[N, 1, D] → [N, 1, D]; the result is also appended to `outputs`."""
+    def __call__(self, hidden: mx.array, *args: Any, **kwargs: Any) -> Any:
+        """[N, 1, D] → [N, 1, D], and whatever else the layer gives. The first array is also appended to `outputs`."""
         output = self._output(hidden, args, kwargs)
-        self._outputs.append(output)
+        self._outputs.append(floats_of(output)[0][0])
         return output
 
-    def _output(self, hidden: mx.array, args: tuple[Any, ...], kwargs: dict[str, Any]) -> mx.array:
+    def _output(self, hidden: mx.array, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         context = self._bank.context
         if not isinstance(context, TrainingContext) or not context.recomputed:
             return self._run(hidden, args, kwargs)
+        given, with_given = floats_of((args, kwargs))
+        nesting: list[Callable[[Sequence[mx.array]], Any]] = []
 
-        def run(params: list[Params], x: mx.array) -> mx.array:
+        def run(arguments: tuple[list[Params], list[mx.array]], x: mx.array) -> list[mx.array]:
+            params, given = arguments
             with self._bank.using(context.with_params(params)):
-                return self._run(x, args, kwargs)
+                outputs, with_outputs = floats_of(self._run(x, *with_given(given)))
+            nesting.append(with_outputs)
+            return outputs
 
-        return recomputed(run)(context.of_paths(self._paths), hidden)
+        outputs = recomputed(run)((context.of_paths(self._paths), given), hidden)
+        return nesting[0](outputs)
 
-    def _run(self, hidden: mx.array, args: tuple[Any, ...], kwargs: dict[str, Any]) -> mx.array:
+    def _run(self, hidden: mx.array, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the layer with a cache of its own, which lives for this call: the backward pass makes another one."""
 
         def real(value: Any) -> Any:
             return PackedCache(value, self._bank) if isinstance(value, PackedStream) else value
 
-        return cast(mx.array, self._layer(hidden, *map(real, args), **{name: real(v) for name, v in kwargs.items()}))
+        return self._layer(hidden, *map(real, args), **{name: real(v) for name, v in kwargs.items()})
 
 
 def _paths(layer: nn.Module) -> Iterator[str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
@@ -12,31 +12,62 @@ Tree = TypeVar("Tree")
 """Arrays in any nesting of lists and dicts."""
 
 
-def recomputed(run: Callable[[Tree, mx.array], mx.array]) -> Callable[[Tree, mx.array], mx.array]:
-    """The same function of (factors, x), which is computed again in the backward pass.
+def recomputed(run: Callable[[Tree, mx.array], list[mx.array]]) -> Callable[[Tree, mx.array], list[mx.array]]:
+    """The same function of (arguments, x), which is computed again in the backward pass. What it closes over gets no
+    gradient.
 
-    It waits for the gradient of the output before that, unlike `mx.checkpoint`. So the backward pass of one layer never
-    overlaps that of the next one, and several ranks make their sums in the same order.
+    It waits for the gradient of the outputs before that, unlike `mx.checkpoint`. So the backward pass of one layer
+    never overlaps that of the next one, and several ranks make their sums in the same order.
     """
 
     @mx.custom_function
-    def again(factors: Tree, x: mx.array) -> mx.array:
-        return run(factors, x)
+    def again(arguments: Tree, x: mx.array) -> list[mx.array]:
+        return run(arguments, x)
 
     @again.vjp
-    def gradient(primals: tuple[Tree, mx.array], cotangent: mx.array, _output: mx.array) -> tuple[Tree, mx.array]:
-        factors, x = primals
+    def gradient(
+        primals: tuple[Tree, mx.array], cotangents: list[mx.array], _outputs: list[mx.array]
+    ) -> tuple[Tree, mx.array]:
+        arguments, x = primals
 
         def with_leaves(leaves: Sequence[mx.array]) -> Tree:
             rest = iter(leaves)
-            return cast(Tree, tree_map(lambda _: next(rest), factors))
+            return cast(Tree, tree_map(lambda _: next(rest), arguments))
 
-        def flat(x: mx.array, *leaves: mx.array) -> mx.array:
+        def flat(x: mx.array, *leaves: mx.array) -> list[mx.array]:
             return run(with_leaves(leaves), x)
 
-        (x,) = mx.depends([x], [cotangent])
-        arguments = [x, *(leaf for _, leaf in tree_flatten(factors))]
-        _, (of_x, *of_leaves) = mx.vjp(flat, arguments, [cotangent])
+        (x,) = mx.depends([x], list(cotangents))
+        primals_of_flat = [x, *(leaf for _, leaf in tree_flatten(arguments))]
+        _, (of_x, *of_leaves) = mx.vjp(flat, primals_of_flat, list(cotangents))
         return with_leaves(of_leaves), of_x
 
-    return cast(Callable[[Tree, mx.array], mx.array], again)
+    return cast(Callable[[Tree, mx.array], list[mx.array]], again)
+
+
+def floats_of(value: Any) -> tuple[list[mx.array], Callable[[Sequence[mx.array]], Any]]:
+    """The floating-point arrays in any nesting of tuples, lists and dicts, and a function that gives the same nesting
+    with others in their place."""
+
+    def walk(value: Any, use: Callable[[mx.array], mx.array]) -> Any:
+        if isinstance(value, mx.array):
+            return use(value) if mx.issubdtype(value.dtype, mx.floating) else value
+        if isinstance(value, dict):
+            return {name: walk(each, use) for name, each in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(walk(each, use) for each in value)
+        return value
+
+    found: list[mx.array] = []
+
+    def keep(array: mx.array) -> mx.array:
+        found.append(array)
+        return array
+
+    walk(value, keep)
+
+    def with_arrays(arrays: Sequence[mx.array]) -> Any:
+        rest: Iterator[mx.array] = iter(arrays)
+        return walk(value, lambda _: next(rest))
+
+    return found, with_arrays

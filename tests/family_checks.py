@@ -1,0 +1,207 @@
+"""Compares one tiny random model of any family with mlx-lm's own code: served, with adapters, and its gradients."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from lora import random_adapter
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import MODEL_REMAPPING
+
+from mlx_parallm.adapters.bank import AdapterBank
+from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights
+from mlx_parallm.batch.forward import Span, in_order
+from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
+from mlx_parallm.batch.runner import BatchRunner
+from mlx_parallm.core import DeviceMemory
+from mlx_parallm.core.branches import Branch, Bucket
+from mlx_parallm.model.device import prepare_device
+from mlx_parallm.model.families import probe, relative_error
+from mlx_parallm.model.hooks import install_hook
+from mlx_parallm.model.linears import adapter_layout, install_adapters
+from mlx_parallm.rl.learn.model import Params, TrainableModel
+from mlx_parallm.rl.learn.model import Span as Trained
+
+CONFIGURATIONS: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parent / "model" / "configurations.json").read_text()
+)
+"""Those of mlx-lm's own tests, some of them smaller; by their model type, with a number from the second one on."""
+
+RANK, SCALE = 4, 0.5
+
+_PASSES = ((3, 0, 0), (1, 40, 0), (1, 30, 0), (1, 1, 1), (1, 1, 5), (0, 1, 1), (1, 1, 1))
+"""Tokens of three rows in each pass: chunks beside single tokens, and more than one block and than a tiny window."""
+
+_SHARED, _RESTS, _ALONE = 6, (4, 3), 5
+"""Tokens that two rows begin with, that follow them in each, and of a third row. Its neighbours are padded."""
+
+
+def build(name: str) -> nn.Module:
+    """The model in float32. Matrices keep the size of what passes through; vectors differ a little from what mlx-lm
+    begins with."""
+    prepare_device()
+    config = CONFIGURATIONS[name]
+    kind = config["model_type"]
+    module = importlib.import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}")
+    mx.random.seed(0)
+    model = module.Model(module.ModelArgs.from_dict(json.loads(json.dumps(config))))
+    arrays = [(path, each) for path, each in tree_flatten(model.parameters()) if mx.issubdtype(each.dtype, mx.floating)]
+    keys = mx.random.split(mx.random.key(0), len(arrays))
+    model.update(tree_unflatten([(path, _random(each, key)) for (path, each), key in zip(arrays, keys, strict=True)]))
+    model.eval()
+    mx.eval(model.parameters())
+    return model
+
+
+def _random(array: mx.array, key: mx.array) -> mx.array:
+    noise = mx.random.normal(array.shape, key=key)
+    return noise / array.shape[-1] ** 0.5 if array.ndim > 1 else array.astype(mx.float32) + 0.05 * noise
+
+
+class Plain:
+    """mlx-lm's model alone, with factors merged into its weights."""
+
+    def __init__(self, name: str) -> None:
+        self._model = build(name)
+        self._modules = dict(self._model.named_modules())
+        self._weights = {path: part.weight for path, part in self._modules.items() if "weight" in part}
+
+    def run(self, tokens: Sequence[int], params: Params) -> mx.array:
+        """Logits [T, vocab], which may be differentiated."""
+        try:
+            for path, pair in params.items():
+                self._modules[path].weight = self._weights[path] + SCALE * (pair["a"] @ pair["b"]).swapaxes(-1, -2)
+            logits: mx.array = self._model(mx.array([list(tokens)]), cache=make_prompt_cache(self._model))
+            return logits[0]
+        finally:
+            for path in params:
+                self._modules[path].weight = self._weights[path]
+
+
+class Served:
+    """The same model with a bank and a KV pool."""
+
+    def __init__(self, name: str) -> None:
+        self.model = build(name)
+        self.layout: AdapterLayout = adapter_layout(self.model)
+        kept, self.vocab = probe(self.model)
+        self.bank = AdapterBank(self.layout, 2, 8, kept.dtype)
+        install_adapters(self.model, self.bank)
+        self.style = install_hook(self.model)
+        cache = LoRABatchedKVCache(kept, DeviceMemory(1 << 30), 4096)
+        self.runner = BatchRunner(self.model, cache, self.bank, self.style, self.vocab)
+
+    @property
+    def targets(self) -> set[str]:
+        """The paths that are compared: all but a tied head, which a merged embedding would not equal."""
+        modules = dict(self.model.named_modules())
+        return {spec.path for spec in self.layout if spec is not self.layout.head or spec.path in modules}
+
+    def adapter(self, seed: int) -> AdapterWeights:
+        pairs = random_adapter(self.layout, seed, RANK, {spec.target for spec in self.layout}, scale=SCALE).pairs
+        return AdapterWeights({path: pair for path, pair in pairs.items() if path in self.targets})
+
+    def logits(self, rows: Sequence[Sequence[int]], slots: Sequence[int]) -> list[mx.array]:
+        """Of all tokens of each row, computed in `_PASSES`."""
+        cache = self.runner.cache
+        opened: list[Any] = [None] * len(rows)
+        got: list[list[mx.array]] = [[] for _ in rows]
+        for sizes in _PASSES:
+            spans = []
+            for number, tokens in enumerate(sizes):
+                if tokens:
+                    row = opened[number] = opened[number] or cache.open(len(rows[number]))
+                    row.adapter_slot = slots[number]
+                    spans.append(Span(row, row.computed, tokens))
+            spans = in_order(spans)
+            numbers = [opened.index(span.row) for span in spans]
+            ids = [token for n, span in zip(numbers, spans, strict=True) for token in rows[n][span.start : span.stop]]
+            logits = self.runner.compute(spans, ids)
+            mx.eval(logits, cache.arrays(), cache.state_arrays())
+            start = 0
+            for number, span in zip(numbers, spans, strict=True):
+                got[number].append(logits[start : start + span.tokens])
+                start, span.row.computed = start + span.tokens, span.stop
+        cache.check_integrity()
+        for row in opened:
+            cache.close(row)
+        return [mx.concatenate(each) for each in got]
+
+
+def errors_served(name: str) -> tuple[float, float, float]:
+    """Relative errors of a batch: of the base model, and of a row with each of two adapters and one of the base. Then
+    how much an adapter changes."""
+    plain, served = Plain(name), Served(name)
+    lengths = [sum(tokens) for tokens in zip(*_PASSES, strict=True)]
+    rows = [[(7 + 31 * n + 7919 * at) % served.vocab for at in range(length)] for n, length in enumerate(lengths)]
+    adapters = [served.adapter(seed) for seed in (1, 2)]
+    for slot, weights in enumerate(adapters, 1):
+        for _ in served.bank.write(slot, weights):
+            pass
+    params = [_params(weights) for weights in adapters]
+    base = [plain.run(row, {}) for row in rows]
+    merged = [plain.run(rows[0], params[0]), plain.run(rows[1], params[1]), base[2]]
+    alone, together = served.logits(rows, (0, 0, 0)), served.logits(rows, (1, 2, 0))
+    return _worst(alone, base), _worst(together, merged), relative_error(merged[0], base[0])
+
+
+def _worst(got: Sequence[mx.array], want: Sequence[mx.array]) -> float:
+    return max(relative_error(one, other) for one, other in zip(got, want, strict=True))
+
+
+def _params(weights: AdapterWeights) -> dict[str, dict[str, mx.array]]:
+    return {path: {"a": mx.array(pair.a), "b": mx.array(pair.b)} for path, pair in weights.pairs.items()}
+
+
+def error_of_gradients(name: str, recomputed: bool) -> tuple[float, list[str]]:
+    """The largest relative error of a factor's gradient, and the linears whose gradients are zero.
+
+    Two rows share their beginning, and a third is alone. The reference differentiates mlx-lm's model with merged
+    weights, row by row.
+    """
+    plain, served = Plain(name), Served(name)
+    trainable = TrainableModel(served.model, served.bank, served.style, lambda *_: recomputed)
+    shared = [(5 * at + 3) % served.vocab for at in range(_SHARED)]
+    first, second = ([(11 * at + 17 * n + 1) % served.vocab for at in range(size)] for n, size in enumerate(_RESTS))
+    alone = [(13 * at + 2) % served.vocab for at in range(_ALONE)]
+    padding = _RESTS[0] - _RESTS[1]
+    tokens = [*shared, *first, *second, *[0] * padding, *alone]
+    branches = [Branch(0, _SHARED, (Bucket(2, _RESTS[0], padding),)), Branch(0, 0, (Bucket(1, _ALONE, 0),))]
+    weights = mx.random.normal((len(tokens), served.vocab), key=mx.random.key(9))
+    padded = slice(_SHARED + sum(_RESTS), _SHARED + sum(_RESTS) + padding)
+    weights[padded] = 0.0
+    params = _params(served.adapter(1))
+
+    def packed(params: Params) -> mx.array:
+        spans = [Trained(len(tokens), params, SCALE)]
+        hidden = trainable.trunk(mx.array(tokens), branches, spans, learns=True).hidden
+        return (trainable.logits(hidden, spans) * weights).sum()
+
+    def reference(params: Params) -> mx.array:
+        rest, last = _SHARED + _RESTS[0], len(tokens) - _ALONE
+        value = (plain.run([*shared, *first], params) * weights[:rest]).sum()
+        value += (plain.run([*shared, *second], params)[_SHARED:] * weights[rest : rest + _RESTS[1]]).sum()
+        return value + (plain.run(alone, params) * weights[last:]).sum()
+
+    plain._model.train()  # so that mlx-lm uses no kernel without a gradient
+    got, want = (_flat(mx.grad(function)(params)) for function in (packed, reference))
+    largest = max(mx.linalg.norm(each).item() for each in want.values())
+    error = max(
+        (mx.linalg.norm(got[path] - each) / (mx.linalg.norm(each) + 1e-3 * largest)).item()
+        for path, each in want.items()
+    )
+    still = {path.rpartition(".")[0] for path, each in want.items() if not mx.abs(each).max().item()}
+    return error, sorted(still)
+
+
+def _flat(gradients: Mapping[str, Any]) -> dict[str, mx.array]:
+    flat = {f"{path}.{factor}": array for path, pair in gradients.items() for factor, array in pair.items()}
+    mx.eval(flat)
+    return flat

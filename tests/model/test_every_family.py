@@ -1,0 +1,58 @@
+"""Every configuration of mlx-lm's own tests: served, with adapters, and trained, as mlx-lm computes it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from _pytest.mark import ParameterSet
+from family_checks import CONFIGURATIONS, error_of_gradients, errors_served
+
+ELSEWHERE = {
+    "bitnet": "mlx-lm needs Metal",
+    "olmo": "mlx-lm needs a package",
+    "phi3small": "mlx-lm corrupts memory",
+}
+"""Those that mlx-lm itself cannot run here."""
+HERE = [name for name in CONFIGURATIONS if name not in ELSEWHERE]
+
+_SHARED = "layers share keys and values"
+_LATENT = "latent attention"
+_STATES = "recurrent layers"
+NOT_SERVED = {
+    **dict.fromkeys(("afm7", "gemma3n", "gemma4", "gemma4_text", "gemma4_text 3", "iquestloopcoder"), _SHARED),
+    **dict.fromkeys(("glm4_moe_lite", "kimi_vl", "deepseek_v3", "deepseek_v32", "kimi_linear"), _LATENT),
+    **dict.fromkeys(("longcat_flash", "longcat_flash_ngram"), _LATENT),
+    **dict.fromkeys(("baichuan_m1", "lfm2-vl", "lfm2_moe", "nemotron_h", "granitemoehybrid", "jamba"), _STATES),
+    **dict.fromkeys(("bailing_moe_linear", "qwen3_5", "qwen3_5_moe", "rwkv7", "plamo2", "falcon_h1"), _STATES),
+    **dict.fromkeys(("recurrent_gemma",), _STATES),
+    **dict.fromkeys(("llama4", "gpt_bigcode"), "a cache or an attention of another kind"),
+}
+NOT_TRAINED = dict.fromkeys(("gemma2", "plamo"), "attention in the model's own code")
+QUICK = ("dbrx", "gemma4_text 2", "gpt2", "gpt_oss", "granitemoe", "seed_oss")
+"""One of each kind that the other tests lack: experts one by one, layers that give several arrays, other names of trunk
+and layers, a router inside a module, a head that is not the embedding's."""
+
+
+def _cases(names: Iterable[str], without: dict[str, str]) -> list[ParameterSet]:
+    cases = []
+    for name in names:
+        marks = [pytest.mark.xfail(strict=True, reason=without[name])] if name in without else []
+        cases.append(pytest.param(name, marks=marks if name in QUICK else [*marks, pytest.mark.slow]))
+    return cases
+
+
+@pytest.mark.parametrize("name", _cases(HERE, NOT_SERVED))
+def test_rows_with_adapters_and_without_are_those_of_the_model_alone(name: str) -> None:
+    base, adapted, change = errors_served(name)
+    assert base <= 2e-5
+    assert adapted <= 5e-5
+    assert change > 0.1, "the adapters changed nothing"
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("name", _cases([name for name in HERE if name not in NOT_SERVED], NOT_TRAINED))
+def test_gradients_are_those_of_the_model_alone(name: str, recomputed: bool) -> None:
+    error, still = error_of_gradients(name, recomputed)
+    assert error <= 1e-4
+    assert still == []
