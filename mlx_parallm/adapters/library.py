@@ -124,7 +124,7 @@ class AdapterLibrary:
 
     def neutral(self, rank: int, targets: Sequence[str]) -> AdapterWeights:
         """Weights of zeros, for the linears whose last names are among the targets."""
-        specs = [spec for spec in self.layout.linears.values() if spec.target in targets]
+        specs = [spec for spec in self.layout.named(targets) if spec is not self.layout.head]
         pairs = {spec.path: LoRAPair(_zeros(spec.a_shape(rank)), _zeros(spec.b_shape(rank)), 1.0) for spec in specs}
         return AdapterWeights(pairs)
 

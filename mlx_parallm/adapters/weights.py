@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +15,10 @@ from mlx_parallm.core import AdapterRef
 
 Array = Any
 """A float array of NumPy or MLX. Files, and threads other than the device thread, use NumPy only."""
+
+
+ALL_LINEAR = "all-linear"
+"""PEFT's word, in `target_modules`, for all linears but the head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,11 @@ class AdapterLayout:
         """The width of the hidden states, which most linears of a block read."""
         ((width, _),) = Counter(spec.in_features for spec in self.linears.values()).most_common(1)
         return width
+
+    def named(self, names: Collection[str]) -> list[LinearSpec]:
+        """The linears with these last names. `ALL_LINEAR` stands for those of all layers, but not for routers."""
+        every = ALL_LINEAR in names
+        return [s for s in self if s.target in names or (every and s is not self.head and not s.is_router)]
 
     def find(self, path: str) -> LinearSpec | None:
         """The linear at a path."""

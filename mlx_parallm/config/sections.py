@@ -68,11 +68,9 @@ class ModelConfig(Section):
     """Scale them by lora_alpha / √lora_rank instead (rank-stabilised LoRA), so that a large rank learns as fast as a
     small one.
     """
-    lora_target_modules: Names = Field(
-        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1
-    )
-    """Names of the linear layers that adapters made by training change. lm_head is the output head, also in a model
-    whose embedding is its head.
+    lora_target_modules: Names = Field(default=("all-linear",), min_length=1)
+    """Names of the linear layers that adapters made by training change. all-linear, PEFT's word, means all that are
+    not lm_head and do not choose experts. lm_head is the output head, also in a model whose embedding is its head.
     """
 
 

@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair, lora_scale
+from mlx_parallm.adapters.weights import ALL_LINEAR, AdapterLayout, AdapterWeights, LoRAPair, lora_scale
 from mlx_parallm.config import LearningRateSchedule, ModelConfig, OptimizerConfig
 from mlx_parallm.config.types import human_bytes
 from mlx_parallm.errors import AdapterFileError, AdapterTooLargeError, ConfigError, InvalidRequestError
@@ -238,9 +238,8 @@ def _between(before: Params, after: Params, share: float) -> Params:
 
 def new_factors(layout: AdapterLayout, lora: ModelConfig, seed: int) -> dict[str, dict[str, mx.array]]:
     """LoRA factors of a new policy. a: uniform in ±1/√in_features, as in mlx-lm; b: zero."""
-    targets = set(lora.lora_target_modules)
-    chosen = [spec for spec in layout if spec.target in targets]
-    if missing := targets - {spec.target for spec in chosen}:
+    chosen = layout.named(lora.lora_target_modules)
+    if missing := set(lora.lora_target_modules) - {ALL_LINEAR, *(spec.target for spec in chosen)}:
         known = sorted({spec.target for spec in layout})
         raise ConfigError(
             f"lora_target_modules: this model has no {', '.join(sorted(missing))} that can be trained; it has "
@@ -259,7 +258,7 @@ def check_room(layout: AdapterLayout, lora: ModelConfig, memory: int) -> None:
     """Raises AdapterTooLargeError: a policy of these settings takes more than `memory` bytes while it learns, for its
     factors, their gradients and AdamW's two means, all float32."""
     rank, targets = lora.lora_rank, lora.lora_target_modules
-    specs = [spec for spec in layout if spec.target in targets]
+    specs = layout.named(targets)
     needed = 4 * 4 * sum(math.prod(spec.a_shape(rank)) + math.prod(spec.b_shape(rank)) for spec in specs)
     if needed > memory:
         raise AdapterTooLargeError(
