@@ -152,6 +152,32 @@ def errors_served(name: str) -> tuple[float, float, float]:
     return _worst(alone, base), _worst(together, merged), relative_error(merged[0], base[0])
 
 
+def error_after_reuse(name: str) -> tuple[int, float]:
+    """How many tokens of a row of 150 the prefix cache has after an equal row was closed, and the relative error of the
+    tokens after them."""
+    plain, served = Plain(name), Served(name)
+    ids = [(7 + 7919 * at) % served.vocab for at in range(150)]
+    runner, cache = served.runner, served.runner.cache
+
+    def compute(row: Any, stop: int) -> mx.array:
+        logits = runner.compute([Span(row, row.computed, stop - row.computed)], ids[row.computed : stop])
+        mx.eval(logits, cache.arrays(), cache.state_arrays())
+        row.computed = stop
+        return logits
+
+    first = cache.open(len(ids), "root", ids)
+    for stop in (64, 128):
+        cache.reserve_checkpoint(first, stop)
+        compute(first, stop)
+        cache.freeze(first, "root", ids)
+    cache.close(first)
+    again = cache.open(len(ids), "root", ids)
+    found = again.computed
+    error = relative_error(compute(again, len(ids)), plain.run(ids, {})[found:])
+    cache.check_integrity()
+    return found, error
+
+
 def _worst(got: Sequence[mx.array], want: Sequence[mx.array]) -> float:
     return max(relative_error(one, other) for one, other in zip(got, want, strict=True))
 

@@ -8,16 +8,14 @@ copies and `make_mask` a real mask, and the model computes attention itself.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import mlx.core as mx
 
 from mlx_parallm.batch.fetching import FetchingForward
 from mlx_parallm.batch.forward import Forward
+from mlx_parallm.model.recurrent import PassMask
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionMask:
+class AttentionMask(PassMask):
     """The object that `make_mask` passes through the model to `attend`. The layer's group knows the window."""
 
 

@@ -263,8 +263,11 @@ class BatchRunner:
         """The trunk's outputs [N, hidden] for tokens [N], or the logits [N, vocab] of a model without a trunk."""
         model = self._model if self._trunk is None else self._trunk
         caches: Sequence[LayerCache | StateCache | FetchingLayerCache]
+        recurrent = None
         if self._style is AttentionStyle.HOOKED:
-            caches = self._caches(spans)
+            if self.cache.states is not None:
+                recurrent = RecurrentForward(self.cache.states, spans, self._bank)
+            caches = self._caches(spans, recurrent)
             shaped = inputs[:, None]
         else:
             fetching = FetchingForward(self.cache, spans)
@@ -273,17 +276,20 @@ class BatchRunner:
             shaped = inputs.reshape(len(spans), -1)
         with self._bank.forward([span.row.adapter_slot for span in spans], [span.tokens for span in spans]):
             outputs: mx.array = model(shaped, cache=caches)
+        if recurrent is not None:
+            recurrent.finish()
         return outputs.reshape(-1, outputs.shape[-1])
 
-    def _caches(self, spans: Sequence[Span[KVRow]]) -> list[LayerCache | StateCache]:
+    def _caches(
+        self, spans: Sequence[Span[KVRow]], recurrent: RecurrentForward | None
+    ) -> list[LayerCache | StateCache]:
         """The cache object of each layer, for a model that leaves attention to the pool."""
         forward = Forward(self.cache, spans, self.dense_rows)
-        if self.cache.states is None:
+        if recurrent is None or self.cache.states is None:
             return [LayerCache(forward, layer) for layer in self._layers]
-        recurrent = RecurrentForward(self.cache.states, spans, self._bank)
         number = {layer: number for number, layer in enumerate(self.cache.states.layers)}
         return [
-            StateCache(recurrent, number[layer]) if layer in number else LayerCache(forward, layer)
+            StateCache(recurrent, number[layer], forward.offset) if layer in number else LayerCache(forward, layer)
             for layer in self._layers
         ]
 

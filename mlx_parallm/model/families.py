@@ -26,11 +26,11 @@ from mlx_parallm.adapters.forward_context import OneAdapter
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LinearSpec, LoRAPair
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.layer_state import KVLayout, LayerSpec, LayerState, RecurrentSpec
-from mlx_parallm.model.recurrent import MIXERS
 
-TESTED = frozenset(
-    {"llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "gemma2", "gemma3", "gemma3_text", "phi3"}
-).union(MIXERS)
+TESTED = frozenset({
+    *("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "gemma2", "gemma3", "gemma3_text"),
+    *("phi3", "lfm2", "mamba", "mamba2", "qwen3_next"),
+})  # fmt: skip
 """mlx-lm model files for which the tests compare batched rows with solo runs. mistral uses mlx-lm's `llama`."""
 
 TRIED = {"mlx": ("0.32.2", "0.32.4"), "mlx-lm": ("0.32.0", "0.32.2")}
@@ -81,20 +81,16 @@ def classify(model: nn.Module) -> Family:
     """The model's family. An UNTESTED one must pass `check_offsets` before it serves."""
     package, _, name = type(model).__module__.rpartition(".")
     tested = package == "mlx_lm.models" and name in TESTED
-    reason = _refusal(model, tested)
+    reason = _refusal(model)
     if reason:
         return Family(name, Support.REFUSED, reason)
     return Family(name, Support.TESTED if tested else Support.UNTESTED)
 
 
-def _refusal(model: nn.Module, tested: bool) -> str:
+def _refusal(model: nn.Module) -> str:
     kinds = {type(cache) for cache in make_prompt_cache(model)}
-    known = {KVCache, RotatingKVCache, ArraysCache} if tested else {KVCache, RotatingKVCache}
-    if others := sorted(kind.__name__ for kind in kinds - known):
-        return (
-            f"its layers keep state in {', '.join(others)}; only attention over a KV cache can be batched, and the "
-            f"recurrent layers of {', '.join(sorted(MIXERS))}"
-        )
+    if others := sorted(kind.__name__ for kind in kinds - {KVCache, RotatingKVCache, ArraysCache}):
+        return f"its layers keep state in {', '.join(others)}; only KV caches and arrays can be batched"
     if any(isinstance(module, DynamicNTKScalingRoPE) for module in model.modules()):
         return "its rope scaling 'dynamic' makes every position depend on the length of the whole sequence"
     return ""

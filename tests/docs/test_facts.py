@@ -30,7 +30,6 @@ from mlx_parallm.core.device import MODE_SHARES
 from mlx_parallm.core.models import ModelState
 from mlx_parallm.core.policies import TokenLoss
 from mlx_parallm.model.families import TESTED
-from mlx_parallm.model.recurrent import MIXERS
 from mlx_parallm.model.sharding import SPLIT_FAMILIES
 from mlx_parallm.rl.collect.group_rewards import MAX_PEOPLE
 from mlx_parallm.rl.collect.groups import DropReason
@@ -227,12 +226,10 @@ def test_extras_exist() -> None:
 
 
 def test_families() -> None:
-    """Those of the tests, those with recurrent layers, and those that can be split."""
-    serving, limits = _text("docs/serving.md"), _text("docs/limits.md")
+    """Those of the tests, and those that can be split."""
+    serving = _text("docs/serving.md")
     tested = serving[serving.index("**Tested families.**") : serving.index("**Other models that")]
     assert [name for name in TESTED if not re.search(rf"\b{name.removesuffix('_text')}\b", tested)] == []
-    *names, last = MIXERS
-    assert f"of other families than {', '.join(names)} and {last}" in limits
     (split,) = (cells[1] for cells in table_of("docs/several-macs.md", "| | |") if cells[0] == "architectures")
     assert tuple(_NAMES.findall(split)) == SPLIT_FAMILIES
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 from _pytest.mark import ParameterSet
-from family_checks import CONFIGURATIONS, error_of_gradients, errors_served
+from family_checks import CONFIGURATIONS, error_after_reuse, error_of_gradients, errors_served
 
 ELSEWHERE = {
     "bitnet": "mlx-lm needs Metal",
@@ -18,20 +18,20 @@ HERE = [name for name in CONFIGURATIONS if name not in ELSEWHERE]
 
 _SHARED = "layers share keys and values"
 _LATENT = "latent attention"
-_STATES = "recurrent layers"
+_LIST = "several caches in one layer"
+_OTHER = "a cache or an attention of another kind"
 NOT_SERVED = {
     **dict.fromkeys(("afm7", "gemma3n", "gemma4", "gemma4_text", "gemma4_text 3", "iquestloopcoder"), _SHARED),
     **dict.fromkeys(("glm4_moe_lite", "kimi_vl", "deepseek_v3", "deepseek_v32", "kimi_linear"), _LATENT),
-    **dict.fromkeys(("longcat_flash", "longcat_flash_ngram"), _LATENT),
-    **dict.fromkeys(("baichuan_m1", "lfm2-vl", "lfm2_moe", "nemotron_h", "granitemoehybrid", "jamba"), _STATES),
-    **dict.fromkeys(("bailing_moe_linear", "qwen3_5", "qwen3_5_moe", "rwkv7", "plamo2", "falcon_h1"), _STATES),
-    **dict.fromkeys(("recurrent_gemma",), _STATES),
-    **dict.fromkeys(("llama4", "gpt_bigcode"), "a cache or an attention of another kind"),
+    **dict.fromkeys(("longcat_flash", "longcat_flash_ngram", "baichuan_m1", "falcon_h1"), _LIST),
+    **dict.fromkeys(("llama4", "gpt_bigcode", "plamo2"), _OTHER),
 }
 NOT_TRAINED = dict.fromkeys(("gemma2", "plamo"), "attention in the model's own code")
-QUICK = ("dbrx", "gemma4_text 2", "gpt2", "gpt_oss", "granitemoe", "seed_oss")
+AMPLIFIED = {"jamba": 5.0, "nemotron_h": 10.0}
+"""How many times the limits are larger for models that amplify rounding, which differs with the BLAS's threads."""
+QUICK = ("dbrx", "gemma4_text 2", "gpt2", "gpt_oss", "granitemoe", "qwen3_5", "rwkv7", "seed_oss")
 """One of each kind that the other tests lack: experts one by one, layers that give several arrays, other names of trunk
-and layers, a router inside a module, a head that is not the embedding's."""
+and layers, a router inside a module, a gated delta net, two mixers with one state, a head of its own."""
 
 
 def _cases(names: Iterable[str], without: dict[str, str]) -> list[ParameterSet]:
@@ -45,14 +45,21 @@ def _cases(names: Iterable[str], without: dict[str, str]) -> list[ParameterSet]:
 @pytest.mark.parametrize("name", _cases(HERE, NOT_SERVED))
 def test_rows_with_adapters_and_without_are_those_of_the_model_alone(name: str) -> None:
     base, adapted, change = errors_served(name)
-    assert base <= 2e-5
-    assert adapted <= 5e-5
+    assert base <= 2e-5 * AMPLIFIED.get(name, 1.0)
+    assert adapted <= 5e-5 * AMPLIFIED.get(name, 1.0)
     assert change > 0.1, "the adapters changed nothing"
+
+
+@pytest.mark.parametrize("name", _cases([name for name in HERE if name not in NOT_SERVED], {}))
+def test_a_row_goes_on_from_a_cached_prefix(name: str) -> None:
+    found, error = error_after_reuse(name)
+    assert found >= 64
+    assert error <= 2e-5 * AMPLIFIED.get(name, 1.0)
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("name", _cases([name for name in HERE if name not in NOT_SERVED], NOT_TRAINED))
 def test_gradients_are_those_of_the_model_alone(name: str, recomputed: bool) -> None:
     error, still = error_of_gradients(name, recomputed)
-    assert error <= 1e-4
+    assert error <= 1e-4 * AMPLIFIED.get(name, 1.0)
     assert still == []

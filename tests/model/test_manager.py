@@ -6,10 +6,11 @@ import sys
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from family_checks import CONFIGURATIONS, build
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import quantize_model, save_config, save_model
-from tiny import EOS_ID, FAMILIES, VOCAB_SIZE, build_model, save_directory, save_tiny, tiny_config, tiny_model
+from tiny import EOS_ID, FAMILIES, VOCAB_SIZE, save_directory, save_tiny, tiny_config, tiny_model
 
 from mlx_parallm.errors import ModelNotFoundError, UnsupportedModelError
 from mlx_parallm.model.families import Support, probe, relative_error
@@ -18,16 +19,6 @@ from mlx_parallm.model.loading import to_float32
 from mlx_parallm.model.manager import SharedModelManager
 
 TOKENS = mx.array([[1, 5, 9, 33, 77, 2, 250, 100, 30, 4, 66, 7]])
-RWKV = {
-    "model_type": "rwkv7",
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "head_dim": 8,
-    "num_hidden_layers": 2,
-    "norm_eps": 1e-5,
-    **dict.fromkeys(("a_low_rank_dim", "v_low_rank_dim", "gate_low_rank_dim", "decay_low_rank_dim"), 4),
-}
 
 
 def load(path, **options):
@@ -146,9 +137,9 @@ def test_remote_code_of_a_tokenizer_does_not_run(tmp_path):
         load(tmp_path)
 
 
-def test_recurrent_layers_of_an_untested_family_are_refused(tmp_path):
-    save_directory(build_model(RWKV), RWKV, tmp_path)
-    with pytest.raises(UnsupportedModelError, match=r"ArraysCache.* lfm2, mamba, mamba2, qwen3_next"):
+def test_a_family_that_keeps_another_state_is_refused(tmp_path):
+    save_directory(build("baichuan_m1"), CONFIGURATIONS["baichuan_m1"], tmp_path)
+    with pytest.raises(UnsupportedModelError, match="its layers keep state in CacheList"):
         load(tmp_path)
 
 

@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.batch.attention import additive, attention
 from mlx_parallm.core.branches import Branch
+from mlx_parallm.model.recurrent import PassMask
 from mlx_parallm.rl.learn.recurrence import PackedStates
 
 SCORES_AT_ONCE = 1 << 19
@@ -23,8 +24,8 @@ SCORES_AT_ONCE = 1 << 19
 of a long row grows with its length and not with the square of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
+@dataclass(frozen=True)
+class Window(PassMask):
     """Passed to attention in place of a mask. `size`: the layer's sliding window in tokens; None: it has no window."""
 
     size: int | None
@@ -32,10 +33,12 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class PackedStream:
-    """Layout of packed tokens, passed to the model's layers in place of KV caches. `offset`: positions, int32 [N]."""
+    """Layout of packed tokens, passed to the model's layers in place of caches. `offset`: positions, int32 [N].
+    `arrays`: how many a recurrent layer keeps."""
 
     branches: tuple[Branch, ...]
     offset: mx.array
+    arrays: int = 0
 
     @classmethod
     def of(cls, branches: Sequence[Branch]) -> PackedStream:
@@ -49,7 +52,7 @@ class PackedCache(PackedStates):
     """Keys and values of one layer in one forward pass, and the attention over them; or its recurrent states."""
 
     def __init__(self, stream: PackedStream, bank: AdapterBank) -> None:
-        super().__init__(stream.branches, bank)
+        super().__init__(stream.branches, stream.arrays, bank)
         self.offset = stream.offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:

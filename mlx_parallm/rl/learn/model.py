@@ -24,6 +24,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.forward_context import ExpertCall, TokenAdapters
@@ -109,6 +110,7 @@ class TrainableModel:
         self._layers = [_Layer(layer, bank, self._outputs) for layer in getattr(trunk, layers)]
         setattr(self._trunk, layers, self._layers)
         self._head = Head(model)
+        self._arrays = [len(each.cache) if type(each) is ArraysCache else 0 for each in make_prompt_cache(model)]
         self.layer_paths = [tuple(_paths(layer)) for layer in getattr(trunk, layers)]
         """The paths of each layer's adapted linears, in the order of the forward pass."""
 
@@ -143,7 +145,9 @@ class TrainableModel:
         context = None if spans is None else TrainingContext(tuple(spans), self._recomputed(tokens, branches, spans))
         self._outputs.clear()
         with self.bank.using(context):
-            hidden: mx.array = self._trunk(tokens[:, None], cache=[stream] * len(self._layers))
+            hidden: mx.array = self._trunk(
+                tokens[:, None], cache=[replace(stream, arrays=each) for each in self._arrays]
+            )
         outputs = tuple(self._outputs)
         self._outputs.clear()
         return TrunkPass(hidden[:, 0], outputs, self.layer_paths)

@@ -8,64 +8,70 @@ it is read.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.core.branches import Branch
-from mlx_parallm.model.recurrent import Mixer, RowStates, arrays_of, states_of_rows
-
-States = Sequence[mx.array]
-"""The states of rows, each array [rows, ...]."""
+from mlx_parallm.model.recurrent import Mixer, Part, RowStates
 
 
 class PackedStates(RowStates):
-    """The states of one recurrent layer in one forward pass with gradients."""
+    """The states of one recurrent layer in one forward pass with gradients. `arrays`: how many it keeps."""
 
     differentiates = True
 
-    def __init__(self, branches: Sequence[Branch], bank: AdapterBank) -> None:
+    def __init__(self, branches: Sequence[Branch], arrays: int, bank: AdapterBank) -> None:
         self._branches = branches
+        self._arrays = arrays
         self._bank = bank
+        self._parts: list[_Part] = []
 
     def branches_at(self) -> Iterator[tuple[Branch, int]]:
         """The branches, each with the index of its first token."""
         return zip(self._branches, accumulate((each.tokens for each in self._branches), initial=0), strict=False)
 
-    def run(self, mixer: Mixer, x: mx.array) -> mx.array:
+    def run(self, mixer: Mixer) -> Iterator[Any]:
         """See `RowStates.run`."""
-        call = _Call(mixer, x, self._bank)
-        return mx.concatenate([part for branch, at in self.branches_at() for part in call.branch(branch, at, None)])
+        if not self._parts:
+            tokens = sum(branch.tokens for branch in self._branches)
+            self._parts = [part for branch, at in self.branches_at() for part in _parts(branch, at, None, tokens)]
+        for part in self._parts:
+            with self._bank.using_part(part.start, part.stop):
+                yield mixer(part, part.states(self._arrays))
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """A mixer and the inputs of all tokens, [N, 1, in]."""
+class _Part(Part):
+    """Rows of a bucket, or the tokens of a branch. `above`: the part with the tokens before theirs."""
 
-    mixer: Mixer
-    x: mx.array
-    bank: AdapterBank
+    def __init__(self, start: int, rows: int, width: int, above: _Part | None, tokens: int) -> None:
+        super().__init__(start, start + rows * width, rows, tokens)
+        self._above = above
+        self._states: ArraysCache | None = None
 
-    def branch(self, branch: Branch, at: int, above: States | None) -> Iterator[mx.array]:
-        """The outputs of a branch, whose tokens lie from `at` on. `above`: the state after the branches above it."""
-        if branch.length:
-            output, above = self._rows(at, 1, branch.length, above)
-            yield output
-        at += branch.length
-        for bucket in branch.buckets:
-            if bucket.width:
-                yield self._rows(at, bucket.rows, bucket.width, above)[0]
-            at += bucket.tokens
-        for inner in branch.branches:
-            yield from self.branch(inner, at, above)
-            at += inner.tokens
+    def states(self, arrays: int) -> ArraysCache:
+        """The states of the rows. Several mixers of a layer may use them, each some of the arrays: those that are not
+        set yet are those after the part above."""
+        states = self._states = self._states or ArraysCache(arrays)
+        for index, array in enumerate(self._above.states(arrays).cache if self._above is not None else ()):
+            if states.cache[index] is None and array is not None:
+                states[index] = mx.broadcast_to(array, (self.rows, *array.shape[1:]))
+        return states
 
-    def _rows(self, at: int, rows: int, width: int, above: States | None) -> tuple[mx.array, States]:
-        """The outputs of rows of `width` tokens, [rows · width, 1, out], and the states after them."""
-        begin = None if above is None else [mx.broadcast_to(each, (rows, *each.shape[1:])) for each in above]
-        states, stop = states_of_rows(begin), at + rows * width
-        with self.bank.using_part(at, stop):
-            output = self.mixer(self.x[at:stop].reshape(rows, width, -1), states)
-        return output.reshape(rows * width, 1, -1), arrays_of(states)
+
+def _parts(branch: Branch, at: int, above: _Part | None, tokens: int) -> Iterator[_Part]:
+    """The parts of a branch, whose tokens lie from `at` on."""
+    if branch.length:
+        above = _Part(at, 1, branch.length, above, tokens)
+        yield above
+    at += branch.length
+    for bucket in branch.buckets:
+        if bucket.width:
+            yield _Part(at, bucket.rows, bucket.width, above, tokens)
+        at += bucket.tokens
+    for inner in branch.branches:
+        yield from _parts(inner, at, above, tokens)
+        at += inner.tokens
