@@ -1,8 +1,8 @@
 """The cache objects, one per layer, through which mlx-lm's model files use the KV pool.
 
 For each layer, a model file calls `cache.offset` (RoPE positions), `cache.make_mask(...)`,
-`cache.update_and_fetch(k, v)`, and then attention. With the attention hook installed (`LayerCache`), attention calls
-`cache.attend`, which reads the pool in place. Without it (`FetchingLayerCache`), `update_and_fetch` returns dense
+`cache.update_and_fetch(k, v)`, and then attention. With the attention hook installed (`LayerCache`), attention asks the
+`PassAttention`, which reads the pool in place. Without it (`FetchingLayerCache`), `update_and_fetch` returns dense
 copies and `make_mask` a real mask, and the model computes attention itself.
 """
 
@@ -16,24 +16,84 @@ from mlx_parallm.model.recurrent import PassMask
 
 
 class AttentionMask(PassMask):
-    """The object that `make_mask` passes through the model to `attend`. The layer's group knows the window."""
+    """The object that `make_mask` passes through the model to attention. The layer's group knows the window."""
+
+
+class PassAttention:
+    """The attention of one forward pass. Implements `hooks.Attention`: the cache that has returned the keys answers,
+    whichever layer asks, so layers may share keys and values."""
+
+    def __init__(self) -> None:
+        self._owners: dict[int, tuple[mx.array, LayerCache]] = {}
+
+    def own(self, keys: mx.array, owner: LayerCache) -> None:
+        """Lets this cache answer for these keys, which are kept so that no others get their id."""
+        self._owners[id(keys)] = keys, owner
+
+    def forget(self) -> None:
+        """Drops all keys. Call it when the pass is built: the caches that it holds hold it too."""
+        self._owners.clear()
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        cache: object,
+        scale: float,
+        mask: object,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """See `hooks.Attention.attend`. Keys that the model has changed, such as their type, are those of `cache`.
+
+        Raises:
+            TypeError: no cache has returned these keys.
+        """
+        _, owner = self._owners.get(id(keys), (keys, cache))
+        if not isinstance(owner, LayerCache):
+            raise TypeError("the model attends to keys that no cache has returned; it cannot be batched")
+        return owner.attend(queries, scale, mask, sinks)
 
 
 class LayerCache:
-    """The cache object of one layer for one forward pass, with the attention hook installed."""
+    """The cache object of one layer for one forward pass, with the attention hook installed.
 
-    def __init__(self, forward: Forward, layer: int) -> None:
+    With latent attention, a layer stores keys [latent, part with positions] and the latent as values. In place of that
+    part, mlx-lm's code gets the identity: what it computes as the scores of the part are then the queries of the part,
+    scaled, and they arrive as the mask. So attention is one call over whole keys.
+
+    Args:
+        latent: see `LayerSpec`.
+    """
+
+    def __init__(self, forward: Forward, layer: int, attention: PassAttention, latent: int = 0) -> None:
         self.offset = forward.offset
         self._forward = forward
         self._layer = layer
+        self._attention = attention
+        self._latent = latent
+        self._returned: tuple[mx.array, mx.array] | None = None
 
-    def make_mask(self, _tokens: int, return_array: bool = False, window_size: int | None = None) -> AttentionMask:
-        return AttentionMask()
+    def make_mask(
+        self, _tokens: int, return_array: bool = False, window_size: int | None = None
+    ) -> AttentionMask | None:
+        return None if self._latent else AttentionMask()
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Writes the new keys and values and returns them unchanged, because `attend` reads the pool."""
-        self._forward.write(self._layer, keys, values)
+        """Writes the new keys and values and returns them unchanged, because attention reads the pool."""
+        if self._latent:
+            self._forward.write(self._layer, mx.concatenate([keys, values], -1), keys)
+            values = mx.eye(self._latent, dtype=values.dtype)[None, None]
+        else:
+            self._forward.write(self._layer, keys, values)
+        self._attention.own(keys, self)
+        self._returned = keys, values
         return keys, values
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """What `update_and_fetch` has returned, for a layer that shares it."""
+        assert self._returned is not None
+        return self._returned
 
     def attend(self, queries: mx.array, scale: float, mask: object, sinks: mx.array | None) -> mx.array:
         """Attention of queries [N, heads, 1, head_dim] over all written tokens of their rows, the new ones included.
@@ -41,6 +101,9 @@ class LayerCache:
         Raises:
             TypeError: the model made an attention mask of its own.
         """
+        if self._latent and isinstance(mask, mx.array):
+            queries = mx.concatenate([queries * scale, mask], -1)
+            return self._forward.attend(self._layer, queries, 1.0, sinks)
         if not isinstance(mask, AttentionMask):
             raise TypeError("the model makes its own attention mask; it cannot be batched")
         return self._forward.attend(self._layer, queries, scale, sinks)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -27,13 +28,15 @@ from mlx_parallm.batch.block_attention import pairs_work
 from mlx_parallm.batch.fetching import FetchingForward
 from mlx_parallm.batch.forward import Forward, Span, in_order
 from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
-from mlx_parallm.batch.layer_cache import FetchingLayerCache, LayerCache
+from mlx_parallm.batch.layer_cache import FetchingLayerCache, LayerCache, PassAttention
 from mlx_parallm.batch.pooling import PooledParts, PoolingRow, pool
 from mlx_parallm.batch.readback import Draw, PromptScores, read_draws
 from mlx_parallm.batch.recurrent_forward import RecurrentForward, StateCache
 from mlx_parallm.batch.sampler import RowSampling, Sampled, SamplingPlan, plan_sampling, sample
 from mlx_parallm.core import SamplingParams
-from mlx_parallm.model.hooks import AttentionStyle
+from mlx_parallm.model.caches import Caches
+from mlx_parallm.model.hooks import AttentionStyle, answered_by
+from mlx_parallm.model.layer_state import LayerSpec
 from mlx_parallm.model.split import Head, trunk_of
 
 
@@ -114,6 +117,7 @@ class BatchRunner:
         self._style = style
         self._vocab_size = vocab_size
         self._layers = range(len(cache.layout.layers))
+        self._expected = Caches(model)
         self._planned: tuple[list[RowSampling], SamplingPlan] | None = None
 
     @property
@@ -263,35 +267,39 @@ class BatchRunner:
         """The trunk's outputs [N, hidden] for tokens [N], or the logits [N, vocab] of a model without a trunk."""
         model = self._model if self._trunk is None else self._trunk
         caches: Sequence[LayerCache | StateCache | FetchingLayerCache]
-        recurrent = None
+        recurrent, attention = None, PassAttention()
         if self._style is AttentionStyle.HOOKED:
             if self.cache.states is not None:
                 recurrent = RecurrentForward(self.cache.states, spans, self._bank)
-            caches = self._caches(spans, recurrent)
+            caches = self._caches(spans, attention, recurrent)
             shaped = inputs[:, None]
         else:
             fetching = FetchingForward(self.cache, spans)
             grouped = self._style is AttentionStyle.OWN_GROUPED
             caches = [FetchingLayerCache(fetching, layer, grouped) for layer in self._layers]
             shaped = inputs.reshape(len(spans), -1)
-        with self._bank.forward([span.row.adapter_slot for span in spans], [span.tokens for span in spans]):
-            outputs: mx.array = model(shaped, cache=caches)
+        hooked = answered_by(attention) if self._style is AttentionStyle.HOOKED else nullcontext()
+        with hooked, self._bank.forward([span.row.adapter_slot for span in spans], [span.tokens for span in spans]):
+            outputs: mx.array = model(shaped, cache=self._expected.nested(caches))
+        attention.forget()
         if recurrent is not None:
             recurrent.finish()
         return outputs.reshape(-1, outputs.shape[-1])
 
     def _caches(
-        self, spans: Sequence[Span[KVRow]], recurrent: RecurrentForward | None
+        self, spans: Sequence[Span[KVRow]], attention: PassAttention, recurrent: RecurrentForward | None
     ) -> list[LayerCache | StateCache]:
         """The cache object of each layer, for a model that leaves attention to the pool."""
-        forward = Forward(self.cache, spans, self.dense_rows)
-        if recurrent is None or self.cache.states is None:
-            return [LayerCache(forward, layer) for layer in self._layers]
-        number = {layer: number for number, layer in enumerate(self.cache.states.layers)}
-        return [
-            StateCache(recurrent, number[layer], forward.offset) if layer in number else LayerCache(forward, layer)
-            for layer in self._layers
-        ]
+        forward, caches = Forward(self.cache, spans, self.dense_rows), list[LayerCache | StateCache]()
+        recurrent_layers = 0
+        for layer, spec in enumerate(self.cache.layout.layers):
+            if isinstance(spec, LayerSpec):
+                caches.append(LayerCache(forward, layer, attention, spec.latent))
+            else:
+                assert recurrent is not None
+                caches.append(StateCache(recurrent, recurrent_layers, forward.offset))
+                recurrent_layers += 1
+        return caches
 
     def _plan(self, options: list[RowSampling]) -> SamplingPlan:
         """The sampling plan, made again only when the rows have changed.

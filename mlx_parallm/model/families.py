@@ -25,6 +25,8 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.forward_context import OneAdapter
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LinearSpec, LoRAPair
 from mlx_parallm.errors import UnsupportedModelError
+from mlx_parallm.model.caches import Caches
+from mlx_parallm.model.hooks import answered_by, install_hook
 from mlx_parallm.model.layer_state import KVLayout, LayerSpec, LayerState, RecurrentSpec
 
 TESTED = frozenset({
@@ -88,7 +90,7 @@ def classify(model: nn.Module) -> Family:
 
 
 def _refusal(model: nn.Module) -> str:
-    kinds = {type(cache) for cache in make_prompt_cache(model)}
+    kinds = {type(cache) for cache in Caches(model).each}
     if others := sorted(kind.__name__ for kind in kinds - {KVCache, RotatingKVCache, ArraysCache}):
         return f"its layers keep state in {', '.join(others)}; only KV caches and arrays can be batched"
     if any(isinstance(module, DynamicNTKScalingRoPE) for module in model.modules()):
@@ -191,26 +193,55 @@ def _tokens(length: int, vocab_size: int) -> list[int]:
 
 
 def probe(model: nn.Module) -> tuple[KVLayout, int]:
-    """Runs one token through the model; returns what its layers keep, and its logits' vocabulary size.
+    """Builds a pass of one token; returns what its layers keep, and its logits' vocabulary size.
 
     The vocabulary may be larger than the tokenizer's.
 
     Raises:
-        UnsupportedModelError: a layer keeps something other than keys and values of plain attention, or the arrays of a
-            recurrent state.
+        UnsupportedModelError: a layer keeps something other than keys and values of plain or latent attention, or the
+            arrays of a recurrent state.
     """
-    expected = make_prompt_cache(model)
-    caches = [cache if type(cache) is ArraysCache else _ProbeCache(_window(cache)) for cache in expected]
+    expected, attention = Caches(model), _ProbeAttention()
+    caches = [each if type(each) is ArraysCache else _ProbeCache(_window(each), attention) for each in expected.each]
+    install_hook(model)
     try:
-        logits = model(mx.array([[0]]), cache=caches)
+        with answered_by(attention):
+            logits = model(mx.array([[0]]), cache=expected.nested(caches))
     except Exception as error:  # the model file is foreign code: any exception means that it needs another cache
         raise UnsupportedModelError(f"{_name(model)} does not run with a plain KV cache: {error}") from error
     layers = tuple(_state(model, index, cache) for index, cache in enumerate(caches))
     plain = [cache for cache in caches if isinstance(cache, _ProbeCache)]
+    if 0 < sum(cache.attended for cache in plain) < len(plain):
+        raise UnsupportedModelError(f"{_name(model)} keeps keys that its attention does not read, such as an indexer's")
     dtypes = {array.dtype for cache in plain for array in (cache.keys, cache.values) if array is not None}
     if len(dtypes) > 1:
         raise UnsupportedModelError(f"{_name(model)} mixes types of keys and values: {sorted(map(str, dtypes))}")
     return KVLayout(layers, dtypes.pop() if dtypes else logits.dtype), logits.shape[-1]
+
+
+class _ProbeAttention:
+    """Implements `hooks.Attention` for one token: gives outputs of the right shape, and finds latent attention."""
+
+    def __init__(self) -> None:
+        self.owners: dict[int, _ProbeCache] = {}
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        cache: object,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """See `hooks.Attention.attend`. The scores of the keys' part with positions come as the mask."""
+        owner = self.owners.get(id(keys), cache)
+        if isinstance(owner, _ProbeCache):
+            owner.attended = True
+            scores = isinstance(mask, mx.array) and mask.shape == (*queries.shape[:3], 1)
+            owner.is_latent = scores and keys.shape[1] == 1
+        return mx.broadcast_to(values[:, :1], (*queries.shape[:3], values.shape[3]))
 
 
 class _ProbeCache:
@@ -219,17 +250,24 @@ class _ProbeCache:
     `window`: that of the cache whose place it takes.
     """
 
-    def __init__(self, window: int | None) -> None:
+    def __init__(self, window: int | None, attention: _ProbeAttention) -> None:
         self.window = window
         self.offset = 0
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
         self.window_of_mask: int | None = None
+        self.attended = self.is_latent = False
+        self._attention = attention
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Records and returns the token's keys and values, each [1, kv_heads, 1, head_dim]."""
         self.keys, self.values = keys, values
+        self._attention.owners[id(keys)] = self
         return keys, values
+
+    def keys_and_values(self) -> tuple[mx.array | None, mx.array | None]:
+        """The same again, for a layer that shares them."""
+        return self.keys, self.values
 
     def make_mask(self, _tokens: int, return_array: bool = False, window_size: int | None = None) -> None:
         """Returns None: one token needs no mask."""
@@ -256,8 +294,10 @@ def _spec(model: nn.Module, layer: int, cache: _ProbeCache) -> LayerSpec:
             f"{_name(model)}: layer {layer} masks a window of {cache.window_of_mask} tokens but keeps "
             f"{cache.window or 'all'}"
         )
-    kv_heads, head_dim_k = cache.keys.shape[1], cache.keys.shape[3]
-    return LayerSpec(kv_heads, head_dim_k, head_dim_v=cache.values.shape[3], window=cache.window)
+    kv_heads, head_dim_k, head_dim_v = cache.keys.shape[1], cache.keys.shape[3], cache.values.shape[3]
+    if cache.is_latent:
+        return LayerSpec(1, head_dim_k + head_dim_v, head_dim_k, cache.window, latent=head_dim_v)
+    return LayerSpec(kv_heads, head_dim_k, head_dim_v, cache.window)
 
 
 def _recurrent_spec(model: nn.Module, layer: int, cache: ArraysCache) -> RecurrentSpec:

@@ -1,16 +1,18 @@
 """The change made to the attention of a loaded mlx-lm model.
 
 mlx-lm's model files call `scaled_dot_product_attention(q, k, v, cache=…, scale=…, mask=…)` by a name of their own
-module. `install_hook` rebinds that name, once, to a function that calls `cache.attend` if the cache has that method,
-and mlx-lm's own function otherwise. Nothing else of mlx-lm is patched.
+module. `install_hook` rebinds that name, once, to a function that asks the pass over packed tokens that is being built,
+if there is one, and mlx-lm's own function otherwise. Nothing else of mlx-lm is patched.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,6 +20,37 @@ import mlx.nn as nn
 from mlx_parallm.model.recurrent import install_mixers
 
 _ATTENTION = "scaled_dot_product_attention"
+
+
+class Attention(Protocol):
+    """Answers the attention of a pass over packed tokens."""
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        cache: object,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Attention of queries [N, heads, 1, head_dim]. `keys`, `values`: as a cache of the pass has returned them,
+        which need not be the `cache` that the layer names."""
+        ...
+
+
+_answering: ContextVar[Attention | None] = ContextVar("attention", default=None)
+
+
+@contextmanager
+def answered_by(attention: Attention) -> Iterator[None]:
+    """While the block runs, hooked models ask this attention."""
+    token = _answering.set(attention)
+    try:
+        yield
+    finally:
+        _answering.reset(token)
 
 
 class AttentionStyle(Enum):
@@ -55,15 +88,15 @@ def _dispatcher(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
         queries: mx.array,
         keys: mx.array,
         values: mx.array,
-        cache: Any,
-        scale: float,
-        mask: Any,
+        cache: Any = None,
+        scale: float = 1.0,
+        mask: Any = None,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        attend = getattr(cache, "attend", None)
-        if attend is None:
+        answering = _answering.get()
+        if answering is None:
             return original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
-        return attend(queries, scale, mask, sinks)  # type: ignore[no-any-return]
+        return answering.attend(queries, keys, values, cache, scale, mask, sinks)
 
     attention.hooked = True  # type: ignore[attr-defined]
     return attention

@@ -17,13 +17,16 @@ _GROUP_SIZES = (64, 32)
 class LayerSpec:
     """Shape of one attention layer's keys and values in each row: `[kv_heads, tokens, head_dim_k | head_dim_v]`.
 
-    `window` is the number of last tokens that the layer attends to, itself included; None means all.
+    `window` is the number of last tokens that the layer attends to, itself included; None means all. `latent`: of
+    latent attention (MLA, arXiv 2405.04434), the width of the part of the keys that has positions; the part before it
+    is the latent, which is the values too.
     """
 
     kv_heads: int
     head_dim_k: int
     head_dim_v: int
     window: int | None = None
+    latent: int = 0
 
 
 @dataclass(frozen=True, slots=True)

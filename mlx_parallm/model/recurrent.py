@@ -18,7 +18,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache
+
+from mlx_parallm.model.caches import Caches
 
 Mixer = Callable[["Part", ArraysCache], Any]
 """(some rows of the pass, their states, which it replaces by those after the pass) → outputs, arrays [rows, T, ...]."""
@@ -74,7 +76,7 @@ def packed(outputs: Sequence[Any]) -> Any:
 
 def install_mixers(model: nn.Module) -> bool:
     """Lets the mixers of recurrent layers take packed tokens. Returns whether the model has any."""
-    if not any(type(each) is ArraysCache for each in make_prompt_cache(model)):
+    if not any(type(each) is ArraysCache for each in Caches(model).each):
         return False
     modules = dict(model.named_modules())
     if not any(hasattr(type(part), "takes_packed_tokens") for part in modules.values()):
@@ -106,8 +108,9 @@ def _users_of_states(model: nn.Module, modules: dict[str, nn.Module]) -> set[str
             note(sys._getframe(1))
             super().__setitem__(index, value)
 
-    caches = [Watched(len(each.cache)) if type(each) is ArraysCache else each for each in make_prompt_cache(model)]
-    model(mx.array([[0]]), cache=caches)
+    caches = Caches(model)
+    watched = (Watched(len(each.cache)) if type(each) is ArraysCache else each for each in caches.each)
+    model(mx.array([[0]]), cache=caches.nested(watched))
     return users
 
 

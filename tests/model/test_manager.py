@@ -138,8 +138,8 @@ def test_remote_code_of_a_tokenizer_does_not_run(tmp_path):
 
 
 def test_a_family_that_keeps_another_state_is_refused(tmp_path):
-    save_directory(build("baichuan_m1"), CONFIGURATIONS["baichuan_m1"], tmp_path)
-    with pytest.raises(UnsupportedModelError, match="its layers keep state in CacheList"):
+    save_directory(build("llama4"), CONFIGURATIONS["llama4"], tmp_path)
+    with pytest.raises(UnsupportedModelError, match="its layers keep state in ChunkedKVCache"):
         load(tmp_path)
 
 

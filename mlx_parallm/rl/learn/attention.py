@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.batch.attention import additive, attention
 from mlx_parallm.core.branches import Branch
+from mlx_parallm.model.layer_state import LayerSpec, LayerState, RecurrentSpec
 from mlx_parallm.model.recurrent import PassMask
-from mlx_parallm.rl.learn.recurrence import PackedStates
+from mlx_parallm.rl.learn.recurrence import PackedStates, branches_at
 
 SCORES_AT_ONCE = 1 << 19
 """Attention scores of one head that may be in memory at a time. A call with more is made in blocks, so that the memory
@@ -34,36 +35,68 @@ class Window(PassMask):
 @dataclass(frozen=True, slots=True)
 class PackedStream:
     """Layout of packed tokens, passed to the model's layers in place of caches. `offset`: positions, int32 [N].
-    `arrays`: how many a recurrent layer keeps."""
+    `state`: what the cache would keep."""
 
     branches: tuple[Branch, ...]
     offset: mx.array
-    arrays: int = 0
+    state: LayerState
 
-    @classmethod
-    def of(cls, branches: Sequence[Branch]) -> PackedStream:
-        return cls(tuple(branches), mx.array([at for each in branches for at in each.positions()], mx.int32))
+    def make_mask(self, _tokens: int, return_array: bool = False, window_size: int | None = None) -> Window | None:
+        return None if isinstance(self.state, LayerSpec) and self.state.latent else Window(window_size)
 
-    def make_mask(self, _tokens: int, return_array: bool = False, window_size: int | None = None) -> Window:
-        return Window(window_size)
+
+def streams(branches: Sequence[Branch], states: Sequence[LayerState]) -> list[PackedStream]:
+    """One for each cache that the model expects."""
+    offset = mx.array([at for each in branches for at in each.positions()], mx.int32)
+    return [PackedStream(tuple(branches), offset, state) for state in states]
+
+
+class LayerAttention:
+    """The attention in one layer of a forward pass. Implements `hooks.Attention`."""
+
+    def __init__(self, branches: Sequence[Branch]) -> None:
+        self._branches = branches
+        self._positions: dict[int, tuple[mx.array, mx.array]] = {}
+
+    def own(self, latent: mx.array, positions: mx.array) -> None:
+        """Adds, to keys that are the latent, the part that has positions. See `batch.layer_cache.LayerCache`."""
+        self._positions[id(latent)] = latent, positions
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        cache: object,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """See `hooks.Attention.attend`: of all tokens, arrays [N, heads, 1, head_dim]."""
+        window = mask.size if isinstance(mask, Window) else None
+        if (found := self._positions.get(id(keys))) is not None:
+            queries, scale = mx.concatenate([queries * scale, mask], -1), 1.0
+            keys = mx.concatenate([keys, found[1]], -1)
+        call = _Call(queries, keys, values, scale, window, sinks)
+        return mx.concatenate([part for branch, at in branches_at(self._branches) for part in call.branch(branch, at)])
 
 
 class PackedCache(PackedStates):
-    """Keys and values of one layer in one forward pass, and the attention over them; or its recurrent states."""
+    """The cache of one layer in one forward pass."""
 
-    def __init__(self, stream: PackedStream, bank: AdapterBank) -> None:
-        super().__init__(stream.branches, stream.arrays, bank)
+    def __init__(self, stream: PackedStream, attention: LayerAttention, bank: AdapterBank) -> None:
+        state = stream.state
+        super().__init__(stream.branches, len(state.shapes) if isinstance(state, RecurrentSpec) else 0, bank)
         self.offset = stream.offset
+        self._latent = state.latent if isinstance(state, LayerSpec) else 0
+        self._attention = attention
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Stores keys and values, [N, kv_heads, 1, head_dim], for `attend`, and returns them unchanged."""
-        self._keys, self._values = keys, values
+        """Returns keys and values, [N, kv_heads, 1, head_dim], unchanged, because attention gets them."""
+        if self._latent:
+            self._attention.own(keys, values)
+            values = mx.eye(self._latent, dtype=values.dtype)[None, None]
         return keys, values
-
-    def attend(self, queries: mx.array, scale: float, mask: Window, sinks: mx.array | None) -> mx.array:
-        """Attention of all tokens, [N, heads, 1, head_dim] → [N, heads, 1, head_dim of values]."""
-        call = _Call(queries, self._keys, self._values, scale, mask.size, sinks)
-        return mx.concatenate([part for branch, at in self.branches_at() for part in call.branch(branch, at)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+from mlx_lm.models.cache import CacheList
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.forward_context import ExpertCall, TokenAdapters
@@ -32,11 +32,13 @@ from mlx_parallm.adapters.linear_group import LinearGroup
 from mlx_parallm.adapters.weights import AdapterLayout
 from mlx_parallm.core.branches import Branch
 from mlx_parallm.errors import UnsupportedModelError
+from mlx_parallm.model.caches import Caches
 from mlx_parallm.model.experts import AdaptedExpertLinear
-from mlx_parallm.model.hooks import AttentionStyle
+from mlx_parallm.model.families import probe
+from mlx_parallm.model.hooks import AttentionStyle, answered_by
 from mlx_parallm.model.linears import AdaptedLinear
 from mlx_parallm.model.split import Head, layers_name_of, trunk_of
-from mlx_parallm.rl.learn.attention import PackedCache, PackedStream
+from mlx_parallm.rl.learn.attention import LayerAttention, PackedCache, PackedStream, streams
 from mlx_parallm.rl.learn.recomputation import floats_of, recomputed
 from mlx_parallm.rl.learn.stages import Stage, StageKind
 
@@ -105,12 +107,11 @@ class TrainableModel:
             )
         self.bank = bank
         self.recomputes = recomputes
-        self._outputs: list[mx.array] = []
         self._trunk, layers = copy.copy(trunk), layers_name_of(model)
-        self._layers = [_Layer(layer, bank, self._outputs) for layer in getattr(trunk, layers)]
-        setattr(self._trunk, layers, self._layers)
+        self._pass = _Pass()
+        setattr(self._trunk, layers, [_Layer(layer, bank, self._pass) for layer in getattr(trunk, layers)])
         self._head = Head(model)
-        self._arrays = [len(each.cache) if type(each) is ArraysCache else 0 for each in make_prompt_cache(model)]
+        self._expected, self._states = Caches(model), probe(model)[0].layers
         self.layer_paths = [tuple(_paths(layer)) for layer in getattr(trunk, layers)]
         """The paths of each layer's adapted linears, in the order of the forward pass."""
 
@@ -141,15 +142,13 @@ class TrainableModel:
             spans: the LoRA factors of all tokens, in order; None: the base model.
             learns: whether the caller differentiates the result with respect to these factors.
         """
-        stream = PackedStream.of(branches)
         context = None if spans is None else TrainingContext(tuple(spans), self._recomputed(tokens, branches, spans))
-        self._outputs.clear()
+        self._pass.branches, self._pass.outputs = tuple(branches), []
         with self.bank.using(context):
             hidden: mx.array = self._trunk(
-                tokens[:, None], cache=[replace(stream, arrays=each) for each in self._arrays]
+                tokens[:, None], cache=self._expected.nested(streams(branches, self._states))
             )
-        outputs = tuple(self._outputs)
-        self._outputs.clear()
+        outputs, self._pass.outputs = tuple(self._pass.outputs), []
         return TrunkPass(hidden[:, 0], outputs, self.layer_paths)
 
     def _recomputed(self, tokens: mx.array, branches: Sequence[Branch], spans: Sequence[Span]) -> bool:
@@ -228,6 +227,14 @@ def _adapted(span: Span, path: str, x: mx.array, y: mx.array) -> mx.array:
     return y + (span.scale * change).astype(y.dtype)
 
 
+@dataclass(slots=True)
+class _Pass:
+    """The pass that is being built: how its tokens lie, and the output of each layer so far."""
+
+    branches: tuple[Branch, ...] = ()
+    outputs: list[mx.array] = field(default_factory=list)
+
+
 class _Layer:
     """Wraps a layer of the trunk; the backward pass may compute it again. Other attributes are those of the layer.
 
@@ -236,9 +243,9 @@ class _Layer:
     sets up its own.
     """
 
-    def __init__(self, layer: nn.Module, bank: AdapterBank, outputs: list[mx.array]) -> None:
+    def __init__(self, layer: nn.Module, bank: AdapterBank, of_pass: _Pass) -> None:
         self._layer = layer
-        self._outputs = outputs
+        self._pass = of_pass
         self._bank = bank
         self._paths = tuple(_paths(layer))
 
@@ -246,35 +253,44 @@ class _Layer:
         return getattr(self._layer, name)
 
     def __call__(self, hidden: mx.array, *args: Any, **kwargs: Any) -> Any:
-        """[N, 1, D] → [N, 1, D], and whatever else the layer gives. The first array is also appended to `outputs`."""
-        output = self._output(hidden, args, kwargs)
-        self._outputs.append(floats_of(output)[0][0])
+        """[N, 1, D] → [N, 1, D], and whatever else the layer gives. The first array is also one of the pass'
+        outputs."""
+        output = self._output(self._pass.branches, hidden, args, kwargs)
+        self._pass.outputs.append(floats_of(output)[0][0])
         return output
 
-    def _output(self, hidden: mx.array, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _output(
+        self, branches: tuple[Branch, ...], hidden: mx.array, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         context = self._bank.context
         if not isinstance(context, TrainingContext) or not context.recomputed:
-            return self._run(hidden, args, kwargs)
+            return self._run(branches, hidden, args, kwargs)
         given, with_given = floats_of((args, kwargs))
         nesting: list[Callable[[Sequence[mx.array]], Any]] = []
 
         def run(arguments: tuple[list[Params], list[mx.array]], x: mx.array) -> list[mx.array]:
             params, given = arguments
             with self._bank.using(context.with_params(params)):
-                outputs, with_outputs = floats_of(self._run(x, *with_given(given)))
+                outputs, with_outputs = floats_of(self._run(branches, x, *with_given(given)))
             nesting.append(with_outputs)
             return outputs
 
         outputs = recomputed(run)((context.of_paths(self._paths), given), hidden)
         return nesting[0](outputs)
 
-    def _run(self, hidden: mx.array, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self, branches: tuple[Branch, ...], hidden: mx.array, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Calls the layer with a cache of its own, which lives for this call: the backward pass makes another one."""
+        attention = LayerAttention(branches)
 
         def real(value: Any) -> Any:
-            return PackedCache(value, self._bank) if isinstance(value, PackedStream) else value
+            if isinstance(value, CacheList):
+                return CacheList(*map(real, value.caches))
+            return PackedCache(value, attention, self._bank) if isinstance(value, PackedStream) else value
 
-        return self._layer(hidden, *map(real, args), **{name: real(v) for name, v in kwargs.items()})
+        with answered_by(attention):
+            return self._layer(hidden, *map(real, args), **{name: real(v) for name, v in kwargs.items()})
 
 
 def _paths(layer: nn.Module) -> Iterator[str]:

@@ -19,6 +19,11 @@ from mlx_parallm.core.branches import Branch
 from mlx_parallm.model.recurrent import Mixer, Part, RowStates
 
 
+def branches_at(branches: Sequence[Branch]) -> Iterator[tuple[Branch, int]]:
+    """The branches, each with the index of its first token."""
+    return zip(branches, accumulate((each.tokens for each in branches), initial=0), strict=False)
+
+
 class PackedStates(RowStates):
     """The states of one recurrent layer in one forward pass with gradients. `arrays`: how many it keeps."""
 
@@ -30,15 +35,12 @@ class PackedStates(RowStates):
         self._bank = bank
         self._parts: list[_Part] = []
 
-    def branches_at(self) -> Iterator[tuple[Branch, int]]:
-        """The branches, each with the index of its first token."""
-        return zip(self._branches, accumulate((each.tokens for each in self._branches), initial=0), strict=False)
-
     def run(self, mixer: Mixer) -> Iterator[Any]:
         """See `RowStates.run`."""
         if not self._parts:
             tokens = sum(branch.tokens for branch in self._branches)
-            self._parts = [part for branch, at in self.branches_at() for part in _parts(branch, at, None, tokens)]
+            placed = branches_at(self._branches)
+            self._parts = [part for branch, at in placed for part in _parts(branch, at, None, tokens)]
         for part in self._parts:
             with self._bank.using_part(part.start, part.stop):
                 yield mixer(part, part.states(self._arrays))

@@ -1,0 +1,30 @@
+"""The caches that an mlx-lm model expects, one after the other, also where a layer has several in a `CacheList`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.models.cache import CacheList, make_prompt_cache
+
+
+class Caches:
+    """`each`: mlx-lm's own caches, empty. They are made anew with every object of this class."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._nested = make_prompt_cache(model)
+        self.each: list[Any] = [cache for top in self._nested for cache in _inside(top)]
+
+    def nested(self, caches: Iterable[Any]) -> list[Any]:
+        """What the model gets, with these caches in place of mlx-lm's."""
+        rest = iter(caches)
+        return [_with(top, rest) for top in self._nested]
+
+
+def _inside(cache: Any) -> tuple[Any, ...]:
+    return tuple(cache.caches) if type(cache) is CacheList else (cache,)
+
+
+def _with(cache: Any, rest: Iterator[Any]) -> Any:
+    return CacheList(*(next(rest) for _ in cache.caches)) if type(cache) is CacheList else next(rest)

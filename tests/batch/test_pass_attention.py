@@ -1,0 +1,27 @@
+"""A pass leaves nothing that only the garbage collector would free."""
+
+from __future__ import annotations
+
+import gc
+
+import mlx.core as mx
+import pytest
+from family_checks import Served
+
+from mlx_parallm.batch.forward import Span
+from mlx_parallm.batch.layer_cache import LayerCache
+
+
+@pytest.mark.parametrize("name", ["olmo2", "gemma4_text", "glm4_moe_lite"])
+def test_its_caches_and_keys_are_freed_at_once(name: str) -> None:
+    runner = Served(name).runner
+    row = runner.cache.open(8)
+    assert row is not None
+    gc.collect()
+    gc.disable()
+    try:
+        mx.eval(runner.compute([Span(row, 0, 8)], list(range(8))))
+        left = [each for each in gc.get_objects() if isinstance(each, LayerCache)]
+    finally:
+        gc.enable()
+    assert left == []
