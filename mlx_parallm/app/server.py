@@ -112,7 +112,6 @@ def _started(served: Served, config: Config, app: FastAPI, node: Node | None, po
         key = config.server.api_key
         url = f"{banner.base_url(config.server, port)}/v1"
         served.training.scorers.judge_by(url, key.get_secret_value() if key else "")
-    gc.freeze()  # what is imported and loaded stays: it is never looked through for garbage again
     gc.enable()
     banner.show(served, config, port)
 
