@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -112,7 +111,6 @@ def _started(served: Served, config: Config, app: FastAPI, node: Node | None, po
         key = config.server.api_key
         url = f"{banner.base_url(config.server, port)}/v1"
         served.training.scorers.judge_by(url, key.get_secret_value() if key else "")
-    gc.enable()
     banner.show(served, config, port)
 
 

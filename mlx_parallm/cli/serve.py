@@ -28,7 +28,8 @@ def serve(args: argparse.Namespace) -> int:
     if args.print_config:
         print(render(resolved), end="")
         return 0
-    gc.disable()  # until it is ready: a tenth of its start would go into looking for garbage in what it imports
+    gc.disable()  # a tenth of the time of these imports would go into looking for garbage
     from mlx_parallm.app.server import run
 
+    gc.enable()
     return run(resolved.config)

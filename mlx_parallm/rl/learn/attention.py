@@ -72,11 +72,19 @@ class LayerAttention:
         mask: Any,
         sinks: mx.array | None,
     ) -> mx.array:
-        """See `hooks.Attention.attend`: of all tokens, arrays [N, heads, 1, head_dim]."""
-        window = mask.size if isinstance(mask, Window) else None
+        """See `hooks.Attention.attend`: of all tokens, arrays [N, heads, 1, head_dim].
+
+        Raises:
+            TypeError: the model made an attention mask of its own.
+        """
+        window = None
         if (found := self._positions.get(id(keys))) is not None:
             queries, scale = mx.concatenate([queries * scale, mask], -1), 1.0
             keys = mx.concatenate([keys, found[1]], -1)
+        elif isinstance(mask, Window):
+            window = mask.size
+        else:
+            raise TypeError("the model makes its own attention mask; it cannot be trained")
         call = _Call(queries, keys, values, scale, window, sinks)
         return mx.concatenate([part for branch, at in branches_at(self._branches) for part in call.branch(branch, at)])
 
