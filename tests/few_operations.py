@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 
 from mlx_parallm.model.device import prepare_device
 
@@ -45,8 +45,8 @@ class _Trunk(nn.Module):
         self.layers = [_Attention()]
 
     def __call__(self, inputs: mx.array, cache: Sequence[Any]) -> mx.array:
-        mask = cache[0].make_mask(inputs.shape[1])
-        return self.layers[0](self.embed_tokens(inputs), cache[0], mask)
+        x = self.embed_tokens(inputs)
+        return self.layers[0](x, cache[0], create_attention_mask(x, cache[0]))
 
 
 class FewOperations(nn.Module):
