@@ -109,7 +109,7 @@ class Pools:
     @property
     def half_precision(self) -> int:
         """Bytes of a token's keys and values in float16."""
-        layout = self.manager.kv_layout
+        layout = self.manager.plan.layout
         return layout.bytes_per_token * mx.float16.size // layout.dtype.size
 
 

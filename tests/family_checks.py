@@ -22,9 +22,9 @@ from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.core import DeviceMemory
 from mlx_parallm.core.branches import Branch, Bucket
+from mlx_parallm.model.cache_plan import prepare
+from mlx_parallm.model.checks import relative_error
 from mlx_parallm.model.device import prepare_device
-from mlx_parallm.model.families import probe, relative_error
-from mlx_parallm.model.hooks import install_hook
 from mlx_parallm.model.linears import adapter_layout, install_adapters
 from mlx_parallm.rl.learn.model import Params, TrainableModel
 from mlx_parallm.rl.learn.model import Span as Trained
@@ -33,6 +33,9 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parent / "model" / "configurations.json").read_text()
 )
 """Those of mlx-lm's own tests, some of them smaller; by their model type, with a number from the second one on."""
+
+COMPATIBLE = frozenset({"afm7", "gpt_bigcode", "llama4"})
+"""Those that run row by row, with a compatible plan: they compute with the length of one row."""
 
 RANK, SCALE = 4, 0.5
 
@@ -91,12 +94,12 @@ class Served:
     def __init__(self, name: str) -> None:
         self.model = build(name)
         self.layout: AdapterLayout = adapter_layout(self.model)
-        kept, self.vocab = probe(self.model)
+        self.plan = prepare(self.model, name in COMPATIBLE)
+        kept, self.vocab = self.plan.layout, self.plan.vocab_size
         self.bank = AdapterBank(self.layout, 2, 8, kept.dtype)
         install_adapters(self.model, self.bank)
-        self.style = install_hook(self.model)
         cache = LoRABatchedKVCache(kept, DeviceMemory(1 << 30), 4096)
-        self.runner = BatchRunner(self.model, cache, self.bank, self.style, self.vocab)
+        self.runner = BatchRunner(self.model, cache, self.bank, self.plan)
 
     @property
     def targets(self) -> set[str]:
@@ -193,7 +196,7 @@ def error_of_gradients(name: str, recomputed: bool) -> tuple[float, list[str]]:
     weights, row by row.
     """
     plain, served = Plain(name), Served(name)
-    trainable = TrainableModel(served.model, served.bank, served.style, lambda *_: recomputed)
+    trainable = TrainableModel(served.model, served.bank, served.plan, lambda *_: recomputed)
     shared = [(5 * at + 3) % served.vocab for at in range(_SHARED)]
     first, second = ([(11 * at + 17 * n + 1) % served.vocab for at in range(size)] for n, size in enumerate(_RESTS))
     alone = [(13 * at + 2) % served.vocab for at in range(_ALONE)]

@@ -39,8 +39,7 @@ from mlx_parallm.engine.loop import DeviceLoop
 from mlx_parallm.engine.parts import EngineParts
 from mlx_parallm.engine.speculation.draft_model import DraftModel
 from mlx_parallm.engine.speculation.guesses import Source
-from mlx_parallm.model.families import probe
-from mlx_parallm.model.hooks import install_hook
+from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.linears import adapter_layout, install_adapters
 from mlx_parallm.scheduler.cost import CostModel
 from mlx_parallm.scheduler.scheduler import SchedulerConfig
@@ -160,7 +159,8 @@ def make_harness(
     itself, which then guesses for rows with an adapter. Its passes are taken to cost a tenth, whatever they take.
     """
     model = model or tiny_model("llama")
-    layout, vocab_size = probe(model)
+    plan = prepare(model)
+    layout = plan.layout
     if kv_bits is not None:
         layout = layout.quantized(kv_bits)
     sharing = [] if sharing is None else sharing
@@ -168,13 +168,13 @@ def make_harness(
     device = DeviceMemory(tokens + states * layout.state_bytes, sharing)
     cache = LoRABatchedKVCache(layout, device, max_length, keep_prefixes)
     bank = _bank(model, slots, max_rank, layout.dtype)
-    runner = BatchRunner(model, cache, bank, install_hook(model), vocab_size)
+    runner = BatchRunner(model, cache, bank, plan)
     files: dict[str, AdapterWeights] = {}
     wakes: list[None] = []
     store = AdapterStore(
         bank, AdapterRegistry(), lambda v: files[v.info.root], Inline(), copies, lambda: wakes.append(None)
     )
-    vocabulary = Vocabulary(vocab_size, frozenset(eos_ids), lambda prompt, visible_specials: PlainText())
+    vocabulary = Vocabulary(plan.vocab_size, frozenset(eos_ids), lambda prompt, visible_specials: PlainText())
     scheduler = SchedulerConfig(max_rows=max_rows, max_batched_tokens=max_batched_tokens, schedule=schedule)
     sources = {Source.GRAMMAR, Source.TEXT} if speculates else set[Source]()
     if draft is not None:
@@ -182,7 +182,7 @@ def make_harness(
         memory = DeviceMemory(device.budget_bytes, sharing)
         own = _draft_runner(draft, bank if draft is model else None, memory, max_length)
         cheap = FixedCost(0.001, 1e-5, 1e-9)
-        switches["draft_model"] = DraftModel(own, cheap, vocab_size, vocab_size, for_adapters=draft is model)
+        switches["draft_model"] = DraftModel(own, cheap, plan.vocab_size, plan.vocab_size, for_adapters=draft is model)
     switches["guesses_from"] = frozenset(sources)
     cost = (FixedCost if sources else CostModel)(0.01, 1e-4, 1e-8)
     parts = EngineParts(runner, store, vocabulary, scheduler, cost, training, **switches)
@@ -191,9 +191,10 @@ def make_harness(
 
 
 def _draft_runner(model: nn.Module, bank: AdapterBank | None, device: DeviceMemory, max_length: int) -> BatchRunner:
-    layout, vocab_size = probe(model)
+    plan = prepare(model)
+    layout = plan.layout
     bank = bank or _bank(model, 0, 1, layout.dtype)
-    return BatchRunner(model, LoRABatchedKVCache(layout, device, max_length), bank, install_hook(model), vocab_size)
+    return BatchRunner(model, LoRABatchedKVCache(layout, device, max_length), bank, plan)
 
 
 def _bank(model: nn.Module, slots: int, max_rank: int, dtype: mx.Dtype) -> AdapterBank:

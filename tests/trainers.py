@@ -19,7 +19,7 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.weights import lora_scale
 from mlx_parallm.config import Algorithm, ModelConfig, ResolvedTraining
 from mlx_parallm.core.branches import Branch, Bucket
-from mlx_parallm.model.hooks import install_hook
+from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.linears import adapter_layout, install_adapters
 from mlx_parallm.rl.events import UpdateOutcome
 from mlx_parallm.rl.learn.model import Params, Span, TrainableModel, TrainingContext
@@ -67,7 +67,7 @@ def trainer_of(
     remove_adapters(model)
     bank = AdapterBank(adapter_layout(model), 4, 8, mx.float32)
     install_adapters(model, bank)
-    trainable = TrainableModel(model, bank, install_hook(model), lambda *_: bool(settings.gradient_checkpointing))
+    trainable = TrainableModel(model, bank, prepare(model), lambda *_: bool(settings.gradient_checkpointing))
     return GRPOTrainer(trainable, settings, lora, measure_kl), model
 
 

@@ -254,7 +254,7 @@ def build_prefix_store(manager: SharedModelManager, config: Config, wake: Callab
         return None
     if not config.server.prefix_cache:
         raise ConfigError("--prefix-cache-dir keeps the prefix cache on the disk; leave --no-prefix-cache out")
-    if manager.kv_layout.recurrent:
+    if manager.plan.layout.recurrent:
         raise ConfigError(
             f"--prefix-cache-dir keeps keys and values, and {manager.card.name} ({manager.family.name}) has recurrent "
             "layers, whose states are cached in memory only; leave it out"

@@ -15,10 +15,9 @@ from mlx_parallm.core import (
     WorkClass,
     default_budget,
 )
-from mlx_parallm.engine.startup import check_unproved
+from mlx_parallm.engine.proving import prove
 from mlx_parallm.errors import ConfigError, UnsupportedModelError
 from mlx_parallm.model.device import MemoryLimits, machine_memory, memory_limits, on_cpu
-from mlx_parallm.model.hooks import AttentionStyle, install_hook
 from mlx_parallm.model.layer_state import KVLayout
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.ranks.parts import Parts
@@ -53,6 +52,8 @@ def build_runner(
         UnsupportedModelError: the architecture cannot be batched, or its keys and values cannot be quantized as
             `kv_bits` says.
     """
+    if manager.split is None:
+        prove(manager, bank)
     layout, parts = kv_layout(manager, config), parts or Parts()
     device = device or DeviceMemory(kv_budget(manager.card.weight_bytes, config))
     weights = manager.card.weight_bytes
@@ -64,14 +65,9 @@ def build_runner(
             f"kv_cache_memory of {device.budget_bytes} bytes is less than one block of this model; "
             f"give at least {cache.smallest_budget}"
         )
-    style = install_hook(manager.model)
-    if layout.bits is not None and style is not AttentionStyle.HOOKED:
-        raise UnsupportedModelError(
-            f"--kv-bits {layout.bits} needs a model that leaves attention to this server, and {manager.card.name} "
-            f"({manager.family.name}) has its own; leave --kv-bits out"
-        )
-    runner = parts.runner(manager.model, cache, bank, style, manager.card.vocab_size)
-    check_unproved(manager, runner)
+    runner = parts.runner(manager.model, cache, bank, manager.plan)
+    if manager.split is not None:
+        prove(manager, bank, runner)
     return runner
 
 
@@ -81,8 +77,15 @@ def kv_layout(manager: SharedModelManager, config: Config) -> KVLayout:
     Raises:
         UnsupportedModelError: this model's cannot be quantized.
     """
-    bits = config.server.kv_bits
-    return manager.kv_layout if bits is None else manager.kv_layout.quantized(bits)
+    bits, plan = config.server.kv_bits, manager.plan
+    if bits is None:
+        return plan.layout
+    if plan.in_parts & plan.layout.attention.keys():
+        raise UnsupportedModelError(
+            f"--kv-bits {bits} needs a model that leaves attention to this server, and {manager.card.name} "
+            f"({manager.family.name}) has its own; leave --kv-bits out"
+        )
+    return plan.layout.quantized(bits)
 
 
 def kv_budget(weight_bytes: int, config: Config, several: bool = False) -> int:

@@ -10,11 +10,11 @@ from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Config, Speculation
 from mlx_parallm.core import Account, DeviceMemory
+from mlx_parallm.engine.proving import prove
 from mlx_parallm.engine.speculation.draft_model import DraftModel
 from mlx_parallm.engine.speculation.guesses import Source
-from mlx_parallm.engine.startup import calibrate, calibrate_steps, check_unproved
+from mlx_parallm.engine.startup import calibrate, calibrate_steps
 from mlx_parallm.errors import ConfigError, UnsupportedModelError
-from mlx_parallm.model.hooks import install_hook
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.model.tokenizer import Tokenizer
 from mlx_parallm.scheduler.cost import CostModel
@@ -41,7 +41,7 @@ def sources_of(config: Config, base: SharedModelManager) -> frozenset[Source]:
     """
     speculation, draft = config.server.speculation, config.model.draft_model
     sources = _SOURCES[speculation] if draft is not None else _SOURCES[speculation] - {Source.MODEL}
-    if speculation is Speculation.AUTO and draft is None and not base.kv_layout.rolls_back:
+    if speculation is Speculation.AUTO and draft is None and not base.plan.layout.rolls_back:
         _log.info("%s is served without speculation: its recurrent states cannot forget wrong guesses", base.card.name)
         return frozenset()
     if not sources:
@@ -52,7 +52,7 @@ def sources_of(config: Config, base: SharedModelManager) -> frozenset[Source]:
 
 def _check_forgets(model: SharedModelManager, asked: str) -> None:
     """Raises UnsupportedModelError if the model cannot forget wrong guesses. `asked`: the flag that needs it."""
-    if not model.kv_layout.rolls_back:
+    if not model.plan.layout.rolls_back:
         raise UnsupportedModelError(
             f"{asked} needs models that can forget wrong guesses, and {model.card.name} ({model.family.name}) has "
             "recurrent layers, whose state cannot be brought back; leave it out"
@@ -117,13 +117,13 @@ def build_draft_model(
     try:
         model = draft or base
         length = min(runner.cache.longest_row, model.card.context_length)
-        cache = LoRABatchedKVCache(model.kv_layout, memory, length, keep_prefixes)
         slots = bank if draft is None else draft.install_bank(slots=0, max_rank=1)
-        style = install_hook(model.model)
-        own = BatchRunner(model.model, cache, slots, style, model.card.vocab_size)
+        if draft is not None:
+            prove(draft, slots)
+        cache = LoRABatchedKVCache(model.plan.layout, memory, length, keep_prefixes)
+        own = BatchRunner(model.model, cache, slots, model.plan)
         own.dense_rows = runner.dense_rows
         if draft is not None:
-            check_unproved(draft, own)
             cost = calibrate_steps(own, calibrate(own))
     except BaseException:  # whatever it is: the base models must not count its memory
         memory.leave()

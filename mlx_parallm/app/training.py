@@ -20,8 +20,7 @@ from mlx_parallm.core.operations import Followers
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.device import on_cpu
-from mlx_parallm.model.families import Support, untried_packages
-from mlx_parallm.model.hooks import install_hook
+from mlx_parallm.model.families import untried_packages
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.model.split import query_heads
 from mlx_parallm.rl.averages import Averages
@@ -105,7 +104,7 @@ def micro_steps_sized(
     see `Footprint`; that of the configured layout, because the size is the same for all adapters."""
     checkpointed = training.gradient_checkpointing is not False
     tokens = footprint_of(manager, bank, head_rank).micro_batch_tokens(memory, stall_s, on_cpu(), checkpointed)
-    return training.resolved(manager.kv_layout.dtype == mx.float32, tokens)
+    return training.resolved(manager.plan.layout.dtype == mx.float32, tokens)
 
 
 def trainable(
@@ -124,26 +123,26 @@ def trainable(
             return checkpointing
         return not replace(footprint, head_rank=head_rank).fits(tokens, context, False, memory)
 
-    model, style = manager.model, install_hook(manager.model)
+    model, plan = manager.model, manager.plan
     if manager.split is None or followers is None:
-        found = TrainableModel(model, bank, style, recomputes)
-        if untried_packages() or manager.family.support is not Support.TESTED:
+        found = TrainableModel(model, bank, plan, recomputes)
+        if untried_packages() or not manager.family.tested:
             check_gradients(found, model, manager.card.vocab_size)
         return found
-    return LeadingTrainableModel(model, bank, style, recomputes, manager.split, followers)
+    return LeadingTrainableModel(model, bank, plan, recomputes, manager.split, followers)
 
 
 def following_training(manager: SharedModelManager, bank: AdapterBank) -> FollowingTraining:
     """What a rank other than 0 does of the training. Raises UnsupportedModelError: the model cannot be trained."""
     assert manager.split is not None
-    return FollowingTraining(manager.model, bank, install_hook(manager.model), manager.split)
+    return FollowingTraining(manager.model, bank, manager.plan, manager.split)
 
 
 def footprint_of(manager: SharedModelManager, bank: AdapterBank, head_rank: int = 0) -> Footprint:
     """What decides how large micro-steps of this model can be, and whether they keep their activations. `head_rank`:
     see `Footprint`."""
     heads, layout = query_heads(manager.model), bank.layout
-    state = max((spec.size for spec in manager.kv_layout.recurrent.values()), default=0)
+    state = max((spec.size for spec in manager.plan.layout.recurrent.values()), default=0)
     return Footprint.of(layout.layers, layout.linears.values(), heads, manager.card.vocab_size, head_rank, state)
 
 

@@ -61,22 +61,27 @@ class Forward:
     def __init__(self, cache: LoRABatchedKVCache, spans: Sequence[Span[KVRow]], dense_rows: float) -> None:
         positions = np.concatenate([np.arange(span.start, span.stop) for span in spans])
         self.offset = mx.array(positions.astype(np.int32))
-        self._of_layer: dict[int, tuple[_GroupForward | QuantizedGroupForward, int]] = {}
-        for number, group in enumerate(cache.groups):
-            if not group.layers:
-                continue
-            forward = _group_forward(cache, group, [span.row.tables[number] for span in spans], spans, dense_rows)
-            self._of_layer |= {layer: (forward, index) for index, layer in enumerate(group.layers)}
+        self._cache, self._spans, self._dense_rows = cache, spans, dense_rows
+        self._groups: dict[int, _GroupForward | QuantizedGroupForward] = {}
 
     def write(self, layer: int, keys: mx.array, values: mx.array) -> None:
         """Writes the new tokens' keys and values, [N, kv_heads, 1, head_dim], into the pool."""
-        group, index = self._of_layer[layer]
+        group, index = self._of(layer)
         group.write(index, keys, values)
 
     def attend(self, layer: int, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
         """Attention of queries [N, heads, 1, head_dim] over all written tokens of their rows, the new ones included."""
-        group, index = self._of_layer[layer]
+        group, index = self._of(layer)
         return group.attend(index, queries, scale, sinks)
+
+    def _of(self, layer: int) -> tuple[_GroupForward | QuantizedGroupForward, int]:
+        """The forward pass in the layer's group, made when it is first used, and the layer's number in the group."""
+        number, index = self._cache.group_of[layer]
+        if number not in self._groups:
+            tables = [span.row.tables[number] for span in self._spans]
+            group = self._cache.groups[number]
+            self._groups[number] = _group_forward(self._cache, group, tables, self._spans, self._dense_rows)
+        return self._groups[number], index
 
 
 def _group_forward(

@@ -1,38 +1,62 @@
-"""The cache objects, one per layer, through which mlx-lm's model files use the KV pool.
+"""The cache objects of one forward pass, through which mlx-lm's model files use the KV pool.
 
 For each layer, a model file calls `cache.offset` (RoPE positions), `cache.make_mask(...)`,
-`cache.update_and_fetch(k, v)`, and then attention. With the attention hook installed (`LayerCache`), attention asks the
-`PassAttention`, which reads the pool in place. Without it (`FetchingLayerCache`), `update_and_fetch` returns dense
-copies and `make_mask` a real mask, and the model computes attention itself.
+`cache.update_and_fetch(k, v)`, and then attention, which asks the pass: it reads the pool in place. What uses a cache
+in another way is a mixer, and gets caches of the rows of one part after the other; see `parts`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import mlx.core as mx
 
-from mlx_parallm.batch.fetching import FetchingForward
-from mlx_parallm.batch.forward import Forward
-from mlx_parallm.model.recurrent import PassMask
+from mlx_parallm.adapters.bank import AdapterBank
+from mlx_parallm.batch.forward import Forward, Span
+from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
+from mlx_parallm.batch.parts import PassParts
+from mlx_parallm.model.cache_plan import CachePlan
+from mlx_parallm.model.layer_state import LayerSpec
+from mlx_parallm.model.mixers import Part, PassCache, PassMask
 
 
-class AttentionMask(PassMask):
-    """The object that `make_mask` passes through the model to attention. The layer's group knows the window."""
+class ServedPass:
+    """A forward pass over rows of the pool. Implements `hooks.Attention`: the cache that has returned the keys answers,
+    whichever layer asks, so layers may share keys and values.
 
+    Args:
+        spans: `in_order`.
+        bank: the adapter bank that the mixers' linears read.
+        dense_rows: see `Forward`.
+    """
 
-class PassAttention:
-    """The attention of one forward pass. Implements `hooks.Attention`: the cache that has returned the keys answers,
-    whichever layer asks, so layers may share keys and values."""
-
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        pool: LoRABatchedKVCache,
+        spans: Sequence[Span[KVRow]],
+        bank: AdapterBank,
+        plan: CachePlan,
+        dense_rows: float,
+    ) -> None:
+        self.forward = Forward(pool, spans, dense_rows)
+        self.parts = PassParts(pool, spans, bank, plan) if plan.mixers else None
         self._owners: dict[int, tuple[mx.array, LayerCache]] = {}
+        self.caches = [
+            LayerCache(self, number, spec.latent if isinstance(spec, LayerSpec) else 0)
+            for number, spec in enumerate(pool.layout.layers)
+        ]
 
     def own(self, keys: mx.array, owner: LayerCache) -> None:
         """Lets this cache answer for these keys, which are kept so that no others get their id."""
         self._owners[id(keys)] = keys, owner
 
-    def forget(self) -> None:
-        """Drops all keys. Call it when the pass is built: the caches that it holds hold it too."""
+    def finish(self) -> None:
+        """Keeps the states after the pass, and drops all keys. Call it when the pass is built: the caches that it holds
+        hold it too."""
+        if self.parts is not None:
+            self.parts.finish()
         self._owners.clear()
+        self.caches.clear()
 
     def attend(
         self,
@@ -55,8 +79,8 @@ class PassAttention:
         return owner.attend(queries, scale, mask, sinks)
 
 
-class LayerCache:
-    """The cache object of one layer for one forward pass, with the attention hook installed.
+class LayerCache(PassCache):
+    """One cache of a forward pass.
 
     With latent attention, a layer stores keys [latent, part with positions] and the latent as values. In place of that
     part, mlx-lm's code gets the identity: what it computes as the scores of the part are then the queries of the part,
@@ -66,27 +90,29 @@ class LayerCache:
         latent: see `LayerSpec`.
     """
 
-    def __init__(self, forward: Forward, layer: int, attention: PassAttention, latent: int = 0) -> None:
-        self.offset = forward.offset
-        self._forward = forward
-        self._layer = layer
-        self._attention = attention
+    def __init__(self, of_pass: ServedPass, number: int, latent: int) -> None:
+        self.number = number
+        self.offset = of_pass.forward.offset
+        self._pass = of_pass
         self._latent = latent
         self._returned: tuple[mx.array, mx.array] | None = None
 
-    def make_mask(
-        self, _tokens: int, return_array: bool = False, window_size: int | None = None
-    ) -> AttentionMask | None:
-        return None if self._latent else AttentionMask()
+    def parts(self) -> Iterator[Part]:
+        """See `PassCache.parts`."""
+        assert self._pass.parts is not None
+        return iter(self._pass.parts)
+
+    def make_mask(self, _tokens: int, return_array: bool = False, window_size: int | None = None) -> PassMask | None:
+        return None if self._latent else PassMask(self.number, window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Writes the new keys and values and returns them unchanged, because attention reads the pool."""
         if self._latent:
-            self._forward.write(self._layer, mx.concatenate([keys, values], -1), keys)
+            self._pass.forward.write(self.number, mx.concatenate([keys, values], -1), keys)
             values = mx.eye(self._latent, dtype=values.dtype)[None, None]
         else:
-            self._forward.write(self._layer, keys, values)
-        self._attention.own(keys, self)
+            self._pass.forward.write(self.number, keys, values)
+        self._pass.own(keys, self)
         self._returned = keys, values
         return keys, values
 
@@ -103,28 +129,7 @@ class LayerCache:
         """
         if self._latent and isinstance(mask, mx.array):
             queries = mx.concatenate([queries * scale, mask], -1)
-            return self._forward.attend(self._layer, queries, 1.0, sinks)
-        if not isinstance(mask, AttentionMask):
+            return self._pass.forward.attend(self.number, queries, 1.0, sinks)
+        if not isinstance(mask, PassMask | None):
             raise TypeError("the model makes its own attention mask; it cannot be batched")
-        return self._forward.attend(self._layer, queries, scale, sinks)
-
-
-class FetchingLayerCache:
-    """The cache object of one layer for a model that computes attention itself.
-
-    `grouped`: the model's attention scores are [B, kv_heads, group, T, S].
-    """
-
-    def __init__(self, forward: FetchingForward, layer: int, grouped: bool) -> None:
-        self.offset = forward.offset
-        self._forward = forward
-        self._layer = layer
-        self._grouped = grouped
-
-    def make_mask(self, _tokens: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
-        mask = self._forward.dense_mask(window_size)
-        return mx.expand_dims(mask, 1) if self._grouped else mask
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        self._forward.write(self._layer, keys, values)
-        return self._forward.fetch(self._layer)
+        return self._pass.forward.attend(self.number, queries, scale, sinks)

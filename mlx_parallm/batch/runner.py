@@ -14,10 +14,8 @@ would write into copies of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,18 +23,16 @@ import numpy as np
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.batch.block_attention import pairs_work
-from mlx_parallm.batch.fetching import FetchingForward
-from mlx_parallm.batch.forward import Forward, Span, in_order
+from mlx_parallm.batch.forward import Span, in_order
 from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
-from mlx_parallm.batch.layer_cache import FetchingLayerCache, LayerCache, PassAttention
+from mlx_parallm.batch.layer_cache import ServedPass
 from mlx_parallm.batch.pooling import PooledParts, PoolingRow, pool
 from mlx_parallm.batch.readback import Draw, PromptScores, read_draws
-from mlx_parallm.batch.recurrent_forward import RecurrentForward, StateCache
 from mlx_parallm.batch.sampler import RowSampling, Sampled, SamplingPlan, plan_sampling, sample
 from mlx_parallm.core import SamplingParams
+from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.model.caches import Caches
-from mlx_parallm.model.hooks import AttentionStyle, answered_by
-from mlx_parallm.model.layer_state import LayerSpec
+from mlx_parallm.model.hooks import answered_by
 from mlx_parallm.model.split import Head, trunk_of
 
 
@@ -96,8 +92,7 @@ class BatchRunner:
         model: an mlx-lm model.
         cache: the KV pool.
         bank: the adapter bank that the model's adapted linears read. Each row's `adapter_slot` is one of its slots.
-        style: whether the pool or the model computes attention, as `install_hook` returns it.
-        vocab_size: width of the logits.
+        plan: how the model runs over packed tokens, from `prepare`.
     """
 
     def __init__(
@@ -105,8 +100,7 @@ class BatchRunner:
         model: nn.Module,
         cache: LoRABatchedKVCache,
         bank: AdapterBank,
-        style: AttentionStyle,
-        vocab_size: int,
+        plan: CachePlan,
     ) -> None:
         self.cache = cache
         self.dense_rows = 0.0 if pairs_work(cache.layout.dtype) else math.inf
@@ -114,9 +108,7 @@ class BatchRunner:
         self._model = model
         self._trunk = trunk_of(model)
         self._head = None if self._trunk is None else Head(model)
-        self._style = style
-        self._vocab_size = vocab_size
-        self._layers = range(len(cache.layout.layers))
+        self._plan = plan
         self._expected = Caches(model)
         self._planned: tuple[list[RowSampling], SamplingPlan] | None = None
 
@@ -132,10 +124,6 @@ class BatchRunner:
 
     # -- one pass --------------------------------------------------------------------------------
 
-    def computes_while_built(self, spans: Sequence[Span[Row]]) -> bool:
-        """Whether `begin` computes a part of the pass, because it takes several calls of the model."""
-        return self._style is not AttentionStyle.HOOKED and len(list(_calls(in_order(spans), self._style))) > 1
-
     def begin(self, spans: Sequence[Span[Row]], draws: Sequence[Row], previous: Launched | None) -> Pending:
         """Builds a forward pass.
 
@@ -148,7 +136,7 @@ class BatchRunner:
         drawing = {id(row) for row in draws if row.pooling is None}
         counts = [1 + span.row.drafted if id(span.row) in drawing else 0 for span in spans]
         asked = [_asked_for(span, count) for span, count in zip(spans, counts, strict=True)]
-        outputs = self._outputs(_inputs(spans, previous), spans)
+        outputs = self.run_trunk(_inputs(spans, previous), spans)
         logits = self._logits(outputs, spans, asked)
         return self._pending(spans, counts, asked, logits, pool(outputs, spans))
 
@@ -192,7 +180,7 @@ class BatchRunner:
             tokens: the N tokens of all spans.
         """
         every = [list(range(span.tokens)) for span in spans]
-        logits = self._logits(self._outputs(mx.array(list(tokens), mx.uint32), spans), spans, every)
+        logits = self._logits(self.run_trunk(mx.array(list(tokens), mx.uint32), spans), spans, every)
         assert logits is not None
         return logits
 
@@ -204,7 +192,7 @@ class BatchRunner:
             tokens: the ids of all spans, [N].
         """
         last = [[span.tokens - 1] for span in spans]
-        logits = self._logits(self._outputs(tokens, spans), spans, last)
+        logits = self._logits(self.run_trunk(tokens, spans), spans, last)
         assert logits is not None
         return logits
 
@@ -234,21 +222,9 @@ class BatchRunner:
                 scores.append((span.row, _first_target(span), part))
             start = stop
         drawn = logits if len(last) == start else logits[mx.array(last)] if last else None
-        plan = self._plan(options) if rows else None
+        plan = self._sampling_plan(options) if rows else None
         positions = tuple(row.drawn + offset for row, offset in rows)
         return Pending(tuple(row for row, _ in rows), positions, drawn, plan, tuple(scores), pooled)
-
-    def _outputs(self, inputs: mx.array, spans: Sequence[Span[KVRow]]) -> mx.array:
-        """What `run_trunk` gives for the tokens of all spans. If that takes several calls, each begins when the one
-        before has ended, because it writes into the same arrays."""
-        outputs: list[mx.array] = []
-        for first, stop, part in _calls(spans, self._style):
-            if outputs:
-                self.wait()
-                mx.eval(outputs[-1])
-                self.wait()
-            outputs.append(self.run_trunk(inputs[first:stop], part))
-        return mx.concatenate(outputs)
 
     def _logits(self, outputs: mx.array, spans: Sequence[Span[KVRow]], asked: Sequence[list[int]]) -> mx.array | None:
         """Logits after the tokens at `asked`, the numbers of tokens in each span. None if there are none."""
@@ -266,48 +242,20 @@ class BatchRunner:
     def run_trunk(self, inputs: mx.array, spans: Sequence[Span[KVRow]]) -> mx.array:
         """The trunk's outputs [N, hidden] for tokens [N], or the logits [N, vocab] of a model without a trunk."""
         model = self._model if self._trunk is None else self._trunk
-        caches: Sequence[LayerCache | StateCache | FetchingLayerCache]
-        recurrent, attention = None, PassAttention()
-        if self._style is AttentionStyle.HOOKED:
-            if self.cache.states is not None:
-                recurrent = RecurrentForward(self.cache.states, spans, self._bank)
-            caches = self._caches(spans, attention, recurrent)
-            shaped = inputs[:, None]
-        else:
-            fetching = FetchingForward(self.cache, spans)
-            grouped = self._style is AttentionStyle.OWN_GROUPED
-            caches = [FetchingLayerCache(fetching, layer, grouped) for layer in self._layers]
-            shaped = inputs.reshape(len(spans), -1)
-        hooked = answered_by(attention) if self._style is AttentionStyle.HOOKED else nullcontext()
-        with hooked, self._bank.forward([span.row.adapter_slot for span in spans], [span.tokens for span in spans]):
-            outputs: mx.array = model(shaped, cache=self._expected.nested(caches))
-        attention.forget()
-        if recurrent is not None:
-            recurrent.finish()
+        run = ServedPass(self.cache, spans, self._bank, self._plan, self.dense_rows)
+        slots, lengths = [span.row.adapter_slot for span in spans], [span.tokens for span in spans]
+        with answered_by(run), self._bank.forward(slots, lengths):
+            outputs: mx.array = model(inputs[:, None], cache=self._expected.nested(run.caches))
+        run.finish()
         return outputs.reshape(-1, outputs.shape[-1])
 
-    def _caches(
-        self, spans: Sequence[Span[KVRow]], attention: PassAttention, recurrent: RecurrentForward | None
-    ) -> list[LayerCache | StateCache]:
-        """The cache object of each layer, for a model that leaves attention to the pool."""
-        forward, caches = Forward(self.cache, spans, self.dense_rows), list[LayerCache | StateCache]()
-        recurrent_layers = 0
-        for layer, spec in enumerate(self.cache.layout.layers):
-            if isinstance(spec, LayerSpec):
-                caches.append(LayerCache(forward, layer, attention, spec.latent))
-            else:
-                assert recurrent is not None
-                caches.append(StateCache(recurrent, recurrent_layers, forward.offset))
-                recurrent_layers += 1
-        return caches
-
-    def _plan(self, options: list[RowSampling]) -> SamplingPlan:
+    def _sampling_plan(self, options: list[RowSampling]) -> SamplingPlan:
         """The sampling plan, made again only when the rows have changed.
 
         The key is the rows' sampling options; keeping the rows themselves would keep their requests alive.
         """
         if self._planned is None or not _same(self._planned[0], options):
-            self._planned = (options, plan_sampling(options, self._vocab_size))
+            self._planned = (options, plan_sampling(options, self._plan.vocab_size))
         return self._planned[1]
 
 
@@ -329,18 +277,6 @@ def _targets(span: Span[Row]) -> list[int]:
 
 def _first_target(span: Span[Row]) -> int:
     return max(span.start + 1, span.row.scored_from)
-
-
-def _calls(spans: Sequence[Span[KVRow]], style: AttentionStyle) -> Iterator[tuple[int, int, Sequence[Span[KVRow]]]]:
-    """The calls of the model that make up a pass: for each, the range of its tokens, and its spans. A model with
-    attention of its own takes all single tokens together and each chunk alone."""
-    start = 0
-    hooked = style is AttentionStyle.HOOKED
-    for _, group in groupby(enumerate(spans), key=lambda item: -1 if hooked or item[1].tokens == 1 else item[0]):
-        part = [span for _, span in group]
-        stop = start + sum(span.tokens for span in part)
-        yield start, stop, part
-        start = stop
 
 
 def _inputs(spans: Sequence[Span[Row]], previous: Launched | None) -> mx.array:

@@ -1,4 +1,4 @@
-"""Runs the loaded model before the server takes requests: checks that it can be batched, and measures its times."""
+"""Runs the loaded model before the server takes requests, and measures its times."""
 
 from __future__ import annotations
 
@@ -6,21 +6,14 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
-
-import mlx.core as mx
 
 from mlx_parallm.batch.attention_times import measure_attention
 from mlx_parallm.batch.forward import Span
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
-from mlx_parallm.batch.kv.cache import KVRow
 from mlx_parallm.batch.runner import BatchRunner, Row
 from mlx_parallm.core import PromptGroup
-from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.device import on_cpu
-from mlx_parallm.model.families import Support, check_adapters, check_offsets, untried_packages
-from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.scheduler.cost import CostModel
 from mlx_parallm.scheduler.drafts import MOST_TOKENS
 
@@ -44,59 +37,6 @@ Check = Callable[[], None]
 """Raises what ends the measurements early."""
 
 _log = logging.getLogger(__name__)
-
-
-def check_unproved(manager: SharedModelManager, runner: BatchRunner) -> None:
-    """Checks that a model of an untested family has the same outputs in a batch as alone, with adapters too.
-
-    Rows of different lengths in the KV pool are compared with their solo runs. A tested family is checked only with a
-    version of MLX or mlx-lm that was not tried. A model that fails with adapters only is served without.
-
-    Raises:
-        UnsupportedModelError: the outputs differ, or the model cannot run in a batch.
-    """
-    untried = untried_packages()
-    if untried:
-        _log.info(
-            "%s was not tried with this program; the model is compared with itself in a batch", " and ".join(untried)
-        )
-    if not untried and manager.family.support is Support.TESTED:
-        return
-    batched = partial(_batched, runner)
-    check_offsets(manager.model, batched, manager.card.vocab_size)
-    if manager.bank is not None and manager.bank.slots:
-        try:
-            check_adapters(manager.model, manager.bank, batched, manager.card.vocab_size)
-        except UnsupportedModelError as error:
-            _log.warning("%s is served without adapters: %s", manager.card.name, error)
-            manager.refuse_adapters(f"LoRA on a {manager.family.name} model")
-
-
-def _batched(
-    runner: BatchRunner, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], slots: Sequence[int]
-) -> mx.array:
-    """Runs prompts and then their continuations as rows of the KV pool. Implements `families.BatchedForward`."""
-    rows = [runner.cache.open(len(p) + len(c)) for p, c in zip(prompts, continuations, strict=True)]
-    live = [row for row in rows if row is not None]
-    for row, slot in zip(live, slots, strict=True):
-        row.adapter_slot = slot
-    try:
-        for row, prompt in zip(live, prompts, strict=True):
-            _compute(runner, [row], prompt)
-        return mx.stack([_compute(runner, live, tokens) for tokens in zip(*continuations, strict=True)], axis=1)
-    finally:
-        for row in live:
-            runner.cache.close(row)
-
-
-def _compute(runner: BatchRunner, rows: Sequence[KVRow], tokens: Sequence[int]) -> mx.array:
-    """Computes the next tokens of each row, as many for each, and returns the logits of all."""
-    count = len(tokens) // len(rows)
-    logits = runner.compute([Span(row, row.computed, count) for row in rows], tokens)
-    mx.eval(logits, runner.cache.arrays())
-    for row in rows:
-        row.computed += count
-    return logits
 
 
 def choose_attention(runner: BatchRunner) -> None:

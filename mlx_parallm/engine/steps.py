@@ -99,10 +99,8 @@ class Forwards:
         return set() if in_flight is None else in_flight.requests
 
     def _begin(self, unit: ForwardUnit, now: float) -> Pending:
-        """Builds a unit. What has to be computed for that waits for the unit in flight."""
+        """Builds a unit."""
         spans = [Span(live(span.sequence), span.start, span.tokens) for span in unit.spans]
-        if self._runner.computes_while_built(spans):
-            self._wait()
         before = self._in_flight or self._ended
         draws = [live(sequence) for sequence in unit.draws]
         rows = [span.row for span in spans]

@@ -6,15 +6,36 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import mlx.nn as nn
-from mlx_lm.models.cache import CacheList, make_prompt_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+
+from mlx_parallm.errors import UnsupportedModelError
+
+_KINDS = (KVCache, RotatingKVCache, ChunkedKVCache, ConcatenateKVCache, ArraysCache)
 
 
 class Caches:
-    """`each`: mlx-lm's own caches, empty. They are made anew with every object of this class."""
+    """`each`: mlx-lm's own caches, empty. They are made anew with every object of this class.
+
+    Raises:
+        UnsupportedModelError: one of them is neither keys and values nor arrays.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._nested = make_prompt_cache(model)
         self.each: list[Any] = [cache for top in self._nested for cache in _inside(top)]
+        others = {type(each).__name__ for each in self.each if type(each) not in _KINDS or getattr(each, "keep", False)}
+        if others:
+            raise UnsupportedModelError(
+                f"its layers keep state in {', '.join(sorted(others))}; only keys, values and arrays can be batched"
+            )
 
     def nested(self, caches: Iterable[Any]) -> list[Any]:
         """What the model gets, with these caches in place of mlx-lm's."""

@@ -1,8 +1,8 @@
 """The change made to the attention of a loaded mlx-lm model.
 
 mlx-lm's model files call `scaled_dot_product_attention(q, k, v, cache=…, scale=…, mask=…)` by a name of their own
-module. `install_hook` rebinds that name, once, to a function that asks the pass over packed tokens that is being built,
-if there is one, and mlx-lm's own function otherwise. Nothing else of mlx-lm is patched.
+module. `hook_attention` rebinds that name, once, to a function that asks the pass over packed tokens that is being
+built, if there is one, and mlx-lm's own function otherwise. Nothing else of mlx-lm is patched.
 """
 
 from __future__ import annotations
@@ -11,13 +11,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from enum import Enum
 from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
-
-from mlx_parallm.model.recurrent import install_mixers
 
 _ATTENTION = "scaled_dot_product_attention"
 
@@ -44,8 +41,8 @@ _answering: ContextVar[Attention | None] = ContextVar("attention", default=None)
 
 
 @contextmanager
-def answered_by(attention: Attention) -> Iterator[None]:
-    """While the block runs, hooked models ask this attention."""
+def answered_by(attention: Attention | None) -> Iterator[None]:
+    """While the block runs, hooked models ask this attention; None: mlx-lm's own."""
     token = _answering.set(attention)
     try:
         yield
@@ -53,34 +50,18 @@ def answered_by(attention: Attention) -> Iterator[None]:
         _answering.reset(token)
 
 
-class AttentionStyle(Enum):
-    """Which code computes a model's attention, and the shape of the scores if it is the model's own code."""
-
-    HOOKED = "by the cache"
-    OWN = "by the model, scores [B, heads, T, S]"
-    OWN_GROUPED = "by the model, scores [B, kv_heads, group, T, S]"
+def answering() -> Attention | None:
+    """What hooked models ask now; None: mlx-lm's own attention."""
+    return _answering.get()
 
 
-def install_hook(model: nn.Module) -> AttentionStyle:
-    """Rebinds the attention function in every Python module that defines a part of `model`, and installs the mixers of
-    its recurrent layers.
-
-    Models with attention code of their own, such as gemma2, call no such function; their caches must return the keys
-    and values.
-    """
-    hooked = install_mixers(model)
+def hook_attention(model: nn.Module) -> None:
+    """Rebinds the attention function in every Python module that defines a part of `model`."""
     for name in {type(part).__module__ for part in model.modules()}:
         module = sys.modules.get(name)
         original = getattr(module, _ATTENTION, None)
-        if original is None or name.startswith("mlx."):
-            continue
-        if not hasattr(original, "hooked"):
+        if original is not None and not name.startswith("mlx.") and not hasattr(original, "hooked"):
             setattr(module, _ATTENTION, _dispatcher(original))
-        hooked = True
-    if hooked:
-        return AttentionStyle.HOOKED
-    grouped = any(getattr(part, "repeats", 1) > 1 for part in model.modules())
-    return AttentionStyle.OWN_GROUPED if grouped else AttentionStyle.OWN
 
 
 def _dispatcher(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
@@ -93,10 +74,10 @@ def _dispatcher(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
         mask: Any = None,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        answering = _answering.get()
-        if answering is None:
+        asked = _answering.get()
+        if asked is None:
             return original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
-        return answering.attend(queries, keys, values, cache, scale, mask, sinks)
+        return asked.attend(queries, keys, values, cache, scale, mask, sinks)
 
     attention.hooked = True  # type: ignore[attr-defined]
     return attention

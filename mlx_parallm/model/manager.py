@@ -30,9 +30,11 @@ from mlx_parallm.adapters.linear_group import LinearGroup
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef, CheckpointCard, ModelCard
 from mlx_parallm.errors import UnknownModelError, UnsupportedModelError
+from mlx_parallm.model.cache_plan import CachePlan, prepare
+from mlx_parallm.model.caches import Caches
 from mlx_parallm.model.cpu import adapt_to_cpu
 from mlx_parallm.model.device import on_cpu, prepare_device
-from mlx_parallm.model.families import Support, classify, probe
+from mlx_parallm.model.families import family_of
 from mlx_parallm.model.generation_defaults import generation_defaults
 from mlx_parallm.model.layer_state import KVLayout
 from mlx_parallm.model.linears import adapter_layout, install_adapters
@@ -51,16 +53,16 @@ _WITHOUT_ATTENTION = 1 << 17
 class SharedModelManager:
     """A loaded model with its tokenizer and description. Serving, training and the KL reference share one of them.
 
-    Its arrays belong to the thread that created it. A model whose `family` is UNTESTED must pass
-    `families.check_offsets` before it serves. On a CPU the weights become float32; on Metal and CUDA they stay as they
+    Its arrays belong to the thread that created it. A model whose `family` is not tested must pass
+    `engine.proving.prove` before it serves. On a CPU the weights become float32; on Metal and CUDA they stay as they
     are stored.
 
     model: the mlx-lm module
     adapter_layout: the linears that LoRA adapters may change
     bank: the adapter bank that they read; None before `install_bank`
     card: its name, sizes and types for clients
-    kv_layout: what its layers keep for each row
-    split: how the model is divided among several machines; None if it is whole. `model`, `kv_layout` and
+    plan: how it runs over packed tokens, and what its caches keep for each row
+    split: how the model is divided among several machines; None if it is whole. `model`, `plan` and
         `card.weight_bytes` are those of this machine's part, all else is as if it were whole
 
     Args:
@@ -95,9 +97,11 @@ class SharedModelManager:
             progress=progress,
         )
         self.model = loaded.model
-        self.family = classify(self.model)
-        if self.family.support is Support.REFUSED:
-            raise UnsupportedModelError(f"{loaded.name} ({self.family.name}) is not supported: {self.family.reason}")
+        self.family = family_of(self.model)
+        try:
+            Caches(self.model)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{loaded.name} ({self.family.name}) is not supported: {error}") from error
         self.adapter_layout = adapter_layout(self.model, loaded.source)
         parameters = get_total_parameters(self.model)
         self.split = None if group is None else split_model(self.model, group)
@@ -106,14 +110,14 @@ class SharedModelManager:
             materialize(self.model, loaded.name, progress)
         if on_cpu():
             adapt_to_cpu(self.model)
-        self.kv_layout, vocab_size = probe(self.model)
+        self.plan: CachePlan = prepare(self.model)
         self.tokenizer = tokenizer.result()
         self.card = ModelCard(
             name=loaded.name,
-            context_length=_context_length(loaded, self.kv_layout),
-            vocab_size=vocab_size,
+            context_length=_context_length(loaded, self.plan.layout),
+            vocab_size=self.plan.vocab_size,
             quantization=_quantization(loaded.config),
-            dtype=str(self.kv_layout.dtype).removeprefix("mlx.core."),
+            dtype=str(self.plan.layout.dtype).removeprefix("mlx.core."),
             parameters=parameters,
             weight_bytes=sum(array.nbytes for _, array in tree_flatten(self.model.parameters())),
             tokenizer=str(loaded.source.resolve()) if loaded.source.is_dir() else "",
@@ -135,7 +139,7 @@ class SharedModelManager:
         """Makes an empty adapter bank of at most `limit` bytes and lets the model's linears read from it. Call it once
         for each model."""
         assert self.bank is None
-        self.bank = AdapterBank(self.adapter_layout, slots, max_rank, self.kv_layout.dtype, limit, make_group)
+        self.bank = AdapterBank(self.adapter_layout, slots, max_rank, self.plan.layout.dtype, limit, make_group)
         install_adapters(self.model, self.bank)
         return self.bank
 
@@ -154,7 +158,7 @@ class SharedModelManager:
         Raises:
             AdapterFileError: the folder cannot be read, or the adapter is not for this model.
         """
-        self._loras[name] = OneAdapter(as_weights(adapter, self.adapter_layout), self.kv_layout.dtype)
+        self._loras[name] = OneAdapter(as_weights(adapter, self.adapter_layout), self.plan.layout.dtype)
 
     def switch_lora(self, name: str) -> None:
         """Makes `model(tokens)` use the adapter from now on; `base` means none.

@@ -8,7 +8,7 @@ attribute, so the model itself is not changed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,23 +24,29 @@ _HEADS = ("n_heads", "num_heads", "num_attention_heads")
 
 def trunk_of(model: nn.Module) -> nn.Module | None:
     """The part of the model from tokens to hidden states [B, T, D]; None if it has no such part."""
-    place = _trunk_place(model)
-    return None if place is None else getattr(owner_of(model), place[0])
+    name = _trunk_name(model)
+    return None if name is None else getattr(owner_of(model), name)
 
 
-def layers_name_of(model: nn.Module) -> str:
-    """The name by which the trunk calls its list of layers."""
-    place = _trunk_place(model)
-    assert place is not None
-    return place[1]
-
-
-def _trunk_place(model: nn.Module) -> tuple[str, str] | None:
-    """The names by which the owner of the trunk calls it, and the trunk its list of layers: the part that has what
-    mlx-lm's `layers` gives."""
+def _trunk_name(model: nn.Module) -> str | None:
+    """The name by which the owner of the trunk calls it: the part that has what mlx-lm's `layers` gives."""
     parts = ((name, part) for name, part in owner_of(model).items() if isinstance(part, nn.Module))
-    lists = ((name, of, each) for name, part in parts for of, each in part.items() if isinstance(each, list) and each)
-    return next(((name, of) for name, of, each in lists if each[0] is model.layers[0]), None)
+    return next((name for name, part in parts if any(each is model.layers[0] for each in part.modules())), None)
+
+
+def with_layers(module: nn.Module, first: nn.Module, wrap: Callable[[nn.Module], object]) -> nn.Module | None:
+    """A shallow copy of a module, down to the list of layers that begins with `first`, which has wrapped ones. None if
+    there is no such list in it."""
+    for name, part in module.items():
+        if isinstance(part, list) and part and part[0] is first:
+            changed: Any = [wrap(each) for each in part]
+        else:
+            changed = with_layers(part, first, wrap) if isinstance(part, nn.Module) else None
+        if changed is not None:
+            copied = copy.copy(module)
+            copied[name] = changed
+            return copied
+    return None
 
 
 def query_heads(model: nn.Module) -> int:
@@ -75,11 +81,11 @@ def head_module_of(model: nn.Module) -> HeadModule | None:
     path, linear = f"{prefix}lm_head", getattr(owner, "lm_head", None)
     if isinstance(linear, nn.Linear | nn.QuantizedLinear):
         return HeadModule(path, path, linear)
-    if (place := _trunk_place(model)) is None:
+    if (trunk := _trunk_name(model)) is None:
         return None
-    embeddings = ((each, getattr(getattr(owner, place[0]), each, None)) for each in _EMBEDDING_NAMES)
+    embeddings = ((each, getattr(getattr(owner, trunk), each, None)) for each in _EMBEDDING_NAMES)
     return next(
-        (HeadModule(path, f"{prefix}{place[0]}.{n}", part) for n, part in embeddings if isinstance(part, _EMBEDDINGS)),
+        (HeadModule(path, f"{prefix}{trunk}.{n}", part) for n, part in embeddings if isinstance(part, _EMBEDDINGS)),
         None,
     )
 
@@ -92,11 +98,11 @@ class Head:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        owner, place = owner_of(model), _trunk_place(model)
-        assert place is not None
+        owner, trunk = owner_of(model), _trunk_name(model)
+        assert trunk is not None
         self._owner = copy.copy(owner)
-        self._output = _TrunkOutput(getattr(owner, place[0]))
-        setattr(self._owner, place[0], self._output)
+        self._output = _TrunkOutput(getattr(owner, trunk))
+        setattr(self._owner, trunk, self._output)
 
     def __call__(self, hidden: mx.array) -> mx.array:
         """[n, D] → [n, V]."""

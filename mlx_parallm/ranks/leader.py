@@ -43,7 +43,7 @@ from mlx_parallm.core.operations import (
     WriteSlot,
 )
 from mlx_parallm.errors import DeviceLostError, RankLostError
-from mlx_parallm.model.hooks import AttentionStyle
+from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.model.layer_state import KVLayout
 from mlx_parallm.ranks.joining import Peer
 from mlx_parallm.ranks.wire import encode
@@ -103,11 +103,10 @@ class LeadingRunner(BatchRunner):
         model: nn.Module,
         cache: LoRABatchedKVCache,
         bank: AdapterBank,
-        style: AttentionStyle,
-        vocab_size: int,
+        plan: CachePlan,
         followers: Followers,
     ) -> None:
-        super().__init__(model, cache, bank, style, vocab_size)
+        super().__init__(model, cache, bank, plan)
         self._followers = followers
 
     def run_trunk(self, inputs: mx.array, spans: Sequence[Span[KVRow]]) -> mx.array:

@@ -20,7 +20,7 @@ from mlx_parallm.batch.kv.memory import BlockMemory
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.core import DeviceMemory
 from mlx_parallm.core.operations import Followers
-from mlx_parallm.model.hooks import AttentionStyle
+from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.model.layer_state import KVLayout
 from mlx_parallm.ranks.leader import LeadingGroup, LeadingMemory, LeadingRunner
 
@@ -43,11 +43,9 @@ class Parts:
         """The memory of the KV pool."""
         return BlockMemory(layout, device)
 
-    def runner(
-        self, model: nn.Module, cache: LoRABatchedKVCache, bank: AdapterBank, style: AttentionStyle, vocab_size: int
-    ) -> BatchRunner:
+    def runner(self, model: nn.Module, cache: LoRABatchedKVCache, bank: AdapterBank, plan: CachePlan) -> BatchRunner:
         """What runs the model; see `BatchRunner`."""
-        return BatchRunner(model, cache, bank, style, vocab_size)
+        return BatchRunner(model, cache, bank, plan)
 
 
 class FollowingParts(Parts):
@@ -78,8 +76,6 @@ class LeadingParts(Parts):
         """See `Parts.memory`."""
         return LeadingMemory(layout, device, self.followers)
 
-    def runner(
-        self, model: nn.Module, cache: LoRABatchedKVCache, bank: AdapterBank, style: AttentionStyle, vocab_size: int
-    ) -> BatchRunner:
+    def runner(self, model: nn.Module, cache: LoRABatchedKVCache, bank: AdapterBank, plan: CachePlan) -> BatchRunner:
         """See `Parts.runner`."""
-        return LeadingRunner(model, cache, bank, style, vocab_size, self.followers)
+        return LeadingRunner(model, cache, bank, plan, self.followers)

@@ -14,7 +14,7 @@ from mlx_parallm.adapters.files.write import write_mlx_lm
 from mlx_parallm.app.server import IntegratedServer
 from mlx_parallm.config import configure
 from mlx_parallm.core import GivenTrajectory
-from mlx_parallm.engine import startup
+from mlx_parallm.engine import proving
 from mlx_parallm.errors import AdapterFileError, UnsupportedModelError
 from mlx_parallm.rl.learn.model import TrainableModel
 
@@ -59,7 +59,7 @@ async def test_if_only_adapters_fail_it_is_served_without(
     def fails(*_: object) -> None:
         raise UnsupportedModelError("rows with adapters differ")
 
-    monkeypatch.setattr(startup, "check_adapters", fails)
+    monkeypatch.setattr(proving, "check_adapters", fails)
     layout = layout_of(build_model(CONFIG))
     write_mlx_lm(folder / "adapters" / "tone", random_adapter(layout, seed=1), layout)
     keys = {**KEYS, "adapters__adapter_dir": folder / "adapters"}

@@ -19,7 +19,7 @@ from mlx_parallm.adapters.weights import VersionInfo
 from mlx_parallm.batch.kv.disk import PrefixStore
 from mlx_parallm.core import PauseMode, RequestFailed, RequestFinished
 from mlx_parallm.engine import disk_prefixes
-from mlx_parallm.model.families import probe
+from mlx_parallm.model.cache_plan import prepare
 
 PROMPT = random.Random(1).choices(range(256), k=300)
 TINY = 1e-5
@@ -51,7 +51,7 @@ class Later(Executor):
 def server(
     folder: Path, model: nn.Module, fingerprint: str = "model", worker: Executor | None = None, **switches
 ) -> Harness:
-    layout, _ = probe(model)
+    layout = prepare(model).layout
     made: list[Harness] = []
     store = PrefixStore(
         folder,

@@ -15,7 +15,7 @@ from word_grammar import Words
 from mlx_parallm.adapters.weights import VersionInfo
 from mlx_parallm.batch.kv.arena import Arena
 from mlx_parallm.core import Pooling, SamplingParams
-from mlx_parallm.model.hooks import AttentionStyle
+from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.layer_state import LayerSpec
 
 pytestmark = pytest.mark.ci
@@ -99,13 +99,15 @@ def test_no_pass_of_a_draft_model_takes_the_memory_of_an_array_of_its_pool() -> 
     assert max(grown) < 0.5
 
 
-def test_two_chunks_through_a_models_own_attention_take_no_memory_of_an_array_of_the_pool() -> None:
-    """Each is a call of the model, which writes into the same arrays."""
-    harness = made(lookahead=True)
-    harness.runner._style = AttentionStyle.OWN
-    for name in ("first", "second"):
-        harness.submit(name, PROMPT, 2)
+@pytest.mark.parametrize("lookahead", [True, False])
+def test_rows_of_a_model_that_runs_in_parts_take_no_memory_of_an_array_of_the_pool(lookahead: bool) -> None:
+    """The parts read the same arrays, which get the new keys and values of all of them."""
+    harness = made(lookahead=lookahead)
+    harness.runner._plan = prepare(harness.runner._model, compatible=True)
+    for name in ("first", "second", "third"):
+        harness.submit(name, PROMPT, 12)
     assert stepped(harness) < array_bytes(harness) / 2
+    assert harness.tokens("first") == harness.tokens("second") == harness.tokens("third")
 
 
 def test_no_step_copies_the_tails_of_quantized_rows() -> None:

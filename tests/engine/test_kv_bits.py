@@ -23,7 +23,7 @@ from mlx_parallm.batch.kv.quantized import pack, unpack
 from mlx_parallm.config import Config, ServerConfig
 from mlx_parallm.core import RequestFinished, SamplingParams, SequenceOutput
 from mlx_parallm.errors import UnsupportedModelError
-from mlx_parallm.model.families import probe
+from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.layer_state import KVLayout, LayerSpec
 from mlx_parallm.model.manager import SharedModelManager
 
@@ -91,7 +91,7 @@ def test_a_number_differs_by_about_a_step(bits: int, size: int, dtype: mx.Dtype)
 
 @pytest.mark.parametrize(("bits", "share"), [(8, 0.57), (4, 0.32)])
 def test_blocks_take_the_bytes_that_the_layout_says(model: nn.Module, bits: int, share: float) -> None:
-    plain, _ = probe(model)
+    plain = prepare(model).layout
     cache = make_harness(model, kv_bits=bits).runner.cache
     assert cache.open(BLOCK_TOKENS * 10) is not None
     half = plain.bytes_per_token * 2 / plain.dtype.size

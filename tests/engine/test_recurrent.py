@@ -18,7 +18,7 @@ from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.kv.state_arena import StateArena
 from mlx_parallm.core import RequestFinished, SamplingParams, SequenceOutput
 from mlx_parallm.errors import UnsupportedModelError
-from mlx_parallm.model.families import probe
+from mlx_parallm.model.cache_plan import prepare
 
 TINY = 1e-5
 """Invariant 8's bound on logprobs across shapes, for tiny float32 models."""
@@ -95,7 +95,7 @@ def test_any_interleaving_with_aborts_and_preemption(world: World, data: st.Data
 def test_half_precision_states_keep_their_types(world: World) -> None:
     model = tiny_model(world.family, mlp_only_layers=[0, 1])  # MLX's CPU has no experts in half precision
     model.set_dtype(mx.bfloat16)
-    layout, _ = probe(model)
+    layout = prepare(model).layout
     assert layout.dtype == mx.bfloat16
     harness = make_harness(model)
     for i, row in enumerate(world.rows[:3]):
@@ -274,7 +274,7 @@ def test_a_pool_counts_the_state_of_each_row(world: World) -> None:
 
 def test_without_keys_and_values_there_is_nothing_to_quantize() -> None:
     with pytest.raises(UnsupportedModelError, match=r"--kv-bits 8 .* recurrent"):
-        probe(tiny_model("mamba"))[0].quantized(8)
+        prepare(tiny_model("mamba")).layout.quantized(8)
 
 
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_next"])

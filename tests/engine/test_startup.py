@@ -15,11 +15,14 @@ from tiny import FAMILIES, VOCAB_SIZE, tiny_model
 
 from mlx_parallm.batch.forward import Span
 from mlx_parallm.batch.kv.cache import KVRow
-from mlx_parallm.engine import startup
+from mlx_parallm.engine import proving
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
-from mlx_parallm.engine.startup import calibrate, calibrate_steps, check_unproved, choose_attention
+from mlx_parallm.engine.proving import prove
+from mlx_parallm.engine.startup import calibrate, calibrate_steps, choose_attention
 from mlx_parallm.errors import EngineDeadError
 from mlx_parallm.model import families
+from mlx_parallm.model.cache_plan import prepare
+from mlx_parallm.model.families import family_of
 from mlx_parallm.scheduler.cost import Chunk, CostModel
 
 
@@ -82,13 +85,12 @@ def test_with_versions_that_were_not_tried_tested_families_are_checked_too(
     monkeypatch.setattr(families, "TRIED", {"mlx": ("0.1", "0.2"), "mlx-lm": families.TRIED["mlx-lm"]})
     compared: list[object] = []
     for name in ("check_offsets", "check_adapters"):
-        check = getattr(families, name)
-        monkeypatch.setattr(startup, name, lambda *given, check=check: compared.append(check(*given)))
+        check = getattr(proving, name)
+        monkeypatch.setattr(proving, name, lambda *given, check=check: compared.append(check(*given)))
     model = tiny_model(family)
-    runner = make_harness(model).runner
-    card = SimpleNamespace(vocab_size=VOCAB_SIZE)
-    manager: Any = SimpleNamespace(model=model, family=families.classify(model), card=card, bank=runner._bank)
-    check_unproved(manager, runner)
+    bank, card = make_harness(model).runner._bank, SimpleNamespace(vocab_size=VOCAB_SIZE)
+    manager: Any = SimpleNamespace(model=model, family=family_of(model), plan=prepare(model), card=card, bank=bank)
+    prove(manager, bank)
     assert compared == [None, None]
     assert caplog.messages[0].startswith(f"mlx {metadata.version('mlx')} was not tried")
     monkeypatch.undo()

@@ -5,7 +5,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_parallm.errors import ModelNotFoundError
 from mlx_parallm.model import bundled
-from mlx_parallm.model.families import relative_error
+from mlx_parallm.model.checks import relative_error
 from mlx_parallm.model.manager import SharedModelManager
 
 pytestmark = pytest.mark.ci
@@ -42,9 +42,9 @@ def test_card_and_layers_say_what_it_is(loaded):
     assert loaded.card.parameters == 134_515_008
     assert loaded.card.weight_bytes == 4 * loaded.card.parameters
     assert loaded.card.quantization == "4-bit, dequantized"
-    assert len(loaded.kv_layout.layers) == 30
+    assert len(loaded.plan.layout.layers) == 30
     assert {
-        (layer.kv_heads, layer.head_dim_k, layer.head_dim_v, layer.window) for layer in loaded.kv_layout.layers
+        (layer.kv_heads, layer.head_dim_k, layer.head_dim_v, layer.window) for layer in loaded.plan.layout.layers
     } == {(3, 64, 64, None)}
 
 

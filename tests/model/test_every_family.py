@@ -16,32 +16,38 @@ ELSEWHERE = {
 """Those that mlx-lm itself cannot run here."""
 HERE = [name for name in CONFIGURATIONS if name not in ELSEWHERE]
 
-_OTHER = "a cache or an attention of another kind"
-NOT_SERVED = {
-    "deepseek_v32": "an indexer's keys",
-    "baichuan_m1": "an attention that keeps a state, too",
-    **dict.fromkeys(("afm7", "llama4", "gpt_bigcode", "plamo2"), _OTHER),
+AMPLIFIED = {
+    **dict.fromkeys(("jamba", "plamo2"), 5.0),
+    "nemotron_h": 10.0,
+    **dict.fromkeys(("longcat_flash", "longcat_flash_ngram"), 20.0),
+    "afm7": 200.0,
 }
-NOT_TRAINED = {
-    **dict.fromkeys(("gemma2", "plamo"), "attention in the model's own code"),
-    **dict.fromkeys(("gemma3n", "iquestloopcoder", "longcat_flash_ngram"), "layers in the model's own code"),
-}
-AMPLIFIED = {"jamba": 5.0, "nemotron_h": 10.0, "longcat_flash": 20.0, "longcat_flash_ngram": 20.0}
-"""How many times the limits are larger for models that amplify rounding, which differs with the BLAS's threads."""
-QUICK = ("dbrx", "gemma4_text 2", "gpt2", "gpt_oss", "granitemoe", "qwen3_5", "rwkv7", "seed_oss")
+"""How many times the limits are larger for models that amplify rounding, which differs with the BLAS's threads:
+exponents of sums, experts that are chosen by close scores, or keys that the model rounds to 8 bits itself."""
+STILL = {"deepseek_v32": "indexer"}
+"""Linears without gradients: what they give only chooses tokens."""
+QUICK = (
+    "dbrx",
+    "gemma4_text 2",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_oss",
+    "granitemoe",
+    "plamo2",
+    "qwen3_5",
+    "rwkv7",
+    "seed_oss",
+)
 """One of each kind that the other tests lack: experts one by one, layers that give several arrays, other names of trunk
-and layers, a router inside a module, a gated delta net, two mixers with one state, a head of its own."""
+and layers, rows one by one, a router inside a module, attention in parts, a gated delta net, two mixers with one state,
+a head of its own."""
 
 
-def _cases(names: Iterable[str], without: dict[str, str]) -> list[ParameterSet]:
-    cases = []
-    for name in names:
-        marks = [pytest.mark.xfail(strict=True, reason=without[name])] if name in without else []
-        cases.append(pytest.param(name, marks=marks if name in QUICK else [*marks, pytest.mark.slow]))
-    return cases
+def _cases(names: Iterable[str]) -> list[ParameterSet]:
+    return [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in names]
 
 
-@pytest.mark.parametrize("name", _cases(HERE, NOT_SERVED))
+@pytest.mark.parametrize("name", _cases(HERE))
 def test_rows_with_adapters_and_without_are_those_of_the_model_alone(name: str) -> None:
     base, adapted, change = errors_served(name)
     assert base <= 2e-5 * AMPLIFIED.get(name, 1.0)
@@ -49,7 +55,7 @@ def test_rows_with_adapters_and_without_are_those_of_the_model_alone(name: str) 
     assert change > 0.1, "the adapters changed nothing"
 
 
-@pytest.mark.parametrize("name", _cases([name for name in HERE if name not in NOT_SERVED], {}))
+@pytest.mark.parametrize("name", _cases(HERE))
 def test_a_row_goes_on_from_a_cached_prefix(name: str) -> None:
     found, error = error_after_reuse(name)
     assert found >= 64
@@ -57,8 +63,8 @@ def test_a_row_goes_on_from_a_cached_prefix(name: str) -> None:
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-@pytest.mark.parametrize("name", _cases([name for name in HERE if name not in NOT_SERVED], NOT_TRAINED))
+@pytest.mark.parametrize("name", _cases(HERE))
 def test_gradients_are_those_of_the_model_alone(name: str, recomputed: bool) -> None:
     error, still = error_of_gradients(name, recomputed)
     assert error <= 1e-4 * AMPLIFIED.get(name, 1.0)
-    assert still == []
+    assert [path for path in still if STILL.get(name, path) not in path] == []

@@ -4,7 +4,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from tiny import FAMILIES, VOCAB_SIZE, build_model, tiny_config, tiny_model
 
 from mlx_parallm.errors import UnsupportedModelError
-from mlx_parallm.model.families import Support, check_offsets, classify
+from mlx_parallm.model.checks import check_offsets
+from mlx_parallm.model.families import family_of
 
 
 def batched(model, prompts, continuations, _slots, merge):
@@ -32,7 +33,7 @@ def lose_offsets(caches):
 def test_proved_families_pass_the_check_with_mlx_lms_batch_cache(family):
     # mlx-lm's gemma2 aligns a batch's mask wrongly when query heads share keys.
     model = tiny_model(family, **({"num_key_value_heads": 4} if family == "gemma2" else {}))
-    assert classify(model).support is Support.TESTED
+    assert family_of(model).tested
     check_offsets(model, lambda *rows: batched(model, *rows, keep_offsets), VOCAB_SIZE)
 
 
@@ -64,11 +65,11 @@ def test_a_batched_forward_that_fails_is_refused():
 
 def test_another_plain_architecture_is_unproved_and_may_pass():
     model = build_model({**tiny_config("qwen3"), "model_type": "olmo2"})
-    assert classify(model).support is Support.UNTESTED
+    assert not family_of(model).tested
     check_offsets(model, lambda *rows: batched(model, *rows, keep_offsets), VOCAB_SIZE)
 
 
 def test_only_mlx_lms_own_file_of_that_name_is_proved(monkeypatch):
     model = tiny_model("llama")
     monkeypatch.setattr(type(model), "__module__", "custom_model.llama")
-    assert classify(model).support is Support.UNTESTED
+    assert not family_of(model).tested

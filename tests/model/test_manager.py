@@ -6,14 +6,15 @@ import sys
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from family_checks import CONFIGURATIONS, build
 from mlx.utils import tree_flatten
+from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import quantize_model, save_config, save_model
-from tiny import EOS_ID, FAMILIES, VOCAB_SIZE, save_directory, save_tiny, tiny_config, tiny_model
+from tiny import EOS_ID, FAMILIES, VOCAB_SIZE, build_model, save_directory, save_tiny, tiny_config, tiny_model
 
 from mlx_parallm.errors import ModelNotFoundError, UnsupportedModelError
-from mlx_parallm.model.families import Support, probe, relative_error
+from mlx_parallm.model.cache_plan import prepare
+from mlx_parallm.model.checks import relative_error
 from mlx_parallm.model.layer_state import LayerSpec
 from mlx_parallm.model.loading import to_float32
 from mlx_parallm.model.manager import SharedModelManager
@@ -30,8 +31,8 @@ def test_every_family_loads_from_a_directory(family, tmp_path):
     model = save_tiny(family, tmp_path / "some-model")
     loaded = load(tmp_path / "some-model")
     assert relative_error(loaded.model(TOKENS), model(TOKENS)) < 1e-5
-    assert loaded.family.support is Support.TESTED
-    assert loaded.kv_layout.dtype == mx.float32
+    assert loaded.family.tested
+    assert loaded.plan.layout.dtype == mx.float32
     assert (loaded.card.name, loaded.card.dtype, loaded.card.quantization) == ("some-model", "float32", "none")
     assert (loaded.card.context_length, loaded.card.vocab_size) == (4096, VOCAB_SIZE)
     assert loaded.tokenizer.eos_token_ids == {EOS_ID}
@@ -39,17 +40,18 @@ def test_every_family_loads_from_a_directory(family, tmp_path):
 
 def test_windows_are_those_of_mlx_lms_own_caches():
     full, sliding = LayerSpec(2, 16, 16), LayerSpec(2, 16, 16, window=8)
-    assert probe(tiny_model("gemma3"))[0].layers == (sliding, full, sliding, full)
-    assert probe(tiny_model("llama"))[0].layers == (full, full)
+    assert prepare(tiny_model("gemma3")).layout.layers == (sliding, full, sliding, full)
+    assert prepare(tiny_model("llama")).layout.layers == (full, full)
     mixed = tiny_model("llama", layer_types=["full_attention", "sliding_attention"], sliding_window=8)
-    assert probe(mixed)[0].layers == (full, sliding)
+    assert prepare(mixed).layout.layers == (full, sliding)
 
 
-def test_a_window_without_its_cache_is_refused(monkeypatch):
+def test_a_window_that_only_the_mask_has_is_found(monkeypatch):
     model = tiny_model("gemma3_text")
+    windows = [spec.window for spec in prepare(model).layout.layers]
     monkeypatch.setattr(type(model), "make_cache", lambda self: [KVCache() for _ in self.layers])
-    with pytest.raises(UnsupportedModelError, match="window of 8"):
-        probe(model)
+    assert [spec.window for spec in prepare(model).layout.layers] == windows
+    assert 8 in windows
 
 
 def test_stored_types_become_float32_on_a_cpu(tmp_path):
@@ -116,7 +118,6 @@ def test_an_unreachable_hub_id_is_not_found(monkeypatch):
         ({"model_type": "no_such_architecture"}, "not supported"),
         ({"num_hidden_layers": 3}, "cannot load"),
         ({"hidden_size": 128}, "cannot load"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
     ],
 )
 def test_what_cannot_be_served_is_refused_with_the_reason(change, reason, tmp_path):
@@ -137,10 +138,20 @@ def test_remote_code_of_a_tokenizer_does_not_run(tmp_path):
         load(tmp_path)
 
 
-def test_a_family_that_keeps_another_state_is_refused(tmp_path):
-    save_directory(build("llama4"), CONFIGURATIONS["llama4"], tmp_path)
-    with pytest.raises(UnsupportedModelError, match="its layers keep state in ChunkedKVCache"):
+def test_a_family_that_keeps_another_state_is_refused(tmp_path, monkeypatch):
+    class OtherCache(KVCache):
+        pass
+
+    save_tiny("llama", tmp_path)
+    monkeypatch.setattr(llama.Model, "make_cache", lambda self: [OtherCache() for _ in self.layers], raising=False)
+    with pytest.raises(UnsupportedModelError, match="its layers keep state in OtherCache"):
         load(tmp_path)
+
+
+def test_positions_that_depend_on_the_whole_row_need_rows_one_by_one(tmp_path):
+    config = {**tiny_config("llama"), "rope_scaling": {"type": "dynamic", "factor": 2.0}}
+    save_directory(build_model(config), config, tmp_path)
+    assert load(tmp_path).plan.compatible
 
 
 def test_a_model_without_attention_needs_no_declared_context(tmp_path):

@@ -18,8 +18,7 @@ from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.core import DeviceMemory
 from mlx_parallm.core.operations import Operation
-from mlx_parallm.model.families import probe
-from mlx_parallm.model.hooks import install_hook
+from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.linears import adapter_layout, install_adapters
 from mlx_parallm.model.sharding import split_model
 from mlx_parallm.ranks.follower import Follower
@@ -49,12 +48,13 @@ def engine(parts: Parts) -> tuple[BatchRunner, AdapterBank]:
     model = tiny_model("llama")
     layout = adapter_layout(model)
     split = None if parts.group is None else split_model(model, parts.group)
-    kv, vocab_size = probe(model)
+    plan = prepare(model)
+    kv = plan.layout
     bank = AdapterBank(layout, 2, 4, kv.dtype, make_group=parts.linear_group(split))
     install_adapters(model, bank)
     device = DeviceMemory(1 << 24)
     cache = LoRABatchedKVCache(kv, device, 256, memory=parts.memory(kv, device))
-    return parts.runner(model, cache, bank, install_hook(model), vocab_size), bank
+    return parts.runner(model, cache, bank, plan), bank
 
 
 def pair_of_ranks() -> tuple[BatchRunner, AdapterBank, BatchRunner, AdapterBank]:

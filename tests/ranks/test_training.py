@@ -20,7 +20,7 @@ from trainers import LORA, SETTINGS, learn, leaves, make_policy, make_trainer, s
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.core.branches import Branch, Bucket
 from mlx_parallm.core.operations import Operation, TrainedSpan, TrainingPass, TrainingStage
-from mlx_parallm.model.hooks import install_hook
+from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.linears import adapter_layout, install_adapters
 from mlx_parallm.model.sharding import split_model
 from mlx_parallm.ranks.parts import FollowingParts
@@ -62,7 +62,7 @@ def pair_of_ranks() -> tuple[GRPOTrainer, Inside]:
         split = split_model(model, group)
         bank = AdapterBank(layout, 4, 8, mx.float32, make_group=FollowingParts(group).linear_group(split))
         install_adapters(model, bank)
-        parts.append((model, bank, install_hook(model), split))
+        parts.append((model, bank, prepare(model), split))
     inside = Inside(FollowingTraining(*parts[1]))
     model, bank, style, split = parts[0]
     trainable = LeadingTrainableModel(model, bank, style, lambda *_: True, split, inside)

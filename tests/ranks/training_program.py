@@ -18,7 +18,7 @@ from trainers import LORA, SETTINGS, VOCABULARY, gradients, learn, leaves, make_
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import OptimizerConfig, ResolvedTraining
-from mlx_parallm.model.hooks import install_hook
+from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.linears import adapter_layout, install_adapters
 from mlx_parallm.model.sharding import split_model
 from mlx_parallm.ranks.follower import Follower
@@ -61,7 +61,7 @@ def split_trainer(family: str, ranks: Ranks, leader: Leader, wanted: ResolvedTra
     bank = AdapterBank(layout, 4, 8, mx.float32, make_group=LeadingParts(ranks.group, leader).linear_group(split))
     install_adapters(model, bank)
     recomputed = bool(wanted.gradient_checkpointing)
-    trainable = LeadingTrainableModel(model, bank, install_hook(model), lambda *_: recomputed, split, leader)
+    trainable = LeadingTrainableModel(model, bank, prepare(model), lambda *_: recomputed, split, leader)
     return GRPOTrainer(trainable, wanted, lora)
 
 
@@ -150,7 +150,7 @@ def follow(family: str, ranks: Ranks) -> None:
     split = split_model(model, ranks.group)
     bank = AdapterBank(layout, 4, 8, mx.float32, make_group=FollowingParts(ranks.group).linear_group(split))
     install_adapters(model, bank)
-    training = FollowingTraining(model, bank, install_hook(model), split)
+    training = FollowingTraining(model, bank, prepare(model), split)
     Follower(cast(BatchRunner, None), bank, training).follow(ranks.peers[0].work)
 
 

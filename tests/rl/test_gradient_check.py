@@ -12,7 +12,7 @@ from mlx_parallm.rl.learn.model import TrainableModel
 
 
 def checked(served: Served, recomputed: bool = False) -> None:
-    trainable = TrainableModel(served.model, served.bank, served.style, lambda *_: recomputed)
+    trainable = TrainableModel(served.model, served.bank, served.plan, lambda *_: recomputed)
     check_gradients(trainable, served.model, served.vocab)
 
 

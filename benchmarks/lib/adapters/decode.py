@@ -177,7 +177,7 @@ def _base_seconds(rig: _Rig) -> float:
 
 
 def _filled_bank(manager: SharedModelManager, targets: Collection[str]) -> AdapterBank:
-    bank = AdapterBank(layout_of(manager), SLOTS, RANK, manager.kv_layout.dtype)
+    bank = AdapterBank(layout_of(manager), SLOTS, RANK, manager.plan.layout.dtype)
     weights = random_adapter(bank.layout, seed=0, targets=targets)
     fill(bank, weights)
     return bank

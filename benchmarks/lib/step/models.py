@@ -20,7 +20,8 @@ from mlx_parallm.app.device import build_runner
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Config, ServerConfig
 from mlx_parallm.core import ModelCard
-from mlx_parallm.model.families import Family, classify, probe
+from mlx_parallm.model.cache_plan import prepare
+from mlx_parallm.model.families import Family, classify
 from mlx_parallm.model.layer_state import KVLayout
 from mlx_parallm.model.linears import adapter_layout, install_adapters
 
@@ -91,7 +92,8 @@ def build(architecture: Architecture) -> ShapedModel:
         nn.quantize(model, class_predicate=partial(_quantization, architecture))
     model.update(tree_unflatten([(path, _placed(path, array)) for path, array in tree_flatten(model.parameters())]))
     model.eval()
-    layout, vocabulary = probe(model)
+    plan = prepare(model)
+    layout, vocabulary = plan.layout, plan.vocab_size
     card = ModelCard(
         name=architecture.name,
         context_length=8192,

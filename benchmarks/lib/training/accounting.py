@@ -18,7 +18,6 @@ from mlx_parallm.app.training import footprint_of
 from mlx_parallm.config import ModelConfig, RLTrainingConfig
 from mlx_parallm.core import DeviceSchedule, default_budget
 from mlx_parallm.model.device import MachineMemory, memory_limits
-from mlx_parallm.model.hooks import install_hook
 from mlx_parallm.model.layer_state import KVLayout, LayerSpec
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.rl.learn.footprint import Footprint
@@ -146,11 +145,11 @@ def measured() -> list[Mapping[str, float]]:
     """Tokens, longest row, measured and expected peak of micro-steps of the bundled model, in bytes, without gradients.
     In this process."""
     manager = SharedModelManager(progress=False)
-    bank, style = manager.install_bank(SLOTS, RANK), install_hook(manager.model)
+    bank = manager.install_bank(SLOTS, RANK)
     footprint = footprint_of(manager, bank)
     made: list[Mapping[str, float]] = []
     for checkpointed in (True, False):
-        model = TrainableModel(manager.model, bank, style, lambda *_, always=checkpointed: always)
+        model = TrainableModel(manager.model, bank, manager.plan, lambda *_, always=checkpointed: always)
         for shape in SHAPES if checkpointed else SHAPES[:2]:
             tokens, context = shape[1] + shape[0] * shape[2], shape[1] + shape[2]
             peak = _peak(model, _samples(*shape))

@@ -5,7 +5,8 @@
 
 The heads come first, so that consecutive places are a view of shape [kv_heads, tokens, head_dim]. Every write replaces
 an array. MLX updates it in place if nothing else refers to the old one, and copies it whole otherwise. Therefore
-callers keep no views of it, and nothing that reads it may be in flight when a write is launched.
+callers keep no views of it, and nothing that reads it may be in flight when a write is launched. What one part of a
+pass writes while another one reads waits for the next pass, or for whatever reads or moves blocks before it.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class Arena:
         self.blocks = self.goal = 0
         self.keys = [_zeros(spec.kv_heads, 0, spec.head_dim_k, dtype) for spec in specs]
         self.values = [_zeros(spec.kv_heads, 0, spec.head_dim_v, dtype) for spec in specs]
+        self._pending: list[tuple[int, mx.array, mx.array, mx.array]] = []
 
     @property
     def block_bytes(self) -> int:
@@ -87,6 +89,7 @@ class Arena:
         Raises:
             Exception: the device's error, such as out of memory.
         """
+        self._settle()
         self.blocks, self.goal = min(self.blocks, blocks), blocks
         made = 0
         for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
@@ -108,6 +111,7 @@ class Arena:
         """
         if not sources:
             return
+        self._settle()
         read, written = mx.array(list(sources)), mx.array(list(targets))
         taken = [array[:, read] for array in self.arrays()]
         mx.eval(taken)
@@ -119,11 +123,13 @@ class Arena:
 
     def read(self, place: int) -> list[Bytes]:
         """Copies one block to host memory: for each layer its keys, then its values."""
+        self._settle()
         arrays = (array for pair in zip(self.keys, self.values, strict=True) for array in pair)
         return [np.asarray(array.view(mx.uint8))[:, place].copy() for array in arrays]
 
     def write_block(self, place: int, arrays: Sequence[Bytes]) -> None:
         """Writes one block, from arrays as `read` returns them, after the forward pass in flight."""
+        self._settle()
         mx.synchronize()
         for layer, (keys, values) in enumerate(zip(arrays[::2], arrays[1::2], strict=True)):
             self.keys[layer][:, place] = mx.array(keys).view(self.dtype)
@@ -137,6 +143,28 @@ class Arena:
         """
         self.keys[layer] = scattered(self.keys[layer], lines, keys)
         self.values[layer] = scattered(self.values[layer], lines, values)
+
+    def write_later(self, layer: int, lines: mx.array, keys: mx.array, values: mx.array) -> None:
+        """Writes tokens as `write` does, but not before `write_pending`."""
+        self._pending.append((layer, lines, keys, values))
+
+    def write_pending(self) -> None:
+        """Writes what waits, in order. The pass before may be in flight while this is built, and not when it is
+        launched."""
+        for layer, lines, keys, values in self._pending:
+            self.write(layer, lines, keys, values)
+        self._pending.clear()
+
+    def _settle(self) -> None:
+        """The same at once, after the pass in flight."""
+        if self._pending:
+            mx.synchronize()
+            self.write_pending()
+            mx.eval(self.arrays())
+
+    def pending_arrays(self) -> list[mx.array]:
+        """The tokens that wait. No logits depend on all of them, so they are evaluated with the pass."""
+        return [array for _, _, keys, values in self._pending for array in (keys, values)]
 
     def places(self, layer: int) -> int:
         """Places in the arrays of this layer. They differ from those of another layer while the arena is resized."""

@@ -43,6 +43,7 @@ class LoRABatchedKVCache:
 
     Attributes:
         longest_row: tokens of the longest row that fits the budget when it is alone.
+        group_of: by layer, the number of its group in `groups`, and its own in the group.
         hits, queries: tokens found in the cache, and tokens of the prompts that were looked up. The caller of `open`
             says which lookups count.
 
@@ -68,6 +69,11 @@ class LoRABatchedKVCache:
         self.hits = self.queries = 0
         self.device = device
         self._memory = memory or BlockMemory(layout, device)
+        self.group_of = {
+            layer: (number, index)
+            for number, group in enumerate(self.groups)
+            for index, layer in enumerate(group.layers)
+        }
         blocks = max(0, device.budget_bytes - self._memory.own_bytes) // self._memory.block_bytes
         self.longest_row = min(max_length, blocks * BLOCK_TOKENS)
         device.open_account(Account.ROWS, lambda: self._memory.bytes_used)
@@ -329,8 +335,10 @@ class LoRABatchedKVCache:
         return [array for group in self._memory.stores for array in group.arena.arrays()]
 
     def state_arrays(self) -> list[mx.array]:
-        """The recurrent states. No logits depend on those that a pass writes, so they are evaluated with them."""
-        return [] if self.states is None else self.states.arena.arrays()
+        """The recurrent states, and the keys and values that are not in the blocks yet. Not all logits depend on those
+        that a pass makes, so they are evaluated with them."""
+        pending = [array for group in self.groups for array in group.arena.pending_arrays()]
+        return pending if self.states is None else pending + self.states.arena.arrays()
 
     def rows(self) -> list[KVRow]:
         """Live rows, in the order in which they were opened."""

@@ -9,102 +9,36 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from itertools import accumulate
+from typing import cast
 
 import mlx.core as mx
 
-from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.batch.attention import additive, attention
 from mlx_parallm.core.branches import Branch
-from mlx_parallm.model.layer_state import LayerSpec, LayerState, RecurrentSpec
-from mlx_parallm.model.recurrent import PassMask
-from mlx_parallm.rl.learn.recurrence import PackedStates, branches_at
 
 SCORES_AT_ONCE = 1 << 19
 """Attention scores of one head that may be in memory at a time. A call with more is made in blocks, so that the memory
 of a long row grows with its length and not with the square of it."""
 
 
-@dataclass(frozen=True)
-class Window(PassMask):
-    """Passed to attention in place of a mask. `size`: the layer's sliding window in tokens; None: it has no window."""
-
-    size: int | None
+def branches_at(branches: Sequence[Branch]) -> Iterator[tuple[Branch, int]]:
+    """The branches, each with the index of its first token."""
+    return zip(branches, accumulate((each.tokens for each in branches), initial=0), strict=False)
 
 
-@dataclass(frozen=True, slots=True)
-class PackedStream:
-    """Layout of packed tokens, passed to the model's layers in place of caches. `offset`: positions, int32 [N].
-    `state`: what the cache would keep."""
-
-    branches: tuple[Branch, ...]
-    offset: mx.array
-    state: LayerState
-
-    def make_mask(self, _tokens: int, return_array: bool = False, window_size: int | None = None) -> Window | None:
-        return None if isinstance(self.state, LayerSpec) and self.state.latent else Window(window_size)
-
-
-def streams(branches: Sequence[Branch], states: Sequence[LayerState]) -> list[PackedStream]:
-    """One for each cache that the model expects."""
-    offset = mx.array([at for each in branches for at in each.positions()], mx.int32)
-    return [PackedStream(tuple(branches), offset, state) for state in states]
-
-
-class LayerAttention:
-    """The attention in one layer of a forward pass. Implements `hooks.Attention`."""
-
-    def __init__(self, branches: Sequence[Branch]) -> None:
-        self._branches = branches
-        self._positions: dict[int, tuple[mx.array, mx.array]] = {}
-
-    def own(self, latent: mx.array, positions: mx.array) -> None:
-        """Adds, to keys that are the latent, the part that has positions. See `batch.layer_cache.LayerCache`."""
-        self._positions[id(latent)] = latent, positions
-
-    def attend(
-        self,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        cache: object,
-        scale: float,
-        mask: Any,
-        sinks: mx.array | None,
-    ) -> mx.array:
-        """See `hooks.Attention.attend`: of all tokens, arrays [N, heads, 1, head_dim].
-
-        Raises:
-            TypeError: the model made an attention mask of its own.
-        """
-        window = None
-        if (found := self._positions.get(id(keys))) is not None:
-            queries, scale = mx.concatenate([queries * scale, mask], -1), 1.0
-            keys = mx.concatenate([keys, found[1]], -1)
-        elif isinstance(mask, Window):
-            window = mask.size
-        else:
-            raise TypeError("the model makes its own attention mask; it cannot be trained")
-        call = _Call(queries, keys, values, scale, window, sinks)
-        return mx.concatenate([part for branch, at in branches_at(self._branches) for part in call.branch(branch, at)])
-
-
-class PackedCache(PackedStates):
-    """The cache of one layer in one forward pass."""
-
-    def __init__(self, stream: PackedStream, attention: LayerAttention, bank: AdapterBank) -> None:
-        state = stream.state
-        super().__init__(stream.branches, len(state.shapes) if isinstance(state, RecurrentSpec) else 0, bank)
-        self.offset = stream.offset
-        self._latent = state.latent if isinstance(state, LayerSpec) else 0
-        self._attention = attention
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Returns keys and values, [N, kv_heads, 1, head_dim], unchanged, because attention gets them."""
-        if self._latent:
-            self._attention.own(keys, values)
-            values = mx.eye(self._latent, dtype=values.dtype)[None, None]
-        return keys, values
+def attend(
+    branches: Sequence[Branch],
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    window: int | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    """Attention of all tokens, arrays [N, heads, 1, head_dim] → [N, heads, 1, head_dim of values]."""
+    call = _Call(queries, keys, values, scale, window, sinks)
+    return mx.concatenate([part for branch, at in branches_at(branches) for part in call.branch(branch, at)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_parallm.core.branches import Branch, Bucket
 from mlx_parallm.errors import UnsupportedModelError
-from mlx_parallm.model.families import sample_adapter, tolerance
+from mlx_parallm.model.checks import sample_adapter, tolerance
 from mlx_parallm.rl.learn.model import Params, Span, TrainableModel, TrainingContext
 
 _SHARED, _RESTS, _ALONE = 6, (4, 3), 5

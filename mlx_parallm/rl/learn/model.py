@@ -15,16 +15,15 @@ factors.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import CacheList
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.forward_context import ExpertCall, TokenAdapters
@@ -32,13 +31,14 @@ from mlx_parallm.adapters.linear_group import LinearGroup
 from mlx_parallm.adapters.weights import AdapterLayout
 from mlx_parallm.core.branches import Branch
 from mlx_parallm.errors import UnsupportedModelError
+from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.model.caches import Caches
 from mlx_parallm.model.experts import AdaptedExpertLinear
-from mlx_parallm.model.families import probe
-from mlx_parallm.model.hooks import AttentionStyle, answered_by
+from mlx_parallm.model.hooks import answered_by, answering
 from mlx_parallm.model.linears import AdaptedLinear
-from mlx_parallm.model.split import Head, layers_name_of, trunk_of
-from mlx_parallm.rl.learn.attention import LayerAttention, PackedCache, PackedStream, streams
+from mlx_parallm.model.mixers import training_mode
+from mlx_parallm.model.split import Head, trunk_of, with_layers
+from mlx_parallm.rl.learn.packed_pass import LearnedPass, again_with, arrays_of, caches_in, put_arrays
 from mlx_parallm.rl.learn.recomputation import floats_of, recomputed
 from mlx_parallm.rl.learn.stages import Stage, StageKind
 
@@ -92,28 +92,31 @@ class TrainableModel:
 
     Args:
         model: its linear layers are the adapted ones of `bank`.
-        style: how the model computes attention, from `install_hook`.
+        plan: how the model runs over packed tokens, from `prepare`.
         recomputes: asked before each pass.
 
     Raises:
-        UnsupportedModelError: the model computes attention in its own code, or has no trunk with a list of layers.
+        UnsupportedModelError: the model has no trunk with a list of layers.
     """
 
-    def __init__(self, model: nn.Module, bank: AdapterBank, style: AttentionStyle, recomputes: Recomputes) -> None:
-        trunk = trunk_of(model)
-        if style is not AttentionStyle.HOOKED or trunk is None:
-            raise UnsupportedModelError(
-                f"{type(model).__module__} can be served and not trained: its attention or layers cannot be accessed"
-            )
+    def __init__(self, model: nn.Module, bank: AdapterBank, plan: CachePlan, recomputes: Recomputes) -> None:
         self.bank = bank
         self.recomputes = recomputes
-        self._trunk, layers = copy.copy(trunk), layers_name_of(model)
-        self._pass = _Pass()
-        setattr(self._trunk, layers, [_Layer(layer, bank, self._pass) for layer in getattr(trunk, layers)])
+        self._expected, self._cache_plan = Caches(model), plan
+        self._outputs: list[mx.array] = []
+        trunk = trunk_of(model)
+        copied = None if trunk is None else with_layers(trunk, model.layers[0], self._wrapped)
+        if copied is None:
+            raise UnsupportedModelError(
+                f"{type(model).__module__} can be served and not trained: its layers cannot be accessed"
+            )
+        self._trunk = copied
         self._head = Head(model)
-        self._expected, self._states = Caches(model), probe(model)[0].layers
-        self.layer_paths = [tuple(_paths(layer)) for layer in getattr(trunk, layers)]
+        self.layer_paths = [tuple(_paths(layer)) for layer in model.layers]
         """The paths of each layer's adapted linears, in the order of the forward pass."""
+
+    def _wrapped(self, layer: nn.Module) -> _Layer:
+        return _Layer(layer, self.bank, self._outputs, self._cache_plan.compatible)
 
     @property
     def layout(self) -> AdapterLayout:
@@ -143,12 +146,13 @@ class TrainableModel:
             learns: whether the caller differentiates the result with respect to these factors.
         """
         context = None if spans is None else TrainingContext(tuple(spans), self._recomputed(tokens, branches, spans))
-        self._pass.branches, self._pass.outputs = tuple(branches), []
-        with self.bank.using(context):
-            hidden: mx.array = self._trunk(
-                tokens[:, None], cache=self._expected.nested(streams(branches, self._states))
-            )
-        outputs, self._pass.outputs = tuple(self._pass.outputs), []
+        run = LearnedPass(branches, self._cache_plan, self.bank)
+        self._outputs.clear()
+        with self.bank.using(context), answered_by(run):
+            hidden: mx.array = self._trunk(tokens[:, None], cache=self._expected.nested(run.caches))
+        run.finish()
+        outputs = tuple(self._outputs)
+        self._outputs.clear()
         return TrunkPass(hidden[:, 0], outputs, self.layer_paths)
 
     def _recomputed(self, tokens: mx.array, branches: Sequence[Branch], spans: Sequence[Span]) -> bool:
@@ -227,70 +231,61 @@ def _adapted(span: Span, path: str, x: mx.array, y: mx.array) -> mx.array:
     return y + (span.scale * change).astype(y.dtype)
 
 
-@dataclass(slots=True)
-class _Pass:
-    """The pass that is being built: how its tokens lie, and the output of each layer so far."""
-
-    branches: tuple[Branch, ...] = ()
-    outputs: list[mx.array] = field(default_factory=list)
-
-
 class _Layer:
     """Wraps a layer of the trunk; the backward pass may compute it again. Other attributes are those of the layer.
 
     A function that is computed again gives gradients only to its arguments, so the layer's factors are arguments, and
-    all arrays that it gets. It runs again in the backward pass, when the context of the forward pass is gone, so it
-    sets up its own.
+    all arrays that it gets, also those that its caches have from other layers. It runs again in the backward pass, when
+    the pass and the context of the forward pass are gone, so it sets up its own. `outputs`: gets the layer's first one.
     """
 
-    def __init__(self, layer: nn.Module, bank: AdapterBank, of_pass: _Pass) -> None:
+    def __init__(self, layer: nn.Module, bank: AdapterBank, outputs: list[mx.array], compatible: bool) -> None:
         self._layer = layer
-        self._pass = of_pass
         self._bank = bank
+        self._outputs = outputs
+        self._compatible = compatible
         self._paths = tuple(_paths(layer))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
 
     def __call__(self, hidden: mx.array, *args: Any, **kwargs: Any) -> Any:
-        """[N, 1, D] → [N, 1, D], and whatever else the layer gives. The first array is also one of the pass'
-        outputs."""
-        output = self._output(self._pass.branches, hidden, args, kwargs)
-        self._pass.outputs.append(floats_of(output)[0][0])
+        """[N, 1, D] → [N, 1, D], and whatever else the layer gives."""
+        context = self._bank.context
+        if isinstance(context, TrainingContext) and context.recomputed:
+            output = self._recomputed(context, hidden, args, kwargs)
+        else:
+            output = self._run(hidden, args, kwargs)
+        self._outputs.append(floats_of(output)[0][0])
         return output
 
-    def _output(
-        self, branches: tuple[Branch, ...], hidden: mx.array, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def _recomputed(
+        self, context: TrainingContext, hidden: mx.array, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        context = self._bank.context
-        if not isinstance(context, TrainingContext) or not context.recomputed:
-            return self._run(branches, hidden, args, kwargs)
-        given, with_given = floats_of((args, kwargs))
+        caches, of_pass = caches_in([*args, *kwargs.values()]), answering()
+        given, with_given = floats_of((args, kwargs, arrays_of(caches)))
         nesting: list[Callable[[Sequence[mx.array]], Any]] = []
 
         def run(arguments: tuple[list[Params], list[mx.array]], x: mx.array) -> list[mx.array]:
             params, given = arguments
-            with self._bank.using(context.with_params(params)):
-                outputs, with_outputs = floats_of(self._run(branches, x, *with_given(given)))
+            args, kwargs, arrays = with_given(given)
+            again = of_pass.again() if isinstance(of_pass, LearnedPass) else None
+            fresh, (args, kwargs) = again_with(again, caches, (args, kwargs))
+            put_arrays(fresh, arrays)
+            with self._bank.using(context.with_params(params)), answered_by(again):
+                output = self._run(x, args, kwargs)
+            outputs, with_outputs = floats_of((output, arrays_of(fresh)))
             nesting.append(with_outputs)
             return outputs
 
         outputs = recomputed(run)((context.of_paths(self._paths), given), hidden)
-        return nesting[0](outputs)
+        output, arrays = nesting[0](outputs)
+        put_arrays(caches, arrays)
+        return output
 
-    def _run(
-        self, branches: tuple[Branch, ...], hidden: mx.array, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Calls the layer with a cache of its own, which lives for this call: the backward pass makes another one."""
-        attention = LayerAttention(branches)
-
-        def real(value: Any) -> Any:
-            if isinstance(value, CacheList):
-                return CacheList(*map(real, value.caches))
-            return PackedCache(value, attention, self._bank) if isinstance(value, PackedStream) else value
-
-        with answered_by(attention):
-            return self._layer(hidden, *map(real, args), **{name: real(v) for name, v in kwargs.items()})
+    def _run(self, hidden: mx.array, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with training_mode(self._layer, True) if self._compatible else nullcontext():
+            return self._layer(hidden, *args, **kwargs)
 
 
 def _paths(layer: nn.Module) -> Iterator[str]:

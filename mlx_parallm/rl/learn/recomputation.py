@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import mlx.core as mx
@@ -46,8 +46,8 @@ def recomputed(run: Callable[[Tree, mx.array], list[mx.array]]) -> Callable[[Tre
 
 
 def floats_of(value: Any) -> tuple[list[mx.array], Callable[[Sequence[mx.array]], Any]]:
-    """The floating-point arrays in any nesting of tuples, lists and dicts, and a function that gives the same nesting
-    with others in their place."""
+    """The floating-point arrays in any nesting of tuples, lists and dicts, each once, and a function that gives the
+    same nesting with others in their place. MLX loses the gradient of an array that a function gives twice."""
 
     def walk(value: Any, use: Callable[[mx.array], mx.array]) -> Any:
         if isinstance(value, mx.array):
@@ -58,16 +58,18 @@ def floats_of(value: Any) -> tuple[list[mx.array], Callable[[Sequence[mx.array]]
             return type(value)(walk(each, use) for each in value)
         return value
 
-    found: list[mx.array] = []
+    found: dict[int, mx.array] = {}
+    places: list[int] = []
 
     def keep(array: mx.array) -> mx.array:
-        found.append(array)
+        found.setdefault(id(array), array)
+        places.append(list(found).index(id(array)))
         return array
 
     walk(value, keep)
 
     def with_arrays(arrays: Sequence[mx.array]) -> Any:
-        rest: Iterator[mx.array] = iter(arrays)
-        return walk(value, lambda _: next(rest))
+        rest = iter(places)
+        return walk(value, lambda _: arrays[next(rest)])
 
-    return found, with_arrays
+    return list(found.values()), with_arrays

@@ -33,7 +33,7 @@ from mlx_parallm.adapters.split import ModelSplit
 from mlx_parallm.adapters.weights import LoRAPair
 from mlx_parallm.core.branches import Branch
 from mlx_parallm.core.operations import Followers, TrainedSpan, TrainingPass, TrainingStage
-from mlx_parallm.model.hooks import AttentionStyle
+from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.rl.learn.model import Params, Recomputes, Span, TrainableModel, TrunkPass
 from mlx_parallm.rl.learn.stages import Stage, StageKind
 
@@ -42,9 +42,9 @@ class SplitTrainableModel(TrainableModel):
     """A rank's part of a model with gradients for whole LoRA factors. `split`: how the model is divided."""
 
     def __init__(
-        self, model: nn.Module, bank: AdapterBank, style: AttentionStyle, recomputes: Recomputes, split: ModelSplit
+        self, model: nn.Module, bank: AdapterBank, plan: CachePlan, recomputes: Recomputes, split: ModelSplit
     ) -> None:
-        super().__init__(model, bank, style, recomputes)
+        super().__init__(model, bank, plan, recomputes)
         self.group = split.group
         self._split = split
 
@@ -114,12 +114,12 @@ class LeadingTrainableModel(SplitTrainableModel):
         self,
         model: nn.Module,
         bank: AdapterBank,
-        style: AttentionStyle,
+        plan: CachePlan,
         recomputes: Recomputes,
         split: ModelSplit,
         followers: Followers,
     ) -> None:
-        super().__init__(model, bank, style, recomputes, split)
+        super().__init__(model, bank, plan, recomputes, split)
         self._followers = followers
         self._numbers = count()
         self._dropped: list[int] = []
@@ -188,9 +188,9 @@ class _LeadingStage(Stage):
 class FollowingTraining:
     """Implements `TrainingFollower`: computes this rank's part of the passes of rank 0."""
 
-    def __init__(self, model: nn.Module, bank: AdapterBank, style: AttentionStyle, split: ModelSplit) -> None:
+    def __init__(self, model: nn.Module, bank: AdapterBank, plan: CachePlan, split: ModelSplit) -> None:
         self._recomputed = False
-        self._model = SplitTrainableModel(model, bank, style, lambda *_: self._recomputed, split)
+        self._model = SplitTrainableModel(model, bank, plan, lambda *_: self._recomputed, split)
         self._stages: dict[int, deque[Stage]] = {}
 
     def begin(self, operation: TrainingPass) -> None:

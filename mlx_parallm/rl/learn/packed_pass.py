@@ -1,0 +1,275 @@
+"""A pass with gradients over packed tokens (see `layout`): the objects that take the place of a model's caches.
+
+A branch is one part, and so is a bucket. What rows share is computed once: the keys, values and states after a branch's
+own tokens are what each of its rows, and of the branches in it, begins with. Padding is at the end of a row, and
+nothing after it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
+from functools import cached_property
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, CacheList
+
+from mlx_parallm.adapters.bank import AdapterBank
+from mlx_parallm.core.branches import Branch
+from mlx_parallm.model.cache_plan import CachePlan
+from mlx_parallm.model.layer_state import LayerSpec, RecurrentSpec
+from mlx_parallm.model.mixers import Part, PassCache, PassMask
+from mlx_parallm.rl.learn.attention import attend, branches_at
+
+
+class LearnedPass:
+    """One pass with gradients. Implements `hooks.Attention`.
+
+    `offset`: the positions of all tokens, int32 [N]; None: they are made of the branches.
+    """
+
+    def __init__(
+        self, branches: Sequence[Branch], plan: CachePlan, bank: AdapterBank, offset: mx.array | None = None
+    ) -> None:
+        self.branches, self.plan, self.bank = tuple(branches), plan, bank
+        self.offset = (
+            mx.array([at for each in branches for at in each.positions()], mx.int32) if offset is None else offset
+        )
+        self.caches = [LearnedCache(self, number) for number in range(len(plan.layout.layers))]
+        self._positions: dict[int, tuple[mx.array, mx.array]] = {}
+
+    def again(self) -> LearnedPass:
+        """The same before it has run."""
+        return LearnedPass(self.branches, self.plan, self.bank, self.offset)
+
+    def finish(self) -> None:
+        """Drops all arrays. Call it when the pass is built: they would keep each other."""
+        self.caches.clear()
+        self._positions.clear()
+        vars(self).pop("parts", None)
+
+    @cached_property
+    def parts(self) -> list[RowsOfBranch]:
+        """The parts of the pass, in order."""
+        placed = branches_at(self.branches)
+        return [part for branch, at in placed for part in _parts(self.plan, branch, at, None)]
+
+    def own_latent(self, latent: mx.array, positions: mx.array) -> None:
+        """Adds, to keys that are the latent, the part that has positions. See `batch.layer_cache.LayerCache`."""
+        self._positions[id(latent)] = latent, positions
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        cache: object,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """See `hooks.Attention.attend`: of all tokens, arrays [N, heads, 1, head_dim].
+
+        Raises:
+            TypeError: the model made an attention mask of its own.
+        """
+        window = None
+        if (found := self._positions.get(id(keys))) is not None:
+            queries, scale = mx.concatenate([queries * scale, mask], -1), 1.0
+            keys = mx.concatenate([keys, found[1]], -1)
+        elif isinstance(mask, PassMask):
+            window = mask.window
+        elif mask is not None:
+            raise TypeError("the model makes its own attention mask; it cannot be trained")
+        return attend(self.branches, queries, keys, values, scale, window, sinks)
+
+
+class LearnedCache(PassCache):
+    """One cache of a pass with gradients."""
+
+    differentiates = True
+
+    def __init__(self, of_pass: LearnedPass, number: int) -> None:
+        self.number = number
+        self.offset = of_pass.offset
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self.of_pass = of_pass
+        self._spec = of_pass.plan.layout.layers[number]
+        self._crosses = number in of_pass.plan.crossing
+
+    def parts(self) -> Iterator[Part]:
+        """See `PassCache.parts`."""
+        for part in self.of_pass.parts:
+            with self.of_pass.bank.using_part(part.start, part.stop):
+                yield part
+
+    def make_mask(self, _tokens: int, return_array: bool = False, window_size: int | None = None) -> PassMask | None:
+        if not isinstance(self._spec, LayerSpec):
+            return None
+        return None if self._spec.latent else PassMask(self.number, window_size or self._spec.window)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Returns keys and values, [N, kv_heads, 1, head_dim], unchanged, because attention gets them."""
+        if isinstance(self._spec, LayerSpec) and self._spec.latent:
+            self.of_pass.own_latent(keys, values)
+            values = mx.eye(self._spec.latent, dtype=values.dtype)[None, None]
+        self.keys, self.values = keys, values
+        return keys, values
+
+    def keys_and_values(self) -> tuple[mx.array | None, mx.array | None]:
+        """What `update_and_fetch` has returned, for a layer that shares it."""
+        return self.keys, self.values
+
+    @property
+    def held(self) -> list[mx.array | None]:
+        """What one layer leaves here for another."""
+        return [self.keys, self.values] if self._crosses else []
+
+    def hold(self, arrays: Sequence[mx.array | None]) -> None:
+        """Takes what `held` of another such cache has given."""
+        self.keys, self.values = arrays or (None, None)
+
+
+class RowsOfBranch(Part):
+    """Rows of a bucket, or the tokens of a branch. `above`: the part with the tokens before theirs. `width`: tokens of
+    a row."""
+
+    def __init__(
+        self, plan: CachePlan, start: int, rows: int, width: int, offset: int, above: RowsOfBranch | None
+    ) -> None:
+        super().__init__(start, start + rows * width, rows, offset)
+        self._plan, self._above, self._width = plan, above, width
+        self._caches: dict[int, Any] = {}
+        self._masks: dict[int | None, mx.array] = {}
+
+    def cache(self, number: int) -> Any:
+        """See `Part.cache`. Several mixers may use the arrays of a state, each some of them: those that are not set yet
+        are those after the part above."""
+        spec = self._plan.layout.layers[number]
+        above = self._above.cache(number) if self._above is not None else None
+        if number not in self._caches:
+            arrays = len(spec.shapes) if isinstance(spec, RecurrentSpec) else 0
+            self._caches[number] = ArraysCache(arrays) if arrays else RowsCache(self, number, above)
+        states = self._caches[number]
+        if isinstance(states, ArraysCache) and above is not None:
+            for index, array in enumerate(above.cache):
+                if states.cache[index] is None and array is not None:
+                    states[index] = mx.broadcast_to(array, (self.rows, *array.shape[1:]))
+        return states
+
+    def mask(self, mask: PassMask) -> mx.array | None:
+        """See `Part.mask`: [T, offset + T]. Padding is seen by padding only."""
+        if isinstance(self._plan.layout.layers[mask.number], RecurrentSpec):
+            return None
+        if mask.window not in self._masks:
+            assert isinstance(self.offset, int)
+            queries = mx.arange(self.offset, self.offset + self._width)[:, None]
+            keys = mx.arange(self.offset + self._width)[None]
+            seen = keys <= queries
+            self._masks[mask.window] = seen if mask.window is None else seen & (keys > queries - mask.window)
+        return self._masks[mask.window]
+
+
+class RowsCache:
+    """The keys and values of a part's rows, as mlx-lm's caches give them. `above`: those of the part above."""
+
+    start_position = 0
+    keys: Any = None
+    values: Any = None
+
+    def __init__(self, part: RowsOfBranch, number: int, above: RowsCache | None) -> None:
+        self.offset = part.offset
+        self._part, self._number = part, number
+        self._above = (None, None) if above is None else (above.keys, above.values)
+
+    def make_mask(self, _tokens: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
+        spec = self._part._plan.layout.layers[self._number]
+        assert isinstance(spec, LayerSpec)
+        return self._part.mask(PassMask(self._number, window_size or spec.window))
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Returns all keys and values of the rows, the new ones last."""
+        assert isinstance(self.offset, int)
+        self.offset += keys.shape[2]
+        self.keys, self.values = (
+            new if old is None else mx.concatenate([mx.broadcast_to(old, (len(new), *old.shape[1:])), new], axis=2)
+            for old, new in zip(self._above, (keys, values), strict=True)
+        )
+        return self.keys, self.values
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        return self.keys, self.values
+
+    def maybe_trim_front(self) -> None:
+        """Does nothing: a mask hides what a chunk does not see."""
+
+    @property
+    def held(self) -> list[mx.array | None]:
+        """All arrays."""
+        return [*self._above, self.keys, self.values]
+
+    def hold(self, arrays: Sequence[mx.array | None]) -> None:
+        """Takes what `held` of another such cache has given."""
+        self._above, (self.keys, self.values) = (arrays[0], arrays[1]), arrays[2:]
+
+
+LayerCaches = list[LearnedCache | RowsCache | ArraysCache]
+
+
+def caches_in(values: Iterable[Any]) -> LayerCaches:
+    """The caches among the arguments of a layer."""
+    found: LayerCaches = []
+    for value in values:
+        if isinstance(value, CacheList):
+            found += caches_in(value.caches)
+        elif isinstance(value, LearnedCache | RowsCache | ArraysCache):
+            found.append(value)
+    return found
+
+
+def arrays_of(caches: LayerCaches) -> list[list[mx.array | None]]:
+    """What a layer gets from each cache, or leaves there."""
+    return [list(each.cache) if isinstance(each, ArraysCache) else each.held for each in caches]
+
+
+def put_arrays(caches: LayerCaches, arrays: Sequence[Sequence[mx.array | None]]) -> None:
+    """Lets caches have what `arrays_of` others has given."""
+    for cache, of_cache in zip(caches, arrays, strict=True):
+        if isinstance(cache, ArraysCache):
+            cache.cache = list(of_cache)
+        else:
+            cache.hold(of_cache)
+
+
+def again_with(again: LearnedPass | None, caches: LayerCaches, arguments: Any) -> tuple[LayerCaches, Any]:
+    """Other caches in place of these, those of a pass that runs again, or copies; and a layer's arguments with them."""
+    fresh = {
+        id(each): again.caches[each.number] if again is not None and isinstance(each, LearnedCache) else copy(each)
+        for each in caches
+    }
+
+    def with_fresh(value: Any) -> Any:
+        if isinstance(value, CacheList):
+            return CacheList(*map(with_fresh, value.caches))
+        if isinstance(value, dict):
+            return {name: with_fresh(each) for name, each in value.items()}
+        return tuple(map(with_fresh, value)) if type(value) is tuple else fresh.get(id(value), value)
+
+    return list(fresh.values()), with_fresh(arguments)
+
+
+def _parts(plan: CachePlan, branch: Branch, at: int, above: RowsOfBranch | None) -> Iterator[RowsOfBranch]:
+    """The parts of a branch, whose tokens lie from `at` on."""
+    if branch.length:
+        above = RowsOfBranch(plan, at, 1, branch.length, branch.start, above)
+        yield above
+    at += branch.length
+    for bucket in branch.buckets:
+        if bucket.width:
+            yield RowsOfBranch(plan, at, bucket.rows, bucket.width, branch.stop, above)
+        at += bucket.tokens
+    for inner in branch.branches:
+        yield from _parts(plan, inner, at, above)
+        at += inner.tokens
