@@ -23,4 +23,5 @@ def test_what_programs_import_from_the_package_exists(folder: str) -> None:
 
 
 def exists(node: ast.ImportFrom, name: str) -> bool:
-    return hasattr(import_module(str(node.module)), name) or find_spec(f"{node.module}.{name}") is not None
+    module = import_module(str(node.module))
+    return hasattr(module, name) or (hasattr(module, "__path__") and find_spec(f"{node.module}.{name}") is not None)

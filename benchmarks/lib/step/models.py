@@ -20,9 +20,8 @@ from mlx_parallm.app.device import build_runner
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Config, ServerConfig
 from mlx_parallm.core import ModelCard
-from mlx_parallm.model.cache_plan import prepare
-from mlx_parallm.model.families import Family, classify
-from mlx_parallm.model.layer_state import KVLayout
+from mlx_parallm.model.cache_plan import CachePlan, prepare
+from mlx_parallm.model.families import Family, family_of
 from mlx_parallm.model.linears import adapter_layout, install_adapters
 
 RANK = 16
@@ -78,10 +77,11 @@ class ShapedModel:
     """What `build_runner` reads of a `SharedModelManager`, of a model without weights."""
 
     model: nn.Module
-    kv_layout: KVLayout
+    plan: CachePlan
     card: ModelCard
     family: Family
     bank: AdapterBank
+    split: None = None
 
 
 def build(architecture: Architecture) -> ShapedModel:
@@ -93,17 +93,16 @@ def build(architecture: Architecture) -> ShapedModel:
     model.update(tree_unflatten([(path, _placed(path, array)) for path, array in tree_flatten(model.parameters())]))
     model.eval()
     plan = prepare(model)
-    layout, vocabulary = plan.layout, plan.vocab_size
     card = ModelCard(
         name=architecture.name,
         context_length=8192,
-        vocab_size=vocabulary,
+        vocab_size=plan.vocab_size,
         quantization="none" if architecture.bits is None else f"{architecture.bits}-bit",
         dtype=str(architecture.dtype),
         parameters=0,
         weight_bytes=0,
     )
-    return ShapedModel(model, layout, card, classify(model), _filled_bank(model, layout.dtype))
+    return ShapedModel(model, plan, card, family_of(model), _filled_bank(model, plan.layout.dtype))
 
 
 def runner_of(shaped: ShapedModel) -> BatchRunner:
