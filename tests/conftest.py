@@ -26,3 +26,9 @@ import mlx_parallm  # noqa: F401
 
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+# Verdicts about models are not kept for the user who runs the tests; what others keep is.
+_caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+os.environ.setdefault("UV_CACHE_DIR", str(_caches / "uv"))
+os.environ.setdefault("HF_HOME", str(_caches / "huggingface"))
+os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir()) / f"mlx_parallm-cache-{os.getpid()}")

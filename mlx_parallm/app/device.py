@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mlx_parallm.adapters.bank import AdapterBank
+from mlx_parallm.app.model_check import prove_once
 from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Config
@@ -53,7 +54,7 @@ def build_runner(
             `kv_bits` says.
     """
     if manager.split is None:
-        prove(manager, bank)
+        prove_once(manager, bank, config.model.trust_remote_code)
     layout, parts = kv_layout(manager, config), parts or Parts()
     device = device or DeviceMemory(kv_budget(manager.card.weight_bytes, config))
     weights = manager.card.weight_bytes

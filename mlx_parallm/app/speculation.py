@@ -6,11 +6,11 @@ import logging
 from dataclasses import replace
 
 from mlx_parallm.adapters.bank import AdapterBank
+from mlx_parallm.app.model_check import prove_once
 from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Config, Speculation
 from mlx_parallm.core import Account, DeviceMemory
-from mlx_parallm.engine.proving import prove
 from mlx_parallm.engine.speculation.draft_model import DraftModel
 from mlx_parallm.engine.speculation.guesses import Source
 from mlx_parallm.engine.startup import calibrate, calibrate_steps
@@ -119,7 +119,7 @@ def build_draft_model(
         length = min(runner.cache.longest_row, model.card.context_length)
         slots = bank if draft is None else draft.install_bank(slots=0, max_rank=1)
         if draft is not None:
-            prove(draft, slots)
+            prove_once(draft, slots)
         cache = LoRABatchedKVCache(model.plan.layout, memory, length, keep_prefixes)
         own = BatchRunner(model.model, cache, slots, model.plan)
         own.dense_rows = runner.dense_rows

@@ -13,6 +13,7 @@ from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.app.evaluation import HeldOutTasks, evaluator_of, held_out_of
+from mlx_parallm.app.model_check import kept_verdict
 from mlx_parallm.app.reward import judge_of, reward_of
 from mlx_parallm.config import Config, Mode, ResolvedTraining, RLTrainingConfig
 from mlx_parallm.core import AdapterRef, TextTokenizer, TrainingWork
@@ -29,7 +30,7 @@ from mlx_parallm.rl.environments import Task, answers_of, read_system_prompt
 from mlx_parallm.rl.environments.prompts import read_text
 from mlx_parallm.rl.environments.thread import EnvironmentThread
 from mlx_parallm.rl.inference.http import EngineServer
-from mlx_parallm.rl.learn.check import check_gradients
+from mlx_parallm.rl.learn.check import gradients
 from mlx_parallm.rl.learn.footprint import Footprint
 from mlx_parallm.rl.learn.learner import Learner
 from mlx_parallm.rl.learn.model import TrainableModel
@@ -127,7 +128,10 @@ def trainable(
     if manager.split is None or followers is None:
         found = TrainableModel(model, bank, plan, recomputes)
         if untried_packages() or not manager.family.tested:
-            check_gradients(found, model, manager.card.vocab_size)
+            verdict = kept_verdict(manager)
+            problem = (gradients(found, model, plan.vocab_size) if verdict is None else verdict.of("gradients")).problem
+            if problem:
+                raise UnsupportedModelError(f"{manager.card.name} can be served and not trained: {problem}")
         return found
     return LeadingTrainableModel(model, bank, plan, recomputes, manager.split, followers)
 

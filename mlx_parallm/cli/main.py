@@ -31,6 +31,7 @@ _COMMANDS = (
     ("version", "Print the versions to give in a bug report.", arguments_of("machine", "add_version")),
     ("doctor", "Check the device and its speed, or test the engine on it.", arguments_of("machine", "add_doctor")),
     ("list", "List the models on this machine.", arguments_of("machine", "add_list")),
+    ("check", "Compare a model's first layers with mlx-lm: batches, adapters, gradients.", arguments_of("check")),
     (
         "pull",
         "Download a model from the hub, so that a server starts with it at once.",

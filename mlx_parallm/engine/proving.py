@@ -1,28 +1,155 @@
-"""Compares a model with itself before it serves, in a batch and alone, if no test covers its family."""
+"""Compares rows of one batch, with adapters and from cached prefixes, with what a model gives for each alone."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.batch.forward import Span
+from mlx_parallm.batch.forward import Span, in_order
+from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.core import DeviceMemory
 from mlx_parallm.errors import UnsupportedModelError
-from mlx_parallm.model.cache_plan import prepare
-from mlx_parallm.model.checks import check_adapters, check_offsets
+from mlx_parallm.model.cache_plan import CachePlan, prepare
+from mlx_parallm.model.checks import Finding, checked, logits_alone, relative_error, sample_adapter, sample_tokens
 from mlx_parallm.model.families import untried_packages
 from mlx_parallm.model.manager import SharedModelManager
 
-_POOL_BYTES, _LONGEST = 1 << 30, 256
+_PASSES = ((3, 0, 0), (1, 40, 0), (1, 30, 0), (1, 1, 1), (1, 1, 5), (0, 1, 1), (1, 1, 1))
+"""Tokens of three rows in each pass: chunks beside single tokens, and more than one block of a row."""
+_WINDOW = 2048
+"""The widest sliding window that rows are made longer than."""
+_CACHED, _MORE = 2 * BLOCK_TOKENS, 22
+"""Tokens of a cached prefix, and of a row after it."""
+_RANK = 2
+_POOL_BYTES, _LONGEST = 1 << 30, 4096
 """Of the pool that the checks use: the most memory that it may take, and the longest row in tokens."""
 
 _log = logging.getLogger(__name__)
+
+
+class Prover:
+    """Runs a model over a small KV pool of its own, or with the `runner` of ranks that share a model."""
+
+    def __init__(self, model: nn.Module, bank: AdapterBank, plan: CachePlan, runner: BatchRunner | None = None) -> None:
+        pool = LoRABatchedKVCache(plan.layout, DeviceMemory(_POOL_BYTES), _LONGEST) if runner is None else runner.cache
+        self._model, self._bank, self._plan = model, bank, plan
+        self._runner = runner or BatchRunner(model, pool, bank, plan)
+
+    def batch(self, beyond_windows: bool = False) -> Finding:
+        """Rows of the base model. `beyond_windows`: one of them is longer than its sliding windows."""
+        return self._checked("batch", lambda: self._difference((0, 0, 0), beyond_windows))
+
+    def adapters(self) -> Finding:
+        """Rows with two adapters, and one of the base model, in a bank that is empty before and after."""
+        return self._checked("adapters", self._difference_with_adapters)
+
+    def prefix(self) -> Finding:
+        """A row that goes on from what an equal one has left in the prefix cache."""
+        return self._checked("prefix cache", self._difference_after_reuse)
+
+    def _checked(self, check: str, measure: Callable[[], float]) -> Finding:
+        return checked(check, self._plan.layout.dtype, measure)
+
+    def _difference_with_adapters(self) -> float:
+        slots = min(2, self._bank.slots)
+        adapters = [sample_adapter(self._bank.layout, min(_RANK, self._bank.max_rank), seed) for seed in range(slots)]
+        if not any(weights.pairs for weights in adapters):
+            raise UnsupportedModelError("no linear of this model may have an adapter")
+        try:
+            for slot, weights in enumerate(adapters, 1):
+                for _ in self._bank.write(slot, weights):
+                    pass
+            used = (1, slots, 0)
+            rows = self._rows(False)
+            got = self.logits(rows, used)
+            want = [
+                logits_alone(self._model, row, self._bank, adapters[slot - 1] if slot else None)
+                for row, slot in zip(rows, used, strict=True)
+            ]
+            return _worst(got, want)
+        finally:
+            self._bank.clear()
+
+    def _difference(self, slots: Sequence[int], beyond_windows: bool) -> float:
+        rows = self._rows(beyond_windows)
+        return _worst(self.logits(rows, slots), [logits_alone(self._model, row) for row in rows])
+
+    def _rows(self, beyond_windows: bool) -> list[list[int]]:
+        lengths = [sum(tokens) for tokens in zip(*_PASSES, strict=True)]
+        windows = [spec.window for spec in self._plan.layout.attention.values() if spec.window is not None]
+        if beyond_windows:
+            lengths[1] = max([lengths[1], *(window + 8 for window in windows if window <= _WINDOW)])
+        return [sample_tokens(length, self._plan.vocab_size, 7 + 31 * n) for n, length in enumerate(lengths)]
+
+    def logits(self, rows: Sequence[Sequence[int]], slots: Sequence[int]) -> list[mx.array]:
+        """Logits [T, vocab] of three rows, computed in `_PASSES`. `slots`: of the bank. What is more of the second row
+        comes in its first pass."""
+        opened: list[KVRow | None] = [None] * len(rows)
+        got: list[list[mx.array]] = [[] for _ in rows]
+        more = len(rows[1]) - sum(tokens[1] for tokens in _PASSES)
+        try:
+            for sizes in _PASSES:
+                spans = []
+                for number, size in enumerate(sizes):
+                    row = opened[number] = opened[number] or (self._open(rows[number]) if size else None)
+                    if row is not None and size:
+                        row.adapter_slot = slots[number]
+                        spans.append(Span(row, row.computed, size + (0 if row.computed or number != 1 else more)))
+                spans = in_order(spans)
+                numbers = [opened.index(span.row) for span in spans]
+                ids = [id for at, span in zip(numbers, spans, strict=True) for id in rows[at][span.start : span.stop]]
+                for at, logits in zip(numbers, self._computed(spans, ids), strict=True):
+                    got[at].append(logits)
+        finally:
+            for row in opened:
+                if row is not None:
+                    self._runner.cache.close(row)
+        return [mx.concatenate(each) for each in got]
+
+    def _difference_after_reuse(self) -> float:
+        ids, cache = sample_tokens(_CACHED + _MORE, self._plan.vocab_size), self._runner.cache
+        first = self._open(ids, "root")
+        for stop in range(BLOCK_TOKENS, _CACHED + 1, BLOCK_TOKENS):
+            cache.reserve_checkpoint(first, stop)
+            self._computed([Span(first, first.computed, stop - first.computed)], ids[first.computed : stop])
+            cache.freeze(first, "root", ids)
+        cache.close(first)
+        again = self._open(ids, "root")
+        found = again.computed
+        try:
+            if found < BLOCK_TOKENS:
+                raise UnsupportedModelError(f"of {_CACHED} cached tokens, {found} are found")
+            (got,) = self._computed([Span(again, found, len(ids) - found)], ids[found:])
+            return relative_error(got, logits_alone(self._model, ids)[found:])
+        finally:
+            cache.close(again)
+            cache.drop("root")
+
+    def _open(self, ids: Sequence[int], root: str | None = None) -> KVRow:
+        row = self._runner.cache.open(len(ids), root, ids)
+        if row is None:
+            raise MemoryError("the device has no memory for the rows that are compared; lower --kv-cache-memory")
+        return row
+
+    def _computed(self, spans: Sequence[Span[KVRow]], ids: Sequence[int]) -> list[mx.array]:
+        """Computes the next tokens of some rows, and returns the logits of each."""
+        cache, logits = self._runner.cache, self._runner.compute(spans, ids)
+        mx.eval(logits, cache.arrays(), cache.state_arrays())
+        parts, start = [], 0
+        for span in spans:
+            parts.append(logits[start : start + span.tokens])
+            start, span.row.computed = start + span.tokens, span.stop
+        return parts
+
+
+def _worst(got: Sequence[mx.array], want: Sequence[mx.array]) -> float:
+    return max(relative_error(one, other) for one, other in zip(got, want, strict=True))
 
 
 def prove(manager: SharedModelManager, bank: AdapterBank, runner: BatchRunner | None = None) -> None:
@@ -45,54 +172,19 @@ def prove(manager: SharedModelManager, bank: AdapterBank, runner: BatchRunner | 
         )
     elif manager.family.tested:
         return
-    try:
-        _check(manager, runner or _runner(manager, bank))
-    except UnsupportedModelError as error:
-        if runner is not None:
-            raise
+    found = Prover(manager.model, bank, manager.plan, runner).batch()
+    if found.problem and runner is None:
+        _log.warning(
+            "%s is served row by row, which is slow with many requests: in a batch, %s",
+            manager.card.name,
+            found.problem,
+        )
         manager.plan = prepare(manager.model, compatible=True)
-        _check(manager, _runner(manager, bank))
-        _log.warning("%s is served row by row, which is slower with many requests: %s", manager.card.name, error)
-
-
-def _runner(manager: SharedModelManager, bank: AdapterBank) -> BatchRunner:
-    pool = LoRABatchedKVCache(manager.plan.layout, DeviceMemory(_POOL_BYTES), _LONGEST)
-    return BatchRunner(manager.model, pool, bank, manager.plan)
-
-
-def _check(manager: SharedModelManager, runner: BatchRunner) -> None:
-    batched = partial(_batched, runner)
-    check_offsets(manager.model, batched, manager.card.vocab_size)
-    if manager.bank is not None and manager.bank.slots:
-        try:
-            check_adapters(manager.model, manager.bank, batched, manager.card.vocab_size)
-        except UnsupportedModelError as error:
-            _log.warning("%s is served without adapters: %s", manager.card.name, error)
+        found = Prover(manager.model, bank, manager.plan).batch()
+    if found.problem:
+        raise UnsupportedModelError(f"this model cannot be batched: {found.problem}")
+    if bank.slots:
+        found = Prover(manager.model, bank, manager.plan, runner).adapters()
+        if found.problem:
+            _log.warning("%s is served without adapters: %s", manager.card.name, found.problem)
             manager.refuse_adapters(f"LoRA on a {manager.family.name} model")
-
-
-def _batched(
-    runner: BatchRunner, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]], slots: Sequence[int]
-) -> mx.array:
-    """Runs prompts and then their continuations as rows of the KV pool. Implements `checks.BatchedForward`."""
-    rows = [runner.cache.open(len(p) + len(c)) for p, c in zip(prompts, continuations, strict=True)]
-    live = [row for row in rows if row is not None]
-    for row, slot in zip(live, slots, strict=True):
-        row.adapter_slot = slot
-    try:
-        for row, prompt in zip(live, prompts, strict=True):
-            _compute(runner, [row], prompt)
-        return mx.stack([_compute(runner, live, tokens) for tokens in zip(*continuations, strict=True)], axis=1)
-    finally:
-        for row in live:
-            runner.cache.close(row)
-
-
-def _compute(runner: BatchRunner, rows: Sequence[KVRow], tokens: Sequence[int]) -> mx.array:
-    """Computes the next tokens of each row, as many for each, and returns the logits of all."""
-    count = len(tokens) // len(rows)
-    logits = runner.compute([Span(row, row.computed, count) for row in rows], tokens)
-    mx.eval(logits, runner.cache.arrays(), runner.cache.state_arrays())
-    for row in rows:
-        row.computed += count
-    return logits

@@ -1,10 +1,12 @@
-"""Checks that a model gives in a batch what it gives alone, on this machine, before one that no test covers serves."""
+"""What a model gives alone, by mlx-lm's own caches, to compare a batch with; and how results are compared."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -14,75 +16,16 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.forward_context import OneAdapter
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LinearSpec, LoRAPair
-from mlx_parallm.errors import UnsupportedModelError
-
-BatchedForward = Callable[[Sequence[Sequence[int]], Sequence[Sequence[int]], Sequence[int]], mx.array]
-"""(prompts, continuations, slots of the adapter bank) → logits [rows, steps, vocab] after each continuation token.
-
-Each prompt is prefilled alone. Then all rows are stepped together, one token each, every row at its own offset.
-"""
-
-_PROMPT_LENGTHS = (3, 11, 6)
-_STEPS = 3
-_RANK = 2
 
 
-def check_offsets(model: nn.Module, batched: BatchedForward, vocab_size: int) -> None:
-    """Checks that rows at different offsets of one batch have the logits of their solo runs.
-
-    Raises:
-        UnsupportedModelError: the logits differ, or the batched forward fails.
-    """
-    _check(model, batched, vocab_size, None, (), "at different offsets")
-
-
-def check_adapters(model: nn.Module, bank: AdapterBank, batched: BatchedForward, vocab_size: int) -> None:
-    """Checks the same of rows with an adapter each, and one with none, in a bank that is empty before and after.
-
-    Raises:
-        UnsupportedModelError: the logits differ, or the batched forward fails.
-    """
-    adapters = [sample_adapter(bank.layout, min(_RANK, bank.max_rank), seed) for seed in range(min(bank.slots, 2))]
-    try:
-        for slot, weights in enumerate(adapters, 1):
-            for _ in bank.write(slot, weights):
-                pass
-        _check(model, batched, vocab_size, bank, adapters, "with adapters")
-    finally:
-        bank.clear()
-
-
-def _check(
-    model: nn.Module,
-    batched: BatchedForward,
-    vocab_size: int,
-    bank: AdapterBank | None,
-    adapters: Sequence[AdapterWeights],
-    how: str,
-) -> None:
-    rows = [_tokens(length + _STEPS, vocab_size) for length in _PROMPT_LENGTHS]
-    prompts, continuations = [row[:-_STEPS] for row in rows], [row[-_STEPS:] for row in rows]
-    slots = [slot if slot <= len(adapters) else 0 for slot in range(1, len(rows) + 1)]
-    solo = mx.concatenate([
-        _alone(model, row, bank, adapters[slot - 1] if slot else None) for row, slot in zip(rows, slots, strict=True)
-    ])  # fmt: skip
-    try:
-        error = relative_error(batched(prompts, continuations, slots), solo)
-    except Exception as failure:  # the model file is foreign code: any exception means that it cannot be batched
-        raise UnsupportedModelError(f"this architecture cannot run in a batch: {failure}") from failure
-    if not error <= tolerance(solo.dtype):
-        raise UnsupportedModelError(
-            f"this architecture cannot be batched: rows {how} differ from their solo runs by {error:.1e}"
-        )
-
-
-def _alone(model: nn.Module, row: Sequence[int], bank: AdapterBank | None, adapter: AdapterWeights | None) -> mx.array:
-    """The last logits [1, steps, vocab] of a row by mlx-lm's own caches."""
-    tokens = mx.array([list(row)])
-    if bank is None or adapter is None:
-        return model(tokens, cache=make_prompt_cache(model))[:, -_STEPS:]  # type: ignore[no-any-return]
-    with bank.using(OneAdapter(adapter, bank.dtype)):
-        return model(tokens, cache=make_prompt_cache(model))[:, -_STEPS:]  # type: ignore[no-any-return]
+def logits_alone(
+    model: nn.Module, row: Sequence[int], bank: AdapterBank | None = None, adapter: AdapterWeights | None = None
+) -> mx.array:
+    """Logits [T, vocab] of a row in one call, with the adapter or without. `bank`: that its adapted linears read."""
+    adapted = bank is not None and adapter is not None
+    with bank.using(OneAdapter(adapter, bank.dtype)) if adapted else nullcontext():  # type: ignore[union-attr, arg-type]
+        logits: mx.array = model(mx.array([list(row)]), cache=make_prompt_cache(model))
+    return logits[0]
 
 
 def sample_adapter(layout: AdapterLayout, rank: int, seed: int) -> AdapterWeights:
@@ -99,6 +42,11 @@ def sample_adapter(layout: AdapterLayout, rank: int, seed: int) -> AdapterWeight
     return AdapterWeights(pairs)
 
 
+def sample_tokens(length: int, vocab_size: int, start: int = 7) -> list[int]:
+    """A fixed sequence spread over the vocabulary."""
+    return [(start + 7919 * at) % vocab_size for at in range(length)]
+
+
 def relative_error(got: mx.array, want: mx.array) -> float:
     """|got - want| / |want - mean over the vocabulary| of the worst row and step, for logits [..., vocab]."""
     got, want = got.astype(mx.float32), want.astype(mx.float32)
@@ -113,6 +61,20 @@ def tolerance(dtype: mx.Dtype) -> float:
     return 1e-3 if dtype == mx.float32 else 5e-2
 
 
-def _tokens(length: int, vocab_size: int) -> list[int]:
-    """A fixed sequence spread over the vocabulary."""
-    return [(7 + 7919 * i) % vocab_size for i in range(length)]
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check found: the largest relative error, and what went wrong; "" if nothing did."""
+
+    check: str
+    error: float | None
+    problem: str = ""
+
+
+def checked(check: str, dtype: mx.Dtype, measure: Callable[[], float]) -> Finding:
+    """Runs a check that returns a relative error."""
+    try:
+        error = measure()
+    except Exception as failure:  # noqa: BLE001 - the model file is foreign code, which may raise anything
+        return Finding(check, None, str(failure) or type(failure).__name__)
+    wrong = not error <= tolerance(dtype)  # so that not a number is wrong, too
+    return Finding(check, error, f"results differ from those alone by {error:.1e}" if wrong else "")

@@ -6,10 +6,11 @@ Errors of mlx-lm and the hub are raised as `ModelNotFoundError` or `UnsupportedM
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils import disable_progress_bars
 from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, dequantize_model, load_model, load_tokenizer
 from rich.console import Console
@@ -141,6 +143,44 @@ def _load_directory(
     if dequantize:
         model = to_float32(model)
     return model, tokenizer, config
+
+
+def load_few_layers(folder: Path, dequantize: bool, trust_remote_code: bool) -> tuple[nn.Module, int, int]:
+    """The model of a directory with its first layers only, as many as there are kinds of layers in them, and one more;
+    how many these are, and how many there are in all. The weights of others are not read. See `load`.
+    """
+    model, config = load_model(folder, lazy=True, trust_remote_code=trust_remote_code)
+    kinds = [_shape_of(layer) for layer in model.layers]
+    few = layers = len(kinds)
+    with suppress(Exception):  # a model file, or its layers, may not take fewer
+        wanted = min(max(map(kinds.index, kinds)) + 2, layers)
+        shorter, _ = load_model(
+            folder, True, False, _with_layers(config, layers, wanted), trust_remote_code=trust_remote_code
+        )
+        shorter(mx.array([[0]]), cache=make_prompt_cache(shorter))
+        model, few = shorter, wanted
+    model = to_float32(model) if dequantize else model
+    materialize(model, folder.name, False)
+    return model, few, layers
+
+
+def _shape_of(layer: nn.Module) -> tuple[str, ...]:
+    """What differs between kinds of layers: the types of their parts, and the shapes of their weights."""
+    parts = [f"{path}: {type(part).__qualname__}" for path, part in layer.named_modules()]
+    return (*parts, *(f"{path}: {array.shape}" for path, array in tree_flatten(layer.parameters())))
+
+
+def _with_layers(value: Any, layers: int, few: int, name: str = "") -> Any:
+    """A configuration with fewer layers: numbers of layers, and lists and words with an entry for each."""
+    if isinstance(value, dict):
+        return {key: _with_layers(each, layers, few, key) for key, each in value.items()}
+    if isinstance(value, list | str) and len(value) == layers and _OF_LAYERS.search(name):
+        return value[:few]
+    return few if value == layers and not isinstance(value, bool) and "layer" in name else value
+
+
+_OF_LAYERS = re.compile("layer|block|pattern|types")
+"""In the names of settings with an entry for each layer."""
 
 
 def to_float32(model: nn.Module) -> nn.Module:

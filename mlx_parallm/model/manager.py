@@ -133,6 +133,11 @@ class SharedModelManager:
         """Identifies the base model for which adapters are saved: 32 hex digits."""
         return self._loaded.fingerprint
 
+    @property
+    def source(self) -> Path:
+        """The model's directory, or the GGUF file of the bundled model."""
+        return self._loaded.source
+
     def install_bank(
         self, slots: int, max_rank: int, limit: int = sys.maxsize, make_group: GroupMaker = LinearGroup
     ) -> AdapterBank:

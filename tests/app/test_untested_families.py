@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from family_checks import CONFIGURATIONS
@@ -11,11 +15,14 @@ from tiny import EOS_ID, VOCAB_SIZE, build_model, save_directory
 
 from mlx_parallm import LoRAConfig, RLConfig, RLIntegratedServer
 from mlx_parallm.adapters.files.write import write_mlx_lm
+from mlx_parallm.app import model_check
+from mlx_parallm.app.model_check import Verdict, kept_verdict
 from mlx_parallm.app.server import IntegratedServer
 from mlx_parallm.config import configure
 from mlx_parallm.core import GivenTrajectory
-from mlx_parallm.engine import proving
 from mlx_parallm.errors import AdapterFileError, UnsupportedModelError
+from mlx_parallm.model.checks import Finding
+from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.rl.learn.model import TrainableModel
 
 CONFIG = {**CONFIGURATIONS["glm4"], "vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID, "max_position_embeddings": 512}
@@ -24,7 +31,8 @@ KEYS = {"server__kv_cache_memory": "16MB"}
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     save_directory(build_model(CONFIG), CONFIG, tmp_path / "model")
     (tmp_path / "adapters" / "tone").mkdir(parents=True)
     return tmp_path
@@ -43,9 +51,15 @@ async def test_it_learns_and_what_it_has_learnt_is_live(folder: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-async def test_without_right_gradients_it_is_not_trained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = TrainableModel.logits
-    monkeypatch.setattr(TrainableModel, "logits", lambda *given: 1.5 * logits(*given))
+@pytest.mark.parametrize("verdict", [None, Verdict("glm4", "2 of 2", False, (), (Finding("gradients", 1.0, "wrong"),))])
+async def test_without_right_gradients_it_is_not_trained(
+    verdict: Verdict | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if there is no verdict: then the whole model is checked."""
+    monkeypatch.setattr(model_check, "_in_child", lambda *_: verdict)
+    if verdict is None:
+        logits = TrainableModel.logits
+        monkeypatch.setattr(TrainableModel, "logits", lambda *given: 1.5 * logits(*given))
     server = RLIntegratedServer(folder / "model", LORA, **KEYS, checkpointing__checkpoint_dir=folder / "run")
     with pytest.raises(UnsupportedModelError, match="served and not trained"):
         async with server.session():
@@ -56,10 +70,11 @@ async def test_without_right_gradients_it_is_not_trained(folder: Path, monkeypat
 async def test_if_only_adapters_fail_it_is_served_without(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fails(*_: object) -> None:
-        raise UnsupportedModelError("rows with adapters differ")
-
-    monkeypatch.setattr(proving, "check_adapters", fails)
+    monkeypatch.setattr(
+        model_check,
+        "_in_child",
+        lambda *_: Verdict("glm4", "2 of 2", False, (), (Finding("adapters", 1.0, "they differ"),)),
+    )
     layout = layout_of(build_model(CONFIG))
     write_mlx_lm(folder / "adapters" / "tone", random_adapter(layout, seed=1), layout)
     keys = {**KEYS, "adapters__adapter_dir": folder / "adapters"}
@@ -69,4 +84,49 @@ async def test_if_only_adapters_fail_it_is_served_without(
     with pytest.raises(UnsupportedModelError, match="served and not trained: no adapter may change it"):
         async with IntegratedServer(configure(folder / "model", **keys)).session():
             pass
-    assert "is served without adapters: rows with adapters differ" in caplog.text
+    assert "is served without adapters: they differ" in caplog.text
+
+
+def test_a_verdict_is_found_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = SharedModelManager(folder / "model", progress=False)
+    bank = manager.install_bank(2, 4)
+    model_check.prove_once(manager, bank)
+    kept = kept_verdict(manager)
+    assert kept is not None
+    assert [(each.check, each.problem) for each in kept.findings] == [
+        (check, "") for check in ("batch", "adapters", "prefix cache", "gradients")
+    ]
+    monkeypatch.setattr(model_check, "_in_child", None)
+    monkeypatch.setattr(model_check, "prove", None)
+    model_check.prove_once(manager, bank)
+    (file,) = (folder / "cache" / "mlx_parallm" / "checks").iterdir()
+    file.write_text("{}")
+    assert kept_verdict(manager) is None
+    config = json.loads((folder / "model" / "config.json").read_text())
+    (folder / "model" / "config.json").write_text(json.dumps({**config, "rope_theta": 5.0}))
+    assert model_check._file_of(manager) != file
+
+
+DIES = [sys.executable, "-c", "import os; os.kill(os.getpid(), 11)"]
+
+
+def test_a_model_that_ends_its_process_is_tried_row_by_row(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, commands = subprocess.run, []
+
+    def dies(command: list[str], **options: Any) -> Any:
+        commands.append(command)
+        return run(command if "--row-by-row" in command else DIES, **options)
+
+    monkeypatch.setattr(subprocess, "run", dies)
+    manager = SharedModelManager(folder / "model", progress=False)
+    model_check.prove_once(manager, manager.install_bank(2, 4))
+    assert manager.plan.compatible
+    assert len(commands) == 2
+
+
+def test_a_model_that_always_ends_its_process_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda _, **options: run(DIES, **options))
+    manager = SharedModelManager(folder / "model", progress=False)
+    with pytest.raises(UnsupportedModelError, match=r"ends the process \(SIGSEGV\)"):
+        model_check.prove_once(manager, manager.install_bank(2, 4))

@@ -22,6 +22,7 @@ from mlx_parallm.engine.startup import calibrate, calibrate_steps, choose_attent
 from mlx_parallm.errors import EngineDeadError
 from mlx_parallm.model import families
 from mlx_parallm.model.cache_plan import prepare
+from mlx_parallm.model.checks import Finding
 from mlx_parallm.model.families import family_of
 from mlx_parallm.scheduler.cost import Chunk, CostModel
 
@@ -83,15 +84,17 @@ def test_with_versions_that_were_not_tried_tested_families_are_checked_too(
 ) -> None:
     caplog.set_level("INFO")
     monkeypatch.setattr(families, "TRIED", {"mlx": ("0.1", "0.2"), "mlx-lm": families.TRIED["mlx-lm"]})
-    compared: list[object] = []
-    for name in ("check_offsets", "check_adapters"):
-        check = getattr(proving, name)
-        monkeypatch.setattr(proving, name, lambda *given, check=check: compared.append(check(*given)))
+    compared: list[Finding] = []
+    for name in ("batch", "adapters"):
+        check = getattr(proving.Prover, name)
+        monkeypatch.setattr(
+            proving.Prover, name, lambda prover, check=check: compared.append(check(prover)) or compared[-1]
+        )
     model = tiny_model(family)
     bank, card = make_harness(model).runner._bank, SimpleNamespace(vocab_size=VOCAB_SIZE)
     manager: Any = SimpleNamespace(model=model, family=family_of(model), plan=prepare(model), card=card, bank=bank)
     prove(manager, bank)
-    assert compared == [None, None]
+    assert [each.problem for each in compared] == ["", ""]
     assert caplog.messages[0].startswith(f"mlx {metadata.version('mlx')} was not tried")
     monkeypatch.undo()
     assert families.untried_packages() == ()
