@@ -10,6 +10,8 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
+from harness import Harness, make_harness
 from lora import random_adapter
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
@@ -18,9 +20,10 @@ from mlx_lm.utils import MODEL_REMAPPING
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights
 from mlx_parallm.batch.forward import Span, in_order
+from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
 from mlx_parallm.batch.runner import BatchRunner
-from mlx_parallm.core import DeviceMemory
+from mlx_parallm.core import DeviceMemory, RequestFinished
 from mlx_parallm.core.branches import Branch, Bucket
 from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.checks import relative_error
@@ -41,6 +44,9 @@ RANK, SCALE = 4, 0.5
 
 _PASSES = ((3, 0, 0), (1, 40, 0), (1, 30, 0), (1, 1, 1), (1, 1, 5), (0, 1, 1), (1, 1, 1))
 """Tokens of three rows in each pass: chunks beside single tokens, and more than one block and than a tiny window."""
+
+_BEHIND = 1e-3
+"""How far the logit of a drawn token may be behind the largest one, as a part of what that is above the mean."""
 
 _SHARED, _RESTS, _ALONE = 6, (4, 3), 5
 """Tokens that two rows begin with, that follow them in each, and of a third row. Its neighbours are padded."""
@@ -179,6 +185,53 @@ def error_after_reuse(name: str) -> tuple[int, float]:
     error = relative_error(compute(again, len(ids)), plain.run(ids, {})[found:])
     cache.check_integrity()
     return found, error
+
+
+def wrong_requests(name: str, lookahead: bool = True, **switches: Any) -> list[str]:
+    """Of 20 random requests, those whose tokens are not the likeliest of mlx-lm's model alone, with what was wrong.
+
+    Three adapters and the base, prompts that share beginnings and are computed in chunks, and so little memory that rows
+    are preempted. `switches`: of `make_harness`.
+    """
+    plain, model = Plain(name), build(name)
+    harness = make_harness(
+        model, budget_tokens=12 * BLOCK_TOKENS, states=12, max_batched_tokens=48, max_rows=6, lookahead=lookahead,
+        compatible=name in COMPATIBLE, **switches,
+    )  # fmt: skip
+    random = np.random.default_rng(0)
+    layout, vocabulary = harness.adapters.bank.layout, harness.runner._plan.vocab_size
+    targets = {spec.target for spec in layout if spec is not layout.head}
+    adapters = [random_adapter(layout, seed, RANK, targets, scale=SCALE) for seed in (1, 2, 3)]
+    refs = [harness.publish(str(number), weights) for number, weights in enumerate(adapters)]
+    system = [int(token) for token in random.integers(0, vocabulary, 80)]
+    asked: list[tuple[list[int], int]] = []
+    for number in range(20):
+        own = [int(token) for token in random.integers(0, vocabulary, int(random.integers(1, 90)))]
+        adapter = int(random.integers(0, 4))
+        prompt = own if number % 2 else [*system[: int(random.integers(10, 81))], *own]
+        asked.append((prompt, adapter))
+        adapted = {"adapter": refs[adapter]} if adapter < 3 else {}
+        harness.submit(str(number), prompt, int(random.integers(2, 12)), **adapted)
+        for _ in range(int(random.integers(0, 3))):
+            harness.loop.step()
+    harness.run()
+    found = []
+    for number, (prompt, adapter) in enumerate(asked):
+        if problem := _unlikely(plain, prompt, harness, str(number), _params(adapters[adapter]) if adapter < 3 else {}):
+            found.append(f"request {number}, adapter {adapter}: {problem}")
+    return found
+
+
+def _unlikely(plain: Plain, prompt: Sequence[int], harness: Harness, request: str, params: Params) -> str:
+    """What is wrong with a request's answer; "" if every token is one of the likeliest, apart from rounding."""
+    end = harness.terminal(request)
+    if not isinstance(end, RequestFinished):
+        return str(end)
+    answer = harness.tokens(request)
+    logits = plain.run([*prompt, *answer], params)[len(prompt) - 1 : -1].astype(mx.float32)
+    chosen = mx.take_along_axis(logits, mx.array(answer)[:, None], axis=-1)[:, 0]
+    behind: Any = ((logits.max(-1) - chosen) / (logits.max(-1) - logits.mean(-1))).max().item()
+    return "" if behind <= _BEHIND else f"a token is {behind:.1e} behind the likeliest one"
 
 
 def _worst(got: Sequence[mx.array], want: Sequence[mx.array]) -> float:

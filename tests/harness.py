@@ -150,6 +150,7 @@ def make_harness(
     schedule: DeviceSchedule = SCHEDULE,
     speculates: bool = False,
     draft: nn.Module | None = None,
+    compatible: bool = False,
     **switches: Any,
 ) -> Harness:
     """A loop over `model` (tiny llama by default) with a pool of `budget_tokens`, and of so many recurrent states;
@@ -157,9 +158,10 @@ def make_harness(
 
     `speculates`: tokens are guessed from texts and grammars. `draft`: a draft model guesses, also if it is `model`
     itself, which then guesses for rows with an adapter. Its passes are taken to cost a tenth, whatever they take.
+    `compatible`: rows run one by one.
     """
     model = model or tiny_model("llama")
-    plan = prepare(model)
+    plan = prepare(model, compatible)
     layout = plan.layout
     if kv_bits is not None:
         layout = layout.quantized(kv_bits)

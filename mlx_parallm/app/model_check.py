@@ -20,6 +20,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import mlx.nn as nn
+
 from mlx_parallm import __version__
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.atomic import replace_file
@@ -86,10 +88,13 @@ def check_model(path: str | None, trust_remote_code: bool = False, compatible: b
     """
     prepare_device()
     if path is None:
-        model = load_bundled(on_cpu())[0]
-        few = layers = len(model.layers)
-    else:
-        model, few, layers = load_few_layers(source_of(path), on_cpu(), trust_remote_code)
+        return check_built(load_bundled(on_cpu())[0], compatible)
+    model, few, layers = load_few_layers(source_of(path), on_cpu(), trust_remote_code)
+    return replace(check_built(model, compatible), layers=f"{few} of {layers}")
+
+
+def check_built(model: nn.Module, compatible: bool = False) -> Verdict:
+    """Checks a model in memory, whose linears are replaced by adapted ones. See `check_model`."""
     layout = adapter_layout(model)
     if on_cpu():
         adapt_to_cpu(model)
@@ -101,10 +106,11 @@ def check_model(path: str | None, trust_remote_code: bool = False, compatible: b
         plan = prepare(model, compatible=True)
         batch = Prover(model, bank, plan).batch(beyond_windows=True)
     findings = (batch, *_others(model, bank, plan)) if not batch.problem else (batch,)
-    return Verdict(family_of(model).name, f"{few} of {layers}", plan.compatible, _kinds(plan.mixers), findings)
+    layers = len(model.layers)
+    return Verdict(family_of(model).name, f"{layers} of {layers}", plan.compatible, _kinds(plan.mixers), findings)
 
 
-def _others(model: Any, bank: AdapterBank, plan: CachePlan) -> Iterator[Finding]:
+def _others(model: nn.Module, bank: AdapterBank, plan: CachePlan) -> Iterator[Finding]:
     prover = Prover(model, bank, plan)
     yield prover.adapters()
     yield prover.prefix()

@@ -18,6 +18,7 @@ from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.cache_plan import CachePlan, prepare
 from mlx_parallm.model.checks import Finding, checked, logits_alone, relative_error, sample_adapter, sample_tokens
 from mlx_parallm.model.families import untried_packages
+from mlx_parallm.model.layer_state import KVLayout
 from mlx_parallm.model.manager import SharedModelManager
 
 _PASSES = ((3, 0, 0), (1, 40, 0), (1, 30, 0), (1, 1, 1), (1, 1, 5), (0, 1, 1), (1, 1, 1))
@@ -34,12 +35,22 @@ _log = logging.getLogger(__name__)
 
 
 class Prover:
-    """Runs a model over a small KV pool of its own, or with the `runner` of ranks that share a model."""
+    """Runs a model over a small KV pool of its own, or with the `runner` of ranks that share a model. `layout`: of that
+    pool, if it is another one than the plan's."""
 
-    def __init__(self, model: nn.Module, bank: AdapterBank, plan: CachePlan, runner: BatchRunner | None = None) -> None:
-        pool = LoRABatchedKVCache(plan.layout, DeviceMemory(_POOL_BYTES), _LONGEST) if runner is None else runner.cache
+    def __init__(
+        self,
+        model: nn.Module,
+        bank: AdapterBank,
+        plan: CachePlan,
+        runner: BatchRunner | None = None,
+        layout: KVLayout | None = None,
+    ) -> None:
         self._model, self._bank, self._plan = model, bank, plan
-        self._runner = runner or BatchRunner(model, pool, bank, plan)
+        if runner is None:
+            pool = LoRABatchedKVCache(layout or plan.layout, DeviceMemory(_POOL_BYTES), _LONGEST)
+            runner = BatchRunner(model, pool, bank, plan)
+        self._runner = runner
 
     def batch(self, beyond_windows: bool = False) -> Finding:
         """Rows of the base model. `beyond_windows`: one of them is longer than its sliding windows."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 from _pytest.mark import ParameterSet
-from family_checks import CONFIGURATIONS, error_after_reuse, error_of_gradients, errors_served
+from family_checks import CONFIGURATIONS, error_after_reuse, error_of_gradients, errors_served, wrong_requests
 
 ELSEWHERE = {
     "bitnet": "mlx-lm needs Metal",
@@ -68,3 +68,9 @@ def test_gradients_are_those_of_the_model_alone(name: str, recomputed: bool) -> 
     error, still = error_of_gradients(name, recomputed)
     assert error <= 1e-4 * AMPLIFIED.get(name, 1.0)
     assert [path for path in still if STILL.get(name, path) not in path] == []
+
+
+@pytest.mark.parametrize("lookahead", [True, False])
+@pytest.mark.parametrize("name", _cases(HERE))
+def test_random_requests_have_the_answers_of_the_model_alone(name: str, lookahead: bool) -> None:
+    assert wrong_requests(name, lookahead) == []
