@@ -204,7 +204,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("names", nargs="*", metavar="NAME", help="of tests/model/configurations.json; default: all")
     parser.add_argument("--requests", action="store_true")
     parser.add_argument(
-        "--page", action="store_true", help="write the table of the record into docs/models.md, and stop"
+        "--page", action="store_true", help="write the record's table into docs/models.md, and stop"
     )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "families.json")
     return parser.parse_args()

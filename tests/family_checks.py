@@ -190,7 +190,7 @@ def error_after_reuse(name: str) -> tuple[int, float]:
 def wrong_requests(name: str, lookahead: bool = True, **switches: Any) -> list[str]:
     """Of 20 random requests, those whose tokens are not the likeliest of mlx-lm's model alone, with what was wrong.
 
-    Three adapters and the base, prompts that share beginnings and are computed in chunks, and so little memory that rows
+    Three adapters and the base, prompts that begin alike and are computed in chunks, and so little memory that rows
     are preempted. `switches`: of `make_harness`.
     """
     plain, model = Plain(name), build(name)
