@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from lora import random_adapter
+from lora import changes, random_adapter
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import MODEL_REMAPPING
@@ -43,11 +43,11 @@ _SHARED, _RESTS, _ALONE = 6, (4, 3), 5
 """Tokens that two rows begin with, that follow them in each, and of a third row. Its neighbours are padded."""
 
 
-def build(name: str) -> nn.Module:
-    """The model in float32. Matrices keep the size of what passes through; vectors differ a little from what mlx-lm
-    begins with."""
+def build(name: str, **changed: Any) -> nn.Module:
+    """The model in float32, with some settings changed. Matrices keep the size of what passes through; vectors differ a
+    little from what mlx-lm begins with."""
     prepare_device()
-    config = CONFIGURATIONS[name]
+    config = CONFIGURATIONS[name] | changed
     kind = config["model_type"]
     module = importlib.import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}")
     mx.random.seed(0)
@@ -77,12 +77,14 @@ class Plain:
         """Logits [T, vocab], which may be differentiated."""
         try:
             for path, pair in params.items():
-                self._modules[path].weight = self._weights[path] + SCALE * (pair["a"] @ pair["b"]).swapaxes(-1, -2)
+                change = SCALE * (pair["a"] @ pair["b"]).swapaxes(-1, -2)
+                for at, part in changes(self._modules, path, change):
+                    self._modules[at].weight = self._weights[at] + part
             logits: mx.array = self._model(mx.array([list(tokens)]), cache=make_prompt_cache(self._model))
             return logits[0]
         finally:
-            for path in params:
-                self._modules[path].weight = self._weights[path]
+            for path, weight in self._weights.items():
+                self._modules[path].weight = weight
 
 
 class Served:
@@ -101,8 +103,7 @@ class Served:
     @property
     def targets(self) -> set[str]:
         """The paths that are compared: all but a tied head, which a merged embedding would not equal."""
-        modules = dict(self.model.named_modules())
-        return {spec.path for spec in self.layout if spec is not self.layout.head or spec.path in modules}
+        return {spec.path for spec in self.layout if not spec.embedding}
 
     def adapter(self, seed: int) -> AdapterWeights:
         pairs = random_adapter(self.layout, seed, RANK, {spec.target for spec in self.layout}, scale=SCALE).pairs

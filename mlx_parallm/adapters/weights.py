@@ -22,6 +22,30 @@ ALL_LINEAR = "all-linear"
 
 
 @dataclass(frozen=True, slots=True)
+class HeadParts:
+    """The two modules that do the work of a linear from latents to the keys and values of all attention heads.
+
+    `keys`, `values`: their paths. Each has one matrix per head. `key_width`: of one head's keys, which come before its
+    values in the linear's outputs.
+    """
+
+    keys: str
+    values: str
+    heads: int
+    key_width: int
+
+    def columns(self, path: str) -> slice:
+        """Which of a head's outputs the module at `path` gives."""
+        return slice(None, self.key_width) if path == self.keys else slice(self.key_width, None)
+
+    def weight(self, path: str, matrix: Array) -> Array:
+        """The weight of the module at `path` for the linear's matrix [latent, out]: that of keys [heads, latent,
+        key_width], that of values [heads, value width, latent]."""
+        part = matrix.reshape(matrix.shape[0], self.heads, -1)[..., self.columns(path)]
+        return part.transpose((1, 0, 2) if path == self.keys else (1, 2, 0))
+
+
+@dataclass(frozen=True, slots=True)
 class LinearSpec:
     """One linear, [in_features] → [out_features], at `path` in the model, such as `model.layers.0.self_attn.q_proj`.
 
@@ -29,7 +53,8 @@ class LinearSpec:
     In most models q_proj, k_proj and v_proj are one group, gate_proj and up_proj another.
 
     `experts`: in a layer of experts, how many of them have such a linear each; 0 for any other linear. `chosen`: how
-    many of these a token uses. `is_router`: whether it chooses them.
+    many of these a token uses. `is_router`: whether it chooses them. `parts`: the modules that do its work if two with
+    one matrix per head do. `embedding`: for the head of a tied model, the path of the embedding that does its work.
     """
 
     path: str
@@ -39,6 +64,13 @@ class LinearSpec:
     experts: int = 0
     chosen: int = 1
     is_router: bool = False
+    parts: HeadParts | None = None
+    embedding: str = ""
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The paths of the modules that do its work."""
+        return (self.embedding or self.path,) if self.parts is None else (self.parts.keys, self.parts.values)
 
     @property
     def expert_axis(self) -> tuple[int, ...]:
@@ -66,8 +98,7 @@ class AdapterLayout:
     `linears`: those of the transformer blocks, by path, in the model's order. `refused`: modules that adapter files may
     name but that cannot be adapted, as path → name of the unsupported feature, such as `model.embed_tokens` →
     "embedding LoRA". `layers`: number of transformer blocks. `head`: the linear from hidden states to logits, None if
-    it cannot be adapted. Its target is `lm_head`, also in a tied model, whose embedding does its work. `source`: where
-    the model was read from, if it was.
+    it cannot be adapted. In a tied model its target is `lm_head`. `source`: where the model was read from, if it was.
     """
 
     linears: Mapping[str, LinearSpec]
