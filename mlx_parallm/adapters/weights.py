@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -91,7 +91,24 @@ class LinearSpec:
         return self.path.rpartition(".")[2]
 
 
-@dataclass(frozen=True, slots=True)
+_OUTSIDE = frozenset({"model", "language_model", "backbone", "transformer", "gpt_neox"})
+"""Names of modules that have the layers and the head of a model's text part."""
+_LEFT_OUT = frozenset({"forget_gate"})
+_SYNONYMS = {"h": "layers", "shared_experts": "shared_expert"}
+"""Other parts of paths that mlx-lm and versions of Transformers spell differently, or leave out."""
+
+
+def plain_path(path: str) -> str:
+    """A path in the text part of a model without what programs spell differently: `layers.0.mlp.up_proj` for
+    language_model.model.layers.0.mlp.up_proj, model.language_model.layers.0.mlp.up_proj and model.layers.0.mlp.up_proj.
+    """
+    parts = path.split(".")
+    while len(parts) > 1 and parts[0] in _OUTSIDE:
+        del parts[0]
+    return ".".join(_SYNONYMS.get(part, part) for part in parts if part not in _LEFT_OUT)
+
+
+@dataclass(frozen=True)
 class AdapterLayout:
     """Which linears of a model an adapter may change.
 
@@ -99,6 +116,8 @@ class AdapterLayout:
     name but that cannot be adapted, as path → name of the unsupported feature, such as `model.embed_tokens` →
     "embedding LoRA". `layers`: number of transformer blocks. `head`: the linear from hidden states to logits, None if
     it cannot be adapted. In a tied model its target is `lm_head`. `source`: where the model was read from, if it was.
+    `transformers`: for linears that have another path in Transformers, that path, by their own. Two have the same if
+    their outputs, one after the other, are those of one linear there.
     """
 
     linears: Mapping[str, LinearSpec]
@@ -106,6 +125,7 @@ class AdapterLayout:
     layers: int
     head: LinearSpec | None = None
     source: Path | None = None
+    transformers: Mapping[str, str] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[LinearSpec]:
         """All linears that an adapter may change, the head last."""
@@ -129,6 +149,26 @@ class AdapterLayout:
         if self.head is not None and path == self.head.path:
             return self.head
         return self.linears.get(path)
+
+    def spelled(self, path: str) -> Sequence[LinearSpec]:
+        """The linears that a path means in any of the spellings in use; several if they are one in Transformers."""
+        return self._spelled.get(plain_path(path), ())
+
+    def refusal(self, path: str) -> str:
+        """Why a path, in any spelling, names no linear that adapters may change; "" if that is not known."""
+        return self._refusals.get(plain_path(path), "")
+
+    @cached_property
+    def _spelled(self) -> dict[str, list[LinearSpec]]:
+        specs = {plain_path(spec.path): [spec] for spec in self}
+        joined: dict[str, list[LinearSpec]] = {}
+        for path, name in self.transformers.items():
+            joined.setdefault(plain_path(name), []).extend(filter(None, [self.find(path)]))
+        return specs | joined
+
+    @cached_property
+    def _refusals(self) -> dict[str, str]:
+        return {plain_path(path): reason for path, reason in self.refused.items()}
 
 
 def lora_scale(alpha: float, rank: int, rslora: bool = False) -> float:

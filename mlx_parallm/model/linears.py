@@ -24,6 +24,7 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.forward_context import HeadsCall
 from mlx_parallm.adapters.weights import AdapterLayout, HeadParts, LinearSpec
 from mlx_parallm.model.experts import EXPERT_LINEARS, AdaptedExpertLinear, AdaptedExperts, IndexFormat
+from mlx_parallm.model.names import transformers_paths
 from mlx_parallm.model.sharding import SummedLinear
 from mlx_parallm.model.split import owner_of
 from mlx_parallm.model.trace import EMBEDDINGS, HEAD_LINEARS, LINEARS, Product, Trace, traced
@@ -68,7 +69,7 @@ def adapter_layout(model: nn.Module, source: Path | None = None) -> AdapterLayou
         else:
             linears[spec.path] = spec
     in_order = {path: linears[path] for path in sorted(linears, key=_natural)}
-    return AdapterLayout(in_order, refused, len(model.layers), head, source)
+    return AdapterLayout(in_order, refused, len(model.layers), head, source, transformers_paths(model, in_order))
 
 
 def _groups(trace: Trace) -> dict[str, str]:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol
 
@@ -65,11 +65,13 @@ class AdapterFile:
 
 @dataclass(frozen=True, slots=True)
 class PairPlan:
-    """The tensor names of one LoRA pair, and its scale. Names, shapes and rank have been checked."""
+    """The tensor names of one LoRA pair, and its scale. Names, shapes and rank have been checked. `outputs`: which of
+    the outputs in the file are those of the model's linear."""
 
     a: str
     b: str
     scale: float
+    outputs: slice
 
 
 def read_adapter(folder: Path, layout: AdapterLayout, max_rank: int, roots: AdapterRoots | None = None) -> AdapterFile:
@@ -123,12 +125,17 @@ def planned(form: Format, header: Header, layout: AdapterLayout, max_rank: int) 
         raise problem(f"{form.weights_file} holds no tensors of an adapter: an empty adapter changes nothing")
     plans: dict[str, PairPlan] = {}
     for path, names in modules.items():
-        spec = locate(path, layout)
-        if spec.experts and form.name == "peft":
+        specs = locate(path, layout)
+        whole = replace(specs[0], out_features=sum(spec.out_features for spec in specs))
+        if whole.experts and form.name == "peft":
             raise problem(f"expert LoRA in another format than mlx-lm's is not supported: {shown(path)[1:-1]}")
-        if spec.path in plans:
-            raise problem(f"{spec.path} has two adapters in {form.weights_file}: keep one")
-        plans[spec.path] = _checked(form, path, names, spec, header, max_rank)
+        scale = _checked(form, path, names, whole, header, max_rank)
+        start = 0
+        for spec in specs:
+            if spec.path in plans:
+                raise problem(f"{spec.path} has two adapters in {form.weights_file}: keep one")
+            outputs = slice(start, start := start + spec.out_features)
+            plans[spec.path] = PairPlan(names["a"], names["b"], scale, outputs)
     return plans
 
 
@@ -138,7 +145,7 @@ def _by_module(form: Format, header: Header, layout: AdapterLayout) -> dict[str,
     for name, info in header.tensors.items():
         if (copied := form.base_copy(name)) is not None:
             if FROZEN in name:
-                _check_shape(name, info, locate(copied, layout))
+                _check_shape(name, info, locate(copied, layout)[0])
             continue
         path, factor = form.factor(name)
         first = modules.setdefault(path, {}).setdefault(factor, name)
@@ -158,7 +165,8 @@ def _check_shape(name: str, info: TensorInfo, spec: LinearSpec) -> None:
 
 def _checked(
     form: Format, path: str, names: Mapping[Factor, str], spec: LinearSpec, header: Header, max_rank: int
-) -> PairPlan:
+) -> float:
+    """The scale of a pair whose shapes and rank are right. `spec`: of the linear as the file knows it."""
     if len(names) < 2:
         (present,) = names.values()
         raise problem(f"{shown(present)} has no lora_{'b' if 'a' in names else 'a'} beside it: both factors are needed")
@@ -175,7 +183,7 @@ def _checked(
         raise problem(f"{shown(names['a'])} has rank {a[1]}, but the config says {declared}: correct the config")
     if not math.isfinite(scale):
         raise problem(f"the scale of {spec.path} is not finite: correct the config")
-    return PairPlan(names["a"], names["b"], scale)
+    return scale
 
 
 def _matrix(name: str, header: Header, spec: LinearSpec, transposed: bool) -> tuple[int, int]:
@@ -205,7 +213,7 @@ def pairs_of(
 
 def _pair(plan: PairPlan, tensors: Mapping[str, Float32], transposed: bool) -> LoRAPair:
     a, b = (tensors[name].swapaxes(-1, -2) if transposed else tensors[name] for name in (plan.a, plan.b))
-    return LoRAPair(np.ascontiguousarray(a), np.ascontiguousarray(b), plan.scale)
+    return LoRAPair(np.ascontiguousarray(a), np.ascontiguousarray(b[..., plan.outputs]), plan.scale)
 
 
 def _digest(data: bytes, plans: Mapping[str, PairPlan]) -> str:
