@@ -53,8 +53,9 @@ class LinearSpec:
     In most models q_proj, k_proj and v_proj are one group, gate_proj and up_proj another.
 
     `experts`: in a layer of experts, how many of them have such a linear each; 0 for any other linear. `chosen`: how
-    many of these a token uses. `is_router`: whether it chooses them. `parts`: the modules that do its work if two with
-    one matrix per head do. `embedding`: for the head of a tied model, the path of the embedding that does its work.
+    many of these a token uses. `chooses`: whether it only chooses experts or tokens. `parts`: the modules that do its
+    work if two with one matrix per head do. `embedding`: for the head of a tied model, the path of the embedding that
+    does its work.
     """
 
     path: str
@@ -63,7 +64,7 @@ class LinearSpec:
     group: str
     experts: int = 0
     chosen: int = 1
-    is_router: bool = False
+    chooses: bool = False
     parts: HeadParts | None = None
     embedding: str = ""
 
@@ -140,9 +141,10 @@ class AdapterLayout:
         return width
 
     def named(self, names: Collection[str]) -> list[LinearSpec]:
-        """The linears with these last names. `ALL_LINEAR` stands for those of all layers, but not for routers."""
+        """The linears with these last names. `ALL_LINEAR` stands for those of all layers that do more than choose
+        experts or tokens."""
         every = ALL_LINEAR in names
-        return [s for s in self if s.target in names or (every and s is not self.head and not s.is_router)]
+        return [s for s in self if s.target in names or (every and s is not self.head and not s.chooses)]
 
     def find(self, path: str) -> LinearSpec | None:
         """The linear at a path."""

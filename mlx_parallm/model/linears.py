@@ -12,6 +12,7 @@ values of all heads. mlx-lm keeps it as two modules with one matrix per head; bo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -68,7 +69,11 @@ def adapter_layout(model: nn.Module, source: Path | None = None) -> AdapterLayou
             refused[spec.path] = kind
         else:
             linears[spec.path] = spec
+    still = traces[0].without_gradient
     in_order = {path: linears[path] for path in sorted(linears, key=_natural)}
+    for path, spec in in_order.items():
+        if still.issuperset(spec.modules):
+            in_order[path] = replace(spec, chooses=True)
     return AdapterLayout(in_order, refused, len(model.layers), head, source, transformers_paths(model, in_order))
 
 
@@ -84,9 +89,17 @@ def _groups(trace: Trace) -> dict[str, str]:
 
 
 def _expert_layers(modules: Mapping[str, nn.Module]) -> dict[str, int]:
-    """The number of experts by the path of the module that has them, with its router and the experts' layer."""
-    parts = ((path, part) for path, part in modules.items() if isinstance(part, EXPERT_LINEARS) and path.count(".") > 1)
-    return {path.rsplit(".", 2)[0]: int(part.num_experts) for path, part in parts}
+    """The number of experts by the path of the module that has them and their router. That is the one around the
+    experts' layer, or the next one if there is no other linear in it."""
+    found: dict[str, int] = {}
+    plain = [path for path, part in modules.items() if isinstance(part, LINEARS)]
+    for path, part in modules.items():
+        if isinstance(part, EXPERT_LINEARS) and path.count(".") > 1:
+            at = path.rsplit(".", 2)[0]
+            if not any(each.startswith(f"{at}.") for each in plain):
+                at = at.rpartition(".")[0]
+            found[at] = int(part.num_experts)
+    return found
 
 
 def _refusal(path: str, modules: Mapping[str, nn.Module], traces: list[Trace]) -> str:
@@ -117,7 +130,7 @@ def _spec(
     if isinstance(modules[path], EXPERT_LINEARS):
         return LinearSpec(path, inputs, outputs, group, int(modules[path].num_experts), product.vectors // _TOKENS[0])
     block = next((at for at in experts if path.startswith(f"{at}.")), None)
-    return LinearSpec(path, inputs, outputs, group, is_router=block is not None and outputs in (1, experts[block]))
+    return LinearSpec(path, inputs, outputs, group, chooses=block is not None and outputs in (1, experts[block]))
 
 
 def _heads(modules: Mapping[str, nn.Module], trace: Trace) -> Iterator[LinearSpec]:

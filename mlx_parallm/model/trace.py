@@ -17,6 +17,7 @@ from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.experts import EXPERT_LINEARS
+from mlx_parallm.model.gradients import without_gradient
 
 LINEARS = (nn.Linear, nn.QuantizedLinear, nn.QQLinear)
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
@@ -26,14 +27,22 @@ HEAD_LINEARS = (MultiLinear, QuantizedMultiLinear)
 
 @dataclass(slots=True)
 class Product:
-    """What a module multiplies in a pass. `x`: its first input, kept so that no later array has that id. `width`: of
-    its output. `vectors`: how many it gives in all calls. `transposed`: whether one of the calls asked for the product
-    with the transposed matrix."""
+    """What a module multiplies in a pass. `x`: its first input, kept so that no later array has that id. `outputs`: of
+    all calls. `transposed`: whether one of the calls asked for the product with the transposed matrix."""
 
     x: mx.array
-    width: int
-    vectors: int = 0
+    outputs: list[mx.array] = field(default_factory=list)
     transposed: bool = False
+
+    @property
+    def width(self) -> int:
+        """Of the outputs."""
+        return self.outputs[0].shape[-1]
+
+    @property
+    def vectors(self) -> int:
+        """How many outputs it gives in all calls."""
+        return sum(y.size // y.shape[-1] for y in self.outputs)
 
 
 @dataclass(slots=True)
@@ -41,18 +50,18 @@ class Trace:
     """The products of a pass of `tokens` tokens, by the path of their module, in the order of their first calls.
 
     `used`: modules with an array that the model reads or sets by itself, so that an adapted module cannot take their
-    place. `vocabulary`: the width of the logits. `within`: the path of the module whose own code runs.
+    place. `logits`: what the pass gives. `within`: the path of the module whose own code runs.
     """
 
     tokens: int
     called: dict[str, Product] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
-    vocabulary: int = 0
+    logits: mx.array | None = None
     within: str = ""
 
     def add(self, path: str, x: mx.array, y: mx.array, transposed: bool) -> None:
-        product = self.called.setdefault(path, Product(x, y.shape[-1]))
-        product.vectors += y.size // y.shape[-1]
+        product = self.called.setdefault(path, Product(x))
+        product.outputs.append(y)
         product.transposed |= transposed
 
     def of_all_tokens(self, path: str) -> bool:
@@ -63,7 +72,14 @@ class Trace:
     def head(self) -> str | None:
         """The path of the module whose product is the logits: the last one, if it is as wide."""
         path = next(reversed(self.called), None)
-        return path if path is not None and self.called[path].width == self.vocabulary else None
+        assert self.logits is not None
+        return path if path is not None and self.called[path].width == self.logits.shape[-1] else None
+
+    @property
+    def without_gradient(self) -> set[str]:
+        """The paths of modules whose product has no gradient."""
+        assert self.logits is not None
+        return without_gradient(self.logits, {path: product.outputs for path, product in self.called.items()})
 
 
 def traced(model: nn.Module, modules: Mapping[str, nn.Module], tokens: int) -> Trace:
@@ -78,7 +94,7 @@ def traced(model: nn.Module, modules: Mapping[str, nn.Module], tokens: int) -> T
             kinds[path] = type(module)
             module.__class__ = _watched(kinds[path], path, trace)
     try:
-        trace.vocabulary = model(mx.arange(tokens)[None], cache=make_prompt_cache(model)).shape[-1]
+        trace.logits = model(mx.arange(tokens)[None], cache=make_prompt_cache(model))
     except Exception as error:  # the model file is foreign code
         raise UnsupportedModelError(f"this model does not run: {error}") from error
     finally:

@@ -110,7 +110,7 @@ def test_linears_are_written_under_transformers_names(name: str) -> None:
     family, kind, _ = FAMILIES[name]
     layout = adapter_layout(model_of(name))
     written = {
-        numberless(transformers_path(spec.path, layout)) for spec in layout if not (spec.experts or spec.is_router)
+        numberless(transformers_path(spec.path, layout)) for spec in layout if not (spec.experts or spec.chooses)
     }
     read = {path.replace(*RENAMED_WHEN_READ.get(family, ("", ""))) for path in written}
     assert {of_text_part(path) for path in read} <= linears_of(family, kind)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -11,8 +13,10 @@ from tiny import VOCAB_SIZE, tiny_model
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.forward_context import OneAdapter
+from mlx_parallm.adapters.weights import ALL_LINEAR
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.families import relative_error
+from mlx_parallm.model.gradients import without_gradient
 from mlx_parallm.model.linears import adapter_layout, install_adapters
 
 LAYER = "model.layers.0"
@@ -51,11 +55,39 @@ def test_a_linear_that_no_pass_calls_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("name", "routers"),
-    [("granitemoe", "block_sparse_moe.router.layer"), ("gpt_oss", "mlp.router"), ("llama", "")],
+    [
+        ("granitemoe", "block_sparse_moe.router.layer"),
+        ("gpt_oss", "mlp.router"),
+        ("gemma4_text", "router.proj"),
+        ("dbrx", ""),
+        ("llama", ""),
+    ],
 )
 def test_routers_are_found_by_what_they_give(name: str, routers: str) -> None:
-    found = {spec.path.removeprefix(f"{LAYER}.") for spec in adapter_layout(build(name)) if spec.is_router}
-    assert {path for path in found if not path.startswith("model.")} == ({routers} if routers else set())
+    experts = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64}
+    layout = adapter_layout(build(name, **(experts if name == "gemma4_text" else {})))
+    chosen = {spec.path for spec in layout if spec.chooses}
+    found = {re.sub(r"^\w+\.\w+\.\d+\.", "", path) for path in chosen}
+    assert found == ({routers} if routers else set())
+
+
+@pytest.mark.parametrize(("tokens", "names"), [(4, ("wk", "wq_b", "weights_proj")), (64, ("wk", "wq_b"))])
+def test_an_indexer_only_chooses_whether_or_not_a_short_pass_needs_it(tokens: int, names: tuple[str, ...]) -> None:
+    layout = adapter_layout(build("deepseek_v32", index_topk=tokens))
+    still = {spec.path for spec in layout if spec.chooses}
+    assert still == {f"model.layers.{i}.self_attn.indexer.{name}" for i in range(4) for name in names}
+    assert still.isdisjoint(spec.path for spec in layout.named([ALL_LINEAR]))
+
+
+def test_gradients_end_at_steps_and_at_what_the_result_does_not_use() -> None:
+    x, y, z, unused = (2 * mx.random.normal((4,), key=mx.random.key(seed)) for seed in range(4))
+    twice = [mx.random.normal((4,)), x * 2]
+    result = mx.take(x, mx.argpartition(y, 2)) + mx.where(z > 0, x, mx.stop_gradient(unused))
+    arrays = {"x": [x], "y": [y], "z": [z], "unused": [unused], "twice": twice}
+    assert without_gradient(result, arrays) == {"y", "z", "unused", "twice"}
+    assert without_gradient(result + twice[1], arrays) == {"y", "z", "unused"}
+    mx.eval(y)
+    assert without_gradient(result, arrays) == set(), "MLX forgot what y was computed of"
 
 
 @pytest.mark.parametrize(
