@@ -20,7 +20,7 @@ from transformers_modules import linears_of
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.files.paths import transformers_path
 from mlx_parallm.adapters.files.read import read_adapter
-from mlx_parallm.adapters.files.write import write_peft
+from mlx_parallm.adapters.files.write import write_mlx_lm, write_peft
 from mlx_parallm.adapters.forward_context import OneAdapter
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LinearSpec, LoRAPair, plain_path
 from mlx_parallm.model.families import relative_error
@@ -46,6 +46,7 @@ FAMILIES: dict[str, tuple[str, str, set[str]]] = {
     "qwen3_5_moe": ("qwen3_5_moe", "Qwen3_5MoeForCausalLM", set()),
     "gemma2": ("gemma2", "Gemma2ForCausalLM", set()),
     "gemma3_text": ("gemma3", "Gemma3ForCausalLM", set()),
+    "gemma3 with images": ("gemma3", "Gemma3ForCausalLM", set()),
     "gemma4": ("gemma4", "Gemma4ForCausalLM", ROUTER),
     "gemma4_text": ("gemma4", "Gemma4ForCausalLM", ROUTER),
     "gpt_oss": ("gpt_oss", "GptOssForCausalLM", set()),
@@ -64,6 +65,8 @@ FAMILIES: dict[str, tuple[str, str, set[str]]] = {
     "mixtral": ("mixtral", "MixtralForCausalLM", set()),
     "phi3": ("phi3", "Phi3ForCausalLM", set()),
     "pixtral": ("mistral", "MistralForCausalLM", set()),
+    "ministral3 with images": ("ministral3", "Ministral3ForCausalLM", set()),
+    "mistral4 with images": ("mistral4", "Mistral4ForCausalLM", DENSE_MLP | PLAIN_QUERIES),
 }
 """By configuration, Transformers' family and class with the same text part, and which of its linears the configuration
 lacks."""
@@ -74,11 +77,27 @@ RENAMED_WHEN_READ = {
 }
 """What Transformers' own conversion_mapping changes in the names of a file that it reads, by family."""
 
-CHANGED: dict[str, dict[str, Any]] = {"granitemoehybrid dense": {"num_local_experts": 0}}
+_PLAIN = CONFIGURATIONS["llama"]
+_LATENT = CONFIGURATIONS["deepseek_v3"] | {
+    **{"model_type": "mistral4", "moe_intermediate_size": 64, "routed_scaling_factor": 1.0, "norm_topk_prob": True},
+    **{"max_position_embeddings": 1000, "rms_norm_eps": 1e-5, "first_k_dense_replace": 0, "rope_scaling": None},
+}
+_ROPE = {"rope_theta": 1e4, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 1000, "type": "default"}
+CHANGED: dict[str, dict[str, Any]] = {
+    "granitemoehybrid dense": {"num_local_experts": 0},
+    "gemma3 with images": {"model_type": "gemma3", "text_config": CONFIGURATIONS["gemma3_text"]},
+    "ministral3 with images": {
+        "model_type": "mistral3",
+        "text_config": _PLAIN | {"model_type": "ministral3", "rope_parameters": _ROPE},
+    },
+    "mistral4 with images": {"model_type": "mistral3", "text_config": _LATENT | {"rope_parameters": _ROPE}},
+}
+"""Settings of configurations that mlx-lm's tests lack."""
 
 
 def model_of(name: str) -> Any:
-    return build(name.removesuffix(" dense"), **CHANGED.get(name, {}))
+    base, _, kind = name.partition(" ")
+    return build(base if kind != "with images" else "llama", **CHANGED.get(name, {}))
 
 
 def numberless(path: str) -> str:
@@ -114,6 +133,16 @@ def test_linears_are_written_under_transformers_names(name: str) -> None:
     }
     read = {path.replace(*RENAMED_WHEN_READ.get(family, ("", ""))) for path in written}
     assert {of_text_part(path) for path in read} <= linears_of(family, kind)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_mlx_lms_names_are_read_as_they_are_written(name: str, tmp_path: Path) -> None:
+    layout = adapter_layout(model_of(name))
+    weights = random_adapter(layout, 1, targets={spec.target for spec in layout})
+    write_mlx_lm(tmp_path, weights, layout)
+    read = read_adapter(tmp_path, layout, 8).weights
+    assert read.pairs.keys() == weights.pairs.keys()
+    assert all(np.array_equal(read.pairs[path].b, pair.b) for path, pair in weights.pairs.items())
 
 
 @pytest.mark.parametrize(
