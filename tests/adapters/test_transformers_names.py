@@ -3,7 +3,6 @@ written."""
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from mlx_parallm.adapters.files.read import read_adapter
 from mlx_parallm.adapters.files.write import write_mlx_lm, write_peft
 from mlx_parallm.adapters.forward_context import OneAdapter
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LinearSpec, LoRAPair, plain_path
+from mlx_parallm.errors import AdapterFileError
 from mlx_parallm.model.families import relative_error
 from mlx_parallm.model.linears import adapter_layout, install_adapters
 
@@ -153,13 +153,13 @@ def test_what_is_written_is_read_again_by_any_spelling(name: str, tmp_path: Path
     every = random_adapter(layout, 1, targets={spec.target for spec in layout}).pairs
     weights = AdapterWeights({path: pair for path, pair in every.items() if pair.a.ndim == 2})
     write_peft(tmp_path, weights, layout, None)
-    config = json.loads((tmp_path / "adapter_config.json").read_text())
     file = tmp_path / "adapter_model.safetensors"
     for spell in (lambda tensor: tensor, lambda tensor: re.sub(r"model\.(backbone|model)\.", "model.model.", tensor)):
         save_file({spell(tensor): array for tensor, array in load_file(file).items()}, file)
-        read = read_adapter(tmp_path, layout, max(config["r"], 8)).weights
+        read = read_adapter(tmp_path, layout, max_rank=4).weights
         assert read.pairs.keys() == weights.pairs.keys()
         for path, pair in weights.pairs.items():
+            assert read.pairs[path].rank == pair.rank
             product = read.pairs[path].scale * read.pairs[path].a @ read.pairs[path].b
             assert np.allclose(product, pair.scale * pair.a @ pair.b, atol=1e-5)
 
@@ -190,6 +190,30 @@ def test_one_linear_of_transformers_may_be_two_here(tmp_path: Path) -> None:
         got = served(tokens)
     assert relative_error(plain(tokens), before) > 0.01
     assert relative_error(got, plain(tokens)) < 1e-5
+
+
+def test_a_linear_of_which_a_part_is_trained_is_zero_elsewhere(tmp_path: Path) -> None:
+    layout = adapter_layout(model_of("granitemoehybrid dense"))
+    up = "model.layers.1.mlp.up_proj"
+    weights = AdapterWeights({up: random_adapter(layout, 1).pairs[up]})
+    write_peft(tmp_path, weights, layout, None)
+    read = read_adapter(tmp_path, layout, 4).weights
+    assert np.array_equal(read.pairs[up].b, weights.pairs[up].b)
+    assert not read.pairs["model.layers.1.mlp.gate_proj"].b.any()
+
+
+def test_two_scales_and_ranks_become_one_pair(tmp_path: Path) -> None:
+    layout = adapter_layout(model_of("granitemoehybrid dense"))
+    gate, up = (f"model.layers.0.mlp.{part}_proj" for part in ("gate", "up"))
+    pairs = {gate: random_adapter(layout, 1, 2, scale=0.5).pairs[gate], up: random_adapter(layout, 2, 4).pairs[up]}
+    write_peft(tmp_path, AdapterWeights(pairs), layout, None)
+    with pytest.raises(AdapterFileError, match="rank 4 is over --max-lora-rank 3"):
+        read_adapter(tmp_path, layout, 3)
+    read = read_adapter(tmp_path, layout, 4).weights
+    assert {path: pair.rank for path, pair in read.pairs.items()} == {gate: 2, up: 4}
+    for path, pair in pairs.items():
+        product = read.pairs[path].scale * read.pairs[path].a @ read.pairs[path].b
+        assert np.allclose(product, pair.scale * pair.a @ pair.b, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGURATIONS if name not in ("bitnet", "olmo", "phi3small")])

@@ -66,12 +66,12 @@ class AdapterFile:
 @dataclass(frozen=True, slots=True)
 class PairPlan:
     """The tensor names of one LoRA pair, and its scale. Names, shapes and rank have been checked. `outputs`: which of
-    the outputs in the file are those of the model's linear."""
+    the outputs in the file are those of the model's linear; None if all are."""
 
     a: str
     b: str
     scale: float
-    outputs: slice
+    outputs: slice | None
 
 
 def read_adapter(folder: Path, layout: AdapterLayout, max_rank: int, roots: AdapterRoots | None = None) -> AdapterFile:
@@ -86,7 +86,7 @@ def read_adapter(folder: Path, layout: AdapterLayout, max_rank: int, roots: Adap
         header = read_header(file, form.weights_file)
         plans = planned(form, header, layout, max_rank)
         data, tensors = read_factors(form, file, header, plans, layout)
-    pairs = pairs_of(plans, tensors, layout, form.transposed)
+    pairs = pairs_of(plans, tensors, layout, form.transposed, max_rank)
     nbytes = sum(header.tensors[name].nbytes for plan in plans.values() for name in (plan.a, plan.b))
     warning = form.contradiction(plans, layout)
     return AdapterFile(AdapterWeights(pairs, form.rslora), _digest(data, plans), form.name, folder, nbytes, warning)
@@ -129,12 +129,12 @@ def planned(form: Format, header: Header, layout: AdapterLayout, max_rank: int) 
         whole = replace(specs[0], out_features=sum(spec.out_features for spec in specs))
         if whole.experts and form.name == "peft":
             raise problem(f"expert LoRA in another format than mlx-lm's is not supported: {shown(path)[1:-1]}")
-        scale = _checked(form, path, names, whole, header, max_rank)
+        scale = _checked(form, path, names, whole, header, max_rank * len(specs))
         start = 0
         for spec in specs:
             if spec.path in plans:
                 raise problem(f"{spec.path} has two adapters in {form.weights_file}: keep one")
-            outputs = slice(start, start := start + spec.out_features)
+            outputs = slice(start, start := start + spec.out_features) if len(specs) > 1 else None
             plans[spec.path] = PairPlan(names["a"], names["b"], scale, outputs)
     return plans
 
@@ -177,13 +177,17 @@ def _checked(
             f"{spec.path} maps {spec.in_features} to {spec.out_features} features, but {shown(names['a'])} is "
             f"{list(a)} and {shown(names['b'])} {list(b)} (as [in, rank] and [rank, out]): is it of another base model?"
         )
-    if a[1] > max_rank:
-        raise problem(f"rank {a[1]} is over --max-lora-rank {max_rank}: {spec.path}; raise it or train a smaller rank")
+    _check_rank(a[1], max_rank, spec.path)
     if a[1] != declared:
         raise problem(f"{shown(names['a'])} has rank {a[1]}, but the config says {declared}: correct the config")
     if not math.isfinite(scale):
         raise problem(f"the scale of {spec.path} is not finite: correct the config")
     return scale
+
+
+def _check_rank(rank: int, max_rank: int, path: str) -> None:
+    if rank > max_rank:
+        raise problem(f"rank {rank} is over --max-lora-rank {max_rank}: {path}; raise it or train a smaller rank")
 
 
 def _matrix(name: str, header: Header, spec: LinearSpec, transposed: bool) -> tuple[int, int]:
@@ -201,19 +205,35 @@ def _matrix(name: str, header: Header, spec: LinearSpec, transposed: bool) -> tu
 
 
 def pairs_of(
-    plans: Mapping[str, PairPlan], tensors: Mapping[str, Float32], layout: AdapterLayout, transposed: bool
+    plans: Mapping[str, PairPlan],
+    tensors: Mapping[str, Float32],
+    layout: AdapterLayout,
+    transposed: bool,
+    max_rank: int,
 ) -> dict[str, LoRAPair]:
-    """The pairs of the tensors that were read, by path, in the layout's order."""
-    return {
+    """The pairs of the tensors that were read, by path, in the layout's order.
+
+    Raises:
+        AdapterFileError: the rank of a part of a pair is over `max_rank`.
+    """
+    pairs = {
         spec.path: _pair(plans[spec.path], tensors, transposed or spec.experts > 0)
         for spec in layout
         if spec.path in plans
     }
+    for path, pair in pairs.items():
+        _check_rank(pair.rank, max_rank, path)
+    return pairs
 
 
 def _pair(plan: PairPlan, tensors: Mapping[str, Float32], transposed: bool) -> LoRAPair:
     a, b = (tensors[name].swapaxes(-1, -2) if transposed else tensors[name] for name in (plan.a, plan.b))
-    return LoRAPair(np.ascontiguousarray(a), np.ascontiguousarray(b[..., plan.outputs]), plan.scale)
+    if plan.outputs is not None:
+        part = b[:, plan.outputs]
+        used = np.flatnonzero(np.abs(part).max(axis=1))
+        used = used if used.size else np.zeros(1, np.intp)
+        a, b = a[:, used], part[used]
+    return LoRAPair(np.ascontiguousarray(a), np.ascontiguousarray(b), plan.scale)
 
 
 def _digest(data: bytes, plans: Mapping[str, PairPlan]) -> str:

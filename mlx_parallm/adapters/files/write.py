@@ -88,13 +88,14 @@ def _joined(pairs: Sequence[LoRAPair | None], specs: Sequence[LinearSpec]) -> Lo
     shared = all(np.array_equal(_stored(pair.a), _stored(given[0].a)) for pair in given)
     a = _stored(given[0].a) if shared else np.concatenate([_stored(pair.a) for pair in given], axis=1)
     b = np.zeros((a.shape[1], sum(spec.out_features for spec in specs)), np.float32)
+    scale = max((pair.scale for pair in given), key=abs)
     row = column = 0
     for pair, spec in zip(pairs, specs, strict=True):
         if pair is not None:
-            b[row : row + pair.rank, column : column + spec.out_features] = _rescaled(pair, given[0].scale)
+            b[row : row + pair.rank, column : column + spec.out_features] = _rescaled(pair, scale)
             row += 0 if shared else pair.rank
         column += spec.out_features
-    return LoRAPair(a, b, given[0].scale)
+    return LoRAPair(a, b, scale)
 
 
 def _factors(weights: AdapterWeights) -> dict[str, Float]:
