@@ -203,9 +203,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of tests/model/configurations.json; default: all")
     parser.add_argument("--requests", action="store_true")
-    parser.add_argument(
-        "--page", action="store_true", help="write the record's table into docs/models.md, and stop"
-    )
+    parser.add_argument("--page", action="store_true", help="write the record's table into docs/models.md, and stop")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "families.json")
     return parser.parse_args()
 

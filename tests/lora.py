@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -51,13 +51,25 @@ def merged(model: nn.Module, weights: AdapterWeights) -> nn.Module:
     modules = dict(model.named_modules())
     for path, pair in weights.pairs.items():
         change = mx.array(pair.scale * (pair.a @ pair.b).swapaxes(-1, -2))
-        if path in modules:
-            modules[path].weight = modules[path].weight + change
+        if path in modules or path.endswith("kv_b_proj"):
+            for at, part in changes(modules, path, change):
+                modules[at].weight = modules[at].weight + part
         else:
-            embedding = path.replace("lm_head", "model.embed_tokens")
+            embedding = adapter_layout(model).head.embedding
             untied = UntiedEmbedding(modules[embedding], modules[embedding].weight + change)
             model.update_modules(tree_unflatten([(embedding, untied)]))
     return model
+
+
+def changes(modules: Mapping[str, nn.Module], path: str, change: mx.array) -> list[tuple[str, mx.array]]:
+    """A change [out, in] of the linear at a path, as one of each module's weight. mlx-lm keeps kv_b_proj, whose outputs
+    are the keys and values of one head after the other, as two modules with one matrix per head."""
+    if path in modules:
+        return [(path, change)]
+    keys, values = (path.replace("kv_b_proj", name) for name in ("embed_q", "unembed_out"))
+    heads, latent, width = modules[keys].weight.shape
+    by_head = change.reshape(heads, -1, latent)
+    return [(keys, by_head[:, :width].swapaxes(1, 2)), (values, by_head[:, width:])]
 
 
 def remove_adapters(model: nn.Module) -> nn.Module:

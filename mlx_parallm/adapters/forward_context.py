@@ -48,6 +48,29 @@ class ExpertCall:
         return x @ factors[indices]
 
 
+@dataclass(frozen=True, slots=True)
+class HeadsCall:
+    """What a module with one matrix per attention head computes in one call. See `weights.HeadParts`.
+
+    x: [n, heads, T, k]; latents may have one head for all. columns: which of the linear's outputs for a head the module
+    knows. to_latents: whether the product goes from these to latents, and not the other way.
+    """
+
+    x: mx.array
+    heads: int
+    columns: slice
+    to_latents: bool
+
+    def change(self, x: mx.array, a: mx.array, b: mx.array) -> mx.array:
+        """The product of x [n, heads, T, k] with factors a [p, latent, rank] and b [p, rank, out], one pair for each of
+        p equal parts of x. Returns [n, heads, T, m]."""
+        parts = x.reshape(len(a), -1, *x.shape[1:]).swapaxes(1, 2).flatten(2, 3)
+        a, b = a[:, None], b.reshape(*b.shape[:2], self.heads, -1)[..., self.columns].swapaxes(1, 2)
+        y = (parts @ b.swapaxes(2, 3)) @ a.swapaxes(2, 3) if self.to_latents else (parts @ a) @ b
+        y = y.reshape(*y.shape[:2], -1, x.shape[2], y.shape[-1]).swapaxes(1, 2)
+        return y.flatten(0, 1)
+
+
 class AdapterContext(Protocol):
     """The object that adapted linears call during a forward pass: a `ForwardContext`, or the trainer's own class."""
 
@@ -65,6 +88,11 @@ class AdapterContext(Protocol):
 
     def adapt_experts(self, group: LinearGroup, path: str, call: ExpertCall, y: mx.array) -> mx.array:
         """The output of the experts' linears at `path`, with the base model's output y."""
+        ...
+
+    def adapt_heads(self, group: LinearGroup, path: str, call: HeadsCall, y: mx.array) -> mx.array:
+        """The output of a module that does a part of the work of the linear at `path`, with the base model's output
+        y."""
         ...
 
     def part(self, start: int, stop: int) -> AdapterContext:
@@ -95,6 +123,7 @@ class ForwardContext:
         single tokens, one slot        one dense product
         chunks                         one dense product for each run of tokens with the same slot
         experts                        gather_mm picks the factors of each pair of a token's slot and an expert
+        heads                          one product for each run, with copies of the factors if slots differ
 
     A forward pass may hold single tokens and chunks. Its input is [N, 1, in], or [1, T, in] for one row.
 
@@ -132,6 +161,17 @@ class ForwardContext:
         pairs = call.experts * group.slots + call.adapters
         h = self._reused(group, call.x, lambda: call.product(call.x, group.a.flatten(0, 1), pairs))
         return y + call.product(h[place], group.b[path].flatten(0, 1), pairs)
+
+    def adapt_heads(self, group: LinearGroup, path: str, call: HeadsCall, y: mx.array) -> mx.array:
+        """See `AdapterContext.adapt_heads`."""
+        if path not in group.places or group.written.isdisjoint(self._slots):
+            return y
+        starts = [run.start for run in self._runs[1:]]
+        xs, ys = mx.split(call.x, starts), mx.split(y, starts)
+        return mx.concatenate([
+            y if run.slots is None else y + call.change(x, group.a[run.slots], group.b[path][run.slots])
+            for run, x, y in zip(self._runs, xs, ys, strict=True)
+        ])  # fmt: skip
 
     def part(self, start: int, stop: int) -> ForwardContext:
         """See `AdapterContext.part`. It is made once for all layers."""
@@ -203,6 +243,11 @@ class OneAdapter:
         if pair is None:
             return y
         return y + call.product(call.product(call.x, pair[0], call.experts), pair[1], call.experts)
+
+    def adapt_heads(self, group: LinearGroup, path: str, call: HeadsCall, y: mx.array) -> mx.array:
+        """As `adapt`, for a part of the linear's work."""
+        pair = self._pairs.get(path)
+        return y if pair is None else y + call.change(call.x, pair[0][None], pair[1][None])
 
 
 def gathers() -> bool:

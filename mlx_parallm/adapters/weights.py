@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,30 @@ ALL_LINEAR = "all-linear"
 
 
 @dataclass(frozen=True, slots=True)
+class HeadParts:
+    """The two modules that do the work of a linear from latents to the keys and values of all attention heads.
+
+    `keys`, `values`: their paths. Each has one matrix per head. `key_width`: of one head's keys, which come before its
+    values in the linear's outputs.
+    """
+
+    keys: str
+    values: str
+    heads: int
+    key_width: int
+
+    def columns(self, path: str) -> slice:
+        """Which of a head's outputs the module at `path` gives."""
+        return slice(None, self.key_width) if path == self.keys else slice(self.key_width, None)
+
+    def weight(self, path: str, matrix: Array) -> Array:
+        """The weight of the module at `path` for the linear's matrix [latent, out]: that of keys [heads, latent,
+        key_width], that of values [heads, value width, latent]."""
+        part = matrix.reshape(matrix.shape[0], self.heads, -1)[..., self.columns(path)]
+        return part.transpose((1, 0, 2) if path == self.keys else (1, 2, 0))
+
+
+@dataclass(frozen=True, slots=True)
 class LinearSpec:
     """One linear, [in_features] → [out_features], at `path` in the model, such as `model.layers.0.self_attn.q_proj`.
 
@@ -29,7 +53,9 @@ class LinearSpec:
     In most models q_proj, k_proj and v_proj are one group, gate_proj and up_proj another.
 
     `experts`: in a layer of experts, how many of them have such a linear each; 0 for any other linear. `chosen`: how
-    many of these a token uses. `is_router`: whether it chooses them.
+    many of these a token uses. `chooses`: whether it only chooses experts or tokens. `parts`: the modules that do its
+    work if two with one matrix per head do. `embedding`: for the head of a tied model, the path of the embedding that
+    does its work.
     """
 
     path: str
@@ -38,7 +64,14 @@ class LinearSpec:
     group: str
     experts: int = 0
     chosen: int = 1
-    is_router: bool = False
+    chooses: bool = False
+    parts: HeadParts | None = None
+    embedding: str = ""
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The paths of the modules that do its work."""
+        return (self.embedding or self.path,) if self.parts is None else (self.parts.keys, self.parts.values)
 
     @property
     def expert_axis(self) -> tuple[int, ...]:
@@ -59,15 +92,33 @@ class LinearSpec:
         return self.path.rpartition(".")[2]
 
 
-@dataclass(frozen=True, slots=True)
+_OUTSIDE = frozenset({"model", "language_model", "backbone", "transformer", "gpt_neox"})
+"""Names of modules that have the layers and the head of a model's text part."""
+_LEFT_OUT = frozenset({"forget_gate"})
+_SYNONYMS = {"h": "layers", "shared_experts": "shared_expert"}
+"""Other parts of paths that mlx-lm and versions of Transformers spell differently, or leave out."""
+
+
+def plain_path(path: str) -> str:
+    """A path in the text part of a model without what programs spell differently: `layers.0.mlp.up_proj` for
+    language_model.model.layers.0.mlp.up_proj, model.language_model.layers.0.mlp.up_proj and model.layers.0.mlp.up_proj.
+    """
+    parts = path.split(".")
+    while len(parts) > 1 and parts[0] in _OUTSIDE:
+        del parts[0]
+    return ".".join(_SYNONYMS.get(part, part) for part in parts if part not in _LEFT_OUT)
+
+
+@dataclass(frozen=True)
 class AdapterLayout:
     """Which linears of a model an adapter may change.
 
     `linears`: those of the transformer blocks, by path, in the model's order. `refused`: modules that adapter files may
     name but that cannot be adapted, as path → name of the unsupported feature, such as `model.embed_tokens` →
     "embedding LoRA". `layers`: number of transformer blocks. `head`: the linear from hidden states to logits, None if
-    it cannot be adapted. Its target is `lm_head`, also in a tied model, whose embedding does its work. `source`: where
-    the model was read from, if it was.
+    it cannot be adapted. In a tied model its target is `lm_head`. `source`: where the model was read from, if it was.
+    `transformers`: for linears that have another path in Transformers, that path, by their own. Two have the same if
+    their outputs, one after the other, are those of one linear there.
     """
 
     linears: Mapping[str, LinearSpec]
@@ -75,6 +126,7 @@ class AdapterLayout:
     layers: int
     head: LinearSpec | None = None
     source: Path | None = None
+    transformers: Mapping[str, str] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[LinearSpec]:
         """All linears that an adapter may change, the head last."""
@@ -89,15 +141,36 @@ class AdapterLayout:
         return width
 
     def named(self, names: Collection[str]) -> list[LinearSpec]:
-        """The linears with these last names. `ALL_LINEAR` stands for those of all layers, but not for routers."""
+        """The linears with these last names. `ALL_LINEAR` stands for those of all layers that do more than choose
+        experts or tokens."""
         every = ALL_LINEAR in names
-        return [s for s in self if s.target in names or (every and s is not self.head and not s.is_router)]
+        return [s for s in self if s.target in names or (every and s is not self.head and not s.chooses)]
 
     def find(self, path: str) -> LinearSpec | None:
         """The linear at a path."""
         if self.head is not None and path == self.head.path:
             return self.head
         return self.linears.get(path)
+
+    def spelled(self, path: str) -> Sequence[LinearSpec]:
+        """The linears that a path means in any of the spellings in use; several if they are one in Transformers."""
+        return self._spelled.get(plain_path(path), ())
+
+    def refusal(self, path: str) -> str:
+        """Why a path, in any spelling, names no linear that adapters may change; "" if that is not known."""
+        return self._refusals.get(plain_path(path), "")
+
+    @cached_property
+    def _spelled(self) -> dict[str, list[LinearSpec]]:
+        specs = {plain_path(spec.path): [spec] for spec in self}
+        joined: dict[str, list[LinearSpec]] = {}
+        for path, name in self.transformers.items():
+            joined.setdefault(plain_path(name), []).extend(filter(None, [self.find(path)]))
+        return specs | joined
+
+    @cached_property
+    def _refusals(self) -> dict[str, str]:
+        return {plain_path(path): reason for path, reason in self.refused.items()}
 
 
 def lora_scale(alpha: float, rank: int, rslora: bool = False) -> float:

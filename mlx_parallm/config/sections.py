@@ -70,7 +70,8 @@ class ModelConfig(Section):
     """
     lora_target_modules: Names = Field(default=("all-linear",), min_length=1)
     """Names of the linear layers that adapters made by training change. all-linear, PEFT's word, means all that are
-    not lm_head and do not choose experts. lm_head is the output head, also in a model whose embedding is its head.
+    not lm_head and do not choose experts or tokens. lm_head is the output head, also in a model whose embedding is its
+    head.
     """
 
 

@@ -1,70 +1,45 @@
 """The linears that LoRA adapters may change, and how they are changed.
 
-    adapter_layout     finds them: it builds passes, which are never computed, and looks which linears get every token
+    adapter_layout     finds them: it traces passes, and looks which linears get every token
     install_adapters   replaces each by an `AdaptedLinear`, which reads the slots of the current forward from the
                        adapter bank's `ForwardContext`
 
-In a tied model the embedding is the head too; an `AdaptedEmbedding` adds adapters to the logits only.
+The head is the module whose product is the logits. In a tied model that is the embedding; an `AdaptedEmbedding` adds
+adapters to the logits only. Multi-head latent attention (arXiv 2405.04434) has a linear from latents to the keys and
+values of all heads. mlx-lm keeps it as two modules with one matrix per head; both become `AdaptedHeads`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.adapters.weights import AdapterLayout, LinearSpec
-from mlx_parallm.errors import UnsupportedModelError
+from mlx_parallm.adapters.forward_context import HeadsCall
+from mlx_parallm.adapters.weights import AdapterLayout, HeadParts, LinearSpec
 from mlx_parallm.model.experts import EXPERT_LINEARS, AdaptedExpertLinear, AdaptedExperts, IndexFormat
+from mlx_parallm.model.names import transformers_paths
 from mlx_parallm.model.sharding import SummedLinear
-from mlx_parallm.model.split import HeadModule, head_module_of
+from mlx_parallm.model.split import owner_of
+from mlx_parallm.model.trace import EMBEDDINGS, HEAD_LINEARS, LINEARS, Product, Trace, traced
 
-_LINEARS = (nn.Linear, nn.QuantizedLinear)
-_EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 _EXPERT_LAYERS = (SwitchGLU, SwitchMLP)
 _TOKENS = (7, 11, 13)
 """Tokens of the traced passes. A linear that gets another number of them in one of these, such as an expert that a
 model calls for its own tokens, does not know whose they are."""
+_HEAD = "lm_head"
+_KEYS_AND_VALUES = "kv_b_proj"
+"""Transformers' name for the linear from latents to the keys and values of all heads."""
 
 
 # -- which linears -------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Traced:
-    """What a linear does in a pass. `x`: its first input, kept so that no later array has that id. `width`: of its
-    output. `vectors`: how many it gives in all calls."""
-
-    x: mx.array
-    width: int
-    vectors: int = 0
-
-
-@dataclass(slots=True)
-class _Trace:
-    """The linears that a pass of `tokens` tokens calls, by path, in order. `used`: those with an array that the model
-    reads or sets by itself, so that an `AdaptedLinear` cannot take their place. `within`: the one whose own code
-    runs."""
-
-    tokens: int
-    called: dict[str, _Traced] = field(default_factory=dict)
-    used: set[str] = field(default_factory=set)
-    within: str = ""
-
-    def add(self, path: str, x: mx.array, y: mx.array) -> None:
-        self.called.setdefault(path, _Traced(x, y.shape[-1])).vectors += y.size // y.shape[-1]
-
-    def of_all_tokens(self, path: str) -> bool:
-        """Whether the linear gets every token, or as many experts of each."""
-        return path in self.called and not self.called[path].vectors % self.tokens
 
 
 def adapter_layout(model: nn.Module, source: Path | None = None) -> AdapterLayout:
@@ -76,69 +51,33 @@ def adapter_layout(model: nn.Module, source: Path | None = None) -> AdapterLayou
     Raises:
         UnsupportedModelError: the model does not run.
     """
-    modules, head = dict(model.named_modules()), head_module_of(model)
-    traces = [_traced(model, modules, tokens) for tokens in _TOKENS]
+    modules = dict(model.named_modules())
+    traces = [traced(model, modules, tokens) for tokens in _TOKENS]
     linears: dict[str, LinearSpec] = {}
     refused: dict[str, str] = {}
+    head = _head(model, modules, traces, refused)
     groups, experts = _groups(traces[0]), _expert_layers(modules)
     for path in sorted(modules, key=_natural):
         if head is not None and path == head.path:
             continue
         if kind := _refusal(path, modules, traces):
             refused[path] = kind
-        elif isinstance(modules[path], _LINEARS + EXPERT_LINEARS):
+        elif isinstance(modules[path], LINEARS + EXPERT_LINEARS):
             linears[path] = _spec(path, modules, traces[0].called[path], groups[path], experts)
-    head_spec = _head_spec(head, traces, refused)
-    return AdapterLayout(linears, refused, len(model.layers), head_spec, source)
+    for spec in _heads(modules, traces[0]):
+        if kind := next(filter(None, (_unfit(at, spec.target, traces) for at in spec.modules)), ""):
+            refused[spec.path] = kind
+        else:
+            linears[spec.path] = spec
+    still = traces[0].without_gradient
+    in_order = {path: linears[path] for path in sorted(linears, key=_natural)}
+    for path, spec in in_order.items():
+        if still.issuperset(spec.modules):
+            in_order[path] = replace(spec, chooses=True)
+    return AdapterLayout(in_order, refused, len(model.layers), head, source, transformers_paths(model, in_order))
 
 
-def _traced(model: nn.Module, modules: Mapping[str, nn.Module], tokens: int) -> _Trace:
-    """Builds a pass of so many tokens. It is not computed, so weights that are not read yet stay so."""
-    trace, kinds = _Trace(tokens), {}
-    for path, module in modules.items():
-        if type(module) in _LINEARS + EXPERT_LINEARS + _EMBEDDINGS:
-            kinds[path] = type(module)
-            module.__class__ = _watched(kinds[path], path, trace)
-    try:
-        model(mx.arange(tokens)[None], cache=make_prompt_cache(model))
-    except Exception as error:  # the model file is foreign code
-        raise UnsupportedModelError(f"this model does not run: {error}") from error
-    finally:
-        for path, kind in kinds.items():
-            modules[path].__class__ = kind
-    return trace
-
-
-def _watched(kind: Any, path: str, trace: _Trace) -> Any:
-    """A class that behaves as `kind`, and tells the trace how the module at `path` is used."""
-    product = "as_linear" if kind in _EMBEDDINGS else "__call__"
-
-    def own(name: str) -> Callable[..., mx.array]:
-        def run(self: nn.Module, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-            trace.within = path
-            y: mx.array = getattr(kind, name)(self, x, *args, **kwargs)
-            trace.within = ""
-            if name == product:
-                trace.add(path, x, y)
-            return y
-
-        return run
-
-    def get(self: nn.Module, name: str) -> Any:
-        if name in self and trace.within != path and kind not in EXPERT_LINEARS:
-            trace.used.add(path)
-        return kind.__getattr__(self, name)
-
-    def put(self: nn.Module, name: str, value: Any) -> None:
-        if name in self:
-            trace.used.add(path)
-        kind.__setattr__(self, name, value)
-
-    methods = {name: own(name) for name in ("__call__", product)}
-    return type(kind.__name__, (kind,), {**methods, "__getattr__": get, "__setattr__": put})
-
-
-def _groups(trace: _Trace) -> dict[str, str]:
+def _groups(trace: Trace) -> dict[str, str]:
     """The group of each linear that is called, named after its first one."""
     groups: dict[str, str] = {}
     last: str | None = None
@@ -150,25 +89,34 @@ def _groups(trace: _Trace) -> dict[str, str]:
 
 
 def _expert_layers(modules: Mapping[str, nn.Module]) -> dict[str, int]:
-    """The number of experts by the path of the module that has them, with its router and the experts' layer."""
-    parts = ((path, part) for path, part in modules.items() if isinstance(part, EXPERT_LINEARS) and path.count(".") > 1)
-    return {path.rsplit(".", 2)[0]: int(part.num_experts) for path, part in parts}
+    """The number of experts by the path of the module that has them and their router. That is the one around the
+    experts' layer, or the next one if there is no other linear in it."""
+    found: dict[str, int] = {}
+    plain = [path for path, part in modules.items() if isinstance(part, LINEARS)]
+    for path, part in modules.items():
+        if isinstance(part, EXPERT_LINEARS) and path.count(".") > 1:
+            at = path.rsplit(".", 2)[0]
+            if not any(each.startswith(f"{at}.") for each in plain):
+                at = at.rpartition(".")[0]
+            found[at] = int(part.num_experts)
+    return found
 
 
-def _refusal(path: str, modules: Mapping[str, nn.Module], traces: list[_Trace]) -> str:
+def _refusal(path: str, modules: Mapping[str, nn.Module], traces: list[Trace]) -> str:
     """The kind of LoRA that is not supported on this module; "" if it may have an adapter, or has no own weights."""
     module, name = modules[path], path.rpartition(".")[2]
-    if isinstance(module, _EMBEDDINGS):
+    if isinstance(module, EMBEDDINGS):
         return "embedding LoRA"
     experts = isinstance(module, EXPERT_LINEARS)
     if experts and type(modules[path.rpartition(".")[0]]) not in _EXPERT_LAYERS:
         return "expert LoRA"
-    if type(module) not in _LINEARS + EXPERT_LINEARS:
-        return f"LoRA on {name}" if "weight" in module and module.weight.ndim == 2 else ""
+    if type(module) not in LINEARS + EXPERT_LINEARS:
+        is_matrix = "weight" in module and module.weight.ndim == 2
+        return f"LoRA on {name}, which is no linear but a {type(module).__name__}," if is_matrix else ""
     return _unfit(path, name, traces)
 
 
-def _unfit(path: str, name: str, traces: list[_Trace]) -> str:
+def _unfit(path: str, name: str, traces: list[Trace]) -> str:
     """Why adapted code cannot take the place of a product, as a kind of LoRA; "" if it can."""
     if not all(trace.of_all_tokens(path) for trace in traces):
         return f"LoRA on {name}, which does not get all tokens,"
@@ -176,23 +124,44 @@ def _unfit(path: str, name: str, traces: list[_Trace]) -> str:
 
 
 def _spec(
-    path: str, modules: Mapping[str, nn.Module], traced: _Traced, group: str, experts: Mapping[str, int]
+    path: str, modules: Mapping[str, nn.Module], product: Product, group: str, experts: Mapping[str, int]
 ) -> LinearSpec:
-    inputs, outputs = traced.x.shape[-1], traced.width
+    inputs, outputs = product.x.shape[-1], product.width
     if isinstance(modules[path], EXPERT_LINEARS):
-        return LinearSpec(path, inputs, outputs, group, int(modules[path].num_experts), traced.vectors // _TOKENS[0])
+        return LinearSpec(path, inputs, outputs, group, int(modules[path].num_experts), product.vectors // _TOKENS[0])
     block = next((at for at in experts if path.startswith(f"{at}.")), None)
-    return LinearSpec(path, inputs, outputs, group, is_router=block is not None and outputs in (1, experts[block]))
+    return LinearSpec(path, inputs, outputs, group, chooses=block is not None and outputs in (1, experts[block]))
 
 
-def _head_spec(head: HeadModule | None, traces: list[_Trace], refused: dict[str, str]) -> LinearSpec | None:
-    if head is None:
+def _heads(modules: Mapping[str, nn.Module], trace: Trace) -> Iterator[LinearSpec]:
+    """The linears from latents to the keys and values of all heads. Of the two modules that do the work of each, a pass
+    of several tokens uses the one of the keys transposed, because a pass of one token multiplies queries by it."""
+    paths = [path for path in trace.called if isinstance(modules[path], HEAD_LINEARS)]
+    values_in = {path.rpartition(".")[0]: path for path in paths if not trace.called[path].transposed}
+    for keys in paths:
+        parent = keys.rpartition(".")[0]
+        if trace.called[keys].transposed and parent in values_in:
+            of_keys, of_values = trace.called[keys], trace.called[values_in[parent]]
+            parts = HeadParts(keys, values_in[parent], len(modules[keys].weight), of_keys.width)
+            path, outputs = f"{parent}.{_KEYS_AND_VALUES}", parts.heads * (of_keys.width + of_values.width)
+            yield LinearSpec(path, of_values.x.shape[-1], outputs, path, parts=parts)
+
+
+def _head(
+    model: nn.Module, modules: Mapping[str, nn.Module], traces: list[Trace], refused: dict[str, str]
+) -> LinearSpec | None:
+    """The linear that makes logits. If it cannot be adapted, it is refused. In a tied model it has the path that
+    Transformers gives it."""
+    at, tied = traces[0].head, _HEAD if owner_of(model) is model else f"language_model.{_HEAD}"
+    if at is None:
+        refused[tied] = f"LoRA on {_HEAD}, whose weight the model reads by itself,"
         return None
-    if kind := _unfit(head.module_path, "lm_head", traces):
-        refused[head.path] = kind
+    embedding = at if isinstance(modules[at], EMBEDDINGS) else ""
+    path, product = tied if embedding else at, traces[0].called[at]
+    if kind := _unfit(at, path.rpartition(".")[2], traces):
+        refused[path] = kind
         return None
-    traced = traces[0].called[head.module_path]
-    return LinearSpec(head.path, traced.x.shape[-1], traced.width, head.path)
+    return LinearSpec(path, product.x.shape[-1], product.width, path, embedding=embedding)
 
 
 def _natural(path: str) -> list[tuple[int, str]]:
@@ -244,23 +213,49 @@ class AdaptedEmbedding(AdaptedLinear):
         return self._adapted(x, self.base.as_linear(x))
 
 
+class AdaptedHeads(AdaptedLinear):
+    """One of the two modules that do the work of a linear from latents to the keys and values of all heads.
+
+    Args:
+        parts: of the linear.
+        at: the path of the module.
+    """
+
+    def __init__(self, base: nn.Module, bank: AdapterBank, spec: LinearSpec, parts: HeadParts, at: str) -> None:
+        super().__init__(base, bank, spec)
+        self._heads, self._columns = parts.heads, parts.columns(at)
+        self._is_of_keys = at == parts.keys
+
+    def __call__(self, x: mx.array, transpose: bool = True) -> mx.array:
+        """[B, heads, T, in] → [B, heads, T, out], or back without `transpose`. Latents may have one head for all."""
+        y, context = self.base(x, transpose), self._bank.context
+        if context is None:
+            return cast(mx.array, y)
+        call = HeadsCall(x, self._heads, self._columns, transpose == self._is_of_keys)
+        return context.adapt_heads(self._group, self.path, call, y)
+
+
 def install_adapters(model: nn.Module, bank: AdapterBank) -> None:
     """Replaces every linear of the bank's layout by an adapted one. Weights are shared, not copied."""
-    modules, layout = dict(model.named_modules()), bank.layout
-    linears = [spec for spec in layout.linears.values() if not spec.experts]
-    adapted: list[tuple[str, nn.Module]] = [
-        (each.path, _adapted_kind(modules[each.path])(modules[each.path], bank, each)) for each in linears
-    ]
-    head = head_module_of(model)
-    if layout.head is not None and head is not None:
-        kind = AdaptedEmbedding if head.tied else AdaptedLinear
-        adapted.append((head.module_path, kind(head.module, bank, layout.head)))
-    model.update_modules(tree_unflatten(adapted))
+    modules = dict(model.named_modules())
+    plain = [spec for spec in bank.layout if not spec.experts]
+    model.update_modules(tree_unflatten([each for spec in plain for each in _adapted(spec, modules, bank)]))
     _install_expert_adapters(model, modules, bank)
 
 
-def _adapted_kind(linear: nn.Module) -> type[AdaptedLinear]:
-    return AdaptedSummedLinear if isinstance(linear, SummedLinear) else AdaptedLinear
+def _adapted(
+    spec: LinearSpec, modules: Mapping[str, nn.Module], bank: AdapterBank
+) -> Iterator[tuple[str, AdaptedLinear]]:
+    """The adapted modules that do the work of a linear, with their paths."""
+    for at in spec.modules:
+        base = modules[at]
+        if spec.parts is not None:
+            yield at, AdaptedHeads(base, bank, spec, spec.parts, at)
+        elif spec.embedding:
+            yield at, AdaptedEmbedding(base, bank, spec)
+        else:
+            kind = AdaptedSummedLinear if isinstance(base, SummedLinear) else AdaptedLinear
+            yield at, kind(base, bank, spec)
 
 
 def _install_expert_adapters(model: nn.Module, modules: Mapping[str, nn.Module], bank: AdapterBank) -> None:

@@ -5,30 +5,32 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.utils import dequantize_model, save_config, save_model
 
 from mlx_parallm.adapters.checkpoints.folders import adapter_in
 from mlx_parallm.adapters.files.read import read_adapter
 from mlx_parallm.adapters.files.write import write_mlx_lm, write_peft
-from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
+from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LinearSpec, LoRAPair
 from mlx_parallm.atomic import new_folder
 from mlx_parallm.errors import ConfigError, UnsupportedModelError
 from mlx_parallm.model.device import prepare_device
 from mlx_parallm.model.linears import adapter_layout
 from mlx_parallm.model.loading import LoadedModel, load
-from mlx_parallm.model.split import HeadModule, head_module_of, owner_of
+from mlx_parallm.model.split import owner_of
 
 _GENERATION_CONFIG = "generation_config.json"
 _TIED = "tie_word_embeddings"
-_QUANTIZED = (nn.QuantizedLinear, QuantizedSwitchLinear)
+_QUANTIZED = (nn.QuantizedLinear, QuantizedSwitchLinear, QuantizedMultiLinear)
+_PER_HEAD = (MultiLinear, QuantizedMultiLinear)
 _PACKINGS = ("quantization", "quantization_config")
 """Keys of a config that say how weights are packed, by path if they differ."""
 
@@ -50,12 +52,12 @@ def merge(model_path: str | None, adapter: Path, output: Path, *, dequantize: bo
         AdapterFileError: the adapter cannot be read, or is not for this model.
     """
     base = _load_for(output, model_path)
-    weights = read_adapter(adapter_in(adapter), adapter_layout(base.model, base.source), max_rank=sys.maxsize).weights
-    model, config = base.model, base.config
-    head = head_module_of(model)
-    if head is not None and head.tied and head.path in weights.pairs:
+    layout = adapter_layout(base.model, base.source)
+    weights = read_adapter(adapter_in(adapter), layout, max_rank=sys.maxsize).weights
+    model, config, head = base.model, base.config, layout.head
+    if head is not None and head.embedding and head.path in weights.pairs:
         config = untie(model, head, config)
-    fuse(model, weights, dequantize)
+    fuse(model, weights, layout, dequantize)
     if dequantize:
         model = dequantize_model(model)
         config = {key: value for key, value in config.items() if key not in _PACKINGS}
@@ -97,21 +99,21 @@ def _load_for(output: Path, model_path: str | None) -> LoadedModel:
     return load(model_path, dequantize=False)
 
 
-def untie(model: nn.Module, head: HeadModule, config: Mapping[str, Any]) -> dict[str, Any]:
+def untie(model: nn.Module, head: LinearSpec, config: Mapping[str, Any]) -> dict[str, Any]:
     """Gives a tied model a linear lm_head with the weight of its embedding, and returns the config of such a model.
 
     Raises:
         UnsupportedModelError: mlx-lm's file of this model has no lm_head.
     """
-    owner, embedding = owner_of(model), head.module
+    owner, embedding = owner_of(model), dict(model.named_modules())[head.embedding]
     places = [place for place in (owner, owner.args) if getattr(place, _TIED, False)]
-    if not places:
+    for place in places:
+        setattr(place, _TIED, False)
+    if not places or "lm_head" not in type(owner)(owner.args):
         raise UnsupportedModelError(
             f"{config.get('model_type')} has no head apart from its embedding, so that an adapter of lm_head cannot be "
             "merged: serve the adapter, or train it without lm_head"
         )
-    for place in places:
-        setattr(place, _TIED, False)
     untied = {**config, _TIED: False}
     if not isinstance(embedding, nn.QuantizedEmbedding):
         owner.lm_head = nn.Linear(1, 1, bias=False)
@@ -123,7 +125,7 @@ def untie(model: nn.Module, head: HeadModule, config: Mapping[str, Any]) -> dict
     return {**untied, **{key: {**untied[key], head.path: packing} for key in _PACKINGS if key in untied}}
 
 
-def fuse(model: nn.Module, weights: AdapterWeights, dequantize: bool) -> None:
+def fuse(model: nn.Module, weights: AdapterWeights, layout: AdapterLayout, dequantize: bool) -> None:
     """Replaces every W that the adapter changes by W + scale · (a b)ᵀ, lazily.
 
     Raises:
@@ -133,15 +135,31 @@ def fuse(model: nn.Module, weights: AdapterWeights, dequantize: bool) -> None:
     if packed:
         raise UnsupportedModelError(f"cannot dequantize {packed}: merge into an unquantized or affine-quantized copy")
     modules = dict(model.named_modules())
-    fused = [(path, _fused(modules[path], pair, dequantize)) for path, pair in weights.pairs.items()]
+    fused = [
+        (at, _fused(modules[at], change, dequantize))
+        for path, pair in weights.pairs.items()
+        for at, change in _changes(layout.find(path), path, pair)
+    ]
     model.update_modules(tree_unflatten(fused))
 
 
-def _fused(linear: nn.Module, pair: LoRAPair, dequantize: bool) -> nn.Module:
+def _changes(spec: LinearSpec | None, path: str, pair: LoRAPair) -> Iterator[tuple[str, mx.array]]:
+    """What an adapter adds to the weight of each module that does the work of a linear, by path: scale · (a b)ᵀ."""
+    product = pair.scale * (mx.array(pair.a) @ mx.array(pair.b))
+    if spec is None or spec.parts is None:
+        yield path, product.swapaxes(-1, -2)
+    else:
+        for at in (spec.parts.keys, spec.parts.values):
+            yield at, spec.parts.weight(at, product)
+
+
+def _fused(linear: nn.Module, change: mx.array, dequantize: bool) -> nn.Module:
     dense = _dense_weight(linear)
-    delta = pair.scale * (mx.array(pair.a) @ mx.array(pair.b)).swapaxes(-1, -2)
-    fused = SwitchLinear(1, 1, 1, bias=False) if dense.ndim == 3 else nn.Linear(1, 1, bias=False)
-    fused.weight = (dense.astype(mx.float32) + delta).astype(dense.dtype)
+    if isinstance(linear, _PER_HEAD):
+        fused = MultiLinear(1, 1, 1)
+    else:
+        fused = SwitchLinear(1, 1, 1, bias=False) if dense.ndim == 3 else nn.Linear(1, 1, bias=False)
+    fused.weight = (dense.astype(mx.float32) + change).astype(dense.dtype)
     if "bias" in linear:
         fused.bias = linear.bias
     if dequantize or not isinstance(linear, _QUANTIZED):
@@ -150,7 +168,7 @@ def _fused(linear: nn.Module, pair: LoRAPair, dequantize: bool) -> nn.Module:
 
 
 def _dense_weight(linear: nn.Module) -> mx.array:
-    """The dequantized weight [out, in], of experts [experts, out, in]."""
+    """The dequantized weight [out, in], of experts and heads [experts or heads, out, in]."""
     weight: mx.array = linear.weight
     if isinstance(linear, _QUANTIZED):
         packing = {"group_size": linear.group_size, "bits": linear.bits, "mode": linear.mode}

@@ -10,15 +10,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-_EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 _LANGUAGE_PART = "language_model"
-_EMBEDDING_NAMES = ("embed_tokens", "embeddings")
 _HEADS = ("n_heads", "num_heads", "num_attention_heads")
 
 
@@ -54,39 +51,6 @@ def query_heads(model: nn.Module) -> int:
     modules = [part for layer in model.layers for _, part in layer.named_modules()]
     return max(
         (heads for part in modules for name in _HEADS if isinstance(heads := getattr(part, name, None), int)), default=1
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class HeadModule:
-    """The module whose weight [vocab, hidden] makes logits of hidden states.
-
-    path: of the linear lm_head, as adapters name it, whether or not the model has one.
-    module_path: of the module: the linear itself or, in a tied model, the embedding.
-    """
-
-    path: str
-    module_path: str
-    module: nn.Module
-
-    @property
-    def tied(self) -> bool:
-        return isinstance(self.module, _EMBEDDINGS)
-
-
-def head_module_of(model: nn.Module) -> HeadModule | None:
-    """The head's linear, or the embedding of a tied model; None if it has neither where mlx-lm's models have it."""
-    owner = owner_of(model)
-    prefix = "" if owner is model else f"{_LANGUAGE_PART}."
-    path, linear = f"{prefix}lm_head", getattr(owner, "lm_head", None)
-    if isinstance(linear, nn.Linear | nn.QuantizedLinear):
-        return HeadModule(path, path, linear)
-    if (trunk := _trunk_name(model)) is None:
-        return None
-    embeddings = ((each, getattr(getattr(owner, trunk), each, None)) for each in _EMBEDDING_NAMES)
-    return next(
-        (HeadModule(path, f"{prefix}{trunk}.{n}", part) for n, part in embeddings if isinstance(part, _EMBEDDINGS)),
-        None,
     )
 
 

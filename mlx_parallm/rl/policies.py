@@ -99,7 +99,7 @@ class PolicyService:
 
     def _kind(self, linear: LinearSpec) -> str:
         """Which of `core.Layers` a linear is; a router is none of them."""
-        if linear.is_router:
+        if linear.chooses:
             return "router"
         if linear == self._layout.head:
             return "head"

@@ -30,7 +30,7 @@ def targets_of(layout: AdapterLayout) -> tuple[str, ...]:
 def _plain(layout: AdapterLayout) -> list[LinearSpec]:
     """The linears of the layers, without experts and routers. Adapters of experts would take much memory; a router that
     is rounded otherwise may choose other experts."""
-    return [spec for spec in layout.linears.values() if not spec.experts and not spec.is_router]
+    return [spec for spec in layout.linears.values() if not spec.experts and not spec.chooses]
 
 
 def random_adapter(layout: AdapterLayout, seed: int, rank: int = RANK, everywhere: bool = False) -> AdapterWeights:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import re
+
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from family_checks import build
-from tiny import tiny_model
+from lora import merged, random_adapter
+from tiny import VOCAB_SIZE, tiny_model
 
+from mlx_parallm.adapters.bank import AdapterBank
+from mlx_parallm.adapters.forward_context import OneAdapter
+from mlx_parallm.adapters.weights import ALL_LINEAR
 from mlx_parallm.errors import UnsupportedModelError
-from mlx_parallm.model.linears import adapter_layout
+from mlx_parallm.model.checks import relative_error
+from mlx_parallm.model.gradients import without_gradient
+from mlx_parallm.model.linears import adapter_layout, install_adapters
 
 LAYER = "model.layers.0"
 
@@ -47,11 +55,103 @@ def test_a_linear_that_no_pass_calls_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("name", "routers"),
-    [("granitemoe", "block_sparse_moe.router.layer"), ("gpt_oss", "mlp.router"), ("llama", "")],
+    [
+        ("granitemoe", "block_sparse_moe.router.layer"),
+        ("gpt_oss", "mlp.router"),
+        ("gemma4_text", "router.proj"),
+        ("dbrx", ""),
+        ("llama", ""),
+    ],
 )
 def test_routers_are_found_by_what_they_give(name: str, routers: str) -> None:
-    found = {spec.path.removeprefix(f"{LAYER}.") for spec in adapter_layout(build(name)) if spec.is_router}
-    assert {path for path in found if not path.startswith("model.")} == ({routers} if routers else set())
+    experts = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64}
+    layout = adapter_layout(build(name, **(experts if name == "gemma4_text" else {})))
+    chosen = {spec.path for spec in layout if spec.chooses}
+    found = {re.sub(r"^\w+\.\w+\.\d+\.", "", path) for path in chosen}
+    assert found == ({routers} if routers else set())
+
+
+@pytest.mark.parametrize(("tokens", "names"), [(4, ("wk", "wq_b", "weights_proj")), (64, ("wk", "wq_b"))])
+def test_an_indexer_only_chooses_whether_or_not_a_short_pass_needs_it(tokens: int, names: tuple[str, ...]) -> None:
+    layout = adapter_layout(build("deepseek_v32", index_topk=tokens))
+    still = {spec.path for spec in layout if spec.chooses}
+    assert still == {f"model.layers.{i}.self_attn.indexer.{name}" for i in range(4) for name in names}
+    assert still.isdisjoint(spec.path for spec in layout.named([ALL_LINEAR]))
+
+
+def test_gradients_end_at_steps_and_at_what_the_result_does_not_use() -> None:
+    x, y, z, unused = (2 * mx.random.normal((4,), key=mx.random.key(seed)) for seed in range(4))
+    twice = [mx.random.normal((4,)), x * 2]
+    result = mx.take(x, mx.argpartition(y, 2)) + mx.where(z > 0, x, mx.stop_gradient(unused))
+    arrays = {"x": [x], "y": [y], "z": [z], "unused": [unused], "twice": twice}
+    assert without_gradient(result, arrays) == {"y", "z", "unused", "twice"}
+    assert without_gradient(result + twice[1], arrays) == {"y", "z", "unused"}
+    mx.eval(y)
+    assert without_gradient(result, arrays) == set(), "MLX forgot what y was computed of"
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "embedding"),
+    [
+        ("llama", "lm_head", ""),
+        ("cohere", "lm_head", "model.embed_tokens"),
+        ("gpt2", "lm_head", "model.wte"),
+        ("lille-130m", "lm_head", "transformer.tok_embeddings"),
+        ("gemma3n", "lm_head", "model.language_model.embed_tokens"),
+        ("internlm2", "output", ""),
+        ("gpt_neox", "model.embed_out", ""),
+        ("kimi_vl", "language_model.lm_head", ""),
+    ],
+)
+def test_the_head_is_the_module_whose_product_is_the_logits(name: str, path: str, embedding: str) -> None:
+    model = build(name)
+    head = adapter_layout(model).head
+    assert head is not None
+    assert (head.path, head.embedding) == (path, embedding)
+    weight = dict(model.named_modules())[embedding or path].weight
+    assert (head.out_features, head.in_features) == weight.shape
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "cohere"])
+def test_an_adapter_of_the_head_changes_the_logits_and_no_embedding(name: str) -> None:
+    layout, tokens = adapter_layout(build(name)), mx.arange(9)[None]
+    assert layout.head is not None
+    weights = random_adapter(layout, 1, targets=(layout.head.target,))
+    model, plain = build(name), build(name)
+    install_adapters(model, bank := AdapterBank(layout, 1, 4, mx.float32))
+    with bank.using(OneAdapter(weights, mx.float32)):
+        got = model(tokens)
+    base = plain(tokens)
+    want = merged(plain, weights)(tokens)
+    assert relative_error(want, base) > 0.01
+    assert relative_error(got, want) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "reason"),
+    [
+        ("seed_oss", "lm_head", "whose weight the model reads by itself"),
+        ("glm4_moe", "model.layers.1.mlp.gate", "which is no linear but a MoEGate"),
+        ("afm7", "model.layers.0.self_attn.qkv_proj", "which is no linear but a FusedLinear"),
+    ],
+)
+def test_what_the_models_own_code_multiplies_is_refused_with_the_reason(name: str, path: str, reason: str) -> None:
+    layout = adapter_layout(build(name))
+    assert layout.find(path) is None
+    assert reason in layout.refused[path]
+
+
+def test_linears_that_quantize_their_inputs_may_have_adapters() -> None:
+    """Nothing is computed, because MLX has no such product on a CPU."""
+    model = tiny_model("llama")
+    attention = model.layers[1].self_attn
+    attention.o_proj = linear = nn.QQLinear.from_linear(attention.o_proj)
+    layout, path = adapter_layout(model), "model.layers.1.self_attn.o_proj"
+    assert (layout.linears[path].out_features, layout.linears[path].in_features) == (64, 64)
+    install_adapters(model, bank := AdapterBank(layout, 1, 4, mx.float32))
+    assert attention.o_proj.base is linear
+    with bank.using(OneAdapter(random_adapter(layout, 1, targets=("o_proj",)), mx.float32)):
+        assert model(mx.arange(9)[None]).shape == (1, 9, VOCAB_SIZE)
 
 
 def test_linears_with_the_same_input_are_a_group() -> None:

@@ -6,19 +6,21 @@ import mlx.nn as nn
 import mlx_lm.utils
 import numpy as np
 import pytest
+from family_checks import CONFIGURATIONS, build
 from mlx.utils import tree_flatten
 from mlx_lm.utils import quantize_model, save_config, save_model
 from tiny import save_directory, save_tiny, tiny_config, tiny_model
 
+from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.files.write import write_mlx_lm, write_peft
+from mlx_parallm.adapters.forward_context import OneAdapter
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
 from mlx_parallm.errors import AdapterFileError, ConfigError, ModelNotFoundError, UnsupportedModelError
 from mlx_parallm.model import merge as merging
 from mlx_parallm.model.bundled import load_bundled
 from mlx_parallm.model.checks import relative_error
-from mlx_parallm.model.linears import adapter_layout
+from mlx_parallm.model.linears import adapter_layout, install_adapters
 from mlx_parallm.model.merge import fuse, merge
-from mlx_parallm.model.split import head_module_of
 
 TOKENS = mx.array([[1, 5, 9, 33, 77, 2, 250, 100, 30, 4, 66, 7]])
 SCALE = 1.5
@@ -173,14 +175,15 @@ def test_biases_and_the_generation_config_are_kept(tmp_path):
 
 def with_head(model, weights):
     """The model with the head's change added to its logits before anything else is done to them."""
-    pair, head = weights.pairs["lm_head"], head_module_of(model)
-    inner = head.module.as_linear if head.tied else head.module
+    pair, embedding = weights.pairs["lm_head"], adapter_layout(model).head.embedding
+    module = dict(model.named_modules())[embedding or "lm_head"]
+    inner = module.as_linear if embedding else module
 
     def outer(x):
         return inner(x) + x @ delta(pair).T
 
-    if head.tied:
-        head.module.as_linear = outer
+    if embedding:
+        module.as_linear = outer
     else:
         model.lm_head = outer
     return by_hand(model, AdapterWeights({path: p for path, p in weights.pairs.items() if path != "lm_head"}))
@@ -210,6 +213,23 @@ def test_a_tied_gemma3_gets_a_head_of_its_own(tmp_path):
     assert relative_error(merged(TOKENS), with_head(model, weights)(TOKENS)) < 1e-5
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+def test_keys_and_values_of_latent_attention_are_merged_head_by_head(quantized, tmp_path):
+    model, config = build("deepseek_v3"), CONFIGURATIONS["deepseek_v3"]
+    if quantized:
+        model, config = quantize_model(model, config, group_size=32, bits=8)
+    save_directory(model, config, tmp_path / "base")
+    weights = make_adapter(model, tmp_path / "adapter", write_peft, targets=("kv_b_proj",))
+    merge(str(tmp_path / "base"), tmp_path / "adapter", tmp_path / "merged")
+    merged, _ = mlx_lm.utils.load(str(tmp_path / "merged"))
+    before = model(TOKENS)
+    install_adapters(model, bank := AdapterBank(adapter_layout(model), 1, 4, mx.float32))
+    with bank.using(OneAdapter(weights, mx.float32)):
+        served = model(TOKENS)
+    assert relative_error(served, before) > 0.1
+    assert relative_error(merged(TOKENS), served) < (0.1 if quantized else 1e-4)
+
+
 def test_a_tied_model_without_a_change_of_the_head_stays_tied(tmp_path):
     make_adapter(save_tiny("qwen2", tmp_path / "base"), tmp_path / "adapter")
     merge(str(tmp_path / "base"), tmp_path / "adapter", tmp_path / "merged")
@@ -218,9 +238,13 @@ def test_a_tied_model_without_a_change_of_the_head_stays_tied(tmp_path):
     assert "lm_head" not in merged
 
 
-def test_a_model_that_cannot_be_untied_is_refused_and_nothing_is_written(tmp_path):
-    make_adapter(save_tiny("gemma2", tmp_path / "base"), tmp_path / "adapter", targets=("lm_head",))
-    with pytest.raises(UnsupportedModelError, match="gemma2 has no head apart from its embedding"):
+@pytest.mark.parametrize("name", ["gemma2", "internlm2"])
+def test_a_model_that_cannot_be_untied_is_refused_and_nothing_is_written(name, tmp_path):
+    """mlx-lm's file of internlm2 has another name for the head of an untied model."""
+    model, tied = build(name, tie_word_embeddings=True), {"tie_word_embeddings": True}
+    save_directory(model, CONFIGURATIONS[name] | tied, tmp_path / "base")
+    make_adapter(model, tmp_path / "adapter", targets=("lm_head",))
+    with pytest.raises(UnsupportedModelError, match=f"{name} has no head apart from its embedding"):
         merge(str(tmp_path / "base"), tmp_path / "adapter", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 
@@ -282,7 +306,7 @@ def test_a_packing_that_cannot_be_dequantized_is_refused():
     model = tiny_model("llama")
     model.layers[0].mlp.up_proj.global_scale = mx.array(2.0)
     with pytest.raises(UnsupportedModelError, match=r"cannot dequantize model\.layers\.0\.mlp\.up_proj"):
-        fuse(model, AdapterWeights({}), dequantize=False)
+        fuse(model, AdapterWeights({}), adapter_layout(model), dequantize=False)
 
 
 def test_the_bundled_model_stays_as_it_is_packed(tmp_path):

@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 from mlx_parallm.adapters.files.disk import ITEM_BYTES, Float32, TensorInfo, problem, widened
-from mlx_parallm.adapters.files.paths import spellings
-from mlx_parallm.adapters.weights import AdapterLayout
+from mlx_parallm.adapters.weights import AdapterLayout, plain_path
 from mlx_parallm.errors import shown
 
 _ROUNDING = 2.0**-8
@@ -52,17 +50,18 @@ def _base_weight(path: str, folder: Path | None) -> tuple[str, Float32] | None:
     for name in names:
         for file in files:
             with suppress(OSError, ValueError, struct.error):  # it is gone, or no safetensors file
-                if (found := _tensor_in(file, [*spellings(name)])) is not None:
+                if (found := _tensor_in(file, plain_path(name))) is not None:
                     return found
     return None
 
 
-def _tensor_in(file: Path, names: Sequence[str]) -> tuple[str, Float32] | None:
-    """Type and values of the first of these tensors that a file has as floats."""
+def _tensor_in(file: Path, plain: str) -> tuple[str, Float32] | None:
+    """Type and values of the tensor with this plain path, if a file has it as floats."""
     with file.open("rb") as opened:
         (length,) = struct.unpack("<Q", opened.read(8))
         tensors = json.loads(opened.read(length))
-        name = next((name for name in names if tensors.get(name, {}).get("dtype") in ITEM_BYTES), None)
+        floats = (name for name, tensor in tensors.items() if tensor.get("dtype") in ITEM_BYTES)
+        name = next((name for name in floats if plain_path(name) == plain), None)
         if name is None:
             return None
         info = TensorInfo(tensors[name]["dtype"], tuple(tensors[name]["shape"]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 from mlx_parallm.adapters.files.disk import problem
 from mlx_parallm.adapters.weights import AdapterLayout, LinearSpec
@@ -14,45 +14,32 @@ _EXPERTS = re.compile(r"(^|\.)(experts|switch_mlp)(\.|$)")
 _REFUSED_KINDS = {"embed_tokens": "embedding LoRA"}
 
 
-def locate(path: str, layout: AdapterLayout) -> LinearSpec:
-    """The model's linear that a path in a file names, in any of the spellings in use.
+def locate(path: str, layout: AdapterLayout) -> Sequence[LinearSpec]:
+    """The model's linears that a path in a file names, in any of the spellings in use; see `AdapterLayout.spelled`.
 
     Raises:
         AdapterFileError: the model has no such linear, or adapters may not change that module.
     """
-    for spelling in spellings(path):
-        if (spec := layout.find(spelling)) is not None:
-            return spec
-    kind = _refusal(path, layout)
-    if kind:
+    if specs := layout.spelled(path):
+        return specs
+    if kind := _refusal(path, layout):
         raise problem(f"{kind} is not supported: {shown(path)[1:-1]}; train the adapter without it")
     raise problem(f"the model has no such linear: {shown(path)[1:-1]}; is the adapter of another base model?")
 
 
-def hugging_face_path(path: str) -> str:
+def transformers_path(path: str, layout: AdapterLayout) -> str:
     """Transformers' spelling of a path in the model: the text part of a multimodal model is inside `model`, and its
     head beside that."""
+    path = layout.transformers.get(path, path)
     if path == f"{_TEXT}.{_HEAD}":
         return _HEAD
     inner = path.removeprefix(f"{_TEXT}.model.")
     return path if inner == path else f"model.{_TEXT}.{inner}"
 
 
-def spellings(path: str) -> Iterator[str]:
-    """The ways in which programs spell a path: what mlx-lm writes as language_model.model.layers… is
-    model.language_model.layers… or model.layers… in Transformers."""
-    yield path
-    *head, tail = path.split(".", 2)
-    bare = ".".join([*(part for part in head if part != _TEXT), tail])
-    yield bare
-    yield f"{_TEXT}.{bare}"
-    yield hugging_face_path(f"{_TEXT}.{bare}")
-
-
 def _refusal(path: str, layout: AdapterLayout) -> str:
-    for spelling in spellings(path):
-        if spelling in layout.refused:
-            return layout.refused[spelling]
+    if refusal := layout.refusal(path):
+        return refusal
     if _EXPERTS.search(path):
         return "expert LoRA in another format than mlx-lm's" if any(spec.experts for spec in layout) else "expert LoRA"
     return _REFUSED_KINDS.get(path.rpartition(".")[2], "")

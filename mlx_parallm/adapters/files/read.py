@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol
 
@@ -65,11 +65,13 @@ class AdapterFile:
 
 @dataclass(frozen=True, slots=True)
 class PairPlan:
-    """The tensor names of one LoRA pair, and its scale. Names, shapes and rank have been checked."""
+    """The tensor names of one LoRA pair, and its scale. Names, shapes and rank have been checked. `outputs`: which of
+    the outputs in the file are those of the model's linear; None if all are."""
 
     a: str
     b: str
     scale: float
+    outputs: slice | None
 
 
 def read_adapter(folder: Path, layout: AdapterLayout, max_rank: int, roots: AdapterRoots | None = None) -> AdapterFile:
@@ -84,7 +86,7 @@ def read_adapter(folder: Path, layout: AdapterLayout, max_rank: int, roots: Adap
         header = read_header(file, form.weights_file)
         plans = planned(form, header, layout, max_rank)
         data, tensors = read_factors(form, file, header, plans, layout)
-    pairs = pairs_of(plans, tensors, layout, form.transposed)
+    pairs = pairs_of(plans, tensors, layout, form.transposed, max_rank)
     nbytes = sum(header.tensors[name].nbytes for plan in plans.values() for name in (plan.a, plan.b))
     warning = form.contradiction(plans, layout)
     return AdapterFile(AdapterWeights(pairs, form.rslora), _digest(data, plans), form.name, folder, nbytes, warning)
@@ -123,12 +125,17 @@ def planned(form: Format, header: Header, layout: AdapterLayout, max_rank: int) 
         raise problem(f"{form.weights_file} holds no tensors of an adapter: an empty adapter changes nothing")
     plans: dict[str, PairPlan] = {}
     for path, names in modules.items():
-        spec = locate(path, layout)
-        if spec.experts and form.name == "peft":
+        specs = locate(path, layout)
+        whole = replace(specs[0], out_features=sum(spec.out_features for spec in specs))
+        if whole.experts and form.name == "peft":
             raise problem(f"expert LoRA in another format than mlx-lm's is not supported: {shown(path)[1:-1]}")
-        if spec.path in plans:
-            raise problem(f"{spec.path} has two adapters in {form.weights_file}: keep one")
-        plans[spec.path] = _checked(form, path, names, spec, header, max_rank)
+        scale = _checked(form, path, names, whole, header, max_rank * len(specs))
+        start = 0
+        for spec in specs:
+            if spec.path in plans:
+                raise problem(f"{spec.path} has two adapters in {form.weights_file}: keep one")
+            outputs = slice(start, start := start + spec.out_features) if len(specs) > 1 else None
+            plans[spec.path] = PairPlan(names["a"], names["b"], scale, outputs)
     return plans
 
 
@@ -138,7 +145,7 @@ def _by_module(form: Format, header: Header, layout: AdapterLayout) -> dict[str,
     for name, info in header.tensors.items():
         if (copied := form.base_copy(name)) is not None:
             if FROZEN in name:
-                _check_shape(name, info, locate(copied, layout))
+                _check_shape(name, info, locate(copied, layout)[0])
             continue
         path, factor = form.factor(name)
         first = modules.setdefault(path, {}).setdefault(factor, name)
@@ -158,7 +165,8 @@ def _check_shape(name: str, info: TensorInfo, spec: LinearSpec) -> None:
 
 def _checked(
     form: Format, path: str, names: Mapping[Factor, str], spec: LinearSpec, header: Header, max_rank: int
-) -> PairPlan:
+) -> float:
+    """The scale of a pair whose shapes and rank are right. `spec`: of the linear as the file knows it."""
     if len(names) < 2:
         (present,) = names.values()
         raise problem(f"{shown(present)} has no lora_{'b' if 'a' in names else 'a'} beside it: both factors are needed")
@@ -169,13 +177,17 @@ def _checked(
             f"{spec.path} maps {spec.in_features} to {spec.out_features} features, but {shown(names['a'])} is "
             f"{list(a)} and {shown(names['b'])} {list(b)} (as [in, rank] and [rank, out]): is it of another base model?"
         )
-    if a[1] > max_rank:
-        raise problem(f"rank {a[1]} is over --max-lora-rank {max_rank}: {spec.path}; raise it or train a smaller rank")
+    _check_rank(a[1], max_rank, spec.path)
     if a[1] != declared:
         raise problem(f"{shown(names['a'])} has rank {a[1]}, but the config says {declared}: correct the config")
     if not math.isfinite(scale):
         raise problem(f"the scale of {spec.path} is not finite: correct the config")
-    return PairPlan(names["a"], names["b"], scale)
+    return scale
+
+
+def _check_rank(rank: int, max_rank: int, path: str) -> None:
+    if rank > max_rank:
+        raise problem(f"rank {rank} is over --max-lora-rank {max_rank}: {path}; raise it or train a smaller rank")
 
 
 def _matrix(name: str, header: Header, spec: LinearSpec, transposed: bool) -> tuple[int, int]:
@@ -193,18 +205,34 @@ def _matrix(name: str, header: Header, spec: LinearSpec, transposed: bool) -> tu
 
 
 def pairs_of(
-    plans: Mapping[str, PairPlan], tensors: Mapping[str, Float32], layout: AdapterLayout, transposed: bool
+    plans: Mapping[str, PairPlan],
+    tensors: Mapping[str, Float32],
+    layout: AdapterLayout,
+    transposed: bool,
+    max_rank: int,
 ) -> dict[str, LoRAPair]:
-    """The pairs of the tensors that were read, by path, in the layout's order."""
-    return {
+    """The pairs of the tensors that were read, by path, in the layout's order.
+
+    Raises:
+        AdapterFileError: the rank of a part of a pair is over `max_rank`.
+    """
+    pairs = {
         spec.path: _pair(plans[spec.path], tensors, transposed or spec.experts > 0)
         for spec in layout
         if spec.path in plans
     }
+    for path, pair in pairs.items():
+        _check_rank(pair.rank, max_rank, path)
+    return pairs
 
 
 def _pair(plan: PairPlan, tensors: Mapping[str, Float32], transposed: bool) -> LoRAPair:
     a, b = (tensors[name].swapaxes(-1, -2) if transposed else tensors[name] for name in (plan.a, plan.b))
+    if plan.outputs is not None:
+        part = b[:, plan.outputs]
+        used = np.flatnonzero(np.abs(part).max(axis=1))
+        used = used if used.size else np.zeros(1, np.intp)
+        a, b = a[:, used], part[used]
     return LoRAPair(np.ascontiguousarray(a), np.ascontiguousarray(b), plan.scale)
 
 

@@ -48,7 +48,7 @@ def read_reward_model(folder: Path, layout: AdapterLayout, max_rank: int) -> Rew
         factors = {name: info for name, info in header.tensors.items() if name != SCORE_WEIGHT}
         plans = planned(form, replace(header, tensors=factors), layout, max_rank)
         _, tensors = read_factors(form, file, header, plans, layout, [SCORE_WEIGHT])
-    adapter = AdapterWeights(pairs_of(plans, tensors, layout, form.transposed), form.rslora)
+    adapter = AdapterWeights(pairs_of(plans, tensors, layout, form.transposed, max_rank), form.rslora)
     return RewardModelWeights(adapter, tensors[SCORE_WEIGHT][0])
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from safetensors.numpy import save
 
 from mlx_parallm.adapters.files.disk import CONFIG_FILE, problem
-from mlx_parallm.adapters.files.paths import block_of, hugging_face_path
+from mlx_parallm.adapters.files.paths import block_of, transformers_path
 from mlx_parallm.adapters.files.peft import PEFT_WEIGHTS, PREFIX, SCORE, SCORE_WEIGHT, SCORER_TASK
 from mlx_parallm.adapters.files.read import MLX_LM_WEIGHTS
-from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, Array, LoRAPair, lora_alpha
+from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, Array, LinearSpec, LoRAPair, lora_alpha
 
 Float = NDArray[np.floating[Any]]
 
@@ -53,8 +53,9 @@ def write_peft(folder: Path, weights: AdapterWeights, layout: AdapterLayout, bas
 
     `base_model`: the hub id or directory for `base_model_name_or_path`.
     """
-    config = _lora_config(weights, layout, base_model)
-    _write(folder, PEFT_WEIGHTS, save(_factors(weights), {"format": "pt"}), config)
+    spelled = _in_transformers(weights, layout)
+    config = _lora_config(spelled, layout, base_model)
+    _write(folder, PEFT_WEIGHTS, save(_factors(spelled), {"format": "pt"}), config)
 
 
 def write_peft_reward_model(
@@ -64,25 +65,53 @@ def write_peft_reward_model(
 
     `head`: [hidden], the weight of Transformers' `score`, a linear without a bias.
     """
-    tensors = _factors(weights) | {SCORE_WEIGHT: np.ascontiguousarray(head, np.float32)[None]}
-    config = _lora_config(weights, layout, base_model) | {"task_type": SCORER_TASK, "modules_to_save": [SCORE]}
+    spelled = _in_transformers(weights, layout)
+    tensors = _factors(spelled) | {SCORE_WEIGHT: np.ascontiguousarray(head, np.float32)[None]}
+    config = _lora_config(spelled, layout, base_model) | {"task_type": SCORER_TASK, "modules_to_save": [SCORE]}
     _write(folder, PEFT_WEIGHTS, save(tensors, {"format": "pt"}), config)
 
 
+def _in_transformers(weights: AdapterWeights, layout: AdapterLayout) -> AdapterWeights:
+    """The pairs by Transformers' paths. Linears that are one there get one pair."""
+    pairs: dict[str, LoRAPair] = {}
+    for path, pair in weights.pairs.items():
+        name = transformers_path(path, layout)
+        parts = layout.spelled(name)
+        pairs[name] = pair if len(parts) < 2 else _joined([weights.pairs.get(spec.path) for spec in parts], parts)
+    return AdapterWeights(pairs, weights.rslora)
+
+
+def _joined(pairs: Sequence[LoRAPair | None], specs: Sequence[LinearSpec]) -> LoRAPair:
+    """One pair of linears with the same input whose outputs are those of one linear, one after the other. Pairs with
+    the same a keep it; others lie side by side, so their ranks add up."""
+    given = [pair for pair in pairs if pair is not None]
+    shared = all(np.array_equal(_stored(pair.a), _stored(given[0].a)) for pair in given)
+    a = _stored(given[0].a) if shared else np.concatenate([_stored(pair.a) for pair in given], axis=1)
+    b = np.zeros((a.shape[1], sum(spec.out_features for spec in specs)), np.float32)
+    scale = max((pair.scale for pair in given), key=abs)
+    row = column = 0
+    for pair, spec in zip(pairs, specs, strict=True):
+        if pair is not None:
+            b[row : row + pair.rank, column : column + spec.out_features] = _rescaled(pair, scale)
+            row += 0 if shared else pair.rank
+        column += spec.out_features
+    return LoRAPair(a, b, scale)
+
+
 def _factors(weights: AdapterWeights) -> dict[str, Float]:
+    """`weights`: by Transformers' paths."""
     if experts := next((path for path, pair in weights.pairs.items() if pair.a.ndim == 3), None):
         raise problem(f"expert LoRA cannot be written in PEFT's format: {experts}; write it in mlx-lm's")
     tensors: dict[str, Float] = {}
     for path, pair in weights.pairs.items():
-        prefix = f"{PREFIX}{hugging_face_path(path)}"
-        tensors[f"{prefix}.lora_A.weight"] = np.ascontiguousarray(_stored(pair.a).T)
-        tensors[f"{prefix}.lora_B.weight"] = np.ascontiguousarray(_stored(pair.b).T)
+        tensors[f"{PREFIX}{path}.lora_A.weight"] = np.ascontiguousarray(_stored(pair.a).T)
+        tensors[f"{PREFIX}{path}.lora_B.weight"] = np.ascontiguousarray(_stored(pair.b).T)
     return tensors
 
 
 def _lora_config(weights: AdapterWeights, layout: AdapterLayout, base_model: str | None) -> dict[str, Any]:
-    ranks = {hugging_face_path(path): pair.rank for path, pair in weights.pairs.items()}
-    alphas = {hugging_face_path(path): _alpha(pair, weights.rslora) for path, pair in weights.pairs.items()}
+    ranks = {path: pair.rank for path, pair in weights.pairs.items()}
+    alphas = {path: _alpha(pair, weights.rslora) for path, pair in weights.pairs.items()}
     rank, alpha = _most_common(ranks), _most_common(alphas)
     return {
         "peft_type": "LORA",
@@ -106,10 +135,10 @@ def _lora_config(weights: AdapterWeights, layout: AdapterLayout, base_model: str
 
 def _target_modules(weights: AdapterWeights, layout: AdapterLayout) -> list[str]:
     """Names such as q_proj, if all linears of that name have a pair; else the whole paths of those that have one."""
-    partial = {spec.target for path, spec in layout.linears.items() if path not in weights.pairs}
-    names = {path.rpartition(".")[2]: path for path in weights.pairs}
-    whole = {hugging_face_path(path) for path in weights.pairs if path.rpartition(".")[2] in partial}
-    return sorted((names.keys() - partial) | whole)
+    every = {transformers_path(path, layout) for path in layout.linears}
+    partial = {path.rpartition(".")[2] for path in every - weights.pairs.keys()}
+    names = {path.rpartition(".")[2] for path in weights.pairs}
+    return sorted((names - partial) | {path for path in weights.pairs if path.rpartition(".")[2] in partial})
 
 
 def _alpha(pair: LoRAPair, rslora: bool) -> int | float:

@@ -26,7 +26,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.adapters.forward_context import ExpertCall, TokenAdapters
+from mlx_parallm.adapters.forward_context import ExpertCall, HeadsCall, TokenAdapters
 from mlx_parallm.adapters.linear_group import LinearGroup
 from mlx_parallm.adapters.weights import AdapterLayout
 from mlx_parallm.core.branches import Branch
@@ -205,6 +205,16 @@ class TrainingContext:
                 own = (call.adapters == number)[..., None, None]
                 y = y + mx.where(own, change, 0.0).astype(y.dtype)
         return y
+
+    def adapt_heads(self, _group: LinearGroup, path: str, call: HeadsCall, y: mx.array) -> mx.array:
+        """See `AdapterContext.adapt_heads`."""
+        starts = [*accumulate(span.tokens for span in self.spans)][:-1]
+        changed = []
+        for span, x, base in zip(self.spans, mx.split(call.x, starts), mx.split(y, starts), strict=True):
+            pair = span.params.get(path)
+            change = None if pair is None else call.change(x.astype(mx.float32), pair["a"][None], pair["b"][None])
+            changed.append(base if change is None else base + (span.scale * change).astype(y.dtype))
+        return mx.concatenate(changed)
 
     def part(self, start: int, stop: int) -> TrainingContext:
         """See `AdapterContext.part`. The rows of a branch use the same factors."""
