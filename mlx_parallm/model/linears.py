@@ -24,6 +24,7 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.weights import AdapterLayout, LinearSpec
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.experts import EXPERT_LINEARS, AdaptedExpertLinear, AdaptedExperts, IndexFormat
+from mlx_parallm.model.packing import as_dense
 from mlx_parallm.model.sharding import SummedLinear
 from mlx_parallm.model.split import HeadModule, head_module_of
 
@@ -76,6 +77,11 @@ def adapter_layout(model: nn.Module, source: Path | None = None) -> AdapterLayou
     Raises:
         UnsupportedModelError: the model does not run.
     """
+    with as_dense(model):
+        return _layout(model, source)
+
+
+def _layout(model: nn.Module, source: Path | None) -> AdapterLayout:
     modules, head = dict(model.named_modules()), head_module_of(model)
     traces = [_traced(model, modules, tokens) for tokens in _TOKENS]
     linears: dict[str, LinearSpec] = {}

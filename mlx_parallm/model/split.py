@@ -73,7 +73,7 @@ def head_module_of(model: nn.Module) -> HeadModule | None:
     owner = owner_of(model)
     prefix = "" if owner is model else f"{_LANGUAGE_PART}."
     path, linear = f"{prefix}lm_head", getattr(owner, "lm_head", None)
-    if isinstance(linear, nn.Linear | nn.QuantizedLinear):
+    if isinstance(linear, nn.Linear | nn.QuantizedLinear | nn.QQLinear):
         return HeadModule(path, path, linear)
     if (place := _trunk_place(model)) is None:
         return None
