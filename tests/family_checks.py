@@ -32,7 +32,8 @@ from mlx_parallm.rl.learn.model import Span as Trained
 CONFIGURATIONS: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parent / "model" / "configurations.json").read_text()
 )
-"""Those of mlx-lm's own tests, some of them smaller; by their model type, with a number from the second one on."""
+"""By their model type, with a number from the second one on: those of mlx-lm's own tests, some of them smaller. One of
+each model file that these lack follows, written for our tests: `ours` and the model type."""
 
 RANK, SCALE = 4, 0.5
 
