@@ -27,7 +27,7 @@ from mlx_parallm.model.families import relative_error
 from mlx_parallm.model.linears import adapter_layout
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.model.merge import merge
-from mlx_parallm.model.packing import dense_weight, dequantize, packed_like
+from mlx_parallm.model.packing import as_dense, dense_weight, dequantize, packed_like
 
 TOKENS = mx.array([[1, 5, 9, 33, 77, 2, 250, 100, 30, 4, 66, 7]])
 AFFINE = [{"mode": "affine", "bits": bits, "group_size": size} for bits in (2, 3, 4, 5, 6, 8) for size in (32, 64, 128)]
@@ -194,6 +194,18 @@ def test_models_whose_activations_are_quantized_too(mode: str, tmp_path: Path) -
     assert isinstance(stored.lm_head, nn.QQLinear)
     assert shape(adapter_layout(stored)) == shape(adapter_layout(packed))
     assert_same("llama", loaded(tmp_path), packed)
+
+
+def test_layers_that_were_dense_for_a_while_are_packed_again() -> None:
+    model = tiny_model("qwen3_moe")
+    nn.quantize(model, group_size=32, bits=4)
+    before, want = dict(tree_flatten(model.parameters())), model(TOKENS)
+    with as_dense(model):
+        assert not any("scales" in each for each in model.modules())
+    after = dict(tree_flatten(model.parameters()))
+    assert after.keys() == before.keys()
+    assert all(after[name] is before[name] for name in after)
+    assert mx.array_equal(model(TOKENS), want)
 
 
 @pytest.mark.parametrize("inverted", [False, True])
