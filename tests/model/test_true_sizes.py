@@ -43,7 +43,7 @@ def freed() -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("bits", [16, 4])
 @pytest.mark.parametrize("release", RELEASES)
 def test_it_passes_the_checks_of_a_start(
