@@ -35,12 +35,14 @@ from mlx_parallm.rl.learn.model import Span as Trained
 CONFIGURATIONS: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parent / "model" / "configurations.json").read_text()
 )
-"""Those of mlx-lm's own tests, some of them smaller; by their model type, with a number from the second one on."""
+"""By their model type, with a number from the second one on: those of mlx-lm's own tests, some of them smaller. One of
+each model file that these lack follows, written for our tests: `ours` and the model type."""
 
 COMPATIBLE = frozenset({"afm7", "gpt_bigcode", "llama4"})
 """Those that run row by row, with a compatible plan: they compute with the length of one row."""
 
 RANK, SCALE = 4, 0.5
+_MANY = 1 << 22
 
 _PASSES = ((3, 0, 0), (1, 40, 0), (1, 30, 0), (1, 1, 1), (1, 1, 5), (0, 1, 1), (1, 1, 1))
 """Tokens of three rows in each pass: chunks beside single tokens, and more than one block and than a tiny window."""
@@ -53,10 +55,16 @@ _SHARED, _RESTS, _ALONE = 6, (4, 3), 5
 
 
 def build(name: str, **changed: Any) -> nn.Module:
-    """The model in float32, with some settings changed. Matrices keep the size of what passes through; vectors differ a
-    little from what mlx-lm begins with."""
+    """The model of one of the configurations, in float32, with some settings changed."""
     prepare_device()
-    config = CONFIGURATIONS[name] | changed
+    model = random_model(CONFIGURATIONS[name] | changed)
+    mx.eval(model.parameters())
+    return model
+
+
+def random_model(config: Mapping[str, Any]) -> nn.Module:
+    """The model of a config.json in float32, with weights that are not computed yet. Matrices keep the size of what
+    passes through; vectors differ a little from what mlx-lm begins with."""
     kind = config["model_type"]
     module = importlib.import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}")
     mx.random.seed(0)
@@ -65,11 +73,13 @@ def build(name: str, **changed: Any) -> nn.Module:
     keys = mx.random.split(mx.random.key(0), len(arrays))
     model.update(tree_unflatten([(path, _random(each, key)) for (path, each), key in zip(arrays, keys, strict=True)]))
     model.eval()
-    mx.eval(model.parameters())
     return model
 
 
 def _random(array: mx.array, key: mx.array) -> mx.array:
+    """Uniform ones if there are many, because a CPU draws them four times as fast."""
+    if array.size > _MANY:
+        return mx.random.uniform(-1.0, 1.0, array.shape, key=key) * (3 / array.shape[-1]) ** 0.5
     noise = mx.random.normal(array.shape, key=key)
     return noise / array.shape[-1] ** 0.5 if array.ndim > 1 else array.astype(mx.float32) + 0.05 * noise
 

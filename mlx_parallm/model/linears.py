@@ -26,6 +26,7 @@ from mlx_parallm.adapters.forward_context import HeadsCall
 from mlx_parallm.adapters.weights import AdapterLayout, HeadParts, LinearSpec
 from mlx_parallm.model.experts import EXPERT_LINEARS, AdaptedExpertLinear, AdaptedExperts, IndexFormat
 from mlx_parallm.model.names import transformers_paths
+from mlx_parallm.model.packing import as_dense
 from mlx_parallm.model.sharding import SummedLinear
 from mlx_parallm.model.split import owner_of
 from mlx_parallm.model.trace import EMBEDDINGS, HEAD_LINEARS, LINEARS, Product, Trace, traced
@@ -51,6 +52,11 @@ def adapter_layout(model: nn.Module, source: Path | None = None) -> AdapterLayou
     Raises:
         UnsupportedModelError: the model does not run.
     """
+    with as_dense(model):
+        return _layout(model, source)
+
+
+def _layout(model: nn.Module, source: Path | None) -> AdapterLayout:
     modules = dict(model.named_modules())
     traces = [traced(model, modules, tokens) for tokens in _TOKENS]
     linears: dict[str, LinearSpec] = {}

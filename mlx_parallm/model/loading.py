@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,14 @@ from huggingface_hub.utils import disable_progress_bars
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, dequantize_model, load_model, load_tokenizer
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, load_model, load_tokenizer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers import PreTrainedConfig
 
 from mlx_parallm.errors import ModelNotFoundError, UnsupportedModelError
 from mlx_parallm.model.bundled import BUNDLED_NAME, bundled_path, load_bundled
+from mlx_parallm.model.packing import dequantize as dequantize_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +136,11 @@ def _load_directory(
 ) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
     try:
         model, config = load_model(folder, lazy=True, trust_remote_code=trust_remote_code)
-        tokenizer = load_tokenizer(
-            folder, {"trust_remote_code": trust_remote_code}, eos_token_ids=config.get("eos_token_id")
-        )
     except FileNotFoundError as error:
         raise ModelNotFoundError(f"{folder}: {error}") from error
-    except (ValueError, TypeError, KeyError, OSError, RuntimeError, ImportError) as error:
+    except (Exception, SystemExit) as error:  # foreign code: a file that lacks a package may end the program
         raise UnsupportedModelError(f"mlx-lm cannot load {folder}: {error}") from error
+    tokenizer = tokenizer_in(folder, trust_remote_code, config.get("eos_token_id"))
     if dequantize:
         model = to_float32(model)
     return model, tokenizer, config
@@ -183,21 +184,31 @@ _OF_LAYERS = re.compile("layer|block|pattern|types")
 """In the names of settings with an entry for each layer."""
 
 
-def to_float32(model: nn.Module) -> nn.Module:
-    """Dequantizes quantized layers and widens all others to float32, lazily.
+def tokenizer_in(
+    folder: Path, trust_remote_code: bool, eos_token_ids: int | list[int] | None = None
+) -> TokenizerWrapper:
+    """The tokenizer of a model directory.
+
+    Transformers reads config.json first, and its class for the architecture may refuse values that mlx-lm's accepts.
+    The tokenizer's own files say all that is needed, so it is then loaded without that class.
 
     Raises:
-        UnsupportedModelError: mlx-lm cannot dequantize the packing of a layer.
+        UnsupportedModelError: the tokenizer cannot be loaded.
     """
+    load = partial(load_tokenizer, folder, eos_token_ids=eos_token_ids)
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    try:
+        with suppress(Exception):
+            return load(options)
+        return load({**options, "config": PreTrainedConfig.from_pretrained(folder)})
+    except (Exception, SystemExit) as error:
+        raise UnsupportedModelError(f"the tokenizer of {folder} cannot be loaded: {error}") from error
+
+
+def to_float32(model: nn.Module) -> nn.Module:
+    """Dequantizes quantized layers and widens all others to float32, lazily."""
     _widen_all(model)  # scales too: with 16-bit scales, the dequantized weights would be rounded to 16 bits
-    packed = [name for name, _ in tree_flatten(model.parameters()) if name.endswith(".global_scale")]
-    if not packed:
-        model = dequantize_model(model)
-        packed = [name for name, _ in tree_flatten(model.parameters()) if name.endswith(".scales")]
-    if packed:
-        raise UnsupportedModelError(
-            f"cannot dequantize {packed[0]}, as a CPU needs: use an unquantized or an affine-quantized copy"
-        )
+    dequantize_layers(model)
     _widen_all(model)
     return model
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_unflatten
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
-from mlx_lm.utils import dequantize_model, save_config, save_model
+from mlx_lm.models.switch_layers import SwitchLinear
+from mlx_lm.utils import save_config, save_model
 
 from mlx_parallm.adapters.checkpoints.folders import adapter_in
 from mlx_parallm.adapters.files.read import read_adapter
@@ -25,11 +25,12 @@ from mlx_parallm.errors import ConfigError, UnsupportedModelError
 from mlx_parallm.model.device import prepare_device
 from mlx_parallm.model.linears import adapter_layout
 from mlx_parallm.model.loading import LoadedModel, load
+from mlx_parallm.model.packing import dense_weight, packed_like
+from mlx_parallm.model.packing import dequantize as dequantize_layers
 from mlx_parallm.model.split import owner_of
 
 _GENERATION_CONFIG = "generation_config.json"
 _TIED = "tie_word_embeddings"
-_QUANTIZED = (nn.QuantizedLinear, QuantizedSwitchLinear, QuantizedMultiLinear)
 _PER_HEAD = (MultiLinear, QuantizedMultiLinear)
 _PACKINGS = ("quantization", "quantization_config")
 """Keys of a config that say how weights are packed, by path if they differ."""
@@ -59,7 +60,7 @@ def merge(model_path: str | None, adapter: Path, output: Path, *, dequantize: bo
         config = untie(model, head, config)
     fuse(model, weights, layout, dequantize)
     if dequantize:
-        model = dequantize_model(model)
+        dequantize_layers(model)
         config = {key: value for key, value in config.items() if key not in _PACKINGS}
     with new_folder(output) as folder:
         save_model(folder, model)
@@ -126,14 +127,7 @@ def untie(model: nn.Module, head: LinearSpec, config: Mapping[str, Any]) -> dict
 
 
 def fuse(model: nn.Module, weights: AdapterWeights, layout: AdapterLayout, dequantize: bool) -> None:
-    """Replaces every W that the adapter changes by W + scale · (a b)ᵀ, lazily.
-
-    Raises:
-        UnsupportedModelError: mlx-lm cannot dequantize the packing of a layer.
-    """
-    packed = next((name for name, _ in tree_flatten(model.parameters()) if name.endswith(".global_scale")), None)
-    if packed:
-        raise UnsupportedModelError(f"cannot dequantize {packed}: merge into an unquantized or affine-quantized copy")
+    """Replaces every W that the adapter changes by W + scale · (a b)ᵀ, lazily."""
     modules = dict(model.named_modules())
     fused = [
         (at, _fused(modules[at], change, dequantize))
@@ -154,7 +148,7 @@ def _changes(spec: LinearSpec | None, path: str, pair: LoRAPair) -> Iterator[tup
 
 
 def _fused(linear: nn.Module, change: mx.array, dequantize: bool) -> nn.Module:
-    dense = _dense_weight(linear)
+    dense = dense_weight(linear)
     if isinstance(linear, _PER_HEAD):
         fused = MultiLinear(1, 1, 1)
     else:
@@ -162,15 +156,4 @@ def _fused(linear: nn.Module, change: mx.array, dequantize: bool) -> nn.Module:
     fused.weight = (dense.astype(mx.float32) + change).astype(dense.dtype)
     if "bias" in linear:
         fused.bias = linear.bias
-    if dequantize or not isinstance(linear, _QUANTIZED):
-        return fused
-    return fused.to_quantized(linear.group_size, linear.bits, mode=linear.mode)
-
-
-def _dense_weight(linear: nn.Module) -> mx.array:
-    """The dequantized weight [out, in], of experts and heads [experts or heads, out, in]."""
-    weight: mx.array = linear.weight
-    if isinstance(linear, _QUANTIZED):
-        packing = {"group_size": linear.group_size, "bits": linear.bits, "mode": linear.mode}
-        weight = mx.dequantize(weight, linear.scales, linear.biases, **packing)
-    return weight
+    return fused if dequantize else packed_like(linear, fused)

@@ -8,12 +8,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mlx_lm.utils import load_tokenizer
-
 from mlx_parallm.atomic import new_folder
-from mlx_parallm.errors import ConfigError, UnsupportedModelError
+from mlx_parallm.errors import ConfigError
 from mlx_parallm.model.bundled import bundled_tokenizer
-from mlx_parallm.model.loading import find_model
+from mlx_parallm.model.loading import find_model, tokenizer_in
 
 _CONFIG = "tokenizer_config.json"
 _FAST_CLASS = "PreTrainedTokenizerFast"
@@ -44,11 +42,7 @@ def save_tokenizer(model_path: str | None, output: Path, *, trust_remote_code: b
 def _tokenizer(model_path: str | None, trust_remote_code: bool) -> Any:
     if model_path is None:
         return bundled_tokenizer()
-    folder = find_model(model_path)
-    try:
-        return load_tokenizer(folder, {"trust_remote_code": trust_remote_code})
-    except (ValueError, TypeError, KeyError, OSError, RuntimeError, ImportError) as error:
-        raise UnsupportedModelError(f"the tokenizer of {folder} cannot be loaded: {error}") from error
+    return tokenizer_in(find_model(model_path), trust_remote_code)
 
 
 def _name_fast_class(path: Path) -> None:

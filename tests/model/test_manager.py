@@ -4,20 +4,31 @@ import subprocess
 import sys
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
+from family_checks import CONFIGURATIONS, build
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import quantize_model, save_config, save_model
-from tiny import EOS_ID, FAMILIES, VOCAB_SIZE, build_model, save_directory, save_tiny, tiny_config, tiny_model
+from tiny import (
+    EOS_ID,
+    FAMILIES,
+    VOCAB_SIZE,
+    build_model,
+    save_directory,
+    save_tiny,
+    tiny_config,
+    tiny_model,
+    tiny_tokenizer,
+)
+from transformers import AutoTokenizer
 
 from mlx_parallm.errors import ModelNotFoundError, UnsupportedModelError
 from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.checks import relative_error
 from mlx_parallm.model.layer_state import LayerSpec
-from mlx_parallm.model.loading import to_float32
 from mlx_parallm.model.manager import SharedModelManager
+from mlx_parallm.model.tokenizer_folder import save_tokenizer
 
 TOKENS = mx.array([[1, 5, 9, 33, 77, 2, 250, 100, 30, 4, 66, 7]])
 
@@ -83,14 +94,6 @@ def test_quantized_directories_are_dequantized_on_a_cpu(family, tmp_path):
     assert mx.abs(got - dense).max().item() > 1e-3  # it is the quantized weights that were loaded
 
 
-def test_a_packing_that_cannot_be_dequantized_is_refused():
-    model = tiny_model("llama")
-    nn.quantize(model, group_size=16, bits=4, mode="nvfp4")
-    model.model.layers[0].mlp.up_proj.global_scale = mx.array(2.0)
-    with pytest.raises(UnsupportedModelError, match=r"cannot dequantize model\.layers\.0\.mlp\.up_proj"):
-        to_float32(model)
-
-
 @pytest.mark.parametrize("path", ["/no/such/dir", "./nowhere", "~/nowhere-at-all", "too/many/parts"])
 def test_a_missing_directory_is_said_to_be_missing(path):
     with pytest.raises(ModelNotFoundError, match="no model directory"):
@@ -125,6 +128,34 @@ def test_what_cannot_be_served_is_refused_with_the_reason(change, reason, tmp_pa
     (tmp_path / "evil.py").write_text("raise SystemExit('remote code ran')")
     (tmp_path / "config.json").write_text(json.dumps({**tiny_config("llama"), **change}))
     with pytest.raises(UnsupportedModelError, match=reason):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["granitemoehybrid", "mamba2", "exaone4"])
+def test_a_config_that_transformers_refuses_and_mlx_lm_reads(name, tmp_path):
+    """Its class for the architecture checks sizes and types that mlx-lm's tests do not keep."""
+    config = {"max_position_embeddings": 512, **CONFIGURATIONS[name]}
+    save_directory(build(name), config, tmp_path)
+    with pytest.raises(Exception, match=r"Mamba head state|time_step_limit|unsupported operand"):
+        AutoTokenizer.from_pretrained(tmp_path)
+    loaded = load(tmp_path)
+    assert loaded.tokenizer.encode("hi") == tiny_tokenizer().encode("hi")
+    save_tokenizer(str(tmp_path), tmp_path / "apart")
+    assert (tmp_path / "apart" / "tokenizer.json").exists()
+
+
+def test_a_directory_without_a_tokenizer_says_so(tmp_path):
+    save_tiny("llama", tmp_path)
+    for file in tmp_path.glob("*token*"):
+        file.unlink()
+    with pytest.raises(UnsupportedModelError, match=r"the tokenizer of .* cannot be loaded"):
+        load(tmp_path)
+
+
+def test_a_model_file_that_lacks_a_package_is_refused(tmp_path):
+    save_tiny("llama", tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGURATIONS["olmo"]))
+    with pytest.raises(UnsupportedModelError, match="cannot load"):
         load(tmp_path)
 
 

@@ -20,7 +20,7 @@ from mlx_parallm.model import merge as merging
 from mlx_parallm.model.bundled import load_bundled
 from mlx_parallm.model.checks import relative_error
 from mlx_parallm.model.linears import adapter_layout, install_adapters
-from mlx_parallm.model.merge import fuse, merge
+from mlx_parallm.model.merge import merge
 
 TOKENS = mx.array([[1, 5, 9, 33, 77, 2, 250, 100, 30, 4, 66, 7]])
 SCALE = 1.5
@@ -300,13 +300,6 @@ def test_an_adapter_of_another_model_is_refused(tmp_path):
     make_adapter(tiny_model("llama", intermediate_size=128), tmp_path / "adapter")
     with pytest.raises(AdapterFileError, match="of another base model"):
         merge(str(tmp_path / "base"), tmp_path / "adapter", tmp_path / "merged")
-
-
-def test_a_packing_that_cannot_be_dequantized_is_refused():
-    model = tiny_model("llama")
-    model.layers[0].mlp.up_proj.global_scale = mx.array(2.0)
-    with pytest.raises(UnsupportedModelError, match=r"cannot dequantize model\.layers\.0\.mlp\.up_proj"):
-        fuse(model, AdapterWeights({}), adapter_layout(model), dequantize=False)
 
 
 def test_the_bundled_model_stays_as_it_is_packed(tmp_path):
