@@ -174,8 +174,9 @@ class _RowsOfGroup:
     def _copied(self, array: mx.array) -> mx.array:
         kv_heads, places, _, width = array.shape
         at = mx.array(self._blocks[:, None] + np.arange(kv_heads)[:, None] * places)
-        dense = array.reshape(-1, BLOCK_TOKENS, width)[at]
-        return dense.reshape(len(self._blocks), kv_heads, -1, width)[:, :, : self._stored]
+        dense = array.reshape(kv_heads * places, BLOCK_TOKENS, width)[at]
+        rows, _, blocks = at.shape
+        return dense.reshape(rows, kv_heads, blocks * BLOCK_TOKENS, width)[:, :, : self._stored]
 
 
 _NOWHERE = 1 << 30
@@ -259,4 +260,5 @@ def _filled(places: Sequence[int], blocks: int) -> list[int]:
 
 def _by_token(tokens: mx.array) -> mx.array:
     """[B, heads, T, head_dim] → [B · T, heads, 1, head_dim]."""
-    return tokens.transpose(0, 2, 1, 3).reshape(-1, tokens.shape[1], 1, tokens.shape[3])
+    rows, heads, count, width = tokens.shape
+    return tokens.transpose(0, 2, 1, 3).reshape(rows * count, heads, 1, width)

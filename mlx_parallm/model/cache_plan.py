@@ -242,6 +242,8 @@ def _layers_of(model: nn.Module, users: Collection[str]) -> set[str]:
 
 
 def _state(model: nn.Module, number: int, traced: _Traced, in_parts: bool) -> LayerState:
+    if not traced.users:
+        return None
     if isinstance(traced, _TracedArrays):
         if any(array is None for array in traced.cache):
             raise UnsupportedModelError(f"{_name(model)}: cache {number} does not get all arrays of its state")

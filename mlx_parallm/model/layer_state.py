@@ -47,8 +47,8 @@ class RecurrentSpec:
         return sum(math.prod(shape) * dtype.size for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
 
 
-LayerState = LayerSpec | RecurrentSpec
-"""What one layer keeps for each row."""
+LayerState = LayerSpec | RecurrentSpec | None
+"""What one cache keeps for each row; None: the model does not use it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ attribute, so the model itself is not changed.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,9 +27,16 @@ def trunk_of(model: nn.Module) -> nn.Module | None:
 
 
 def _trunk_name(model: nn.Module) -> str | None:
-    """The name by which the owner of the trunk calls it: the part that has what mlx-lm's `layers` gives."""
+    """The name by which the owner of the trunk calls it: the part that has what mlx-lm's `layers` gives, and takes
+    tokens and caches."""
     parts = ((name, part) for name, part in owner_of(model).items() if isinstance(part, nn.Module))
-    return next((name for name, part in parts if any(each is model.layers[0] for each in part.modules())), None)
+    name = next((name for name, part in parts if any(each is model.layers[0] for each in part.modules())), None)
+    if name is not None:
+        try:
+            inspect.signature(owner_of(model)[name].__call__).bind(None, cache=None)
+        except TypeError:
+            return None
+    return name
 
 
 def with_layers(module: nn.Module, first: nn.Module, wrap: Callable[[nn.Module], object]) -> nn.Module | None:

@@ -17,21 +17,20 @@ ELSEWHERE = {
     "olmo": "mlx-lm needs a package",
     "phi3small": "mlx-lm corrupts memory",
     "ours muse_spark": "mlx-lm needs Metal",
+    "ours deepseek_v41": "mlx-lm runs it with a cache class of its own, which is refused here",
 }
-"""Those that mlx-lm itself cannot run here."""
+"""Those that mlx-lm cannot run here, and one that we cannot."""
 HERE = [name for name in CONFIGURATIONS if name not in ELSEWHERE]
 
 AMPLIFIED = {
     **dict.fromkeys(("jamba", "plamo2"), 5.0),
     "nemotron_h": 10.0,
     **dict.fromkeys(("longcat_flash", "longcat_flash_ngram"), 20.0),
-    "ours kimi_k3": 3.0,
+    **dict.fromkeys(("ours bailing_hybrid", "ours kimi_k3"), 5.0),
     "afm7": 200.0,
 }
 """How many times the limits are larger for models that amplify rounding, which differs with the BLAS's threads:
 exponents of sums, experts that are chosen by close scores, or keys that the model rounds to 8 bits itself."""
-STILL = {"deepseek_v32": "indexer", "ours phimoe": "gate"}
-"""Linears without gradients: what they give only chooses tokens."""
 QUICK = (
     "dbrx",
     "gemma4_text 2",
@@ -79,7 +78,7 @@ def test_a_row_goes_on_from_a_cached_prefix(name: str) -> None:
 def test_gradients_are_those_of_the_model_alone(name: str, recomputed: bool) -> None:
     error, still = error_of_gradients(name, recomputed)
     assert error <= 1e-4 * AMPLIFIED.get(name, 1.0)
-    assert [path for path in still if STILL.get(name, path) not in path] == []
+    assert still == []
 
 
 @pytest.mark.parametrize("lookahead", [True, False])

@@ -141,8 +141,9 @@ class Arena:
 
         A line is (head * places of this layer + place) * 64 + the token's position in the block.
         """
-        self.keys[layer] = scattered(self.keys[layer], lines, keys)
-        self.values[layer] = scattered(self.values[layer], lines, values)
+        for arrays, tokens in (self.keys, keys), (self.values, values):
+            if tokens.size:  # a model may keep keys alone
+                arrays[layer] = scattered(arrays[layer], lines, tokens)
 
     def write_later(self, layer: int, lines: mx.array, keys: mx.array, values: mx.array) -> None:
         """Writes tokens as `write` does, but not before `write_pending`."""

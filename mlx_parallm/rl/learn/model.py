@@ -96,7 +96,7 @@ class TrainableModel:
         recomputes: asked before each pass.
 
     Raises:
-        UnsupportedModelError: the model has no trunk with a list of layers.
+        UnsupportedModelError: the model has no list of layers.
     """
 
     def __init__(self, model: nn.Module, bank: AdapterBank, plan: CachePlan, recomputes: Recomputes) -> None:
@@ -105,14 +105,16 @@ class TrainableModel:
         self._expected, self._cache_plan = Caches(model), plan
         self._outputs: list[mx.array] = []
         trunk = trunk_of(model)
-        copied = None if trunk is None else with_layers(trunk, model.layers[0], self._wrapped)
+        copied = with_layers(model if trunk is None else trunk, model.layers[0], self._wrapped)
         if copied is None:
             raise UnsupportedModelError(
                 f"{type(model).__module__} can be served and not trained: its layers cannot be accessed"
             )
         self._trunk = copied
-        self._head = Head(model)
+        self._head = None if trunk is None else Head(model)
         self.layer_paths = [tuple(_paths(layer)) for layer in model.layers]
+        if self._head is None and self.layout.head is not None:
+            self.layer_paths.append((self.layout.head.path,))
         """The paths of each layer's adapted linears, in the order of the forward pass."""
 
     def _wrapped(self, layer: nn.Module) -> _Layer:
@@ -127,13 +129,13 @@ class TrainableModel:
     def head_path(self) -> str:
         """The path of the adapted linear that makes logits; "" if it cannot be trained."""
         head = self.layout.head
-        return "" if head is None else head.path
+        return "" if head is None or self._head is None else head.path
 
     def logits(self, hidden: mx.array, spans: Sequence[Span]) -> mx.array:
         """Logits [n, V] of hidden states [n, D], in the model's dtype. `spans`: the LoRA factors of all positions, in
         order; none: the base model."""
         with self.bank.using(TrainingContext(tuple(spans)) if spans else None):
-            return self._head(hidden)
+            return hidden if self._head is None else self._head(hidden)
 
     def trunk(
         self, tokens: mx.array, branches: Sequence[Branch], spans: Sequence[Span] | None, learns: bool = False
@@ -259,43 +261,41 @@ class _Layer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
 
-    def __call__(self, hidden: mx.array, *args: Any, **kwargs: Any) -> Any:
-        """[N, 1, D] → [N, 1, D], and whatever else the layer gives."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Hidden states [N, 1, D], and whatever else the layer gets → [N, 1, D], and whatever else it gives."""
         context = self._bank.context
         if isinstance(context, TrainingContext) and context.recomputed:
-            output = self._recomputed(context, hidden, args, kwargs)
+            output = self._recomputed(context, args, kwargs)
         else:
-            output = self._run(hidden, args, kwargs)
+            output = self._run(args, kwargs)
         self._outputs.append(floats_of(output)[0][0])
         return output
 
-    def _recomputed(
-        self, context: TrainingContext, hidden: mx.array, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _recomputed(self, context: TrainingContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         caches, of_pass = caches_in([*args, *kwargs.values()]), answering()
         given, with_given = floats_of((args, kwargs, arrays_of(caches)))
         nesting: list[Callable[[Sequence[mx.array]], Any]] = []
 
         def run(arguments: tuple[list[Params], list[mx.array]], x: mx.array) -> list[mx.array]:
-            params, given = arguments
-            args, kwargs, arrays = with_given(given)
+            params, others = arguments
+            args, kwargs, arrays = with_given([x, *others])
             again = of_pass.again() if isinstance(of_pass, LearnedPass) else None
             fresh, (args, kwargs) = again_with(again, caches, (args, kwargs))
             put_arrays(fresh, arrays)
             with self._bank.using(context.with_params(params)), answered_by(again):
-                output = self._run(x, args, kwargs)
+                output = self._run(args, kwargs)
             outputs, with_outputs = floats_of((output, arrays_of(fresh)))
             nesting.append(with_outputs)
             return outputs
 
-        outputs = recomputed(run)((context.of_paths(self._paths), given), hidden)
+        outputs = recomputed(run)((context.of_paths(self._paths), given[1:]), given[0])
         output, arrays = nesting[0](outputs)
         put_arrays(caches, arrays)
         return output
 
-    def _run(self, hidden: mx.array, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with training_mode(self._layer, True) if self._compatible else nullcontext():
-            return self._layer(hidden, *args, **kwargs)
+            return self._layer(*args, **kwargs)
 
 
 def _paths(layer: nn.Module) -> Iterator[str]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any, TypeVar, cast
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models import cache
 
 Tree = TypeVar("Tree")
 """Arrays in any nesting of lists and dicts."""
@@ -56,6 +59,10 @@ def floats_of(value: Any) -> tuple[list[mx.array], Callable[[Sequence[mx.array]]
             return {name: walk(each, use) for name, each in value.items()}
         if isinstance(value, list | tuple):
             return type(value)(walk(each, use) for each in value)
+        if _passes_arrays_on(value):
+            copied = copy(value)
+            vars(copied).update(walk(vars(value), use))
+            return copied
         return value
 
     found: dict[int, mx.array] = {}
@@ -73,3 +80,10 @@ def floats_of(value: Any) -> tuple[list[mx.array], Callable[[Sequence[mx.array]]
         return walk(value, lambda _: arrays[next(rest)])
 
     return list(found.values()), with_arrays
+
+
+def _passes_arrays_on(value: Any) -> bool:
+    """Whether it is an object of a model's file, to which its layers add what later ones read."""
+    kind = type(value)
+    of_model = kind.__module__.startswith("mlx_lm.models.") and kind.__module__ != cache.__name__
+    return of_model and hasattr(value, "__dict__") and not isinstance(value, nn.Module)
