@@ -40,6 +40,23 @@ def test_table_of_what_fits() -> None:
         assert cells == [f"{mine[0]['adapter'] / 1e6:.1f} MB", *sizes, *machines]
 
 
+def test_tables_of_models() -> None:
+    families = _record("families")["families"]
+    header = next(line for line in lines_of("docs/models.md") if line.startswith("| family |"))
+    runs = {True: "compatible", False: "batched"}
+    cells = [(name, how) for name, how, *_ in table_of("docs/models.md", header)]
+    assert cells == [(each["name"], runs[each["compatible"]]) for each in families]
+    releases = _record("fits")["releases"]
+    header = next(line for line in lines_of("docs/models.md") if line.startswith("| release |"))
+    assert table_of("docs/models.md", header) == [
+        [
+            *(each["name"], each["family"], f"{each['weights'] / 1e9:.1f} GB", f"{each['row'] / 1e6:,.0f} MB"),
+            *map(str, each["rows"].values()),
+        ]
+        for each in releases
+    ]
+
+
 def _figures(record: str, which: str = "median") -> dict[str, Any]:
     """Medians, or the lowest or highest values, by name."""
     return {figure["name"]: figure["value"][which] for figure in _record(record)["figures"]}
