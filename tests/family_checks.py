@@ -19,12 +19,12 @@ from mlx_lm.utils import MODEL_REMAPPING
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights
-from mlx_parallm.batch.forward import Span, in_order
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.core import DeviceMemory, RequestFinished
 from mlx_parallm.core.branches import Branch, Bucket
+from mlx_parallm.engine.proving import Prover
 from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.checks import relative_error
 from mlx_parallm.model.device import prepare_device
@@ -43,9 +43,6 @@ COMPATIBLE = frozenset({"afm7", "gpt_bigcode", "llama4"})
 
 RANK, SCALE = 4, 0.5
 _MANY = 1 << 22
-
-_PASSES = ((3, 0, 0), (1, 40, 0), (1, 30, 0), (1, 1, 1), (1, 1, 5), (0, 1, 1), (1, 1, 1))
-"""Tokens of three rows in each pass: chunks beside single tokens, and more than one block and than a tiny window."""
 
 _BEHIND = 1e-3
 """How far the logit of a drawn token may be behind the largest one, as a part of what that is above the mean."""
@@ -118,6 +115,7 @@ class Served:
         install_adapters(self.model, self.bank)
         cache = LoRABatchedKVCache(kept, DeviceMemory(1 << 30), 4096)
         self.runner = BatchRunner(self.model, cache, self.bank, self.plan)
+        self.prover = Prover(self.model, self.bank, self.plan, self.runner)
 
     @property
     def targets(self) -> set[str]:
@@ -128,39 +126,12 @@ class Served:
         pairs = random_adapter(self.layout, seed, RANK, {spec.target for spec in self.layout}, scale=SCALE).pairs
         return AdapterWeights({path: pair for path, pair in pairs.items() if path in self.targets})
 
-    def logits(self, rows: Sequence[Sequence[int]], slots: Sequence[int]) -> list[mx.array]:
-        """Of all tokens of each row, computed in `_PASSES`."""
-        cache = self.runner.cache
-        opened: list[Any] = [None] * len(rows)
-        got: list[list[mx.array]] = [[] for _ in rows]
-        for sizes in _PASSES:
-            spans = []
-            for number, tokens in enumerate(sizes):
-                if tokens:
-                    row = opened[number] = opened[number] or cache.open(len(rows[number]))
-                    row.adapter_slot = slots[number]
-                    spans.append(Span(row, row.computed, tokens))
-            spans = in_order(spans)
-            numbers = [opened.index(span.row) for span in spans]
-            ids = [token for n, span in zip(numbers, spans, strict=True) for token in rows[n][span.start : span.stop]]
-            logits = self.runner.compute(spans, ids)
-            mx.eval(logits, cache.arrays(), cache.state_arrays())
-            start = 0
-            for number, span in zip(numbers, spans, strict=True):
-                got[number].append(logits[start : start + span.tokens])
-                start, span.row.computed = start + span.tokens, span.stop
-        cache.check_integrity()
-        for row in opened:
-            cache.close(row)
-        return [mx.concatenate(each) for each in got]
-
 
 def errors_served(name: str) -> tuple[float, float, float]:
     """Relative errors of a batch: of the base model, and of a row with each of two adapters and one of the base. Then
     how much an adapter changes."""
     plain, served = Plain(name), Served(name)
-    lengths = [sum(tokens) for tokens in zip(*_PASSES, strict=True)]
-    rows = [[(7 + 31 * n + 7919 * at) % served.vocab for at in range(length)] for n, length in enumerate(lengths)]
+    rows = served.prover.rows()
     adapters = [served.adapter(seed) for seed in (1, 2)]
     for slot, weights in enumerate(adapters, 1):
         for _ in served.bank.write(slot, weights):
@@ -168,34 +139,14 @@ def errors_served(name: str) -> tuple[float, float, float]:
     params = [_params(weights) for weights in adapters]
     base = [plain.run(row, {}) for row in rows]
     merged = [plain.run(rows[0], params[0]), plain.run(rows[1], params[1]), base[2]]
-    alone, together = served.logits(rows, (0, 0, 0)), served.logits(rows, (1, 2, 0))
+    alone, together = served.prover.logits(rows, (0, 0, 0)), served.prover.logits(rows, (1, 2, 0))
     return _worst(alone, base), _worst(together, merged), relative_error(merged[0], base[0])
 
 
 def error_after_reuse(name: str) -> tuple[int, float]:
-    """How many tokens of a row of 150 the prefix cache has after an equal row was closed, and the relative error of the
-    tokens after them."""
-    plain, served = Plain(name), Served(name)
-    ids = [(7 + 7919 * at) % served.vocab for at in range(150)]
-    runner, cache = served.runner, served.runner.cache
-
-    def compute(row: Any, stop: int) -> mx.array:
-        logits = runner.compute([Span(row, row.computed, stop - row.computed)], ids[row.computed : stop])
-        mx.eval(logits, cache.arrays(), cache.state_arrays())
-        row.computed = stop
-        return logits
-
-    first = cache.open(len(ids), "root", ids)
-    for stop in (64, 128):
-        cache.reserve_checkpoint(first, stop)
-        compute(first, stop)
-        cache.freeze(first, "root", ids)
-    cache.close(first)
-    again = cache.open(len(ids), "root", ids)
-    found = again.computed
-    error = relative_error(compute(again, len(ids)), plain.run(ids, {})[found:])
-    cache.check_integrity()
-    return found, error
+    """How many tokens a row has from the prefix cache, and the relative error of those after them."""
+    ids, found, got = Served(name).prover.reused()
+    return found, relative_error(got, Plain(name).run(ids, {})[found:])
 
 
 def wrong_requests(name: str, lookahead: bool = True, **switches: Any) -> list[str]:

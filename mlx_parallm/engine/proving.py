@@ -77,7 +77,7 @@ class Prover:
                 for _ in self._bank.write(slot, weights):
                     pass
             used = (1, slots, 0)
-            rows = self._rows(False)
+            rows = self.rows()
             got = self.logits(rows, used)
             want = [
                 logits_alone(self._model, row, self._bank, adapters[slot - 1] if slot else None)
@@ -88,10 +88,11 @@ class Prover:
             self._bank.clear()
 
     def _difference(self, slots: Sequence[int], beyond_windows: bool) -> float:
-        rows = self._rows(beyond_windows)
+        rows = self.rows(beyond_windows)
         return _worst(self.logits(rows, slots), [logits_alone(self._model, row) for row in rows])
 
-    def _rows(self, beyond_windows: bool) -> list[list[int]]:
+    def rows(self, beyond_windows: bool = False) -> list[list[int]]:
+        """The tokens of three rows, for `logits`."""
         lengths = [sum(tokens) for tokens in zip(*_PASSES, strict=True)]
         windows = [spec.window for spec in self._plan.layout.attention.values() if spec.window is not None]
         if beyond_windows:
@@ -124,6 +125,13 @@ class Prover:
         return [mx.concatenate(each) for each in got]
 
     def _difference_after_reuse(self) -> float:
+        ids, found, got = self.reused()
+        if found < BLOCK_TOKENS:
+            raise UnsupportedModelError(f"of {_CACHED} cached tokens, {found} are found")
+        return relative_error(got, logits_alone(self._model, ids)[found:])
+
+    def reused(self) -> tuple[list[int], int, mx.array]:
+        """The tokens of a row, how many of them it has from an equal row before it, and the logits of the rest."""
         ids, cache = sample_tokens(_CACHED + _MORE, self._plan.vocab_size), self._runner.cache
         first = self._open(ids, "root")
         for stop in range(BLOCK_TOKENS, _CACHED + 1, BLOCK_TOKENS):
@@ -134,10 +142,7 @@ class Prover:
         again = self._open(ids, "root")
         found = again.computed
         try:
-            if found < BLOCK_TOKENS:
-                raise UnsupportedModelError(f"of {_CACHED} cached tokens, {found} are found")
-            (got,) = self._computed([Span(again, found, len(ids) - found)], ids[found:])
-            return relative_error(got, logits_alone(self._model, ids)[found:])
+            return ids, found, self._computed([Span(again, found, len(ids) - found)], ids[found:])[0]
         finally:
             cache.close(again)
             cache.drop("root")

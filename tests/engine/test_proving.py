@@ -18,8 +18,7 @@ from mlx_parallm.model.manager import SharedModelManager
 
 @pytest.fixture
 def prover() -> Prover:
-    served = Served("olmo2")
-    return Prover(served.model, served.bank, served.plan)
+    return Served("olmo2").prover
 
 
 def test_what_is_right_passes(prover: Prover) -> None:
@@ -30,9 +29,9 @@ def test_what_is_right_passes(prover: Prover) -> None:
 
 def test_rows_are_longer_than_a_window() -> None:
     served = Served("gemma3_text")
-    prover = Prover(served.model, served.bank, served.plan)
+    prover = served.prover
     windows = [spec.window for spec in served.plan.layout.attention.values() if spec.window]
-    assert max(map(len, prover._rows(True))) > max(windows)
+    assert max(map(len, prover.rows(True))) > max(windows)
     assert prover.batch(beyond_windows=True).problem == ""
 
 
