@@ -1,6 +1,6 @@
 """What every model family of mlx-lm can do here: one table, of tiny random models with float32 weights.
 
-    python benchmarks/families.py [NAME ...] [--requests] [--page] [--out families.json]
+    python benchmarks/families.py [NAME ...] [--page] [--out families.json]
 
 Each row: how the model runs, which of its modules run in parts, tokens a second of 8 sequences that decode together
 beside mlx-lm's batch generator in turns with it, and the largest relative error of each check, which compare with
@@ -8,8 +8,7 @@ mlx-lm's own code: rows of a batch, rows with two adapters and the base model, a
 and gradients of LoRA factors. With quantized keys and values, the error is that of rounding to 8 bits.
 
 The models take a few milliseconds a step, most of it in Python, so the rates say what a family's path costs beside
-mlx-lm's, and nothing about real sizes. --requests: 20 random requests each, with 3 adapters, chunks, preemption, with
-lookahead and without, must have the answers of the model alone. --page: writes the table into docs/models.md.
+mlx-lm's, and nothing about real sizes. --page: writes the table into docs/models.md.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ BEGIN, END = "<!-- the table of benchmarks/families.py -->", "<!-- its end -->"
 
 @dataclass
 class Family:
-    """A row of the table. `errors`: by check, None if it failed. `problems`: what went wrong, by check. `wrong`: random
-    requests with another answer, None if they were not run."""
+    """A row of the table. `errors`: by check, None if it failed. `problems`: what went wrong, by check."""
 
     name: str
     family: str = ""
@@ -58,7 +56,6 @@ class Family:
     rate: float | None = None
     rate_of_mlx_lm: float | None = None
     speculation: bool = False
-    wrong: int | None = None
 
 
 def main() -> None:
@@ -70,7 +67,7 @@ def main() -> None:
     names = arguments.names or [name for name in checks.CONFIGURATIONS if name not in checks.ELSEWHERE]
     found = []
     for name in names:
-        found.append(measured(name, arguments.requests))
+        found.append(measured(name))
         print(_line(found[-1]), flush=True)
     print(table([HEADERS, *map(cells, found)]))
     if not arguments.names:
@@ -78,7 +75,7 @@ def main() -> None:
         arguments.out.write_text(json.dumps({"machine": machine.describe(), "families": families}, indent=1) + "\n")
 
 
-def measured(name: str, requests: bool) -> Family:
+def measured(name: str) -> Family:
     """All of a row."""
     verdict = check_built(checks.build(name))
     row = Family(name, verdict.family, verdict.compatible, verdict.in_parts)
@@ -88,8 +85,6 @@ def measured(name: str, requests: bool) -> Family:
     row.speculation = served.plan.layout.rolls_back
     row.errors["8-bit keys and values"] = _quantized(served)
     row.rate, row.rate_of_mlx_lm = _rates(name)
-    if requests:
-        row.wrong = sum(len(checks.wrong_requests(name, lookahead)) for lookahead in (True, False))
     return row
 
 
@@ -153,7 +148,7 @@ def _theirs(name: str, prompts: list[list[int]]) -> float | None:
 
 HEADERS = (
     *("family", "runs", "in parts", "tokens/s", "mlx-lm", "batch", "adapters", "prefix cache", "gradients"),
-    *("speculation", "8-bit KV", "random requests"),
+    *("speculation", "8-bit KV"),
 )
 
 
@@ -169,7 +164,6 @@ def cells(row: Family) -> list[str]:
         *(_error(row, check) for check in ("batch", "adapters", "prefix cache", "gradients")),
         "yes" if row.speculation else "no",
         _error(row, "8-bit keys and values"),
-        "-" if row.wrong is None else f"{40 - row.wrong} of 40",
     ]
 
 
@@ -202,7 +196,6 @@ def _write_page(found: list[Family]) -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of tests/model/configurations.json; default: all")
-    parser.add_argument("--requests", action="store_true")
     parser.add_argument("--page", action="store_true", help="write the record's table into docs/models.md, and stop")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "families.json")
     return parser.parse_args()

@@ -9,17 +9,16 @@ from pathlib import Path
 import mlx_lm.models
 import pytest
 from _pytest.mark import ParameterSet
-from family_checks import CONFIGURATIONS, error_after_reuse, error_of_gradients, errors_served, wrong_requests
+from family_checks import (
+    CONFIGURATIONS,
+    ELSEWHERE,
+    error_after_reuse,
+    error_of_gradients,
+    errors_served,
+    wrong_requests,
+)
 from mlx_lm.utils import MODEL_REMAPPING
 
-ELSEWHERE = {
-    "bitnet": "mlx-lm needs Metal",
-    "olmo": "mlx-lm needs a package",
-    "phi3small": "mlx-lm corrupts memory",
-    "ours muse_spark": "mlx-lm needs Metal",
-    "ours deepseek_v41": "mlx-lm runs it with a cache class of its own, which is refused here",
-}
-"""Those that mlx-lm cannot run here, and one that we cannot."""
 HERE = [name for name in CONFIGURATIONS if name not in ELSEWHERE]
 
 AMPLIFIED = {
