@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import mlx.core as mx  # isort: skip
+import mlx.nn as nn
 from lib import machine
 
 ROOT = Path(__file__).parents[1]
@@ -103,16 +104,16 @@ def _quantized(served: checks.Served) -> float | None:
 def _rates(name: str) -> tuple[float | None, float | None]:
     """Tokens a second of 8 rows that decode together, here and with mlx-lm's batch generator, in turns: the medians."""
     prompts = [[(7 + 31 * row + 13 * at) % 97 for at in range(PROMPT)] for row in range(ROWS)]
-    ours, theirs = [], []
+    ours, theirs, served, plain = [], [], checks.build(name), checks.build(name)
     for _ in range(REPEATS):
-        ours.append(_ours(name, prompts))
-        theirs.append(_theirs(name, prompts))
+        ours.append(_ours(served, name in checks.COMPATIBLE, prompts))
+        theirs.append(_theirs(plain, prompts))
     both = [statistics.median(each) if None not in each else None for each in (ours, theirs)]
     return both[0], both[1]
 
 
-def _ours(name: str, prompts: list[list[int]]) -> float:
-    harness = make_harness(checks.build(name), compatible=name in checks.COMPATIBLE, max_batched_tokens=256)
+def _ours(model: nn.Module, compatible: bool, prompts: list[list[int]]) -> float:
+    harness = make_harness(model, compatible=compatible, max_batched_tokens=256)
     for number, prompt in enumerate(prompts):
         harness.submit(str(number), prompt, 4 + STEPS, sampling=SamplingParams(temperature=0.0))
     while not all(harness.tokens(str(number)) for number in range(ROWS)):
@@ -127,9 +128,9 @@ def _made(harness: object) -> int:
     return sum(len(harness.tokens(str(number))) for number in range(ROWS))  # type: ignore[attr-defined]
 
 
-def _theirs(name: str, prompts: list[list[int]]) -> float | None:
+def _theirs(model: nn.Module, prompts: list[list[int]]) -> float | None:
     try:
-        generator = BatchGenerator(checks.build(name), max_tokens=4 + STEPS, prefill_batch_size=ROWS)
+        generator = BatchGenerator(model, max_tokens=4 + STEPS, prefill_batch_size=ROWS)
         generator.close()
         generator.insert(prompts)
         while len(generator.next()[1]) < ROWS:
