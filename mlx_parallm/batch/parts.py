@@ -112,10 +112,13 @@ class RowsOfPool(Part):
         return states
 
     def finish(self) -> None:
-        """Keeps the states after the pass, of all layers."""
-        if self._pool.states is None:
-            return
-        arena = self._pool.states.arena
+        """Keeps the states after the pass, of all layers, and drops the caches, which hold the part too."""
+        if self._pool.states is not None:
+            self._keep_states(self._pool.states.arena)
+        self._caches.clear()
+
+    def _keep_states(self, arena: StateArena) -> None:
+        assert self._pool.states is not None
         for number, spec in zip(self._pool.states.layers, arena.specs, strict=True):
             arrays = zip(self.cache(number).cache, spec.dtypes, strict=True)
             after = [mx.contiguous(array.astype(dtype)) for array, dtype in arrays]

@@ -10,9 +10,10 @@ from family_checks import Served
 
 from mlx_parallm.batch.forward import Span
 from mlx_parallm.batch.layer_cache import LayerCache
+from mlx_parallm.batch.parts import RowsOfPool
 
 
-@pytest.mark.parametrize("name", ["olmo2", "gemma4_text", "glm4_moe_lite"])
+@pytest.mark.parametrize("name", ["olmo2", "gemma4_text", "glm4_moe_lite", "gemma2", "gpt_bigcode", "qwen3_5"])
 def test_its_caches_and_keys_are_freed_at_once(name: str) -> None:
     runner = Served(name).runner
     row = runner.cache.open(8)
@@ -21,7 +22,7 @@ def test_its_caches_and_keys_are_freed_at_once(name: str) -> None:
     gc.disable()
     try:
         mx.eval(runner.compute([Span(row, 0, 8)], list(range(8))))
-        left = [each for each in gc.get_objects() if isinstance(each, LayerCache)]
+        left = [each for each in gc.get_objects() if isinstance(each, LayerCache | RowsOfPool)]
     finally:
         gc.enable()
     assert left == []

@@ -285,7 +285,10 @@ class _Layer:
             with self._bank.using(context.with_params(params)), answered_by(again):
                 output = self._run(args, kwargs)
             outputs, with_outputs = floats_of((output, arrays_of(fresh)))
-            nesting.append(with_outputs)
+            if not nesting:  # else arrays of the backward pass would stay
+                nesting.append(with_outputs)
+            if again is not None:
+                again.finish()
             return outputs
 
         outputs = recomputed(run)((context.of_paths(self._paths), given[1:]), given[0])

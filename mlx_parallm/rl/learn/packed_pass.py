@@ -7,7 +7,7 @@ nothing after it is read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from typing import Any
@@ -44,10 +44,11 @@ class LearnedPass:
         return LearnedPass(self.branches, self.plan, self.bank, self.offset)
 
     def finish(self) -> None:
-        """Drops all arrays. Call it when the pass is built: they would keep each other."""
+        """Drops all arrays. Call it when the pass is built: its caches and parts hold each other."""
         self.caches.clear()
         self._positions.clear()
-        vars(self).pop("parts", None)
+        for part in vars(self).pop("parts", ()):
+            part.finish()
 
     @cached_property
     def parts(self) -> list[RowsOfBranch]:
@@ -159,6 +160,10 @@ class RowsOfBranch(Part):
                     states[index] = mx.broadcast_to(array, (self.rows, *array.shape[1:]))
         return states
 
+    def finish(self) -> None:
+        """Drops the caches, which hold the part too."""
+        self._caches.clear()
+
     def mask(self, mask: PassMask) -> mx.array | None:
         """See `Part.mask`: [T, offset + T]. Padding is seen by padding only."""
         if isinstance(self._plan.layout.layers[mask.number], RecurrentSpec):
@@ -250,14 +255,16 @@ def again_with(again: LearnedPass | None, caches: LayerCaches, arguments: Any) -
         for each in caches
     }
 
-    def with_fresh(value: Any) -> Any:
-        if isinstance(value, CacheList):
-            return CacheList(*map(with_fresh, value.caches))
-        if isinstance(value, dict):
-            return {name: with_fresh(each) for name, each in value.items()}
-        return tuple(map(with_fresh, value)) if type(value) is tuple else fresh.get(id(value), value)
+    return list(fresh.values()), _with(arguments, fresh)
 
-    return list(fresh.values()), with_fresh(arguments)
+
+def _with(value: Any, fresh: Mapping[int, Any]) -> Any:
+    """The same nesting, with other caches by the ids of those in it."""
+    if isinstance(value, CacheList):
+        return CacheList(*(_with(each, fresh) for each in value.caches))
+    if isinstance(value, dict):
+        return {name: _with(each, fresh) for name, each in value.items()}
+    return tuple(_with(each, fresh) for each in value) if type(value) is tuple else fresh.get(id(value), value)
 
 
 def _parts(plan: CachePlan, branch: Branch, at: int, above: RowsOfBranch | None) -> Iterator[RowsOfBranch]:

@@ -51,20 +51,6 @@ def recomputed(run: Callable[[Tree, mx.array], list[mx.array]]) -> Callable[[Tre
 def floats_of(value: Any) -> tuple[list[mx.array], Callable[[Sequence[mx.array]], Any]]:
     """The floating-point arrays in any nesting of tuples, lists and dicts, each once, and a function that gives the
     same nesting with others in their place. MLX loses the gradient of an array that a function gives twice."""
-
-    def walk(value: Any, use: Callable[[mx.array], mx.array]) -> Any:
-        if isinstance(value, mx.array):
-            return use(value) if mx.issubdtype(value.dtype, mx.floating) else value
-        if isinstance(value, dict):
-            return {name: walk(each, use) for name, each in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(walk(each, use) for each in value)
-        if _passes_arrays_on(value):
-            copied = copy(value)
-            vars(copied).update(walk(vars(value), use))
-            return copied
-        return value
-
     found: dict[int, mx.array] = {}
     places: list[int] = []
 
@@ -73,13 +59,27 @@ def floats_of(value: Any) -> tuple[list[mx.array], Callable[[Sequence[mx.array]]
         places.append(list(found).index(id(array)))
         return array
 
-    walk(value, keep)
+    _walk(value, keep)
 
     def with_arrays(arrays: Sequence[mx.array]) -> Any:
         rest = iter(places)
-        return walk(value, lambda _: arrays[next(rest)])
+        return _walk(value, lambda _: arrays[next(rest)])
 
     return list(found.values()), with_arrays
+
+
+def _walk(value: Any, use: Callable[[mx.array], mx.array]) -> Any:
+    if isinstance(value, mx.array):
+        return use(value) if mx.issubdtype(value.dtype, mx.floating) else value
+    if isinstance(value, dict):
+        return {name: _walk(each, use) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_walk(each, use) for each in value)
+    if _passes_arrays_on(value):
+        copied = copy(value)
+        vars(copied).update(_walk(vars(value), use))
+        return copied
+    return value
 
 
 def _passes_arrays_on(value: Any) -> bool:
