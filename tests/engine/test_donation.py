@@ -101,7 +101,7 @@ def test_no_pass_of_a_draft_model_takes_the_memory_of_an_array_of_its_pool() -> 
 
 @pytest.mark.parametrize("lookahead", [True, False])
 def test_rows_of_a_model_that_runs_in_parts_take_no_memory_of_an_array_of_the_pool(lookahead: bool) -> None:
-    """The parts read the same arrays, which get the new keys and values of all of them. Each copies those of its row."""
+    """The parts read the arrays that get the new keys and values of all of them. Each copies those of its row."""
     harness = made(lookahead=lookahead)
     harness.runner._plan = prepare(harness.runner._model, compatible=True)
     for name in ("first", "second"):
