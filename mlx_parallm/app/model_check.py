@@ -39,6 +39,8 @@ from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.rl.learn.check import gradients
 from mlx_parallm.rl.learn.model import TrainableModel
 
+_OF_BUNDLED = 2
+"""Layers of the bundled model that are checked: all are of one kind."""
 _SLOTS, _RANK = 2, 4
 _TIMEOUT_S = 600.0
 """A check takes seconds; on a machine that has no memory left it may take minutes."""
@@ -88,8 +90,11 @@ def check_model(path: str | None, trust_remote_code: bool = False, compatible: b
     """
     prepare_device()
     if path is None:
-        return check_built(load_bundled(on_cpu())[0], compatible)
-    model, few, layers = load_few_layers(source_of(path), on_cpu(), trust_remote_code)
+        model, few = load_bundled(on_cpu())[0], _OF_BUNDLED
+        layers = len(model.layers)
+        del model.layers[few:]
+    else:
+        model, few, layers = load_few_layers(source_of(path), on_cpu(), trust_remote_code)
     return replace(check_built(model, compatible), layers=f"{few} of {layers}")
 
 
