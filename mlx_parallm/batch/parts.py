@@ -28,6 +28,7 @@ from mlx_parallm.batch.kv.groups import LayerGroup, StateGroup
 from mlx_parallm.batch.kv.prefix import first_visible
 from mlx_parallm.batch.kv.state_arena import StateArena, StateBatch
 from mlx_parallm.model.cache_plan import CachePlan
+from mlx_parallm.model.layer_state import LayerSpec
 from mlx_parallm.model.mixers import Part, PassMask
 
 
@@ -84,13 +85,13 @@ class RowsOfPool(Part):
     def cache(self, number: int) -> Any:
         """See `Part.cache`."""
         if number not in self._caches:
-            recurrent = number in self._pool.layout.recurrent
-            self._caches[number] = self._states(number) if recurrent else _RowsCache(self, number)
+            keys = isinstance(self._pool.layout.layers[number], LayerSpec)
+            self._caches[number] = _RowsCache(self, number) if keys else self._states(number)
         return self._caches[number]
 
     def mask(self, mask: PassMask) -> mx.array | None:
         """See `Part.mask`. Of a recurrent layer, none is needed, because there is no padding."""
-        if mask.number in self._pool.layout.recurrent:
+        if not isinstance(self._pool.layout.layers[mask.number], LayerSpec):
             return None
         seen = self.group_of(mask.number)[0].mask(mask.window)
         return seen if seen is None or self.rows == 1 else mx.expand_dims(seen, list(range(1, 1 + self._mask_axes)))
@@ -196,10 +197,11 @@ class _RowsCache:
     def __init__(self, part: RowsOfPool, number: int) -> None:
         self.offset = part.offset
         self._part, self._number = part, number
-        self._window = part._pool.layout.attention[number].window
+        self._spec = part._pool.layout.layers[number]
 
     def make_mask(self, _tokens: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
-        return self._part.mask(PassMask(self._number, window_size or self._window))
+        assert isinstance(self._spec, LayerSpec)
+        return self._part.mask(PassMask(self._number, window_size or self._spec.window))
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Returns all keys and values of the rows, the new ones last."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -107,14 +107,16 @@ def _packed(kind: Any) -> Any:
         given = next(_pass_caches([*args, *kwargs.values()]), None)
         if given is None:
             return kind.__call__(self, *args, **kwargs)
-        with training_mode(self, given.differentiates):
+        with training_mode(self, True) if given.differentiates else nullcontext():
             return packed(list(of_parts(self, given, args, kwargs)))
 
     def of_parts(self: nn.Module, given: PassCache, args: Any, kwargs: Any) -> Iterator[Any]:
         for part in given.parts():
+            own = [part.of(value, given.offset) for value in args]
             named = {name: part.of(value, given.offset) for name, value in kwargs.items()}
             with answered_by(None):
-                yield kind.__call__(self, *(part.of(value, given.offset) for value in args), **named)
+                output = kind.__call__(self, *own, **named)
+            yield output
 
     return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__, "of_whole_rows": kind})
 
