@@ -53,7 +53,7 @@ RANK, SCALE = 4, 0.5
 _MANY = 1 << 22
 
 _BEHIND = 1e-3
-"""How far the logit of a drawn token may be behind the largest one, as a part of what that is above the mean."""
+"""The most by which a drawn token's logit may be below the largest one, relative to the largest minus the mean."""
 
 _SHARED, _RESTS, _ALONE = 6, (4, 3), 5
 """Tokens that two rows begin with, that follow them in each, and of a third row. Its neighbours are padded."""
@@ -82,7 +82,7 @@ def random_model(config: Mapping[str, Any]) -> nn.Module:
 
 
 def _random(array: mx.array, key: mx.array) -> mx.array:
-    """Uniform ones if there are many, because a CPU draws them four times as fast."""
+    """Random weights: uniform for large arrays, because a CPU draws these four times as fast, and normal for others."""
     if array.size > _MANY:
         return mx.random.uniform(-1.0, 1.0, array.shape, key=key) * (3 / array.shape[-1]) ** 0.5
     noise = mx.random.normal(array.shape, key=key)

@@ -152,7 +152,8 @@ def prove_once(manager: SharedModelManager, bank: AdapterBank, trust_remote_code
         _obey(verdict, manager)
     if kept is None:
         prove(manager, bank)
-        if verdict is not None:
+        agrees = manager.adapter_layout.linears or (verdict is not None and verdict.of("adapters").problem)
+        if verdict is not None and agrees:  # else the model's own weights would not be asked again
             _keep(manager, replace(verdict, compatible=manager.plan.compatible))
 
 
@@ -177,7 +178,11 @@ def _in_child(source: Path, trust_remote_code: bool) -> Verdict | None:
     command = [sys.executable, "-m", "mlx_parallm", "check", str(source), "--json"]
     command += ["--trust-remote-code"] if trust_remote_code else []
     for flags in ([], ["--row-by-row"]):
-        done = subprocess.run([*command, *flags], capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
+        try:
+            done = subprocess.run([*command, *flags], capture_output=True, text=True, check=False, timeout=_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            _log.warning("the check of %s took more than %.0f s; it is repeated in this process", source, _TIMEOUT_S)
+            return None
         if done.returncode >= 0 or done.returncode == -signal.SIGKILL:
             break
     else:
@@ -188,7 +193,7 @@ def _in_child(source: Path, trust_remote_code: bool) -> Verdict | None:
     try:
         return Verdict.of_json(json.loads(done.stdout))
     except ValueError:  # it ended before it had a verdict; the whole model is checked in this process
-        _log.debug("no verdict: %s", done.stderr)
+        _log.info("the child process has no verdict, so the whole model is checked in this one: %s", done.stderr)
         return None
 
 

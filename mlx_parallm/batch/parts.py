@@ -156,9 +156,8 @@ class _RowsOfGroup:
     def write(self, index: int, keys: mx.array, values: mx.array) -> None:
         """Lets the next pass write new keys and values [rows, kv_heads, T, head_dim] into the pool."""
         arena, kv_heads = self._group.arena, keys.shape[1]
-        self._group.arena.write_later(
-            index, lines(*self._targets, kv_heads, arena.places(index)), _by_token(keys), _by_token(values)
-        )
+        at = lines(*self._targets, kv_heads, arena.places(index))
+        arena.write_later(index, at, _by_token(keys), _by_token(values))
 
     def mask(self, window: int | None) -> mx.array | None:
         """Boolean [rows, T, S + T], or [T, S + T] of one row: which of the keys, those before the pass and the new
