@@ -134,23 +134,29 @@ def _download(hub_id: str, progress: bool) -> Path:
 def _load_directory(
     folder: Path, dequantize: bool, trust_remote_code: bool
 ) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
-    try:
-        model, config = load_model(folder, lazy=True, trust_remote_code=trust_remote_code)
-    except FileNotFoundError as error:
-        raise ModelNotFoundError(f"{folder}: {error}") from error
-    except (Exception, SystemExit) as error:  # foreign code: a file that lacks a package may end the program
-        raise UnsupportedModelError(f"mlx-lm cannot load {folder}: {error}") from error
+    model, config = _model_in(folder, trust_remote_code)
     tokenizer = tokenizer_in(folder, trust_remote_code, config.get("eos_token_id"))
     if dequantize:
         model = to_float32(model)
     return model, tokenizer, config
 
 
+def _model_in(folder: Path, trust_remote_code: bool) -> tuple[nn.Module, dict[str, Any]]:
+    try:
+        return load_model(folder, lazy=True, trust_remote_code=trust_remote_code)  # type: ignore[no-any-return]
+    except FileNotFoundError as error:
+        raise ModelNotFoundError(f"{folder}: {error}") from error
+    except (Exception, SystemExit) as error:  # foreign code: a file that lacks a package may end the program
+        raise UnsupportedModelError(f"mlx-lm cannot load {folder}: {error}") from error
+
+
 def load_few_layers(folder: Path, dequantize: bool, trust_remote_code: bool) -> tuple[nn.Module, int, int]:
     """The model of a directory with its first layers only, as many as there are kinds of layers in them, and one more;
-    how many these are, and how many there are in all. The weights of others are not read. See `load`.
+    how many these are, and how many there are in all. The weights of others are not read.
+
+    Raises: as `load` does.
     """
-    model, config = load_model(folder, lazy=True, trust_remote_code=trust_remote_code)
+    model, config = _model_in(folder, trust_remote_code)
     kinds = [_shape_of(layer) for layer in model.layers]
     few = layers = len(kinds)
     with suppress(Exception):  # a model file, or its layers, may not take fewer
