@@ -5,7 +5,8 @@
 Each row: how the model runs, which of its modules run in parts, tokens a second of 8 sequences that decode together
 beside mlx-lm's batch generator in turns with it, and the largest relative error of each check, which compare with
 mlx-lm's own code: rows of a batch, rows with two adapters and the base model, a row that goes on from a cached prefix,
-and gradients of LoRA factors. With quantized keys and values, the error is that of rounding to 8 bits.
+and gradients of LoRA factors; "no": the model cannot do it here. With quantized keys and values, the error is that of
+rounding to 8 bits.
 
 The models take a few milliseconds a step, most of it in Python, so the rates say what a family's path costs beside
 mlx-lm's, and nothing about real sizes. --page: writes the table into docs/models.md.
@@ -174,8 +175,9 @@ def _number(value: float | None) -> str:
 
 def _error(row: Family, check: str) -> str:
     error = row.errors.get(check)
-    text = "-" if error is None else f"{error:.0e}"
-    return f"fails ({text})" if check in row.problems else text
+    if error is None:
+        return "no" if check in row.problems else "-"
+    return f"fails ({error:.0e})" if check in row.problems else f"{error:.0e}"
 
 
 def _line(row: Family) -> str:

@@ -43,11 +43,12 @@ ELSEWHERE = {
     "olmo": "mlx-lm needs a package",
     "phi3small": "mlx-lm corrupts memory",
     "ours muse_spark": "mlx-lm needs Metal",
-    "ours deepseek_v41": "mlx-lm runs it with a cache class of its own, which is refused here",
 }
-"""Those that mlx-lm cannot run here, and one that we cannot."""
+"""Those that mlx-lm cannot run here."""
 COMPATIBLE = frozenset({"afm7", "gpt_bigcode", "llama4"})
 """Those that run row by row, with a compatible plan: they compute with the length of one row."""
+OWN_CACHES = frozenset({"ours deepseek_v41"})
+"""Those whose caches are of a class of their own: row by row too, without a prefix cache, and not trained."""
 
 RANK, SCALE = 4, 0.5
 _MANY = 1 << 22

@@ -36,7 +36,7 @@ class TagArena:
     refuse = 0.0
     rng = random.Random(0)
 
-    def __init__(self, specs: Sequence[LayerSpec], _dtype: mx.Dtype) -> None:
+    def __init__(self, specs: Sequence[LayerSpec], _dtype: mx.Dtype, _bytes_elsewhere: int = 0) -> None:
         self.block_bytes = len(specs)
         self.tags: list[list[int]] = []
         self.goal = 0

@@ -161,7 +161,8 @@ def _obey(verdict: Verdict, manager: SharedModelManager) -> None:
     if problem := verdict.of("batch").problem:
         raise UnsupportedModelError(f"{manager.card.name} ({verdict.family}) cannot be served: {problem}")
     if verdict.compatible:
-        _log.warning("%s is served row by row, which is slow with many requests", manager.card.name)
+        without = " and without a prefix cache" if manager.plan.layout.opaque else ""
+        _log.warning("%s is served row by row%s, which is slow with many requests", manager.card.name, without)
         manager.plan = prepare(manager.model, compatible=True)
     if problem := verdict.of("adapters").problem:
         _log.warning("%s is served without adapters: %s", manager.card.name, problem)

@@ -42,7 +42,7 @@ def sources_of(config: Config, base: SharedModelManager) -> frozenset[Source]:
     speculation, draft = config.server.speculation, config.model.draft_model
     sources = _SOURCES[speculation] if draft is not None else _SOURCES[speculation] - {Source.MODEL}
     if speculation is Speculation.AUTO and draft is None and not base.plan.layout.rolls_back:
-        _log.info("%s is served without speculation: its recurrent states cannot forget wrong guesses", base.card.name)
+        _log.info("%s is served without speculation: its states cannot forget wrong guesses", base.card.name)
         return frozenset()
     if not sources:
         return frozenset()
@@ -55,7 +55,7 @@ def _check_forgets(model: SharedModelManager, asked: str) -> None:
     if not model.plan.layout.rolls_back:
         raise UnsupportedModelError(
             f"{asked} needs models that can forget wrong guesses, and {model.card.name} ({model.family.name}) has "
-            "recurrent layers, whose state cannot be brought back; leave it out"
+            "recurrent layers or caches of its own, whose state cannot be brought back; leave it out"
         )
 
 

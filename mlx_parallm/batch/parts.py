@@ -12,6 +12,7 @@ and values  into the pool when the next pass begins: other parts of this pass st
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from itertools import groupby
 from typing import Any
 
@@ -28,7 +29,8 @@ from mlx_parallm.batch.kv.groups import LayerGroup, StateGroup
 from mlx_parallm.batch.kv.prefix import first_visible
 from mlx_parallm.batch.kv.state_arena import StateArena, StateBatch
 from mlx_parallm.model.cache_plan import CachePlan
-from mlx_parallm.model.layer_state import LayerSpec
+from mlx_parallm.model.caches import arrays_of
+from mlx_parallm.model.layer_state import LayerSpec, OpaqueSpec
 from mlx_parallm.model.mixers import Part, PassMask
 
 
@@ -66,7 +68,8 @@ class PassParts:
 class RowsOfPool(Part):
     """Rows of the pool. `spans`: theirs.
 
-    before: their states before the pass; None if none of them has any tokens
+    before: their states before the pass; None if none of them has any tokens. Opaque caches are copied before use,
+        because rows may have the same ones after a fork
     after: their states after it, which get their layers when the pass is built
     checkpoints: states of single rows of `after`, by the number of the row
     """
@@ -79,7 +82,7 @@ class RowsOfPool(Part):
         super().__init__(start, start + sum(span.tokens for span in spans), len(spans), offset)
         self.spans, self._pool, self._mask_axes = spans, pool, mask_axes
         self.after, self.checkpoints = StateBatch(len(spans), []), dict[int, StateBatch]()
-        self._caches: dict[int, ArraysCache | _RowsCache] = {}
+        self._caches: dict[int, Any] = {}
         self._groups: dict[int, _RowsOfGroup] = {}
 
     def cache(self, number: int) -> Any:
@@ -104,11 +107,14 @@ class RowsOfPool(Part):
             self._groups[at] = _RowsOfGroup(self._pool.groups[at], self.spans, tables)
         return self._groups[at], index
 
-    def _states(self, number: int) -> ArraysCache:
+    def _states(self, number: int) -> Any:
         assert self._pool.states is not None
         layer = self._pool.states.layers.index(number)
-        states = ArraysCache(len(self._pool.states.arena.specs[layer].shapes))
-        for index, array in enumerate(self.before.layers[layer] if self.before is not None else ()):
+        spec, before = self._pool.states.arena.specs[layer], self.before.layers[layer] if self.before else []
+        if isinstance(spec, OpaqueSpec):
+            return deepcopy(before[0] if before else spec.empty)
+        states = ArraysCache(len(spec.shapes))
+        for index, array in enumerate(before):
             states[index] = array
         return states
 
@@ -121,6 +127,10 @@ class RowsOfPool(Part):
     def _keep_states(self, arena: StateArena) -> None:
         assert self._pool.states is not None
         for number, spec in zip(self._pool.states.layers, arena.specs, strict=True):
+            if isinstance(spec, OpaqueSpec):
+                self.after.layers.append([self.cache(number)])
+                arena.add(arrays_of(self.cache(number)))
+                continue
             arrays = zip(self.cache(number).cache, spec.dtypes, strict=True)
             after = [mx.contiguous(array.astype(dtype)) for array, dtype in arrays]
             self.after.layers.append(after)
@@ -238,7 +248,7 @@ def _cut(pool: LoRABatchedKVCache, spans: Sequence[Span[KVRow]], plan: CachePlan
 def _read_states(group: StateGroup, parts: Sequence[RowsOfPool]) -> None:
     """Lets the parts have their rows' states before the pass, and the rows' places those after it."""
     arena: StateArena = group.arena
-    arena.begin_pass()
+    arena.begin_pass(group.places.is_free)
     old = arena.batches(_place_before(span) for part in parts for span in part.spans)
     for part in parts:
         part.before = arena.read([_place_before(span) for span in part.spans])
@@ -249,7 +259,7 @@ def _read_states(group: StateGroup, parts: Sequence[RowsOfPool]) -> None:
                 part.checkpoints[row] = StateBatch(1, [])
                 arena.write([place], part.checkpoints[row])
     for batch in old:
-        arena.cut_up(batch, group.places.is_free)
+        arena.cut_up(batch)
 
 
 def _place_before(span: Span[KVRow]) -> int | None:

@@ -127,7 +127,8 @@ class Prover:
     def _difference_after_reuse(self) -> float:
         ids, found, got = self.reused()
         if found < BLOCK_TOKENS:
-            raise UnsupportedModelError(f"of {_CACHED} cached tokens, {found} are found")
+            why = " because the caches of this model are of a class of its own" if self._plan.layout.opaque else ""
+            raise UnsupportedModelError(f"of {_CACHED} cached tokens, {found} are found{why}")
         return relative_error(got, logits_alone(self._model, ids)[found:])
 
     def reused(self) -> tuple[list[int], int, mx.array]:

@@ -6,7 +6,8 @@ tokens answers (see `hooks`). Every other user of a cache is a mixer (see `mixer
 the outer one is the mixer.
 
 A *compatible* plan assumes nothing about the model: its whole trunk is a mixer, and each row is a part. It is right
-for whatever mlx-lm can run, and as slow as rows one by one.
+for whatever mlx-lm can run, and as slow as rows one by one. Caches that are neither keys and values nor arrays need it:
+each row has its own, and how many bytes they take is measured.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 
 from mlx_parallm.errors import UnsupportedModelError
-from mlx_parallm.model.caches import Caches
+from mlx_parallm.model.caches import Caches, arrays_of
 from mlx_parallm.model.hooks import answered_by, hook_attention
-from mlx_parallm.model.layer_state import KVLayout, LayerSpec, LayerState, RecurrentSpec
+from mlx_parallm.model.layer_state import KVLayout, LayerSpec, LayerState, OpaqueSpec, RecurrentSpec
 from mlx_parallm.model.mixers import PassMask, install_mixers
 from mlx_parallm.model.split import trunk_of
 
+_MEASURED = 256, 512
+"""Tokens of the two rows whose caches are measured. Caches grow by up to 256 tokens at a time."""
 _ROWS = 13
 """Rows of the pass that finds the shape of masks: a number that no model has as its number of heads."""
 
@@ -61,13 +64,16 @@ def prepare(model: nn.Module, compatible: bool = False) -> CachePlan:
     mlx-lm's own caches does not change.
 
     Args:
-        compatible: the plan is a compatible one. It is anyway if positions depend on the length of the whole row.
+        compatible: the plan is a compatible one. It is anyway if positions depend on the length of the whole row, or
+            if only the model's own code understands its caches.
 
     Raises:
-        UnsupportedModelError: a cache keeps something other than keys and values or arrays, or the model does not run.
+        UnsupportedModelError: the model does not run.
     """
     install_mixers(model, ())
     hook_attention(model)
+    if Caches(model).opaque:
+        return _opaque_plan(model)
     compatible = compatible or any(isinstance(part, DynamicNTKScalingRoPE) for part in model.modules())
     traced, vocab_size, logits_dtype = _traced(model)
     mixers = _trunk_path(model) if compatible else _outermost(traced)
@@ -83,6 +89,29 @@ def prepare(model: nn.Module, compatible: bool = False) -> CachePlan:
         axes = _mask_axes(model)
     install_mixers(model, mixers)
     return CachePlan(layout, vocab_size, tuple(mixers), in_parts, crossing, axes, compatible)
+
+
+def _opaque_plan(model: nn.Module) -> CachePlan:
+    empty, (fewer, more), mixers = Caches(model).each, _MEASURED, _trunk_path(model)
+    try:
+        (before, _), (after, logits) = _filled(model, fewer), _filled(model, more)
+    except Exception as error:  # the model file is foreign code
+        raise UnsupportedModelError(f"{_name(model)} does not run with its own caches: {error}") from error
+    growth = [max(0, -((one - other) // (more - fewer))) for one, other in zip(before, after, strict=True)]
+    layers = tuple(
+        OpaqueSpec(cache, max(1, nbytes - fewer * grown), grown)
+        for cache, nbytes, grown in zip(empty, before, growth, strict=True)
+    )
+    install_mixers(model, mixers)
+    layout, in_parts = KVLayout(layers, logits.dtype), frozenset(range(len(layers)))
+    return CachePlan(layout, logits.shape[-1], tuple(mixers), in_parts, compatible=True)
+
+
+def _filled(model: nn.Module, tokens: int) -> tuple[list[int], mx.array]:
+    """The bytes of each cache after a row of so many tokens, and its logits. The pass is built and not computed."""
+    expected = Caches(model)
+    logits = model(mx.zeros((1, tokens), mx.int32), cache=expected.nested(expected.each))
+    return [sum(array.nbytes for array in arrays_of(cache)) for cache in expected.each], logits
 
 
 # -- what one token shows ------------------------------------------------------------------------

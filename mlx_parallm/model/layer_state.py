@@ -1,9 +1,12 @@
-"""What the layers of a model keep for each row: keys and values of all its tokens, or arrays of a fixed size."""
+"""What the layers of a model keep for each row: keys and values of all its tokens, arrays of a fixed size, or a cache
+that only the model's own code understands."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import mlx.core as mx
 
@@ -47,7 +50,21 @@ class RecurrentSpec:
         return sum(math.prod(shape) * dtype.size for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
 
 
-LayerState = LayerSpec | RecurrentSpec | None
+@dataclass(frozen=True, slots=True, eq=False)
+class OpaqueSpec:
+    """A cache of a class that only the model's own code understands. It grows with the row, and cannot be cut back.
+
+    empty: a cache without tokens. Rows have copies of it
+    nbytes: bytes of a row's cache beside those that grow with its tokens, at least 1
+    bytes_per_token: by how much it grows with each token
+    """
+
+    empty: Any
+    nbytes: int
+    bytes_per_token: int
+
+
+LayerState = LayerSpec | RecurrentSpec | OpaqueSpec | None
 """What one cache keeps for each row; None: the model does not use it."""
 
 
@@ -74,9 +91,19 @@ class KVLayout:
         return {index: spec for index, spec in enumerate(self.layers) if isinstance(spec, RecurrentSpec)}
 
     @property
+    def opaque(self) -> dict[int, OpaqueSpec]:
+        """The caches that only the model's own code understands, by their place in `layers`: all or none."""
+        return {index: spec for index, spec in enumerate(self.layers) if isinstance(spec, OpaqueSpec)}
+
+    @property
+    def states(self) -> Mapping[int, RecurrentSpec | OpaqueSpec]:
+        """What is known only after the last token of a row, by its place in `layers`."""
+        return self.recurrent | self.opaque
+
+    @property
     def rolls_back(self) -> bool:
-        """Whether the last tokens of a row can be forgotten. A recurrent state cannot be brought back."""
-        return not self.recurrent
+        """Whether the last tokens of a row can be forgotten. A state cannot be brought back."""
+        return not self.states
 
     @property
     def stored(self) -> KVLayout:
@@ -94,14 +121,15 @@ class KVLayout:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values in full blocks, over all layers."""
+        """Bytes of one token's keys and values in full blocks, over all layers, and by which opaque caches grow."""
         stored = self.stored
-        return sum(s.kv_heads * (s.head_dim_k + s.head_dim_v) for s in stored.attention.values()) * stored.dtype.size
+        widths = sum(s.kv_heads * (s.head_dim_k + s.head_dim_v) for s in stored.attention.values())
+        return widths * stored.dtype.size + sum(spec.bytes_per_token for spec in self.opaque.values())
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a row's recurrent state, over all layers."""
-        return sum(spec.nbytes for spec in self.recurrent.values())
+        """Bytes of a row's states, over all layers, beside those that grow with its tokens."""
+        return sum(spec.nbytes for spec in self.states.values())
 
     def quantized(self, bits: int) -> KVLayout:
         """This layout with full blocks of 8 or 4 bits for each number.
@@ -111,8 +139,8 @@ class KVLayout:
         """
         if not self.attention:
             raise UnsupportedModelError(
-                f"--kv-bits {bits} quantizes keys and values, and the layers of this model keep a recurrent state "
-                "instead; leave --kv-bits out"
+                f"--kv-bits {bits} quantizes keys and values, and the layers of this model keep a recurrent state or "
+                "caches of their own instead; leave --kv-bits out"
             )
         sizes = {size for spec in self.attention.values() for size in (spec.head_dim_k, spec.head_dim_v)}
         if odd := sorted(size for size in sizes if size % min(_GROUP_SIZES)):

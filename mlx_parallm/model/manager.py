@@ -31,7 +31,6 @@ from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef, CheckpointCard, ModelCard
 from mlx_parallm.errors import UnknownModelError, UnsupportedModelError
 from mlx_parallm.model.cache_plan import CachePlan, prepare
-from mlx_parallm.model.caches import Caches
 from mlx_parallm.model.cpu import adapt_to_cpu
 from mlx_parallm.model.device import on_cpu, prepare_device
 from mlx_parallm.model.families import family_of
@@ -98,10 +97,6 @@ class SharedModelManager:
         )
         self.model = loaded.model
         self.family = family_of(self.model)
-        try:
-            Caches(self.model)
-        except UnsupportedModelError as error:
-            raise UnsupportedModelError(f"{loaded.name} ({self.family.name}) is not supported: {error}") from error
         self.adapter_layout = adapter_layout(self.model, loaded.source)
         parameters = get_total_parameters(self.model)
         self.split = None if group is None else split_model(self.model, group)

@@ -12,6 +12,7 @@ from _pytest.mark import ParameterSet
 from family_checks import (
     CONFIGURATIONS,
     ELSEWHERE,
+    OWN_CACHES,
     error_after_reuse,
     error_of_gradients,
     errors_served,
@@ -20,16 +21,18 @@ from family_checks import (
 from mlx_lm.utils import MODEL_REMAPPING
 
 HERE = [name for name in CONFIGURATIONS if name not in ELSEWHERE]
+WITH_KNOWN_CACHES = [name for name in HERE if name not in OWN_CACHES]
 
 AMPLIFIED = {
     **dict.fromkeys(("jamba", "plamo2"), 5.0),
     "nemotron_h": 10.0,
     **dict.fromkeys(("longcat_flash", "longcat_flash_ngram"), 20.0),
     **dict.fromkeys(("ours bailing_hybrid", "ours kimi_k3"), 5.0),
+    "ours deepseek_v41": 20.0,
     "afm7": 200.0,
 }
 """How many times the limits are larger for models that amplify rounding, which differs with the BLAS's threads:
-exponents of sums, experts that are chosen by close scores, or keys that the model rounds to 8 bits itself."""
+exponents of sums, experts that are chosen by close scores, or keys that the model rounds to 8 or 4 bits itself."""
 QUICK = (
     "dbrx",
     "gemma4_text 2",
@@ -65,7 +68,7 @@ def test_rows_with_adapters_and_without_are_those_of_the_model_alone(name: str) 
     assert change > 0.1, "the adapters changed nothing"
 
 
-@pytest.mark.parametrize("name", _cases(HERE))
+@pytest.mark.parametrize("name", _cases(WITH_KNOWN_CACHES))
 def test_a_row_goes_on_from_a_cached_prefix(name: str) -> None:
     found, error = error_after_reuse(name)
     assert found >= 64
@@ -73,7 +76,7 @@ def test_a_row_goes_on_from_a_cached_prefix(name: str) -> None:
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-@pytest.mark.parametrize("name", _cases(HERE))
+@pytest.mark.parametrize("name", _cases(WITH_KNOWN_CACHES))
 def test_gradients_are_those_of_the_model_alone(name: str, recomputed: bool) -> None:
     error, still = error_of_gradients(name, recomputed)
     assert error <= 1e-4 * AMPLIFIED.get(name, 1.0)

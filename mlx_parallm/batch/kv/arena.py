@@ -43,7 +43,7 @@ class Arena:
     """The blocks of layers that have the same sliding window. A block's place is its index in the arrays of each layer.
 
     A model without attention has one arena without layers. Its blocks hold nothing but count the tokens of rows and of
-    cached prefixes.
+    cached prefixes, or the bytes of opaque caches.
 
     Attributes:
         blocks: the places that every layer has.
@@ -52,11 +52,13 @@ class Arena:
     Args:
         specs: the shapes of these layers.
         dtype: of keys and values.
+        bytes_elsewhere: without layers, by how much the opaque caches of a row grow with each token.
     """
 
-    def __init__(self, specs: Sequence[LayerSpec], dtype: mx.Dtype) -> None:
+    def __init__(self, specs: Sequence[LayerSpec], dtype: mx.Dtype, bytes_elsewhere: int = 0) -> None:
         self.specs = tuple(specs)
         self.dtype = dtype
+        self._bytes_elsewhere = bytes_elsewhere
         self.blocks = self.goal = 0
         self.keys = [_zeros(spec.kv_heads, 0, spec.head_dim_k, dtype) for spec in specs]
         self.values = [_zeros(spec.kv_heads, 0, spec.head_dim_v, dtype) for spec in specs]
@@ -64,9 +66,10 @@ class Arena:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers; without layers, what its ids take, so that there is a most of them."""
+        """Bytes of one block over all layers; without layers, what opaque caches take, or what its ids take, so that
+        there is a most of them."""
         widths = sum(spec.kv_heads * (spec.head_dim_k + spec.head_dim_v) for spec in self.specs)
-        return widths * BLOCK_TOKENS * self.dtype.size or _BYTES_OF_IDS
+        return (widths * self.dtype.size + self._bytes_elsewhere) * BLOCK_TOKENS or _BYTES_OF_IDS
 
     @property
     def array_bytes(self) -> int:

@@ -52,6 +52,7 @@ class LoRABatchedKVCache:
         device: says how many bytes the blocks may take. While an arena is resized, they may take more.
         max_length: longest row in tokens.
         keep_prefixes: whether there is a prefix cache. Without one, `open` finds nothing and `freeze` does nothing.
+            Opaque caches have none: blocks of several rows would count once what each of them has.
         memory: the blocks; None: new ones of this layout within the memory of `device`.
     """
 
@@ -65,7 +66,7 @@ class LoRABatchedKVCache:
     ) -> None:
         self.layout = layout
         self.max_length = max_length
-        self.keep_prefixes = keep_prefixes
+        self.keep_prefixes = keep_prefixes and not layout.opaque
         self.hits = self.queries = 0
         self.device = device
         self._memory = memory or BlockMemory(layout, device)

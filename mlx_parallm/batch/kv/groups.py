@@ -89,7 +89,7 @@ class LayerGroup(Store):
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class StateGroup(Store):
-    """The recurrent layers, by their indices in the model, and the memory of their states."""
+    """The recurrent layers or opaque caches, by their indices in the model, and the memory of their states."""
 
     arena: StateArena
     layers: tuple[int, ...]
@@ -111,11 +111,12 @@ def tail_group(layout: KVLayout) -> LayerGroup | None:
 
 
 def state_group(layout: KVLayout) -> StateGroup | None:
-    """The memory of recurrent states; None if no layer has any."""
-    layers = layout.recurrent
+    """The memory of states; None if no layer has any."""
+    layers = layout.states
     return StateGroup(arena=StateArena(list(layers.values())), layers=tuple(layers)) if layers else None
 
 
 def _layer_group(layout: KVLayout, window: int | None) -> LayerGroup:
     layers, stored = tuple(i for i, spec in layout.attention.items() if spec.window == window), layout.stored
-    return LayerGroup(arena=Arena([stored.attention[i] for i in layers], stored.dtype), window=window, layers=layers)
+    arena = Arena([stored.attention[i] for i in layers], stored.dtype, 0 if layers else layout.bytes_per_token)
+    return LayerGroup(arena=arena, window=window, layers=layers)

@@ -61,7 +61,8 @@ def fork(memory: BlockMemory, source: KVRow, length: int, tokens: int, row: KVRo
     length = kept(memory, source, length)
     whole, rest = divmod(length, BLOCK_TOKENS)
     memory.add(row)
-    memory.share(row, [table[:whole] for table in source.tables])
+    if not memory.layout.opaque:  # else the blocks count what each row has by itself
+        memory.share(row, [table[:whole] for table in source.tables])
     forked = False
     try:
         forked = reserve(memory, row, max(tokens, length), alone=False)

@@ -1,4 +1,5 @@
-"""Places for recurrent states. A state is arrays of every recurrent layer, which are never written again.
+"""Places for states. A state is arrays of every recurrent layer, which are never written again, or else a copy of each
+opaque cache, which no pass uses again.
 
 So a place holds a reference, and to copy a state copies no array. The states after a forward pass over several rows are
 one batch. If the next pass has the same rows, it takes the batch as it is; otherwise the batch is cut up.
@@ -13,18 +14,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
-from mlx_parallm.model.layer_state import RecurrentSpec
+from mlx_parallm.model.layer_state import OpaqueSpec, RecurrentSpec
 
 
 @dataclass(eq=False, slots=True)
 class StateBatch:
-    """The states of some rows. `layers`: for each recurrent layer its arrays, each [rows, ...]."""
+    """The states of some rows. `layers`: for each recurrent layer its arrays, each [rows, ...]; for each opaque cache,
+    that of the one row."""
 
     rows: int
-    layers: list[list[mx.array]]
+    layers: list[list[Any]]
 
     def row(self, index: int) -> StateBatch:
         """The state of one row alone, which does not keep the others in memory once it is evaluated."""
@@ -42,13 +45,13 @@ class _Held:
 
 
 class StateArena:
-    """The states of the recurrent layers of a model, one in each place.
+    """The states of a model's recurrent layers or opaque caches, one in each place.
 
     Attributes:
         blocks, goal: the number of places.
     """
 
-    def __init__(self, specs: Sequence[RecurrentSpec]) -> None:
+    def __init__(self, specs: Sequence[RecurrentSpec | OpaqueSpec]) -> None:
         self.specs = tuple(specs)
         self.blocks = self.goal = 0
         self._held: list[_Held | None] = []
@@ -56,12 +59,12 @@ class StateArena:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one state."""
+        """Bytes of one state. Those by which opaque caches grow count as blocks of the row."""
         return sum(spec.nbytes for spec in self.specs)
 
     @property
     def array_bytes(self) -> int:
-        """Bytes of all places. One that is free may still hold a state, until it is used again or taken away."""
+        """Bytes of all places. One that is free may hold a state until the next pass, or until it is taken away."""
         return self.blocks * self.block_bytes
 
     def resize(self, blocks: int, most_bytes: float = math.inf) -> bool:
@@ -82,9 +85,10 @@ class StateArena:
 
     # -- one forward pass ------------------------------------------------------------------------
 
-    def begin_pass(self) -> None:
-        """Call it before the states of a pass are read."""
+    def begin_pass(self, is_free: Callable[[int], bool]) -> None:
+        """Call it before the states of a pass are read. Places that are free let go of what they hold."""
         self._new = []
+        self._held = [None if is_free(place) else held for place, held in enumerate(self._held)]
 
     def read(self, places: Sequence[int | None]) -> StateBatch | None:
         """The states at these places, zeros for None. None if there are only zeros."""
@@ -110,12 +114,11 @@ class StateArena:
         held = (self._held[place] for place in places if place is not None)
         return list(dict.fromkeys(each.batch for each in held if each is not None and each.batch.rows > 1))
 
-    def cut_up(self, batch: StateBatch, is_free: Callable[[int], bool]) -> None:
-        """Lets each place that holds a row of this batch hold that row alone, or nothing if the place is free, so that
-        the batch can leave memory."""
+    def cut_up(self, batch: StateBatch) -> None:
+        """Lets each place that holds a row of this batch hold that row alone, so that the batch can leave memory."""
         for place, held in enumerate(self._held):
             if held is not None and held.batch is batch:
-                self._held[place] = None if is_free(place) else _Held(self._alone(held), 0)
+                self._held[place] = _Held(self._alone(held), 0)
 
     def _alone(self, held: _Held) -> StateBatch:
         alone = held.batch.row(held.index)
@@ -126,6 +129,7 @@ class StateArena:
         return [
             [mx.zeros((1, *shape), dtype) for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
             for spec in self.specs
+            if isinstance(spec, RecurrentSpec)
         ]
 
 

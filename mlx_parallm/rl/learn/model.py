@@ -96,10 +96,14 @@ class TrainableModel:
         recomputes: asked before each pass.
 
     Raises:
-        UnsupportedModelError: the model has no list of layers.
+        UnsupportedModelError: the model has no list of layers, or opaque caches.
     """
 
     def __init__(self, model: nn.Module, bank: AdapterBank, plan: CachePlan, recomputes: Recomputes) -> None:
+        if plan.layout.opaque:
+            raise UnsupportedModelError(
+                f"{type(model).__module__} can be served and not trained: its caches are of a class of its own"
+            )
         self.bank = bank
         self.recomputes = recomputes
         self._expected, self._cache_plan = Caches(model), plan

@@ -1,0 +1,198 @@
+"""Models whose caches are of a class of their own: rows equal their solo runs, and the pool counts what they hold."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from harness import Harness, assert_same_tokens, make_harness, solo
+from lora import layout_of, merged, random_adapter
+from mlx_lm.models.base import create_causal_mask
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.llama import Model
+from tiny import tiny_model
+
+from mlx_parallm.app.model_check import check_built
+from mlx_parallm.batch.forward import Span
+from mlx_parallm.batch.kv.state_arena import StateArena
+from mlx_parallm.core import RequestFinished
+from mlx_parallm.errors import UnsupportedModelError
+from mlx_parallm.model.cache_plan import prepare
+from mlx_parallm.model.caches import arrays_of
+
+TINY = 1e-5
+
+
+class OwnCache:
+    """Keeps its arrays in a list that it changes, and knows its length as a plain number."""
+
+    def __init__(self) -> None:
+        self.state: list[mx.array] = []
+        self.offset = 0
+
+    def update_and_fetch(self, *new: mx.array) -> list[mx.array]:
+        kept = [mx.concatenate(each, axis=2) for each in zip(self.state, new, strict=True)] if self.state else new
+        self.state[:] = kept
+        self.offset += new[0].shape[2]
+        return self.state
+
+    def make_mask(self, tokens: int, **_: Any) -> mx.array | None:
+        return create_causal_mask(tokens, self.offset) if tokens > 1 else None
+
+
+@pytest.fixture(autouse=True)
+def _own_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Model, "make_cache", lambda self: [OwnCache() for _ in self.layers], raising=False)
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return tiny_model("llama")
+
+
+def text(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(256) for _ in range(length)]
+
+
+def kept(harness: Harness) -> list[list[mx.array]]:
+    """The arrays of all caches that the pool keeps, by row."""
+    states = harness.runner.cache.states
+    assert states is not None
+    batches = [held.batch for held in states.arena._held if held is not None]
+    return [[array for (cache,) in batch.layers for array in arrays_of(cache)] for batch in batches]
+
+
+@pytest.mark.parametrize("lookahead", [True, False])
+def test_random_requests_have_the_answers_of_the_model_alone(model: nn.Module, lookahead: bool) -> None:
+    """Prompts in chunks beside answers, adapters, and so little memory that rows are preempted and computed again."""
+    harness = make_harness(model, budget_tokens=560, states=6, max_rows=6, slots=2, lookahead=lookahead)
+    layout = layout_of(tiny_model("llama"))
+    adapters = [random_adapter(layout, seed) for seed in (1, 2)]
+    refs = [harness.publish(str(seed), weights) for seed, weights in enumerate(adapters)]
+    alone = [*(merged(tiny_model("llama"), weights) for weights in adapters), tiny_model("llama")]
+    rng = random.Random(0)
+    asked = [(text(rng.randrange(1, 100), seed), rng.randrange(3), rng.randrange(10, 40)) for seed in range(20)]
+    for number, (prompt, adapter, tokens) in enumerate(asked):
+        harness.submit(str(number), prompt, tokens, **({"adapter": refs[adapter]} if adapter < 2 else {}))
+        for _ in range(rng.randrange(3)):
+            harness.loop.step()
+    harness.run()
+    assert harness.loop.scheduler.preemptions > 0
+    for number, (prompt, adapter, tokens) in enumerate(asked):
+        assert isinstance(harness.terminal(str(number)), RequestFinished)
+        assert_same_tokens(harness.tokens(str(number)), solo(alone[adapter], prompt, tokens), TINY)
+    assert harness.runner.cache.bytes_used == 0
+
+
+def test_samples_of_a_prompt_are_those_of_the_model_alone(model: nn.Module) -> None:
+    harness, prompt = make_harness(model), text(150, seed=1)
+    harness.submit("group", prompt, 6, n=4)
+    harness.run()
+    for index in range(4):
+        assert_same_tokens(harness.tokens("group", index), solo(model, prompt, 6), TINY)
+
+
+def test_the_pool_counts_what_the_caches_hold(model: nn.Module) -> None:
+    """Rows join and leave."""
+    harness, compared = make_harness(model, max_rows=4), 0
+    cache = harness.runner.cache
+
+    def compare() -> None:
+        nonlocal compared
+        held = kept(harness)
+        if held and len(held) == len(cache.rows()) and all(row.computed > 256 for row in cache.rows()):
+            compared += 1
+            nbytes = sum(array.nbytes for arrays in held for array in arrays)
+            assert 0.7 * nbytes <= cache.bytes_used <= 1.3 * nbytes
+
+    for number in range(8):
+        harness.submit(str(number), text(300 + 20 * number, number), 10 + 5 * number)
+    harness.run(compare)
+    assert compared > 20
+    assert cache.bytes_used == 0
+
+
+def test_a_row_that_has_ended_keeps_nothing_after_the_next_pass(model: nn.Module) -> None:
+    harness = make_harness(model)
+    for name, tokens in ("short", 3), ("long", 20):
+        harness.submit(name, text(70, 1), tokens)
+    while len(harness.tokens("long")) < 10:
+        harness.loop.step()
+    assert len(harness.tokens("short")) == 3
+    assert len(kept(harness)) == 1
+
+
+def test_a_fork_goes_its_own_way_and_counts_for_itself(model: nn.Module) -> None:
+    runner, row = (harness := make_harness(model)).runner, text(100, seed=2)
+    cache = runner.cache
+
+    def logits(of: Any, ids: Sequence[int]) -> mx.array:
+        got = runner.compute([Span(of, of.computed, len(ids))], ids)
+        mx.eval(got, cache.state_arrays())
+        of.computed += len(ids)
+        return got[-1]
+
+    source = cache.open(200)
+    logits(source, row)
+    used = cache.bytes_used
+    fork = cache.fork(source, 100, 200)
+    assert cache.bytes_used == 2 * used
+    cache.check_integrity()
+    got = [logits(source, [5, 6]), logits(fork, [7]), logits(source, [8]), logits(fork, [9])]
+    for of, ids in zip(got, ([5, 6], [7], [5, 6, 8], [7, 9]), strict=True):
+        want = model(mx.array([[*row, *ids]]), cache=make_prompt_cache(model))[0, -1]
+        assert mx.abs(of - want).max().item() < 1e-4
+    assert harness.runner.cache.holds(source, 103)
+
+
+@pytest.mark.parametrize("call", ["read", "add"])
+def test_a_pass_that_fails_leaves_no_row_with_a_changed_cache(
+    model: nn.Module, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness, whole, calls = make_harness(model), getattr(StateArena, call), 0
+
+    def faulty(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 9:
+            raise RuntimeError("[METAL] Command buffer execution failed: Caused GPU Timeout Error")
+        return whole(*args)
+
+    monkeypatch.setattr(StateArena, call, faulty)
+    for number in range(6):
+        harness.submit(str(number), text(70, number), 6)
+        for _ in range(3):
+            harness.loop.step()
+    harness.run()
+    assert calls > 9
+    ended = [number for number in range(6) if isinstance(harness.terminal(str(number)), RequestFinished)]
+    assert ended
+    for number in ended:
+        assert_same_tokens(harness.tokens(str(number)), solo(model, text(70, number), 6), TINY)
+
+
+def test_what_such_a_model_lacks_is_off_or_refused_with_the_reason(model: nn.Module) -> None:
+    harness, prompt = make_harness(model), text(150, seed=3)
+    for name in "ab":
+        harness.submit(name, prompt, 3)
+        harness.run()
+    end = harness.terminal("b")
+    assert isinstance(end, RequestFinished)
+    assert end.cached_tokens == 0
+    layout = prepare(model).layout
+    assert not layout.rolls_back
+    with pytest.raises(UnsupportedModelError, match=r"--kv-bits 8 .* caches of their own"):
+        layout.quantized(8)
+
+
+def test_its_check_says_what_is_right_and_what_cannot_be_done() -> None:
+    verdict = check_built(tiny_model("llama"))
+    assert verdict.compatible
+    assert (verdict.of("batch").problem, verdict.of("adapters").problem) == ("", "")
+    assert "a class of its own" in verdict.of("prefix cache").problem
+    assert "served and not trained: its caches are of a class of its own" in verdict.of("gradients").problem
