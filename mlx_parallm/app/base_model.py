@@ -247,17 +247,17 @@ def build_prefix_store(manager: SharedModelManager, config: Config, wake: Callab
     """The files of the prefix cache, None if it is kept in memory only. `wake`: see `PrefixStore`.
 
     Raises:
-        ConfigError: the folder cannot be used, there is no prefix cache, or the model has states.
+        ConfigError: the folder cannot be used, there is no prefix cache, or the model has caches of its own.
     """
     folder = config.server.prefix_cache_dir
     if folder is None:
         return None
     if not config.server.prefix_cache:
         raise ConfigError("--prefix-cache-dir keeps the prefix cache on the disk; leave --no-prefix-cache out")
-    if manager.plan.layout.states:
+    if manager.plan.layout.opaque:
         raise ConfigError(
-            f"--prefix-cache-dir keeps keys and values, and {manager.card.name} ({manager.family.name}) has recurrent "
-            "layers or caches of its own, whose states stay in memory; leave it out"
+            f"--prefix-cache-dir keeps the prefix cache on the disk, and {manager.card.name} ({manager.family.name}) has "
+            "caches of its own, for which there is none; leave it out"
         )
     worker = ThreadPoolExecutor(1, thread_name_prefix="prefix-cache")
     try:

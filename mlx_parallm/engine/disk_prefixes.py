@@ -26,7 +26,8 @@ from mlx_parallm.engine.live import LiveRequest, LiveSequence, live
 from mlx_parallm.engine.memory import PrefixRoot
 
 _PART_BYTES = 16 << 20
-"""Bytes of blocks that are copied to or from host memory at once. A block that is larger is copied alone."""
+"""Bytes of blocks that are copied to or from host memory at once. A block that is larger is copied alone; a recurrent
+state comes with the blocks before it."""
 
 _PATIENCE_S = 1.0
 """How long a prompt waits for the disk, in seconds. What was read by then is used."""
@@ -34,7 +35,7 @@ _PATIENCE_S = 1.0
 
 @dataclass(slots=True)
 class _Lookup:
-    """A prompt that waits for blocks from the disk.
+    """A prompt that waits for blocks from the disk, and for the recurrent state after them if there are such layers.
 
     `leader`: the first sequence of the prompt. `names`: the blocks that are not read yet. `part`: those that are being
     read, `asked` in number.
@@ -67,7 +68,7 @@ class DiskPrefixes:
         self._cache = cache
         self._root = root
         self._lookups: deque[_Lookup] = deque()  # only the first one reads: it may read what the others want too
-        self._part_blocks = max(1, _PART_BYTES // (cache.layout.bytes_per_token * BLOCK_TOKENS))
+        self._part_blocks = max(1, _PART_BYTES // cache.block_bytes)
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -81,14 +82,19 @@ class DiskPrefixes:
                 self._lookups.append(_Lookup(leader, root, names, time.monotonic() + _PATIENCE_S))
 
     def _names(self, leader: LiveSequence, root: Hashable) -> list[BlockName]:
-        """The blocks of a prompt that follow those in memory, as far as the disk has them."""
+        """The blocks of a prompt that follow those in memory, as far as the disk has them. With recurrent layers, they
+        end with the last one that has a checkpoint, and its state follows."""
         ids, key = leader.prefix_ids, self._root_key(root)
         if key is None or not ids:
             return []
         cached = self._cache.cached(root, ids) // BLOCK_TOKENS
         self.queries += ((len(ids) - 1) // BLOCK_TOKENS - cached) * BLOCK_TOKENS
-        names = block_names(key, ids)
-        return [*takewhile(lambda name: name.key in self._store, islice(names, cached, None))]
+        names = [*takewhile(lambda name: name.key in self._store, islice(block_names(key, ids), cached, None))]
+        if self._cache.states is None:
+            return names
+        while names and names[-1].of_state.key not in self._store:
+            names.pop()
+        return [*names, *(name.of_state for name in names[-1:])]
 
     def advance(self, now: float) -> None:
         """Puts the part that was read last into the pool, and begins to read the next one. Prompts for which all is
@@ -101,8 +107,7 @@ class DiskPrefixes:
             self._read(self._lookups[0])
 
     def _read(self, lookup: _Lookup) -> None:
-        cached = self._cache.cached(lookup.root, lookup.leader.tokens) // BLOCK_TOKENS
-        names = [name for name in lookup.names if name.depth > cached]
+        names = self._cache.to_read(lookup.root, lookup.leader.tokens, lookup.names)
         part, lookup.names = names[: self._part_blocks], names[self._part_blocks :]
         if part:
             lookup.part, lookup.asked = self._store.read(part), len(part)
@@ -112,11 +117,12 @@ class DiskPrefixes:
     def _restore(self, lookup: _Lookup, part: Future[list[HostBlock]]) -> None:
         """Registers blocks as cached prefixes. The prompt waits for more only if all that were asked for came."""
         lookup.part, complete = None, False
+        root, ids = lookup.root, lookup.leader.tokens
+        before = self._cache.cached(root, ids)
         try:
             blocks = part.result()
-            if self._cache.restore(lookup.root, lookup.leader.tokens, blocks):
-                self.hits += len(blocks) * BLOCK_TOKENS
-                complete = len(blocks) == lookup.asked
+            complete = self._cache.restore(root, ids, blocks) and len(blocks) == lookup.asked
+            self.hits += self._cache.cached(root, ids) - before
         finally:
             if not complete:
                 self._end(lookup)
@@ -134,15 +140,17 @@ class DiskPrefixes:
         whether there were any."""
         if not self._store.may_write:
             return False
-        nodes = self._cache.unsaved(self._part_blocks)
+        unsaved = self._cache.unsaved(self._part_blocks)
         blocks = []
-        for node in nodes:
-            node.saved = True
-            if (key := self._key(node)) and key not in self._store:
-                blocks.append(HostBlock(BlockName(key, node.depth, node.ids), self._cache.to_host(node)))
+        for node, is_state in unsaved:
+            if key := self._key(node):
+                name = BlockName(key, node.depth, node.ids)
+                name = name.of_state if is_state else name
+                if name.key not in self._store:
+                    blocks.append(HostBlock(name, self._cache.to_host(node, is_state)))
         if blocks:
             self._store.write(blocks)
-        return bool(nodes)
+        return bool(unsaved)
 
     def _key(self, node: Node) -> bytes | None:
         """The key of a block's file. None if blocks of its adapter version are not written."""

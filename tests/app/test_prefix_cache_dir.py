@@ -21,15 +21,15 @@ def engine(folder: Path, **server: object) -> Engine:
     return Engine(configure(folder / "model", rl_training__enabled=False, server__kv_cache_memory="16MB", **keys))
 
 
-async def answer(folder: Path) -> tuple[list[int], int]:
-    """Starts a server, asks it, and stops it when the four blocks of the prompt are on the disk. Returns the answer's
-    tokens and the cached tokens."""
+async def answer(folder: Path, files: int) -> tuple[list[int], int]:
+    """Starts a server, asks it, and stops it when so many files are on the disk. Returns the answer's tokens and the
+    cached tokens."""
     served = engine(folder, prefix_cache_dir=folder / "prefixes")
     served.start()
     try:
         request = GenerationRequest("x", (PROMPT,), SamplingParams(temperature=0.0), StopParams(8))
         events = [event async for event in served.processor.generate(request)]
-        while len(list((folder / "prefixes").glob("*.kv"))) < 4:
+        while len(list((folder / "prefixes").glob("*.kv"))) < files:
             await asyncio.sleep(0.01)
     finally:
         served.stop()
@@ -39,9 +39,13 @@ async def answer(folder: Path) -> tuple[list[int], int]:
 
 
 @pytest.mark.timeout(120)
-async def test_a_server_that_starts_again_has_what_the_last_one_computed(tmp_path: Path) -> None:
-    save_tiny("llama", tmp_path / "model")
-    first, again = await answer(tmp_path), await answer(tmp_path)
+@pytest.mark.parametrize(("family", "files"), [("llama", 4), ("lfm2", 5)])
+async def test_a_server_that_starts_again_has_what_the_last_one_computed(
+    family: str, files: int, tmp_path: Path
+) -> None:
+    """The four full blocks of the prompt, and the state after them if there are recurrent layers."""
+    save_tiny(family, tmp_path / "model")
+    first, again = await answer(tmp_path, files), await answer(tmp_path, files)
     assert (first[1], again[1]) == (0, 256)
     assert first[0] == again[0]
 

@@ -1,4 +1,4 @@
-"""A server of a model with recurrent layers: what it cannot do is off or refused at start."""
+"""A server of a model with recurrent layers: what it cannot do is off."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from tiny import save_tiny
 from mlx_parallm.app.build import Engine
 from mlx_parallm.config import configure
 from mlx_parallm.core import GenerationRequest, RequestFinished, SamplingParams, SequenceOutput, StopParams
-from mlx_parallm.errors import ConfigError
 
 REPEATED = (5, 6, 7, 8) * 20
 """A prompt whose continuation is guessed where guessing is possible."""
@@ -40,9 +39,3 @@ async def test_rows_that_cannot_be_rolled_back_are_served_without_guesses(
     tokens = [token for event in events if isinstance(event, SequenceOutput) for token in event.token_ids]
     assert_same_tokens(tokens, solo(model, REPEATED, 8), 1e-5)
     assert "model is served without speculation" in caplog.text
-
-
-def test_states_are_not_kept_on_the_disk(tmp_path: Path) -> None:
-    save_tiny("mamba", tmp_path / "model")
-    with pytest.raises(ConfigError, match=r"--prefix-cache-dir .* model \(mamba\) has recurrent layers"):
-        engine(tmp_path, prefix_cache_dir=tmp_path / "prefixes").start()

@@ -18,9 +18,10 @@ from mlx_parallm import atomic
 from mlx_parallm.batch.kv.block_files import BlockName, HostBlock, block_names, encode, model_key, root_key, shapes
 from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
 from mlx_parallm.batch.kv.disk import PrefixStore
+from mlx_parallm.batch.kv.state_arena import StateArena, StateBatch
 from mlx_parallm.core import DeviceMemory
 from mlx_parallm.errors import StorageError
-from mlx_parallm.model.layer_state import KVLayout, LayerSpec
+from mlx_parallm.model.layer_state import KVLayout, LayerSpec, RecurrentSpec
 
 TEXT = [(i * i) % 251 for i in range(2000)]
 LAYOUT = KVLayout((LayerSpec(2, 4, 3), LayerSpec(1, 2, 2, window=100)), mx.bfloat16)
@@ -233,11 +234,11 @@ def cached(cache: LoRABatchedKVCache, ids: Sequence[int]) -> None:
 
 def saved(cache: LoRABatchedKVCache) -> list[HostBlock]:
     """All full blocks of the one chain in the cache."""
-    nodes = cache.unsaved(1000)
+    nodes = [node for node, _ in cache.unsaved(1000)]
     key = root_key(model_key("model", LAYOUT), "root")
     ids = [token for node in nodes for token in node.ids]
     blocks = zip(block_names(key, [*ids, 0]), nodes, strict=True)
-    return [HostBlock(name, cache.to_host(node)) for name, node in blocks]
+    return [HostBlock(name, cache.to_host(node, is_state=False)) for name, node in blocks]
 
 
 def found(cache: LoRABatchedKVCache, ids: Sequence[int]) -> int:
@@ -282,13 +283,13 @@ def test_a_gap_before_the_blocks_restores_nothing() -> None:
 def test_a_pool_without_room_restores_nothing_and_takes_nothing_from_rows() -> None:
     cache, other = pool(), pool(8)
     cached(cache, TEXT[:400])
-    row = other.open(300)
+    row, blocks = other.open(300), saved(cache)
     assert row is not None
-    assert not other.restore("root", TEXT[:400], saved(cache))
+    assert not other.restore("root", TEXT[:400], blocks)
     assert other.rows() == [row]
     assert found(other, TEXT[:400]) == 0
     other.close(row)
-    assert other.restore("root", TEXT[:400], saved(cache))
+    assert other.restore("root", TEXT[:400], blocks)
     assert found(other, TEXT[:400]) == 384
 
 
@@ -300,6 +301,36 @@ def test_places_that_a_window_gave_up_are_filled_again() -> None:
     assert found(cache, TEXT[:400]) < 384
     assert cache.restore("root", TEXT[:400], blocks)
     assert found(cache, TEXT[:400]) == 384
+
+
+def test_a_state_comes_back_as_it_was_without_the_rows_beside_it() -> None:
+    specs = [RecurrentSpec(((2, 3), (5,)), (mx.bfloat16, mx.float32)), RecurrentSpec(((4,),), (mx.float16,))]
+    one, other = StateArena(specs), StateArena(specs)
+    batch = [[mx.random.normal((3, 2, 3)).astype(mx.bfloat16), mx.random.normal((3, 5))], [mx.ones((3, 4), mx.float16)]]
+    for arena in one, other:
+        arena.resize(4)
+    one.write([2, 0, 3], StateBatch(3, batch))
+    other.from_host(1, one.to_host(0))
+    got = other.read([1])
+    assert got is not None
+    for (arrays, wanted), spec in zip(zip(got.layers, batch, strict=True), specs, strict=True):
+        assert tuple(array.dtype for array in arrays) == spec.dtypes
+        assert all(mx.array_equal(array, all[1:2]) for array, all in zip(arrays, wanted, strict=True))
+
+
+def test_no_name_is_that_of_another_kind_of_state() -> None:
+    layouts = [
+        KVLayout((*LAYOUT.layers, *more), LAYOUT.dtype)
+        for more in (
+            (),
+            (RecurrentSpec(((4,),), (mx.float32,)),),
+            (RecurrentSpec(((4,),), (mx.float16,)),),
+            (RecurrentSpec(((2, 2),), (mx.float32,)),),
+        )
+    ]
+    (name,) = list(block_names(b"", TEXT[:65]))
+    assert len({model_key("model", layout) for layout in layouts}) == 4
+    assert name.of_state.key != name.key
 
 
 def test_a_file_that_cannot_be_removed_is_an_error(tmp_path, monkeypatch) -> None:

@@ -13,7 +13,7 @@ import mlx.nn as nn
 import pytest
 from harness import Harness, Inline, assert_same_tokens, make_harness, solo
 from lora import random_adapter
-from tiny import tiny_model
+from tiny import RECURRENT, tiny_model
 
 from mlx_parallm.adapters.weights import VersionInfo
 from mlx_parallm.batch.kv.disk import PrefixStore
@@ -78,7 +78,7 @@ def detail(harness: Harness) -> dict:
     return harness.loop.stats().detail["prefix_cache_dir"]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma2", *RECURRENT])
 def test_after_a_restart_a_prompt_is_read_back_and_gives_the_same_tokens(tmp_path, family) -> None:
     model = tiny_model(family)
     assert ask(server(tmp_path, model), PROMPT) == 0
@@ -97,6 +97,69 @@ def test_a_long_prompt_is_read_in_parts(tmp_path, llama, monkeypatch) -> None:
     assert ask(again, [*PROMPT[:200], *PROMPT]) == 192
     assert ask(again, PROMPT, "y") == 256
     assert again.loop.stats().external_prefix_cache_hits_total == 256
+
+
+@pytest.fixture(scope="module", params=["lfm2", "mamba"])
+def recurrent(request: pytest.FixtureRequest) -> nn.Module:
+    """A model with attention beside its recurrent layers, and one without."""
+    return tiny_model(request.param)
+
+
+def files_of_states(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if b'"layers.0.0"' in path.read_bytes()]
+
+
+def in_one_chunk(folder: Path, model: nn.Module, **switches) -> Harness:
+    """A server whose chunks end only where a state is wanted."""
+    return server(folder, model, max_batched_tokens=512, **switches)
+
+
+def test_a_recurrent_prompt_goes_on_from_the_last_state_on_the_disk(tmp_path, recurrent) -> None:
+    first = in_one_chunk(tmp_path, recurrent)
+    ask(first, PROMPT[:140])
+    assert (len(list(tmp_path.iterdir())), len(files_of_states(tmp_path))) == (3, 1)
+    assert ask(first, PROMPT, "y") == 128
+    assert (len(list(tmp_path.iterdir())), len(files_of_states(tmp_path))) == (6, 2)
+    again = in_one_chunk(tmp_path, recurrent)
+    for name, prompt, found, read in (("x", PROMPT[:250], 128, 128), ("y", PROMPT, 256, 192)):
+        assert ask(again, prompt, name) == found
+        assert again.loop.stats().external_prefix_cache_hits_total == read, "the memory has the third block by now"
+        assert_same_tokens(again.tokens(name), solo(recurrent, prompt, 8), TINY)
+
+
+def test_blocks_that_the_memory_still_has_are_not_read_again(tmp_path, recurrent, monkeypatch) -> None:
+    harness = in_one_chunk(tmp_path, recurrent)
+    ask(harness, PROMPT)
+    memory, read = harness.runner.cache._memory, []
+    memory.evict(memory.states_number, 10)
+    monkeypatch.setattr(PrefixStore, "_read", lambda store, names: read.extend(names) or whole(store, names))
+    assert ask(harness, PROMPT, "y") == 256
+    assert [(name.depth, name.is_state) for name in read] == [(4, True)]
+
+
+whole = PrefixStore._read
+
+
+def removed(path: Path) -> None:
+    path.unlink()
+
+
+def damaged(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+
+
+@pytest.mark.parametrize("fault", [removed, damaged])
+def test_a_state_that_cannot_be_read_costs_its_reuse_only(tmp_path, recurrent, fault) -> None:
+    ask(in_one_chunk(tmp_path, recurrent), PROMPT)
+    (state,) = files_of_states(tmp_path)
+    again = in_one_chunk(tmp_path, recurrent)
+    fault(state)
+    assert ask(again, PROMPT) == 0
+    assert_same_tokens(again.tokens("x"), solo(recurrent, PROMPT, 8), TINY)
+    assert detail(again)["damaged_files"] == (fault is damaged)
+    assert again.loop.stats().external_prefix_cache_hits_total == 0
+    assert files_of_states(tmp_path) == [state], "it was written again"
+    assert ask(in_one_chunk(tmp_path, recurrent), PROMPT) == 256
 
 
 def test_answers_are_kept_too_and_what_is_on_the_disk_is_not_written_again(tmp_path, llama) -> None:

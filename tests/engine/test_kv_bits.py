@@ -217,9 +217,9 @@ def test_quantized_blocks_come_back_from_their_files_to_the_bit(model: nn.Module
     cache = (runner := make_harness(model, kv_bits=4).runner).cache
     row, names = computed(runner, PROMPTS[2]), shapes(cache.layout)
     cache.close(row, "root", PROMPTS[2])
-    (node,) = cache.unsaved(1)
+    ((node, is_state),) = cache.unsaved(1)
     (name, *_) = block_names(b"", PROMPTS[2])
-    arrays = cache.to_host(node)
+    arrays = cache.to_host(node, is_state)
     saved = encode(HostBlock(name, arrays), names)
     assert all(np.array_equal(*each) for each in zip(decode(saved, name.ids, names), arrays, strict=True))
     keys = [model_key("m", replace(cache.layout, bits=bits)) for bits in (None, 8, 4)]

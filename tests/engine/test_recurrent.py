@@ -272,6 +272,13 @@ def test_a_pool_counts_the_state_of_each_row(world: World) -> None:
         assert_same_tokens(harness.tokens(str(i)), solo(world.model, world.rows[2], 5), TINY)
 
 
+def test_a_prompt_that_fills_the_memory_is_answered_though_there_is_no_room_for_its_checkpoint(world: World) -> None:
+    harness, prompt = make_harness(world.model, budget_tokens=320, states=1), text(300, seed=3)
+    answer(harness, "begin", prompt[:100])
+    answer(harness, "whole", prompt, 8)
+    assert_same_tokens(harness.tokens("whole"), solo(world.model, prompt, 8), TINY)
+
+
 def test_without_keys_and_values_there_is_nothing_to_quantize() -> None:
     with pytest.raises(UnsupportedModelError, match=r"--kv-bits 8 .* recurrent"):
         prepare(tiny_model("mamba")).layout.quantized(8)

@@ -23,8 +23,8 @@ from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.model.layer_state import LayerSpec
 
 Bytes = NDArray[np.uint8]
-"""The keys or values of one block and layer in host memory: [kv_heads, 64, bytes of a head's vector]."""
-
+"""The keys or values of one block and layer in host memory, [kv_heads, 64, bytes of a head's vector], or the bytes of
+an array of a recurrent state."""
 
 _BYTES_OF_IDS = 8 * BLOCK_TOKENS
 

@@ -4,13 +4,16 @@ A block's name says everything that its keys and values depend on: the model, th
 tokens up to the block's last one. It is a chain of SHA-256 digests, one for each block.
 
 A file holds the block's 64 ids and the bytes of its keys and values, as safetensors, and then the SHA-256 of these. So
-a reader notices a file that is damaged, or that has another block's name.
+a reader notices a file that is damaged, or that has another block's name. The recurrent state at the end of a block, if
+there is a checkpoint of it, is in a file of its own, of the same form: a block may get its checkpoint after it was
+written.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -31,17 +34,24 @@ class BlockFileError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class BlockName:
-    """A block of a chain. `key` is the name of its file, and `depth` the number of blocks from the root to it, itself
-    included. `ids`: its 64 tokens."""
+    """A block of a chain, or the recurrent state at its end. `key` is the name of its file, and `depth` the number of
+    blocks from the root to it, itself included. `ids`: its 64 tokens."""
 
     key: bytes
     depth: int
     ids: tuple[int, ...]
+    is_state: bool = False
+
+    @property
+    def of_state(self) -> BlockName:
+        """The recurrent state at the end of this block."""
+        return BlockName(_digest(self.key + b"state"), self.depth, self.ids, is_state=True)
 
 
 @dataclass(frozen=True, slots=True)
 class HostBlock:
-    """A block in host memory. `arrays`: the keys and then the values of each layer, in the model's order."""
+    """A block in host memory. `arrays`: the keys and then the values of each layer, in the model's order; of a state,
+    the arrays of each recurrent layer."""
 
     name: BlockName
     arrays: list[Bytes]
@@ -51,9 +61,10 @@ class HostBlock:
 
 
 def model_key(fingerprint: str, layout: KVLayout) -> bytes:
-    """Identifies a model, and the shapes, dtype and bits of its keys and values."""
+    """Identifies a model, the shapes, dtype and bits of its keys and values, and the arrays of its states."""
     layers = [[s.kv_heads, s.head_dim_k, s.head_dim_v, s.window] for s in layout.attention.values()]
-    return _digest(json.dumps([_FORMAT, BLOCK_TOKENS, fingerprint, _kind(layout), layers]).encode())
+    states = [[s.shapes, list(map(str, s.dtypes))] for s in layout.recurrent.values()]
+    return _digest(json.dumps([_FORMAT, BLOCK_TOKENS, fingerprint, _kind(layout), layers, *states]).encode())
 
 
 def root_key(model: bytes, root: str) -> bytes:
@@ -82,7 +93,7 @@ def block_names(root: bytes, ids: Sequence[int]) -> Iterator[BlockName]:
 
 
 def shapes(layout: KVLayout) -> dict[str, tuple[int, ...]]:
-    """The arrays of a file and their shapes, in the order of `HostBlock.arrays`."""
+    """The arrays of a block's file and their shapes, in the order of `HostBlock.arrays`."""
     named: dict[str, tuple[int, ...]] = {}
     stored = layout.stored
     for index, spec in enumerate(stored.attention.values()):
@@ -91,8 +102,17 @@ def shapes(layout: KVLayout) -> dict[str, tuple[int, ...]]:
     return named
 
 
+def state_shapes(layout: KVLayout) -> dict[str, tuple[int, ...]]:
+    """The arrays of a state's file and their shapes, likewise. Each has the bytes of an array of a recurrent layer."""
+    return {
+        f"layers.{index}.{part}": (math.prod(shape) * dtype.size,)
+        for index, spec in enumerate(layout.recurrent.values())
+        for part, (shape, dtype) in enumerate(zip(spec.shapes, spec.dtypes, strict=True))
+    }
+
+
 def encode(block: HostBlock, names: Mapping[str, tuple[int, ...]]) -> bytes:
-    """The content of a block's file."""
+    """The content of the file of a block or a state, whose arrays have these names."""
     data = save({"ids": np.asarray(block.name.ids, np.uint32), **dict(zip(names, block.arrays, strict=True))})
     return data + _digest(data)
 
@@ -101,7 +121,7 @@ def decode(data: bytes, ids: Sequence[int], names: Mapping[str, tuple[int, ...]]
     """The arrays of a file, in the order of `names`.
 
     Raises:
-        BlockFileError: the file is damaged, or does not hold the block of these ids in these shapes.
+        BlockFileError: the file is damaged, or does not hold what these ids and shapes say.
     """
     content = data[:-_DIGEST_BYTES]
     if _digest(content) != data[-_DIGEST_BYTES:]:
@@ -113,7 +133,7 @@ def decode(data: bytes, ids: Sequence[int], names: Mapping[str, tuple[int, ...]]
     if not np.array_equal(tensors.pop("ids", np.empty(0)), np.asarray(ids)):
         raise BlockFileError("the block is of other tokens")
     if {name: array.shape for name, array in tensors.items() if array.dtype == np.uint8} != dict(names):
-        raise BlockFileError("the keys and values have other shapes")
+        raise BlockFileError("its arrays have other shapes")
     return [tensors[name] for name in names]
 
 

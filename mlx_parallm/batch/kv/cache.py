@@ -22,10 +22,10 @@ from collections.abc import Hashable, Sequence
 import mlx.core as mx
 
 from mlx_parallm.batch.kv.arena import Bytes
-from mlx_parallm.batch.kv.block_files import HostBlock
+from mlx_parallm.batch.kv.block_files import BlockName, HostBlock
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
 from mlx_parallm.batch.kv.groups import KVRow, LayerGroup, StateGroup, Store
-from mlx_parallm.batch.kv.host_blocks import restore, to_host, unsaved
+from mlx_parallm.batch.kv.host_blocks import restore, to_host, to_read, unsaved
 from mlx_parallm.batch.kv.memory import BlockMemory
 from mlx_parallm.batch.kv.prefix import Node, first_visible
 from mlx_parallm.batch.kv.row_blocks import ancestor, copy_start, fork, holds, kept, make_private, reserve
@@ -119,6 +119,8 @@ class LoRABatchedKVCache:
         finally:
             if not opened:
                 self._memory.close(row)
+        if not opened and alone and looks_up:
+            return self.open(tokens, into=into)  # there is no room for a state beside the checkpoint of it
         if opened and looks_up and counts:
             self.queries += len(ids)
             self.hits += row.computed
@@ -245,16 +247,20 @@ class LoRABatchedKVCache:
         """Forgets all cached prefixes. Live rows keep their blocks. Returns how many tokens were cached."""
         return self._memory.index.reset()
 
-    def unsaved(self, most: int) -> list[Node]:
+    def unsaved(self, most: int) -> list[tuple[Node, bool]]:
         """See `host_blocks.unsaved`."""
         return unsaved(self._memory, most)
 
-    def to_host(self, node: Node) -> list[Bytes]:
-        """Copies the keys and values of a cached block, in the order of `block_files.HostBlock.arrays`."""
-        return to_host(self._memory, node)
+    def to_host(self, node: Node, is_state: bool) -> list[Bytes]:
+        """Copies a cached block, or the state at its end, in the order of `block_files.HostBlock.arrays`."""
+        return to_host(self._memory, node, is_state)
+
+    def to_read(self, root: Hashable, ids: Sequence[int], names: Sequence[BlockName]) -> list[BlockName]:
+        """See `host_blocks.to_read`."""
+        return to_read(self._memory, root, ids, names)
 
     def restore(self, root: Hashable, ids: Sequence[int], blocks: Sequence[HostBlock]) -> bool:
-        """Makes blocks that were read from the disk cached prefixes again; see `host_blocks.restore`."""
+        """Makes what was read from the disk cached prefixes again; see `host_blocks.restore`."""
         return self.keep_prefixes and restore(self._memory, root, ids, blocks)
 
     def tidy(self, most_bytes: int, quiet: bool = False, pausing: bool = False) -> bool:

@@ -1,7 +1,7 @@
 """PrefixStore keeps cached blocks in a folder, so that a server that starts again need not compute them again.
 
-Each block is a file of its own (see `block_files`), written whole or not at all. Several servers may use one folder:
-equal blocks have equal names, and a file that another server has removed is a miss.
+Each block, and each recurrent state, is a file of its own (see `block_files`), written whole or not at all. Several
+servers may use one folder: equal blocks have equal names, and a file that another server has removed is a miss.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from mlx_parallm.batch.kv.block_files import (
     encode,
     model_key,
     shapes,
+    state_shapes,
 )
 from mlx_parallm.errors import StorageError
 from mlx_parallm.model.layer_state import KVLayout
@@ -37,9 +38,9 @@ class PrefixStore:
     """The files of one folder. `write` and `read` return at once; their work is done on `worker`.
 
     Attributes:
-        model: identifies the model, and the shapes and dtype of its keys and values.
+        model: identifies the model, and the shapes and dtypes of what it keeps for a row.
         writes: false from the first time that a file could not be written, because the disk is full for example.
-        written: blocks written.
+        written: blocks and states written.
         damaged: files that did not hold the block that their name says. They are removed.
 
     Args:
@@ -65,7 +66,7 @@ class PrefixStore:
         self.writes = True
         self.written = self.damaged = 0
         self._folder = folder
-        self._shapes = shapes(layout)
+        self._shapes = {False: shapes(layout), True: state_shapes(layout)}  # by `BlockName.is_state`
         self._limit_bytes = limit_bytes
         self._worker = worker
         self._wake = wake
@@ -105,7 +106,8 @@ class PrefixStore:
         try:
             for block in blocks:
                 if block.name.key not in self._files:
-                    atomic.replace_file(self._path(block.name.key), encode(block, self._shapes), mode=0o600)
+                    data = encode(block, self._shapes[block.name.is_state])
+                    atomic.replace_file(self._path(block.name.key), data, mode=0o600)
                     self._mark_used(block.name)
                     self.written += 1
             self._trim()
@@ -118,7 +120,7 @@ class PrefixStore:
         try:
             for name in names:
                 data = self._path(name.key).read_bytes()
-                blocks.append(HostBlock(name, decode(data, name.ids, self._shapes)))
+                blocks.append(HostBlock(name, decode(data, name.ids, self._shapes[name.is_state])))
                 self._mark_used(name)
         except OSError:  # another server has removed it
             self._files.discard(name.key)

@@ -36,7 +36,8 @@ class Node:
 
     `places`: its place in each layer group, or FREED. `depth`: blocks from the root to this one, itself included; the
     root's is 0. `alive`: whether the index still has it. `key`: the name of its file, b"" before it is known; see
-    `block_files`. `saved`: whether it need not be written to the disk.
+    `block_files`. `saved`, `state_saved`: whether the block, and the recurrent state at its end, need not be written to
+    the disk.
     """
 
     root: Hashable
@@ -48,6 +49,16 @@ class Node:
     alive: bool = True
     key: bytes = b""
     saved: bool = False
+    state_saved: bool = False
+
+
+def path(node: Node) -> list[Node]:
+    """The nodes from the first block of a chain to this one."""
+    nodes: list[Node] = []
+    while node.parent is not None:
+        nodes.append(node)
+        node = node.parent
+    return nodes[::-1]
 
 
 def first_visible(length: int, window: int | None) -> int:

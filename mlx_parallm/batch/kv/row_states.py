@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
+from mlx_parallm.batch.kv.arena import Bytes
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED
 from mlx_parallm.batch.kv.groups import KVRow
 from mlx_parallm.batch.kv.memory import BlockMemory
@@ -87,6 +88,22 @@ def take_over_checkpoint(memory: BlockMemory, row: KVRow, nodes: Sequence[Node])
     if not usable or not _copied(memory, _checkpoint(memory, nodes[usable[-1] - 1]), row):
         return ()
     return nodes[: usable[-1]]
+
+
+def restore_checkpoint(memory: BlockMemory, node: Node, arrays: Sequence[Bytes]) -> bool:
+    """Gives a node a checkpoint that was read from the disk. Returns False if there is no room for it."""
+    if _checkpoint(memory, node) != FREED:
+        return True
+    if not memory.make_room_for_checkpoint() or not node.alive:
+        return False
+    assert memory.states is not None
+    (place,) = memory.states.places.take(1)
+    try:
+        memory.states.arena.from_host(place, arrays)
+        memory.index.own(node, memory.states_number, place)
+    finally:
+        memory.states.places.release(place)
+    return True
 
 
 def drop_checkpoints(memory: BlockMemory, row: KVRow) -> None:

@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
+from mlx_parallm.batch.kv.arena import Bytes
 from mlx_parallm.model.layer_state import OpaqueSpec, RecurrentSpec
 
 
@@ -78,6 +80,23 @@ class StateArena:
         """Copies the states at `sources` to `targets`. No place may be in both."""
         for source, target in zip(sources, targets, strict=True):
             self._held[target] = self._held[source]
+
+    def to_host(self, place: int) -> list[Bytes]:
+        """Copies the state at a place to host memory: the bytes of each array of each layer."""
+        held = self._held[place]
+        assert held is not None, place
+        arrays = [mx.flatten(array).view(mx.uint8) for layer in _sliced(held) for array in layer]
+        mx.eval(arrays)
+        return [np.asarray(array).copy() for array in arrays]
+
+    def from_host(self, place: int, arrays: Sequence[Bytes]) -> None:
+        """Lets a place hold a state, of arrays as `to_host` returns them."""
+        given = iter(arrays)
+        specs = (spec for spec in self.specs if isinstance(spec, RecurrentSpec))
+        kinds = (zip(spec.shapes, spec.dtypes, strict=True) for spec in specs)
+        layers = [[mx.array(next(given)).view(dtype).reshape(1, *shape) for shape, dtype in kind] for kind in kinds]
+        mx.eval(layers)
+        self.write([place], StateBatch(1, layers))
 
     def arrays(self) -> list[mx.array]:
         """The arrays that the last pass has made."""
