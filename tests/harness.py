@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -144,6 +144,7 @@ def make_harness(
     max_rank: int = 8,
     copies: int = 8,
     keep_prefixes: bool = True,
+    control_ids: Collection[int] = (),
     training: TrainingWork | None = None,
     sharing: list[DeviceMemory] | None = None,
     kv_bits: int | None = None,
@@ -168,7 +169,7 @@ def make_harness(
     sharing = [] if sharing is None else sharing
     tokens = budget_tokens * (layout.bytes_per_token or Arena([], layout.dtype).block_bytes // BLOCK_TOKENS)
     device = DeviceMemory(tokens + states * layout.state_bytes, sharing)
-    cache = LoRABatchedKVCache(layout, device, max_length, keep_prefixes)
+    cache = LoRABatchedKVCache(layout, device, max_length, keep_prefixes, control_ids=control_ids)
     bank = _bank(model, slots, max_rank, layout.dtype)
     runner = BatchRunner(model, cache, bank, plan)
     files: dict[str, AdapterWeights] = {}

@@ -256,8 +256,8 @@ def build_prefix_store(manager: SharedModelManager, config: Config, wake: Callab
         raise ConfigError("--prefix-cache-dir keeps the prefix cache on the disk; leave --no-prefix-cache out")
     if manager.plan.layout.opaque:
         raise ConfigError(
-            f"--prefix-cache-dir keeps the prefix cache on the disk, and {manager.card.name} ({manager.family.name}) has "
-            "caches of its own, for which there is none; leave it out"
+            f"--prefix-cache-dir keeps the prefix cache on the disk, and {manager.card.name} ({manager.family.name}) "
+            "has caches of its own, for which there is none; leave it out"
         )
     worker = ThreadPoolExecutor(1, thread_name_prefix="prefix-cache")
     try:

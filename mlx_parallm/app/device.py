@@ -14,6 +14,7 @@ from mlx_parallm.core import (
     DeviceSchedule,
     ModelCard,
     WorkClass,
+    control_ids,
     default_budget,
 )
 from mlx_parallm.engine.proving import prove
@@ -60,7 +61,8 @@ def build_runner(
     weights = manager.card.weight_bytes
     device.open_account(Account.WEIGHTS, lambda: weights)
     length = _context_length(manager.card, config, exact_length)
-    cache = LoRABatchedKVCache(layout, device, length, config.server.prefix_cache, parts.memory(layout, device))
+    memory, control = parts.memory(layout, device), control_ids(manager.tokenizer)
+    cache = LoRABatchedKVCache(layout, device, length, config.server.prefix_cache, memory, control)
     if not cache.longest_row:
         raise ConfigError(
             f"kv_cache_memory of {device.budget_bytes} bytes is less than one block of this model; "

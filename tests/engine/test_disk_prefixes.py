@@ -127,6 +127,17 @@ def test_a_recurrent_prompt_goes_on_from_the_last_state_on_the_disk(tmp_path, re
         assert_same_tokens(again.tokens(name), solo(recurrent, prompt, 8), TINY)
 
 
+def test_a_state_is_written_when_a_second_prompt_has_used_it(tmp_path, recurrent) -> None:
+    first = in_one_chunk(tmp_path, recurrent, control_ids={256})
+    chats = [[*PROMPT[:200], 256, *PROMPT[70 * n : 70 * n + 100]] for n in range(3)]
+    written = []
+    for name, prompt in zip("xy", chats, strict=False):
+        ask(first, prompt, name)
+        written.append(len(files_of_states(tmp_path)))
+    assert written == [1, 3], "that of the prompt's end, and then that of the message too"
+    assert ask(in_one_chunk(tmp_path, recurrent, control_ids={256}), chats[2]) == 192
+
+
 def test_blocks_that_the_memory_still_has_are_not_read_again(tmp_path, recurrent, monkeypatch) -> None:
     harness = in_one_chunk(tmp_path, recurrent)
     ask(harness, PROMPT)

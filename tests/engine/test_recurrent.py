@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lora import layout_of, merged, random_adapter
 from tiny import RECURRENT, tiny_model
 
-from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
+from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED
 from mlx_parallm.batch.kv.state_arena import StateArena
 from mlx_parallm.core import RequestFinished, SamplingParams, SequenceOutput
 from mlx_parallm.errors import UnsupportedModelError
@@ -72,6 +72,7 @@ def test_any_interleaving_with_aborts_and_preemption(world: World, data: st.Data
         budget_tokens=data.draw(st.sampled_from([256, 600, 2000]), label="tokens"),
         states=data.draw(st.sampled_from([1, 5, 40]), label="states"),
         max_rows=5,
+        control_ids=data.draw(st.sampled_from([(), range(0, 256, 16)]), label="tokens that end messages"),
         lookahead=data.draw(st.booleans(), label="lookahead"),
     )
     aborted = set()
@@ -153,13 +154,80 @@ def test_an_answer_is_found_at_the_last_block_that_it_filled(world: World) -> No
     assert states.places.cached == 2, "of the prompt and the answer: the one after two blocks made room for the next"
 
 
-def test_prompts_that_begin_alike_share_a_checkpoint_where_they_part(world: World) -> None:
-    """The second one makes it, because only then it is known where they part."""
-    harness, system = make_harness(world.model, max_batched_tokens=50), text(140, seed=9)
-    found = [answer(harness, str(number), [*system, *text(80, seed=20 + number)]) for number in range(3)]
-    assert found == [0, 0, 2 * BLOCK_TOKENS]
-    for number in range(3):
-        row = [*system, *text(80, seed=20 + number)]
+END = 256
+"""A token that no text has, which ends a message."""
+
+
+def chats(system: Sequence[int], count: int) -> list[list[int]]:
+    """Prompts with one system prompt and different questions."""
+    return [[*system, END, *text(80, seed=20 + number)] for number in range(count)]
+
+
+@pytest.mark.parametrize("chunk", [50, 512])
+def test_the_second_prompt_finds_the_first_message_of_a_chat(world: World, chunk: int) -> None:
+    harness = make_harness(world.model, max_batched_tokens=chunk, control_ids={END})
+    prompts = chats([END, *text(200, seed=9)], 2)
+    assert [answer(harness, str(number), row) for number, row in enumerate(prompts)] == [0, 3 * BLOCK_TOKENS]
+    assert harness.runner.cache.hits == 3 * BLOCK_TOKENS
+    for number, row in enumerate(prompts):
+        assert_same_tokens(harness.tokens(str(number)), solo(world.model, row, 4), TINY)
+
+
+@pytest.mark.parametrize(("shared", "second"), [(255, 0), (300, 256), (500, 256), (530, 512)])
+def test_the_second_prompt_finds_half_of_what_it_shares_and_the_third_one_all(
+    world: World, shared: int, second: int
+) -> None:
+    """The second one makes a checkpoint where they part, because only then this is known."""
+    harness, prompts = make_harness(world.model, max_batched_tokens=512), chats(text(shared - 1, seed=9), 3)
+    all_blocks = shared // BLOCK_TOKENS * BLOCK_TOKENS
+    assert [answer(harness, str(number), row) for number, row in enumerate(prompts)] == [0, second, all_blocks]
+    assert second > all_blocks // 2 or shared < 256
+    for number, row in enumerate(prompts):
+        assert_same_tokens(harness.tokens(str(number)), solo(world.model, row, 4), TINY)
+
+
+def test_a_first_message_that_is_shared_in_part_is_found_by_half(world: World) -> None:
+    """A system prompt with a date in it."""
+    harness, system = make_harness(world.model, max_batched_tokens=512, control_ids={END}), text(900, seed=9)
+    dated = [[*system[:700], day, *system[701:], END, 1, 2, 3] for day in (1, 2, 3)]
+    assert [answer(harness, str(day), row) for day, row in enumerate(dated)] == [0, 7 * BLOCK_TOKENS, 10 * BLOCK_TOKENS]
+
+
+def test_of_two_chats_at_once_one_computes_what_they_share(world: World) -> None:
+    harness = make_harness(world.model, max_batched_tokens=512, control_ids={END})
+    prompts = chats([END, *text(200, seed=9)], 2)
+    for number, row in enumerate(prompts):
+        harness.submit(str(number), row, 4)
+    harness.run()
+    assert harness.loop.counters.prefilled_tokens == sum(map(len, prompts)) - 3 * BLOCK_TOKENS
+    for number, row in enumerate(prompts):
+        assert_same_tokens(harness.tokens(str(number)), solo(world.model, row, 4), TINY)
+
+
+def test_what_many_prompts_leave_for_others_stays_small_and_drives_out_nothing_in_use(world: World) -> None:
+    """50 prompts, each with a system prompt of its own, and a chat that goes on between them."""
+    harness = make_harness(world.model, states=16, max_batched_tokens=512, budget_tokens=4096, control_ids={END})
+    cache, most = harness.runner.cache, 0
+    assert cache.states is not None
+    answer(harness, "chat", chat := text(140, seed=1))
+    for number in range(50):
+        (prompt,) = chats([END, *text(600, seed=100 + number)], 1)
+        assert answer(harness, str(number), prompt, 2) == 0
+        held = sum(node.places[-1] != FREED for node in cache._memory.tentative)
+        most = max(most, held)
+        assert held * cache.states.arena.block_bytes <= cache.device.budget_bytes / 8
+        harness.loop.check_integrity()
+        if number % 3 == 0:
+            assert answer(harness, f"chat {number}", chat) == 2 * BLOCK_TOKENS
+    assert most > 1
+    assert_same_tokens(harness.tokens("49"), solo(world.model, prompt, 2), TINY)
+
+
+def test_where_there_is_no_room_for_one_more_state_nothing_is_left_for_others(world: World) -> None:
+    harness = make_harness(world.model, states=3, max_batched_tokens=512, budget_tokens=320, control_ids={END})
+    prompts = chats([END, *text(200, seed=9)], 2)
+    for number, row in enumerate(prompts):
+        answer(harness, str(number), row)
         assert_same_tokens(harness.tokens(str(number)), solo(world.model, row, 4), TINY)
 
 

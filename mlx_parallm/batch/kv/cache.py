@@ -17,7 +17,7 @@ The invariant for writing: after `extend(row, tokens)` has returned True, every 
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 
 import mlx.core as mx
 
@@ -54,6 +54,7 @@ class LoRABatchedKVCache:
         keep_prefixes: whether there is a prefix cache. Without one, `open` finds nothing and `freeze` does nothing.
             Opaque caches have none: blocks of several rows would count once what each of them has.
         memory: the blocks; None: new ones of this layout within the memory of `device`.
+        control_ids: tokens that can end a message of a chat.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class LoRABatchedKVCache:
         max_length: int,
         keep_prefixes: bool = True,
         memory: BlockMemory | None = None,
+        control_ids: Collection[int] = frozenset(),
     ) -> None:
         self.layout = layout
         self.max_length = max_length
@@ -70,6 +72,7 @@ class LoRABatchedKVCache:
         self.hits = self.queries = 0
         self.device = device
         self._memory = memory or BlockMemory(layout, device)
+        self._memory.control_ids = control_ids
         self.group_of = {
             layer: (number, index)
             for number, group in enumerate(self.groups)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -29,8 +29,9 @@ class KVRow:
 
     Of a model with recurrent layers, see `row_states`: `state` is the place of the row's state. `checkpoints`: the
     places of states after so many blocks that no node of the prefix index has got yet. `cuts`: the token counts at
-    which a chunk has to end, because a checkpoint is made there. `newest`: the node that got the row's last checkpoint
-    beside those. `prefix_key`: the same for rows that begin with the same whole blocks.
+    which a chunk has to end, because a checkpoint is made there, in order. `prefix_keys`: for each of them a key, which
+    is the same for rows that have the same tokens up to it. `tentative`: those of them whose checkpoints are tentative.
+    `newest`: the node that got the row's last checkpoint beside those.
     """
 
     tables: list[list[int]] = field(default_factory=list)
@@ -41,14 +42,15 @@ class KVRow:
     state: int = FREED
     checkpoints: dict[int, int] = field(default_factory=dict)
     cuts: Sequence[int] = ()
+    prefix_keys: Mapping[int, Hashable] = field(default_factory=dict)
+    tentative: Set[int] = frozenset()
     newest: Node | None = None
-    prefix_key: Hashable = None
 
     def reset(self, groups: int) -> None:
         """Makes this a row without tokens and blocks, with empty tables for so many layer groups."""
         self.tables = [[] for _ in range(groups)]
         self.computed, self.node, self.tail, self.state = 0, None, FREED, FREED
-        self.checkpoints, self.cuts, self.newest, self.prefix_key = {}, (), None, None
+        self.checkpoints, self.cuts, self.prefix_keys, self.tentative, self.newest = {}, (), {}, frozenset(), None
 
 
 class PlaceArrays(Protocol):

@@ -47,10 +47,11 @@ def _unsaved_blocks(memory: BlockMemory) -> Iterator[Node]:
 
 
 def _unsaved_chains(memory: BlockMemory) -> Iterator[Node]:
-    """For each checkpoint that no row reads the blocks up to it, and then its node again, for the state."""
+    """For each checkpoint that no row reads the blocks up to it, and then its node again, for the state. Tentative ones
+    are left out."""
     assert memory.states is not None
     for node in reversed(memory.states.places.idle):
-        chain = [] if node.state_saved else path(node)
+        chain = [] if node.state_saved or node in memory.tentative else path(node)
         if all(each.saved or _has_block(memory, each) for each in chain):
             yield from (each for each in chain if not each.saved)
             yield from chain[-1:]

@@ -7,14 +7,14 @@ other groups give up places that they do not need. If that is not enough, rows g
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 
 import mlx.core as mx
 
 from mlx_parallm.batch.kv.blocks import FREED, blocks_for
 from mlx_parallm.batch.kv.groups import KVRow, LayerGroup, Store, layer_groups, state_group, tail_group
-from mlx_parallm.batch.kv.prefix import LAST_BLOCK, PrefixIndex
+from mlx_parallm.batch.kv.prefix import LAST_BLOCK, Node, PrefixIndex
 from mlx_parallm.batch.kv.sizing import places_kept_in_excess, spare_places
 from mlx_parallm.core import DeviceMemory
 from mlx_parallm.model.device import is_out_of_memory
@@ -31,6 +31,8 @@ class BlockMemory:
         stores: `groups`, and `states` and `tails` if there are any: all that takes memory. The index counts `groups`
             and `states`.
         rows: live rows, in the order in which they were opened.
+        tentative: the blocks with a tentative checkpoint, the oldest first; see `row_states`. Some may have lost it.
+        control_ids: tokens that can end a message of a chat.
         evictions: cached blocks that were dropped to make room.
 
     Args:
@@ -42,6 +44,7 @@ class BlockMemory:
         self.layout = layout
         self.device = device
         self.evictions = 0
+        self.control_ids: Collection[int] = frozenset()
         self.clear()
 
     def clear(self) -> None:
@@ -49,6 +52,7 @@ class BlockMemory:
         self._refused_at: float = math.inf  # bytes used when the device last refused to grow an arena
         self._refusal: Exception | None = None
         self.rows: dict[KVRow, None] = {}
+        self.tentative: dict[Node, None] = {}
         self.groups = layer_groups(self.layout)
         self.states, self.tails = state_group(self.layout), tail_group(self.layout)
         self.stores: list[Store] = [*self.groups, *(each for each in (self.states, self.tails) if each is not None)]

@@ -63,13 +63,15 @@ def take_over(memory: BlockMemory, row: KVRow, root: Hashable, ids: Sequence[int
 
     Returns:
         A key that rows have in common if they compute the same block next; None if no whole block is left. With
-        recurrent layers it is the same for all blocks before the row's last cut, because only that has a checkpoint.
+        recurrent layers it is the same for all blocks before the row's next cut, because only that has a checkpoint;
+        a unit that brings the row there and is not read yet does not count.
     """
     if memory.states is None:
         node, following = _take_blocks(memory, row, root, ids)
         return None if following is None else (node or root, following)
     _take_checkpoint(memory, row, root, ids)
-    return row.prefix_key if any(cut > row.computed for cut in row.cuts) else None
+    registered = node.depth * BLOCK_TOKENS if (node := _last_registered(row)) else 0
+    return next((key for cut, key in row.prefix_keys.items() if cut > registered), None)
 
 
 def _take_blocks(
