@@ -1,6 +1,6 @@
 """Measures what a prefix cache saves, beside mlx_lm.server and beside this server without its cache.
 
-    python benchmarks/prefix.py [--quick] [--alignments 64] [--repeats 3] [--only turns chat agent shared]
+    python benchmarks/prefix.py [--quick] [--hybrid] [--alignments 64] [--repeats 3] [--only turns chat agent shared]
         [--peer-flags "--decode-concurrency 32 --prompt-concurrency 8"] [--out FILE]
 
 `turns`: the first token of a chat's second turn over a history of 750 to 813 tokens, and of another user's request with
@@ -9,6 +9,9 @@ system prompt take 6 turns each. `agent`: 20 calls, whose prompt grows to 4,000 
 clients whose prompts begin with the same 500 tokens.
 
 All servers use one model directory (the bundled model in float32), its chat template and one BLAS, and they take turns.
+With --hybrid it is a small model of random weights with recurrent layers, to see how many tokens the second turn and
+the other user find: `second_cached` and `other_cached`. The other user's prompt is the second one with its system
+prompt.
 The variant without a cache is left out if `mlx_parallm_serve` has no flag `--no-prefix-cache`.
 
 mlx_lm.server keeps the keys and values of at most 10 finished conversations (`--prompt-cache-size`). A new prompt gets
@@ -130,7 +133,8 @@ def main() -> int:
     arguments = _arguments()
     with tempfile.TemporaryDirectory(prefix="prefix_benchmark_") as folder:
         bench = Bench(arguments, Path(folder) / "model", Path(folder))
-        subprocess.run([sys.executable, str(PROGRAMS / "model_dir.py"), str(bench.model)], check=True)
+        hybrid = ["--hybrid"] if arguments.hybrid else []
+        subprocess.run([sys.executable, str(PROGRAMS / "model_dir.py"), str(bench.model), *hybrid], check=True)
         before = machine.describe()
         machine.warn_if_busy()
         results = asyncio.run(peers.cancelled_by_sigterm(bench.run()))
@@ -144,6 +148,9 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one repeat, 4 alignments and shorter conversations")
+    parser.add_argument(
+        "--hybrid", action="store_true", help="a small model with recurrent layers, to count what is found"
+    )
     parser.add_argument("--alignments", type=int, default=BLOCK, help="of the history to a block, at most 64")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
