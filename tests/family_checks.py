@@ -29,8 +29,9 @@ from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.checks import relative_error
 from mlx_parallm.model.device import prepare_device
 from mlx_parallm.model.linears import adapter_layout, install_adapters
-from mlx_parallm.rl.learn.model import Params, TrainableModel
-from mlx_parallm.rl.learn.model import Span as Trained
+from mlx_parallm.rl.learn.context import Params
+from mlx_parallm.rl.learn.context import Span as Trained
+from mlx_parallm.rl.learn.model import TrainableModel
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parent / "model" / "configurations.json").read_text()

@@ -22,7 +22,8 @@ from mlx_parallm.core.branches import Branch, Bucket
 from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.linears import adapter_layout, install_adapters
 from mlx_parallm.rl.events import UpdateOutcome
-from mlx_parallm.rl.learn.model import Params, Span, TrainableModel, TrainingContext
+from mlx_parallm.rl.learn.context import Params, Span, TrainingContext
+from mlx_parallm.rl.learn.model import TrainableModel
 from mlx_parallm.rl.learn.packing import MicroBatch, SampleBatch, pack
 from mlx_parallm.rl.learn.policy import Policy, PolicySnapshot
 from mlx_parallm.rl.learn.trainer import GRPOTrainer

@@ -26,7 +26,7 @@ from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.caches import Caches, arrays_of
-from mlx_parallm.model.hooks import answered_by, hook_attention
+from mlx_parallm.model.hooks import answered_by, hook_model
 from mlx_parallm.model.layer_state import KVLayout, LayerSpec, LayerState, OpaqueSpec, RecurrentSpec
 from mlx_parallm.model.mixers import PassMask, install_mixers
 from mlx_parallm.model.split import trunk_of
@@ -71,7 +71,7 @@ def prepare(model: nn.Module, compatible: bool = False) -> CachePlan:
         UnsupportedModelError: the model does not run.
     """
     install_mixers(model, ())
-    hook_attention(model)
+    hook_model(model)
     if Caches(model).opaque:
         return _opaque_plan(model)
     compatible = compatible or any(isinstance(part, DynamicNTKScalingRoPE) for part in model.modules())

@@ -1,8 +1,9 @@
-"""The change made to the attention of a loaded mlx-lm model.
+"""The changes made to the functions that a loaded mlx-lm model calls.
 
 mlx-lm's model files call `scaled_dot_product_attention(q, k, v, cache=…, scale=…, mask=…)` by a name of their own
-module. `hook_attention` rebinds that name, once, to a function that asks the pass over packed tokens that is being
-built, if there is one, and mlx-lm's own function otherwise. Nothing else of mlx-lm is patched.
+module. `hook_model` rebinds that name, once, to a function that asks the pass over packed tokens that is being built,
+if there is one, and mlx-lm's own function otherwise. In the same way, `gated_delta_update` is computed in chunks in
+the parts of a pass, where mlx-lm would loop over tokens. Nothing else of mlx-lm is patched.
 """
 
 from __future__ import annotations
@@ -11,12 +12,17 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from enum import Enum
+from typing import Any, Final, Literal, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 
-_ATTENTION = "scaled_dot_product_attention"
+from mlx_parallm.model.delta_rule import gated_delta, gates
+from mlx_parallm.model.device import on_cpu
+
+_FEW = 4
+"""Tokens that a loop computes as fast as one chunk."""
 
 
 class Attention(Protocol):
@@ -37,34 +43,46 @@ class Attention(Protocol):
         ...
 
 
-_answering: ContextVar[Attention | None] = ContextVar("attention", default=None)
+class _InPart(Enum):
+    IN_PART = "in part"
+
+
+IN_PART: Final = _InPart.IN_PART
+"""Answers in a part of a pass: with mlx-lm's own attention, and with the delta rule in chunks."""
+
+Answering = Attention | Literal[_InPart.IN_PART] | None
+
+_answering: ContextVar[Answering] = ContextVar("answering", default=None)
 
 
 @contextmanager
-def answered_by(attention: Attention | None) -> Iterator[None]:
-    """While the block runs, hooked models ask this attention; None: mlx-lm's own."""
-    token = _answering.set(attention)
+def answered_by(answering: Answering) -> Iterator[None]:
+    """While the block runs, hooked models ask this pass; None: mlx-lm's own functions."""
+    token = _answering.set(answering)
     try:
         yield
     finally:
         _answering.reset(token)
 
 
-def answering() -> Attention | None:
-    """What hooked models ask now; None: mlx-lm's own attention."""
+def answering() -> Answering:
+    """What hooked models ask now; None: mlx-lm's own functions."""
     return _answering.get()
 
 
-def hook_attention(model: nn.Module) -> None:
-    """Rebinds the attention function in every Python module that defines a part of `model`."""
-    for name in {type(part).__module__ for part in model.modules()}:
+def hook_model(model: nn.Module) -> None:
+    """Rebinds the functions in every Python module that defines a part of `model`."""
+    for name in {type(part).__module__ for part in model.modules() if not type(part).__module__.startswith("mlx.")}:
         module = sys.modules.get(name)
-        original = getattr(module, _ATTENTION, None)
-        if original is not None and not name.startswith("mlx.") and not hasattr(original, "hooked"):
-            setattr(module, _ATTENTION, _dispatcher(original))
+        for function, hook in _HOOKS.items():
+            original = getattr(module, function, None)
+            if original is not None and not hasattr(original, "hooked"):
+                hooked = hook(original)
+                hooked.hooked = True  # type: ignore[attr-defined]
+                setattr(module, function, hooked)
 
 
-def _dispatcher(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
+def _attention(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
     def attention(
         queries: mx.array,
         keys: mx.array,
@@ -75,9 +93,37 @@ def _dispatcher(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
         sinks: mx.array | None = None,
     ) -> mx.array:
         asked = _answering.get()
-        if asked is None:
+        if asked is None or asked is IN_PART:
             return original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
         return asked.attend(queries, keys, values, cache, scale, mask, sinks)
 
-    attention.hooked = True  # type: ignore[attr-defined]
     return attention
+
+
+def _gated_delta_update(original: Callable[..., Any]) -> Callable[..., Any]:
+    def update(
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        a: mx.array,
+        b: mx.array,
+        A_log: mx.array,  # noqa: N803 (the caller's name)
+        dt_bias: mx.array,
+        state: mx.array | None = None,
+        mask: mx.array | None = None,
+        *,
+        use_kernel: bool = True,
+        **kinds: Any,
+    ) -> Any:
+        has_kernel = use_kernel and mx.metal.is_available() and not on_cpu() and k.shape[-1] % 32 == 0
+        if _answering.get() is not IN_PART or has_kernel or mask is not None or q.shape[1] <= _FEW:
+            return original(q, k, v, a, b, A_log, dt_bias, state, mask, use_kernel=use_kernel, **kinds)
+        return gated_delta(q, k, v, *gates(a, b, A_log, dt_bias, **kinds), state)
+
+    return update
+
+
+_HOOKS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "scaled_dot_product_attention": _attention,
+    "gated_delta_update": _gated_delta_update,
+}

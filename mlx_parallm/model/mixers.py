@@ -11,17 +11,17 @@ paths of the mixer stay as they are.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import CacheList
 
-from mlx_parallm.model.hooks import answered_by
+from mlx_parallm.model.hooks import IN_PART, answered_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,9 @@ class PassMask:
 
     number: int
     window: int | None
+
+
+Call = Callable[..., Any]
 
 
 class PassCache(ABC):
@@ -64,9 +67,15 @@ class Part(ABC):
     def mask(self, mask: PassMask) -> mx.array | None:
         """The mask of these rows: true where a query may attend to a key. None: none is needed."""
 
+    def run(
+        self, mixer: nn.Module, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], positions: mx.array
+    ) -> Any:
+        """What a mixer gives for these rows. `call`: its code for whole rows. `positions`: those of all tokens."""
+        with answered_by(IN_PART):
+            return call(*self.of(args, positions), **self.of(kwargs, positions))
+
     def of(self, value: Any, positions: mx.array) -> Any:
-        """What belongs to the part, of an argument of a mixer: packed arrays [N, 1, ...] become [rows, T, ...].
-        `positions`: those of all tokens."""
+        """What belongs to the part, of the arguments of a mixer: packed arrays [N, 1, ...] become [rows, T, ...]."""
         if isinstance(value, PassCache):
             return self.cache(value.number)
         if isinstance(value, PassMask):
@@ -75,48 +84,55 @@ class Part(ABC):
             return CacheList(*(self.of(each, positions) for each in value.caches))
         if isinstance(value, list | tuple):
             return type(value)(self.of(each, positions) for each in value)
+        if isinstance(value, Mapping):
+            return {name: self.of(each, positions) for name, each in value.items()}
         if value is positions:
             return self.offset
         if isinstance(value, mx.array) and value.shape[:2] == (positions.size, 1):
-            return value[self.start : self.stop].reshape(self.rows, -1, *value.shape[2:])
+            return self.rows_of(value)
         return value
 
+    def rows_of(self, tokens: mx.array) -> mx.array:
+        """[N, 1, ...] → [rows, T, ...]."""
+        return tokens[self.start : self.stop].reshape(self.rows, -1, *tokens.shape[2:])
 
-def packed(outputs: Sequence[Any]) -> Any:
-    """What a mixer gives for a pass, of what it gives for its parts: arrays [rows, T, ...] → [N, 1, ...]."""
+
+def joined(outputs: Sequence[Any], join: Callable[[list[mx.array]], mx.array]) -> Any:
+    """What a mixer gives in all, of what it gives part by part, in any nesting of tuples and lists."""
     first = outputs[0]
     if isinstance(first, mx.array):
-        return mx.concatenate([each.reshape(-1, 1, *each.shape[2:]) for each in outputs])
+        return join(list(outputs))
     if isinstance(first, list | tuple):
-        return type(first)(packed(each) for each in zip(*outputs, strict=True))
+        return type(first)(joined(each, join) for each in zip(*outputs, strict=True))
     return first
+
+
+def _packed(outputs: list[mx.array]) -> mx.array:
+    """[rows, T, ...] of all parts → [N, 1, ...]."""
+    return mx.concatenate([each.reshape(-1, 1, *each.shape[2:]) for each in outputs])
 
 
 def install_mixers(model: nn.Module, paths: Collection[str]) -> None:
     """Lets the modules at these paths take packed tokens, and no others."""
     for path, module in model.named_modules():
         kind: Any = getattr(type(module), "of_whole_rows", type(module))
-        module.__class__ = _packed(kind) if path in paths else kind
+        module.__class__ = _of_packed_tokens(kind) if path in paths else kind
 
 
 @cache
-def _packed(kind: Any) -> Any:
+def _of_packed_tokens(kind: Any) -> Any:
     """A class of mixers that behaves as `kind`, except with a `PassCache`."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = next(_pass_caches([*args, *kwargs.values()]), None)
         if given is None:
             return kind.__call__(self, *args, **kwargs)
-        with training_mode(self, True) if given.differentiates else nullcontext():
-            return packed(list(of_parts(self, given, args, kwargs)))
+        whole = partial(_differentiated if given.differentiates else kind.__call__, self)
+        return joined([part.run(self, whole, args, kwargs, given.offset) for part in given.parts()], _packed)
 
-    def of_parts(self: nn.Module, given: PassCache, args: Any, kwargs: Any) -> Iterator[Any]:
-        for part in given.parts():
-            own = [part.of(value, given.offset) for value in args]
-            named = {name: part.of(value, given.offset) for name, value in kwargs.items()}
-            with answered_by(None):
-                output = kind.__call__(self, *own, **named)
-            yield output
+    def _differentiated(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with training_mode(self, True):
+            return kind.__call__(self, *args, **kwargs)
 
     return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__, "of_whole_rows": kind})
 

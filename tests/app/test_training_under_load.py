@@ -34,7 +34,7 @@ from mlx_parallm.core import (
     Trajectory,
     WorkClass,
 )
-from mlx_parallm.rl.learn.model import Params
+from mlx_parallm.rl.learn.context import Params
 from mlx_parallm.rl.learn.packing import pack, split_samples
 from mlx_parallm.rl.learn.policy import PolicyState
 from mlx_parallm.rl.learn.trainer import GRPOTrainer

@@ -17,7 +17,7 @@ from mlx_parallm.adapters.forward_context import OneAdapter
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, HeadParts, LinearSpec
 from mlx_parallm.model.checks import relative_error
 from mlx_parallm.model.linears import AdaptedHeads, adapter_layout, install_adapters
-from mlx_parallm.rl.learn.model import Span, TrainingContext
+from mlx_parallm.rl.learn.context import Span, TrainingContext
 
 HEADS, KEYS, VALUES, LATENT = 3, 32, 64, 96
 PATH, PARTS = "at.kv_b_proj", HeadParts("at.embed_q", "at.unembed_out", HEADS, KEYS)

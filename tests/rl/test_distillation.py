@@ -32,7 +32,7 @@ from mlx_parallm.config import Algorithm, RLTrainingConfig
 from mlx_parallm.core import GivenTrajectory
 from mlx_parallm.errors import EngineError
 from mlx_parallm.rl.inference.http import EngineServer
-from mlx_parallm.rl.learn.model import Params
+from mlx_parallm.rl.learn.context import Params
 from mlx_parallm.rl.objectives.batches import ScoredGroup, UpdateBatch, prepare
 from mlx_parallm.rl.objectives.episodes import Episode
 from mlx_parallm.rl.objectives.rewards import RewardHistory

@@ -25,7 +25,7 @@ from trainers import (
 
 from mlx_parallm.config import Algorithm
 from mlx_parallm.errors import AdapterTooLargeError
-from mlx_parallm.rl.learn.model import Params
+from mlx_parallm.rl.learn.context import Params
 from mlx_parallm.rl.objectives.samples import Sample
 
 EXPERTS = changed(LORA, lora_target_modules=("gate_proj", "up_proj", "down_proj", "gate", "q_proj"))

@@ -31,8 +31,8 @@ from trainers import (
 )
 
 from mlx_parallm.config import Algorithm, ModelConfig
+from mlx_parallm.rl.learn.context import Span
 from mlx_parallm.rl.learn.head import head_blocks
-from mlx_parallm.rl.learn.model import Span
 from mlx_parallm.rl.learn.policy import Policy
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
 from mlx_parallm.rl.objectives.batches import UpdateBatch

@@ -29,7 +29,7 @@ from trainers import (
 from mlx_parallm.config import Algorithm
 from mlx_parallm.core import BASE_ADAPTER, Signal
 from mlx_parallm.rl.collect.groups import FEEDBACK, DropReason
-from mlx_parallm.rl.learn.model import Params
+from mlx_parallm.rl.learn.context import Params
 from mlx_parallm.rl.learn.policy import Policy
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
 from mlx_parallm.rl.objectives.batches import ScoredGroup, prepare

@@ -9,7 +9,8 @@ import pytest
 from family_checks import Served
 
 from mlx_parallm.core.branches import Branch, Bucket
-from mlx_parallm.rl.learn.model import Span, TrainableModel
+from mlx_parallm.rl.learn.context import Span
+from mlx_parallm.rl.learn.model import TrainableModel
 from mlx_parallm.rl.learn.packed_pass import LearnedCache, RowsOfBranch
 
 

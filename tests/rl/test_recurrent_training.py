@@ -27,7 +27,7 @@ from trainers import (
 )
 
 from mlx_parallm.config import Algorithm
-from mlx_parallm.rl.learn.model import Params, Span
+from mlx_parallm.rl.learn.context import Params, Span
 from mlx_parallm.rl.learn.policy import Policy
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
 from mlx_parallm.rl.objectives.samples import Sample, answered

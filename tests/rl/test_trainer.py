@@ -42,7 +42,7 @@ from trainers import (
 
 from mlx_parallm.config import Algorithm, OldLogprobs
 from mlx_parallm.rl.learn.accumulation import Accumulation
-from mlx_parallm.rl.learn.model import Span
+from mlx_parallm.rl.learn.context import Span
 from mlx_parallm.rl.learn.packing import split_samples
 from mlx_parallm.rl.objectives.batches import UpdateBatch
 

@@ -30,7 +30,7 @@ from trainers import (
 )
 
 from mlx_parallm.config import Algorithm
-from mlx_parallm.rl.learn.model import Params
+from mlx_parallm.rl.learn.context import Params
 from mlx_parallm.rl.learn.packing import SampleBatch, split_samples
 from mlx_parallm.rl.objectives.samples import Sample, Stretch, answered
 

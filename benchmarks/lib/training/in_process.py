@@ -18,7 +18,7 @@ from mlx_parallm.core import CollectionSpec, FinishReason, Trajectory
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.rl.collect.groups import FEEDBACK
 from mlx_parallm.rl.events import UpdateOutcome
-from mlx_parallm.rl.learn.model import Params
+from mlx_parallm.rl.learn.context import Params
 from mlx_parallm.rl.learn.policy import Policy
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
 from mlx_parallm.rl.objectives.batches import ScoredGroup

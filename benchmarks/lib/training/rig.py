@@ -33,7 +33,7 @@ from mlx_parallm.core import (
     TrainingStatus,
     Trajectory,
 )
-from mlx_parallm.rl.learn.model import Params, Span
+from mlx_parallm.rl.learn.context import Params, Span
 from mlx_parallm.rl.learn.packing import pack, split_samples
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
 from mlx_parallm.rl.objectives.samples import Sample, answered

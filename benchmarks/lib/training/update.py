@@ -24,7 +24,7 @@ from mlx_parallm.config import Config, ModelConfig, OptimizerConfig, RLTrainingC
 from mlx_parallm.core import default_budget
 from mlx_parallm.model.device import machine_memory, on_cpu
 from mlx_parallm.model.manager import SharedModelManager
-from mlx_parallm.rl.learn.model import Params
+from mlx_parallm.rl.learn.context import Params
 from mlx_parallm.rl.learn.packing import split_samples
 from mlx_parallm.rl.learn.policy import Policy, PolicyState
 from mlx_parallm.rl.learn.trainer import GRPOTrainer

@@ -19,9 +19,9 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from mlx_parallm.config import ResolvedLoss
+from mlx_parallm.rl.learn.context import Params
 from mlx_parallm.rl.learn.forwards import MicroStepResult
 from mlx_parallm.rl.learn.logprobs import Logprobs
-from mlx_parallm.rl.learn.model import Params
 from mlx_parallm.rl.learn.packing import MicroBatch, SampleBatch, pack, split_samples
 from mlx_parallm.rl.learn.policy import Policy
 from mlx_parallm.rl.objectives.losses import LossStats, means

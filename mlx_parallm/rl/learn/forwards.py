@@ -16,8 +16,9 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from mlx_parallm.config import OldLogprobs, ResolvedLoss
+from mlx_parallm.rl.learn.context import Params, Span
 from mlx_parallm.rl.learn.head import HeadBlocks, Scores, head_blocks
-from mlx_parallm.rl.learn.model import Params, Span, TrainableModel, TrunkPass
+from mlx_parallm.rl.learn.model import TrainableModel, TrunkPass
 from mlx_parallm.rl.learn.packing import MicroBatch
 from mlx_parallm.rl.learn.policy import PolicyState
 from mlx_parallm.rl.learn.stages import Stage, StageKind

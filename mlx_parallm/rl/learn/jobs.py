@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from mlx_parallm.rl.learn.accumulation import Accumulated, Accumulation
+from mlx_parallm.rl.learn.context import Span
 from mlx_parallm.rl.learn.forwards import MicroStepInput, TrainingForwards
 from mlx_parallm.rl.learn.job_memory import JobMemory
 from mlx_parallm.rl.learn.logprobs import Logprobs
-from mlx_parallm.rl.learn.model import Span
 from mlx_parallm.rl.learn.pacing import Pacer
 from mlx_parallm.rl.learn.packing import SampleBatch, pack
 from mlx_parallm.rl.learn.policy import PolicyState

@@ -15,50 +15,31 @@ factors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.adapters.forward_context import ExpertCall, HeadsCall, TokenAdapters
-from mlx_parallm.adapters.linear_group import LinearGroup
 from mlx_parallm.adapters.weights import AdapterLayout
 from mlx_parallm.core.branches import Branch
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.model.caches import Caches
-from mlx_parallm.model.experts import AdaptedExpertLinear
-from mlx_parallm.model.hooks import answered_by, answering
-from mlx_parallm.model.linears import AdaptedLinear
+from mlx_parallm.model.hooks import answered_by
 from mlx_parallm.model.mixers import training_mode
 from mlx_parallm.model.split import Head, trunk_of, with_layers
-from mlx_parallm.rl.learn.packed_pass import LearnedPass, again_with, arrays_of, caches_in, put_arrays
-from mlx_parallm.rl.learn.recomputation import floats_of, recomputed
+from mlx_parallm.rl.learn.context import Params, Span, TrainingContext, adapted_paths
+from mlx_parallm.rl.learn.packed_pass import LearnedPass, computed_again
+from mlx_parallm.rl.learn.recomputation import floats_of
 from mlx_parallm.rl.learn.stages import Stage, StageKind
-
-Params = Mapping[str, Mapping[str, mx.array]]
-"""LoRA factors by the path of their linear: {"a": [in, rank], "b": [rank, out]}, float32. Those of experts have an axis
-of experts before these."""
-
 
 Recomputes = Callable[[int, int, int], bool]
 """(tokens of a pass, tokens of its longest row, largest rank of its head's adapters, 0 for none) → whether each layer
 is computed again in the backward pass, instead of keeping its activations."""
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """`tokens` consecutive tokens, or positions of the head, that use the same LoRA factors."""
-
-    tokens: int
-    params: Params
-    scale: float
 
 
 @dataclass(frozen=True)
@@ -116,7 +97,7 @@ class TrainableModel:
             )
         self._trunk = copied
         self._head = None if trunk is None else Head(model)
-        self.layer_paths = [tuple(_paths(layer)) for layer in model.layers]
+        self.layer_paths = [adapted_paths(layer) for layer in model.layers]
         if self._head is None and self.layout.head is not None:
             self.layer_paths.append((self.layout.head.path,))
         """The paths of each layer's adapted linears, in the order of the forward pass."""
@@ -170,89 +151,10 @@ class TrainableModel:
         return max((span.params[path]["a"].shape[-1] for span in spans if path in span.params), default=0)
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingContext:
-    """The LoRA factors of a pass with gradients: every token uses those of its span. Takes the place of serving's
-    `ForwardContext`. `recomputed`: whether the backward pass computes each layer again."""
-
-    spans: tuple[Span, ...]
-    recomputed: bool = False
-
-    def adapt(self, _group: LinearGroup, path: str, x: mx.array, y: mx.array) -> mx.array:
-        """y + scale · (x a) b for the linear at `path`; x [B, T, in] and y [B, T, out] with B · T tokens."""
-        if len(self.spans) == 1:
-            return _adapted(self.spans[0], path, x, y)
-        if not any(path in span.params for span in self.spans):
-            return y
-        stops = list(accumulate(span.tokens for span in self.spans))
-        parts = zip(self.spans, [0, *stops], stops, strict=False)
-        rows, outputs = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
-        return mx.concatenate(
-            [_adapted(span, path, rows[start:stop], outputs[start:stop]) for span, start, stop in parts]
-        ).reshape(y.shape)
-
-    def changes(self, groups: Iterable[LinearGroup]) -> bool:
-        """See `AdapterContext.changes`."""
-        return any(path in span.params for group in groups for path in group.specs for span in self.spans)
-
-    def token_adapters(self) -> TokenAdapters | None:
-        """See `AdapterContext.token_adapters`. The numbers are those of the spans."""
-        if len(self.spans) == 1:
-            return None
-        numbers = np.repeat(np.arange(len(self.spans), dtype=np.uint32), [span.tokens for span in self.spans])
-        return TokenAdapters(mx.array(numbers), len(self.spans))
-
-    def adapt_experts(self, _group: LinearGroup, path: str, call: ExpertCall, y: mx.array) -> mx.array:
-        """See `AdapterContext.adapt_experts`. With several spans, each multiplies all pairs and keeps its own."""
-        for number, span in enumerate(self.spans):
-            if (pair := span.params.get(path)) is not None:
-                h = call.product(call.x.astype(mx.float32), pair["a"], call.experts)
-                change = span.scale * call.product(h, pair["b"], call.experts)
-                own = (call.adapters == number)[..., None, None]
-                y = y + mx.where(own, change, 0.0).astype(y.dtype)
-        return y
-
-    def adapt_heads(self, _group: LinearGroup, path: str, call: HeadsCall, y: mx.array) -> mx.array:
-        """See `AdapterContext.adapt_heads`."""
-        starts = [*accumulate(span.tokens for span in self.spans)][:-1]
-        changed = []
-        for span, x, base in zip(self.spans, mx.split(call.x, starts), mx.split(y, starts), strict=True):
-            pair = span.params.get(path)
-            change = None if pair is None else call.change(x.astype(mx.float32), pair["a"][None], pair["b"][None])
-            changed.append(base if change is None else base + (span.scale * change).astype(y.dtype))
-        return mx.concatenate(changed)
-
-    def part(self, start: int, stop: int) -> TrainingContext:
-        """See `AdapterContext.part`. The rows of a branch use the same factors."""
-        stops = accumulate(span.tokens for span in self.spans)
-        span = next(span for span, end in zip(self.spans, stops, strict=True) if stop <= end)
-        return self if len(self.spans) == 1 else TrainingContext((replace(span, tokens=stop - start),), self.recomputed)
-
-    def of_paths(self, paths: Sequence[str]) -> list[Params]:
-        """For each span, its factors of these linears."""
-        return [{path: span.params[path] for path in paths if path in span.params} for span in self.spans]
-
-    def with_params(self, params: Sequence[Params]) -> TrainingContext:
-        return TrainingContext(
-            tuple(Span(span.tokens, each, span.scale) for span, each in zip(self.spans, params, strict=True)),
-            self.recomputed,
-        )
-
-
-def _adapted(span: Span, path: str, x: mx.array, y: mx.array) -> mx.array:
-    pair = span.params.get(path)
-    if pair is None:
-        return y
-    change = (x.astype(mx.float32) @ pair["a"]) @ pair["b"]
-    return y + (span.scale * change).astype(y.dtype)
-
-
 class _Layer:
     """Wraps a layer of the trunk; the backward pass may compute it again. Other attributes are those of the layer.
 
-    A function that is computed again gives gradients only to its arguments, so the layer's factors are arguments, and
-    all arrays that it gets, also those that its caches have from other layers. It runs again in the backward pass, when
-    the pass and the context of the forward pass are gone, so it sets up its own. `outputs`: gets the layer's first one.
+    `outputs`: gets the layer's first one.
     """
 
     def __init__(self, layer: nn.Module, bank: AdapterBank, outputs: list[mx.array], compatible: bool) -> None:
@@ -260,7 +162,6 @@ class _Layer:
         self._bank = bank
         self._outputs = outputs
         self._compatible = compatible
-        self._paths = tuple(_paths(layer))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
@@ -269,42 +170,12 @@ class _Layer:
         """Hidden states [N, 1, D], and whatever else the layer gets → [N, 1, D], and whatever else it gives."""
         context = self._bank.context
         if isinstance(context, TrainingContext) and context.recomputed:
-            output = self._recomputed(context, args, kwargs)
+            output = computed_again(self._bank, self._layer, self._run, args, kwargs)
         else:
-            output = self._run(args, kwargs)
+            output = self._run(*args, **kwargs)
         self._outputs.append(floats_of(output)[0][0])
         return output
 
-    def _recomputed(self, context: TrainingContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        caches, of_pass = caches_in([*args, *kwargs.values()]), answering()
-        given, with_given = floats_of((args, kwargs, arrays_of(caches)))
-        nesting: list[Callable[[Sequence[mx.array]], Any]] = []
-
-        def run(arguments: tuple[list[Params], list[mx.array]], x: mx.array) -> list[mx.array]:
-            params, others = arguments
-            args, kwargs, arrays = with_given([x, *others])
-            again = of_pass.again() if isinstance(of_pass, LearnedPass) else None
-            fresh, (args, kwargs) = again_with(again, caches, (args, kwargs))
-            put_arrays(fresh, arrays)
-            with self._bank.using(context.with_params(params)), answered_by(again):
-                output = self._run(args, kwargs)
-            outputs, with_outputs = floats_of((output, arrays_of(fresh)))
-            if not nesting:  # else arrays of the backward pass would stay
-                nesting.append(with_outputs)
-            if again is not None:
-                again.finish()
-            return outputs
-
-        outputs = recomputed(run)((context.of_paths(self._paths), given[1:]), given[0])
-        output, arrays = nesting[0](outputs)
-        put_arrays(caches, arrays)
-        return output
-
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         with training_mode(self._layer, True) if self._compatible else nullcontext():
             return self._layer(*args, **kwargs)
-
-
-def _paths(layer: nn.Module) -> Iterator[str]:
-    """The paths, in the whole model, of the layer's adapted linears."""
-    return (part.path for _, part in layer.named_modules() if isinstance(part, AdaptedLinear | AdaptedExpertLinear))

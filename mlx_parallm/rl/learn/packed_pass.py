@@ -3,24 +3,34 @@
 A branch is one part, and so is a bucket. What rows share is computed once: the keys, values and states after a branch's
 own tokens are what each of its rows, and of the branches in it, begins with. Padding is at the end of a row, and
 nothing after it is read.
+
+A mixer that keeps a state of a fixed size runs in segments, each of which the backward pass computes again. Between
+them only the states are kept, so the memory of a long row does not grow with what mlx-lm's code keeps for each token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, CacheList
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.core.branches import Branch
 from mlx_parallm.model.cache_plan import CachePlan
+from mlx_parallm.model.hooks import IN_PART, answered_by, answering
 from mlx_parallm.model.layer_state import LayerSpec, RecurrentSpec
-from mlx_parallm.model.mixers import Part, PassCache, PassMask
+from mlx_parallm.model.mixers import Call, Part, PassCache, PassMask, joined
 from mlx_parallm.rl.learn.attention import attend, branches_at
+from mlx_parallm.rl.learn.context import Params, TrainingContext, adapted_paths
+from mlx_parallm.rl.learn.recomputation import floats_of, recomputed
+
+SEGMENT = 256
+"""Tokens of a segment, in all rows."""
 
 
 class LearnedPass:
@@ -54,7 +64,21 @@ class LearnedPass:
     def parts(self) -> list[RowsOfBranch]:
         """The parts of the pass, in order."""
         placed = branches_at(self.branches)
-        return [part for branch, at in placed for part in _parts(self.plan, branch, at, None)]
+        return [part for branch, at in placed for part in self._parts(branch, at, None)]
+
+    def _parts(self, branch: Branch, at: int, above: RowsOfBranch | None) -> Iterator[RowsOfBranch]:
+        """The parts of a branch, whose tokens lie from `at` on."""
+        if branch.length:
+            above = RowsOfBranch(self.plan, self.bank, at, 1, branch.length, branch.start, above)
+            yield above
+        at += branch.length
+        for bucket in branch.buckets:
+            if bucket.width:
+                yield RowsOfBranch(self.plan, self.bank, at, bucket.rows, bucket.width, branch.stop, above)
+            at += bucket.tokens
+        for inner in branch.branches:
+            yield from self._parts(inner, at, above)
+            at += inner.tokens
 
     def own_latent(self, latent: mx.array, positions: mx.array) -> None:
         """Adds, to keys that are the latent, the part that has positions. See `batch.layer_cache.LayerCache`."""
@@ -138,12 +162,35 @@ class RowsOfBranch(Part):
     a row."""
 
     def __init__(
-        self, plan: CachePlan, start: int, rows: int, width: int, offset: int, above: RowsOfBranch | None
+        self,
+        plan: CachePlan,
+        bank: AdapterBank,
+        start: int,
+        rows: int,
+        width: int,
+        offset: int,
+        above: RowsOfBranch | None,
     ) -> None:
         super().__init__(start, start + rows * width, rows, offset)
-        self._plan, self._above, self._width = plan, above, width
+        self._plan, self._bank, self._above, self._width = plan, bank, above, width
         self._caches: dict[int, Any] = {}
         self._masks: dict[int | None, mx.array] = {}
+
+    def run(
+        self, mixer: nn.Module, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], positions: mx.array
+    ) -> Any:
+        """See `Part.run`."""
+        size = max(1, SEGMENT // self.rows)
+        states = [isinstance(each, ArraysCache) for each in caches_in(self.of([*args, *kwargs.values()], positions))]
+        if self._width <= size or not states or not all(states):
+            return super().run(mixer, call, args, kwargs, positions)
+        outputs = []
+        for first in range(0, self._width, size):
+            segment = _Segment(self, first, min(first + size, self._width))
+            own, named = segment.of(args, positions), segment.of(kwargs, positions)
+            with answered_by(IN_PART):
+                outputs.append(computed_again(self._bank, mixer, call, own, named))
+        return joined(outputs, partial(mx.concatenate, axis=1))
 
     def cache(self, number: int) -> Any:
         """See `Part.cache`. Several mixers may use the arrays of a state, each some of them: those that are not set yet
@@ -175,6 +222,27 @@ class RowsOfBranch(Part):
             seen = keys <= queries
             self._masks[mask.window] = seen if mask.window is None else seen & (keys > queries - mask.window)
         return self._masks[mask.window]
+
+
+class _Segment(Part):
+    """Tokens [first, last) of each row of a part."""
+
+    def __init__(self, part: RowsOfBranch, first: int, last: int) -> None:
+        assert isinstance(part.offset, int)
+        super().__init__(part.start, part.stop, part.rows, part.offset + first)
+        self._part, self._tokens = part, slice(first, last)
+
+    def cache(self, number: int) -> Any:
+        """See `Part.cache`: each segment goes on from the state that the one before it has left there."""
+        return self._part.cache(number)
+
+    def mask(self, mask: PassMask) -> mx.array | None:
+        """See `Part.mask`."""
+        return self._part.mask(mask)
+
+    def rows_of(self, tokens: mx.array) -> mx.array:
+        """See `Part.rows_of`."""
+        return super().rows_of(tokens)[:, self._tokens]
 
 
 class RowsCache:
@@ -267,16 +335,39 @@ def _with(value: Any, fresh: Mapping[int, Any]) -> Any:
     return tuple(_with(each, fresh) for each in value) if type(value) is tuple else fresh.get(id(value), value)
 
 
-def _parts(plan: CachePlan, branch: Branch, at: int, above: RowsOfBranch | None) -> Iterator[RowsOfBranch]:
-    """The parts of a branch, whose tokens lie from `at` on."""
-    if branch.length:
-        above = RowsOfBranch(plan, at, 1, branch.length, branch.start, above)
-        yield above
-    at += branch.length
-    for bucket in branch.buckets:
-        if bucket.width:
-            yield RowsOfBranch(plan, at, bucket.rows, bucket.width, branch.stop, above)
-        at += bucket.tokens
-    for inner in branch.branches:
-        yield from _parts(plan, inner, at, above)
-        at += inner.tokens
+# -- computing again -----------------------------------------------------------------------------
+
+
+def computed_again(bank: AdapterBank, module: nn.Module, call: Call, args: Sequence[Any], kwargs: Any) -> Any:
+    """What `call` gives, which the backward pass computes again instead of keeping what its gradient needs.
+
+    A function that is computed again gives gradients only to its arguments, so the factors of the module's linears are
+    arguments, and all arrays that it gets, also those that its caches have from other layers. It runs again when the
+    pass and the context of the forward pass are gone, so it sets up its own.
+    """
+    context = bank.context
+    if not isinstance(context, TrainingContext):
+        return call(*args, **kwargs)
+    caches, asked = caches_in([*args, *kwargs.values()]), answering()
+    given, with_given = floats_of((args, kwargs, arrays_of(caches)))
+    nesting: list[Callable[[Sequence[mx.array]], Any]] = []
+
+    def run(arguments: tuple[list[Params], list[mx.array]], x: mx.array) -> list[mx.array]:
+        params, others = arguments
+        args, kwargs, arrays = with_given([x, *others])
+        again = asked.again() if isinstance(asked, LearnedPass) else None
+        fresh, (args, kwargs) = again_with(again, caches, (args, kwargs))
+        put_arrays(fresh, arrays)
+        with bank.using(context.with_params(params)), answered_by(again or asked):
+            output = call(*args, **kwargs)
+        outputs, with_outputs = floats_of((output, arrays_of(fresh)))
+        if not nesting:  # else arrays of the backward pass would stay
+            nesting.append(with_outputs)
+        if again is not None:
+            again.finish()
+        return outputs
+
+    outputs = recomputed(run)((context.of_paths(adapted_paths(module)), given[1:]), given[0])
+    output, arrays = nesting[0](outputs)
+    put_arrays(caches, arrays)
+    return output

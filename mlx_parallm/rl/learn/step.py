@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_parallm.config import OptimizerConfig
 from mlx_parallm.rl.events import UpdateOutcome
 from mlx_parallm.rl.learn.accumulation import Accumulated, Accumulation
-from mlx_parallm.rl.learn.model import Params
+from mlx_parallm.rl.learn.context import Params
 from mlx_parallm.rl.learn.policy import Policy, PolicyState
 
 _log = logging.getLogger(__name__)

@@ -17,8 +17,9 @@ from mlx_parallm.adapters.files.reward_model import RewardModelWeights
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair, lora_scale
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.core.branches import Branch
+from mlx_parallm.rl.learn.context import Params, Span
 from mlx_parallm.rl.learn.layout import Row, laid_out
-from mlx_parallm.rl.learn.model import Params, Span, TrainableModel, TrunkPass
+from mlx_parallm.rl.learn.model import TrainableModel, TrunkPass
 from mlx_parallm.rl.learn.packing import indices_of
 from mlx_parallm.rl.learn.policy import new_factors
 

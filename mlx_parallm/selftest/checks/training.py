@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 from mlx_parallm.adapters.weights import AdapterWeights, lora_alpha
 from mlx_parallm.config import ModelConfig, OptimizerConfig
 from mlx_parallm.rl.events import UpdateOutcome
-from mlx_parallm.rl.learn.model import Params
+from mlx_parallm.rl.learn.context import Params
 from mlx_parallm.rl.learn.policy import Policy, PolicySnapshot, PolicyState
 from mlx_parallm.rl.objectives.batches import UpdateBatch
 from mlx_parallm.rl.objectives.samples import Sample, answered
