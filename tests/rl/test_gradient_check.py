@@ -6,9 +6,11 @@ import mlx.core as mx
 import pytest
 from family_checks import Served
 
+from mlx_parallm.core.branches import Branch
 from mlx_parallm.model.checks import Finding
-from mlx_parallm.rl.learn import model
+from mlx_parallm.rl.learn import packed_pass
 from mlx_parallm.rl.learn.check import gradients
+from mlx_parallm.rl.learn.context import Params, Span
 from mlx_parallm.rl.learn.model import TrainableModel
 
 
@@ -37,5 +39,39 @@ def test_wrong_gradients_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_gradients_are_checked_with_layers_that_are_computed_again_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "recomputed", lambda run: lambda given, x: [2 * each for each in run(given, x)])
+    monkeypatch.setattr(packed_pass, "recomputed", lambda run: lambda given, x: [2 * each for each in run(given, x)])
     assert "differ from those alone" in checked(Served("olmo2")).problem
+
+
+RECURRENT = ["mamba", "mamba2", "jamba", "rwkv7", "recurrent_gemma", "nemotron_h", "plamo2", "lfm2"]
+
+
+@pytest.mark.parametrize("name", [*RECURRENT, "qwen3_5", "kimi_linear", "bailing_moe_linear"])
+def test_gradients_of_states_pass_through_segments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments of 4 tokens, and of 2 tokens of both rows that share a beginning."""
+    monkeypatch.setattr(packed_pass, "SEGMENT", 4)
+    finding = checked(Served(name))
+    assert not finding.problem
+    assert (finding.error or 0.0) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "jamba", "rwkv7"])
+def test_what_each_token_keeps_is_kept_for_one_segment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served(name)
+    model = TrainableModel(served.model, served.bank, served.plan, lambda *_: True)
+    path, spec = next(iter(served.layout.linears.items()))
+    params = {path: {"a": mx.ones(spec.a_shape(2)), "b": mx.ones(spec.b_shape(2))}}
+
+    def peak(segment: int) -> int:
+        monkeypatch.setattr(packed_pass, "SEGMENT", segment)
+
+        def value(params: Params) -> mx.array:
+            branches = [Branch(0, 256, ())]
+            return model.trunk(mx.arange(256) % 50, branches, [Span(256, params, 1.0)], learns=True).hidden.sum()
+
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        mx.eval(mx.grad(value)(params))
+        return mx.get_peak_memory() - before
+
+    assert peak(32) < 0.5 * peak(256)
