@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.library import AdapterLibrary
 from mlx_parallm.adapters.reward_models import RewardModelFolder
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.adapters.store import AdapterStore
-from mlx_parallm.adapters.weights import AdapterWeights
+from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights
 from mlx_parallm.app.evaluation import HeldOutTasks, evaluator_of, held_out_of
 from mlx_parallm.app.model_check import kept_verdict
 from mlx_parallm.app.reward import judge_of, reward_of
@@ -20,6 +21,7 @@ from mlx_parallm.core import AdapterRef, TextTokenizer, TrainingWork
 from mlx_parallm.core.operations import Followers
 from mlx_parallm.engine.processor import ContinuousBatchProcessor
 from mlx_parallm.errors import UnsupportedModelError
+from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.model.device import on_cpu
 from mlx_parallm.model.families import untried_packages
 from mlx_parallm.model.manager import SharedModelManager
@@ -104,7 +106,8 @@ def micro_steps_sized(
     """The settings with micro-steps as large as memory and time allow, unless their size is configured. `head_rank`:
     see `Footprint`; that of the configured layout, because the size is the same for all adapters."""
     checkpointed = training.gradient_checkpointing is not False
-    tokens = footprint_of(manager, bank, head_rank).micro_batch_tokens(memory, stall_s, on_cpu(), checkpointed)
+    footprint = footprint_of(manager.model, manager.plan, bank.layout, head_rank)
+    tokens = footprint.micro_batch_tokens(memory, stall_s, on_cpu(), checkpointed)
     return training.resolved(manager.plan.layout.dtype == mx.float32, tokens)
 
 
@@ -117,7 +120,7 @@ def trainable(
 ) -> TrainableModel:
     """The model with gradients, which keeps all activations of a micro-step as `gradient_checkpointing` says.
     `followers`: see `build_trainer`."""
-    checkpointing, footprint = training.gradient_checkpointing, footprint_of(manager, bank)
+    checkpointing, footprint = training.gradient_checkpointing, footprint_of(manager.model, manager.plan, bank.layout)
 
     def recomputes(tokens: int, context: int, head_rank: int) -> bool:
         if checkpointing is not None:
@@ -142,12 +145,11 @@ def following_training(manager: SharedModelManager, bank: AdapterBank) -> Follow
     return FollowingTraining(manager.model, bank, manager.plan, manager.split)
 
 
-def footprint_of(manager: SharedModelManager, bank: AdapterBank, head_rank: int = 0) -> Footprint:
-    """What decides how large micro-steps of this model can be, and whether they keep their activations. `head_rank`:
-    see `Footprint`."""
-    heads, layout = query_heads(manager.model), bank.layout
-    state = max((spec.size for spec in manager.plan.layout.recurrent.values()), default=0)
-    return Footprint.of(layout.layers, layout.linears.values(), heads, manager.card.vocab_size, head_rank, state)
+def footprint_of(model: nn.Module, plan: CachePlan, layout: AdapterLayout, head_rank: int = 0) -> Footprint:
+    """What decides how large micro-steps of this model can be, and whether they keep their activations. `layout`: all
+    linears that may be adapted. `head_rank`: see `Footprint`."""
+    state = max((spec.size for spec in plan.layout.recurrent.values()), default=0)
+    return Footprint.of(layout.layers, layout.linears.values(), query_heads(model), plan.vocab_size, head_rank, state)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The gated delta rule over many tokens at a time, with a gradient, in plain MLX.
+"""The gated delta rule, and linear attention, over many tokens at a time, with a gradient, in plain MLX.
 
     S_t = S_{t-1} g_t + β_t (v_t - S_{t-1} g_t k_t) k_tᵀ          y_t = S_t q_t          S [Dv, Dk]
 
@@ -10,8 +10,9 @@ G_i = Σ_{j ≤ i} log g_j and D_ij = exp(G_i - G_j) (Yang et al., "Gated Delta 
     y_i = e^{G_i} S q_i + Σ_{j ≤ i} D_ij (q_i·k_j) u_j
     S'  = e^{G_C} S + Σ_j D_Cj u_j k_jᵀ
 
-All of it but what contains S is computed for all chunks together. Decays are at most 1: only differences of G are
-exponents, and only downwards. They are given as log g, whose gradient is finite where g underflows.
+Linear attention with a decay is the same with u = v. All but what contains S is computed for all chunks together.
+Decays are at most 1: only differences of G are exponents, and only downwards. They are given as log g, whose gradient
+is finite where g underflows.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def gates(
 
 
 def gated_delta(
-    q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array, state: mx.array | None
+    q: mx.array, k: mx.array, v: mx.array, log_g: mx.array, beta: mx.array | None, state: mx.array | None
 ) -> tuple[mx.array, mx.array]:
     """What the tokens read, [B, T, Hv, Dv] of the type of `v`, and the state after them, float32.
 
@@ -59,7 +60,7 @@ def gated_delta(
         v: [B, T, Hv, Dv].
         log_g: float32 [B, T, Hv], or [B, T, Hv, Dk] if each number of a key has its own decay (Kimi Delta Attention,
             arXiv 2510.26692); 0 or less.
-        beta: [B, T, Hv].
+        beta: [B, T, Hv]; None: linear attention, S_t = S_{t-1} g_t + v_t k_tᵀ.
         state: [B, Hv, Dv, Dk], before the first token; None: zeros.
     """
     batch, tokens, key_heads, _ = q.shape
@@ -74,14 +75,16 @@ def gated_delta(
         return array.reshape(batch, chunks, size, *heads, array.shape[-1]).transpose(0, 3, 4, 1, 2, 5)
 
     q, k = cut(q, (key_heads, 1)), cut(k, (key_heads, 1))
-    values, beta = cut(v, heads), cut(beta[..., None], heads)
+    values = cut(v, heads)
     sums = mx.cumsum(cut(log_g if log_g.ndim == 4 else log_g[..., None], heads), axis=-2)
     products = _decayed_by_number if log_g.ndim == 4 else _decayed_by_token
     of_keys, of_queries = products([k, q], k, sums)
-    inverse = _inverse(beta * _below(of_keys))
     since_start, last = mx.exp(sums), sums[..., -1:, :]
-    new = inverse @ (beta * values)  # u = new - old Sᵀ
-    old = inverse @ (beta * (since_start * k))
+    new, old = values, since_start * k  # u = new - old Sᵀ
+    if beta is not None:
+        betas = cut(beta[..., None], heads)
+        inverse = _inverse(betas * _below(of_keys))
+        new, old = inverse @ (betas * new), inverse @ (betas * old)
     q, k, decays = since_start * q, mx.exp(last - sums) * k, mx.exp(last)
     shape = (batch, *heads, 1, v.shape[3], q.shape[-1])
     state = mx.zeros(shape) if state is None else state.astype(mx.float32).reshape(shape)
@@ -89,7 +92,7 @@ def gated_delta(
     outputs = []
     for q, k, decay, new, old, of_queries in zip(*of_chunks, strict=True):
         turned = state.swapaxes(-1, -2)
-        changes = new - old @ turned
+        changes = new if beta is None else new - old @ turned
         outputs.append(q @ turned + of_queries @ changes)
         state = decay * state + changes.swapaxes(-1, -2) @ k
     read = mx.concatenate(outputs, axis=3).transpose(0, 3, 4, 1, 2, 5).reshape(batch, -1, *v.shape[2:])

@@ -2,8 +2,8 @@
 
 mlx-lm's model files call `scaled_dot_product_attention(q, k, v, cache=…, scale=…, mask=…)` by a name of their own
 module. `hook_model` rebinds that name, once, to a function that asks the pass over packed tokens that is being built,
-if there is one, and mlx-lm's own function otherwise. In the same way, `gated_delta_update` is computed in chunks in
-the parts of a pass, where mlx-lm would loop over tokens. Nothing else of mlx-lm is patched.
+if there is one, and mlx-lm's own function otherwise. In the same way, the gated delta rule and linear attention are
+computed in chunks in the parts of a pass, where mlx-lm would loop over tokens. Nothing else of mlx-lm is patched.
 """
 
 from __future__ import annotations
@@ -123,7 +123,22 @@ def _gated_delta_update(original: Callable[..., Any]) -> Callable[..., Any]:
     return update
 
 
+def _recurrent_gla(original: Callable[..., Any]) -> Callable[..., Any]:
+    def attention(q: mx.array, k: mx.array, v: mx.array, g: mx.array, **others: Any) -> Any:
+        if _answering.get() is not IN_PART or others.keys() != {"scale", "h"} or q.shape[2] <= _FEW:
+            return original(q=q, k=k, v=v, g=g, **others)
+        log_g = mx.log(mx.exp(g).astype(q.dtype).astype(mx.float32))  # of the decay as mlx-lm rounds it
+        log_g = mx.broadcast_to(log_g, (q.shape[0], q.shape[2], *g.shape))
+        state = None if others["h"] is None else others["h"].swapaxes(2, 3)
+        q, k, v = (each.swapaxes(1, 2) for each in (q * others["scale"], k, v))
+        read, state = gated_delta(q, k, v, log_g, None, state)
+        return read.swapaxes(1, 2), state.swapaxes(2, 3).astype(q.dtype)
+
+    return attention
+
+
 _HOOKS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "scaled_dot_product_attention": _attention,
     "gated_delta_update": _gated_delta_update,
+    "recurrent_gla": _recurrent_gla,
 }

@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models import bailing_moe_linear
 from mlx_lm.models import gated_delta as theirs
 
 from mlx_parallm.model.delta_rule import gated_delta, gates
@@ -86,6 +87,17 @@ def test_gates_are_those_of_the_models(kind: dict[str, Any]) -> None:
     expected = theirs.gated_delta_update(q, k, v, a, b, a_log, dt_bias, **kind)
     ours = gated_delta(q, k, v, *gates(a, b, a_log, dt_bias, **kind), None)
     assert max(map(error, ours, expected)) < 1e-5
+
+
+def test_without_beta_it_is_linear_attention() -> None:
+    q, k, v, _, _, state = Case(90).arguments()
+    g = mx.array([-0.5, -0.01])
+    expected, after = bailing_moe_linear.recurrent_gla(
+        *(each.swapaxes(1, 2) for each in (q, k, v)), g, 0.3, state.swapaxes(2, 3)
+    )
+    ours = gated_delta(0.3 * q, k, v, mx.broadcast_to(g, (1, 90, 2)), None, state)
+    assert error(ours[0], expected.swapaxes(1, 2)) < 1e-5
+    assert error(ours[1], after.swapaxes(2, 3)) < 1e-5
 
 
 def error(got: mx.array, want: mx.array) -> float:

@@ -146,7 +146,7 @@ def measured() -> list[Mapping[str, float]]:
     In this process."""
     manager = SharedModelManager(progress=False)
     bank = manager.install_bank(SLOTS, RANK)
-    footprint = footprint_of(manager, bank)
+    footprint = footprint_of(manager.model, manager.plan, bank.layout)
     made: list[Mapping[str, float]] = []
     for checkpointed in (True, False):
         model = TrainableModel(manager.model, bank, manager.plan, lambda *_, always=checkpointed: always)
