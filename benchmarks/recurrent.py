@@ -1,13 +1,13 @@
 """The gated delta rule in chunks beside mlx-lm's loop over tokens, at the widths of Qwen3.5-4B, in float32.
 
-    python benchmarks/recurrent.py [--only rule layer prompt] [--tokens 128 512 2048] [--repeats 3] [--out FILE]
+    python benchmarks/recurrent.py [--only rule mixer prompt] [--tokens 128 512 2048] [--repeats 3] [--out FILE]
 
 rule: time and peak memory of values, and of values with gradients, with a decay for each head (16 heads of keys and 32
     of values, each of 128 numbers) and with one for each number of a key (32 heads, as in Kimi Linear). The loop has
     gradients for as many tokens as 6 GB hold.
-layer: peak memory of the gradients of a whole layer's LoRA factors, by the pass that training makes. The layer is
-    computed again in the backward pass, and its mixer in segments.
-prompt: time of a prompt through two such layers, as it is served, beside mlx-lm's own code.
+mixer: peak memory of the gradients of LoRA factors, by the pass that training makes, of a layer whose MLP is small: it
+    is that of the mixer, which is computed again in the backward pass, in segments.
+prompt: time of a prompt through two layers, of which one has attention, as it is served, beside mlx-lm's own code.
 
 Both sides run in turns in one process. It takes about 5 minutes on two cores.
 """
@@ -41,7 +41,7 @@ from mlx_parallm.model.linears import adapter_layout, install_adapters
 from mlx_parallm.rl.learn.context import Span
 from mlx_parallm.rl.learn.model import TrainableModel
 
-PARTS = ("rule", "layer", "prompt")
+PARTS = ("rule", "mixer", "prompt")
 RECORD = Path(__file__).parent / "results" / "recurrent.json"
 WIDTH, HEADS = 128, 32
 KEY_HEADS = {"a decay for each head": 16, "a decay for each number": 32}
@@ -74,7 +74,7 @@ def main() -> int:
     machine.warn_if_busy()
     prepare_device()
     before = machine.describe()
-    parts = {"rule": _rule, "layer": _layer, "prompt": _prompt}
+    parts = {"rule": _rule, "mixer": _mixer, "prompt": _prompt}
     found = [each for name in arguments.only for each in parts[name](arguments.tokens, arguments.repeats)]
     figures = [*_figures(found)]
     report.show(figures, _table(found))
@@ -120,8 +120,8 @@ def _with_gradients(rule: Callable[..., Any]) -> Callable[..., Any]:
     return mx.value_and_grad(lambda *arguments: rule(*arguments)[0].sum(), argnums=range(6))
 
 
-def _layer(counts: Sequence[int], repeats: int) -> Iterator[Measured]:
-    model = _model()
+def _mixer(counts: Sequence[int], repeats: int) -> Iterator[Measured]:
+    model = _model(intermediate_size=128, num_attention_heads=4)
     layout, plan = adapter_layout(model), prepare(model)
     bank = AdapterBank(layout, 2, 8, mx.float32)
     install_adapters(model, bank)
@@ -139,7 +139,7 @@ def _layer(counts: Sequence[int], repeats: int) -> Iterator[Measured]:
 
             return mx.grad(value)(factors)
 
-        yield from _in_turns("layer's gradients", "", tokens, {"chunks in segments": gradients}, repeats)
+        yield from _in_turns("mixer's gradients", "", tokens, {"chunks in segments": gradients}, repeats)
 
 
 def _prompt(counts: Sequence[int], repeats: int) -> Iterator[Measured]:
@@ -155,8 +155,9 @@ def _prompt(counts: Sequence[int], repeats: int) -> Iterator[Measured]:
         yield from _in_turns("prompt, two layers", "", tokens, codes, repeats)
 
 
-def _model() -> Any:
-    model = qwen3_5.Model(qwen3_5.ModelArgs("qwen3_5", LAYERS))
+def _model(**others: int) -> Any:
+    """A layer with the rule, and one with attention."""
+    model = qwen3_5.Model(qwen3_5.ModelArgs("qwen3_5", LAYERS | others))
     model.eval()
     mx.eval(model.parameters())
     return model
@@ -191,7 +192,7 @@ def _figures(found: Sequence[Measured]) -> Iterator[Figure]:
                     value = ratios(each.seconds, other.seconds)
                     name = f"{each.part}, {each.kind or 'chunks'}, {each.tokens} tokens, over {other.code}"
                     yield Figure(name, "x", value, value.median)
-        if each.part == "layer's gradients" and each.tokens == max(o.tokens for o in found if o.part == each.part):
+        if each.part == "mixer's gradients" and each.tokens == max(o.tokens for o in found if o.part == each.part):
             yield Figure(f"peak of the {each.part}, {each.tokens} tokens", "GB", *reported([each.peak / 1e9]), GIGABYTE)
         if each.part == "gradients" and each.code == "chunks" and each.kind == "a decay for each head":
             least = each.peak / each.tokens / 1e6

@@ -184,9 +184,9 @@ class RowsOfBranch(Part):
         states = [isinstance(each, ArraysCache) for each in caches_in(self.of([*args, *kwargs.values()], positions))]
         if self._width <= size or not states or not all(states):
             return super().run(mixer, call, args, kwargs, positions)
-        outputs = []
+        outputs, cuts = [], dict[int, list[mx.array]]()
         for first in range(0, self._width, size):
-            segment = _Segment(self, first, min(first + size, self._width))
+            segment = _Segment(self, first, size, cuts)
             own, named = segment.of(args, positions), segment.of(kwargs, positions)
             with answered_by(IN_PART):
                 outputs.append(computed_again(self._bank, mixer, call, own, named))
@@ -225,12 +225,13 @@ class RowsOfBranch(Part):
 
 
 class _Segment(Part):
-    """Tokens [first, last) of each row of a part."""
+    """The next `size` tokens from `first` on of each row of a part. `cuts`: the rows of packed arrays in segments, by
+    the ids of the arrays, which are cut once: the gradient of each slice alone would be as large as the array."""
 
-    def __init__(self, part: RowsOfBranch, first: int, last: int) -> None:
+    def __init__(self, part: RowsOfBranch, first: int, size: int, cuts: dict[int, list[mx.array]]) -> None:
         assert isinstance(part.offset, int)
         super().__init__(part.start, part.stop, part.rows, part.offset + first)
-        self._part, self._tokens = part, slice(first, last)
+        self._part, self._number, self._size, self._cuts = part, first // size, size, cuts
 
     def cache(self, number: int) -> Any:
         """See `Part.cache`: each segment goes on from the state that the one before it has left there."""
@@ -242,7 +243,10 @@ class _Segment(Part):
 
     def rows_of(self, tokens: mx.array) -> mx.array:
         """See `Part.rows_of`."""
-        return super().rows_of(tokens)[:, self._tokens]
+        if id(tokens) not in self._cuts:
+            rows = super().rows_of(tokens)
+            self._cuts[id(tokens)] = list(mx.split(rows, range(self._size, rows.shape[1], self._size), axis=1))
+        return self._cuts[id(tokens)][self._number]
 
 
 class RowsCache:

@@ -19,8 +19,9 @@ def recomputed(run: Callable[[Tree, mx.array], list[mx.array]]) -> Callable[[Tre
     """The same function of (arguments, x), which is computed again in the backward pass. What it closes over gets no
     gradient.
 
-    It waits for the gradient of the outputs before that, unlike `mx.checkpoint`. So the backward pass of one layer
-    never overlaps that of the next one, and several ranks make their sums in the same order.
+    It waits for the gradient of the outputs before that, unlike `mx.checkpoint`, and gives no gradient before it has
+    all of them. So the backward pass of one layer, or of a segment of it, never overlaps that of the next one: what
+    only one of them needs is in memory at a time, and several ranks make their sums in the same order.
     """
 
     @mx.custom_function
@@ -42,7 +43,8 @@ def recomputed(run: Callable[[Tree, mx.array], list[mx.array]]) -> Callable[[Tre
 
         (x,) = mx.depends([x], list(cotangents))
         primals_of_flat = [x, *(leaf for _, leaf in tree_flatten(arguments))]
-        _, (of_x, *of_leaves) = mx.vjp(flat, primals_of_flat, list(cotangents))
+        _, gradients = mx.vjp(flat, primals_of_flat, list(cotangents))
+        of_x, *of_leaves = mx.depends(gradients, gradients)
         return with_leaves(of_leaves), of_x
 
     return cast(Callable[[Tree, mx.array], list[mx.array]], again)
