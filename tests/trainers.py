@@ -62,13 +62,19 @@ def make_trainer(
 
 
 def trainer_of(
-    model: nn.Module, settings: ResolvedTraining = SETTINGS, lora: ModelConfig = LORA, measure_kl: bool = True
+    model: nn.Module,
+    settings: ResolvedTraining = SETTINGS,
+    lora: ModelConfig = LORA,
+    measure_kl: bool = True,
+    compatible: bool = False,
 ) -> tuple[GRPOTrainer, nn.Module]:
     """The same over another model, which is changed."""
     remove_adapters(model)
     bank = AdapterBank(adapter_layout(model), 4, 8, mx.float32)
     install_adapters(model, bank)
-    trainable = TrainableModel(model, bank, prepare(model), lambda *_: bool(settings.gradient_checkpointing))
+    trainable = TrainableModel(
+        model, bank, prepare(model, compatible), lambda *_: bool(settings.gradient_checkpointing)
+    )
     return GRPOTrainer(trainable, settings, lora, measure_kl), model
 
 
