@@ -19,7 +19,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_parallm.model.delta_rule import gated_delta, gates
-from mlx_parallm.model.device import on_cpu
 
 _FEW = 4
 """Tokens that a loop computes as fast as one chunk."""
@@ -115,7 +114,7 @@ def _gated_delta_update(original: Callable[..., Any]) -> Callable[..., Any]:
         use_kernel: bool = True,
         **kinds: Any,
     ) -> Any:
-        has_kernel = use_kernel and mx.metal.is_available() and not on_cpu() and k.shape[-1] % 32 == 0
+        has_kernel = use_kernel and mx.metal.is_available() and mx.default_device() == mx.gpu and k.shape[-1] % 32 == 0
         if _answering.get() is not IN_PART or has_kernel or mask is not None or q.shape[1] <= _FEW:
             return original(q, k, v, a, b, A_log, dt_bias, state, mask, use_kernel=use_kernel, **kinds)
         return gated_delta(q, k, v, *gates(a, b, A_log, dt_bias, **kinds), state)
