@@ -36,7 +36,7 @@ from mlx_parallm.core.branches import Branch
 from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.delta_rule import gated_delta
 from mlx_parallm.model.device import prepare_device
-from mlx_parallm.model.hooks import IN_PART, answered_by
+from mlx_parallm.model.hooks import InPart, answered_by
 from mlx_parallm.model.linears import adapter_layout, install_adapters
 from mlx_parallm.rl.learn.context import Span
 from mlx_parallm.rl.learn.model import TrainableModel
@@ -147,7 +147,7 @@ def _prompt(counts: Sequence[int], repeats: int) -> Iterator[Measured]:
     prepare(model)  # its rule in chunks is used in parts of a pass alone
 
     def logits(tokens: int, in_part: bool) -> mx.array:
-        with answered_by(IN_PART if in_part else None):
+        with answered_by(InPart.SERVED if in_part else None):
             return model(mx.arange(tokens)[None] % 1000, cache=make_prompt_cache(model))[:, -1]
 
     for tokens in counts:

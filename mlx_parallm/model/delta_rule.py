@@ -154,3 +154,23 @@ def _lower(first: mx.array, corner: mx.array, second: mx.array) -> mx.array:
     """[[first, 0], [corner, second]]."""
     above = mx.concatenate([first, mx.zeros_like(first)], axis=-1)
     return mx.concatenate([above, mx.concatenate([corner, second], axis=-1)], axis=-2)
+
+
+def wkv7(
+    r: mx.array, w: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, state: mx.array
+) -> tuple[mx.array, mx.array]:
+    """RWKV-7's rule (arXiv 2503.14456), token by token: S_t = S_{t-1} (diag(w_t) + a_t b_tᵀ) + v_t k_tᵀ, y_t = S_t r_t.
+
+    Args:
+        r, w, k, v, a, b: [B, T, H, D].
+        state: [B, H, D, D], before the first token.
+
+    Returns:
+        [B, T, H, D], and the state after the last token.
+    """
+    outputs = []
+    for at in range(r.shape[1]):
+        erased = (state @ a[:, at, :, :, None]) @ b[:, at, :, None]
+        state = state * w[:, at, :, None] + v[:, at, :, :, None] @ k[:, at, :, None] + erased
+        outputs.append((state @ r[:, at, :, :, None])[..., 0])
+    return mx.stack(outputs, axis=1).astype(r.dtype), state

@@ -3,7 +3,8 @@
 mlx-lm's model files call `scaled_dot_product_attention(q, k, v, cache=…, scale=…, mask=…)` by a name of their own
 module. `hook_model` rebinds that name, once, to a function that asks the pass over packed tokens that is being built,
 if there is one, and mlx-lm's own function otherwise. In the same way, the gated delta rule and linear attention are
-computed in chunks in the parts of a pass, where mlx-lm would loop over tokens. Nothing else of mlx-lm is patched.
+computed in chunks in the parts of a pass, where mlx-lm would loop over tokens; and kernels without gradients are left
+out where there are gradients. Nothing else of mlx-lm is patched.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.ssm import ssm_attn
 
-from mlx_parallm.model.delta_rule import gated_delta, gates
+from mlx_parallm.model.delta_rule import gated_delta, gates, wkv7
 
 _FEW = 4
 """Tokens that a loop computes as fast as one chunk."""
@@ -42,14 +44,15 @@ class Attention(Protocol):
         ...
 
 
-class _InPart(Enum):
-    IN_PART = "in part"
+class InPart(Enum):
+    """Answers in a part of a pass: with mlx-lm's own attention, and with the delta rule in chunks. If the pass has
+    gradients, no kernel runs that has none."""
+
+    SERVED = "served"
+    LEARNED = "learned"
 
 
-IN_PART: Final = _InPart.IN_PART
-"""Answers in a part of a pass: with mlx-lm's own attention, and with the delta rule in chunks."""
-
-Answering = Attention | Literal[_InPart.IN_PART] | None
+Answering = Attention | InPart | None
 
 _answering: ContextVar[Answering] = ContextVar("answering", default=None)
 
@@ -92,7 +95,7 @@ def _attention(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
         sinks: mx.array | None = None,
     ) -> mx.array:
         asked = _answering.get()
-        if asked is None or asked is IN_PART:
+        if asked is None or isinstance(asked, InPart):
             return original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
         return asked.attend(queries, keys, values, cache, scale, mask, sinks)
 
@@ -115,7 +118,7 @@ def _gated_delta_update(original: Callable[..., Any]) -> Callable[..., Any]:
         **kinds: Any,
     ) -> Any:
         has_kernel = use_kernel and mx.metal.is_available() and mx.default_device() == mx.gpu and k.shape[-1] % 32 == 0
-        if _answering.get() is not IN_PART or has_kernel or mask is not None or q.shape[1] <= _FEW:
+        if not isinstance(_answering.get(), InPart) or has_kernel or mask is not None or q.shape[1] <= _FEW:
             return original(q, k, v, a, b, A_log, dt_bias, state, mask, use_kernel=use_kernel, **kinds)
         return gated_delta(q, k, v, *gates(a, b, A_log, dt_bias, **kinds), state)
 
@@ -124,7 +127,7 @@ def _gated_delta_update(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _recurrent_gla(original: Callable[..., Any]) -> Callable[..., Any]:
     def attention(q: mx.array, k: mx.array, v: mx.array, g: mx.array, **others: Any) -> Any:
-        if _answering.get() is not IN_PART or others.keys() != {"scale", "h"} or q.shape[2] <= _FEW:
+        if not isinstance(_answering.get(), InPart) or others.keys() != {"scale", "h"} or q.shape[2] <= _FEW:
             return original(q=q, k=k, v=v, g=g, **others)
         log_g = mx.log(mx.exp(g).astype(q.dtype).astype(mx.float32))  # of the decay as mlx-lm rounds it
         log_g = mx.broadcast_to(log_g, (q.shape[0], q.shape[2], *g.shape))
@@ -136,8 +139,33 @@ def _recurrent_gla(original: Callable[..., Any]) -> Callable[..., Any]:
     return attention
 
 
+def _ssm_update(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Mamba2's rule, for which mlx-lm has a kernel for one token."""
+
+    def update(*args: Any, **kwargs: Any) -> Any:
+        return (ssm_attn if _answering.get() is InPart.LEARNED else original)(*args, **kwargs)
+
+    return update
+
+
+def _wkv7_kernel(original: Callable[..., Any]) -> Callable[..., Any]:
+    """RWKV-7's rule, whose kernel mlx-lm calls on Metal whether there are gradients or not."""
+
+    def rule(
+        r: mx.array, w: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array, state: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        if _answering.get() is not InPart.LEARNED:
+            result: tuple[mx.array, mx.array] = original(r, w, k, v, a, b, state)
+            return result
+        return wkv7(r, w, k, v, a, b, state)
+
+    return rule
+
+
 _HOOKS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "scaled_dot_product_attention": _attention,
     "gated_delta_update": _gated_delta_update,
     "recurrent_gla": _recurrent_gla,
+    "ssm_update": _ssm_update,
+    "wkv7_kernel": _wkv7_kernel,
 }

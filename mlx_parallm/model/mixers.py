@@ -21,7 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import CacheList
 
-from mlx_parallm.model.hooks import IN_PART, answered_by
+from mlx_parallm.model.hooks import InPart, answered_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,8 @@ class Part(ABC):
     """Rows with equally many tokens, which lie at [start, stop) of a pass. `offset`: the position of their first
     tokens, one for each row, int32 [rows], if they differ."""
 
+    kind = InPart.SERVED
+
     def __init__(self, start: int, stop: int, rows: int, offset: int | mx.array) -> None:
         self.start, self.stop, self.rows, self.offset = start, stop, rows, offset
 
@@ -71,7 +73,7 @@ class Part(ABC):
         self, mixer: nn.Module, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], positions: mx.array
     ) -> Any:
         """What a mixer gives for these rows. `call`: its code for whole rows. `positions`: those of all tokens."""
-        with answered_by(IN_PART):
+        with answered_by(self.kind):
             return call(*self.of(args, positions), **self.of(kwargs, positions))
 
     def of(self, value: Any, positions: mx.array) -> Any:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models import bailing_moe_linear
+from family_checks import Served
+from mlx_lm.models import bailing_moe_linear, rwkv7
 from mlx_lm.models import gated_delta as theirs
+from mlx_lm.models.ssm import ssm_update
 
-from mlx_parallm.model.delta_rule import gated_delta, gates
+from mlx_parallm.core.branches import Branch, Bucket
+from mlx_parallm.model.delta_rule import gated_delta, gates, wkv7
+from mlx_parallm.rl.learn.context import Span
+from mlx_parallm.rl.learn.model import TrainableModel
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,44 @@ def test_without_beta_it_is_linear_attention() -> None:
     ours = gated_delta(0.3 * q, k, v, mx.broadcast_to(g, (1, 90, 2)), None, state)
     assert error(ours[0], expected.swapaxes(1, 2)) < 1e-5
     assert error(ours[1], after.swapaxes(2, 3)) < 1e-5
+
+
+def test_rwkv7_has_a_rule_without_a_kernel() -> None:
+    """Its arguments as mlx-lm's code gives them to the kernel for Metal."""
+    arguments = [mx.random.normal((2, 9, 3, 8)) / 2 for _ in range(6)]
+    state = mx.random.normal((2, 3, 8, 8))
+    expected, after = rwkv7.Rwkv7TimeMixing._wkv7(SimpleNamespace(), *arguments, state)
+    ours = wkv7(*arguments, state)
+    assert error(ours[0], expected.squeeze(-1)) < 1e-6
+    assert error(ours[1], after) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "rule"), [("mamba2", "ssm_update", ssm_update), ("rwkv7", "wkv7_kernel", wkv7)]
+)
+def test_kernels_without_gradients_are_left_out_where_there_are_gradients(
+    name: str, function: str, rule: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return rule(*args, **kwargs)
+
+    def on_a_mac(self: Any, *given: Any) -> Any:
+        *arrays, state = given
+        rows, _, heads, size = arrays[0].shape
+        return rwkv7.wkv7_kernel(*arrays, mx.zeros((rows, heads, size, size)) if state is None else state)
+
+    monkeypatch.setattr(rwkv7.Rwkv7TimeMixing, "_wkv7", on_a_mac)
+    monkeypatch.setattr(importlib.import_module(f"mlx_lm.models.{name}"), function, kernel)
+    served = Served(name)
+    trainable = TrainableModel(served.model, served.bank, served.plan, lambda *_: True)
+    assert calls
+    calls.clear()
+    run = trainable.trunk(mx.array([1, 2, 3]), [Branch(0, 2, (Bucket(1, 1, 0),))], [Span(3, {}, 1.0)], learns=True)
+    mx.eval(run.hidden)
+    assert not calls
 
 
 def error(got: mx.array, want: mx.array) -> float:

@@ -22,7 +22,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.core.branches import Branch
 from mlx_parallm.model.cache_plan import CachePlan
-from mlx_parallm.model.hooks import IN_PART, answered_by, answering
+from mlx_parallm.model.hooks import InPart, answered_by, answering
 from mlx_parallm.model.layer_state import LayerSpec, RecurrentSpec
 from mlx_parallm.model.mixers import Call, Part, PassCache, PassMask, joined
 from mlx_parallm.rl.learn.attention import attend, branches_at
@@ -161,6 +161,8 @@ class RowsOfBranch(Part):
     """Rows of a bucket, or the tokens of a branch. `above`: the part with the tokens before theirs. `width`: tokens of
     a row."""
 
+    kind = InPart.LEARNED
+
     def __init__(
         self,
         plan: CachePlan,
@@ -188,7 +190,7 @@ class RowsOfBranch(Part):
         for first in range(0, self._width, size):
             segment = _Segment(self, first, size, cuts)
             own, named = segment.of(args, positions), segment.of(kwargs, positions)
-            with answered_by(IN_PART):
+            with answered_by(self.kind):
                 outputs.append(computed_again(self._bank, mixer, call, own, named))
         return joined(outputs, partial(mx.concatenate, axis=1))
 
