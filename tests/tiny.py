@@ -107,6 +107,15 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_MOE, **_QWEN3_NEXT},
 }
 FAMILIES = tuple(_FAMILIES)
+_LATENT = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 16,
+}
+_OTHERS = {"deepseek_v3": _LATENT}
+"""Not in the package's list. Latent attention, and no experts, whose choice amplifies rounding."""
 RECURRENT = ("lfm2", "mamba", "mamba2", "qwen3_next")
 """Those with layers that keep a state instead of keys and values."""
 
@@ -125,7 +134,7 @@ def tiny_config(family: str, **overrides: Any) -> dict[str, Any]:
     if family == "gemma3":
         text = tiny_config("gemma3_text", **overrides)
         return {"model_type": "gemma3", "vocab_size": text["vocab_size"], "text_config": text, "eos_token_id": EOS_ID}
-    return {"model_type": family, **_COMMON, **_FAMILIES[family], **overrides}
+    return {"model_type": family, **_COMMON, **(_FAMILIES | _OTHERS)[family], **overrides}
 
 
 def tiny_model(family: str, seed: int = 0, **overrides: Any) -> nn.Module:

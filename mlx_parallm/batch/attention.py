@@ -8,7 +8,6 @@ from itertools import pairwise
 import mlx.core as mx
 
 from mlx_parallm.batch.folds import RowBlocks
-from mlx_parallm.batch.kv.arena import LayerArrays
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.rowwise import exp
 from mlx_parallm.model.device import on_cpu
@@ -29,12 +28,13 @@ class DenseSpan:
         self._masks: dict[mx.Dtype, mx.array] = {}
 
     def attend(
-        self, arrays: LayerArrays, layer: int, queries: mx.array, scale: float, sinks: mx.array | None = None
+        self, keys: mx.array, values: mx.array, queries: mx.array, scale: float, sinks: mx.array | None = None
     ) -> mx.array:
-        """Queries [T, heads, 1, head_dim] → [T, heads, 1, head_dim of values]."""
-        keys, values = self._dense(arrays.keys[layer]), self._dense(arrays.values[layer])
+        """See `attention_calls.Attention.attend`."""
+        dense = self._dense(keys)
+        values = dense if values is keys else self._dense(values)
         one_row = queries.transpose(2, 1, 0, 3)
-        return attention(one_row, keys, values, scale, self._mask(queries.dtype), sinks).transpose(2, 1, 0, 3)
+        return attention(one_row, dense, values, scale, self._mask(queries.dtype), sinks).transpose(2, 1, 0, 3)
 
     def _dense(self, array: mx.array) -> mx.array:
         """The row's keys or values, [1, kv_heads, S, head_dim]: a view if its blocks are consecutive, else a copy."""

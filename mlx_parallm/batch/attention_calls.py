@@ -13,7 +13,6 @@ import mlx.core as mx
 from mlx_parallm.batch.attention import DenseSpan, are_consecutive
 from mlx_parallm.batch.block_attention import BlockPairs, calls, folds_work
 from mlx_parallm.batch.folds import RowBlocks
-from mlx_parallm.batch.kv.arena import LayerArrays
 
 SHORT_CHUNK = 64
 """Chunks of at most this many tokens are padded to the same length and share one attention call."""
@@ -38,9 +37,10 @@ class Attention(Protocol):
     """Attention of some of a pass's tokens, in one layer group."""
 
     def attend(
-        self, arrays: LayerArrays, layer: int, queries: mx.array, scale: float, sinks: mx.array | None
+        self, keys: mx.array, values: mx.array, queries: mx.array, scale: float, sinks: mx.array | None
     ) -> mx.array:
-        """[n, heads, 1, head_dim] → [n, heads, 1, head_dim of values]."""
+        """Queries [n, heads, 1, head_dim] → [n, heads, 1, head_dim of values]. `keys`, `values`: of all blocks,
+        [kv_heads, places, 64, head_dim]."""
         ...
 
 
@@ -56,12 +56,13 @@ class AttentionCalls:
         self._calls = list(_calls(rows, window, dense_rows))
 
     def attend(
-        self, arrays: LayerArrays, layer: int, queries: mx.array, scale: float, sinks: mx.array | None
+        self, keys: mx.array, values: mx.array, queries: mx.array, scale: float, sinks: mx.array | None
     ) -> mx.array:
-        """Queries of all tokens [N, heads, 1, head_dim] → [N, heads, 1, head_dim of values]."""
+        """See `Attention.attend`; of all tokens. A layer that keeps no values attends to the keys as values."""
+        values = values if values.size else keys
         if len(self._calls) == 1:
-            return self._calls[0][1].attend(arrays, layer, queries, scale, sinks)
-        outputs = [call.attend(arrays, layer, queries[tokens], scale, sinks) for tokens, call in self._calls]
+            return self._calls[0][1].attend(keys, values, queries, scale, sinks)
+        outputs = [call.attend(keys, values, queries[tokens], scale, sinks) for tokens, call in self._calls]
         return mx.concatenate(outputs)
 
 

@@ -13,8 +13,8 @@ from functools import partial
 
 import mlx.core as mx
 
-from mlx_parallm.batch.attention import DenseSpan
-from mlx_parallm.batch.block_attention import BlockPairs, pairs_work
+from mlx_parallm.batch.attention_calls import AttentionCalls
+from mlx_parallm.batch.block_attention import pairs_work
 from mlx_parallm.batch.folds import RowBlocks
 from mlx_parallm.batch.kv.arena import Arena
 from mlx_parallm.model.device import on_cpu
@@ -73,16 +73,15 @@ def measure_attention(spec: LayerSpec, dtype: mx.Dtype) -> AttentionTimes:
     for count in _ROWS:
         rows = [RowBlocks(range(row * _BLOCKS, (row + 1) * _BLOCKS), 0, _TOKENS - 1) for row in range(count)]
         queries = mx.random.normal((count, _GROUP * spec.kv_heads, 1, spec.head_dim_k)).astype(dtype)
-        alone = partial(_attend_alone, [DenseSpan(row, None) for row in rows], arena, queries)
-        together = partial(BlockPairs(rows, None).attend, arena, queries=queries, scale=1.0)
-        dense[count], by_blocks[count] = _milliseconds([alone, together])
+        alone, together = (AttentionCalls(rows, None, dense_rows) for dense_rows in (math.inf, 0))
+        dense[count], by_blocks[count] = _milliseconds([
+            partial(_attend, calls, arena, queries) for calls in (alone, together)
+        ])  # fmt: skip
     return AttentionTimes(dense, by_blocks)
 
 
-def _attend_alone(spans: Sequence[DenseSpan], arena: Arena, queries: mx.array, layer: int) -> mx.array:
-    return mx.concatenate([
-        span.attend(arena, layer, queries[row : row + 1], 1.0) for row, span in enumerate(spans)
-    ])  # fmt: skip
+def _attend(calls: AttentionCalls, arena: Arena, queries: mx.array, layer: int) -> mx.array:
+    return calls.attend(arena.keys[layer], arena.values[layer], queries, 1.0, None)
 
 
 def _filled_arena(spec: LayerSpec, dtype: mx.Dtype) -> Arena:

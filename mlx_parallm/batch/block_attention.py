@@ -20,7 +20,6 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.batch.folds import Folds, Indices, RowBlocks, folds_of
-from mlx_parallm.batch.kv.arena import LayerArrays
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.rowwise import exp
 from mlx_parallm.model.device import on_cpu
@@ -84,18 +83,18 @@ class BlockPairs:
         self._made: dict[_Shape, tuple[mx.array, mx.array, list[_Products]]] = {}
 
     def attend(
-        self, arrays: LayerArrays, layer: int, queries: mx.array, scale: float, sinks: mx.array | None = None
+        self, keys: mx.array, values: mx.array, queries: mx.array, scale: float, sinks: mx.array | None = None
     ) -> mx.array:
         """softmax(scale · Q Kᵀ) V over each row's blocks.
 
         Args:
+            keys, values: of all blocks, [kv_heads, places, 64, head_dim].
             queries: [N, heads, 1, head_dim], the tokens of all rows in order.
             sinks: one logit per head that takes part in the softmax but has no value (gpt-oss), or None.
 
         Returns:
             [N, heads, 1, head_dim of values], in the queries' dtype.
         """
-        keys, values = arrays.keys[layer], arrays.values[layer]
         kv_heads, places = keys.shape[:2]
         lines, hidden, products = self._indices(_Shape(kv_heads, queries.shape[1] // kv_heads, places, queries.dtype))
         queries = queries * scale

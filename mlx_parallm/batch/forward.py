@@ -119,7 +119,7 @@ class _GroupForward:
         self._arena.write(index, self._lines[kv_heads, places], keys, values)
 
     def attend(self, index: int, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
-        return self._calls.attend(self._arena, index, queries, scale, sinks)
+        return self._calls.attend(self._arena.keys[index], self._arena.values[index], queries, scale, sinks)
 
 
 def seen_blocks(span: Span[KVRow], table: Sequence[int], window: int | None) -> RowBlocks:

@@ -82,9 +82,10 @@ class ServedPass:
 class LayerCache(PassCache):
     """One cache of a forward pass.
 
-    With latent attention, a layer stores keys [latent, part with positions] and the latent as values. In place of that
-    part, mlx-lm's code gets the identity: what it computes as the scores of the part are then the queries of the part,
-    scaled, and they arrive as the mask. So attention is one call over whole keys.
+    With latent attention, a layer stores keys [latent, part with positions] and no values. In place of that part,
+    mlx-lm's code gets the identity: what it computes as the scores of the part are then the queries of the part,
+    scaled, and they arrive as the mask. So attention is one call over whole keys. They are the values too, and the
+    output is cut: a view of the latents alone would be copied, with all blocks, before each product on a CPU.
 
     Args:
         latent: see `LayerSpec`.
@@ -108,8 +109,8 @@ class LayerCache(PassCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Writes the new keys and values and returns them unchanged, because attention reads the pool."""
         if self._latent:
-            self._pass.forward.write(self.number, mx.concatenate([keys, values], -1), keys)
-            values = mx.eye(self._latent, dtype=values.dtype)[None, None]
+            self._pass.forward.write(self.number, mx.concatenate([keys, values], -1), keys[..., :0])
+            values = mx.eye(values.shape[-1], dtype=values.dtype)[None, None]
         else:
             self._pass.forward.write(self.number, keys, values)
         self._pass.own(keys, self)
@@ -129,7 +130,7 @@ class LayerCache(PassCache):
         """
         if self._latent and isinstance(mask, mx.array):
             queries = mx.concatenate([queries * scale, mask], -1)
-            return self._pass.forward.attend(self.number, queries, 1.0, sinks)
+            return self._pass.forward.attend(self.number, queries, 1.0, sinks)[..., : self._latent]
         if not isinstance(mask, PassMask | None):
             raise TypeError("the model makes its own attention mask; it cannot be batched")
         return self._pass.forward.attend(self.number, queries, scale, sinks)

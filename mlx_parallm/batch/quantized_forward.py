@@ -69,14 +69,6 @@ class _Piece:
         return range(min(first_visible(self.start, window), self.block), self.block)
 
 
-@dataclass(frozen=True, slots=True)
-class _Arrays:
-    """Keys and values of one layer, [kv_heads, blocks, 64, head_dim]."""
-
-    keys: list[mx.array]
-    values: list[mx.array]
-
-
 class QuantizedGroupForward:
     """The forward pass in one layer group: index arrays that its layers share. See `forward.Forward`."""
 
@@ -121,20 +113,20 @@ class QuantizedGroupForward:
 
     def attend(self, index: int, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
         keys, values = self._staged.pop(index)
-        arrays = _Arrays(
-            [self._beside(keys, self._blocks.keys[index])], [self._beside(values, self._blocks.values[index])]
-        )
-        return self._calls.attend(arrays, 0, queries, scale, sinks)
+        keys, values = self._beside(keys, self._blocks.keys[index]), self._beside(values, self._blocks.values[index])
+        return self._calls.attend(keys, values, queries, scale, sinks)
 
     def _write(
         self, tokens: mx.array, blocks: list[mx.array], index: int, tails: list[mx.array], layer: int
     ) -> mx.array:
-        """Returns the staged blocks [kv_heads, pieces, 64, head_dim].
+        """Returns the staged blocks [kv_heads, pieces, 64, head_dim]; nothing if the layer keeps nothing of these.
 
         If no row's tokens cross the end of a block, they are written into the tails, which are read afterwards.
         Otherwise the tails are read first, because they still hold the blocks that the tokens fill, and the write
         copies the array.
         """
+        if not tokens.size:
+            return tokens
         tail = tails[layer]
         if self._kept is None:
             tails[layer] = scattered(tail, self._lines_for(tail), tokens)
@@ -158,7 +150,7 @@ class QuantizedGroupForward:
 
     def _beside(self, staged: mx.array, blocks: mx.array) -> mx.array:
         """The staged blocks and the quantized ones that the pass reads."""
-        if self._read is None:
+        if self._read is None or not staged.size:
             return staged
         read = unpack(blocks[:, self._read], self._bits, staged.shape[-1], staged.dtype)
         return mx.concatenate([staged, read], axis=1)

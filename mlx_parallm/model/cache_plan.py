@@ -287,7 +287,7 @@ def _state(model: nn.Module, number: int, traced: _Traced, in_parts: bool) -> La
         return LayerSpec(kv_heads, head_dim_k, head_dim_v, traced.window)
     window = None if None in traced.windows else max(each for each in traced.windows if each is not None)
     if traced.is_latent:
-        return LayerSpec(1, head_dim_k + head_dim_v, head_dim_k, window, latent=head_dim_v)
+        return LayerSpec(1, head_dim_k + head_dim_v, 0, window, latent=head_dim_k)
     return LayerSpec(kv_heads, head_dim_k, head_dim_v, window)
 
 

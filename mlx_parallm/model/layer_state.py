@@ -21,8 +21,8 @@ class LayerSpec:
     """Shape of one attention layer's keys and values in each row: `[kv_heads, tokens, head_dim_k | head_dim_v]`.
 
     `window` is the number of last tokens that the layer attends to, itself included; None means all. `latent`: of
-    latent attention (MLA, arXiv 2405.04434), the width of the part of the keys that has positions; the part before it
-    is the latent, which is the values too.
+    latent attention (MLA, arXiv 2405.04434), the width of the latent. Keys begin with it, and the rest of them has
+    positions; the latent is the values too, so there are no others.
     """
 
     kv_heads: int

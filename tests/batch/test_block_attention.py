@@ -51,7 +51,7 @@ def test_pairs_equal_dense_attention(lengths: list[int], window: int | None, wit
     made, rows = arena(32), rows_of(lengths, 32, window)
     queries = 3 * mx.random.normal((len(rows), 6, 1, 16))
     sinks = mx.random.normal((6,)) if with_sinks else None
-    got = BlockPairs(rows, window).attend(made, 0, queries, 0.3, sinks)
+    got = BlockPairs(rows, window).attend(made.keys[0], made.values[0], queries, 0.3, sinks)
     want = mx.stack([expected(made, row, q, window, sinks) for row, q in zip(rows, queries, strict=True)])
     assert got.shape == (len(rows), 6, 1, 8)
     assert mx.allclose(got, want, atol=1e-5)
@@ -61,7 +61,7 @@ def test_rows_may_share_blocks() -> None:
     made = arena(8)
     rows = [RowBlocks([5, 2, 7], 0, 150), RowBlocks([5, 2, 1], 0, 190)]
     queries = mx.random.normal((2, 2, 1, 16))
-    got = BlockPairs(rows, None).attend(made, 0, queries, 0.3)
+    got = BlockPairs(rows, None).attend(made.keys[0], made.values[0], queries, 0.3)
     want = mx.stack([expected(made, row, q, None, None) for row, q in zip(rows, queries, strict=True)])
     assert mx.allclose(got, want, atol=1e-5)
 
@@ -69,7 +69,7 @@ def test_rows_may_share_blocks() -> None:
 def test_large_scores_do_not_overflow() -> None:
     made = arena(3)
     queries = mx.full((1, 2, 1, 16), 1e4)
-    got = BlockPairs([RowBlocks([0, 2], 0, 100)], None).attend(made, 0, queries, 1.0)
+    got = BlockPairs([RowBlocks([0, 2], 0, 100)], None).attend(made.keys[0], made.values[0], queries, 1.0)
     assert mx.isfinite(got).all()
 
 
@@ -84,9 +84,9 @@ def test_a_chunk_sees_what_single_tokens_see(start: int, tokens: int, window: in
         first = 0 if window is None else max(0, start - window + 1) // BLOCK_TOKENS
         return RowBlocks(table[first : -(-(start + tokens) // BLOCK_TOKENS)], first * BLOCK_TOKENS, start, tokens)
 
-    got = DenseSpan(seen(start, tokens), window).attend(made, 0, queries, 0.3)
+    got = DenseSpan(seen(start, tokens), window).attend(made.keys[0], made.values[0], queries, 0.3)
     singles = [seen(at, 1) for at in range(start, start + tokens)]
-    assert mx.allclose(got, BlockPairs(singles, window).attend(made, 0, queries, 0.3), atol=1e-5)
+    assert mx.allclose(got, BlockPairs(singles, window).attend(made.keys[0], made.values[0], queries, 0.3), atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 50])
@@ -94,9 +94,9 @@ def test_rows_with_several_tokens_share_a_call(window: int | None) -> None:
     made = arena(8)
     rows = [RowBlocks([6, 1, 4], 0, 150, 20), RowBlocks([3], 0, 0, 5), RowBlocks([2, 7], 0, 70, 1)]
     queries = mx.random.normal((26, 4, 1, 16))
-    got = BlockPairs(rows, window).attend(made, 0, queries, 0.3)
+    got = BlockPairs(rows, window).attend(made.keys[0], made.values[0], queries, 0.3)
     singles = [RowBlocks(row.places, row.first, at) for row in rows for at in range(row.start, row.stop)]
-    assert mx.allclose(got, BlockPairs(singles, window).attend(made, 0, queries, 0.3), atol=1e-5)
+    assert mx.allclose(got, BlockPairs(singles, window).attend(made.keys[0], made.values[0], queries, 0.3), atol=1e-5)
 
 
 def test_blocks_that_rows_share_are_multiplied_once() -> None:
@@ -109,7 +109,7 @@ def test_blocks_that_rows_share_are_multiplied_once() -> None:
     assert folds[0].pairs == sum(map(len, tables)) - 4 * 12
     queries = mx.random.normal((5, 6, 1, 16))
     want = mx.stack([expected(made, row, q, None, None) for row, q in zip(rows, queries, strict=True)])
-    assert mx.allclose(BlockPairs(rows, None).attend(made, 0, queries, 0.3), want, atol=1e-5)
+    assert mx.allclose(BlockPairs(rows, None).attend(made.keys[0], made.values[0], queries, 0.3), want, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 500])
@@ -124,7 +124,7 @@ def test_two_groups_of_rows_and_a_prompt_that_both_share(window: int | None) -> 
     ]
     queries = mx.random.normal((8, 4, 1, 16))
     want = mx.stack([expected(made, row, q, window, None) for row, q in zip(rows, queries, strict=True)])
-    assert mx.allclose(BlockPairs(rows, window).attend(made, 0, queries, 0.3), want, atol=1e-5)
+    assert mx.allclose(BlockPairs(rows, window).attend(made.keys[0], made.values[0], queries, 0.3), want, atol=1e-5)
 
 
 def test_a_row_with_nan_changes_no_other_row() -> None:
@@ -132,11 +132,11 @@ def test_a_row_with_nan_changes_no_other_row() -> None:
     rows = [RowBlocks([0, 1, 2], 0, 130), RowBlocks([3], 0, 20), RowBlocks([4, 5], 0, 100)]
     shared = [RowBlocks([*range(8, 16), 16 + row], 0, 64 * 8 + row) for row in range(6)]
     queries = mx.random.normal((9, 4, 1, 16))
-    before = BlockPairs([*rows, *shared], None).attend(made, 0, queries, 0.3)
+    before = BlockPairs([*rows, *shared], None).attend(made.keys[0], made.values[0], queries, 0.3)
     made.keys[0][:, mx.array([0, 2, 16])] = mx.nan
     made.values[0][:, mx.array([0, 2, 16])] = mx.nan
     queries[4] = mx.nan
-    after = BlockPairs([*rows, *shared], None).attend(made, 0, queries, 0.3)
+    after = BlockPairs([*rows, *shared], None).attend(made.keys[0], made.values[0], queries, 0.3)
     others = mx.array([1, 2, 5, 6, 7, 8])
     assert mx.array_equal(after[others], before[others])
     assert mx.isnan(after[mx.array([0, 3, 4])]).all()

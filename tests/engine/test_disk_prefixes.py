@@ -78,7 +78,7 @@ def detail(harness: Harness) -> dict:
     return harness.loop.stats().detail["prefix_cache_dir"]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma2", *RECURRENT])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gemma2", "deepseek_v3", *RECURRENT])
 def test_after_a_restart_a_prompt_is_read_back_and_gives_the_same_tokens(tmp_path, family) -> None:
     model = tiny_model(family)
     assert ask(server(tmp_path, model), PROMPT) == 0

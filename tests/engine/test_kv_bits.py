@@ -12,6 +12,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from harness import Harness, make_harness
+from mlx_lm.models.cache import KVCache
 from tiny import save_tiny, tiny_model
 
 from mlx_parallm.app.device import build_runner
@@ -34,7 +35,7 @@ TOLERANCE = 0.02
 SCORED = SamplingParams(temperature=0.0, top_logprobs=0)
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3_text"])
+@pytest.fixture(scope="module", params=["llama", "gemma3_text", "deepseek_v3"])
 def model(request: pytest.FixtureRequest) -> nn.Module:
     return tiny_model(request.param, head_dim=32, num_hidden_layers=2, sliding_window=70, sliding_window_pattern=2)
 
@@ -98,7 +99,8 @@ def test_blocks_take_the_bytes_that_the_layout_says(model: nn.Module, bits: int,
     for group in cache.groups:
         arrays = sum(array.nbytes for array in group.arena.arrays())
         assert arrays == group.places.total * group.arena.block_bytes
-        layers = sum(2 * plain.layers[i].kv_heads * plain.layers[i].head_dim_k for i in group.layers)
+        specs = [plain.attention[i] for i in group.layers]
+        layers = sum(spec.kv_heads * (spec.head_dim_k + spec.head_dim_v) for spec in specs)
         assert arrays <= share * 2 * layers * BLOCK_TOKENS * group.places.total
     assert cache.layout.bytes_per_token <= share * half
     assert cache.bytes_used == 10 * BLOCK_TOKENS * cache.layout.bytes_per_token + BLOCK_TOKENS * plain.bytes_per_token
@@ -127,6 +129,28 @@ def test_what_a_token_attends_to_does_not_depend_on_how_its_row_was_cut(model: n
     for cuts in ([1, 63, 64, 200], [100, 130, 131, 200], [*range(125, 132), 200]):
         assert distance(after_each_token(model, tokens, cuts, bits), want) <= 0.1 * distance(full, want)
     assert distance(full, want) > 0.01, "something is quantized"
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_row_is_that_of_the_model_alone_with_rounded_blocks(model: nn.Module, bits: int) -> None:
+    """The reference: mlx-lm's caches, whose keys and values are rounded when a block is full."""
+    tokens, layers = PROMPTS[2], prepare(model).layout.attention
+    full, got = (after_each_token(model, tokens, [200], each) for each in (None, bits))
+    caches, want = [KVCache() for _ in layers], []
+    for start in range(0, len(tokens), BLOCK_TOKENS):
+        want.append(model(mx.array([tokens[start : start + BLOCK_TOKENS]]), cache=caches)[0])
+        for cache, spec in zip(caches, layers.values(), strict=True):
+            arrays, at = (cache.keys, cache.values), slice(start, cache.offset)
+            block = [each[:, :, at] for each in arrays]
+            rounded = [_rounded(each, bits) for each in ([mx.concatenate(block, -1)] if spec.latent else block)]
+            block = mx.split(rounded[0], [spec.latent], -1) if spec.latent else rounded
+            for each, part in zip(arrays, block, strict=True):
+                each[:, :, at] = part
+    assert distance(got, mx.concatenate(want)) <= 0.1 * distance(got, full)
+
+
+def _rounded(numbers: mx.array, bits: int) -> mx.array:
+    return unpack(pack(numbers, bits), bits, numbers.shape[-1], numbers.dtype)
 
 
 def distance(one: mx.array, other: mx.array) -> float:

@@ -22,7 +22,7 @@ def prompts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
     return [[rng.randrange(256) for _ in range(rng.randint(1, longest))] for _ in range(count)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "deepseek_v3"])
 def test_rows_that_join_and_leave_equal_their_solo_runs(family: str) -> None:
     model = tiny_model(family)
     rows = prompts(10, 90)

@@ -50,7 +50,7 @@ RELEASES = (
     Release("Gemma 4 E2B", "gemma4", 5.1e9, (3, 2 * 512), (12, 2 * 256), 512),
     Release("Gemma 4 26B-A4B", "gemma4", 26e9, (5, 2 * 2 * 512), (25, 2 * 8 * 256), 1024),
     Release("gpt-oss-20b", "gpt_oss", 20.9e9, (12, 2 * 8 * 64), (12, 2 * 8 * 64), 128),
-    Release("GLM-4.7-Flash", "glm4_moe_lite", 30e9, (47, 576 + 512)),
+    Release("GLM-4.7-Flash", "glm4_moe_lite", 30e9, (47, 576)),
     Release("LFM2.5 1.2B", "lfm2", 1.17e9, (6, 2 * 8 * 64)),
 )
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -27,16 +26,6 @@ Bytes = NDArray[np.uint8]
 an array of a recurrent state."""
 
 _BYTES_OF_IDS = 8 * BLOCK_TOKENS
-
-
-class LayerArrays(Protocol):
-    """The keys and values of layers, each [kv_heads, blocks, 64, head_dim]."""
-
-    @property
-    def keys(self) -> list[mx.array]: ...
-
-    @property
-    def values(self) -> list[mx.array]: ...
 
 
 class Arena:
@@ -119,10 +108,7 @@ class Arena:
         taken = [array[:, read] for array in self.arrays()]
         mx.eval(taken)
         mx.synchronize()
-        for arrays, copies in (self.keys, taken[: len(self.keys)]), (self.values, taken[len(self.keys) :]):
-            for layer, blocks in enumerate(copies):
-                arrays[layer][:, written] = blocks
-        mx.eval(self.arrays())
+        self._put(written, taken[: len(self.keys)], taken[len(self.keys) :])
 
     def read(self, place: int) -> list[Bytes]:
         """Copies one block to host memory: for each layer its keys, then its values."""
@@ -134,10 +120,16 @@ class Arena:
         """Writes one block, from arrays as `read` returns them, after the forward pass in flight."""
         self._settle()
         mx.synchronize()
-        for layer, (keys, values) in enumerate(zip(arrays[::2], arrays[1::2], strict=True)):
-            self.keys[layer][:, place] = mx.array(keys).view(self.dtype)
-            self.values[layer][:, place] = mx.array(values).view(self.dtype)
-        mx.eval(self.keys, self.values)
+        numbers = [mx.array(array).view(self.dtype) for array in arrays]
+        self._put(place, numbers[::2], numbers[1::2])
+
+    def _put(self, places: int | mx.array, keys: Sequence[mx.array], values: Sequence[mx.array]) -> None:
+        """Writes blocks of every layer. A layer may keep keys alone, and MLX fails to write nothing."""
+        for arrays, layers in (self.keys, keys), (self.values, values):
+            for layer, blocks in enumerate(layers):
+                if blocks.size:
+                    arrays[layer][:, places] = blocks
+        mx.eval(self.arrays())
 
     def write(self, layer: int, lines: mx.array, keys: mx.array, values: mx.array) -> None:
         """Writes tokens: keys and values [n, kv_heads, 1, head_dim] at `lines` int [n * kv_heads].
@@ -145,7 +137,7 @@ class Arena:
         A line is (head * places of this layer + place) * 64 + the token's position in the block.
         """
         for arrays, tokens in (self.keys, keys), (self.values, values):
-            if tokens.size:  # a model may keep keys alone
+            if tokens.size:
                 arrays[layer] = scattered(arrays[layer], lines, tokens)
 
     def write_later(self, layer: int, lines: mx.array, keys: mx.array, values: mx.array) -> None:

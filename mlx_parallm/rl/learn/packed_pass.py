@@ -139,7 +139,7 @@ class LearnedCache(PassCache):
         """Returns keys and values, [N, kv_heads, 1, head_dim], unchanged, because attention gets them."""
         if isinstance(self._spec, LayerSpec) and self._spec.latent:
             self.of_pass.own_latent(keys, values)
-            values = mx.eye(self._spec.latent, dtype=values.dtype)[None, None]
+            values = mx.eye(values.shape[-1], dtype=values.dtype)[None, None]
         self.keys, self.values = keys, values
         return keys, values
 
