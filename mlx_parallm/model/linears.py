@@ -234,11 +234,18 @@ class AdaptedHeads(AdaptedLinear):
 
     def __call__(self, x: mx.array, transpose: bool = True) -> mx.array:
         """[B, heads, T, in] → [B, heads, T, out], or back without `transpose`. Latents may have one head for all."""
-        y, context = self.base(x, transpose), self._bank.context
+        y, context = self._product(x, transpose), self._bank.context
         if context is None:
-            return cast(mx.array, y)
+            return y
         call = HeadsCall(x, self._heads, self._columns, transpose == self._is_of_keys)
         return context.adapt_heads(self._group, self.path, call, y)
+
+    def _product(self, x: mx.array, transpose: bool) -> mx.array:
+        """That of the base model. The tokens of a packed pass, [N, heads, 1, in], become the rows of one product for
+        each head; as N products of one row they would take the time to read its matrix N times."""
+        if len(x) == 1 or x.shape[2] > 1:
+            return cast(mx.array, self.base(x, transpose))
+        return cast(mx.array, self.base(x.swapaxes(0, 2), transpose).swapaxes(0, 2))
 
 
 def install_adapters(model: nn.Module, bank: AdapterBank) -> None:
