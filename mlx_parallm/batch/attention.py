@@ -11,6 +11,7 @@ from mlx_parallm.batch.folds import RowBlocks
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.rowwise import exp
 from mlx_parallm.model.device import on_cpu
+from mlx_parallm.model.linears import LatentHeads
 
 
 class DenseSpan:
@@ -22,39 +23,46 @@ class DenseSpan:
     """
 
     def __init__(self, row: RowBlocks, window: int | None) -> None:
-        self._row = row
+        self.row = row
         self._window = window
         self._indices: dict[tuple[int, int], mx.array] = {}
         self._masks: dict[mx.Dtype, mx.array] = {}
 
     def attend(
-        self, keys: mx.array, values: mx.array, queries: mx.array, scale: float, sinks: mx.array | None = None
+        self,
+        keys: mx.array,
+        values: mx.array,
+        queries: mx.array,
+        scale: float,
+        sinks: mx.array | None = None,
+        heads: LatentHeads | None = None,
     ) -> mx.array:
-        """See `attention_calls.Attention.attend`."""
+        """See `attention_calls.Attention.attend`. `heads`: expand what the tokens see."""
         dense = self._dense(keys)
         values = dense if values is keys else self._dense(values)
+        dense, values = (dense, values) if heads is None else heads.expanded(dense)
         one_row = queries.transpose(2, 1, 0, 3)
         return attention(one_row, dense, values, scale, self._mask(queries.dtype), sinks).transpose(2, 1, 0, 3)
 
     def _dense(self, array: mx.array) -> mx.array:
         """The row's keys or values, [1, kv_heads, S, head_dim]: a view if its blocks are consecutive, else a copy."""
         kv_heads, places, _, width = array.shape
-        if are_consecutive(self._row.places):
-            blocks = array[:, self._row.places[0] : self._row.places[-1] + 1]
+        if are_consecutive(self.row.places):
+            blocks = array[:, self.row.places[0] : self.row.places[-1] + 1]
         else:
             blocks = array.reshape(-1, BLOCK_TOKENS, width)[self._indices_for(kv_heads, places)]
-        return blocks.reshape(1, kv_heads, -1, width)[:, :, : self._row.stop - self._row.first]
+        return blocks.reshape(1, kv_heads, -1, width)[:, :, : self.row.stop - self.row.first]
 
     def _indices_for(self, kv_heads: int, places: int) -> mx.array:
         """The index of each block in [kv_heads * places], int32 [kv_heads, blocks of the row]."""
         key = (kv_heads, places)
         if key not in self._indices:
-            self._indices[key] = mx.arange(kv_heads)[:, None] * places + mx.array(list(self._row.places))
+            self._indices[key] = mx.arange(kv_heads)[:, None] * places + mx.array(list(self.row.places))
         return self._indices[key]
 
     def _mask(self, dtype: mx.Dtype) -> mx.array | str | None:
         """The mask for `attention`: additive [T, S], made once, or "causal" or None if that is enough."""
-        row = self._row
+        row = self.row
         banded = self._window is not None and row.stop - row.first > self._window
         if row.tokens == 1 and not banded:
             return None

@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx_parallm.batch.attention import DenseSpan, are_consecutive
 from mlx_parallm.batch.block_attention import BlockPairs, calls, folds_work
 from mlx_parallm.batch.folds import RowBlocks
+from mlx_parallm.model.linears import LatentHeads
 
 SHORT_CHUNK = 64
 """Chunks of at most this many tokens are padded to the same length and share one attention call."""
@@ -56,14 +57,33 @@ class AttentionCalls:
         self._calls = list(_calls(rows, window, dense_rows))
 
     def attend(
-        self, keys: mx.array, values: mx.array, queries: mx.array, scale: float, sinks: mx.array | None
+        self,
+        keys: mx.array,
+        values: mx.array,
+        queries: mx.array,
+        scale: float,
+        sinks: mx.array | None,
+        heads: LatentHeads | None = None,
     ) -> mx.array:
-        """See `Attention.attend`; of all tokens. A layer that keeps no values attends to the keys as values."""
+        """See `Attention.attend`; of all tokens. A layer that keeps no values attends to the keys as values.
+
+        `heads`: of latent attention, if their products are left to it. Queries and outputs are then those of heads.
+        """
+        if heads is not None:
+            return mx.concatenate([_of_heads(call, keys, queries, heads, tokens) for tokens, call in self._calls])
         values = values if values.size else keys
         if len(self._calls) == 1:
             return self._calls[0][1].attend(keys, values, queries, scale, sinks)
         outputs = [call.attend(keys, values, queries[tokens], scale, sinks) for tokens, call in self._calls]
         return mx.concatenate(outputs)
+
+
+def _of_heads(call: Attention, keys: mx.array, queries: mx.array, heads: LatentHeads, tokens: slice) -> mx.array:
+    """Latent attention of one call's tokens, in the form that is less work."""
+    with heads.bank.using_part(tokens.start, tokens.stop):
+        if isinstance(call, DenseSpan) and heads.is_expanded(call.row.tokens, call.row.stop, keys.shape[-1]):
+            return call.attend(keys, keys, queries[tokens], 1.0, None, heads)
+        return heads.absorbed(queries[tokens], lambda absorbed: call.attend(keys, keys, absorbed, 1.0, None))
 
 
 def _calls(rows: Sequence[RowBlocks], window: int | None, dense_rows: float) -> Iterator[tuple[slice, Attention]]:

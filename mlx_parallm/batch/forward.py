@@ -23,6 +23,7 @@ from mlx_parallm.batch.kv.arena import lines
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.kv.cache import KVRow, LayerGroup, LoRABatchedKVCache
 from mlx_parallm.batch.quantized_forward import QuantizedGroupForward
+from mlx_parallm.model.linears import LatentHeads
 
 R = TypeVar("R", bound=KVRow)
 R_co = TypeVar("R_co", bound=KVRow, covariant=True)
@@ -69,10 +70,13 @@ class Forward:
         group, index = self._of(layer)
         group.write(index, keys, values)
 
-    def attend(self, layer: int, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
-        """Attention of queries [N, heads, 1, head_dim] over all written tokens of their rows, the new ones included."""
+    def attend(
+        self, layer: int, queries: mx.array, scale: float, sinks: mx.array | None, heads: LatentHeads | None = None
+    ) -> mx.array:
+        """Attention of queries [N, heads, 1, head_dim] over all written tokens of their rows, the new ones included.
+        `heads`: see `AttentionCalls.attend`."""
         group, index = self._of(layer)
-        return group.attend(index, queries, scale, sinks)
+        return group.attend(index, queries, scale, sinks, heads)
 
     def _of(self, layer: int) -> tuple[_GroupForward | QuantizedGroupForward, int]:
         """The forward pass in the layer's group, made when it is first used, and the layer's number in the group."""
@@ -118,8 +122,10 @@ class _GroupForward:
             self._lines[kv_heads, places] = lines(*self._targets, kv_heads, places)
         self._arena.write(index, self._lines[kv_heads, places], keys, values)
 
-    def attend(self, index: int, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
-        return self._calls.attend(self._arena.keys[index], self._arena.values[index], queries, scale, sinks)
+    def attend(
+        self, index: int, queries: mx.array, scale: float, sinks: mx.array | None, heads: LatentHeads | None
+    ) -> mx.array:
+        return self._calls.attend(self._arena.keys[index], self._arena.values[index], queries, scale, sinks, heads)
 
 
 def seen_blocks(span: Span[KVRow], table: Sequence[int], window: int | None) -> RowBlocks:

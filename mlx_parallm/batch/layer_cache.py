@@ -12,11 +12,13 @@ from collections.abc import Iterator, Sequence
 import mlx.core as mx
 
 from mlx_parallm.adapters.bank import AdapterBank
+from mlx_parallm.batch.attention_calls import Kind, kind_of
 from mlx_parallm.batch.forward import Forward, Span
 from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
 from mlx_parallm.batch.parts import PassParts
 from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.model.layer_state import LayerSpec
+from mlx_parallm.model.linears import LatentHeads
 from mlx_parallm.model.mixers import Part, PassCache, PassMask
 
 
@@ -40,6 +42,9 @@ class ServedPass:
     ) -> None:
         self.forward = Forward(pool, spans, dense_rows)
         self.parts = PassParts(pool, spans, bank, plan) if plan.mixers else None
+        whole = pool.layout.is_latent and pool.layout.bits is None  # a chunk of quantized blocks is cut into blocks
+        self.takes_heads = whole and any(kind_of(span.tokens) is Kind.LONG for span in spans)
+        self.heads: LatentHeads | None = None
         self._owners: dict[int, tuple[mx.array, LayerCache]] = {}
         self.caches = [
             LayerCache(self, number, spec.latent if isinstance(spec, LayerSpec) else 0)
@@ -76,7 +81,8 @@ class ServedPass:
         _, owner = self._owners.get(id(keys), (keys, cache))
         if not isinstance(owner, LayerCache):
             raise TypeError("the model attends to keys that no cache has returned; it cannot be batched")
-        return owner.attend(queries, scale, mask, sinks)
+        heads, self.heads = self.heads, None
+        return owner.attend(queries, scale, mask, sinks, heads)
 
 
 class LayerCache(PassCache):
@@ -122,15 +128,19 @@ class LayerCache(PassCache):
         assert self._returned is not None
         return self._returned
 
-    def attend(self, queries: mx.array, scale: float, mask: object, sinks: mx.array | None) -> mx.array:
+    def attend(
+        self, queries: mx.array, scale: float, mask: object, sinks: mx.array | None, heads: LatentHeads | None
+    ) -> mx.array:
         """Attention of queries [N, heads, 1, head_dim] over all written tokens of their rows, the new ones included.
+        `heads`: see `AttentionCalls.attend`.
 
         Raises:
             TypeError: the model made an attention mask of its own.
         """
         if self._latent and isinstance(mask, mx.array):
             queries = mx.concatenate([queries * scale, mask], -1)
-            return self._pass.forward.attend(self.number, queries, 1.0, sinks)[..., : self._latent]
+            outputs = self._pass.forward.attend(self.number, queries, 1.0, sinks, heads)
+            return outputs if heads is not None else outputs[..., : self._latent]
         if not isinstance(mask, PassMask | None):
             raise TypeError("the model makes its own attention mask; it cannot be batched")
         return self._pass.forward.attend(self.number, queries, scale, sinks)

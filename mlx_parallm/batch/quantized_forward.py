@@ -34,6 +34,7 @@ from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
 from mlx_parallm.batch.kv.groups import KVRow, LayerGroup
 from mlx_parallm.batch.kv.prefix import first_visible
 from mlx_parallm.batch.kv.quantized import pack, unpack
+from mlx_parallm.model.linears import LatentHeads
 
 if TYPE_CHECKING:
     from mlx_parallm.batch.forward import Span
@@ -111,10 +112,12 @@ class QuantizedGroupForward:
             self._write(values, blocks.values, index, tails.values, layer),
         )
 
-    def attend(self, index: int, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
+    def attend(
+        self, index: int, queries: mx.array, scale: float, sinks: mx.array | None, heads: LatentHeads | None
+    ) -> mx.array:
         keys, values = self._staged.pop(index)
         keys, values = self._beside(keys, self._blocks.keys[index]), self._beside(values, self._blocks.values[index])
-        return self._calls.attend(keys, values, queries, scale, sinks)
+        return self._calls.attend(keys, values, queries, scale, sinks, heads)
 
     def _write(
         self, tokens: mx.array, blocks: list[mx.array], index: int, tails: list[mx.array], layer: int

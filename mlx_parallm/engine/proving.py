@@ -21,7 +21,7 @@ from mlx_parallm.model.families import untried_packages
 from mlx_parallm.model.layer_state import KVLayout
 from mlx_parallm.model.manager import SharedModelManager
 
-_PASSES = ((3, 0, 0), (1, 40, 0), (1, 30, 0), (1, 1, 1), (1, 1, 5), (0, 1, 1), (1, 1, 1))
+_PASSES = ((3, 0, 0), (1, 40, 0), (1, 70, 0), (1, 1, 1), (1, 1, 5), (0, 1, 1), (1, 1, 1))
 """Tokens of three rows in each pass: chunks beside single tokens, and more than one block of a row."""
 _WINDOW = 2048
 """The widest sliding window that rows are made longer than."""

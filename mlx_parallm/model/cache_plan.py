@@ -188,6 +188,9 @@ class _Trace:
     `masks`: whether caches give masks; code that computes with its mask needs None.
     """
 
+    takes_heads = False
+    heads: Any = None
+
     def __init__(self, model: nn.Module, masks: bool) -> None:
         self.masks = masks
         self.owners: dict[int, _TracedKeys] = {}

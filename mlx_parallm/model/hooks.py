@@ -27,7 +27,14 @@ _FEW = 4
 
 
 class Attention(Protocol):
-    """Answers the attention of a pass over packed tokens."""
+    """Answers the attention of a pass over packed tokens.
+
+    `takes_heads`: of latent attention, the products with the matrices of each head are left to `attend`, which may make
+    them in another order. Their modules give what they get, and leave a `LatentHeads` in `heads`.
+    """
+
+    takes_heads: bool
+    heads: Any
 
     def attend(
         self,

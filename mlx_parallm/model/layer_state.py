@@ -101,6 +101,11 @@ class KVLayout:
         return self.recurrent | self.opaque
 
     @property
+    def is_latent(self) -> bool:
+        """Whether layers have latent attention."""
+        return any(spec.latent for spec in self.attention.values())
+
+    @property
     def rolls_back(self) -> bool:
         """Whether the last tokens of a row can be forgotten. A state cannot be brought back."""
         return not self.states

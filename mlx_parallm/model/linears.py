@@ -11,8 +11,8 @@ values of all heads. mlx-lm keeps it as two modules with one matrix per head; bo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -25,6 +25,7 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.forward_context import HeadsCall
 from mlx_parallm.adapters.weights import AdapterLayout, HeadParts, LinearSpec
 from mlx_parallm.model.experts import EXPERT_LINEARS, AdaptedExpertLinear, AdaptedExperts, IndexFormat
+from mlx_parallm.model.hooks import IN_PART, answering
 from mlx_parallm.model.names import transformers_paths
 from mlx_parallm.model.packing import as_dense
 from mlx_parallm.model.sharding import SummedLinear
@@ -222,10 +223,14 @@ class AdaptedEmbedding(AdaptedLinear):
 class AdaptedHeads(AdaptedLinear):
     """One of the two modules that do the work of a linear from latents to the keys and values of all heads.
 
+    `pair`: both.
+
     Args:
         parts: of the linear.
         at: the path of the module.
     """
+
+    pair: LatentHeads
 
     def __init__(self, base: nn.Module, bank: AdapterBank, spec: LinearSpec, parts: HeadParts, at: str) -> None:
         super().__init__(base, bank, spec)
@@ -234,18 +239,63 @@ class AdaptedHeads(AdaptedLinear):
 
     def __call__(self, x: mx.array, transpose: bool = True) -> mx.array:
         """[B, heads, T, in] → [B, heads, T, out], or back without `transpose`. Latents may have one head for all."""
-        y, context = self._product(x, transpose), self._bank.context
+        asked = answering()
+        if asked is None or asked is IN_PART or not asked.takes_heads:
+            return self.product(x, transpose)
+        if self._is_of_keys:
+            asked.heads = self.pair
+        return x
+
+    def product(self, x: mx.array, transpose: bool = True) -> mx.array:
+        """The same, whatever the attention of the pass takes."""
+        y, context = self._of_base(x, transpose), self._bank.context
         if context is None:
             return y
         call = HeadsCall(x, self._heads, self._columns, transpose == self._is_of_keys)
         return context.adapt_heads(self._group, self.path, call, y)
 
-    def _product(self, x: mx.array, transpose: bool) -> mx.array:
-        """That of the base model. The tokens of a packed pass, [N, heads, 1, in], become the rows of one product for
-        each head; as N products of one row they would take the time to read its matrix N times."""
+    def _of_base(self, x: mx.array, transpose: bool) -> mx.array:
+        """The product of the base model. The tokens of a packed pass, [N, heads, 1, in], become the rows of one
+        product for each head; as N products of one row they would take the time to read its matrix N times."""
         if len(x) == 1 or x.shape[2] > 1:
             return cast(mx.array, self.base(x, transpose))
         return cast(mx.array, self.base(x.swapaxes(0, 2), transpose).swapaxes(0, 2))
+
+
+@dataclass(frozen=True, slots=True)
+class LatentHeads:
+    """The linear from latents to the keys and values of all heads: its two modules.
+
+    absorbed   queries are multiplied by the module of keys, outputs by that of values; attention is over latents
+    expanded   latents are multiplied by both, and attention is over keys and values of each head
+    """
+
+    bank: AdapterBank
+    spec: LinearSpec
+    parts: HeadParts
+    keys: AdaptedHeads
+    values: AdaptedHeads
+
+    def is_expanded(self, tokens: int, seen: int, width: int) -> bool:
+        """Whether it is less work to expand what so many tokens of a row see, keys of this width. To absorb is to
+        multiply the tokens by the same matrices instead, and to attend with wider vectors."""
+        latent, of_head = self.spec.in_features, self.spec.out_features // self.parts.heads
+        wider = 2 * width - (width - latent + of_head)
+        return (seen - tokens) * latent * of_head < tokens * seen * wider
+
+    def expanded(self, keys: mx.array) -> tuple[mx.array, mx.array]:
+        """Keys [n, 1, T, latent ++ part with positions] → keys and values [n, heads, T, head_dim]."""
+        latents, positions = mx.split(keys, [self.spec.in_features], -1)
+        own = self.keys.product(latents, transpose=False)
+        positions = mx.broadcast_to(positions, (*own.shape[:3], positions.shape[-1]))
+        return mx.concatenate([own, positions], -1), self.values.product(latents)
+
+    def absorbed(self, queries: mx.array, attend: Callable[[mx.array], mx.array]) -> mx.array:
+        """Attention of queries [n, heads, T, head_dim], whose part with positions is last, by attention of queries of
+        latents."""
+        own, positions = mx.split(queries, [self.parts.key_width], -1)
+        outputs = attend(mx.concatenate([self.keys.product(own), positions], -1))
+        return self.values.product(outputs[..., : self.spec.in_features])
 
 
 def install_adapters(model: nn.Module, bank: AdapterBank) -> None:
@@ -260,11 +310,14 @@ def _adapted(
     spec: LinearSpec, modules: Mapping[str, nn.Module], bank: AdapterBank
 ) -> Iterator[tuple[str, AdaptedLinear]]:
     """The adapted modules that do the work of a linear, with their paths."""
+    if spec.parts is not None:
+        keys, values = (AdaptedHeads(modules[at], bank, spec, spec.parts, at) for at in spec.modules)
+        keys.pair = values.pair = LatentHeads(bank, spec, spec.parts, keys, values)
+        yield from zip(spec.modules, (keys, values), strict=True)
+        return
     for at in spec.modules:
         base = modules[at]
-        if spec.parts is not None:
-            yield at, AdaptedHeads(base, bank, spec, spec.parts, at)
-        elif spec.embedding:
+        if spec.embedding:
             yield at, AdaptedEmbedding(base, bank, spec)
         else:
             kind = AdaptedSummedLinear if isinstance(base, SummedLinear) else AdaptedLinear

@@ -11,11 +11,14 @@ import mlx.nn as nn
 import pytest
 from family_checks import CONFIGURATIONS, Served
 from harness import Solo, assert_same_tokens, make_harness, solo
+from lora import layout_of, merged, random_adapter
 from tiny import tiny_model
 
+from mlx_parallm.adapters.weights import AdapterWeights, HeadParts, LinearSpec
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.core import RequestFinished
 from mlx_parallm.model.layer_state import KVLayout, LayerSpec
+from mlx_parallm.model.linears import LatentHeads
 
 TINY = 1e-5
 """Invariant 8's bound on logprobs across shapes, for tiny float32 models."""
@@ -86,3 +89,39 @@ def test_samples_of_a_prompt_share_it(model: nn.Module, length: int) -> None:
     reference: Solo = solo(model, prompt, 8)
     for sample in range(3):
         assert_same_tokens(harness.tokens("group", sample), reference, TINY)
+
+
+# ---- two forms -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [16, 128], ids=["expanded", "absorbed"])
+def test_long_chunks_beside_single_tokens_equal_their_solo_runs(size: int) -> None:
+    """Heads of 128 numbers are so much wider than the latents that these never become keys and values."""
+
+    def model(adapter: AdapterWeights | None = None) -> nn.Module:
+        plain = tiny_model("deepseek_v3", qk_nope_head_dim=size, v_head_dim=size)
+        return plain if adapter is None else merged(plain, adapter)
+
+    layout = layout_of(model())
+    adapters = [None, *(random_adapter(layout, seed) for seed in (1, 2))]
+    rows = [(text(length, length), adapter) for length, adapter in ((9, 0), (250, 1), (20, 2), (300, 0), (100, 2))]
+    harness = make_harness(model(), max_batched_tokens=160)
+    refs = [harness.publish(str(number), weights) if weights else None for number, weights in enumerate(adapters)]
+    for number, (row, adapter) in enumerate(rows):
+        harness.submit(str(number), row, 12, **({"adapter": refs[adapter]} if adapter else {}))
+        harness.loop.step()
+    harness.run()
+    for number, (row, adapter) in enumerate(rows):
+        assert_same_tokens(harness.tokens(str(number)), solo(model(adapters[adapter]), row, 12), TINY)
+
+
+@pytest.mark.parametrize(
+    ("of_head", "least"), [(128 + 128, 158), (192 + 256, 359)], ids=["DeepSeek V3", "GLM-4.7-Flash"]
+)
+def test_latents_become_keys_and_values_where_that_is_less_work(of_head: int, least: int) -> None:
+    """Of a long row, 512 · (keys + values) for each token that is seen, and 1,152 - 64 - (keys + values) for each of
+    them and each new token: the products' widths. Of a new row, always."""
+    linear = LinearSpec("kv_b_proj", 512, of_head, "")
+    heads = LatentHeads(None, linear, HeadParts("", "", 1, 128), None, None)  # type: ignore[arg-type]
+    assert [heads.is_expanded(tokens, 1 << 40, 576) for tokens in (least - 1, least)] == [False, True]
+    assert heads.is_expanded(65, 65, 576)

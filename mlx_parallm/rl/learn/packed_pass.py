@@ -24,6 +24,7 @@ from mlx_parallm.core.branches import Branch
 from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.model.hooks import InPart, answered_by, answering
 from mlx_parallm.model.layer_state import LayerSpec, RecurrentSpec
+from mlx_parallm.model.linears import LatentHeads
 from mlx_parallm.model.mixers import Call, Part, PassCache, PassMask, joined
 from mlx_parallm.rl.learn.attention import attend, branches_at
 from mlx_parallm.rl.learn.context import Params, TrainingContext, adapted_paths
@@ -46,6 +47,8 @@ class LearnedPass:
         self.offset = (
             mx.array([at for each in branches for at in each.positions()], mx.int32) if offset is None else offset
         )
+        self.takes_heads = plan.layout.is_latent
+        self.heads: LatentHeads | None = None
         self.caches = [LearnedCache(self, number) for number in range(len(plan.layout.layers))]
         self._positions: dict[int, tuple[mx.array, mx.array]] = {}
 
@@ -103,6 +106,8 @@ class LearnedPass:
         if (found := self._positions.get(id(keys))) is not None:
             queries, scale = mx.concatenate([queries * scale, mask], -1), 1.0
             keys = mx.concatenate([keys, found[1]], -1)
+            heads, self.heads = self.heads, None
+            keys, values = (keys, values) if heads is None else heads.expanded(keys)
         elif isinstance(mask, PassMask):
             window = mask.window
         elif mask is not None:
