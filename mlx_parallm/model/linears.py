@@ -25,7 +25,7 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.forward_context import HeadsCall
 from mlx_parallm.adapters.weights import AdapterLayout, HeadParts, LinearSpec
 from mlx_parallm.model.experts import EXPERT_LINEARS, AdaptedExpertLinear, AdaptedExperts, IndexFormat
-from mlx_parallm.model.hooks import IN_PART, answering
+from mlx_parallm.model.hooks import InPart, answering
 from mlx_parallm.model.names import transformers_paths
 from mlx_parallm.model.packing import as_dense
 from mlx_parallm.model.sharding import SummedLinear
@@ -240,7 +240,7 @@ class AdaptedHeads(AdaptedLinear):
     def __call__(self, x: mx.array, transpose: bool = True) -> mx.array:
         """[B, heads, T, in] → [B, heads, T, out], or back without `transpose`. Latents may have one head for all."""
         asked = answering()
-        if asked is None or asked is IN_PART or not asked.takes_heads:
+        if asked is None or isinstance(asked, InPart) or not asked.takes_heads:
             return self.product(x, transpose)
         if self._is_of_keys:
             asked.heads = self.pair
