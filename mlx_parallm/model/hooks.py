@@ -133,9 +133,9 @@ def _gated_delta_update(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _recurrent_gla(original: Callable[..., Any]) -> Callable[..., Any]:
-    def attention(q: mx.array, k: mx.array, v: mx.array, g: mx.array, **others: Any) -> Any:
+    def attention(q: mx.array, k: mx.array, v: mx.array, g: mx.array, *rest: Any, **others: Any) -> Any:
         if not isinstance(_answering.get(), InPart) or others.keys() != {"scale", "h"} or q.shape[2] <= _FEW:
-            return original(q=q, k=k, v=v, g=g, **others)
+            return original(q, k, v, g, *rest, **others)
         log_g = mx.log(mx.exp(g).astype(q.dtype).astype(mx.float32))  # of the decay as mlx-lm rounds it
         log_g = mx.broadcast_to(log_g, (q.shape[0], q.shape[2], *g.shape))
         state = None if others["h"] is None else others["h"].swapaxes(2, 3)
