@@ -11,12 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_parallm.config.cluster import ClusterConfig
-from mlx_parallm.config.competition import CompetitionConfig
-from mlx_parallm.config.curriculum import CurriculumConfig
 from mlx_parallm.config.divergence import Action, DivergenceConfig
 from mlx_parallm.config.inference import EngineKind, InferenceConfig
 from mlx_parallm.config.loss import Algorithm, LossConfig, OldLogprobs, ResolvedLoss, RewardScale
-from mlx_parallm.config.people import PeopleConfig
 from mlx_parallm.config.resolve import Resolved, render, resolve
 from mlx_parallm.config.sections import (
     AdaptersConfig,
@@ -27,13 +24,16 @@ from mlx_parallm.config.sections import (
 )
 from mlx_parallm.config.server import GenerationConfig, LogprobsMode, Mode, ServerConfig, Speculation, TrafficClass
 from mlx_parallm.config.sources import API_KEY_VARIABLE, CLUSTER_TOKEN_VARIABLE, KEYS, Key, Setting, suggest
-from mlx_parallm.config.tinker import TinkerConfig
 from mlx_parallm.config.training import (
+    CompetitionConfig,
+    CurriculumConfig,
     LearningRateSchedule,
     OptimizerConfig,
+    PeopleConfig,
     PlateauConfig,
     ResolvedTraining,
     RLTrainingConfig,
+    TinkerConfig,
     TrackerName,
 )
 from mlx_parallm.config.types import human_bytes, is_loopback, parse_bytes

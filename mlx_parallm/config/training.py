@@ -1,4 +1,5 @@
-"""The section `rl_training`: how adapters are trained on trajectories. The string below a field is its description.
+"""The section `rl_training` and most of those in it: how adapters are trained on trajectories. The string below a field
+is its description.
 
 The trainer and the training loop read `RLTrainingConfig.resolved(...)`, in which no loss setting is null or auto.
 """
@@ -11,15 +12,161 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from mlx_parallm.config.competition import CompetitionConfig
-from mlx_parallm.config.curriculum import CurriculumConfig
 from mlx_parallm.config.divergence import DivergenceConfig
-from mlx_parallm.config.judge import JudgeConfig
 from mlx_parallm.config.loss import Algorithm, LossConfig, ResolvedLoss
-from mlx_parallm.config.people import PeopleConfig
-from mlx_parallm.config.teacher import TeacherConfig
-from mlx_parallm.config.tinker import TinkerConfig
-from mlx_parallm.config.types import File, Integer, Number, Section, Text, fields_of, lower, optional_names
+from mlx_parallm.config.types import ApiKey, File, Integer, Number, Section, Text, fields_of, lower, optional_names
+
+
+class CompetitionConfig(Section):
+    """Comparisons of a version of an adapter with the live one, by the rewards of live requests. A comparison that is
+    started with POST /v1/training/compare may set its own share, smallest_effect, max_rewards and max_hours."""
+
+    automatic: bool = False
+    """Compare every version that training makes with the one before, and go back to that one unless the new version is
+    better. Until the comparison ends, no further update is made.
+    """
+    share: Number = Field(default=0.2, gt=0, le=0.5)
+    """Share of the requests that get the candidate, by user or session where requests name one."""
+    smallest_effect: Number = Field(default=0.05, gt=0)
+    """Smallest difference of the mean rewards that matters. A comparison ends without a winner when differences as
+    large as this are ruled out.
+    """
+    error_rate: Number = Field(default=0.05, gt=0, le=0.5)
+    """Largest probability that two versions of the same mean reward are called different, however long they are
+    compared and however often somebody looks.
+    """
+    max_rewards: Integer = Field(default=2000, ge=1)
+    """Rewarded requests of the candidate after which a comparison ends without a winner."""
+    max_hours: Number = Field(default=24.0, gt=0)
+    """Time in hours after which a comparison ends without a winner."""
+    lowest_reward: Number = -1.0
+    """Smallest reward that a request can get. A smaller one counts as this."""
+    highest_reward: Number = 1.0
+    """Largest reward that a request can get. A larger one counts as this."""
+
+    @model_validator(mode="after")
+    def _has_a_range(self) -> Self:
+        span = self.highest_reward - self.lowest_reward
+        if span <= 0:
+            raise ValueError("highest_reward must be above lowest_reward")
+        if self.smallest_effect >= span:
+            raise ValueError(f"smallest_effect must be below the range of the rewards, {span:g}")
+        return self
+
+
+class TinkerConfig(Section):
+    """The Tinker API (/api/v1), with which clients train adapters of their own. A server that trains has it."""
+
+    max_models: Integer = Field(default=4, ge=0)
+    """Largest number of models that Tinker clients may train at the same time. Each needs memory for its weights, its
+    gradients and its optimizer's state. 0 lets clients sample only. One of several keys may have at most four for each
+    that stays free.
+    """
+    max_sessions: Integer = Field(default=64, ge=1)
+    """Largest number of Tinker sessions at the same time. One of several keys may have at most four for each that stays
+    free.
+    """
+    session_timeout_s: Number = Field(default=300.0, gt=0)
+    """Time in seconds after which a session whose client has fallen silent is ended, with its models. Clients say every
+    10 s that they are there.
+    """
+
+
+class PeopleConfig(Section):
+    """Preferences, corrections and late feedback, each of which has updates and a loss of its own."""
+
+    update_frequency: Integer = Field(default=16, ge=1)
+    """Number of preferences, of corrections or of answers with late feedback in one update. Feedback that comes before
+    its answer was dropped counts towards rl_training.update_frequency.
+    """
+
+
+class CurriculumConfig(Section):
+    """Tasks are drawn by what the last tasks of their level taught, so that those too easy or too hard are rare."""
+
+    enabled: bool = False
+    """Draw the tasks of rl_training.environment by how often their levels teach something. A task's level is the column
+    `level` of its row in a file, or what its environment gives it. Tasks without levels come in the environment's
+    order.
+    """
+    floor: Number = Field(default=0.2, ge=0, le=1)
+    """Share of the tasks that is drawn from all levels as often as the environment has them, whatever they teach. 1
+    draws all tasks so.
+    """
+    memory: Integer = Field(default=10, ge=1)
+    """Number of the last tasks of a level that count. Older ones are forgotten exponentially."""
+
+
+class JudgeConfig(Section):
+    """The language model behind the rewards judge and rank."""
+
+    url: Text | None = None
+    """Base URL of an OpenAI-compatible API, such as https://api.example.org/v1. null means this server itself, with its
+    base model; mlx_parallm_train serves nothing, so there a judge needs a URL.
+    """
+    model: Text | None = None
+    """Model that the judge's server is asked for. null means the base model, which only this server has by that name.
+    """
+    instruction: Text | None = None
+    """What a good answer is, in plain words for the model. null means a general instruction.
+    """
+    api_key: ApiKey | None = Field(default=None, repr=False)
+    """Secret that is sent to url as a bearer token. null means none. Prefer the environment variable, because flags and
+    files are easily seen by others.
+    """
+
+    @model_validator(mode="after")
+    def _url_is_complete(self) -> Self:
+        if self.url is None:
+            return self
+        if urlsplit(self.url).scheme not in ("http", "https") or not urlsplit(self.url).netloc:
+            raise ValueError("url must begin with http:// or https://, such as https://api.example.org/v1")
+        if self.model is None:
+            raise ValueError("url needs model, the name that its server gives the judge")
+        return self
+
+
+class TeacherConfig(Section):
+    """The model that distillation imitates: an adapter or the base model here, or a model of another server."""
+
+    adapter: Text | None = None
+    """Adapter of this server that teaches, such as tone or tone@3. null means the base model."""
+    prompt: Text | None = None
+    """Text that only the teacher sees, before the prompt of each sample, with the special tokens of the chat template
+    if it is a message. A value that begins with @ names a file that has the text. null means none.
+    """
+    url: Text | None = None
+    """Base URL of another server that teaches, such as http://127.0.0.1:8001/v1. It must answer completions of token
+    ids with prompt_logprobs, as vLLM and this server do, and its model must have the same tokenizer. null means this
+    server.
+    """
+    model: Text | None = None
+    """Model that the other server is asked for. Needed with url."""
+    api_key: ApiKey | None = Field(default=None, repr=False)
+    """Secret that is sent to url as a bearer token. null means none. Prefer the environment variable, because flags and
+    files are easily seen by others.
+    """
+    timeout_s: Number = Field(default=60.0, gt=0)
+    """Longest wait for the teacher's log-probabilities of one sample, in seconds. A sample without them is left out."""
+
+    @property
+    def is_set(self) -> bool:
+        """Whether there is a teacher that differs from the base model as it is."""
+        return any(value is not None for value in (self.adapter, self.prompt, self.url))
+
+    @model_validator(mode="after")
+    def _url_is_complete(self) -> Self:
+        if self.url is None:
+            if self.model is not None:
+                raise ValueError("model is a model of another server: set url too, or adapter in its place")
+            return self
+        if urlsplit(self.url).scheme not in ("http", "https") or not urlsplit(self.url).netloc:
+            raise ValueError("url must begin with http:// or https://, such as http://127.0.0.1:8001/v1")
+        if self.model is None:
+            raise ValueError("url needs model, the name that its server gives the teacher")
+        if self.adapter is not None:
+            raise ValueError("url and adapter name two teachers: leave one of them out")
+        return self
 
 
 class LearningRateSchedule(StrEnum):
