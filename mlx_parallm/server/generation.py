@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
@@ -11,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import cast
 
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -35,7 +37,6 @@ from mlx_parallm.server.api.fields import WireOutput
 from mlx_parallm.server.api.generation_fields import GenerationBody
 from mlx_parallm.server.api.pooling.fields import PoolingBody
 from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES
-from mlx_parallm.server.assignment import assignment_key
 from mlx_parallm.server.errors import code_of
 from mlx_parallm.server.http.framing import EVENTS, Framing
 from mlx_parallm.server.http.request_log import RequestRecord, address_of, client_of, key_of, record_of
@@ -44,6 +45,22 @@ from mlx_parallm.server.lifecycle import while_connected
 from mlx_parallm.server.metrics import RequestObserver
 from mlx_parallm.server.planning import AdapterSelector, adapter_named_by, select_adapter
 from mlx_parallm.server.services import Services
+
+SESSION_HEADER = "x-session-id"
+
+
+def assignment_key(scope: Scope, body: GenerationBody | PoolingBody) -> str:
+    """The group or episode of a request, since one version must draw all of it; else its session (the header
+    X-Session-Id) or user. A request that names none of them is drawn by itself."""
+    named = (
+        body.group_id,
+        body.episode_id,
+        Headers(scope=scope).get(SESSION_HEADER),
+        body.user,
+        body.safety_identifier,
+    )
+    return next(filter(None, named), None) or secrets.token_hex(8)
+
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,6 @@
-"""Prometheus metrics that the HTTP server counts itself, all named `mlx_parallm_*`: requests, latencies and responses.
+"""Prometheus metrics that the HTTP server counts itself, all named `mlx_parallm_*`: requests, latencies and responses;
+those of the keys, of which there are at most as many series as there are keys; and the part that a key which is limited
+to some adapters sees: the metrics of these adapters, and its own.
 
 Where vLLM has the same metric, the name after the prefix and the meaning are vLLM's, and `metrics_vllm` exports it
 under that name too. `metrics_collectors` and its like have the metrics that are read from the engine, the adapters and
@@ -10,12 +12,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter as Counts
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from prometheus_client import Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from mlx_parallm.core import (
     AdapterClient,
@@ -33,18 +38,63 @@ from mlx_parallm.server.access.keys import NamedKey
 from mlx_parallm.server.cluster.parts import ClusterParts
 from mlx_parallm.server.lifecycle import SequenceGate
 from mlx_parallm.server.metrics_cluster import ClusterCollector
-from mlx_parallm.server.metrics_collectors import (
-    MODEL_LABEL,
-    PREFIX,
-    AdapterCollector,
-    EngineCollector,
-    ServedCounts,
-)
-from mlx_parallm.server.metrics_keys import KeyCollector
-from mlx_parallm.server.metrics_seen import SeenMetrics
+from mlx_parallm.server.metrics_collectors import MODEL_LABEL, PREFIX, AdapterCollector, EngineCollector, ServedCounts
 from mlx_parallm.server.metrics_training import TrainingCollector
 from mlx_parallm.server.metrics_vllm import VLLMNamesRegistry
 from mlx_parallm.server.recent import Counted, RecentValues
+
+_LISTS = ("running_lora_adapters", "waiting_lora_adapters")
+"""Labels whose values are names of adapters, with commas between them."""
+
+
+class SeenMetrics(Collector):
+    """The samples of a registry without those of other adapters and other keys."""
+
+    def __init__(self, registry: CollectorRegistry, key: NamedKey) -> None:
+        self._all, self._key = registry, key
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._all.collect():
+            seen = Metric(metric.name, metric.documentation, metric.type, metric.unit)
+            seen.samples = [self._seen(sample) for sample in metric.samples if self._shows(sample)]
+            yield seen
+
+    def _shows(self, sample: Sample) -> bool:
+        adapter, key = sample.labels.get("adapter"), sample.labels.get("key")
+        return (adapter is None or self._key.sees(adapter)) and key in (None, self._key.name)
+
+    def _seen(self, sample: Sample) -> Sample:
+        lists = {name: sample.labels[name].split(",") for name in _LISTS if name in sample.labels}
+        seen = {name: ",".join(filter(self._key.sees, names)) for name, names in lists.items()}
+        return sample._replace(labels={**sample.labels, **seen})
+
+
+KEY_COUNTERS: Mapping[str, tuple[str, Callable[[Account], int]]] = {
+    "key_requests": ("Requests for answers that began, by key.", lambda account: account.requests),
+    "key_requests_refused": ("Requests that a limit of their key refused.", lambda account: account.refused),
+    "key_prompt_tokens": ("Tokens of prompts, by key.", lambda account: account.prompt_tokens),
+    "key_generation_tokens": ("Tokens generated, by key.", lambda account: account.completion_tokens),
+}
+
+
+class KeyCollector(Collector):
+    """The usage of each key. Used on the event loop's thread only."""
+
+    def __init__(self, accounts: Accounts) -> None:
+        self._accounts = accounts
+
+    def collect(self) -> Iterator[Metric]:
+        accounts = self._accounts.all()
+        running = GaugeMetricFamily(PREFIX + "key_requests_running", "Requests under way, by key.", labels=["key"])
+        for account in accounts:
+            running.add_metric([account.key.name], account.running)
+        yield running
+        for name, (about, read) in KEY_COUNTERS.items():
+            counter = CounterMetricFamily(PREFIX + name, about, labels=["key"])
+            for account in accounts:
+                counter.add_metric([account.key.name], read(account))
+            yield counter
+
 
 REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0)
 LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)

@@ -1,14 +1,37 @@
-"""Prometheus metrics of training, read on each scrape."""
+"""Prometheus metrics of training and of comparisons of two versions, read on each scrape."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from mlx_parallm.core import EVERYTHING, TrainingClient, TrainingStatus
-from mlx_parallm.server.metrics_comparisons import RL_PREFIX, comparison_metrics
+from mlx_parallm.server.metrics_collectors import PREFIX
+
+RL_PREFIX = PREFIX + "rl_"
+
+
+def comparison_metrics(training: TrainingClient | None, trained: Iterable[str]) -> Iterator[Metric]:
+    """Comparisons by adapter. `trained`: the names of the adapters in training."""
+    about = "1 while two versions of the adapter are compared."
+    running = GaugeMetricFamily(RL_PREFIX + "comparison_running", about, labels=["adapter"])
+    about = "Mean reward of each version in the comparison that runs, or in the last one."
+    rewards = GaugeMetricFamily(RL_PREFIX + "comparison_reward_mean", about, labels=["adapter", "version"])
+    about = "Comparisons ended, by verdict."
+    ended = CounterMetricFamily(RL_PREFIX + "comparisons", about, labels=["adapter", "verdict"])
+    if training is not None:
+        competition = training.competition
+        for card in competition.cards(EVERYTHING):
+            running.add_metric([card.adapter], float(card.verdict == "running"))
+            for version, mean in ((card.live, card.live_mean), (card.candidate, card.candidate_mean)):
+                if mean is not None:
+                    rewards.add_metric([card.adapter, str(version.version)], mean)
+        for adapter in trained:
+            for verdict, count in competition.ended(adapter).items():
+                ended.add_metric([adapter, verdict], count)
+    yield from (running, rewards, ended)
 
 
 def _evaluated(figure: str) -> Callable[[TrainingStatus], float | None]:

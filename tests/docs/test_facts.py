@@ -42,7 +42,7 @@ from mlx_parallm.server.api.chat.history import MAX_TOKENS
 from mlx_parallm.server.api.grammar_fields import MAX_CHOICES, MAX_REGEX, MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH
 from mlx_parallm.server.api.pooling.fields import MAX_INPUTS
 from mlx_parallm.server.api.sampling_fields import MAX_STOPS
-from mlx_parallm.server.api.training.collected.texts import MAX_SAMPLES
+from mlx_parallm.server.api.training.collected.route import MAX_SAMPLES
 from mlx_parallm.server.api.training.compare import Verdict
 from mlx_parallm.server.api.training.lessons import MAX_PROMPTS
 from mlx_parallm.server.app import openapi_document

@@ -9,7 +9,7 @@ from server.keys import key_file
 from mlx_parallm.core import AdapterRef, CollectionSpec
 from mlx_parallm.rl.collect.group_rewards import GroupRewards
 from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup
-from mlx_parallm.server.api.training.collected.texts import MAX_TOKENS
+from mlx_parallm.server.api.training.collected.route import MAX_TOKENS
 
 LIST = "/v1/training/trajectories"
 EOS = 257

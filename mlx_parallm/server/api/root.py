@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.server.dashboard.files import page
+from mlx_parallm.server.dashboard.route import page
 from mlx_parallm.server.services import ServicesDep
 
 router = APIRouter()

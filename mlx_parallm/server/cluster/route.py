@@ -1,29 +1,279 @@
-"""`/v1/cluster` and the routes below it, by which the nodes of a cluster work together. All but the first want the
-token of the cluster as `Authorization: Bearer <token>`, whether or not the server requires API keys. Only the first is
-in the OpenAPI document, because the others are for nodes of the same version."""
+"""`/v1/cluster` and the routes below it, by which the nodes of a cluster work together, with their bodies. All but the
+first want the token of the cluster as `Authorization: Bearer <token>`, whether or not the server requires API keys.
+Only the first is in the OpenAPI document, because the others are for nodes of the same version."""
 
 from __future__ import annotations
 
 import hmac
-from typing import Annotated
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, aclosing
+from typing import Annotated, Literal, cast
 
 from fastapi import APIRouter, Depends, Header, Path
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
+from starlette.types import Receive, Scope, Send
 
-from mlx_parallm.core import AdapterRef
-from mlx_parallm.errors import ConflictError, InvalidRequestError, UnknownModelError
+from mlx_parallm.core import (
+    BASE_ADAPTER,
+    AdapterRef,
+    ClusterStatus,
+    EngineClient,
+    Event,
+    Grammar,
+    Joined,
+    Joining,
+    NodeInfo,
+    NodeRole,
+    RequestFailed,
+    RequestFinished,
+    ServedModel,
+    SharedVersion,
+)
+from mlx_parallm.errors import ConflictError, ContextLengthError, InvalidRequestError, ParaLLMError, UnknownModelError
 from mlx_parallm.server.access.guard import sent_keys
-from mlx_parallm.server.api.fields import INT32_MAX
-from mlx_parallm.server.cluster.generate import EngineResponse
+from mlx_parallm.server.api.fields import INT32_MAX, WireInput, WireOutput
 from mlx_parallm.server.cluster.parts import ClusterParts
 from mlx_parallm.server.cluster.remote import GENERATE, SAMPLE
-from mlx_parallm.server.cluster.schema import ClusterObject, JoinAnswer, JoinBody, VersionObject
-from mlx_parallm.server.cluster.wire import WireRequest
+from mlx_parallm.server.cluster.router import RoutingCounts
+from mlx_parallm.server.cluster.wire import WireClock, WireEvent, WireRequest
 from mlx_parallm.server.errors import ApiKeyError, BodyTimeoutError, BodyTooLargeError
 from mlx_parallm.server.http.body import json_body, read_body, read_bytes
+from mlx_parallm.server.http.request_log import client_of
+from mlx_parallm.server.lifecycle import while_connected
 from mlx_parallm.server.openapi.responses import raises
-from mlx_parallm.server.services import KeyDep, ServicesDep
+from mlx_parallm.server.services import KeyDep, Services, ServicesDep
+
+_HEADERS = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
+
+
+class EngineResponse(Response):
+    """Holds places in the queue and the adapter version while the engine answers. Ends the request if the head closes
+    the connection.
+
+    Args:
+        engine: this node's own.
+    """
+
+    def __init__(self, services: Services, engine: EngineClient, asked: WireRequest) -> None:
+        super().__init__()
+        self._services = services
+        self._engine = engine
+        self._asked = asked
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers the request.
+
+        Raises:
+            DrainingError, InferenceDisabledError, AsleepError, OverloadedError: the request is not accepted now.
+            UnknownModelError: this node does not hold the version.
+            ContextLengthError: this node has less memory for contexts than the head.
+        """
+        services, asked = self._services, self._asked
+        services.check_open()
+        async with AsyncExitStack() as held:
+            held.enter_context(services.gate.reserve(len(asked.prompts) * asked.n))
+            model = await held.enter_async_context(services.models.use(services.first.card.name))
+            selector = BASE_ADAPTER.name if asked.adapter == BASE_ADAPTER else str(asked.adapter)
+            held.enter_context(services.adapters.lease(selector))
+            _check_fits(asked, model.card.context_length)
+            grammar = await self._grammar(model, scope)
+            await self._send(asked, grammar, receive, send)
+
+    async def _grammar(self, model: ServedModel, scope: Scope) -> Grammar | None:
+        spec = self._asked.grammar
+        if spec is None:
+            return None
+        return await self._services.workers.compile(client_of(scope), lambda: model.grammars.compile(spec))
+
+    async def _send(self, asked: WireRequest, grammar: Grammar | None, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        clock = WireClock(clock=time.monotonic()).model_dump_json().encode() + b"\n"
+        await send({"type": "http.response.body", "body": clock, "more_body": True})
+        try:
+            async with while_connected(receive, self._services.lifecycle.expired):
+                generated = self._engine.generate(asked.request(grammar))
+                async with aclosing(cast(AsyncGenerator[Event, None], generated)) as events:
+                    async for event in events:
+                        await send({"type": "http.response.body", "body": WireEvent.line(event), "more_body": True})
+                        if isinstance(event, RequestFinished | RequestFailed):
+                            break
+        except ClientDisconnect:
+            return
+        except ParaLLMError as error:  # the status line has been sent
+            line = WireEvent.line(RequestFailed(error))
+            await send({"type": "http.response.body", "body": line, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _check_fits(asked: WireRequest, context_length: int) -> None:
+    needed = max(map(len, asked.prompts)) + asked.stopping.max_tokens
+    if needed > context_length:
+        raise ContextLengthError(f"the request needs {needed} tokens, and this node has room for {context_length}")
+
+
+class JoinBody(WireInput):
+    """What a node says when it joins."""
+
+    role: Literal["replica", "trainer"]
+    """What the node is for."""
+    url: str
+    """Where the other nodes reach its HTTP server; empty if it has none."""
+    fingerprint: str | None = None
+    """That of its base model; null asks which one there is."""
+    version: str
+    """The version of its package."""
+
+    def joining(self) -> Joining:
+        """The same for `core.ClusterClient.join`."""
+        return Joining(NodeRole(self.role), self.url, self.fingerprint, self.version)
+
+
+class BaseFileObject(WireOutput):
+    """A file of the base model."""
+
+    path: str
+    """Its name, for `GET /v1/cluster/base/{file}`."""
+    bytes: int
+    """Its size."""
+    sha256: str
+    """Its checksum."""
+
+
+class BaseObject(WireOutput):
+    """The base model of the cluster."""
+
+    name: str
+    """Its name in requests."""
+    fingerprint: str
+    """What identifies it."""
+    files: list[BaseFileObject]
+    """Its files, if the node has asked which base model there is."""
+
+
+class JoinAnswer(WireOutput):
+    """What a node needs to take part."""
+
+    node_id: str
+    """The id of the node."""
+    nats_url: str
+    """Where NATS is."""
+    nats_token: str
+    """The token for NATS; empty if it wants none."""
+    base: BaseObject
+    """The base model."""
+
+    @classmethod
+    def of(cls, joined: Joined) -> JoinAnswer:
+        """The answer to a node that has joined."""
+        files = [BaseFileObject(path=file.path, bytes=file.bytes, sha256=file.sha256) for file in joined.base.files]
+        base = BaseObject(name=joined.base.name, fingerprint=joined.base.fingerprint, files=files)
+        return cls(node_id=joined.node_id, nats_url=joined.nats_url, nats_token=joined.nats_token, base=base)
+
+
+class VersionObject(WireOutput):
+    """A shared adapter version."""
+
+    name: str
+    """The adapter's name."""
+    version: int
+    """The number of the version."""
+    sha256: str
+    """The checksum of its archive."""
+    bytes: int
+    """The size of its archive."""
+    fence: int
+    """The number of the lease of the trainer that published it."""
+    live: bool
+    """Whether the name means this version."""
+
+    @classmethod
+    def of(cls, version: SharedVersion, live: bool = False) -> VersionObject:
+        """The version as the registry has it."""
+        return cls(
+            name=version.name,
+            version=version.version,
+            sha256=version.sha256,
+            bytes=version.bytes,
+            fence=version.fence,
+            live=live,
+        )
+
+
+class NodeObject(WireOutput):
+    """A node that is present."""
+
+    id: str
+    """Its id."""
+    role: NodeRole
+    """head, replica or trainer."""
+    url: str
+    """Where the other nodes reach it."""
+    holds: list[str]
+    """The shared adapter versions that it can serve."""
+    outstanding_tokens: int
+    """Tokens of the requests that it is answering: those of prompts, and those that may still be generated."""
+    ready: bool
+    """Whether it takes requests."""
+    requests: int
+    """Requests that the head has sent it. 0 in the answers of other nodes."""
+
+    @classmethod
+    def of(cls, node: NodeInfo, counts: RoutingCounts, sees: Callable[[str], bool]) -> NodeObject:
+        """The node as it describes itself."""
+        return cls(
+            id=node.id,
+            role=node.role,
+            url=node.url,
+            holds=[version for version in node.holds if sees(version.partition("@")[0])],
+            outstanding_tokens=node.outstanding_tokens,
+            ready=node.ready,
+            requests=counts.requests[node.id],
+        )
+
+
+class ClusterObject(WireOutput):
+    """A cluster as one of its nodes sees it."""
+
+    object: Literal["cluster"]
+    node: str
+    """The id of that node."""
+    connected: bool
+    """Whether it is connected to NATS."""
+    nodes: list[NodeObject]
+    """The nodes that are present."""
+    versions: list[VersionObject]
+    """The shared adapter versions."""
+    unusable: dict[str, str]
+    """Shared versions that this node cannot serve, with the reason."""
+    waiting: dict[str, int]
+    """Requests whose answers wait for the trainer of an adapter, by its name."""
+    nodes_lost: int
+    """Nodes that fell silent since this one was started."""
+    requests_retried: int
+    """Requests that the head began anew on another node."""
+    streams_broken: int
+    """Streams that ended with an error because their node was lost."""
+
+    @classmethod
+    def of(cls, status: ClusterStatus, counts: RoutingCounts, sees: Callable[[str], bool]) -> ClusterObject:
+        """The cluster with what the router has counted. `sees`: whether the reader may know of an adapter."""
+        staged = sorted(status.versions.staged.values(), key=lambda version: (version.name, version.version))
+        live = {version.ref for version in status.versions.live.values()}
+        return cls(
+            object="cluster",
+            node=status.node_id,
+            connected=status.connected,
+            nodes=[NodeObject.of(node, counts, sees) for node in status.nodes],
+            versions=[VersionObject.of(version, version.ref in live) for version in staged if sees(version.name)],
+            unusable={name: why for name, why in status.unusable.items() if sees(name.partition("@")[0])},
+            waiting={name: count for name, count in status.waiting.items() if sees(name)},
+            nodes_lost=status.lost_total,
+            requests_retried=counts.retried,
+            streams_broken=counts.broken,
+        )
+
 
 MAX_ARCHIVE_BYTES = 1 << 30
 ARCHIVE_TIMEOUT_S = 600.0

@@ -1,23 +1,222 @@
-"""`POST /v1/score` and `/v1/rerank`, in vLLM's form: scores of pairs of texts, and documents in the order of theirs."""
+"""`POST /v1/score` and `/v1/rerank`, in vLLM's form: scores of pairs of texts, and documents in the order of theirs. A
+score is how likely the model finds the second text after the first, or what a reward model gives it."""
 
 from __future__ import annotations
 
 import time
-from typing import Annotated, ClassVar, Literal, Self
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from fastapi import APIRouter, Depends
 from pydantic import Field, PlainValidator, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_parallm.errors import TrainingDisabledError
-from mlx_parallm.server.api.answer import Usage
-from mlx_parallm.server.api.fields import INT32_MAX, WireInput, WireOutput, refused
-from mlx_parallm.server.api.pooling.fields import MAX_INPUTS
-from mlx_parallm.server.api.pooling.pairs import Pair, PairsBody, Scored, Text, Texts, scored_response
+from mlx_parallm.core import (
+    AdapterRef,
+    CollectionSpec,
+    Event,
+    GenerationRequest,
+    PromptScored,
+    SamplingParams,
+    ServedModel,
+    StopParams,
+    no_reward_model,
+)
+from mlx_parallm.errors import ContextLengthError, InvalidRequestError, TrainingDisabledError
+from mlx_parallm.server.access.permits import check_permitted
+from mlx_parallm.server.api.answer import Usage, token_usage
+from mlx_parallm.server.api.fields import INT32_MAX, Neutral, WireInput, WireOutput, refused
+from mlx_parallm.server.api.pooling.fields import MAX_INPUTS, PoolingBody, together
+from mlx_parallm.server.api.pooling.writer import WholeAnswerWriter
+from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES
+from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
+from mlx_parallm.server.http.request_log import key_of, new_request_id, record_of
+from mlx_parallm.server.lifecycle import while_connected
 from mlx_parallm.server.openapi.responses import generating
-from mlx_parallm.server.services import ServicesDep
+from mlx_parallm.server.planning import check_ids
+from mlx_parallm.server.services import Services, ServicesDep
+
+REWARD_MODEL = "reward_model:"
+
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS)]
+
+
+class Pair(NamedTuple):
+    """Two texts: the likelihood of `scored` after `context` is the score."""
+
+    context: str
+    scored: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The scores of all pairs, in their order, and the fields that every answer has. `tokens`: how many tokens of each
+    pair were scored."""
+
+    scores: Sequence[float]
+    tokens: Sequence[int]
+    fields: dict[str, Any]
+
+
+class PairsBody(PoolingBody):
+    """A body whose texts make pairs."""
+
+    NEUTRAL: ClassVar[Neutral] = {"activation": (False,), "use_activation": (False,), "softmax": (False,)}
+    CONTEXT: ClassVar[str]
+    SCORED: ClassVar[str]
+    """The names of the fields that have the texts of a pair."""
+
+    @property
+    @abstractmethod
+    def pairs(self) -> list[Pair]:
+        """All pairs, of which there is at least one."""
+
+    @property
+    @abstractmethod
+    def judged(self) -> list[Pair]:
+        """The same pairs for a reward model: a question, and an answer to it."""
+
+    @abstractmethod
+    def answer(self, scored: Scored) -> WireOutput:
+        """The answer with these scores."""
+
+    @property
+    def reward_model(self) -> str | None:
+        """The reward model that `model` names; None: the pairs are scored by likelihood."""
+        name = self.model or ""
+        return name.removeprefix(REWARD_MODEL) if name.startswith(REWARD_MODEL) else None
+
+
+async def scored_response(body: PairsBody, services: Services, request: Request) -> Response:
+    """The answer to a body, by likelihood or by a reward model."""
+    pairs = body.pairs
+    if body.reward_model is None:
+        return GenerationResponse(services, body, len(pairs), partial(_prepare, body, pairs))
+    scored = await _rewards(body, body.reward_model, services, request)
+    return Response(body.answer(scored).json_text(), media_type="application/json")
+
+
+# ---- by likelihood ---------------------------------------------------------------------------------
+
+
+def _prepare(
+    body: PairsBody, pairs: Sequence[Pair], model: ServedModel, adapter: AdapterRef, _: CollectionSpec | None
+) -> PairsWriter:
+    """Tokenises the pairs, and makes the engine's request. Runs in a worker thread."""
+    lengths = list[int]()
+
+    def joined() -> Iterator[Sequence[int]]:
+        for context, scored in (_tokens(body, pair, model) for pair in pairs):
+            lengths.append(len(scored))
+            yield (*context, *scored)
+
+    prompts = together(joined(), model.card.context_length, body.CONTEXT)
+    request = GenerationRequest(
+        request_id=new_request_id("score"),
+        prompts=prompts,
+        sampling=SamplingParams(),
+        stopping=StopParams(max_tokens=0),
+        prompt_logprobs=0,
+        scored_from=min(len(prompt) - scored for prompt, scored in zip(prompts, lengths, strict=True)),
+        adapter=adapter,
+        priority=body.priority,
+        cache_salt=body.cache_salt or "",
+        base=model.card.name,
+    )
+    return PairsWriter(body=body, request=request, model=model.card.name, scored=lengths)
+
+
+def _tokens(body: PairsBody, pair: Pair, model: ServedModel) -> tuple[Sequence[int], Sequence[int]]:
+    """The tokens of a pair. If both are longer than they may be, the end of the context's text is what is lost.
+
+    Raises:
+        ContextLengthError: they are longer than the model's context and are not to be cut, or what is scored alone is.
+        InvalidRequestError: one of them has no tokens.
+    """
+    limit, most = model.card.context_length, body.most_tokens(model.card.context_length)
+    context = model.tokenizer.encode(pair.context, True, limit if most is None else None)
+    scored = model.tokenizer.encode(pair.scored, False, limit)
+    check_ids(context, model.card.vocab_size, body.CONTEXT)
+    check_ids(scored, model.card.vocab_size, body.SCORED)
+    room = (limit if most is None else most) - len(scored)
+    if room < 1 or (most is None and room < len(context)):
+        raise ContextLengthError(
+            f"A pair has {len(context)} and {len(scored)} tokens, and there is room for {room + len(scored)}: shorten "
+            f"them. With truncate_prompt_tokens, {body.CONTEXT} is cut, and {body.SCORED} is not.",
+            param=body.SCORED if room < 1 else body.CONTEXT,
+        )
+    return context[:room], scored
+
+
+@dataclass(kw_only=True, eq=False)
+class PairsWriter(WholeAnswerWriter):
+    """Writes scores: the mean logprob of the tokens that are scored. `scored`: how many they are, in each pair."""
+
+    body: PairsBody
+    scored: Sequence[int]
+
+    def whole(self, events: Sequence[Event]) -> WireOutput:
+        prompts = {event.prompt_index: event.logprobs for event in events if isinstance(event, PromptScored)}
+        scores = []
+        for index, tokens in enumerate(self.scored):
+            logprobs = [token.logprob for token in prompts[index][-tokens:] if token is not None]
+            scores.append(sum(logprobs) / tokens)
+        return self.body.answer(Scored(scores, self.scored, self.fields(events[-1])))
+
+
+# ---- by a reward model -----------------------------------------------------------------------------
+
+
+async def _rewards(body: PairsBody, name: str, services: Services, request: Request) -> Scored:
+    """What the reward model of this name gives each pair."""
+    if body.truncate_prompt_tokens is not None:
+        message = "truncate_prompt_tokens: not with a reward model, which judges whole answers; leave it out"
+        raise InvalidRequestError(message, param="truncate_prompt_tokens")
+    record, key = record_of(request.scope), key_of(request.scope)
+    check_permitted(key, body)
+    record.set_model(body.model or name)
+    services.check_open()
+    models, request_id = services.require_reward_models(), new_request_id("score")
+    if not key.sees(name):
+        raise no_reward_model(name)
+    account = record.account = services.accounts.of(key)
+    with account.request(), services.gate.reserve(min(len(body.judged), MAX_SEQUENCES), account.queue_name):
+        rows, lengths = await services.workers.run(request.state.body_bytes, partial(_rows, body, services.first))
+        tokens = sum(map(len, rows))
+        account.add_prompt(tokens)
+        async with while_connected(request.receive, services.lifecycle.expired):
+            parts = (rows[at : at + MAX_SEQUENCES] for at in range(0, len(rows), MAX_SEQUENCES))
+            rewards = [reward for part in parts for reward in await models.score(name, part)]
+    usage = token_usage(tokens, 0)
+    fields = {"id": request_id, "usage": usage, "model": body.model}
+    return Scored(rewards, lengths, fields)
+
+
+def _rows(body: PairsBody, model: ServedModel) -> tuple[Sequence[tuple[int, ...]], Sequence[int]]:
+    """The tokens of each question, as a message of the user, and of its answer; and those of the answers, counted. Runs
+    in a worker thread."""
+    context, lengths = model.card.context_length, list[int]()
+
+    def joined() -> Iterator[Sequence[int]]:
+        for question, answer in body.judged:
+            asked = model.tokenizer.apply_chat_template([{"role": "user", "content": question}], at_most=context)
+            answered = model.tokenizer.encode(answer, False, context)
+            if len(asked) + len(answered) >= context:
+                raise ContextLengthError(
+                    f"A pair has {len(asked) + len(answered)} tokens, and the model's context {context}; shorten it.",
+                    param=body.CONTEXT,
+                )
+            lengths.append(len(answered))
+            yield (*asked, *answered)
+
+    return together(joined(), context, body.CONTEXT), lengths
+
 
 router = APIRouter()
 

@@ -16,8 +16,8 @@ from mlx_parallm.errors import (
     UnknownModelError,
 )
 from mlx_parallm.server.api.fields import INT32_MAX, WireInput, WireOutput
+from mlx_parallm.server.api.training.objects import utc
 from mlx_parallm.server.api.training.schema import ControlBody
-from mlx_parallm.server.api.training.values import utc
 from mlx_parallm.server.errors import DrainingError
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.openapi.responses import raises

@@ -20,7 +20,7 @@ from mlx_parallm.errors import (
     UnknownModelError,
 )
 from mlx_parallm.server.api.fields import WireInput, WireOutput, refused
-from mlx_parallm.server.api.training.values import utc
+from mlx_parallm.server.api.training.objects import utc
 from mlx_parallm.server.errors import DrainingError
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.openapi.responses import raises

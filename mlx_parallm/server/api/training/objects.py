@@ -1,22 +1,115 @@
 """Response objects of the training routes, made from what training reports. Numbers that are not finite become null,
-because JSON has none."""
+because JSON has none, and times are texts."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 from mlx_parallm.core import (
     AdapterRef,
+    Divergence,
     EvaluationResult,
+    RolloutStatus,
     TrainingEvent,
     TrainingStatus,
     TrajectoryCard,
     UpdateReport,
 )
 from mlx_parallm.server.api.fields import WireOutput
-from mlx_parallm.server.api.training.divergences import DivergenceObject, divergence_object
-from mlx_parallm.server.api.training.rollouts import RolloutsObject
-from mlx_parallm.server.api.training.values import as_json, finite, finite_metrics, utc
+
+
+def utc(seconds: float) -> str:
+    """Unix seconds as ISO-8601, to the millisecond: `2026-11-03T12:00:00.250Z`."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def as_json(value: Any) -> Any:
+    """Makes `value` fit JSON: numbers that are not finite become null, and objects of other types become strings."""
+    if isinstance(value, Mapping):
+        return {str(key): as_json(inner) for key, inner in value.items()}
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        return [as_json(inner) for inner in value]
+    if isinstance(value, float):
+        return finite(value)
+    return value if value is None or isinstance(value, str | int) else str(value)
+
+
+def finite_metrics(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: finite(value) for name, value in metrics.items()}
+
+
+def finite(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else value
+
+
+class LevelObject(WireOutput):
+    """A level of the tasks."""
+
+    level: str
+    """Its name."""
+    success: float
+    """Mean reward of its recent tasks, from 0 to 1."""
+    share: float
+    """Probability that the next task is of this level."""
+    drawn: int
+    """Tasks of it since the curriculum began."""
+
+
+class RolloutsObject(WireOutput):
+    """Rollouts that the server draws by itself."""
+
+    environment: str
+    """The environment that the tasks come from."""
+    state: Literal["drawing", "waiting", "paused", "failed"]
+    """`drawing`; `waiting`: the next update has enough trajectories; `paused`, as training or the engine is; `failed`:
+    nothing more is drawn."""
+    tasks_taken: int
+    """Tasks taken from the environment, those of earlier processes of the run included."""
+    groups_drawn: int
+    """Tasks answered since start."""
+    tasks_failed: int
+    """Tasks since start that could not be answered."""
+    last_failure: str
+    """The last failure of a task, an episode or the environment; empty if there was none."""
+
+    levels: list[LevelObject]
+    """Those of the curriculum, as far as they are known; empty without a curriculum."""
+
+    @classmethod
+    def of(cls, status: RolloutStatus) -> RolloutsObject:
+        return cls(**asdict(status))
+
+
+class DivergenceObject(WireOutput):
+    """A figure of training that is beyond its limit."""
+
+    signal: str
+    """`not_finite`, `kl_step`, `ratio`, `kl`, `entropy`, `length` or `reward`."""
+    value: float | None
+    """The figure; null if it is not finite."""
+    limit: float | None
+    """Its limit; null for `not_finite`."""
+    action: str
+    """What was done: `tell`, `hold`, `pause` or `roll_back`."""
+    reason: str
+    """The same in words."""
+    at: str
+    """Time in ISO-8601, UTC."""
+
+
+def divergence_object(found: Divergence) -> DivergenceObject:
+    return DivergenceObject(
+        signal=found.signal,
+        value=finite(found.value),
+        limit=found.limit,
+        action=found.action,
+        reason=found.reason,
+        at=utc(found.at),
+    )
 
 
 class UpdateObject(WireOutput):

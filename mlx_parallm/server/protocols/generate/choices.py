@@ -1,11 +1,19 @@
-"""What the answers of all forms are made of: the whole choices of a request."""
+"""The answers to `/generate`: the whole choices of a request, and the three forms in which they are written.
+
+vLLM     its demonstration server (`vllm.entrypoints.api_server`), with the fields that Atropos adds
+         (`example_trainer/vllm_api_server.py`, which its `VLLMServer` reads)
+SGLang   `GenerateReqInput` in `sglang/srt/managers/io_struct.py`. Its logprobs are those after temperature,
+         whatever `--logprobs-mode` says, because SGLang's are.
+TRL      its own vLLM server (`trl vllm-serve`), which Atropos calls with `server_type: trl`
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any, ClassVar
 
 from mlx_parallm.core import (
     Event,
@@ -17,8 +25,10 @@ from mlx_parallm.core import (
     TextTokenizer,
     TokenLogprob,
 )
-from mlx_parallm.server.api.answer import AnswerWriter, Watch
-from mlx_parallm.server.api.fields import WireOutput
+from mlx_parallm.server.api.answer import AnswerWriter, FinishReasonText, Watch, collected_fields
+from mlx_parallm.server.api.fields import WireList, WireOutput
+from mlx_parallm.server.api.logprobs import finite
+from mlx_parallm.server.api.sampling_fields import sent_sampling
 from mlx_parallm.server.protocols.generate.schema import GenerateBody
 
 
@@ -90,3 +100,189 @@ class WholeWriter(AnswerWriter):
     @abstractmethod
     def _answer(self, whole: WholeRequest) -> WireOutput:
         """The JSON body."""
+
+
+TokenLogprobs = dict[str, float]
+"""Logprobs in nats by token id. The first one is that of the token itself, the others are of the most likely tokens."""
+
+
+class VLLMAnswer(WireOutput):
+    """The answer to a body with `prompt`. Each list has one entry for each of the `n` answers."""
+
+    LONG: ClassVar[bool] = True
+
+    text: list[str]
+    """The answers."""
+    prompt: str
+    """The text of the prompt."""
+    finish_reasons: list[FinishReasonText]
+    """Why each answer ended."""
+    token_ids: list[list[int]]
+    """The generated tokens, with the one that ended the answer."""
+    prompt_token_ids: list[int]
+    """The tokens of the prompt."""
+    logprobs: list[list[list[TokenLogprobs]]] | None = None
+    """With `logprobs`: for each answer and each of its tokens, a list of one object. It maps token ids to logprobs in
+    nats, the generated token first."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """With `prompt_logprobs`: for each token of the prompt, an object that maps token ids to logprobs in nats, the
+    token itself first; null for the first token."""
+    trajectory_ids: list[str] | None = None
+    """One id for each answer, with `collect_trajectory`."""
+    trajectory_warning: str | None = None
+    """Why the trajectories will not be used for training."""
+
+
+def vllm_completion(body: GenerateBody) -> dict[str, Any]:
+    """The fields of the completion that a body with `prompt` asks for."""
+    return {**sent_sampling(body), "max_tokens": body.max_tokens, "logprobs": body.logprobs}
+
+
+class VLLMWriter(WholeWriter):
+    """Writes a `VLLMAnswer`."""
+
+    def _answer(self, whole: WholeRequest) -> VLLMAnswer:
+        prompt = self.request.prompts[0]
+        fields: dict[str, Any] = collected_fields(self.request, whole.finished)
+        if self.sent.logprobs is not None:
+            top = self.sent.logprobs
+            fields["logprobs"] = [[[_by_id(token, top)] for token in choice.logprobs] for choice in whole.choices]
+        if self.sent.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = list(_prompt_logprobs(whole.prompt_logprobs[0], self.sent.prompt_logprobs))
+        return VLLMAnswer(
+            text=[choice.text for choice in whole.choices],
+            prompt=self.tokenizer.decode(prompt),
+            finish_reasons=[choice.finish_reason.value for choice in whole.choices],
+            token_ids=[choice.token_ids for choice in whole.choices],
+            prompt_token_ids=list(prompt),
+            **fields,
+        )
+
+
+def _by_id(token: TokenLogprob, top: int) -> TokenLogprobs:
+    return {str(ranked): finite(value) for ranked, value in ((token.token_id, token.logprob), *token.top[:top])}
+
+
+def _prompt_logprobs(scores: Iterable[TokenLogprob | None], top: int) -> Iterable[TokenLogprobs | None]:
+    return (None if token is None else _by_id(token, top) for token in scores)
+
+
+Entry = tuple[float, int, None]
+"""A logprob in nats, the token's id, and null."""
+
+
+class SGLangMeta(WireOutput):
+    """What is known about one answer."""
+
+    LONG: ClassVar[bool] = True
+
+    id: str
+    """The request's id."""
+    finish_reason: dict[str, str | int]
+    """`{"type": "stop", "matched": …}` with the stop string or the token that ended the answer, or `{"type": "length",
+    "length": …}` with the number of tokens."""
+    prompt_tokens: int
+    """Tokens of the prompt."""
+    completion_tokens: int
+    """Generated tokens."""
+    cached_tokens: int
+    """Tokens of the prompt that were taken from the prefix cache."""
+    output_token_logprobs: list[Entry] | None = None
+    """With `return_logprob`: logprob and id of each generated token, and null."""
+    trajectory_id: str | None = None
+    """With `collect_trajectory`."""
+    trajectory_warning: str | None = None
+    """Why the trajectory will not be used for training."""
+
+
+class SGLangAnswer(WireOutput):
+    """One answer to a body with `input_ids`. Several answers are a list of these."""
+
+    LONG: ClassVar[bool] = True
+
+    text: str
+    """The answer."""
+    output_ids: list[int]
+    """The generated tokens, with the one that ended the answer."""
+    meta_info: SGLangMeta
+    """What is known about it."""
+
+
+def sglang_completion(body: GenerateBody) -> dict[str, Any]:
+    """The fields of the completion that a body with `input_ids` asks for."""
+    sampling = body.sampling_params
+    return {
+        **sent_sampling(sampling),
+        "max_tokens": sampling.max_new_tokens,
+        "min_tokens": sampling.min_new_tokens or sampling.min_tokens,
+        "seed": sampling.seed if sampling.sampling_seed is None else sampling.sampling_seed,
+        "logprobs": 0 if body.return_logprob else None,
+    }
+
+
+class SGLangWriter(WholeWriter):
+    """Writes an `SGLangAnswer`, or a list of them if there are several answers."""
+
+    def _answer(self, whole: WholeRequest) -> WireOutput:
+        collected = collected_fields(self.request, whole.finished)
+        ids = collected.pop("trajectory_ids", [None] * len(whole.choices))
+        answers = [
+            self._one(whole, choice, collected if each is None else {**collected, "trajectory_id": each})
+            for choice, each in zip(whole.choices, ids, strict=True)
+        ]
+        return WireList(items=answers) if self.request.n > 1 else answers[0]
+
+    def _one(self, whole: WholeRequest, choice: WholeChoice, collected: dict[str, Any]) -> SGLangAnswer:
+        fields = collected
+        if self.sent.return_logprob:
+            drawn = [(finite(token.logprob), token.token_id, None) for token in choice.logprobs]
+            fields = {**collected, "output_token_logprobs": drawn}
+        meta = SGLangMeta(
+            id=self.request.request_id,
+            finish_reason=_finish_reason(choice),
+            prompt_tokens=len(self.request.prompts[0]),
+            completion_tokens=len(choice.token_ids),
+            cached_tokens=whole.finished.cached_tokens,
+            **fields,
+        )
+        return SGLangAnswer(text=choice.text, output_ids=choice.token_ids, meta_info=meta)
+
+
+def _finish_reason(choice: WholeChoice) -> dict[str, str | int]:
+    if choice.finish_reason is FinishReason.LENGTH:
+        return {"type": "length", "length": len(choice.token_ids)}
+    return {"type": "stop", "matched": choice.token_ids[-1] if choice.stop_reason is None else choice.stop_reason}
+
+
+class TRLAnswer(WireOutput):
+    """The answer to a body with `prompts`."""
+
+    LONG: ClassVar[bool] = True
+
+    prompt_ids: list[list[int]]
+    """The tokens of each prompt."""
+    completion_ids: list[list[int]]
+    """The generated tokens of each answer, with the one that ended it; those of one prompt follow each other."""
+    logprobs: list[list[float]]
+    """The logprob of each of these tokens, in nats."""
+    trajectory_ids: list[str] | None = None
+    """One id for each answer, with `collect_trajectory`."""
+    trajectory_warning: str | None = None
+    """Why the trajectories will not be used for training."""
+
+
+def trl_completion(body: GenerateBody) -> dict[str, Any]:
+    """The fields of the completion that a body with `prompts` asks for."""
+    return {**sent_sampling(body), "max_tokens": body.max_tokens, "logprobs": 0}
+
+
+class TRLWriter(WholeWriter):
+    """Writes a `TRLAnswer`."""
+
+    def _answer(self, whole: WholeRequest) -> TRLAnswer:
+        return TRLAnswer(
+            prompt_ids=[list(prompt) for prompt in self.request.prompts],
+            completion_ids=[choice.token_ids for choice in whole.choices],
+            logprobs=[[finite(token.logprob) for token in choice.logprobs] for choice in whole.choices],
+            **collected_fields(self.request, whole.finished),
+        )

@@ -19,11 +19,19 @@ from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import new_request_id
 from mlx_parallm.server.openapi.responses import generating
 from mlx_parallm.server.protocols.completion import client_names, completion_body, sent_collection
-from mlx_parallm.server.protocols.generate.choices import WholeWriter
+from mlx_parallm.server.protocols.generate.choices import (
+    SGLangAnswer,
+    SGLangWriter,
+    TRLAnswer,
+    TRLWriter,
+    VLLMAnswer,
+    VLLMWriter,
+    WholeWriter,
+    sglang_completion,
+    trl_completion,
+    vllm_completion,
+)
 from mlx_parallm.server.protocols.generate.schema import GenerateBody
-from mlx_parallm.server.protocols.generate.sglang import SGLangAnswer, SGLangWriter, sglang_completion
-from mlx_parallm.server.protocols.generate.trl import TRLAnswer, TRLWriter, trl_completion
-from mlx_parallm.server.protocols.generate.vllm import VLLMAnswer, VLLMWriter, vllm_completion
 from mlx_parallm.server.services import Services, ServicesDep
 
 router = APIRouter()

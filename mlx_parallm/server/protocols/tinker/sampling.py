@@ -1,23 +1,155 @@
-"""Sampling with the Tinker API."""
+"""Sampling with the Tinker API: one request to the engine for each `asample`.
+
+The logprobs are those of the model itself at temperature 1, which the losses read too.
+"""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from typing import Annotated, Any
+import secrets
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass, field
+from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Depends
 from starlette.requests import Request
 
+from mlx_parallm.core import (
+    AdapterRef,
+    Event,
+    FinishReason,
+    GenerationRequest,
+    ModelCard,
+    PromptScored,
+    RequestFailed,
+    RequestFinished,
+    SamplingParams,
+    SequenceOutput,
+    StopParams,
+    TokenLogprob,
+    WorkClass,
+)
+from mlx_parallm.errors import ContextLengthError, EngineError
 from mlx_parallm.server.access.accounts import Account
 from mlx_parallm.server.access.permits import as_of
-from mlx_parallm.server.http.request_log import record_of
+from mlx_parallm.server.http.request_log import new_request_id, record_of
+from mlx_parallm.server.metrics import RequestObserver
+from mlx_parallm.server.planning import check_ids
+from mlx_parallm.server.protocols.tinker.answers import SampleAnswer, Sampled, TopLogprobs
 from mlx_parallm.server.protocols.tinker.bodies import Read, json_of
 from mlx_parallm.server.protocols.tinker.dependencies import TinkerDep, check_base
-from mlx_parallm.server.protocols.tinker.draws import draw, generation_request
 from mlx_parallm.server.protocols.tinker.schema import SampleBody, SamplingSessionBody
 from mlx_parallm.server.protocols.tinker.server import TinkerServer
 from mlx_parallm.server.protocols.tinker.sessions import Sampler, SavedWeights, new_id
+from mlx_parallm.server.sampling import SEED_SPACE
 from mlx_parallm.server.services import Services, ServicesDep
+
+
+def generation_request(body: SampleBody, card: ModelCard, adapter: AdapterRef) -> GenerationRequest:
+    """The engine's request.
+
+    Raises:
+        InvalidRequestError: the prompt is empty, or one of its ids is not in the vocabulary.
+        ContextLengthError: the prompt and the tokens to draw do not fit the context.
+    """
+    prompt, params = body.prompt.ids(), body.sampling_params
+    check_ids(prompt, card.vocab_size)
+    room = card.context_length - len(prompt)
+    wanted = room if params.max_tokens is None else params.max_tokens
+    if wanted > room or room < 1:
+        raise ContextLengthError(
+            f"This model's maximum context length is {card.context_length} tokens, and the request needs "
+            f"{len(prompt) + max(wanted, 1)}: shorten the prompt or ask for fewer tokens.",
+            param="max_tokens",
+        )
+    return GenerationRequest(
+        request_id=new_request_id("tinker"),
+        prompts=(prompt,),
+        sampling=SamplingParams(
+            temperature=params.temperature,
+            top_k=max(0, min(params.top_k, card.vocab_size)),
+            top_p=params.top_p,
+            seed=secrets.randbits(64) if params.seed is None else params.seed % SEED_SPACE,
+            top_logprobs=body.topk_sample_logprobs,
+        ),
+        stopping=_stopping(wanted, params.stop),
+        n=body.num_samples,
+        prompt_logprobs=body.topk_prompt_logprobs if body.prompt_logprobs or body.topk_prompt_logprobs else None,
+        scored_from=max(0, len(prompt) - (body.prompt_logprobs_last_n or len(prompt))),
+        adapter=adapter,
+        work_class=WorkClass.TRAINING,
+    )
+
+
+def _stopping(max_tokens: int, stop: str | Sequence[str] | Sequence[int] | None) -> StopParams:
+    """An empty list ends nothing early. Texts and token ids are in addition to the model's own end of a text."""
+    if stop is None:
+        return StopParams(max_tokens)
+    stops = [stop] if isinstance(stop, str) else list(stop)
+    texts = tuple(each for each in stops if isinstance(each, str))
+    ids = tuple(each for each in stops if isinstance(each, int))
+    return StopParams(max_tokens, stop=texts, ignore_eos=not stops, stop_token_ids=ids)
+
+
+@dataclass(slots=True)
+class _Row:
+    """What one sequence has drawn so far."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    ended: FinishReason | None = None
+
+
+async def draw(services: Services, request: GenerationRequest, body: SampleBody, account: Account) -> SampleAnswer:
+    """Draws the sequences of a request, which `body` asks for, and counts them in the `account` of their key.
+
+    Raises:
+        EngineError: the engine failed the request.
+    """
+    rows = {index: _Row() for index in range(request.n)}
+    prompt: tuple[TokenLogprob | None, ...] = ()
+    cached = 0
+    base = request.base or services.models.first.card.name
+    served = services.metrics.adapters.served(base, request.adapter)
+    account.add_prompt(sum(map(len, request.prompts)))
+    with RequestObserver(services.metrics, base, served, account, request.sequences) as observer:
+        async with aclosing(cast(AsyncGenerator[Event, None], services.engine.generate(request))) as events:
+            async for event in events:
+                if isinstance(event, RequestFailed):
+                    raise event.error
+                observer.observe(event)
+                if isinstance(event, PromptScored):
+                    prompt = event.logprobs
+                elif isinstance(event, SequenceOutput):
+                    row = rows[event.index]
+                    row.tokens += event.token_ids
+                    row.logprobs += event.logprobs
+                    row.ended = event.finish_reason or row.ended
+                elif isinstance(event, RequestFinished):
+                    cached = event.cached_tokens
+    return _answer(rows, prompt, request, body.prompt_logprobs, cached)
+
+
+def _answer(
+    rows: Mapping[int, _Row],
+    prompt: tuple[TokenLogprob | None, ...],
+    request: GenerationRequest,
+    with_prompt: bool,
+    cached: int,
+) -> SampleAnswer:
+    sequences = []
+    for row in rows.values():
+        if row.ended is None:
+            raise EngineError("the engine ended a request without a finish reason")
+        top = tuple(each.top for each in row.logprobs) if request.sampling.top_logprobs else ()
+        logprobs = tuple(each.logprob for each in row.logprobs)
+        sequences.append(Sampled(tuple(row.tokens), logprobs, row.ended, top))
+    best: tuple[TopLogprobs | None, ...] | None = None
+    if request.prompt_logprobs:
+        best = tuple(None if each is None else each.top for each in prompt)
+    logprobs_of_prompt = tuple(None if each is None else each.logprob for each in prompt) if with_prompt else None
+    return SampleAnswer(tuple(sequences), logprobs_of_prompt, best, cached)
+
 
 router = APIRouter(prefix="/api/v1", include_in_schema=False)
 

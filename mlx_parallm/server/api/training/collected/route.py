@@ -1,22 +1,172 @@
-"""`/v1/training/trajectories`: the groups that were collected, as a list in pages, and one of them in full."""
+"""`/v1/training/trajectories`: the groups that were collected, as a list in pages, and one of them in full. Tokens are
+decoded in worker threads, and how many one answer has is bounded."""
 
 from __future__ import annotations
 
+import codecs
+from collections.abc import Sequence
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_parallm.core import GroupFilter
+from mlx_parallm.core import (
+    CollectedGroup,
+    CollectedSample,
+    CollectedTurn,
+    GroupFilter,
+    GroupPage,
+    GroupRow,
+    TextTokenizer,
+    Trajectory,
+)
 from mlx_parallm.errors import TrainingDisabledError, UnknownTrajectoryError
 from mlx_parallm.server.api.adapters.schema import MAX_NAME
-from mlx_parallm.server.api.training.collected.schema import CollectedGroupObject, Fate, GroupPageObject
-from mlx_parallm.server.api.training.collected.texts import MAX_SAMPLES, group_json, page_json
+from mlx_parallm.server.api.training.collected.schema import (
+    CollectedGroupObject,
+    CollectedSampleObject,
+    CollectedTurnObject,
+    EditedObject,
+    Fate,
+    GroupPageObject,
+    GroupRowObject,
+    TokenObject,
+)
+from mlx_parallm.server.api.training.objects import finite, utc
 from mlx_parallm.server.http.request_log import key_of
 from mlx_parallm.server.openapi.responses import raises
 from mlx_parallm.server.services import ServicesDep, TrainingDep
+
+MAX_EXCERPT = 160
+"""Characters of a prompt in a list."""
+MAX_SAMPLES = 64
+"""Samples of a group that are shown: the first ones."""
+MAX_TURNS = 16
+"""Turns of an episode that are shown: the last ones."""
+MAX_PROMPT_TOKENS = 4096
+"""Tokens of a group's prompt that are shown: the last ones."""
+MAX_TOKENS = 16_384
+"""Tokens of the answers of a group that are shown, in all. Each turn gets an equal part, and as much for what came
+before it."""
+
+_EXCERPT_TOKENS = 96
+
+
+# -- a page of the list --------------------------------------------------------------------------
+
+
+def page_json(page: GroupPage, tokenizer: TextTokenizer) -> str:
+    """The text of a `GroupPageObject`. Call it in a worker thread, because the beginnings of prompts are decoded."""
+    rows = [GroupRowObject(**_row(row, tokenizer)) for row in page.rows]
+    return GroupPageObject(object="list", data=rows, has_more=page.more).json_text()
+
+
+def _row(row: GroupRow, tokenizer: TextTokenizer) -> dict[str, Any]:
+    return {
+        "number": row.number,
+        "group_id": row.group_id,
+        "prompt": _excerpt(row.first, tokenizer),
+        "samples": row.samples,
+        "reward": finite(row.reward),
+        "lora_adapter": row.adapter,
+        "lora_versions": [str(version) for version in row.versions],
+        "fate": row.fate,
+        "reason": row.reason,
+        "signal": row.signal.value,
+        "created": utc(row.first.created),
+    }
+
+
+def _excerpt(first: Trajectory, tokenizer: TextTokenizer) -> str:
+    asked = (message.get("content") for message in reversed(first.collection.messages) if message.get("role") == "user")
+    text = next((content for content in asked if isinstance(content, str)), "") or first.collection.prompt_text
+    text = text or tokenizer.decode(first.prompt_ids[:_EXCERPT_TOKENS], skip_special_tokens=True)
+    return " ".join(text[: 2 * MAX_EXCERPT].split())[:MAX_EXCERPT]
+
+
+# -- one group -----------------------------------------------------------------------------------
+
+
+def group_json(group: CollectedGroup, tokenizer: TextTokenizer) -> str:
+    """The text of a `CollectedGroupObject`. Call it in a worker thread, because all of it is decoded."""
+    prompt = group.row.first.prompt_ids
+    shown = sum(min(len(sample.turns), MAX_TURNS) for sample in group.samples)
+    return CollectedGroupObject(
+        **_row(group.row, tokenizer),
+        scoring_function=group.scorer,
+        full_prompt=tokenizer.decode(prompt[-MAX_PROMPT_TOKENS:]),
+        prompt_tokens=len(prompt),
+        members=[_sample(sample, prompt, MAX_TOKENS // shown, tokenizer) for sample in group.samples],
+    ).json_text()
+
+
+def _sample(
+    sample: CollectedSample, prompt: tuple[int, ...], most: int, tokenizer: TextTokenizer
+) -> CollectedSampleObject:
+    """`most`: the tokens of each turn that are shown."""
+    before = [prompt, *(turn.trajectory.prompt_ids + turn.trajectory.completion_ids for turn in sample.turns[:-1])]
+    turns = [*zip(sample.turns, before, strict=True)][-MAX_TURNS:]
+    return CollectedSampleObject.model_validate(
+        {
+            "reward": finite(sample.reward),
+            "advantage": finite(sample.advantage),
+            "fate": sample.fate,
+            "reason": sample.reason,
+            "thumbs": sample.thumbs.value,
+            "turns": [_turn(turn, known, most, tokenizer) for turn, known in turns],
+            "turns_left_out": len(sample.turns) - len(turns),
+        }
+    )
+
+
+def _turn(turn: CollectedTurn, known: tuple[int, ...], most: int, tokenizer: TextTokenizer) -> CollectedTurnObject:
+    """`known`: the tokens that are shown before it: the prompt of the group, or the turn before."""
+    trajectory = turn.trajectory
+    prompt, completion = trajectory.prompt_ids, trajectory.completion_ids[:most]
+    context = prompt[len(known) :] if prompt[: len(known)] == known else prompt
+    left_out = len(trajectory.completion_ids) - len(completion)
+    whole = trajectory.text if not left_out else ""
+    return CollectedTurnObject(
+        trajectory_id=trajectory.trajectory_id,
+        lora_version=None if trajectory.adapter is None else str(trajectory.adapter),
+        context=tokenizer.decode(context[-most:]) if context else "",
+        text=whole or tokenizer.decode(completion, skip_special_tokens=True),
+        tokens=_tokens(turn, completion, tokenizer),
+        tokens_left_out=left_out,
+        temperature=trajectory.temperature,
+        finish_reason=None if trajectory.finish_reason is None else trajectory.finish_reason.value,
+        thumbs_up=turn.up,
+        thumbs_down=turn.down,
+        edits=[
+            EditedObject.model_validate(
+                {"text": edit.text, "signal": edit.signal.value, "fate": edit.fate, "reason": edit.reason}
+            )
+            for edit in turn.edits
+        ],
+    )
+
+
+def _tokens(turn: CollectedTurn, ids: Sequence[int], tokenizer: TextTokenizer) -> list[TokenObject]:
+    logprobs, mask = turn.trajectory.sampling_logprobs, turn.trajectory.mask
+    made = []
+    for at, text in enumerate(_pieces(ids, tokenizer)):
+        if mask and not mask[at]:
+            made.append(TokenObject(text=text, logprob=None, advantage=None, context=True))
+            continue
+        logprob = finite(logprobs[at]) if logprobs else None
+        advantage = finite(turn.advantages[at]) if turn.advantages else None
+        made.append(TokenObject(text=text, logprob=logprob, advantage=advantage))
+    return made
+
+
+def _pieces(ids: Sequence[int], tokenizer: TextTokenizer) -> list[str]:
+    """The text that each token adds; empty for one whose last character is completed by a later one."""
+    decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+    pieces = [decode(tokenizer.token_bytes(token)) for token in ids]
+    return [*pieces[:-1], pieces[-1] + decode(b"", True)] if pieces else []
+
 
 MAX_ROWS, MAX_ID = 500, 256
 _ROW_BYTES, _GROUP_BYTES = 512, 2**20
