@@ -1,4 +1,8 @@
-"""Head: the first node of a cluster. It lets nodes join, and keeps the base model and the shared versions for them."""
+"""Head: the first node of a cluster. It lets nodes join, and keeps the base model and the shared versions for them.
+Their archives are in its folder, each one file that is there whole or not at all.
+
+    adapters/NAME/VERSION.tar
+"""
 
 from __future__ import annotations
 
@@ -8,18 +12,91 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_parallm import __version__
-from mlx_parallm.cluster.adapter_archives import AdapterArchives
-from mlx_parallm.cluster.archive import digest
-from mlx_parallm.cluster.base_files import BaseFiles
+from mlx_parallm import __version__, atomic
+from mlx_parallm.adapters.checkpoints.manifest import file_sum
+from mlx_parallm.cluster.archive import check, digest
 from mlx_parallm.cluster.connection import Connection, NatsAddress, connect
 from mlx_parallm.cluster.follower import NodeAdapters
 from mlx_parallm.cluster.nats_server import nats_server
 from mlx_parallm.cluster.node import Node, id_of
 from mlx_parallm.cluster.state import locked_folder, own_token
 from mlx_parallm.cluster.versions import Versions
-from mlx_parallm.core import AdapterRef, Joined, Joining, NodeRole, SharedBase, SharedVersion, check_name
-from mlx_parallm.errors import AdapterFileError, ConflictError
+from mlx_parallm.core import AdapterRef, BaseFile, Joined, Joining, NodeRole, SharedBase, SharedVersion, check_name
+from mlx_parallm.errors import AdapterFileError, ConflictError, InvalidRequestError, UnknownModelError
+
+
+class AdapterArchives:
+    """Blocks on the disk, so call it in a worker thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        atomic.make_folder(folder)
+
+    def put(self, ref: AdapterRef, archive: bytes, sha256: str, fence: int) -> SharedVersion:
+        """Keeps an archive. Doing so again changes nothing.
+
+        Raises:
+            InvalidRequestError: it has another checksum, or is not an adapter's.
+            ConflictError: there is another archive of this version.
+        """
+        found = digest(archive)
+        if found != sha256.lower():
+            raise InvalidRequestError(f"X-Sha256: the body has the SHA-256 {found}; send it again.", param="X-Sha256")
+        check(archive)
+        file = self._file(ref)
+        if not file.exists():
+            atomic.make_folder(file.parent)
+            atomic.replace_file(file, archive)
+        elif digest(file.read_bytes()) != found:
+            raise ConflictError(f"{ref} has another content already; publish a new version", param="version")
+        return SharedVersion(ref.name, ref.version, found, len(archive), fence)
+
+    def path(self, ref: AdapterRef) -> Path:
+        """The file of a version. Raises UnknownModelError: there is none."""
+        file = self._file(ref)
+        if not file.exists():
+            raise UnknownModelError(f"The head has no adapter version {ref}.")
+        return file
+
+    def remove(self, ref: AdapterRef) -> None:
+        """Removes the file of a version that nobody needs any more."""
+        self._file(ref).unlink(missing_ok=True)
+
+    def _file(self, ref: AdapterRef) -> Path:
+        return self._folder / ref.name / f"{ref.version}.tar"
+
+
+class BaseFiles:
+    """The files in the folder of a base model. Their checksums are computed once, when somebody first wants them.
+
+    Args:
+        folder: None for the bundled model, which every node has.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._listing: asyncio.Task[tuple[BaseFile, ...]] | None = None
+
+    async def listed(self) -> tuple[BaseFile, ...]:
+        """All files, with their checksums."""
+        if self._listing is None or (self._listing.done() and self._listing.exception()):
+            self._listing = asyncio.create_task(asyncio.to_thread(self._list))
+        return await asyncio.shield(self._listing)
+
+    def path(self, name: str) -> Path:
+        """The path of a file. Raises InvalidRequestError: the base model has no such file."""
+        for file in self._files():
+            if file.name == name:
+                return file
+        raise InvalidRequestError("The base model has no file of that name; see POST /v1/cluster/join.", param="file")
+
+    def _files(self) -> list[Path]:
+        entries = self._folder.iterdir() if self._folder is not None else ()
+        return sorted(entry for entry in entries if entry.is_file() and not entry.name.startswith("."))
+
+    def _list(self) -> tuple[BaseFile, ...]:
+        sums = ((file.name, file_sum(file)) for file in self._files())
+        return tuple(BaseFile(name, found.bytes, found.sha256) for name, found in sums)
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,6 @@ from mlx_parallm.core.lessons import (
     LessonSpec,
     RuleKind,
 )
-from mlx_parallm.core.levels import LEVEL_PREFIX, LevelCard
 from mlx_parallm.core.machine import UNKNOWN_MACHINE, MachineState, Relief, seconds_with_sleep
 from mlx_parallm.core.memory import Account, DeviceMemory, default_budget, to_preempt
 from mlx_parallm.core.models import GENERIC_NAME, BaseModels, BaseStatus, ModelState, ServedModel
@@ -145,7 +144,6 @@ from mlx_parallm.core.requests import (
     WorkClass,
 )
 from mlx_parallm.core.reward_models import RewardModelCard, RewardModelClient, RewardModelSpec, no_reward_model
-from mlx_parallm.core.rollouts import RolloutStatus
 from mlx_parallm.core.schemas import enforceable_schema, unknown_format
 from mlx_parallm.core.sequence import PromptGroup, Sequence, SequenceStatus
 from mlx_parallm.core.signals import (
@@ -173,13 +171,18 @@ from mlx_parallm.core.text import (
     overlap,
 )
 from mlx_parallm.core.training import (
+    LEVEL_PREFIX,
     CollectionClient,
+    Divergence,
     EvaluationResult,
+    LevelCard,
+    RolloutStatus,
     TrainingClient,
+    TrainingEvent,
+    TrainingHistory,
     TrainingStatus,
     UpdateReport,
 )
-from mlx_parallm.core.training_events import Divergence, TrainingEvent, TrainingHistory
 from mlx_parallm.core.trajectories import (
     CollectingClient,
     GivenGroup,

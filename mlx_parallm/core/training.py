@@ -1,19 +1,136 @@
-"""Training as the event loop sees it: reports, and the protocol that manages updates."""
+"""Training as the event loop sees it: events and figures that have diverged, the rollouts that a server draws by
+itself, reports, and the protocol that manages updates."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from mlx_parallm.core.adapters import AdapterRef, CheckpointCard
 from mlx_parallm.core.collected import CollectedClient
 from mlx_parallm.core.competition import CompetitionClient
 from mlx_parallm.core.readers import Reader
-from mlx_parallm.core.rollouts import RolloutStatus
 from mlx_parallm.core.signals import OpinionClient, PeopleClient, Signal
-from mlx_parallm.core.training_events import Divergence, TrainingEvent, TrainingHistory
 from mlx_parallm.core.trajectories import CollectingClient, GivenTrajectory, TrajectoryClient
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """A figure of training that is beyond its limit.
+
+    Attributes:
+        signal: not_finite, kl_step, ratio, kl, entropy, length or reward: the keys of `rl_training.divergence`.
+        value: the figure; NaN if it is not a number.
+        limit: the configured one; None for not_finite.
+        action: what is done: tell, hold, pause or roll_back.
+        reason: the same in words.
+        at: Unix time in seconds.
+    """
+
+    signal: str
+    value: float
+    limit: float | None
+    action: str
+    reason: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingEvent:
+    """One entry of the event stream. `at`: Unix time in seconds.
+
+    `kind` is collected, closed (a group that requests have named), scored, dropped, updating (an update begins),
+    update, held, skipped, evaluation, evaluation_failed, divergence, plateau (nearly all answers earn the same part of
+    the reward), plateau_ended, rollback, comparison_started, comparison_ended, lesson_started, lesson_ended,
+    checkpoint, averaged (an average of adapters was made), paused, resumed, started, stopped, placeholder_logprobs
+    (the log-probabilities of samples are all 0; once for each adapter and start), or events_lost. The last one replaces
+    events that a listener has missed; `data["events"]` is their number, or None if that is not known. `id`: by which a
+    listener that comes back names the last event it has had; empty for events_lost.
+    """
+
+    kind: str
+    at: float
+    data: Mapping[str, Any] = field(default_factory=dict)
+    id: str = ""
+
+    def seen_by(self, reader: Reader) -> TrainingEvent | None:
+        """The event without what is unknown to a reader; None: all of it is. Events without an adapter are shown to
+        every reader. Only one that reads all sees `key`, the owner of a group, and `groups`, which several keys own."""
+        if reader.reads_all:
+            return self
+        named = [*self.data.get("adapters", ()), *filter(None, [self.data.get("adapter")])]
+        if not all(reader.sees(str(name).partition("@")[0]) for name in named):
+            return None
+        if not reader.may_read(self.data.get("key", "")):
+            return None
+        return replace(self, data={name: value for name, value in self.data.items() if name not in ("key", "groups")})
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingHistory:
+    """The course of one adapter's training since the run began.
+
+    Attributes:
+        events: updates, evaluations, rollbacks and so on, oldest first; not those of single trajectories. Of the time
+            before the server was started again there are only updates and evaluations, without an `id`.
+        truncated: there are older ones.
+        last_event_id: of the newest event of all adapters; a listener that begins after it misses nothing.
+    """
+
+    adapter: str
+    events: tuple[TrainingEvent, ...] = ()
+    truncated: bool = False
+    last_event_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutStatus:
+    """A snapshot of the rollouts that a server draws while it serves.
+
+    Attributes:
+        environment: its name in the configuration.
+        state: drawing; waiting (the next update has enough trajectories); paused (as training or the engine is); or
+            failed (nothing more is drawn).
+        tasks_taken: tasks taken from the environment, those of earlier processes of the run included.
+        groups_drawn: tasks answered since start. Some of their episodes may have failed.
+        tasks_failed: tasks since start that could not be answered.
+        last_failure: of a task, of an episode, or of the environment as a whole; for people, empty if there was none.
+        levels: those of the curriculum, as far as they are known; empty without a curriculum.
+    """
+
+    environment: str
+    state: str
+    tasks_taken: int = 0
+    groups_drawn: int = 0
+    tasks_failed: int = 0
+    last_failure: str = ""
+    levels: tuple[LevelCard, ...] = ()
+
+    @property
+    def outcomes(self) -> Mapping[str, int]:
+        """Tasks since start, by outcome."""
+        return {"drawn": self.groups_drawn, "failed": self.tasks_failed}
+
+
+LEVEL_PREFIX = "curriculum/"
+"""What the names of a level's figures begin with, such as `curriculum/easy/success`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LevelCard:
+    """A level of tasks now.
+
+    Attributes:
+        success: mean reward of its recent tasks, from 0 to 1.
+        share: probability that the next task is of this level.
+        drawn: tasks of it so far, those of earlier processes of the run included.
+    """
+
+    level: str
+    success: float
+    share: float
+    drawn: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,9 @@
 """Compiles a grammar to an llguidance matcher, and wraps the matcher as `core.Grammar` and `core.GrammarState`.
 
-GrammarSpec → definition (llguidance's Lark, or JSON with a list of grammars) → LLMatcher → LLGrammar → LLState
+    GrammarSpec → definition (llguidance's Lark, or JSON with a list of grammars) → LLMatcher → LLGrammar → LLState
+
+Why a grammar cannot be enforced is said in terms of what the client sent, because llguidance's own words name its
+internals.
 """
 
 from __future__ import annotations
@@ -8,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +19,44 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from mlx_parallm.core import COMPACT_JSON, GrammarKind, GrammarSpec, enforceable_schema, parts_of
 from mlx_parallm.errors import GrammarError
-from mlx_parallm.grammar.reasons import TOO_COMPLEX, in_other_words
+
+MAX_CHARACTERS = 300
+TOO_COMPLEX = "it is too complex, or it requires a text without an end"
+
+_SOURCE_LINES = r"(?m)^ +(?:\d+ \|.*|\^+)$"
+"""Lines of a Lark grammar, which the client may not have written, and the mark under one of them."""
+
+_IN_LARK = r"^at \d+\(\d+\): |failed to compile JSON schema: "
+"""Where something is in a Lark grammar. Only a client that sent one knows the place."""
+
+_IN_OTHER_WORDS: Sequence[tuple[str, str]] = (
+    (r'invalid regex ".*" \(in regex\): ', ""),
+    (r"regex parse error:\n +(.*)\n(?: .*\n)*error: (.*)", r"\2, in /\1/"),
+    (_SOURCE_LINES, ""),
+    (r"\s*<non-verbose/>", ""),
+    (r"NoExtensionBias", "nothing satisfies it, because it refers to itself without an end"),
+    (r"parser error: Too many items.*", TOO_COMPLEX),
+    (r"anyOf is empty", "an enum or anyOf is empty"),
+    (r"Pointer '(.*)' does not exist", r"$ref '#\1' is not part of the schema"),
+    (r"Unsatisfiable schema", "nothing satisfies it"),
+    (r"Expecting object schema to apply options", "nothing satisfies it: false allows no value"),
+    (r"Unimplemented keys: \[(.*)\]", r"not supported: \1"),
+    (r"Enable 'coerce_one_of'.*", "anyOf is."),
+    (r"Resource '(.*)' is not present in a registry.*", r"$ref '\1' is not part of the schema"),
+    (r"lookarounds not supported yet; \w+ in", "anchors and word boundaries are not supported inside"),
+    (r"Failed to convert the grammar from GBNF to Lark", "as GBNF"),
+    (r"; following special tokens are available: .*", ""),
+)
+
+
+def in_other_words(reason: str, kind: GrammarKind) -> str:
+    """llguidance's `reason` to refuse a grammar of this kind, on one line."""
+    for pattern, words in _IN_OTHER_WORDS:
+        reason = re.sub(pattern, words, reason)
+    if kind is not GrammarKind.GRAMMAR:
+        reason = re.sub(_IN_LARK, "", reason)
+    return " ".join(reason.split())[:MAX_CHARACTERS]
+
 
 _LIMITS = LLParserLimits(max_grammar_size=200_000, precompute_large_lexemes=False, verbose_errors=False)
 """llguidance's other limits keep their defaults, which allow at most about 15 ms of work for a token."""

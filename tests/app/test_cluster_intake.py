@@ -7,7 +7,7 @@ import pytest
 from rl.service_rig import CHECKPOINTING, SETTINGS, World, until
 
 from mlx_parallm.app.cluster_collection import ClusterCollection, from_message, to_message
-from mlx_parallm.app.cluster_intake import ClusterIntake
+from mlx_parallm.app.cluster_run import ClusterIntake
 from mlx_parallm.core import (
     BASE_ADAPTER,
     EVERYTHING,

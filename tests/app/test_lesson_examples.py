@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.app.lesson import Lesson
+from mlx_parallm.app.lessons import Lesson
 from mlx_parallm.config import Config
 from mlx_parallm.core import (
     BASE_ADAPTER,

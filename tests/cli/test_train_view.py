@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlx_parallm.app.train_progress import SampleText
-from mlx_parallm.cli.curves import draw_curves, figure
+from mlx_parallm.cli.train_end import draw_curves, figure
 from mlx_parallm.cli.train_table import duration, heading, line, one_line, reason_line, spark, summary
 from mlx_parallm.cli.train_view import RichTrainView
 from mlx_parallm.core import AdapterRef, Divergence, EvaluationResult, UpdateReport

@@ -6,8 +6,8 @@ import tracemalloc
 
 import pytest
 
-from mlx_parallm.cluster.adapter_archives import AdapterArchives
 from mlx_parallm.cluster.archive import digest, pack, unpack
+from mlx_parallm.cluster.head import AdapterArchives
 from mlx_parallm.core import AdapterRef
 from mlx_parallm.errors import AdapterFileError, ConflictError, InvalidRequestError, UnknownModelError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from mlx_parallm.engine.speculation.lookup import PromptLookup
+from mlx_parallm.engine.speculation.guesses import PromptLookup
 
 
 def test_the_newest_occurrence_of_the_longest_ending_decides() -> None:

@@ -12,7 +12,7 @@ from configs import TRAINING, changed
 from trainers import everywhere, make_policy, make_trainer
 
 from mlx_parallm.config import DivergenceConfig
-from mlx_parallm.rl.divergence.limits import DivergenceRules
+from mlx_parallm.rl.divergence.watch import DivergenceRules
 from mlx_parallm.rl.events import UpdateOutcome
 from mlx_parallm.rl.objectives.batches import UpdateBatch
 from mlx_parallm.rl.objectives.samples import Sample, answered

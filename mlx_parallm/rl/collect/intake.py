@@ -1,12 +1,15 @@
-"""Intake: how trajectories come into the buffer, and how they get their rewards."""
+"""Intake: how trajectories come into the buffer, and how they get their rewards. GroupScoring: asks the scoring
+functions of complete groups for them."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import StrEnum
 from typing import NamedTuple
 
 from mlx_parallm.config import RLTrainingConfig
@@ -14,13 +17,92 @@ from mlx_parallm.core import AdapterRef, CollectionSpec, Trajectory
 from mlx_parallm.errors import ConflictError, InvalidRequestError, RequestError, shown
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
 from mlx_parallm.rl.collect.group_rewards import GroupRewards, check_finite, group_of_episode
-from mlx_parallm.rl.collect.group_scoring import GroupScoring
-from mlx_parallm.rl.collect.groups import DropReason, GroupKey, TrajectoryGroup, group_name
-from mlx_parallm.rl.collect.turn_kinds import TurnKind, kinds_of_turns
+from mlx_parallm.rl.collect.groups import DropReason, GroupKey, GroupMember, TrajectoryGroup, group_name
 from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.records import Arrival, Closed, EpisodeReward, Feedback, GroupEntry, Score, TokenRewards
+from mlx_parallm.rl.scoring.pool import ScoringError
 from mlx_parallm.rl.scoring.service import ScoringService
+from mlx_parallm.tasks import spawn
+
+_log = logging.getLogger(__name__)
+
+
+class GroupScoring:
+    """Event loop's thread only. Its length is the number of groups that are being scored.
+
+    Args:
+        journal: gets the rewards.
+        on_ready: called with a group that has its rewards, or was dropped without.
+    """
+
+    def __init__(
+        self,
+        rewards: GroupRewards,
+        buffer: TrajectoryBuffer,
+        scorers: ScoringService,
+        journal: Journal,
+        on_ready: Callable[[TrajectoryGroup], None],
+        emit: Emit,
+    ) -> None:
+        self._rewards, self._buffer, self._scorers = rewards, buffer, scorers
+        self._journal, self._on_ready, self._emit = journal, on_ready, emit
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def start(self, group: TrajectoryGroup) -> None:
+        """Begins to score a group to which no more members come."""
+        task = spawn(self._score(group), _log, f"scoring {group.group_id}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Cancels all scoring."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _score(self, group: TrajectoryGroup) -> None:
+        if not group.waiting:  # after a restart, the journal had the rewards
+            return
+        try:
+            rewards = await self._scorers.score([member.trajectory for member in group.members])
+        except Exception as error:  # noqa: BLE001 - a failing scorer must affect only its own group
+            _log.warning("scoring by %s failed: %s", group.scorer, error, exc_info=not isinstance(error, ScoringError))
+            self._buffer.drop(group, DropReason.SCORING_FAILED, group.waiting)
+        else:
+            for member, reward in zip(group.members, rewards, strict=True):
+                self._journal.noted(group.adapter, group.group_id, Score(member.trajectory.trajectory_id, reward))
+            self._rewards.score(group, rewards)
+            of_group = {**group.event_data, "complete": group.complete}
+            self._emit("scored", **of_group, rewards=list(rewards))
+        self._on_ready(group)
+
+
+class TurnKind(StrEnum):
+    """What a turn is to its episode. CONTINUED: its prompt continues the tokens of an earlier turn. APART: it does not,
+    so it becomes a sample of its own."""
+
+    FIRST = "first"
+    CONTINUED = "continued"
+    APART = "apart"
+
+
+def kinds_of_turns(group: TrajectoryGroup, trajectories: Sequence[Trajectory]) -> list[TurnKind]:
+    """What trajectories that came together are to their episodes; nothing for those that belong to none."""
+    return [
+        _kind_of_turn(member, turn, len(trajectories) > 1)
+        for turn in trajectories
+        if (member := group.episode(turn.collection.episode_id)) is not None
+    ]
+
+
+def _kind_of_turn(member: GroupMember, turn: Trajectory, came_with_others: bool) -> TurnKind:
+    if len(member.turns) == 1 or (came_with_others and turn is member.turns[0]):
+        return TurnKind.FIRST
+    return TurnKind.CONTINUED if member.continues(turn) else TurnKind.APART
 
 
 class Added(NamedTuple):

@@ -1,16 +1,168 @@
-"""DivergenceWatch: watches the training of one adapter, and reports what has diverged."""
+"""DivergenceWatch: watches the training of one adapter, and says when the figures of an update are beyond their limits.
+
+metrics of an update ─┐
+recent updates       ─┼─▶ rules ─▶ divergences ─▶ hold, pause, roll back
+reward trend         ─┘                     └───▶ events, counts
+"""
 
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
 
-from mlx_parallm.config import DivergenceConfig, ResolvedLoss
+from mlx_parallm.config import Action, DivergenceConfig, ResolvedLoss
 from mlx_parallm.core import AdapterRef, Divergence
-from mlx_parallm.rl.divergence.limits import DivergenceRules, without_rollback
 from mlx_parallm.rl.events import Emit, UpdateOutcome
 from mlx_parallm.rl.objectives.rewards import RewardTrend
+
+RECENT = 8
+"""Updates that the figures of the next one are compared with."""
+
+_LEAST_RECENT = 3
+"""Fewer updates have no median to compare with."""
+
+_OF_POLICY = ("kl", "entropy", "length", "reward")
+"""Signals of the policy that drew the samples, which may stay beyond their limits for many updates. Those are
+reported once, and training pauses for them once. The other signals are of one update, and each update is judged."""
+
+
+class DivergenceRules:
+    """The rules for one adapter, and the recent updates that they read. `judge` and `judge_rewards` change nothing.
+
+    A signal without a limit, or whose metric the update lacks, is not judged. Signals that are compared with recent
+    updates are not judged before there are three of them.
+    """
+
+    def __init__(self, config: DivergenceConfig) -> None:
+        self._config = config
+        self._recent: deque[Mapping[str, float]] = deque(maxlen=RECENT)
+        self._standing: set[str] = set()
+
+    def restart(self, recent: Iterable[Mapping[str, float]] = ()) -> None:
+        """Call this when the policy is replaced. `recent`: metrics of the updates that led to it, oldest first. Those
+        without rewards, which imitate, are left out."""
+        self._recent = deque((metrics for metrics in recent if "reward_mean" in metrics), maxlen=RECENT)
+        self._standing.clear()
+
+    def judge(self, metrics: Mapping[str, float], compares: bool = True, skipped: str = "") -> tuple[Divergence, ...]:
+        """What has diverged in an update.
+
+        Args:
+            compares: whether its loss compares the policy's own samples. Otherwise only numbers that are not finite
+                count, since all else is of samples that somebody else may have drawn.
+            skipped: why the update changed nothing, or "".
+        """
+        found = [*self._not_finite(metrics, skipped), *(self._beyond(metrics) if compares else ())]
+        return tuple(each for each in found if each.signal not in self._standing)
+
+    def judge_rewards(self, trend: RewardTrend) -> Divergence | None:
+        """Whether the rewards have collapsed."""
+        reward = self._config.reward
+        if reward.limit is None or "reward" in self._standing or not trend.fell_by(reward.limit):
+            return None
+        fall = (trend.best or 0.0) - (trend.mean or 0.0)
+        return _found("reward", fall, reward.limit, reward.action, f"the running mean reward fell by {fall:.3g}")
+
+    def observe(self, metrics: Mapping[str, float], compares: bool = True) -> None:
+        """Takes note of an update after it was judged."""
+        if not compares:
+            return
+        beyond = (found for found in self._beyond(metrics) if found.action in (Action.TELL, Action.PAUSE))
+        rewards = self._standing & {"reward"}
+        self._standing = rewards | {found.signal for found in beyond if found.signal in _OF_POLICY}
+
+    def accept(self, metrics: Mapping[str, float], compares: bool = True) -> None:
+        """Adds an update that has changed the policy to the recent ones."""
+        if compares:
+            self._recent.append(metrics)
+
+    def observe_rewards(self, trend: RewardTrend) -> None:
+        """Takes note of the trend after it was judged."""
+        limit = self._config.reward.limit
+        if limit is not None and trend.fell_by(limit):
+            self._standing.add("reward")
+        else:
+            self._standing.discard("reward")
+
+    # -- rules -----------------------------------------------------------------------------------
+
+    def _beyond(self, metrics: Mapping[str, float]) -> Iterator[Divergence]:
+        yield from self._kl_step(metrics)
+        yield from self._ratio(metrics)
+        yield from self._kl(metrics)
+        yield from self._entropy(metrics)
+        yield from self._length(metrics)
+
+    def _not_finite(self, metrics: Mapping[str, float], skipped: str) -> Iterator[Divergence]:
+        names = sorted(name for name, value in metrics.items() if not math.isfinite(value))
+        what = skipped.removesuffix("_not_finite") if skipped.endswith("_not_finite") else ", ".join(names)
+        if what:
+            yield _found("not_finite", math.nan, None, self._config.not_finite.action, f"not finite: {what}")
+
+    def _kl_step(self, metrics: Mapping[str, float]) -> Iterator[Divergence]:
+        rule, value = self._config.kl_step, metrics.get("kl_step")
+        if rule.limit is not None and value is not None and value > rule.limit:
+            reason = f"kl_step {value:.3g} is above {rule.limit:g}: the update moved the policy too far"
+            yield _found("kl_step", value, rule.limit, rule.action, reason)
+
+    def _ratio(self, metrics: Mapping[str, float]) -> Iterator[Divergence]:
+        rule, value = self._config.ratio, metrics.get("ratio_mean")
+        if rule.limit is not None and value is not None and not 1 / rule.limit <= value <= rule.limit:
+            side = f"above {rule.limit:g}" if value > rule.limit else f"below {1 / rule.limit:.3g}"
+            reason = f"ratio_mean {value:.3g} is {side}: the policy has left the samples behind"
+            yield _found("ratio", value, rule.limit, rule.action, reason)
+
+    def _kl(self, metrics: Mapping[str, float]) -> Iterator[Divergence]:
+        rule, values = self._config.kl, [*(update.get("kl", 0.0) for update in self._recent), metrics.get("kl", 0.0)]
+        if rule.limit is not None and len(values) > 1 and min(values[-2:]) > rule.limit:
+            reason = f"kl was above {rule.limit:g} in two updates: the policy is far from the base model"
+            yield _found("kl", values[-1], rule.limit, rule.action, reason)
+
+    def _entropy(self, metrics: Mapping[str, float]) -> Iterator[Divergence]:
+        rule, value, usual = self._config.entropy, metrics.get("entropy"), self._usual("entropy")
+        if rule.limit is None or value is None or usual is None or self._is_as_good(metrics):
+            return
+        if value < rule.limit * usual:
+            reason = f"entropy {value:.3g} is below {rule.limit:g} of what it was, {usual:.3g}"
+            yield _found("entropy", value, rule.limit, rule.action, reason)
+
+    def _length(self, metrics: Mapping[str, float]) -> Iterator[Divergence]:
+        rule, value, usual = self._config.length, metrics.get("completion_tokens"), self._usual("completion_tokens")
+        if rule.limit is None or value is None or usual is None or self._is_as_good(metrics):
+            return
+        if value > rule.limit * usual:
+            reason = f"completion_tokens {value:.3g} is above {rule.limit:g} times what it was, {usual:.3g}"
+            yield _found("length", value, rule.limit, rule.action, reason)
+
+    def _is_as_good(self, metrics: Mapping[str, float]) -> bool:
+        """Whether the rewards are no worse than in most recent updates. Without rewards (imitation) that is unknown,
+        and counts as if they were not."""
+        reward, usual = metrics.get("reward_mean"), self._usual("reward_mean")
+        return reward is None or usual is None or reward >= usual
+
+    def _usual(self, name: str) -> float | None:
+        """The median of a metric over recent updates; None if too few of them have it."""
+        values = [update[name] for update in self._recent if name in update]
+        return median(values) if len(values) >= _LEAST_RECENT else None
+
+
+def _found(signal: str, value: float, limit: float | None, action: str, reason: str) -> Divergence:
+    return Divergence(signal, value, limit, str(action), reason, time.time())
+
+
+def without_rollback(found: Sequence[Divergence]) -> tuple[Divergence, ...]:
+    """What is done if there is no other version to go back to: the update is held. Rewards are not of an update, so
+    a fall of them is only reported."""
+    instead = {each.signal: Action.TELL if each.signal == "reward" else Action.HOLD for each in found}
+    return tuple(
+        replace(each, action=str(instead[each.signal])) if each.action == Action.ROLL_BACK else each for each in found
+    )
+
 
 _SHOWN = 8
 """Divergences that the status shows."""

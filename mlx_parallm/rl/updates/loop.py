@@ -34,9 +34,53 @@ from mlx_parallm.rl.updates.pace import Pace
 from mlx_parallm.rl.updates.recovery import PolicyJournal
 from mlx_parallm.rl.updates.response import DivergenceResponse
 from mlx_parallm.rl.updates.selection import GroupSelection
-from mlx_parallm.rl.updates.status import training_status
 from mlx_parallm.rl.updates.turns import Chosen, UpdateTurns
 from mlx_parallm.rl.updates.update import UpdateParts, Updates
+
+_VERSIONS_SHOWN = 8
+
+
+def training_status(
+    training: AdapterTraining,
+    buffer: TrajectoryBuffer,
+    state: str,
+    pause_reason: str | None,
+    detail: Mapping[str, object],
+) -> TrainingStatus:
+    """The status of an adapter. The service adds `checkpoints` and `trained`. `detail`: what the loop knows besides."""
+    best, reports, name = training.checkpoints.best, training.reports, training.name
+    return TrainingStatus(
+        state=state,
+        pause_reason=pause_reason,
+        adapter=name,
+        current=training.live,
+        step=reports.step,
+        trajectories_collected=buffer.collected[name],
+        trajectories_waiting=buffer.unrewarded(name),
+        groups_ready=len(buffer.ready(name)),
+        groups_open=buffer.still_open(name),
+        updates_total=reports.updates,
+        updates_per_second=reports.updates_per_second,
+        last_update=reports.last_update,
+        metrics=reports.metrics,
+        drops={reason.value: count for reason, count in buffer.drops[name].items()},
+        skips=dict(reports.skips),
+        diverged=dict(training.watch.counts),
+        last_divergences=tuple(training.watch.newest),
+        advice=training.plateau.advice,
+        reward_running_mean=training.rewards.trend.mean,
+        best=best.ref if best else None,
+        evaluation=training.evaluations.last,
+        detail={
+            "lineage": list(training.versions.last(_VERSIONS_SHOWN)),
+            "unpublished": training.unpublished,
+            "checkpoint_failures": training.checkpoints.failures,
+            "evaluation_failures": training.evaluations.failures,
+            "trajectories_trained": buffer.trained[name],
+            **detail,
+        },
+    )
+
 
 _AFTER_FAILURE_S = 1.0
 """Pause after a failure while updates are paused already."""
