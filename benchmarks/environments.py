@@ -73,7 +73,7 @@ class ServedRun:
 ENVIRONMENT = f'''\
 import random
 
-from mlx_parallm.rl.environments.built_in import Calculator
+from mlx_parallm.rl.environments.calculator import Calculator
 
 
 class Logged(Calculator):

@@ -1,8 +1,14 @@
-"""Trainer: a node that trains one adapter. Publisher: makes its versions live on every node.
+"""Trainer: a node that trains one adapter, and publishes its versions to the other nodes.
 
-join ─▶ lease of the adapter ─▶ publish versions, read trajectories
-                                   └─ upload ─▶ staged ─▶ every node that serves fetches it and says that it holds it
-                                                                     └─▶ compare-and-set of the live version
+    join ─▶ lease of the adapter ─▶ publish versions, read trajectories
+
+TrainerLease: at most one process trains an adapter of a cluster at a time.
+
+    acquire ─▶ fence ─▶ renew every `_RENEWAL_S` ─▶ release
+                  └─ goes into every version that is published; a new lease has a higher one
+
+A trainer that stood still and whose lease has passed to another does not notice that at once, but it cannot publish any
+more: `Versions.take_over` writes the new fence beside the live version, and a publish with a lower one is refused.
 """
 
 from __future__ import annotations
@@ -12,69 +18,109 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+from nats.errors import Error as NatsError
+from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError
+
 from mlx_parallm import __version__
-from mlx_parallm.cluster.connection import Connection, NatsAddress, connect
+from mlx_parallm.cluster.connection import Connection, NatsAddress, connect, key_of, stored
 from mlx_parallm.cluster.head_client import HeadClient, HeadUnreachableError
 from mlx_parallm.cluster.members import Lease, Members
 from mlx_parallm.cluster.node import id_of, running
-from mlx_parallm.cluster.trainer_lease import TrainerLease
+from mlx_parallm.cluster.publisher import Publisher
 from mlx_parallm.cluster.trajectories import Delivery, Trajectories
-from mlx_parallm.cluster.versions import LiveVersion, Versions
+from mlx_parallm.cluster.versions import Versions
 from mlx_parallm.core import AdapterRef, Joining, NodeInfo, NodeRole, SharedVersion, VersionState
 from mlx_parallm.errors import ConflictError, StorageError
 
-_PATIENCE_S, _CHECK_S = 10.0, 0.01
+_RENEWAL_S, _RETRY_S = 2.0, 0.25
 
 
-class Publisher:
-    """Publishes from this node.
+class TrainerLease:
+    """The lease of the adapter `name`.
 
     Args:
-        patience_s: how long a node that serves may take to hold a version before the others go on without it.
+        holder: names the run that trains. A run that was killed and started again takes over its own lease at once.
+
+    Attributes:
+        fence: the number of the lease. 0 before `acquire`.
     """
 
-    def __init__(
-        self, client: HeadClient, versions: Versions, members: Members, patience_s: float = _PATIENCE_S
-    ) -> None:
-        self._client = client
+    def __init__(self, connection: Connection, versions: Versions, name: str, holder: str) -> None:
+        self._bucket = connection.trainer
         self._versions = versions
-        self._members = members
-        self._patience_s = patience_s
+        self._name = name
+        self._holder = holder
+        self._revision = 0
+        self.fence = 0
 
-    async def publish(self, ref: AdapterRef, archive: bytes, fence: int = 0) -> LiveVersion:
-        """Publishes a version. `archive`: see `cluster.archive.pack`. `fence`: the number of the trainer's lease.
+    async def acquire(self, patience_s: float) -> None:
+        """Returns when this process has the lease.
+
+        Args:
+            patience_s: how long the lease of another trainer is waited for. It ends by itself some seconds after that
+                trainer has.
 
         Raises:
-            HeadUnreachableError, StorageError: the head or NATS does not answer. Doing so again is safe.
-            ConflictError: another version went live meanwhile, or the lease is lost.
+            ConflictError: another trainer has it.
+            StorageError: NATS cannot be reached.
         """
-        live = await self._versions.live(ref.name)
-        if live is not None and live.version.ref == ref:
-            return live  # an earlier attempt came to its end after all
-        return await self.make_live(await self._client.put_adapter(ref, archive, fence), live)
-
-    async def make_live(self, version: SharedVersion, after: LiveVersion | None) -> LiveVersion:
-        """Makes a staged version live when the nodes hold it. Raises what `Versions.go_live` does."""
-        await self._held(version.ref)
-        return await self._versions.go_live(version, after)
-
-    async def _held(self, ref: AdapterRef) -> None:
-        """Returns when every node that serves holds the version, or after `patience_s`."""
-        deadline = time.monotonic() + self._patience_s
-        while missing := self._missing(ref):
+        deadline, waits = time.monotonic() + patience_s, False
+        while (other := await self._attempt()) is not None:
             if time.monotonic() > deadline:
-                _log.warning("%s goes live although it is missing on %s", ref, ", ".join(missing))
-                return
-            await asyncio.sleep(_CHECK_S)
+                raise ConflictError(
+                    f"another trainer ({other}) trains {self._name!r} in this cluster; stop it, or train an adapter of "
+                    "another name with --default-adapter"
+                )
+            if not waits:
+                _log.info("waiting for the lease of %s, which %s has", self._name, other)
+            waits = True
+            await asyncio.sleep(_RETRY_S)
+        await self._versions.take_over(self._name, self.fence)
 
-    def _missing(self, ref: AdapterRef) -> list[str]:
-        serving = [member.info for member in self._members.present() if member.info.ready]
-        return [info.id for info in serving if str(ref) not in info.holds] if serving else ["any node"]
+    async def run(self) -> None:
+        """Renews the lease until it is cancelled, and then gives it up.
+
+        Raises:
+            ConflictError: it has passed to another trainer.
+        """
+        try:
+            while True:
+                await asyncio.sleep(_RENEWAL_S)
+                await self._renew()
+        finally:
+            with suppress(NatsError, TimeoutError):  # then it ends by itself
+                await asyncio.wait_for(self._bucket.delete(key_of(self._name), last=self._revision), _RENEWAL_S)
+
+    async def _renew(self) -> None:
+        try:
+            self._revision = await self._bucket.update(key_of(self._name), self._holder.encode(), self._revision)
+        except KeyWrongLastSequenceError:  # it ended while NATS could not be reached
+            await self.acquire(patience_s=0)
+        except NatsError as error:  # NATS may be starting again
+            _log.debug("the lease of %s was not renewed: %s", self._name, error)
+
+    async def _attempt(self) -> str | None:
+        """Takes the lease if it is free or this run's. Returns who else has it, or None."""
+        key, holder = key_of(self._name), self._holder.encode()
+        async with stored():
+            try:
+                self.fence = self._revision = await self._bucket.create(key, holder)
+                return None
+            except KeyWrongLastSequenceError:
+                pass
+            try:
+                entry = await self._bucket.get(key)
+                if entry.value != holder:
+                    return (entry.value or b"").decode()
+                self.fence = self._revision = await self._bucket.update(key, holder, entry.revision)
+                return None
+            except (KeyNotFoundError, KeyWrongLastSequenceError):  # it has just ended, or was just renewed
+                return "another process"
 
 
 PATIENCE_S = 30.0

@@ -6,10 +6,10 @@ from contextlib import aclosing
 import pytest
 
 from cluster.conftest import address_of
-from mlx_parallm.cluster import trainer_lease
+from mlx_parallm.cluster import trainer
 from mlx_parallm.cluster.connection import connect
 from mlx_parallm.cluster.nats_server import nats_server
-from mlx_parallm.cluster.trainer_lease import TrainerLease
+from mlx_parallm.cluster.trainer import TrainerLease
 from mlx_parallm.cluster.trajectories import Trajectories
 from mlx_parallm.cluster.versions import Versions
 from mlx_parallm.core import SharedVersion
@@ -123,7 +123,7 @@ async def test_a_trainer_that_lost_its_lease_cannot_publish_even_before_the_next
 
 
 async def test_a_lease_that_passed_to_another_ends_the_trainer(connection, monkeypatch):
-    monkeypatch.setattr(trainer_lease, "_RENEWAL_S", 0.05)
+    monkeypatch.setattr(trainer, "_RENEWAL_S", 0.05)
     lost = lease_of(connection, "ends", "run-a")
     await lost.acquire(0)
     running = asyncio.create_task(lost.run())

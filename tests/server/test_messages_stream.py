@@ -10,7 +10,7 @@ from pydantic_core import from_json
 
 from mlx_parallm.core.splitter import AnswerPart, CallPart
 from mlx_parallm.errors import OverloadedError, StepFailedError
-from mlx_parallm.server.api.messages.stream import Blocks
+from mlx_parallm.server.api.messages.route import Blocks
 
 URL = "/v1/messages"
 ASKED = {"model": "base", "max_tokens": 1000, "messages": [{"role": "user", "content": "hi"}]}

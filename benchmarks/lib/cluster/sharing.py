@@ -23,7 +23,7 @@ from mlx_parallm.cluster.connection import NatsAddress, connect
 from mlx_parallm.cluster.head_client import HeadClient
 from mlx_parallm.cluster.members import Members
 from mlx_parallm.cluster.node import running
-from mlx_parallm.cluster.trainer import Publisher
+from mlx_parallm.cluster.publisher import Publisher
 from mlx_parallm.cluster.versions import Versions
 from mlx_parallm.core import AdapterRef, Joining, NodeRole, SharedVersion
 

@@ -13,9 +13,11 @@ from typing import Any
 from mlx_parallm.errors import ConfigError, shown
 from mlx_parallm.extras import REASONING_GYM
 from mlx_parallm.rl.environments import verifiers
-from mlx_parallm.rl.environments.built_in import Calculator, Hints, Words
+from mlx_parallm.rl.environments.calculator import Calculator
+from mlx_parallm.rl.environments.hints import Hints
 from mlx_parallm.rl.environments.protocol import Environment
 from mlx_parallm.rl.environments.sources import ReasoningGym, TasksOfFile, rewarded_tasks
+from mlx_parallm.rl.environments.words import Words
 from mlx_parallm.rl.scoring import gym
 from mlx_parallm.rl.scoring.functions import module_of_file
 from mlx_parallm.rl.scoring.sample import ScorerError

@@ -11,7 +11,7 @@ from mlx_parallm.errors import EngineDeadError
 from mlx_parallm.rl.environments import Task
 from mlx_parallm.rl.evaluation.evaluator import AnswerSettings, TaskResult
 from mlx_parallm.rl.rollouts.answers import RolloutSettings
-from mlx_parallm.rl.rollouts.episode_client import EpisodeClient
+from mlx_parallm.rl.rollouts.episodes import EpisodeClient
 from mlx_parallm.rl.scoring.service import ScoringService
 
 Play = Callable[[EpisodeClient, Task], Awaitable[float | None]]

@@ -32,10 +32,9 @@ from mlx_parallm.rl.updates.adapter_training import AdapterTraining
 from mlx_parallm.rl.updates.given import check_loss, given_groups
 from mlx_parallm.rl.updates.pace import Pace
 from mlx_parallm.rl.updates.recovery import PolicyJournal
-from mlx_parallm.rl.updates.response import DivergenceResponse
 from mlx_parallm.rl.updates.selection import GroupSelection
 from mlx_parallm.rl.updates.turns import Chosen, UpdateTurns
-from mlx_parallm.rl.updates.update import UpdateParts, Updates
+from mlx_parallm.rl.updates.update import DivergenceResponse, UpdateParts, Updates
 
 _VERSIONS_SHOWN = 8
 

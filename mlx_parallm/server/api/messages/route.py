@@ -1,31 +1,274 @@
-"""`/v1/messages`: Anthropic's Messages API on top of chat."""
+"""`/v1/messages`: Anthropic's Messages API on top of chat. The engine's events become a message: one object, or a
+stream of events.
+
+    message_start
+    for each block: content_block_start, content_block_delta …, content_block_stop
+    message_delta, message_stop
+
+One block is open at a time. A part of the answer that does not belong to it ends it.
+"""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_parallm.core import AdapterRef, CollectionSpec, ServedModel
-from mlx_parallm.core.splitter import Splitter
+from mlx_parallm.core import (
+    AdapterRef,
+    CollectionSpec,
+    Event,
+    FinishReason,
+    GenerationRequest,
+    RequestFinished,
+    SequenceOutput,
+    ServedModel,
+)
+from mlx_parallm.core.splitter import AnswerPart, Splitter
 from mlx_parallm.errors import ContextLengthError, UnknownModelError
+from mlx_parallm.server.api.answer import AnswerWriter, Watch, call_arguments, collected_fields, cut_off, served_by
 from mlx_parallm.server.api.chat.route import plan_chat, prompt_of
 from mlx_parallm.server.api.chat.schema import ChatBody
 from mlx_parallm.server.api.chat.translated import chat_body, client_names
-from mlx_parallm.server.api.messages.objects import MessageObject, TokenCount
+from mlx_parallm.server.api.messages.objects import (
+    BlockDelta,
+    ContentBlock,
+    MessageEnd,
+    MessageEvent,
+    MessageObject,
+    MessageUsage,
+    StopReason,
+    TextContent,
+    ThinkingContent,
+    TokenCount,
+    ToolUseContent,
+)
 from mlx_parallm.server.api.messages.schema import ConversationBody, CountTokensBody, MessagesBody
-from mlx_parallm.server.api.messages.stream import MessageWriter
-from mlx_parallm.server.errors import UnknownThreadError
+from mlx_parallm.server.error_forms import MessagesError, messages_error
+from mlx_parallm.server.errors import UnknownThreadError, error_body, rule_of
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
+from mlx_parallm.server.http.framing import EVENTS, Framing
 from mlx_parallm.server.openapi.responses import raises, streamable
 from mlx_parallm.server.services import Services, ServicesDep
+
+
+class Blocks:
+    """The content blocks of one message: those that are `done`, and the open one."""
+
+    def __init__(self) -> None:
+        self.done: list[ContentBlock] = []
+        self._open: _OpenBlock | None = None
+
+    def add(self, part: AnswerPart) -> Iterator[MessageEvent]:
+        """Adds a part to the open block, or ends that block and opens another."""
+        if self._open is None or not self._open.takes(part):
+            yield from self.close()
+            self._open = _opened(part)
+            yield self._event("content_block_start", content_block=self._open.empty())
+        if (delta := self._open.extend(part)) is not None:
+            yield self._event("content_block_delta", delta=delta)
+
+    def close(self) -> Iterator[MessageEvent]:
+        """Ends the open block, if there is one."""
+        if self._open is None:
+            return
+        for delta in self._open.last_deltas():
+            yield self._event("content_block_delta", delta=delta)
+        yield self._event("content_block_stop")
+        self.done.append(self._open.content())
+        self._open = None
+
+    def _event(self, kind: str, **fields: Any) -> MessageEvent:
+        return MessageEvent.model_validate({"type": kind, "index": len(self.done), **fields})
+
+
+class _OpenBlock(ABC):
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    @abstractmethod
+    def takes(self, part: AnswerPart) -> bool:
+        """Whether the part belongs to this block."""
+
+    @abstractmethod
+    def empty(self) -> ContentBlock:
+        """The block as it starts."""
+
+    @abstractmethod
+    def content(self) -> ContentBlock:
+        """The block as it is now."""
+
+    @abstractmethod
+    def extend(self, part: AnswerPart) -> BlockDelta | None:
+        """Adds a part that belongs to this block. None: it adds nothing that a client sees."""
+
+    def last_deltas(self) -> Iterator[BlockDelta]:
+        """What is sent before the block ends."""
+        return iter(())
+
+
+class _OpenText(_OpenBlock):
+    def takes(self, part: AnswerPart) -> bool:
+        return part.call is None and not part.reasoning
+
+    def empty(self) -> TextContent:
+        return TextContent(type="text", text="")
+
+    def content(self) -> TextContent:
+        return TextContent(type="text", text=self.text)
+
+    def extend(self, part: AnswerPart) -> BlockDelta | None:
+        self._texts.append(part.text)
+        return BlockDelta(type="text_delta", text=part.text) if part.text else None
+
+
+class _OpenThinking(_OpenBlock):
+    def takes(self, part: AnswerPart) -> bool:
+        return bool(part.reasoning)
+
+    def empty(self) -> ThinkingContent:
+        return ThinkingContent(type="thinking", thinking="", signature="")
+
+    def content(self) -> ThinkingContent:
+        return ThinkingContent(type="thinking", thinking=self.text, signature="")
+
+    def extend(self, part: AnswerPart) -> BlockDelta | None:
+        self._texts.append(part.reasoning)
+        return BlockDelta(type="thinking_delta", thinking=part.reasoning)
+
+    def last_deltas(self) -> Iterator[BlockDelta]:
+        yield BlockDelta(type="signature_delta", signature="")
+
+
+class _OpenToolUse(_OpenBlock):
+    """A call. Its arguments may come in several parts."""
+
+    def __init__(self, position: int, call_id: str, name: str) -> None:
+        super().__init__()
+        self._position = position
+        self._called = {"id": call_id, "name": name}
+
+    def takes(self, part: AnswerPart) -> bool:
+        return part.call is not None and part.call.position == self._position
+
+    def empty(self) -> ToolUseContent:
+        return ToolUseContent(type="tool_use", **self._called, input={})
+
+    def content(self) -> ToolUseContent:
+        return ToolUseContent(type="tool_use", **self._called, input=call_arguments(self.text))
+
+    def extend(self, part: AnswerPart) -> BlockDelta | None:
+        if part.call is None or not part.call.arguments:
+            return None
+        self._texts.append(part.call.arguments)
+        return BlockDelta(type="input_json_delta", partial_json=part.call.arguments)
+
+
+def _opened(part: AnswerPart) -> _OpenBlock:
+    """The block that a part begins. The first part of a call has its id and its name."""
+    if part.call is not None:
+        assert part.call.call_id is not None
+        assert part.call.name is not None
+        return _OpenToolUse(part.call.position, part.call.call_id, part.call.name)
+    return _OpenThinking() if part.reasoning else _OpenText()
+
+
+@dataclass(kw_only=True, eq=False)
+class MessageWriter(AnswerWriter):
+    """Writes a message. The whole message has the blocks of the stream, so the two cannot differ.
+
+    `model` is the base model's name.
+    """
+
+    FRAMING: ClassVar[Framing] = EVENTS
+
+    request: GenerationRequest
+    model: str
+    splitter: Splitter
+    watch: Watch | None = None
+    _blocks: Blocks = field(default_factory=Blocks, init=False)
+    _last: SequenceOutput | None = field(default=None, init=False)
+
+    def opening_chunks(self) -> Iterator[MessageEvent]:
+        prompt = sum(map(len, self.request.prompts))
+        usage = MessageUsage(input_tokens=prompt, output_tokens=0)
+        message = self._message([], {"stop_reason": None, "stop_sequence": None}, usage=usage)
+        yield MessageEvent(type="message_start", message=message)
+
+    def chunks(self, event: Event) -> Iterator[MessageEvent]:
+        if isinstance(event, SequenceOutput):
+            for part in self._parts(event):
+                yield from self._blocks.add(part)
+        elif isinstance(event, RequestFinished):
+            yield from self._closing_events(event)
+
+    def whole(self, events: Sequence[Event]) -> MessageObject:
+        *_, end, _ = (chunk for event in events for chunk in self.chunks(event))
+        assert isinstance(end.delta, MessageEnd)
+        more = end.model_dump(exclude_unset=True, exclude={"type", "delta"})
+        return self._message(self._blocks.done, end.delta.model_dump(), **more)
+
+    def failed(self, error: Exception) -> MessagesError:
+        return messages_error(rule_of(type(error)).status, error_body(error))
+
+    def keep_alive(self) -> MessageEvent:
+        return MessageEvent(type="ping")
+
+    def _parts(self, output: SequenceOutput) -> Iterator[AnswerPart]:
+        self._last = output
+        yield from self.splitter.feed(output.text)
+        if output.finish_reason is not None:
+            yield from self.splitter.end(cut_off(output))
+
+    def _closing_events(self, finished: RequestFinished) -> Iterator[MessageEvent]:
+        yield from self._blocks.close()
+        if not self._blocks.done:  # a message has at least one block
+            yield from self._blocks.add(AnswerPart())
+            yield from self._blocks.close()
+        fields = {"usage": _usage(finished), **collected_fields(self.request, finished)}
+        yield MessageEvent(type="message_delta", delta=self._end(), **fields)
+        yield MessageEvent(type="message_stop")
+
+    def _end(self) -> MessageEnd:
+        reason = self._stop_reason()
+        stop = self._last.stop_reason if self._last and reason == "stop_sequence" else None
+        return MessageEnd(stop_reason=reason, stop_sequence=stop if isinstance(stop, str) else None)
+
+    def _stop_reason(self) -> StopReason:
+        if self._last is not None and self._last.finish_reason is FinishReason.LENGTH:
+            return "max_tokens"
+        if self.splitter.called:
+            return "tool_use"
+        stopped = self._last is not None and isinstance(self._last.stop_reason, str)
+        return "stop_sequence" if stopped else "end_turn"
+
+    def _message(self, content: Sequence[ContentBlock], end: dict[str, Any], **more: Any) -> MessageObject:
+        fields = {"id": self.request.request_id, "type": "message", "role": "assistant"}
+        served = served_by(self.request, self.model)
+        return MessageObject.model_validate({**fields, **served, "content": list(content), **end, **more})
+
+
+def _usage(finished: RequestFinished) -> MessageUsage:
+    return MessageUsage(
+        input_tokens=finished.prompt_tokens - finished.cached_tokens,
+        cache_creation_input_tokens=0,
+        cache_read_input_tokens=finished.cached_tokens,
+        output_tokens=finished.completion_tokens,
+    )
+
 
 OWN_NAMES: Mapping[str, str] = {
     "messages": "messages",

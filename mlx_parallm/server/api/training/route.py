@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import ExitStack, aclosing
 from functools import partial
 from typing import Annotated, Any, cast
@@ -18,12 +18,22 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mlx_parallm.core import Reader, Signal, TrainingClient, TrainingEvent, TrainingStatus
+from mlx_parallm.core import (
+    BASE_ADAPTER,
+    AdapterRef,
+    GivenTrajectory,
+    Reader,
+    Signal,
+    TrainingClient,
+    TrainingEvent,
+    TrainingStatus,
+)
 from mlx_parallm.errors import (
     ConflictError,
     ContextLengthError,
     EngineDeadError,
     EngineError,
+    InvalidRequestError,
     OverloadedError,
     QueueFullError,
     StorageError,
@@ -32,7 +42,6 @@ from mlx_parallm.errors import (
     UnknownTrajectoryError,
 )
 from mlx_parallm.server.api.generation_fields import MAX_EPISODE_ID
-from mlx_parallm.server.api.training.given import given_trajectories
 from mlx_parallm.server.api.training.objects import (
     DebugTraining,
     DebugTrajectories,
@@ -49,6 +58,7 @@ from mlx_parallm.server.api.training.objects import (
 from mlx_parallm.server.api.training.schema import (
     ControlBody,
     FeedbackBody,
+    GivenTrajectoryBody,
     TrainingRollbackBody,
     UpdateBody,
 )
@@ -58,8 +68,100 @@ from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import record_of
 from mlx_parallm.server.lifecycle import Lifecycle, while_connected
 from mlx_parallm.server.openapi.responses import EVENTS, raises
-from mlx_parallm.server.planning import adapter_named_by
+from mlx_parallm.server.planning import adapter_named_by, check_ids
 from mlx_parallm.server.services import CollectionDep, KeyDep, Services, ServicesDep, TrainingDep
+
+
+def given_trajectories(bodies: Sequence[GivenTrajectoryBody], services: Services) -> list[GivenTrajectory]:
+    """What training gets of these bodies. Texts are encoded, so call it in a worker thread.
+
+    Raises:
+        InvalidRequestError: a token id is not in the vocabulary, or the number of logprobs or advantages is wrong.
+        ContextLengthError: a trajectory is longer than the context.
+        UnknownModelError: a `lora_version` is unknown.
+    """
+    return [_trajectory(body, services, f"trajectories[{number}]") for number, body in enumerate(bodies)]
+
+
+def _trajectory(body: GivenTrajectoryBody, services: Services, param: str) -> GivenTrajectory:
+    if body.token_ids is not None and body.mask is not None:
+        return _row(body, body.token_ids, body.mask, services, param)
+    card, encode = services.first.card, services.first.tokenizer.encode
+    prompt = body.prompt_token_ids or encode(body.prompt or "", True, card.context_length)
+    completion = body.completion_token_ids or body.tokens or encode(body.output or "", False, card.context_length)
+    check_ids(prompt, card.vocab_size, f"{param}.prompt_token_ids")
+    check_ids(completion, card.vocab_size, f"{param}.completion_token_ids")
+    advantages = _of_each_token(body.advantages, len(completion))
+    for name, values in (("logprobs", body.given_logprobs), ("advantages", advantages)):
+        if values and len(values) != len(completion):
+            raise InvalidRequestError(
+                f"{param}.{name}: there must be one for each of the {len(completion)} tokens of the completion; send "
+                f"`tokens` in place of `output`, or no {name}.",
+                param=f"{param}.{name}",
+            )
+    return _given(body, services, param, prompt, completion, body.given_logprobs, advantages)
+
+
+def _row(
+    body: GivenTrajectoryBody, ids: list[int], mask: list[bool], services: Services, param: str
+) -> GivenTrajectory:
+    """The tokens before the first sampled one are the prompt."""
+    check_ids(ids, services.first.card.vocab_size, f"{param}.token_ids")
+    start = mask.index(True)
+    advantages = _of_each_token(body.advantages, len(ids))
+    return _given(
+        body,
+        services,
+        param,
+        ids[:start],
+        ids[start:],
+        body.given_logprobs[start:],
+        advantages[start:],
+        () if all(mask[start:]) else tuple(mask[start:]),
+    )
+
+
+def _of_each_token(advantages: float | list[float] | None, tokens: int) -> list[float]:
+    if advantages is None:
+        return []
+    return advantages if isinstance(advantages, list) else [advantages] * tokens
+
+
+def _given(
+    body: GivenTrajectoryBody,
+    services: Services,
+    param: str,
+    prompt: Sequence[int],
+    completion: Sequence[int],
+    logprobs: Sequence[float],
+    advantages: Sequence[float],
+    mask: tuple[bool, ...] = (),
+) -> GivenTrajectory:
+    tokens, context = len(prompt) + len(completion), services.first.card.context_length
+    if tokens > context:
+        raise ContextLengthError(
+            f"This model's maximum context length is {context} tokens, and {param} has {tokens}. Leave it out.",
+            param=param,
+        )
+    return GivenTrajectory(
+        prompt_ids=tuple(prompt),
+        completion_ids=tuple(completion),
+        reward=body.reward,
+        group_id=body.group_id,
+        sampling_logprobs=tuple(logprobs),
+        temperature=body.temperature,
+        adapter=_version(body.lora_version, services, f"{param}.lora_version"),
+        mask=mask,
+        advantages=tuple(advantages),
+        episode_id=body.episode_id,
+    )
+
+
+def _version(selector: str | None, services: Services, param: str) -> AdapterRef | None:
+    if selector is None:
+        return None
+    return BASE_ADAPTER if services.is_base(selector) else services.find(selector, param).ref
+
 
 MAX_LISTED = 1000
 CONTROL_ERRORS = (UnknownModelError, ConflictError, TrainingDisabledError, DrainingError, EngineDeadError)

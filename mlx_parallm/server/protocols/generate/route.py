@@ -1,38 +1,308 @@
 """`POST /generate`: the route of vLLM's demonstration server, of SGLang and of TRL's server, told apart by the field
-that has the prompts. Environments of Atropos ask it, so it takes what they send, and no more."""
+that has the prompts. Environments of Atropos ask it, so it takes what they send, and no more. Each form has an answer
+of its own, made of the whole choices of a request:
+
+    vLLM     its demonstration server (`vllm.entrypoints.api_server`), with the fields that Atropos adds
+             (`example_trainer/vllm_api_server.py`, which its `VLLMServer` reads)
+    SGLang   `GenerateReqInput` in `sglang/srt/managers/io_struct.py`. Its logprobs are those after temperature,
+             whatever `--logprobs-mode` says, because SGLang's are.
+    TRL      its own vLLM server (`trl vllm-serve`), which Atropos calls with `server_type: trl`
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Any
+from itertools import chain
+from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Depends
 from starlette.responses import Response
 
-from mlx_parallm.core import AdapterRef, CollectionSpec, ServedModel
+from mlx_parallm.core import (
+    AdapterRef,
+    CollectionSpec,
+    Event,
+    FinishReason,
+    GenerationRequest,
+    PromptScored,
+    RequestFinished,
+    SequenceOutput,
+    ServedModel,
+    TextTokenizer,
+    TokenLogprob,
+)
+from mlx_parallm.server.api.answer import AnswerWriter, FinishReasonText, Watch, collected_fields
 from mlx_parallm.server.api.completions import DEFAULT_MAX_TOKENS, CompletionBody, plan_completion
-from mlx_parallm.server.api.sampling_fields import SamplingFields
+from mlx_parallm.server.api.fields import WireList, WireOutput
+from mlx_parallm.server.api.logprobs import finite
+from mlx_parallm.server.api.sampling_fields import SamplingFields, sent_sampling
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import new_request_id
 from mlx_parallm.server.openapi.responses import generating
 from mlx_parallm.server.protocols.completion import client_names, completion_body, sent_collection
-from mlx_parallm.server.protocols.generate.choices import (
-    SGLangAnswer,
-    SGLangWriter,
-    TRLAnswer,
-    TRLWriter,
-    VLLMAnswer,
-    VLLMWriter,
-    WholeWriter,
-    sglang_completion,
-    trl_completion,
-    vllm_completion,
-)
 from mlx_parallm.server.protocols.generate.schema import GenerateBody
 from mlx_parallm.server.services import Services, ServicesDep
+
+
+@dataclass(frozen=True, slots=True)
+class WholeChoice:
+    """One answer. `prompt`: the index of its prompt. `logprobs`: one for each of `token_ids`, if the request asked for
+    them."""
+
+    prompt: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob]
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+
+
+@dataclass(frozen=True, slots=True)
+class WholeRequest:
+    """All answers of a request, in order, and the scores of its prompts, if it asked for them."""
+
+    choices: list[WholeChoice]
+    prompt_logprobs: dict[int, tuple[TokenLogprob | None, ...]]
+    finished: RequestFinished
+
+
+def whole_request(request: GenerationRequest, events: Sequence[Event]) -> WholeRequest:
+    """Joins the events of a request. The last one is its RequestFinished."""
+    finished = events[-1]
+    assert isinstance(finished, RequestFinished)
+    outputs: list[list[SequenceOutput]] = [[] for _ in range(request.sequences)]
+    for event in events:
+        if isinstance(event, SequenceOutput):
+            outputs[event.index].append(event)
+    scored = {event.prompt_index: event.logprobs for event in events if isinstance(event, PromptScored)}
+    return WholeRequest([_joined(index // request.n, own) for index, own in enumerate(outputs)], scored, finished)
+
+
+def _joined(prompt: int, outputs: Sequence[SequenceOutput]) -> WholeChoice:
+    last = outputs[-1]
+    assert last.finish_reason is not None
+    return WholeChoice(
+        prompt=prompt,
+        text="".join(output.text for output in outputs),
+        token_ids=list(chain.from_iterable(output.token_ids for output in outputs)),
+        logprobs=list(chain.from_iterable(output.logprobs for output in outputs)),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+    )
+
+
+@dataclass(kw_only=True, eq=False)
+class WholeWriter(AnswerWriter):
+    """Writes the answer to a body that cannot ask for a stream."""
+
+    sent: GenerateBody
+    request: GenerationRequest
+    tokenizer: TextTokenizer
+    watch: Watch | None = field(default=None, init=False)
+
+    def opening_chunks(self) -> Iterator[WireOutput]:
+        return iter(())
+
+    def chunks(self, event: Event) -> Iterator[WireOutput]:
+        return iter(())
+
+    def whole(self, events: Sequence[Event]) -> WireOutput:
+        return self._answer(whole_request(self.request, events))
+
+    @abstractmethod
+    def _answer(self, whole: WholeRequest) -> WireOutput:
+        """The JSON body."""
+
+
+TokenLogprobs = dict[str, float]
+"""Logprobs in nats by token id. The first one is that of the token itself, the others are of the most likely tokens."""
+
+
+class VLLMAnswer(WireOutput):
+    """The answer to a body with `prompt`. Each list has one entry for each of the `n` answers."""
+
+    LONG: ClassVar[bool] = True
+
+    text: list[str]
+    """The answers."""
+    prompt: str
+    """The text of the prompt."""
+    finish_reasons: list[FinishReasonText]
+    """Why each answer ended."""
+    token_ids: list[list[int]]
+    """The generated tokens, with the one that ended the answer."""
+    prompt_token_ids: list[int]
+    """The tokens of the prompt."""
+    logprobs: list[list[list[TokenLogprobs]]] | None = None
+    """With `logprobs`: for each answer and each of its tokens, a list of one object. It maps token ids to logprobs in
+    nats, the generated token first."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """With `prompt_logprobs`: for each token of the prompt, an object that maps token ids to logprobs in nats, the
+    token itself first; null for the first token."""
+    trajectory_ids: list[str] | None = None
+    """One id for each answer, with `collect_trajectory`."""
+    trajectory_warning: str | None = None
+    """Why the trajectories will not be used for training."""
+
+
+def vllm_completion(body: GenerateBody) -> dict[str, Any]:
+    """The fields of the completion that a body with `prompt` asks for."""
+    return {**sent_sampling(body), "max_tokens": body.max_tokens, "logprobs": body.logprobs}
+
+
+class VLLMWriter(WholeWriter):
+    """Writes a `VLLMAnswer`."""
+
+    def _answer(self, whole: WholeRequest) -> VLLMAnswer:
+        prompt = self.request.prompts[0]
+        fields: dict[str, Any] = collected_fields(self.request, whole.finished)
+        if self.sent.logprobs is not None:
+            top = self.sent.logprobs
+            fields["logprobs"] = [[[_by_id(token, top)] for token in choice.logprobs] for choice in whole.choices]
+        if self.sent.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = list(_prompt_logprobs(whole.prompt_logprobs[0], self.sent.prompt_logprobs))
+        return VLLMAnswer(
+            text=[choice.text for choice in whole.choices],
+            prompt=self.tokenizer.decode(prompt),
+            finish_reasons=[choice.finish_reason.value for choice in whole.choices],
+            token_ids=[choice.token_ids for choice in whole.choices],
+            prompt_token_ids=list(prompt),
+            **fields,
+        )
+
+
+def _by_id(token: TokenLogprob, top: int) -> TokenLogprobs:
+    return {str(ranked): finite(value) for ranked, value in ((token.token_id, token.logprob), *token.top[:top])}
+
+
+def _prompt_logprobs(scores: Iterable[TokenLogprob | None], top: int) -> Iterable[TokenLogprobs | None]:
+    return (None if token is None else _by_id(token, top) for token in scores)
+
+
+Entry = tuple[float, int, None]
+"""A logprob in nats, the token's id, and null."""
+
+
+class SGLangMeta(WireOutput):
+    """What is known about one answer."""
+
+    LONG: ClassVar[bool] = True
+
+    id: str
+    """The request's id."""
+    finish_reason: dict[str, str | int]
+    """`{"type": "stop", "matched": …}` with the stop string or the token that ended the answer, or `{"type": "length",
+    "length": …}` with the number of tokens."""
+    prompt_tokens: int
+    """Tokens of the prompt."""
+    completion_tokens: int
+    """Generated tokens."""
+    cached_tokens: int
+    """Tokens of the prompt that were taken from the prefix cache."""
+    output_token_logprobs: list[Entry] | None = None
+    """With `return_logprob`: logprob and id of each generated token, and null."""
+    trajectory_id: str | None = None
+    """With `collect_trajectory`."""
+    trajectory_warning: str | None = None
+    """Why the trajectory will not be used for training."""
+
+
+class SGLangAnswer(WireOutput):
+    """One answer to a body with `input_ids`. Several answers are a list of these."""
+
+    LONG: ClassVar[bool] = True
+
+    text: str
+    """The answer."""
+    output_ids: list[int]
+    """The generated tokens, with the one that ended the answer."""
+    meta_info: SGLangMeta
+    """What is known about it."""
+
+
+def sglang_completion(body: GenerateBody) -> dict[str, Any]:
+    """The fields of the completion that a body with `input_ids` asks for."""
+    sampling = body.sampling_params
+    return {
+        **sent_sampling(sampling),
+        "max_tokens": sampling.max_new_tokens,
+        "min_tokens": sampling.min_new_tokens or sampling.min_tokens,
+        "seed": sampling.seed if sampling.sampling_seed is None else sampling.sampling_seed,
+        "logprobs": 0 if body.return_logprob else None,
+    }
+
+
+class SGLangWriter(WholeWriter):
+    """Writes an `SGLangAnswer`, or a list of them if there are several answers."""
+
+    def _answer(self, whole: WholeRequest) -> WireOutput:
+        collected = collected_fields(self.request, whole.finished)
+        ids = collected.pop("trajectory_ids", [None] * len(whole.choices))
+        answers = [
+            self._one(whole, choice, collected if each is None else {**collected, "trajectory_id": each})
+            for choice, each in zip(whole.choices, ids, strict=True)
+        ]
+        return WireList(items=answers) if self.request.n > 1 else answers[0]
+
+    def _one(self, whole: WholeRequest, choice: WholeChoice, collected: dict[str, Any]) -> SGLangAnswer:
+        fields = collected
+        if self.sent.return_logprob:
+            drawn = [(finite(token.logprob), token.token_id, None) for token in choice.logprobs]
+            fields = {**collected, "output_token_logprobs": drawn}
+        meta = SGLangMeta(
+            id=self.request.request_id,
+            finish_reason=_finish_reason(choice),
+            prompt_tokens=len(self.request.prompts[0]),
+            completion_tokens=len(choice.token_ids),
+            cached_tokens=whole.finished.cached_tokens,
+            **fields,
+        )
+        return SGLangAnswer(text=choice.text, output_ids=choice.token_ids, meta_info=meta)
+
+
+def _finish_reason(choice: WholeChoice) -> dict[str, str | int]:
+    if choice.finish_reason is FinishReason.LENGTH:
+        return {"type": "length", "length": len(choice.token_ids)}
+    return {"type": "stop", "matched": choice.token_ids[-1] if choice.stop_reason is None else choice.stop_reason}
+
+
+class TRLAnswer(WireOutput):
+    """The answer to a body with `prompts`."""
+
+    LONG: ClassVar[bool] = True
+
+    prompt_ids: list[list[int]]
+    """The tokens of each prompt."""
+    completion_ids: list[list[int]]
+    """The generated tokens of each answer, with the one that ended it; those of one prompt follow each other."""
+    logprobs: list[list[float]]
+    """The logprob of each of these tokens, in nats."""
+    trajectory_ids: list[str] | None = None
+    """One id for each answer, with `collect_trajectory`."""
+    trajectory_warning: str | None = None
+    """Why the trajectories will not be used for training."""
+
+
+def trl_completion(body: GenerateBody) -> dict[str, Any]:
+    """The fields of the completion that a body with `prompts` asks for."""
+    return {**sent_sampling(body), "max_tokens": body.max_tokens, "logprobs": 0}
+
+
+class TRLWriter(WholeWriter):
+    """Writes a `TRLAnswer`."""
+
+    def _answer(self, whole: WholeRequest) -> TRLAnswer:
+        return TRLAnswer(
+            prompt_ids=[list(prompt) for prompt in self.request.prompts],
+            completion_ids=[choice.token_ids for choice in whole.choices],
+            logprobs=[[finite(token.logprob) for token in choice.logprobs] for choice in whole.choices],
+            **collected_fields(self.request, whole.finished),
+        )
+
 
 router = APIRouter()
 Body = Annotated[GenerateBody, Depends(json_body(GenerateBody))]

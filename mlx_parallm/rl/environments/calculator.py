@@ -1,97 +1,21 @@
-"""The environments that come with the package.
+"""`calculator`: a tool. The model calls it with a line of text, and gets the result as the next message.
 
-words        single turn. A sentence is to be classified with one word.
-hints        two turns. After a wrong answer the model gets a hint, and answers again.
-calculator   a tool. The model calls it with a line of text, and gets the result as the next message:
-
-             user        What is 48 * 37?
-             assistant   calc: 48 * 37
-             user        result: 1776
-             assistant   1776
+user        What is 48 * 37?
+assistant   calc: 48 * 37
+user        result: 1776
+assistant   1776
 """
 
 from __future__ import annotations
 
 import ast
-import itertools
 import operator
-import random
 import re
 from collections.abc import Callable, Iterator, Mapping
 from random import Random
 
 from mlx_parallm.core import CollectionSpec, FinishReason
-from mlx_parallm.rl.environments.protocol import Answer, Message, RolloutClient, Task
-
-_KINDS = {
-    "animal": "horse tiger rabbit monkey eagle dolphin sheep camel zebra lion goat wolf",
-    "fruit": "apple banana cherry lemon mango orange peach grape plum kiwi melon pear",
-    "color": "red green blue yellow purple black white brown pink gray violet beige",
-    "tool": "hammer saw drill wrench shovel axe screwdriver pliers rake ladder chisel file",
-}
-_FIRST, _SECOND = 1.0, 0.5
-"""The rewards of a right answer without the hint, and with it."""
-
-
-class Hints:
-    """Each task asks which of three words is, for example, an animal. The answer is that word and nothing else."""
-
-    def tasks(self, seed: int) -> Iterator[Task]:
-        dice = Random(seed)
-        while True:
-            kind, *others = dice.sample(sorted(_KINDS), 3)
-            words = [dice.choice(_KINDS[each].split()) for each in (kind, *others)]
-            right, shown = words[0], ", ".join(dice.sample(words, 3))
-            text = f"Which of these is the {kind}: {shown}? Answer with one word."
-            yield Task(({"role": "user", "content": text},), CollectionSpec(metadata={"answer": right}))
-
-    async def rollout(self, client: RolloutClient, task: Task) -> float:
-        right = str(task.collection.metadata["answer"])
-        first = await client.ask(task.messages)
-        if _says(first, right):
-            return _FIRST
-        hint = f"No. It begins with the letter {right[0]}. Answer with that word alone."
-        second = await client.ask([*task.messages, first.message, {"role": "user", "content": hint}])
-        return _SECOND if _says(second, right) else 0.0
-
-
-def _says(answer: Answer, word: str) -> bool:
-    """Whether an answer is this word alone."""
-    return re.findall(r"\w+", answer.text.lower()) == [word]
-
-
-_ADJECTIVES = {
-    "positive": "superb lovely wonderful excellent delightful amazing brilliant charming fantastic pleasant great "
-    "beautiful impressive splendid perfect enjoyable",
-    "negative": "dull awful terrible horrible dreadful boring miserable disappointing unpleasant poor bad ugly weak "
-    "dismal annoying tedious",
-}
-_THINGS = ("film", "hotel", "meal", "book", "concert", "garden", "party", "journey")
-
-
-class Words:
-    """Each task is a sentence such as "The film was dull.", and 1 is the reward for its class as the only word."""
-
-    def tasks(self, seed: int) -> Iterator[Task]:
-        """Every sentence comes once before any comes again, positive and negative ones in turns: an update from one
-        kind would teach one answer to everything."""
-        for epoch in itertools.count():
-            dice = random.Random(f"{seed}/{epoch}")
-            sides = [_shuffled(kind, dice) for kind in _ADJECTIVES]
-            yield from itertools.chain.from_iterable(zip(*sides, strict=True))
-
-
-def _shuffled(kind: str, dice: random.Random) -> list[Task]:
-    pairs = list(itertools.product(_THINGS, _ADJECTIVES[kind].split()))
-    dice.shuffle(pairs)
-    return [_task(thing, adjective, kind) for thing, adjective in pairs]
-
-
-def _task(thing: str, adjective: str, kind: str) -> Task:
-    text = f"The {thing} was {adjective}. Positive or negative? Answer with one word."
-    pattern = rf"(?i)\A\W*{kind}\W*\Z"
-    return Task(({"role": "user", "content": text},), CollectionSpec("regex", {"pattern": pattern}))
-
+from mlx_parallm.rl.environments.protocol import Message, RolloutClient, Task
 
 _RULES = (
     "You have a calculator. To use it, write a line such as `calc: 12*34` and nothing else. You then get its result. "
