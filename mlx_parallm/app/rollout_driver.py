@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from mlx_parallm.config import RLTrainingConfig
+from mlx_parallm.core.training import RolloutState
 from mlx_parallm.errors import EngineDeadError
 from mlx_parallm.rl.rollouts.answers import DrawResult
 from mlx_parallm.tasks import spawn
@@ -84,7 +85,7 @@ class RolloutDriver:
         rows: int,
         is_paused: Callable[[], bool],
     ) -> None:
-        self.state = "waiting"
+        self.state: RolloutState = "waiting"
         self.drawn = self.failed = 0
         self.last_failure = ""
         self._source, self._needs, self._config = source, needs, config
@@ -124,7 +125,7 @@ class RolloutDriver:
             else:
                 await asyncio.sleep(_POLL_S)
 
-    def _next_state(self) -> str:
+    def _next_state(self) -> RolloutState:
         if self._is_paused():
             return "paused"
         return "drawing" if self._drawing or self._wanted > 0 else "waiting"

@@ -7,8 +7,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Annotated, Protocol
 
+from pydantic import Field, PlainSerializer, WithJsonSchema
+
+from mlx_parallm.core.json_values import ANSWER
 from mlx_parallm.errors import InvalidRequestError, shown
 
 
@@ -21,6 +24,12 @@ class AdapterRef:
 
     def __str__(self) -> str:
         return f"{self.name}@{self.version}"
+
+
+AdapterText = Annotated[AdapterRef, PlainSerializer(str), WithJsonSchema({"type": "string"})]
+"""A version that answers show as `name@version`."""
+AdapterName = Annotated[str, Field(serialization_alias="lora_adapter")]
+"""The name of an adapter, which answers show as `lora_adapter`."""
 
 
 BASE_ADAPTER = AdapterRef("base", 0)
@@ -153,14 +162,18 @@ class CheckpointCard:
 
 @dataclass(frozen=True, slots=True)
 class KeptPart:
-    """One part of what the server keeps of an adapter. `what`: in words, for people. `path`: where it is; empty for
-    what is in memory. `count`: of the things that it consists of. `bytes`: on the disk; 0 if they share a file with
-    others."""
+    """One part of what is kept of an adapter."""
+
+    __pydantic_config__ = ANSWER
 
     what: str
+    """In words."""
     path: str
+    """The file or folder; empty for what is in memory."""
     count: int
+    """Things that it consists of, such as files or lines."""
     bytes: int = 0
+    """Bytes on the disk; 0 if it shares a file with others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.json_values import ANSWER
 
 
 class NodeRole(StrEnum):
@@ -89,20 +90,28 @@ class VersionState:
 
 @dataclass(frozen=True, slots=True)
 class BaseFile:
-    """A file of the base model. `path` is its name."""
+    """A file of the base model."""
 
     path: str
+    """Its name, for `GET /v1/cluster/base/{file}`."""
     bytes: int
+    """Its size."""
     sha256: str
+    """Its checksum."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedBase:
-    """The base model of a cluster. `files` is empty if a node that joins has it, or has it with this package."""
+    """The base model of the cluster."""
+
+    __pydantic_config__ = ANSWER
 
     name: str
+    """Its name in requests."""
     fingerprint: str
+    """What identifies it."""
     files: tuple[BaseFile, ...] = ()
+    """Its files, if the node has asked which base model there is, and does not have it with this package."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
-from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.adapters import AdapterName, AdapterText
+from mlx_parallm.core.json_values import ANSWER, UnixTime
 from mlx_parallm.core.readers import Reader
+
+ComparisonVerdict = Literal["running", "promoted", "withdrawn", "no_difference", "stopped", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,38 +33,48 @@ class ComparisonSpec:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonCard:
-    """A comparison that runs, or the last one of its adapter.
+    """A comparison that runs, or the last one of its adapter."""
 
-    Attributes:
-        live: the version that is live unless the candidate is promoted.
-        automatic: the candidate came from an update, and not from a client.
-        verdict: running, promoted, withdrawn, no_difference, stopped or failed. With the last three, `live` stays.
-        reason: why it ended; empty while it runs.
-        live_requests, candidate_requests: requests that each of them got.
-        live_rewards, candidate_rewards: rewarded requests of each.
-        p_better: the smallest error rate at which the candidate would have been called better by now. p_worse: worse.
-        clipped: rewards outside of the configured range.
-        ended: like `started`, Unix time in seconds.
-    """
+    __pydantic_config__ = ANSWER
 
-    adapter: str
-    live: AdapterRef
-    candidate: AdapterRef
+    adapter: AdapterName
+    """The adapter."""
+    live: AdapterText
+    """The version that stays live unless the candidate is promoted."""
+    candidate: AdapterText
+    """The version that is compared with it."""
     automatic: bool
+    """Whether an update made the candidate; otherwise a request named it."""
     share: float
-    started: float
-    verdict: str = "running"
+    """Share of the requests that get the candidate."""
+    started: UnixTime
+    """Time in ISO-8601, UTC."""
+    verdict: ComparisonVerdict = "running"
+    """`running`; `promoted`: the candidate is live now; `withdrawn`: its rewards were worse, or its numbers were not
+    finite; `no_difference`; `stopped`; `failed`: the version that had won could not go live."""
     reason: str = ""
+    """Why it ended; empty while it runs."""
     live_requests: int = 0
+    """Requests that the live version got in the comparison, rewarded or not."""
     candidate_requests: int = 0
+    """Requests that the candidate got."""
     live_rewards: int = 0
+    """Rewarded requests of the live version."""
     candidate_rewards: int = 0
+    """Rewarded requests of the candidate."""
     live_mean: float | None = None
+    """Mean reward of the live version; null before the first."""
     candidate_mean: float | None = None
+    """Mean reward of the candidate; null before the first."""
     p_better: float = 1.0
+    """The smallest error rate at which the candidate would have been called better by now, 0 to 1. It is valid at any
+    time, however often it is read."""
     p_worse: float = 1.0
+    """The same for worse."""
     clipped: int = 0
-    ended: float | None = None
+    """Rewards outside of the configured range, which count as its ends."""
+    ended: UnixTime | None = None
+    """Time in ISO-8601, UTC; null while it runs."""
 
 
 class CompetitionClient(Protocol):

@@ -15,33 +15,41 @@ from mlx_parallm.core.device import (
     Histogram,
     PauseMode,
 )
+from mlx_parallm.core.json_values import ANSWER
 from mlx_parallm.core.machine import UNKNOWN_MACHINE, MachineState
 from mlx_parallm.core.requests import Event, GenerationRequest
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """The base model's properties for the model list.
+    """The base model."""
 
-    Attributes:
-        aliases: more names that requests may give for it.
-        tokenizer: the folder from which clients on this machine can load its tokenizer; empty if there is none.
-        generation_defaults: the values that the model's authors recommend for the sampling fields of these names, and
-            for `max_new_tokens`.
-        architecture: the model's family, such as `llama`; empty if it is not known.
-    """
+    __pydantic_config__ = ANSWER
 
     name: str
+    """The name that `model` accepts."""
     context_length: int
+    """Maximum number of tokens of prompt and answer together."""
     vocab_size: int
+    """Size of the vocabulary. Token ids are smaller."""
     quantization: str
+    """Quantization of the weights as loaded."""
     dtype: str
+    """Type of the activations."""
     parameters: int
+    """Number of parameters."""
     weight_bytes: int
+    """Bytes of the weights in memory."""
     aliases: tuple[str, ...] = ()
+    """Other names that `model` accepts for it."""
     tokenizer: str = ""
+    """The folder from which programs on this machine can load its tokenizer; empty if there is none, and for keys with
+    the role `inference`."""
     generation_defaults: Mapping[str, float] = field(default_factory=dict)
+    """The values of sampling fields that a request leaves out, where they are not OpenAI's, and `max_new_tokens`, the
+    number of tokens in chats."""
     architecture: str = ""
+    """The model's family, such as `llama`; empty if it is not known."""
 
     @property
     def names(self) -> tuple[str, ...]:

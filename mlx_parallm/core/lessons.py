@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from mlx_parallm.core.json_values import ANSWER
 from mlx_parallm.core.readers import Reader
 
 
@@ -72,10 +73,12 @@ class LessonOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LessonAnswer:
-    """One answer and its reward."""
+    """One answer."""
 
     text: str
+    """Its text."""
     reward: float
+    """Its reward, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,20 +110,20 @@ class LessonPoint:
 
 @dataclass(frozen=True, slots=True)
 class LessonShowing:
-    """Examples that are imitated now, all of them several times.
+    """The examples that are imitated now. All of them are imitated several times."""
 
-    Attributes:
-        examples: their number; 0 while they are being sampled.
-        number: the last of those that the update in progress imitates, counted from 1.
-        time, times: which time it is, and how often all of them are imitated.
-        loss: of the update before; None: it is the first one.
-    """
+    __pydantic_config__ = ANSWER
 
     examples: int = 0
+    """Their number; 0 while they are being sampled."""
     number: int = 0
+    """The last of those that the update in progress imitates, counted from 1."""
     time: int = 1
+    """Which time it is, counted from 1."""
     times: int = 1
+    """How often all of them are imitated."""
     loss: float | None = None
+    """Loss of the update before; null at the first one."""
 
 
 @dataclass(frozen=True, slots=True)

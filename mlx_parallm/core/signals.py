@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from mlx_parallm.core.adapters import AdapterName
+from mlx_parallm.core.json_values import ANSWER
 from mlx_parallm.core.readers import Reader
 
 
@@ -86,41 +88,48 @@ class EditCard:
 
 @dataclass(frozen=True, slots=True)
 class SourceReport:
-    """What was learnt from one kind of source, in answers, episodes or edits; of a preference, both answers count.
+    """What was learnt from one source."""
 
-    Attributes:
-        updates: those that trained on some of it.
-        gradient_share: its part of the gradient norms of all updates, 0 to 1. In an update of several sources, each
-            counts by the number of its answers.
-        reward_change: the sum of the changes of the mean reward from one update with rewards to the next that are
-            ascribed to it, in the same way; None if no change was measured after it.
-        evaluation_change: the same of the evaluations.
-    """
+    __pydantic_config__ = ANSWER
 
     source: str
+    """`scorers`; `environments`, which reward what they draw; `feedback` in time; `late_feedback`; `preferences`;
+    `corrections`; or `unrated`: answers that wait, or waited, for feedback."""
     arrived: int = 0
+    """Answers, episodes or edits that came. A preference counts as two answers."""
     waiting: int = 0
+    """Those that wait for a reward or an update."""
     trained: int = 0
+    """Those that were trained on."""
     dropped: Mapping[str, int] = field(default_factory=dict)
+    """Those that were not, by reason."""
     updates: int = 0
+    """Updates that trained on some of them."""
     gradient_share: float = 0.0
+    """Its part of the gradient norms of all these updates, 0 to 1. In an update of several sources, each counts by the
+    number of its answers."""
     reward_change: float | None = None
+    """The changes of the mean reward after its updates, summed. If several sources had updates between two
+    measurements, each gets a part by its number of answers. null: none was measured."""
     evaluation_change: float | None = None
+    """The same of the evaluations."""
 
 
 @dataclass(frozen=True, slots=True)
 class SignalReport:
-    """What an adapter was taught by, since the process started.
+    """What an adapter was taught by since the server started."""
 
-    Attributes:
-        opinions: scores that were taken.
-        people: different users who gave scores or edits, at most those that are remembered.
-    """
+    __pydantic_config__ = ANSWER
 
-    adapter: str
+    adapter: AdapterName
+    """The adapter."""
     opinions: int
+    """Scores that were taken as feedback."""
     people: int
+    """Different users who sent feedback or edits, at most those that are remembered. Requests without a `user` do not
+    count."""
     sources: Sequence[SourceReport]
+    """One entry for each source of which something came."""
 
 
 class OpinionClient(Protocol):

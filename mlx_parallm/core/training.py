@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
-from mlx_parallm.core.adapters import AdapterRef, CheckpointCard
+from pydantic import Field
+
+from mlx_parallm.core.adapters import AdapterRef, AdapterText, CheckpointCard
 from mlx_parallm.core.collected import CollectedClient
 from mlx_parallm.core.competition import CompetitionClient
+from mlx_parallm.core.json_values import Figure, UnixTime
 from mlx_parallm.core.readers import Reader
 from mlx_parallm.core.signals import OpinionClient, PeopleClient, Signal
 from mlx_parallm.core.trajectories import CollectingClient, GivenTrajectory, TrajectoryClient
@@ -17,23 +20,20 @@ from mlx_parallm.core.trajectories import CollectingClient, GivenTrajectory, Tra
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """A figure of training that is beyond its limit.
-
-    Attributes:
-        signal: not_finite, kl_step, ratio, kl, entropy, length or reward: the keys of `rl_training.divergence`.
-        value: the figure; NaN if it is not a number.
-        limit: the configured one; None for not_finite.
-        action: what is done: tell, hold, pause or roll_back.
-        reason: the same in words.
-        at: Unix time in seconds.
-    """
+    """A figure of training that is beyond its limit."""
 
     signal: str
-    value: float
+    """`not_finite`, `kl_step`, `ratio`, `kl`, `entropy`, `length` or `reward`: the keys of `rl_training.divergence`."""
+    value: Figure
+    """The figure; null if it is not finite."""
     limit: float | None
+    """Its limit; null for `not_finite`."""
     action: str
+    """What was done: `tell`, `hold`, `pause` or `roll_back`."""
     reason: str
-    at: float
+    """The same in words."""
+    at: UnixTime
+    """Time in ISO-8601, UTC."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,53 +84,51 @@ class TrainingHistory:
     last_event_id: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutStatus:
-    """A snapshot of the rollouts that a server draws while it serves.
-
-    Attributes:
-        environment: its name in the configuration.
-        state: drawing; waiting (the next update has enough trajectories); paused (as training or the engine is); or
-            failed (nothing more is drawn).
-        tasks_taken: tasks taken from the environment, those of earlier processes of the run included.
-        groups_drawn: tasks answered since start. Some of their episodes may have failed.
-        tasks_failed: tasks since start that could not be answered.
-        last_failure: of a task, of an episode, or of the environment as a whole; for people, empty if there was none.
-        levels: those of the curriculum, as far as they are known; empty without a curriculum.
-    """
-
-    environment: str
-    state: str
-    tasks_taken: int = 0
-    groups_drawn: int = 0
-    tasks_failed: int = 0
-    last_failure: str = ""
-    levels: tuple[LevelCard, ...] = ()
-
-    @property
-    def outcomes(self) -> Mapping[str, int]:
-        """Tasks since start, by outcome."""
-        return {"drawn": self.groups_drawn, "failed": self.tasks_failed}
-
-
 LEVEL_PREFIX = "curriculum/"
 """What the names of a level's figures begin with, such as `curriculum/easy/success`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LevelCard:
-    """A level of tasks now.
-
-    Attributes:
-        success: mean reward of its recent tasks, from 0 to 1.
-        share: probability that the next task is of this level.
-        drawn: tasks of it so far, those of earlier processes of the run included.
-    """
+    """A level of the tasks of a curriculum."""
 
     level: str
+    """Its name."""
     success: float
+    """Mean reward of its recent tasks, from 0 to 1."""
     share: float
+    """Probability that the next task is of this level."""
     drawn: int
+    """Tasks of it since the curriculum began, those of earlier processes of the run included."""
+
+
+RolloutState = Literal["drawing", "waiting", "paused", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutStatus:
+    """Rollouts that the server draws by itself."""
+
+    environment: str
+    """The environment that the tasks come from."""
+    state: RolloutState
+    """`drawing`; `waiting`: the next update has enough trajectories; `paused`, as training or the engine is; `failed`:
+    nothing more is drawn."""
+    tasks_taken: int
+    """Tasks taken from the environment, those of earlier processes of the run included."""
+    groups_drawn: int
+    """Tasks answered since start. Some of their episodes may have failed."""
+    tasks_failed: int
+    """Tasks since start that could not be answered."""
+    last_failure: str
+    """The last failure of a task, an episode or the environment; empty if there was none."""
+    levels: tuple[LevelCard, ...]
+    """Those of the curriculum, as far as they are known; empty without a curriculum."""
+
+    @property
+    def outcomes(self) -> Mapping[str, int]:
+        """Tasks since start, by outcome."""
+        return {"drawn": self.groups_drawn, "failed": self.tasks_failed}
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,24 +162,25 @@ class UpdateReport:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """The mean reward of one version on the held-out tasks.
+    """The mean reward of one version on the held-out tasks."""
 
-    Attributes:
-        step: optimizer steps of the version.
-        low, high: the 95 % confidence interval of `mean`, over tasks like these.
-        answers: answers or episodes with a reward; several for each task if `rl_training.evaluation.samples` says so.
-        failed: tasks of which an answer or an episode failed, or could not be scored. Such ones are left out.
-        at: Unix time in seconds.
-    """
-
-    adapter: AdapterRef
+    adapter: Annotated[AdapterText, Field(serialization_alias="lora_adapter")]
+    """The version that was evaluated."""
     step: int
+    """Optimizer steps of the version."""
     mean: float
+    """Mean reward."""
     low: float
+    """Lower bound of the 95 % confidence interval of the mean, over tasks like these."""
     high: float
+    """Upper bound of that interval."""
     answers: int
+    """Answers that were scored, or episodes that have ended with a reward; several for each task if
+    `rl_training.evaluation.samples` says so."""
     failed: int
-    at: float
+    """Held-out tasks of which an answer or an episode failed, or could not be scored. Such ones are left out."""
+    at: UnixTime
+    """Time in ISO-8601, UTC."""
 
     @property
     def metrics(self) -> dict[str, float]:

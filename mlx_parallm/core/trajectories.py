@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.adapters import AdapterName, AdapterRef
+from mlx_parallm.core.json_values import ANSWER
 from mlx_parallm.core.readers import Reader
 from mlx_parallm.core.requests import CollectionSpec, Event, FinishReason, GenerationRequest
 
@@ -66,14 +67,20 @@ class TrajectoryCard:
 
 @dataclass(frozen=True, slots=True)
 class GroupCard:
-    """A group in the buffer. `members`: answers or episodes; `rewarded`: those that have a reward.
-    `complete`: an update can take it now."""
+    """A group that requests have named."""
+
+    __pydantic_config__ = ANSWER
 
     group_id: str
-    adapter: str
+    """Its id."""
+    adapter: AdapterName
+    """The adapter that it trains."""
     members: int
+    """Answers or episodes in it."""
     rewarded: int
+    """Those that have a reward."""
     complete: bool
+    """Whether an update can take it now. A group with a `scoring_function` is complete when its members are scored."""
 
 
 @dataclass(frozen=True, slots=True)

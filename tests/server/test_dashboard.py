@@ -54,10 +54,16 @@ def test_no_text_of_a_prompt_becomes_part_of_the_page():
 OTHER_NAMES = {
     "AdapterVersion": "Adapter",
     "Adapters": "AdapterList",
+    "Answer": "LessonAnswer",
     "ClusterNode": "NodeObject",
+    "Comparison": "ComparisonCard",
     "Corrected": "PreferenceObject",
+    "Evaluation": "EvaluationResult",
     "Rated": "FeedbackObject",
+    "Report": "SignalReport",
     "SharedVersion": "VersionObject",
+    "Showing": "LessonShowing",
+    "Source": "SourceReport",
     "TrainingEvent": "EventObject",
     "TrainingState": "TrainingObject",
 }

@@ -12,6 +12,7 @@ from weakref import WeakSet
 
 from mlx_parallm.config import CompetitionConfig
 from mlx_parallm.core import AdapterRef, ComparisonCard
+from mlx_parallm.core.competition import ComparisonVerdict
 from mlx_parallm.rl.collect.groups import TrajectoryGroup
 from mlx_parallm.rl.competition.evidence import Contrast, DifferenceTest, Verdict
 
@@ -36,7 +37,7 @@ class MeanReward:
 class Outcome:
     """How a comparison ends. `verdict` and `reason`: as in `core.ComparisonCard`. `candidate_wins`: it goes live."""
 
-    verdict: str
+    verdict: ComparisonVerdict
     reason: str
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from importlib.metadata import version as version_of
 from importlib.resources import files
 from typing import Annotated, Any, Literal
@@ -15,7 +15,7 @@ from starlette.responses import HTMLResponse, Response
 
 from mlx_parallm import __version__
 from mlx_parallm.config import Mode
-from mlx_parallm.core import EngineStats
+from mlx_parallm.core import EngineStats, ModelCard
 from mlx_parallm.errors import EngineDeadError
 from mlx_parallm.server.api.fields import WireOutput, WireQuery
 from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES
@@ -106,35 +106,6 @@ class ServerInfoQuery(WireQuery):
     """Only `json`; vLLM has a text form too."""
 
 
-class ModelInfo(WireOutput):
-    """The base model."""
-
-    name: str
-    """The name that `model` accepts."""
-    context_length: int
-    """Maximum number of tokens of prompt and answer together."""
-    vocab_size: int
-    """Size of the vocabulary. Token ids are smaller."""
-    quantization: str
-    """Quantization of the weights as loaded."""
-    dtype: str
-    """Type of the activations."""
-    parameters: int
-    """Number of parameters."""
-    weight_bytes: int
-    """Bytes of the weights in memory."""
-    aliases: tuple[str, ...]
-    """Other names that `model` accepts for it."""
-    tokenizer: str
-    """The folder from which programs on this machine can load its tokenizer; empty if there is none, and for keys with
-    the role `inference`."""
-    generation_defaults: dict[str, float]
-    """The values of sampling fields that a request leaves out, where they are not OpenAI's, and `max_new_tokens`, the
-    number of tokens in chats."""
-    architecture: str
-    """The model's family, such as `llama`."""
-
-
 class ServerLimits(WireOutput):
     """The limits of this server."""
 
@@ -174,7 +145,7 @@ class ServerInfo(WireOutput):
     """Versions of Python and of the main packages, by name."""
     system: str
     """Operating system and processor."""
-    model: ModelInfo
+    model: ModelCard
     """The base model that is served."""
     limits: ServerLimits
     """The limits in force."""
@@ -226,10 +197,10 @@ async def server_info(services: ServicesDep, _: Annotated[ServerInfoQuery, Query
     )
 
 
-def _model_info(services: Services) -> ModelInfo:
+def _model_info(services: Services) -> ModelCard:
     card = services.first.card
     defaults = dict(used_defaults(card, services.config))
-    return ModelInfo(**{**asdict(card), "tokenizer": services.path(card.tokenizer), "generation_defaults": defaults})
+    return replace(card, tokenizer=services.path(card.tokenizer), generation_defaults=defaults)
 
 
 def server_mode(services: Services) -> ServerMode:

@@ -29,6 +29,7 @@ from mlx_parallm.core import (
     RequestFailed,
     RequestFinished,
     ServedModel,
+    SharedBase,
     SharedVersion,
 )
 from mlx_parallm.errors import ConflictError, ContextLengthError, InvalidRequestError, ParaLLMError, UnknownModelError
@@ -130,28 +131,6 @@ class JoinBody(WireInput):
         return Joining(NodeRole(self.role), self.url, self.fingerprint, self.version)
 
 
-class BaseFileObject(WireOutput):
-    """A file of the base model."""
-
-    path: str
-    """Its name, for `GET /v1/cluster/base/{file}`."""
-    bytes: int
-    """Its size."""
-    sha256: str
-    """Its checksum."""
-
-
-class BaseObject(WireOutput):
-    """The base model of the cluster."""
-
-    name: str
-    """Its name in requests."""
-    fingerprint: str
-    """What identifies it."""
-    files: list[BaseFileObject]
-    """Its files, if the node has asked which base model there is."""
-
-
 class JoinAnswer(WireOutput):
     """What a node needs to take part."""
 
@@ -161,15 +140,13 @@ class JoinAnswer(WireOutput):
     """Where NATS is."""
     nats_token: str
     """The token for NATS; empty if it wants none."""
-    base: BaseObject
+    base: SharedBase
     """The base model."""
 
     @classmethod
     def of(cls, joined: Joined) -> JoinAnswer:
         """The answer to a node that has joined."""
-        files = [BaseFileObject(path=file.path, bytes=file.bytes, sha256=file.sha256) for file in joined.base.files]
-        base = BaseObject(name=joined.base.name, fingerprint=joined.base.fingerprint, files=files)
-        return cls(node_id=joined.node_id, nats_url=joined.nats_url, nats_token=joined.nats_token, base=base)
+        return cls(node_id=joined.node_id, nats_url=joined.nats_url, nats_token=joined.nats_token, base=joined.base)
 
 
 class VersionObject(WireOutput):

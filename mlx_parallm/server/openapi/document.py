@@ -80,7 +80,7 @@ def describe(app: FastAPI, routes: Sequence[Route], strict_fields: bool) -> dict
                     operation["requestBody"], definitions = _request_body(path, body, opens)
                     schemas |= definitions
                 operation["responses"] = _with_headers(_responses(path, operation), opens)
-        for unused in ("HTTPValidationError", "ValidationError"):
+        for unused in ("HTTPValidationError", "ValidationError", "AdapterRef"):
             schemas.pop(unused, None)
         for form in (OPENAI, *FORMS.values()):
             error = form.model.model_json_schema(ref_template=REF)

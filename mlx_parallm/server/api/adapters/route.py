@@ -31,7 +31,6 @@ from mlx_parallm.server.api.adapters.schema import (
     CheckpointList,
     DeleteAdapterBody,
     DeletedAdapter,
-    KeptPartObject,
     LoadedLora,
     LoadLoraBody,
     RollbackBody,
@@ -213,7 +212,7 @@ async def delete_all(
         status="success",
         lora_name=name,
         deleted=not body.dry_run,
-        parts=[KeptPartObject(what=part.what, path=part.path, count=part.count, bytes=part.bytes) for part in parts],
+        parts=parts,
         in_training=services.is_trained(name),
     )
 

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PlainValidator
 
+from mlx_parallm.core import KeptPart
 from mlx_parallm.server.api.fields import INT32_MAX, Neutral, WireInput, WireOutput, refused
 
 MAX_NAME, MAX_PATH = 160, 4096
@@ -129,19 +130,6 @@ class DeleteAdapterBody(WireInput):
     """Whether its lesson and its training are stopped first. By default, an adapter in training is a 409."""
 
 
-class KeptPartObject(WireOutput):
-    """One part of what is kept of an adapter."""
-
-    what: str
-    """In words."""
-    path: str
-    """The file or folder; empty for what is in memory."""
-    count: int
-    """Things that it consists of, such as files or lines."""
-    bytes: int
-    """Bytes on the disk; 0 if it shares a file with others."""
-
-
 class DeletedAdapter(WireOutput):
     """What was removed of an adapter, or would be."""
 
@@ -150,7 +138,7 @@ class DeletedAdapter(WireOutput):
     """Its name."""
     deleted: bool
     """Whether it was removed: false for a `dry_run`."""
-    parts: list[KeptPartObject]
+    parts: tuple[KeptPart, ...]
     """What was removed, or would be."""
     in_training: bool
     """Whether it is in training now."""

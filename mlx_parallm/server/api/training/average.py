@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Depends
 from pydantic import Field
 
-from mlx_parallm.core import BASE_ADAPTER, AverageCard, AverageSpec
+from mlx_parallm.core import BASE_ADAPTER, AverageCard, AverageSpec, EvaluationResult
 from mlx_parallm.errors import (
     ConflictError,
     EngineDeadError,
@@ -17,7 +17,6 @@ from mlx_parallm.errors import (
     UnknownModelError,
 )
 from mlx_parallm.server.api.fields import INT32_MAX, WireInput, WireOutput
-from mlx_parallm.server.api.training.objects import EvaluationObject, evaluation_object
 from mlx_parallm.server.errors import DrainingError
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.openapi.responses import raises
@@ -75,7 +74,7 @@ class AverageObject(WireOutput):
     """The linear that loses the largest part."""
     worst_error: float
     """The part that it loses, 0 to 1."""
-    evaluation: EvaluationObject | None
+    evaluation: EvaluationResult | None
     """Its mean reward on the held-out tasks; null if the server does not evaluate versions, or if that failed."""
     checkpoint: str | None
     """Its checkpoint; null if it was held."""
@@ -110,6 +109,6 @@ def average_object(card: AverageCard) -> AverageObject:
         error=card.error,
         worst=card.worst,
         worst_error=card.worst_error,
-        evaluation=None if card.evaluation is None else evaluation_object(card.evaluation),
+        evaluation=card.evaluation,
         checkpoint=card.checkpoint or None,
     )

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends
 from pydantic import Field, model_validator
 
-from mlx_parallm.core import LessonAnswer, LessonCard, LessonClient, LessonPoint, LessonRule, LessonSpec, RuleKind
+from mlx_parallm.core import (
+    LessonAnswer,
+    LessonCard,
+    LessonClient,
+    LessonPoint,
+    LessonRule,
+    LessonShowing,
+    LessonSpec,
+    RuleKind,
+)
+from mlx_parallm.core.json_values import utc
 from mlx_parallm.errors import (
     ConflictError,
     ContextLengthError,
@@ -20,7 +29,6 @@ from mlx_parallm.errors import (
     UnknownModelError,
 )
 from mlx_parallm.server.api.fields import WireInput, WireOutput, refused
-from mlx_parallm.server.api.training.objects import utc
 from mlx_parallm.server.errors import DrainingError
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.openapi.responses import raises
@@ -134,23 +142,14 @@ def _messages(prompt: str | list[LessonMessage]) -> tuple[dict[str, str], ...]:
 # -- what it has taught ----------------------------------------------------------------------------
 
 
-class LessonAnswerObject(WireOutput):
-    """One answer."""
-
-    text: str
-    """Its text."""
-    reward: float
-    """Its reward, 0 to 1."""
-
-
 class LessonPromptObject(WireOutput):
     """One prompt with answers to it, drawn at the temperature of the lesson."""
 
     messages: list[dict[str, str]]
     """The prompt."""
-    before: list[LessonAnswerObject]
+    before: tuple[LessonAnswer, ...]
     """The first answers that were drawn; empty if there are none yet."""
-    now: list[LessonAnswerObject]
+    now: tuple[LessonAnswer, ...]
     """The newest answers."""
 
 
@@ -171,21 +170,6 @@ class LessonPointObject(WireOutput):
     """Time of the last one in ISO-8601, UTC."""
 
 
-class LessonShowingObject(WireOutput):
-    """The examples that are imitated now. All of them are imitated several times."""
-
-    examples: int
-    """Their number; 0 while they are being sampled."""
-    number: int
-    """The last of those that the update in progress imitates, counted from 1."""
-    time: int
-    """Which time it is, counted from 1."""
-    times: int
-    """How often all of them are imitated."""
-    loss: float | None
-    """Loss of the update before; null at the first one."""
-
-
 class LessonObject(WireOutput):
     """A lesson that runs, or the last one."""
 
@@ -201,7 +185,7 @@ class LessonObject(WireOutput):
     """The same in words, or why it is paused; empty if there is nothing to say."""
     advice: str
     """What to change; empty if there is nothing, and while examples are imitated."""
-    showing: LessonShowingObject | None
+    showing: LessonShowing | None
     """The examples that are imitated now; null unless `state` is `showing`."""
     lora_adapter: str
     """The adapter that learns."""
@@ -286,8 +270,8 @@ def lesson_object(card: LessonCard) -> LessonObject:
     prompts = [
         LessonPromptObject(
             messages=[dict(message) for message in messages],
-            before=list(map(_answer, samples.before)),
-            now=list(map(_answer, samples.now)),
+            before=samples.before,
+            now=samples.now,
         )
         for messages, samples in zip(spec.prompts, card.samples, strict=True)
     ]
@@ -298,7 +282,7 @@ def lesson_object(card: LessonCard) -> LessonObject:
             "outcome": card.outcome,
             "reason": card.reason,
             "advice": card.advice,
-            "showing": None if card.showing is None else asdict(card.showing),
+            "showing": card.showing,
             "lora_adapter": card.adapter,
             "live_lora": card.live or None,
             "checkpoint": card.checkpoint,
@@ -317,10 +301,6 @@ def lesson_object(card: LessonCard) -> LessonObject:
             "ended": None if card.ended is None else utc(card.ended),
         }
     )
-
-
-def _answer(answer: LessonAnswer) -> LessonAnswerObject:
-    return LessonAnswerObject(text=answer.text, reward=answer.reward)
 
 
 def _point(point: LessonPoint) -> LessonPointObject:

@@ -3,10 +3,7 @@ because JSON has none, and times are texts."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
-from datetime import UTC, datetime
 from typing import Any, Literal
 
 from mlx_parallm.core import (
@@ -19,12 +16,8 @@ from mlx_parallm.core import (
     TrajectoryCard,
     UpdateReport,
 )
+from mlx_parallm.core.json_values import finite, utc
 from mlx_parallm.server.api.fields import WireOutput
-
-
-def utc(seconds: float) -> str:
-    """Unix seconds as ISO-8601, to the millisecond: `2026-11-03T12:00:00.250Z`."""
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def as_json(value: Any) -> Any:
@@ -40,76 +33,6 @@ def as_json(value: Any) -> Any:
 
 def finite_metrics(metrics: Mapping[str, float]) -> dict[str, float | None]:
     return {name: finite(value) for name, value in metrics.items()}
-
-
-def finite(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else value
-
-
-class LevelObject(WireOutput):
-    """A level of the tasks."""
-
-    level: str
-    """Its name."""
-    success: float
-    """Mean reward of its recent tasks, from 0 to 1."""
-    share: float
-    """Probability that the next task is of this level."""
-    drawn: int
-    """Tasks of it since the curriculum began."""
-
-
-class RolloutsObject(WireOutput):
-    """Rollouts that the server draws by itself."""
-
-    environment: str
-    """The environment that the tasks come from."""
-    state: Literal["drawing", "waiting", "paused", "failed"]
-    """`drawing`; `waiting`: the next update has enough trajectories; `paused`, as training or the engine is; `failed`:
-    nothing more is drawn."""
-    tasks_taken: int
-    """Tasks taken from the environment, those of earlier processes of the run included."""
-    groups_drawn: int
-    """Tasks answered since start."""
-    tasks_failed: int
-    """Tasks since start that could not be answered."""
-    last_failure: str
-    """The last failure of a task, an episode or the environment; empty if there was none."""
-
-    levels: list[LevelObject]
-    """Those of the curriculum, as far as they are known; empty without a curriculum."""
-
-    @classmethod
-    def of(cls, status: RolloutStatus) -> RolloutsObject:
-        return cls(**asdict(status))
-
-
-class DivergenceObject(WireOutput):
-    """A figure of training that is beyond its limit."""
-
-    signal: str
-    """`not_finite`, `kl_step`, `ratio`, `kl`, `entropy`, `length` or `reward`."""
-    value: float | None
-    """The figure; null if it is not finite."""
-    limit: float | None
-    """Its limit; null for `not_finite`."""
-    action: str
-    """What was done: `tell`, `hold`, `pause` or `roll_back`."""
-    reason: str
-    """The same in words."""
-    at: str
-    """Time in ISO-8601, UTC."""
-
-
-def divergence_object(found: Divergence) -> DivergenceObject:
-    return DivergenceObject(
-        signal=found.signal,
-        value=finite(found.value),
-        limit=found.limit,
-        action=found.action,
-        reason=found.reason,
-        at=utc(found.at),
-    )
 
 
 class UpdateObject(WireOutput):
@@ -130,27 +53,6 @@ class UpdateObject(WireOutput):
     """Name of the checkpoint, if one was saved; never null if `checkpoint_name` was given."""
     signal: Literal["rewards", "late_feedback", "preferences", "corrections"]
     """What it learnt from: answers with `rewards`, or what people said."""
-
-
-class EvaluationObject(WireOutput):
-    """The mean reward of one version on the held-out tasks."""
-
-    lora_adapter: str
-    """The version that was evaluated."""
-    step: int
-    """Optimizer steps of the version."""
-    mean: float
-    """Mean reward."""
-    low: float
-    """Lower bound of the 95 % confidence interval of the mean."""
-    high: float
-    """Upper bound of that interval."""
-    answers: int
-    """Answers that were scored, or episodes that have ended with a reward."""
-    failed: int
-    """Held-out tasks of which an answer or an episode failed, or could not be scored. Such ones are left out."""
-    at: str
-    """Time in ISO-8601, UTC."""
 
 
 class TrainingObject(WireOutput):
@@ -213,13 +115,13 @@ class TrainingObject(WireOutput):
     """Trajectories dropped, by reason."""
     skips: dict[str, int]
     """Updates skipped, by reason."""
-    divergences: list[DivergenceObject]
+    divergences: tuple[Divergence, ...]
     """The last divergences, oldest first, 8 at most."""
     advice: str
     """What to change, because nearly all answers earn the same part of the reward; empty if there is nothing."""
-    evaluation: EvaluationObject | None
+    evaluation: EvaluationResult | None
     """The last evaluation; null if there was none."""
-    rollouts: RolloutsObject | None
+    rollouts: RolloutStatus | None
     """The rollouts of the environment that the server draws by itself; null if it draws none."""
     best_lora: str | None
     """The version with the best evaluation; without evaluations, with the best running mean of rewards."""
@@ -247,21 +149,6 @@ class FeedbackObject(WireOutput):
     late: bool = False
     """The answer had been dropped, because it was too old or nobody had judged it. Its feedback is learnt from all the
     same, in updates of their own."""
-
-
-class GroupObject(WireOutput):
-    """A group that requests have named."""
-
-    group_id: str
-    """Its id."""
-    lora_adapter: str
-    """The adapter that it trains."""
-    members: int
-    """Answers or episodes in it."""
-    rewarded: int
-    """Those that have a reward."""
-    complete: bool
-    """Whether an update can take it now. A group with a `scoring_function` is complete when its members are scored."""
 
 
 class EventObject(WireOutput):
@@ -370,10 +257,10 @@ def status_object(status: TrainingStatus, current: AdapterRef | None) -> Trainin
         metrics=finite_metrics(status.metrics),
         drops=dict(status.drops),
         skips=dict(status.skips),
-        divergences=[divergence_object(each) for each in status.last_divergences],
+        divergences=status.last_divergences,
         advice=status.advice,
-        evaluation=None if status.evaluation is None else evaluation_object(status.evaluation),
-        rollouts=None if status.rollouts is None else RolloutsObject.of(status.rollouts),
+        evaluation=status.evaluation,
+        rollouts=status.rollouts,
         best_lora=_name(status.best),
         available_checkpoints=list(status.checkpoints),
         trained_adapters=list(status.trained),
@@ -382,21 +269,8 @@ def status_object(status: TrainingStatus, current: AdapterRef | None) -> Trainin
     )
 
 
-def evaluation_object(result: EvaluationResult) -> EvaluationObject:
-    return EvaluationObject(
-        lora_adapter=str(result.adapter),
-        step=result.step,
-        mean=result.mean,
-        low=result.low,
-        high=result.high,
-        answers=result.answers,
-        failed=result.failed,
-        at=utc(result.at),
-    )
-
-
 def debug_object(status: TrainingStatus, current: AdapterRef | None) -> DebugAdapterTraining:
-    return DebugAdapterTraining(**status_object(status, current).model_dump(), detail=as_json(status.detail))
+    return DebugAdapterTraining(**dict(status_object(status, current)), detail=as_json(status.detail))
 
 
 def update_object(report: UpdateReport) -> UpdateObject:

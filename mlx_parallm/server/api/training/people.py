@@ -11,7 +11,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query
 from starlette.requests import Request
 
-from mlx_parallm.core import Edit, FoundTrajectory, Reader, TrainingClient, control_ids, end_id
+from mlx_parallm.core import Edit, FoundTrajectory, Reader, SignalReport, TrainingClient, control_ids, end_id
 from mlx_parallm.errors import (
     ConflictError,
     ContextLengthError,
@@ -26,9 +26,7 @@ from mlx_parallm.server.api.chat.messages import Conversation
 from mlx_parallm.server.api.training.people_schema import (
     PreferenceBody,
     PreferenceObject,
-    ReportObject,
     preference_object,
-    report_object,
 )
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import key_of
@@ -167,8 +165,8 @@ async def report(
     training: TrainingDep,
     key: KeyDep,
     lora_adapter: Annotated[str | None, Query(description="A trained adapter. Default: the default adapter.")] = None,
-) -> ReportObject:
+) -> SignalReport:
     """What an adapter was taught by since the server started: how much came from each source, what became of it, and
     what the updates that learnt from it changed."""
     with adapter_named_by("lora_adapter", lora_adapter):
-        return report_object(training.people.signal_report(lora_adapter, key.reader))
+        return training.people.signal_report(lora_adapter, key.reader)

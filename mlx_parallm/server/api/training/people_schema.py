@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from mlx_parallm.core import EditCard, SignalReport
+from mlx_parallm.core import EditCard
 from mlx_parallm.server.api.adapters.schema import MAX_NAME
 from mlx_parallm.server.api.chat.messages import Messages
 from mlx_parallm.server.api.fields import NonEmptyTokenIds, WireInput, WireOutput, refused
@@ -89,44 +89,6 @@ class PreferenceObject(WireOutput):
     """Edits of this kind that make an update."""
 
 
-class SourceObject(WireOutput):
-    """What was learnt from one source."""
-
-    source: str
-    """`scorers`; `environments`, which reward what they draw; `feedback` in time; `late_feedback`; `preferences`;
-    `corrections`; or `unrated`: answers that wait, or waited, for feedback."""
-    arrived: int
-    """Answers, episodes or edits that came. A preference counts as two answers."""
-    waiting: int
-    """Those that wait for a reward or an update."""
-    trained: int
-    """Those that were trained on."""
-    dropped: dict[str, int]
-    """Those that were not, by reason."""
-    updates: int
-    """Updates that trained on some of them."""
-    gradient_share: float
-    """Its part of the gradient norms of all these updates, 0 to 1."""
-    reward_change: float | None
-    """The changes of the mean reward after its updates, summed. If several sources had updates between two
-    measurements, each gets a part by its number of answers. null: none was measured."""
-    evaluation_change: float | None
-    """The same of the evaluations."""
-
-
-class ReportObject(WireOutput):
-    """What an adapter was taught by since the server started."""
-
-    lora_adapter: str
-    """The adapter."""
-    opinions: int
-    """Scores that were taken as feedback."""
-    people: int
-    """Different users who sent feedback or edits. Requests without a `user` do not count."""
-    sources: list[SourceObject]
-    """One entry for each source of which something came."""
-
-
 def preference_object(card: EditCard) -> PreferenceObject:
     return PreferenceObject.model_validate(
         {
@@ -138,26 +100,4 @@ def preference_object(card: EditCard) -> PreferenceObject:
             "waiting": card.waiting,
             "wanted": card.wanted,
         }
-    )
-
-
-def report_object(report: SignalReport) -> ReportObject:
-    return ReportObject(
-        lora_adapter=report.adapter,
-        opinions=report.opinions,
-        people=report.people,
-        sources=[
-            SourceObject(
-                source=each.source,
-                arrived=each.arrived,
-                waiting=each.waiting,
-                trained=each.trained,
-                dropped=dict(each.dropped),
-                updates=each.updates,
-                gradient_share=each.gradient_share,
-                reward_change=each.reward_change,
-                evaluation_change=each.evaluation_change,
-            )
-            for each in report.sources
-        ],
     )

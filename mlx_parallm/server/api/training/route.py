@@ -22,6 +22,7 @@ from mlx_parallm.core import (
     BASE_ADAPTER,
     AdapterRef,
     GivenTrajectory,
+    GroupCard,
     Reader,
     Signal,
     TrainingClient,
@@ -46,7 +47,6 @@ from mlx_parallm.server.api.training.objects import (
     DebugTraining,
     DebugTrajectories,
     FeedbackObject,
-    GroupObject,
     TrainingObject,
     UpdateObject,
     debug_object,
@@ -240,18 +240,11 @@ async def close_group(
     group_id: Annotated[str, Path(max_length=MAX_EPISODE_ID, description="The `group_id` of its requests.")],
     collection: CollectionDep,
     key: KeyDep,
-) -> GroupObject:
+) -> GroupCard:
     """Lets no more answers into a group, so that it can be trained on. If its requests named a `scoring_function`, that
     rewards the members without a reward; otherwise they are dropped. The answer is 409 if the group was trained on or
     dropped."""
-    card = await collection.trajectories.close_group(group_id, key.reader)
-    return GroupObject(
-        group_id=card.group_id,
-        lora_adapter=card.adapter,
-        members=card.members,
-        rewarded=card.rewarded,
-        complete=card.complete,
-    )
+    return await collection.trajectories.close_group(group_id, key.reader)
 
 
 # -- control ---------------------------------------------------------------------------------------

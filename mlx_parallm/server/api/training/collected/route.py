@@ -22,6 +22,7 @@ from mlx_parallm.core import (
     TextTokenizer,
     Trajectory,
 )
+from mlx_parallm.core.json_values import finite, utc
 from mlx_parallm.errors import TrainingDisabledError, UnknownTrajectoryError
 from mlx_parallm.server.api.adapters.schema import MAX_NAME
 from mlx_parallm.server.api.training.collected.schema import (
@@ -34,7 +35,6 @@ from mlx_parallm.server.api.training.collected.schema import (
     GroupRowObject,
     TokenObject,
 )
-from mlx_parallm.server.api.training.objects import finite, utc
 from mlx_parallm.server.http.request_log import key_of
 from mlx_parallm.server.openapi.responses import raises
 from mlx_parallm.server.services import ServicesDep, TrainingDep
