@@ -22,7 +22,7 @@ from mlx_parallm.grammar.compiler import LLCompiler
 
 
 class DeviceLoader:
-    """Implements `base_set.BaseLoader`.
+    """Loads and unloads base models. Every method but `owner` may raise EngineDeadError.
 
     Args:
         on_disk: names of the adapters in the adapter folder, by base model.
@@ -43,18 +43,18 @@ class DeviceLoader:
         self._grammars: dict[str, LLCompiler] = {}
 
     async def weigh(self, base: str) -> int:
-        """See `BaseLoader.weigh`."""
+        """The bytes that the weights will take. Takes no memory for them. Raises ModelError."""
         model = self._bases[base]
         return await self._processor.run(lambda: weight_bytes(model.open()))
 
     async def load(self, base: str) -> ServedModel:
-        """See `BaseLoader.load`."""
+        """Loads a base model. Raises ModelError, ConfigError, or the device's error."""
         model = self._bases[base]
         await self._processor.load(model.loading())
         return self.served(base)
 
     async def unload(self, base: str) -> None:
-        """See `BaseLoader.unload`."""
+        """Unloads a base model that nobody uses, and frees its memory."""
         await self._processor.unload(base)
 
     def served(self, base: str) -> ServedModel:
@@ -66,7 +66,7 @@ class DeviceLoader:
         return ServedModel(model.card, model.tokenizer, self._grammars[base], names, self._templates)
 
     def owner(self, adapter: str) -> str | None:
-        """See `BaseLoader.owner`."""
+        """The base model of an adapter. None if no adapter has this name."""
         return next((base for base in self._bases if self._has(base, adapter)), None)
 
     def _has(self, base: str, adapter: str) -> bool:
@@ -80,7 +80,7 @@ class DeviceLoader:
         return True
 
     def adapters_on_disk(self, base: str) -> tuple[str, ...]:
-        """See `BaseLoader.adapters_on_disk`."""
+        """Names of the adapters of a base model that was never loaded."""
         return self._on_disk.get(base, ())
 
 

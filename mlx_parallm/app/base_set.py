@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from mlx_parallm.app.residency import Residency, Resident
 from mlx_parallm.config import human_bytes
@@ -34,34 +34,13 @@ from mlx_parallm.errors import (
 )
 from mlx_parallm.tasks import spawn
 
+if TYPE_CHECKING:
+    from mlx_parallm.app.base_loader import DeviceLoader
+
 _log = logging.getLogger(__name__)
 
 RETRY_S = 30.0
 """After a load has failed, requests for the base model fail with the same error for so many seconds."""
-
-
-class BaseLoader(Protocol):
-    """Loads and unloads base models. Every method but `owner` may raise EngineDeadError."""
-
-    async def weigh(self, base: str) -> int:
-        """The bytes that the weights will take. Takes no memory for them. Raises ModelError."""
-        ...
-
-    async def load(self, base: str) -> ServedModel:
-        """Loads a base model. Raises ModelError, ConfigError, or the device's error."""
-        ...
-
-    async def unload(self, base: str) -> None:
-        """Unloads a base model that nobody uses, and frees its memory."""
-        ...
-
-    def owner(self, adapter: str) -> str | None:
-        """The base model of an adapter. None if no adapter has this name."""
-        ...
-
-    def adapters_on_disk(self, base: str) -> tuple[str, ...]:
-        """Names of the adapters of a base model that was never loaded."""
-        ...
 
 
 class BaseSet:
@@ -79,7 +58,7 @@ class BaseSet:
         first: ServedModel,
         residents: Sequence[Resident],
         room_bytes: int,
-        loader: BaseLoader,
+        loader: DeviceLoader,
         idle_unload_s: float | None = None,
         queue_timeout_s: float | None = None,
     ) -> None:

@@ -9,12 +9,12 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 from mlx_parallm.core import (
     BASE_ADAPTER,
     EVERYTHING,
     AdapterRef,
-    ClusterClient,
     CollectionSpec,
     Event,
     FeedbackCard,
@@ -34,6 +34,9 @@ from mlx_parallm.rl.runs.records import (
     body_from_json,
     body_to_json,
 )
+
+if TYPE_CHECKING:
+    from mlx_parallm.cluster.node import Node
 
 
 def to_message(body: Arrival | GroupEntry) -> bytes:
@@ -56,7 +59,7 @@ class ClusterCollection:
         default_adapter: what answers of the base model train.
     """
 
-    def __init__(self, cluster: ClusterClient, default_adapter: str) -> None:
+    def __init__(self, cluster: Node, default_adapter: str) -> None:
         self._cluster = cluster
         self._default = default_adapter
 

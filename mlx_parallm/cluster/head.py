@@ -120,7 +120,7 @@ class HeadSettings:
 
 
 class Head(Node):
-    """Implements `core.ClusterClient`."""
+    """The node that the others join."""
 
     def __init__(
         self, settings: HeadSettings, token: str, adapters: NodeAdapters, connection: Connection, nats: NatsAddress
@@ -146,10 +146,10 @@ class Head(Node):
             for version in await self._versions.remove_old(self.follower.state, name):
                 await asyncio.to_thread(self._archives.remove, version.ref)
 
-    # -- core.ClusterClient ----------------------------------------------------------------------
+    # -- what the HTTP server uses -----------------------------------------------------------------
 
     async def join(self, joining: Joining, reached_at: str) -> Joined:
-        """See `core.ClusterClient.join`."""
+        """See `Node.join`."""
         base = self._settings.base
         if joining.version != __version__:
             raise ConflictError(
@@ -173,11 +173,11 @@ class Head(Node):
         return f"nats://{f'[{host}]' if ':' in host else host}:{self._nats.url.rpartition(':')[2]}"
 
     async def base_file(self, name: str) -> Path:
-        """See `core.ClusterClient.base_file`."""
+        """See `Node.base_file`."""
         return await asyncio.to_thread(self._base_files.path, name)
 
     async def put_adapter(self, ref: AdapterRef, archive: bytes, sha256: str, fence: int) -> SharedVersion:
-        """See `core.ClusterClient.put_adapter`."""
+        """See `Node.put_adapter`."""
         check_name(ref.name, "name")
         live = self.follower.state.live.get(ref.name)
         if live is not None and fence < live.fence:
@@ -187,7 +187,7 @@ class Head(Node):
         return version
 
     async def adapter_file(self, ref: AdapterRef) -> Path:
-        """See `core.ClusterClient.adapter_file`."""
+        """See `Node.adapter_file`."""
         check_name(ref.name, "name")
         return await asyncio.to_thread(self._archives.path, ref)
 

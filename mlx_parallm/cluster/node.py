@@ -42,7 +42,8 @@ class Report:
 
 
 class Node(ABC):
-    """Implements `core.ClusterClient`; the methods of the head refuse.
+    """A node, which the HTTP server of this process uses too, on the event loop's thread. All methods of the head raise
+    ConflictError in other nodes.
 
     Args:
         folder: where archives are unpacked for a moment.
@@ -50,6 +51,7 @@ class Node(ABC):
 
     def __init__(self, role: NodeRole, token: str, adapters: NodeAdapters, folder: Path) -> None:
         self.token = token
+        """The secret that all nodes have."""
         self.role = role
         self.url = ""
         self.id = role.value
@@ -64,7 +66,7 @@ class Node(ABC):
 
     @property
     def routes(self) -> bool:
-        """See `core.ClusterClient.routes`."""
+        """Whether this node is the head, which sends requests to others."""
         return self.role is NodeRole.HEAD
 
     def serve(self, url: str, report: Callable[[], Report]) -> None:
@@ -118,10 +120,10 @@ class Node(ABC):
     async def fetch(self, version: SharedVersion) -> bytes:
         """The archive of a version, with the checksum of the registry."""
 
-    # -- core.ClusterClient ----------------------------------------------------------------------
+    # -- what the HTTP server uses -----------------------------------------------------------------
 
     def others_with(self, ref: AdapterRef) -> tuple[Member, ...]:
-        """See `core.ClusterClient.others_with`."""
+        """The other nodes that can answer requests for this adapter version now."""
         if self._members is None or not (ref == BASE_ADAPTER or self.follower.has(ref)):
             return ()
         return tuple(
@@ -134,7 +136,7 @@ class Node(ABC):
         )
 
     def status(self) -> ClusterStatus:
-        """See `core.ClusterClient.status`."""
+        """The cluster as this node sees it now."""
         members = self._members
         return ClusterStatus(
             self.id,
@@ -147,25 +149,43 @@ class Node(ABC):
         )
 
     async def send(self, name: str, body: bytes, message_id: str = "") -> None:
-        """See `core.ClusterClient.send`."""
+        """Sends what the trainer of an adapter is to learn from, and returns when it is on a disk.
+
+        Args:
+            name: that of the adapter.
+            message_id: a second message with the same one is dropped. Empty: the message has none.
+
+        Raises:
+            StorageError: it could not be kept.
+        """
         if self._connection is None:
             raise StorageError("this node is not connected to its cluster")
         await Trajectories(self._connection).send(name, body, message_id)
 
     async def join(self, joining: Joining, reached_at: str) -> Joined:
-        """See `core.ClusterClient.join`."""
+        """Lets a node join. `reached_at`: the host at which it has reached this one.
+
+        Raises:
+            ConflictError: it has another base model, or another version of this package.
+        """
         raise self._not_the_head()
 
     async def base_file(self, name: str) -> Path:
-        """See `core.ClusterClient.base_file`."""
+        """A file of the base model. Raises InvalidRequestError: there is no such file."""
         raise self._not_the_head()
 
     async def put_adapter(self, ref: AdapterRef, archive: bytes, sha256: str, fence: int) -> SharedVersion:
-        """See `core.ClusterClient.put_adapter`."""
+        """Keeps an adapter version and stages it.
+
+        Raises:
+            InvalidRequestError: the archive has another checksum, or is not an adapter's.
+            ConflictError: there is a version of this name and number with another content, or another trainer has the
+                lease of the name.
+        """
         raise self._not_the_head()
 
     async def adapter_file(self, ref: AdapterRef) -> Path:
-        """See `core.ClusterClient.adapter_file`."""
+        """The archive of a version. Raises UnknownModelError: there is none."""
         raise self._not_the_head()
 
     def _not_the_head(self) -> ConflictError:

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class Replica(Node):
-    """Implements `core.ClusterClient`.
+    """A node that serves requests which the head sends it.
 
     Args:
         fingerprint: that of its base model, which the head has accepted.

@@ -42,11 +42,10 @@ from mlx_parallm.core.adapters import (
     check_tag,
     name_and_step,
 )
-from mlx_parallm.core.averages import AverageCard, AverageSpec, AveragingClient
+from mlx_parallm.core.averages import AverageCard, AverageSpec
 from mlx_parallm.core.candidates import TOP_LOGPROBS, ManyCandidates
 from mlx_parallm.core.cluster import (
     BaseFile,
-    ClusterClient,
     ClusterStatus,
     Joined,
     Joining,
@@ -117,7 +116,6 @@ from mlx_parallm.core.policies import (
     AdamSettings,
     Layers,
     PolicyCard,
-    PolicyClient,
     PolicySpec,
     PolicyStep,
     SummedLoss,
@@ -143,7 +141,7 @@ from mlx_parallm.core.requests import (
     TokenLogprob,
     WorkClass,
 )
-from mlx_parallm.core.reward_models import RewardModelCard, RewardModelClient, RewardModelSpec, no_reward_model
+from mlx_parallm.core.reward_models import RewardModelCard, RewardModelSpec, no_reward_model
 from mlx_parallm.core.schemas import enforceable_schema, unknown_format
 from mlx_parallm.core.sequence import PromptGroup, Sequence, SequenceStatus
 from mlx_parallm.core.signals import (

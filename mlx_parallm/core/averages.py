@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.training import EvaluationResult
@@ -48,20 +47,3 @@ class AverageCard:
     worst_error: float
     evaluation: EvaluationResult | None
     checkpoint: str
-
-
-class AveragingClient(Protocol):
-    """The asyncio interface of averages, used on the event loop's thread only."""
-
-    async def average(self, spec: AverageSpec) -> AverageCard:
-        """Makes an average, evaluates it if versions are evaluated, saves it as a checkpoint and makes it live, unless
-        it is held back.
-
-        Raises:
-            UnknownModelError: there is no such adapter version.
-            InvalidRequestError: weights, rank or name cannot be used, or one of the adapters is the base model.
-            ConflictError: the name is that of an adapter in training.
-            AdapterFileError: an adapter's files have changed, or the mean is too large for float32.
-            StorageError: it could not be saved, so it is not live.
-        """
-        ...

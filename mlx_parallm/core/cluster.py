@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
-from typing import Protocol
 
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.json_values import ANSWER
@@ -153,64 +151,3 @@ class ClusterStatus:
     unusable: Mapping[str, str]
     lost_total: int
     waiting: Mapping[str, int] = field(default_factory=dict)
-
-
-class ClusterClient(Protocol):
-    """The cluster as the HTTP server of one of its nodes uses it, on the event loop's thread. All methods of the head
-    raise ConflictError in other nodes."""
-
-    @property
-    def token(self) -> str:
-        """The secret that all nodes have."""
-        ...
-
-    @property
-    def routes(self) -> bool:
-        """Whether this node is the head, which sends requests to others."""
-        ...
-
-    def status(self) -> ClusterStatus:
-        """The cluster as this node sees it now."""
-        ...
-
-    def others_with(self, ref: AdapterRef) -> tuple[Member, ...]:
-        """The other nodes that can answer requests for this adapter version now."""
-        ...
-
-    async def join(self, joining: Joining, reached_at: str) -> Joined:
-        """Lets a node join. `reached_at`: the host at which it has reached this one.
-
-        Raises:
-            ConflictError: it has another base model, or another version of this package.
-        """
-        ...
-
-    async def base_file(self, name: str) -> Path:
-        """A file of the base model. Raises InvalidRequestError: there is no such file."""
-        ...
-
-    async def put_adapter(self, ref: AdapterRef, archive: bytes, sha256: str, fence: int) -> SharedVersion:
-        """Keeps an adapter version and stages it.
-
-        Raises:
-            InvalidRequestError: the archive has another checksum, or is not an adapter's.
-            ConflictError: there is a version of this name and number with another content, or another trainer has the
-                lease of the name.
-        """
-        ...
-
-    async def send(self, name: str, body: bytes, message_id: str = "") -> None:
-        """Sends what the trainer of an adapter is to learn from, and returns when it is on a disk.
-
-        Args:
-            name: that of the adapter.
-            message_id: a second message with the same one is dropped. Empty: the message has none.
-
-        Raises:
-            StorageError: it could not be kept.
-        """
-        ...
-
-    async def adapter_file(self, ref: AdapterRef) -> Path:
-        """The archive of a version. Raises UnknownModelError: there is none."""
-        ...

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from mlx_parallm.errors import InvalidRequestError, shown
 
@@ -56,30 +54,3 @@ class RewardModelCard:
     held_out_agreement: float | None
     low: float | None
     high: float | None
-
-
-class RewardModelClient(Protocol):
-    """The asyncio interface of reward models, used on the event loop's thread only."""
-
-    async def train(self, spec: RewardModelSpec) -> RewardModelCard:
-        """Trains a reward model on the preferences of this run, and returns when its folder is on the disk.
-
-        Raises:
-            InvalidRequestError: the name is not plain, there is no folder for reward models, or there are too few
-                prompts to hold out that share.
-            ConflictError: the name is taken, no preference was collected, or another one is in training.
-            StepFailedError, TrainingFailedError: a step failed; nothing is written.
-            StorageError: it could not be written.
-        """
-        ...
-
-    async def score(self, name: str, rows: Sequence[tuple[int, ...]]) -> Sequence[float]:
-        """The rewards that the reward model of this name gives rows of tokens, each a prompt with its answer.
-
-        A row that has no end-of-sequence token at its end gets one. If the caller is cancelled, the rest is given up.
-
-        Raises:
-            InvalidRequestError: there is none of this name, or it cannot be used.
-            StepFailedError: it could not be computed.
-        """
-        ...

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class Averages:
-    """Implements `core.AveragingClient`. One average is made at a time.
+    """Makes averages, one at a time. Used on the event loop's thread only.
 
     An average goes live when it is evaluated, if versions are evaluated, and is in a checkpoint. Until then no name
     means it, and a request that fails or is cancelled leaves nothing of it.
@@ -60,7 +60,16 @@ class Averages:
         self._one_at_a_time = asyncio.Lock()
 
     async def average(self, spec: AverageSpec) -> AverageCard:
-        """See `core.AveragingClient.average`."""
+        """Makes an average, evaluates it if versions are evaluated, saves it as a checkpoint and makes it live, unless
+        it is held back.
+
+        Raises:
+            UnknownModelError: there is no such adapter version.
+            InvalidRequestError: weights, rank or name cannot be used, or one of the adapters is the base model.
+            ConflictError: the name is that of an adapter in training.
+            AdapterFileError: an adapter's files have changed, or the mean is too large for float32.
+            StorageError: it could not be saved, so it is not live.
+        """
         check_name(spec.name, "lora_adapter")
         if self._is_trained(spec.name):
             raise ConflictError(

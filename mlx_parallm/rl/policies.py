@@ -1,4 +1,4 @@
-"""PolicyService: the policies that clients train step by step. Implements `core.PolicyClient`.
+"""PolicyService: the policies that clients train step by step.
 
     create ─▶ forward_backward ─▶ … ─▶ step ─▶ publish ─▶ requests name the version
                                           └──▶ save    ─▶ a checkpoint, from which others start
@@ -55,7 +55,10 @@ class _OpenPolicy:
 
 
 class PolicyService:
-    """Trains policies for clients. Used on the event loop's thread only.
+    """Trains policies for clients. Used on the event loop's thread only. `name` is the adapter's.
+
+    Its methods raise UnknownModelError if no policy of that name is open. What is asked of one policy must be awaited
+    before the next is asked; different policies are trained together.
 
     Args:
         registry: gets the versions that are published and saved.
@@ -84,11 +87,11 @@ class PolicyService:
 
     @property
     def head_can_be_trained(self) -> bool:
-        """See `core.PolicyClient.head_can_be_trained`."""
+        """Whether policies of this model can change the linear layer that makes the logits."""
         return self._layout.head is not None
 
     def layers_of(self, targets: Sequence[str]) -> Layers:
-        """See `core.PolicyClient.layers_of`."""
+        """The layers that an adapter with these targets changes; see `AdapterCard.targets`."""
         kinds = {self._kind(each) for each in self._layout if each.target in targets}
         return Layers("attention" in kinds, "mlp" in kinds, "head" in kinds)
 
@@ -109,7 +112,13 @@ class PolicyService:
     # -- opening and closing ---------------------------------------------------------------------
 
     async def create(self, name: str, spec: PolicySpec) -> PolicyCard:
-        """See `core.PolicyClient.create`."""
+        """Starts a policy that equals the base model.
+
+        Raises:
+            InvalidRequestError: the rank is too large, or there is no layer to change.
+            OverloadedError: as many policies are open as the operator allows.
+            ConflictError: there is an adapter of that name.
+        """
         if not 0 < spec.rank <= self.max_rank:
             raise InvalidRequestError(
                 f"rank {spec.rank} is not between 1 and {self.max_rank}: ask for a smaller one, or start the server "
@@ -123,7 +132,13 @@ class PolicyService:
         return await self._start(name, lora, None, spec.seed)
 
     async def create_from(self, name: str, source: str, tag: str, with_optimizer: bool) -> PolicyCard:
-        """See `core.PolicyClient.create_from`."""
+        """Starts a policy from a checkpoint of the adapter `source`, with its rank and layers.
+
+        Raises:
+            UnknownModelError: there is no such checkpoint.
+            AdapterFileError: it cannot be used.
+            OverloadedError, ConflictError: see `create`.
+        """
         snapshot = await self._snapshot(source, tag, with_optimizer)
         weights = snapshot.weights
         lora = ModelConfig(
@@ -153,7 +168,8 @@ class PolicyService:
         return self.card(name)
 
     async def close(self, name: str) -> None:
-        """See `core.PolicyClient.close`."""
+        """Ends a policy: its gradients, its optimizer's state and the versions that are in no checkpoint are dropped.
+        What is under way for it fails."""
         opened = self._policy(name)
         del self._open[name]
         for ref in opened.published:
@@ -161,7 +177,6 @@ class PolicyService:
         await self._learner.close(name)
 
     def card(self, name: str) -> PolicyCard:
-        """See `core.PolicyClient.card`."""
         lora = self._policy(name).lora
         step = self._learner.state(name).step
         return PolicyCard(name, lora.lora_rank, lora.lora_alpha, tuple(sorted(lora.lora_target_modules)), step)
@@ -174,14 +189,25 @@ class PolicyService:
     # -- training --------------------------------------------------------------------------------
 
     async def forward(self, name: str, sequences: Sequence[TargetedTokens], loss: SummedLoss) -> TokenScores:
-        """See `core.PolicyClient.forward`."""
+        """The loss and the logprobs of all targets.
+
+        Raises:
+            StepFailedError: the device failed.
+        """
         self._policy(name)
         samples = [sample_of(each, range(len(each.token_ids))) for each in sequences]
         logprobs = await self._learner.logprobs(name, samples)
         return TokenScores(loss_value(sequences, logprobs, loss), tuple(logprobs))
 
     async def forward_backward(self, name: str, sequences: Sequence[TargetedTokens], loss: SummedLoss) -> TokenScores:
-        """See `core.PolicyClient.forward_backward`."""
+        """Adds the gradients of these sequences to those since the last step.
+
+        A target whose advantage and sampling logprob are both 0 adds nothing to a gradient. If a sequence has others,
+        the logprob of such a target is not computed, and 0 is returned in its place.
+
+        Raises:
+            StepFailedError: the device failed; the gradients are as before.
+        """
         self._policy(name)
         places = [scored_places(each) for each in sequences]
         samples = [sample_of(each, at) for each, at in zip(sequences, places, strict=True)]
@@ -200,7 +226,12 @@ class PolicyService:
             _log.warning(PLACEHOLDERS, count, name)
 
     async def step(self, name: str, adam: AdamSettings) -> PolicyStep:
-        """See `core.PolicyClient.step`."""
+        """Makes an optimizer step from the gradients since the last step, which are then forgotten.
+
+        Raises:
+            ConflictError: there are none, or something in the step was not finite; the policy is as before.
+            StepFailedError: the device failed; the policy is as before.
+        """
         opened = self._policy(name)
         try:
             outcome = await self._learner.step(name, _optimizer(adam))
@@ -212,7 +243,12 @@ class PolicyService:
         return PolicyStep(outcome.step, outcome.metrics)
 
     async def restore(self, name: str, source: str, tag: str, with_optimizer: bool) -> None:
-        """See `core.PolicyClient.restore`."""
+        """Goes back to a checkpoint of the adapter `source`.
+
+        Raises:
+            UnknownModelError: there is no such checkpoint.
+            InvalidRequestError: it has another rank or other layers, or cannot be used.
+        """
         opened = self._policy(name)
         snapshot = await self._snapshot(source, tag, with_optimizer)
         weights, lora = snapshot.weights, opened.lora
@@ -228,7 +264,8 @@ class PolicyService:
     # -- versions and checkpoints ----------------------------------------------------------------
 
     async def publish(self, name: str) -> AdapterRef:
-        """See `core.PolicyClient.publish`."""
+        """Makes the policy as it is now a version that requests can name. The newest few of a policy are kept, until it
+        is closed."""
         opened = self._policy(name)
         if opened.current is not None and self._is_known(opened.current):
             return opened.current
@@ -246,7 +283,13 @@ class PolicyService:
         return version is not None and not version.forgotten
 
     async def save(self, name: str, tag: str, overwrite: bool) -> CheckpointCard:
-        """See `core.PolicyClient.save`."""
+        """Writes the policy and its optimizer's state as a checkpoint with this tag.
+
+        Raises:
+            InvalidRequestError: the tag is not a plain name.
+            ConflictError: another checkpoint has the tag, and `overwrite` is false.
+            StorageError: the disk failed.
+        """
         opened = self._policy(name)
         if not overwrite and any(tag in card.tags for card in self.checkpoints(name)):
             raise ConflictError("there is a checkpoint of that name: choose another name, or overwrite it")
@@ -264,11 +307,15 @@ class PolicyService:
         return card
 
     def saved(self, name: str, tag: str) -> AdapterRef:
-        """See `core.PolicyClient.saved`."""
+        """The version in a checkpoint, which requests can name from now on. The policy need not be open.
+
+        Raises:
+            UnknownModelError: there is no such checkpoint.
+        """
         return self._checkpoints.version(name, tag)
 
     def checkpoints(self, name: str) -> tuple[CheckpointCard, ...]:
-        """See `core.PolicyClient.checkpoints`."""
+        """The checkpoints of an adapter, oldest first. The policy need not be open."""
         return self._checkpoints.cards(name)
 
     async def _snapshot(self, source: str, tag: str, with_optimizer: bool) -> PolicySnapshot:

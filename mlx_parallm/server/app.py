@@ -19,14 +19,10 @@ from mlx_parallm import __version__
 from mlx_parallm.config import ServerConfig, TinkerConfig
 from mlx_parallm.core import (
     AdapterClient,
-    AveragingClient,
     BaseModels,
-    ClusterClient,
     CollectionClient,
     EngineClient,
     LessonClient,
-    PolicyClient,
-    RewardModelClient,
     TrainingClient,
 )
 from mlx_parallm.rl.atropos.trajectory_api import Registration
@@ -71,6 +67,10 @@ from mlx_parallm.server.protocols.tokens import route as tokens
 from mlx_parallm.server.services import Services
 
 if TYPE_CHECKING:
+    from mlx_parallm.cluster.node import Node
+    from mlx_parallm.rl.averages import Averages
+    from mlx_parallm.rl.policies import PolicyService
+    from mlx_parallm.rl.reward_models.trainer import RewardModelTrainer
     from mlx_parallm.server.traces.export import Traces
 
 ROUTES = (
@@ -115,13 +115,13 @@ def create_app(
     config: ServerConfig,
     *,
     atropos: Registration | None = None,
-    policies: PolicyClient | None = None,
+    policies: PolicyService | None = None,
     tinker: TinkerConfig | None = None,
-    averages: AveragingClient | None = None,
-    reward_models: RewardModelClient | None = None,
+    averages: Averages | None = None,
+    reward_models: RewardModelTrainer | None = None,
     lessons: LessonClient | None = None,
     traces: Traces | None = None,
-    cluster: ClusterClient | None = None,
+    cluster: Node | None = None,
     collection: CollectionClient | None = None,
 ) -> FastAPI:
     """The HTTP server of these parts, which routes find on `app.state.services` (a `Services`). `training`, `policies`,

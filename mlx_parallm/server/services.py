@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 from fastapi import Depends
 from starlette.requests import Request
@@ -17,13 +17,11 @@ from mlx_parallm.core import (
     AdapterCard,
     AdapterClient,
     AdapterRef,
-    AveragingClient,
     BaseModels,
     CollectionClient,
     EngineClient,
     LessonClient,
     Relief,
-    RewardModelClient,
     ServedModel,
     TrainingClient,
     TrainingStatus,
@@ -60,6 +58,10 @@ from mlx_parallm.server.planning import AdapterSelector, ModelNames, adapter_nam
 from mlx_parallm.server.protocols.tinker.server import TinkerServer
 from mlx_parallm.server.recent import History, RecentGrowth
 
+if TYPE_CHECKING:
+    from mlx_parallm.rl.averages import Averages
+    from mlx_parallm.rl.reward_models.trainer import RewardModelTrainer
+
 DOES_NOT_TRAIN = "This server does not train; start it with --enable-rl-training."
 
 
@@ -90,8 +92,8 @@ class Services:
     sessions: Sessions
     started_at: int
     tinker: TinkerServer | None = None
-    averages: AveragingClient | None = None
-    reward_models: RewardModelClient | None = None
+    averages: Averages | None = None
+    reward_models: RewardModelTrainer | None = None
     lessons: LessonClient | None = None
     collection: CollectionClient | None = None
     cluster: ClusterParts | None = None
@@ -268,13 +270,13 @@ class Services:
             raise TrainingDisabledError(DOES_NOT_TRAIN)
         return self.lessons
 
-    def require_averages(self) -> AveragingClient:
+    def require_averages(self) -> Averages:
         """What averages adapters. Raises TrainingDisabledError if the server does not train."""
         if self.averages is None:
             raise TrainingDisabledError(DOES_NOT_TRAIN)
         return self.averages
 
-    def require_reward_models(self) -> RewardModelClient:
+    def require_reward_models(self) -> RewardModelTrainer:
         """What trains reward models. Raises TrainingDisabledError if the server does not train."""
         if self.reward_models is None:
             raise TrainingDisabledError(DOES_NOT_TRAIN)

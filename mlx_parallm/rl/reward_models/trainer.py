@@ -19,8 +19,8 @@ MOST_PREFERENCES = 4096
 
 
 class RewardModelTrainer:
-    """Implements `core.RewardModelClient`. One reward model is trained at a time. Its steps share the device time of
-    training with the updates of adapters.
+    """Trains reward models, one at a time. Their steps share the device time of training with the updates of adapters.
+    Used on the event loop's thread only.
 
     Args:
         models: the reward models that are there, by which rows are scored.
@@ -33,7 +33,15 @@ class RewardModelTrainer:
         self._one_at_a_time = asyncio.Lock()
 
     async def train(self, spec: RewardModelSpec) -> RewardModelCard:
-        """See `core.RewardModelClient.train`."""
+        """Trains a reward model on the preferences of this run, and returns when its folder is on the disk.
+
+        Raises:
+            InvalidRequestError: the name is not plain, there is no folder for reward models, or there are too few
+                prompts to hold out that share.
+            ConflictError: the name is taken, no preference was collected, or another one is in training.
+            StepFailedError, TrainingFailedError: a step failed; nothing is written.
+            StorageError: it could not be written.
+        """
         if self._one_at_a_time.locked():
             raise ConflictError("Another reward model is in training; wait until it has ended.")
         async with self._one_at_a_time:
@@ -51,7 +59,14 @@ class RewardModelTrainer:
             return _card(spec.name, result)
 
     async def score(self, name: str, rows: Sequence[tuple[int, ...]]) -> Sequence[float]:
-        """See `core.RewardModelClient.score`."""
+        """The rewards that the reward model of this name gives rows of tokens, each a prompt with its answer.
+
+        A row that has no end-of-sequence token at its end gets one. If the caller is cancelled, the rest is given up.
+
+        Raises:
+            InvalidRequestError: there is none of this name, or it cannot be used.
+            StepFailedError: it could not be computed.
+        """
         await asyncio.to_thread(self._models.check, name)
         return await self._models.score(name, rows)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from mlx_parallm.core import ClusterClient, EngineClient
+from mlx_parallm.core import EngineClient
 from mlx_parallm.server.cluster.counted import CountedEngine
 from mlx_parallm.server.cluster.remote import RemoteEngines
 from mlx_parallm.server.cluster.router import RoutedEngine, RoutingCounts
+
+if TYPE_CHECKING:
+    from mlx_parallm.cluster.node import Node
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,13 +19,13 @@ class ClusterParts:
     """This node of a cluster. `engine`: what answers its clients' requests. `own`: the engine of this node. `counts`:
     of the router, if this node is the head."""
 
-    client: ClusterClient
+    client: Node
     engine: EngineClient
     own: CountedEngine
     counts: RoutingCounts
 
     @classmethod
-    def of(cls, client: ClusterClient, engine: EngineClient, first_base: str) -> Self:
+    def of(cls, client: Node, engine: EngineClient, first_base: str) -> Self:
         """Those of a node with this engine. `first_base`: the name of the base model that the nodes share."""
         own = CountedEngine(engine)
         if not client.routes:

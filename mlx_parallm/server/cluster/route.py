@@ -127,7 +127,7 @@ class JoinBody(WireInput):
     """The version of its package."""
 
     def joining(self) -> Joining:
-        """The same for `core.ClusterClient.join`."""
+        """The same for `Node.join`."""
         return Joining(NodeRole(self.role), self.url, self.fingerprint, self.version)
 
 

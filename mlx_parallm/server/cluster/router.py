@@ -16,10 +16,9 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from mlx_parallm.core import (
-    ClusterClient,
     Event,
     GenerationRequest,
     Member,
@@ -32,6 +31,9 @@ from mlx_parallm.errors import EngineError, NodeFailedError
 from mlx_parallm.server.cluster.counted import CountedEngine, Load, tokens_of
 from mlx_parallm.server.cluster.remote import RemoteEngines
 from mlx_parallm.server.cluster.wire import may_travel
+
+if TYPE_CHECKING:
+    from mlx_parallm.cluster.node import Node
 
 _HEAD_TOKENS = 256
 """How many tokens of a prompt decide where it goes: longer common beginnings are worth more, and shorter prompts are
@@ -57,7 +59,7 @@ class RoutedEngine(CountedEngine):
         engine: the head's own engine, which holds every version that it has leased.
     """
 
-    def __init__(self, engine: CountedEngine, cluster: ClusterClient, remote: RemoteEngines, first_base: str) -> None:
+    def __init__(self, engine: CountedEngine, cluster: Node, remote: RemoteEngines, first_base: str) -> None:
         super().__init__(engine)
         self.load = engine.load
         self._cluster = cluster

@@ -1,7 +1,7 @@
 """TinkerServer: what the routes of the Tinker API do. It has sessions, models and futures, and ends what is left of a
 client that is gone.
 
-    route ─▶ place in the model's order ─▶ future ─▶ turn ─▶ PolicyClient ─▶ result
+    route ─▶ place in the model's order ─▶ future ─▶ turn ─▶ PolicyService ─▶ result
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from copy import copy
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.config import TinkerConfig
-from mlx_parallm.core import BASE_ADAPTER, AdamSettings, Layers, ModelCard, PolicyCard, PolicyClient, PolicySpec
+from mlx_parallm.core import BASE_ADAPTER, AdamSettings, Layers, ModelCard, PolicyCard, PolicySpec
 from mlx_parallm.errors import InvalidRequestError, ParaLLMError, UnknownModelError
 from mlx_parallm.server.access.accounts import Account
 from mlx_parallm.server.access.keys import ANYONE, NamedKey
@@ -34,6 +34,9 @@ from mlx_parallm.server.protocols.tinker.schema import (
 )
 from mlx_parallm.server.protocols.tinker.sessions import Model, Sampler, SavedWeights, Session, Sessions, is_of
 from mlx_parallm.tasks import spawn
+
+if TYPE_CHECKING:
+    from mlx_parallm.rl.policies import PolicyService
 
 ALPHA = 32.0
 """Tinker's LoRA adapters are scaled by 32 / rank."""
@@ -55,7 +58,7 @@ class TinkerServer:
         key: whose requests these are; see `of`.
     """
 
-    def __init__(self, policies: PolicyClient, card: ModelCard, config: TinkerConfig) -> None:
+    def __init__(self, policies: PolicyService, card: ModelCard, config: TinkerConfig) -> None:
         self.policies = policies
         self.sessions = Sessions(config.max_sessions, config.session_timeout_s)
         self.futures = Futures()
