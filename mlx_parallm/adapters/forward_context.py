@@ -76,29 +76,23 @@ class AdapterContext(Protocol):
 
     def adapt(self, group: LinearGroup, path: str, x: mx.array, y: mx.array) -> mx.array:
         """The output of the linear at `path`, with input x [B, T, in] and the base model's output y [B, T, out]."""
-        ...
 
     def changes(self, groups: Iterable[LinearGroup]) -> bool:
         """Whether an adapter of this pass changes a linear of these groups."""
-        ...
 
     def token_adapters(self) -> TokenAdapters | None:
         """Which of several adapters each token uses; None if all tokens use the same."""
-        ...
 
     def adapt_experts(self, group: LinearGroup, path: str, call: ExpertCall, y: mx.array) -> mx.array:
         """The output of the experts' linears at `path`, with the base model's output y."""
-        ...
 
     def adapt_heads(self, group: LinearGroup, path: str, call: HeadsCall, y: mx.array) -> mx.array:
         """The output of a module that does a part of the work of the linear at `path`, with the base model's output
         y."""
-        ...
 
     def part(self, start: int, stop: int) -> AdapterContext:
         """The context of the tokens [start, stop) of the pass alone, which are those of whole rows. A linear that is
         called token by token, as in a recurrence, may get one token of each of these rows at a time, in their order."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,11 +51,9 @@ class Source(Protocol):
     @property
     def quiet_s(self) -> float:
         """Seconds for which no rollout has asked the engine; 0 while it draws."""
-        ...
 
     async def draw(self, groups: int) -> DrawResult:
         """Answers the next tasks with the live version, and collects the answers."""
-        ...
 
 
 class RolloutDriver:

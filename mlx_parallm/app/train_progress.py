@@ -60,30 +60,24 @@ class TrainView(Protocol):
             steps_done: steps that the run made before it was resumed.
             folder: of the run.
         """
-        ...
 
     def evaluated(self, result: EvaluationResult) -> None:
         """The version that the run starts from was evaluated. Later evaluations are in the metrics of reports."""
-        ...
 
     def rollout(self, done: int, wanted: int) -> None:
         """In the current step, `done` of `wanted` trajectories are drawn."""
-        ...
 
     def task_failed(self, reason: str) -> None:
         """A task of the current step could not be answered, or its answers could not be scored."""
-        ...
 
     def sampled(self, best: SampleText, worst: SampleText) -> None:
         """The samples of the current step with the highest and with the lowest reward."""
-        ...
 
     def updated(self, report: UpdateReport) -> None:
         """A step has ended, with or without a published version.
 
         Its metrics include seconds (of the whole step) and, if its answers were drawn here, tokens_per_second.
         """
-        ...
 
 
 def run_facts(config: Config, options: TrainOptions, served: Served) -> Mapping[str, str]:

@@ -30,19 +30,15 @@ class NodeAdapters(Protocol):
 
     def live(self, name: str) -> AdapterRef | None:
         """The live version of a name."""
-        ...
 
     async def hold(self, ref: AdapterRef, folder: Path) -> None:
         """Adds the adapter in a folder under this name and number, and stages it. It is not live yet."""
-        ...
 
     async def flip(self, ref: AdapterRef) -> None:
         """Makes a version live."""
-        ...
 
     def release(self, ref: AdapterRef) -> None:
         """Forgets a version that it holds, once no request uses it."""
-        ...
 
 
 class Follower:

@@ -221,15 +221,12 @@ class AdapterClient(Protocol):
         `key`: the user, session or group of a request. While versions of the adapter are compared, requests with the
         same key get the same one of them. None: the live version.
         """
-        ...
 
     def find(self, selector: str) -> AdapterCard:
         """The card of a version. `base` has none."""
-        ...
 
     def cards(self) -> tuple[AdapterCard, ...]:
         """All versions that can be requested, sorted by name and version."""
-        ...
 
     async def load(self, name: str, path: str, replace: bool, base: str | None = None) -> AdapterCard:
         """Loads an adapter from disk and makes it the live version of `name`.
@@ -243,7 +240,6 @@ class AdapterClient(Protocol):
                 allowed roots; the files are not an adapter that fits this model, or may mean several base models.
             ConflictError: a version of that number has other content, or the number is too low.
         """
-        ...
 
     async def folder_of(self, path: str) -> str:
         """The directory of the adapter that a path means, which may be a run, or name a checkpoint by a tag.
@@ -251,7 +247,6 @@ class AdapterClient(Protocol):
         Raises:
             InvalidRequestError: there is none inside the allowed roots, or it is a run with several adapters.
         """
-        ...
 
     async def load_folder(self, path: str) -> str:
         """The name of the adapter in a directory. It is loaded first if no live version was read from there, and again
@@ -261,17 +256,14 @@ class AdapterClient(Protocol):
             InvalidRequestError: the path is outside the allowed roots; the files are not an adapter that fits this
                 model.
         """
-        ...
 
     async def loaded_folder(self, path: str) -> str | None:
         """The name of the adapter whose live version was read from a directory; None if there is none. No file is read,
         so the adapter's may have been written since."""
-        ...
 
     @property
     def has_default_folder(self) -> bool:
         """Whether `default_name` can be anything but None."""
-        ...
 
     async def default_name(self) -> str | None:
         """The name of the adapter that requests without one get because of `adapters.serve_folder`, loaded as
@@ -280,7 +272,6 @@ class AdapterClient(Protocol):
         Raises:
             InvalidRequestError: the files are not an adapter that fits this model.
         """
-        ...
 
     async def unload(self, selector: str, base: str | None = None) -> tuple[AdapterRef, ...]:
         """Removes all versions of a name, or one version. Running sequences continue to their end. `base` is the name
@@ -290,7 +281,6 @@ class AdapterClient(Protocol):
             UnknownModelError: there is no such adapter, or it is one of another base model.
             ConflictError: the version is the live one of its name, or the route uses it.
         """
-        ...
 
     async def delete(self, name: str, dry_run: bool) -> tuple[KeptPart, ...]:
         """Removes an adapter, and all that the server has kept of it on the disk and in memory, also its subfolder of
@@ -307,11 +297,9 @@ class AdapterClient(Protocol):
             ConflictError: the route uses it, or its versions are being compared.
             StorageError: something could not be removed.
         """
-        ...
 
     def route(self) -> Mapping[str, float]:
         """The share of requests without an adapter that each selector gets. The shares sum to 1."""
-        ...
 
     async def set_route(self, weights: Mapping[str, float]) -> Mapping[str, float]:
         """Stages the selected versions, and then distributes requests without an adapter in proportion to `weights`.
@@ -319,7 +307,6 @@ class AdapterClient(Protocol):
         Raises:
             InvalidRequestError: no weight is above 0.
         """
-        ...
 
     async def rollback(self, name: str | None) -> tuple[AdapterRef, Mapping[str, float]]:
         """Makes the previous version of `name` live again. None restores the previous route.
@@ -330,11 +317,9 @@ class AdapterClient(Protocol):
         Raises:
             ConflictError: there is nothing to go back to.
         """
-        ...
 
     def checkpoints(self) -> tuple[CheckpointCard, ...]:
         """The checkpoints on disk, oldest first. Empty without a checkpoint folder."""
-        ...
 
     async def save_checkpoint(
         self, selector: str | None, step: int | None, tags: Sequence[str], metrics: Mapping[str, float]
@@ -349,8 +334,6 @@ class AdapterClient(Protocol):
             InvalidRequestError: no checkpoint folder is configured, or a tag is not a plain name.
             ConflictError: there is a checkpoint of that step with different content.
         """
-        ...
 
     def stats(self) -> AdapterStats:
         """The current counters and gauges. Never waits for the device."""
-        ...

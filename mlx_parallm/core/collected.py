@@ -137,7 +137,6 @@ class CollectedClient(Protocol):
     async def page(self, wanted: GroupFilter, after: int | None, limit: int, reader: Reader) -> GroupPage:
         """The newest `limit` groups that are wanted, of those that are older than the group with the number `after`;
         None: of all."""
-        ...
 
     def group(self, name: str, most: int, reader: Reader) -> CollectedGroup:
         """The group with this id, or the one that has the trajectory with this id, with its first `most` samples.
@@ -145,4 +144,3 @@ class CollectedClient(Protocol):
         Raises:
             UnknownTrajectoryError: there is none, it is forgotten, or the reader may not see it.
         """
-        ...

@@ -90,7 +90,6 @@ class CompetitionClient(Protocol):
                 already, or has no checkpoint from which training could go on.
             AdapterUnavailableError: the candidate's weights cannot be read.
         """
-        ...
 
     async def stop(self, adapter: str | None, reader: Reader) -> ComparisonCard:
         """Ends a comparison without a winner.
@@ -99,13 +98,10 @@ class CompetitionClient(Protocol):
             UnknownModelError: the adapter is not trained here, or the reader does not see it.
             ConflictError: none of the adapter runs.
         """
-        ...
 
     def cards(self, reader: Reader) -> Sequence[ComparisonCard]:
         """Of each adapter that the reader sees, the comparison that runs, or else the last one since the process
         started."""
-        ...
 
     def ended(self, adapter: str) -> dict[str, int]:
         """Comparisons of an adapter that have ended since the start of the process, by verdict."""
-        ...

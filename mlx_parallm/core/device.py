@@ -146,7 +146,6 @@ class DeviceThread(Protocol):
             Exception: raised by `call` or set on its future; requests and other calls are not affected.
             EngineDeadError: the device thread has stopped.
         """
-        ...
 
 
 class DeviceWork(Protocol):
@@ -154,7 +153,6 @@ class DeviceWork(Protocol):
 
     def waits(self) -> bool:
         """Whether `advance` has a unit to run. Cheap; does not use the device."""
-        ...
 
     def advance(self) -> None:
         """Runs one unit. It is called only while no forward unit is in flight.
@@ -164,16 +162,13 @@ class DeviceWork(Protocol):
                 arrays rows read, the engine also removes all rows from the device before `reset` and computes them
                 again afterwards.
         """
-        ...
 
     def reset(self) -> None:
         """Gives up the unit that failed and everything that it left half done on the device."""
-        ...
 
     @property
     def bytes_held(self) -> int:
         """Device memory that the work holds, plus what its next unit will allocate. Does not use the device."""
-        ...
 
 
 class TrainingWork(DeviceWork, Protocol):
@@ -181,17 +176,14 @@ class TrainingWork(DeviceWork, Protocol):
 
     def pace(self, seconds: float) -> None:
         """Limits the length of the next unit to `seconds`, if the work can be cut that small."""
-        ...
 
     @property
     def bytes_of_updates(self) -> int:
         """Device memory that is held beside `bytes_held` while updates wait: gradients and a micro-step's arrays."""
-        ...
 
     @property
     def peak_bytes(self) -> int:
         """Peak device memory of the process since start. MLX's own counter is reset when a unit is measured."""
-        ...
 
 
 # ---- results of work that takes several units --------------------------------------------------

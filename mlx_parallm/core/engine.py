@@ -127,15 +127,12 @@ class EngineClient(Protocol):
 
         Closing the iterator (`aclose`, or cancelling the task that reads it) aborts the request and frees its rows.
         """
-        ...
 
     def stats(self) -> EngineStats:
         """The current counters and gauges. Never waits for the device."""
-        ...
 
     async def reschedule(self, schedule: DeviceSchedule) -> None:
         """Applies a new schedule from the next unit on. When it returns, `stats` shows the new schedule."""
-        ...
 
     async def pause(self, mode: PauseMode) -> None:
         """Pauses sampling: new requests wait for `resume`, and `mode` says what happens to running ones.
@@ -143,11 +140,9 @@ class EngineClient(Protocol):
         Returns when the mode's effect is complete, or when a later `pause` or `resume` has replaced this one. Training
         and staging continue.
         """
-        ...
 
     async def resume(self) -> None:
         """Ends a pause. Does nothing if the engine is not paused."""
-        ...
 
     async def reset_prefix_cache(self, files: bool = False) -> int:
         """Forgets every cached prefix between two units, and returns the number of tokens that were cached in memory.
@@ -158,7 +153,6 @@ class EngineClient(Protocol):
         Raises:
             StorageError: a file cannot be removed.
         """
-        ...
 
     async def sleep(self, bank: bool = False) -> None:
         """Frees the memory that only sampling needs, once running requests have ended.
@@ -167,4 +161,3 @@ class EngineClient(Protocol):
         versions without a file stay in memory as copies. The next request allocates everything again, so the caller
         must hold requests back.
         """
-        ...

@@ -76,7 +76,6 @@ class GrammarState(Protocol):
         Args:
             mask: writable and contiguous, with enough words for the vocabulary.
         """
-        ...
 
     def accept(self, token: int) -> None:
         """Advances by the token that was drawn.
@@ -84,21 +83,17 @@ class GrammarState(Protocol):
         Raises:
             GrammarError: the token is not allowed here, or a limit was reached.
         """
-        ...
 
     def copy(self) -> GrammarState:
         """A state at the same position, which advances by itself."""
-        ...
 
     def forced(self) -> Sequence[int]:
         """The next tokens where only one text may follow. Other tokens may stand for the same text, so they are a
         guess."""
-        ...
 
     @property
     def ended(self) -> bool:
         """Whether no token can follow."""
-        ...
 
 
 class Grammar(Protocol):
@@ -106,7 +101,6 @@ class Grammar(Protocol):
 
     def start(self) -> GrammarState:
         """The state of an empty text."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +124,6 @@ class GrammarCompiler(Protocol):
         Raises:
             InvalidRequestError: the grammar is malformed or too complex, or it cannot be enforced.
         """
-        ...
 
     def close(self) -> None:
         """Refuses further compilations, and waits for the current ones."""
-        ...

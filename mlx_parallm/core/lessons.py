@@ -176,12 +176,10 @@ class LessonClient(Protocol):
 
     def obstacle(self) -> str:
         """Why no lesson can be started on this server now; empty if one can."""
-        ...
 
     def card(self, reader: Reader) -> LessonCard | None:
         """The lesson that runs, or else the last one; None if there was none in this run, or if the reader does not see
         its adapter."""
-        ...
 
     async def start(self, spec: LessonSpec, reader: Reader) -> LessonCard:
         """Begins a lesson, which goes on by itself.
@@ -193,9 +191,7 @@ class LessonClient(Protocol):
             ContextLengthError: a prompt and its answer are longer than the context.
             StorageError: the adapter could not be saved before the lesson, so the lesson did not begin.
         """
-        ...
 
     async def stop(self, reader: Reader) -> LessonCard:
         """Ends the lesson that runs. Its updates stay. Raises ConflictError: none runs for an adapter that the reader
         sees."""
-        ...

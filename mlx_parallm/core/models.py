@@ -70,12 +70,10 @@ class BaseModels(Protocol):
     @property
     def first(self) -> ServedModel:
         """The one that trains, and that answers requests which name no model."""
-        ...
 
     @property
     def names(self) -> frozenset[str]:
         """Values of the field `model` that mean a base model and no adapter."""
-        ...
 
     def find(self, *names: str | None) -> str:
         """The name of the base model that these names mean: its own names, or those of its adapters. The first base
@@ -84,7 +82,6 @@ class BaseModels(Protocol):
         Raises:
             InvalidRequestError: they mean different ones.
         """
-        ...
 
     def use(self, base: str) -> AbstractAsyncContextManager[ServedModel]:
         """The base model with this name, which `find` has returned. It is loaded if it is not, and stays loaded until
@@ -94,16 +91,12 @@ class BaseModels(Protocol):
             ModelUnavailableError: it cannot be loaded.
             QueueTimeoutError: others kept the memory for too long.
         """
-        ...
 
     def is_ready(self, base: str) -> bool:
         """Whether `use` returns at once."""
-        ...
 
     def statuses(self) -> tuple[BaseStatus, ...]:
         """All base models, the first one first."""
-        ...
 
     def close(self) -> None:
         """Ends what the base models run outside the device thread."""
-        ...

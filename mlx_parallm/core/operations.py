@@ -175,7 +175,6 @@ class Followers(Protocol):
         Raises:
             RankLostError: a rank is gone.
         """
-        ...
 
     def together(self, what: str) -> AbstractContextManager[None]:
         """A block in which all ranks compute together. If it fails on one, the others wait in it, so nothing else can
@@ -185,7 +184,6 @@ class Followers(Protocol):
             RankLostError: it failed because a rank is gone.
             DeviceLostError: it failed for another reason.
         """
-        ...
 
 
 class TrainingFollower(Protocol):
@@ -193,8 +191,6 @@ class TrainingFollower(Protocol):
 
     def begin(self, operation: TrainingPass) -> None:
         """Begins a pass, together with rank 0."""
-        ...
 
     def compute(self, number: int) -> None:
         """Computes the next stage of a pass, together with rank 0."""
-        ...

@@ -58,12 +58,10 @@ class CallReader(Protocol):
     @property
     def rest(self) -> str | None:
         """The text after the end mark; None until the end mark was read."""
-        ...
 
     def feed(self, text: str) -> Iterator[CallPiece]:
         """The pieces of calls that the next part of the text makes certain. Consume all of them before the next call
         of this method."""
-        ...
 
 
 class ToolFormat(Protocol):
@@ -72,12 +70,10 @@ class ToolFormat(Protocol):
     @property
     def start(self) -> str:
         """The mark before the calls."""
-        ...
 
     @property
     def end(self) -> str:
         """The mark after the calls; empty if they extend to the end of the text."""
-        ...
 
     @property
     def in_template(self) -> bool:
@@ -85,16 +81,13 @@ class ToolFormat(Protocol):
 
         If it does not, the messages must, and a call is a JSON object with `name` and `arguments`.
         """
-        ...
 
     @property
     def visible_specials(self) -> frozenset[int]:
         """Ids of the special tokens that calls are written with."""
-        ...
 
     def inside_value(self, text: str) -> bool:
         """Whether `text`, which follows the start mark, ends inside a value. An end mark there is part of the value."""
-        ...
 
     def parse(self, text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
         """The calls in a text between two marks, at least one.
@@ -102,7 +95,6 @@ class ToolFormat(Protocol):
         Raises:
             ValueError: there is no call, or it is malformed.
         """
-        ...
 
     def unfinished(self, text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
         """The calls in a text that was cut off after a start mark.
@@ -112,11 +104,9 @@ class ToolFormat(Protocol):
         Raises:
             ValueError: the text is not the beginning of a call.
         """
-        ...
 
     def reader(self, tools: Sequence[Tool]) -> CallReader:
         """Reads one text after a start mark that follows the `grammar` of these tools."""
-        ...
 
     def grammar(self, tools: Sequence[Tool], most: int, free: bool) -> str:
         """Lark source for texts of 1 to `most` calls and nothing else; with `free`, for any text with valid calls.
@@ -124,7 +114,6 @@ class ToolFormat(Protocol):
         Raises:
             UnwritableToolError: the family cannot write a tool's arguments unambiguously.
         """
-        ...
 
 
 class UnwritableToolError(ValueError):
@@ -158,17 +147,14 @@ class TextTokenizer(Protocol):
         Raises:
             ContextLengthError: the text is so long that it must have more than `at_most` tokens.
         """
-        ...
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token, which may be a part of a UTF-8 character."""
-        ...
 
     def token_string(self, token_id: int) -> str:
         """The token as the vocabulary writes it, such as `Ġthe`. Empty for the ids that pad a vocabulary."""
-        ...
 
     def apply_chat_template(
         self,
@@ -187,7 +173,6 @@ class TextTokenizer(Protocol):
             InvalidRequestError: the model has no template, or the template refuses the messages.
             ContextLengthError: the rendered text must have more than `at_most` tokens.
         """
-        ...
 
 
 def end_id(tokenizer: TextTokenizer) -> int:

@@ -292,23 +292,19 @@ class TrainingClient(Protocol):
         Raises:
             StorageError: the update succeeded but could not be saved.
         """
-        ...
 
     def status(self, adapter: str | None = None, *, reader: Reader) -> TrainingStatus: ...
 
     @property
     def default_adapter(self) -> str:
         """The name of the default adapter."""
-        ...
 
     def statuses(self, *, reader: Reader) -> Sequence[TrainingStatus]:
         """The status of every trained adapter that the reader sees, the default one first, which need not have been
         started."""
-        ...
 
     async def start(self, adapter: str | None = None, *, reader: Reader) -> TrainingStatus:
         """Trains this adapter too. Training starts from its live version, or from new weights if it has none."""
-        ...
 
     async def stop(self, adapter: str | None = None, *, reader: Reader) -> TrainingStatus:
         """Ends the training of an adapter, after the running update. What was learnt is saved, and its live version
@@ -321,11 +317,9 @@ class TrainingClient(Protocol):
             ConflictError: it is the default adapter, or two of its versions are being compared.
             StorageError: it could not be saved, and is still in training.
         """
-        ...
 
     async def pause(self, adapter: str | None = None, *, reader: Reader) -> TrainingStatus:
         """Stops automatic updates. Trajectories are still collected."""
-        ...
 
     async def resume(self, adapter: str | None = None, *, reader: Reader) -> TrainingStatus: ...
 
@@ -338,12 +332,10 @@ class TrainingClient(Protocol):
         Raises:
             ConflictError: there is no such version.
         """
-        ...
 
     def trains(self, selector: str | None, *, reader: Reader) -> bool:
         """Whether the selector names the live version of an adapter that the reader sees and that is trained here:
         `save` must save it."""
-        ...
 
     async def save(
         self,
@@ -363,7 +355,6 @@ class TrainingClient(Protocol):
             InvalidRequestError: a tag is not a plain name.
             ConflictError: there is a checkpoint of that step with different content.
         """
-        ...
 
     def events(self, after: str = "", *, reader: Reader) -> AsyncIterator[TrainingEvent]:
         """The events that the reader sees, from now on, until the iterator is closed. A slow listener loses some; see
@@ -372,8 +363,6 @@ class TrainingClient(Protocol):
         Args:
             after: the id of the last event that the listener has had; those that it has missed since come first.
         """
-        ...
 
     def history(self, adapter: str | None, limit: int, *, reader: Reader) -> TrainingHistory:
         """What has happened in the training of an adapter since the run began: the newest `limit` events."""
-        ...

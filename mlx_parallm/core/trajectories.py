@@ -159,7 +159,6 @@ class CollectingClient(Protocol):
             ConflictError: the group is closed; or what the answers would train is not trained here, or not seen by the
                 reader.
         """
-        ...
 
     def collect(self, request: GenerationRequest, events: AsyncIterator[Event]) -> AsyncIterator[Event]:
         """Passes the events of a request with `collection` through, and collects its trajectories when it finishes.
@@ -167,7 +166,6 @@ class CollectingClient(Protocol):
         RequestFinished gets the ids of the trajectories, and a warning if they will not be trained on. A request that
         draws no token (max_tokens 0) leaves no trajectory. Closing the result closes `events`.
         """
-        ...
 
     async def reward_tokens(self, trajectory_id: str, rewards: Sequence[float], reader: Reader) -> None:
         """Sets one reward for each token of an answer or turn. Each is credited to its token and those before it.
@@ -176,7 +174,6 @@ class CollectingClient(Protocol):
             InvalidRequestError: there is not one for each token.
             Also the errors of `feedback`.
         """
-        ...
 
     async def reward_episode(self, episode_id: str, group_id: str, score: float, reader: Reader) -> None:
         """Sets the reward of an episode as a whole, which ends it. `group_id`: empty if its requests named no group.
@@ -187,7 +184,6 @@ class CollectingClient(Protocol):
                 reader's.
             StorageError: the reward could not be written, and does not count.
         """
-        ...
 
     async def close_group(self, group_id: str, reader: Reader) -> GroupCard:
         """Lets no more members into a group that requests have named. If it has a scorer, the scorer rewards the
@@ -198,7 +194,6 @@ class CollectingClient(Protocol):
             ConflictError: it was trained on, or dropped; or several keys have such a group, and none is the reader's.
             StorageError: this could not be written, and the group stays open.
         """
-        ...
 
 
 class TrajectoryClient(CollectingClient, Protocol):
@@ -213,16 +208,12 @@ class TrajectoryClient(CollectingClient, Protocol):
             QueueFullError: too many trajectories wait, in all or of this source; it may be given again later.
             StorageError: it could not be written, and will not be trained on.
         """
-        ...
 
     def given_sizes(self) -> Mapping[str, Sequence[int]]:
         """The sizes of the groups that were given with `give` and that no update has taken yet, by source."""
-        ...
 
     async def last_given(self, count: int) -> Sequence[str]:
         """The ids of the last groups that were given with `give`, in earlier processes too; newest first."""
-        ...
 
     def newest(self, limit: int) -> tuple[TrajectoryCard, ...]:
         """The newest trajectories, newest first."""
-        ...

@@ -169,7 +169,6 @@ class Work(Protocol):
 
     def reset(self) -> None:
         """Gives up what failed, and everything that it left half done on the device."""
-        ...
 
 
 Affected = tuple[tuple[LiveRequest, ...], Work | None]

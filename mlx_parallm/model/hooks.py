@@ -48,7 +48,6 @@ class Attention(Protocol):
     ) -> mx.array:
         """Attention of queries [N, heads, 1, head_dim]. `keys`, `values`: as a cache of the pass has returned them,
         which need not be the `cache` that the layer names."""
-        ...
 
 
 class InPart(Enum):

@@ -130,21 +130,18 @@ class RowMemory(Protocol):
 
     def ready(self, adapter: AdapterRef) -> bool:
         """Whether rows of this adapter may be admitted now. If the adapter is not in the bank, staging is requested."""
-        ...
 
     def cached(self, sequence: Sequence) -> int:
         """How many tokens of a waiting sequence would be computed already if its row was opened now.
 
         It ranks the sequence in the queue, and need not be exact.
         """
-        ...
 
     def open(self, sequence: Sequence) -> bool:
         """Gives `sequence` a row with room for all its tokens, and sets `computed` to how many of them it starts with.
 
         Returns False when the budget is spent.
         """
-        ...
 
     def share(self, sequence: Sequence) -> Hashable:
         """Gives a prompt in prefill what other rows have computed of it since, and raises `computed` by that.
@@ -152,22 +149,18 @@ class RowMemory(Protocol):
         Returns:
             A key that prompts have in common if they compute the same block next; None if no other prompt can have it.
         """
-        ...
 
     def extend(self, sequence: Sequence, tokens: int) -> bool:
         """Makes room for `tokens` tokens in the row, counted from its start. Returns False when the budget is spent."""
-        ...
 
     def to_preempt(self, rows: list[Sequence], growing: Sequence) -> Sequence:
         """The row that gives way when `extend` found no room for all tokens of `growing`.
 
         `rows`: all live rows in order of admission.
         """
-        ...
 
     def close(self, sequence: Sequence) -> None:
         """Takes the row away, and sets `computed` to 0."""
-        ...
 
 
 class UnlimitedMemory:

@@ -321,11 +321,9 @@ class Format(Protocol):
     @property
     def rslora(self) -> bool:
         """Whether the adapter is rank-stabilised."""
-        ...
 
     def base_copy(self, tensor: str) -> str | None:
         """The module path in the name of a tensor that repeats the base model's weight; None for any other tensor."""
-        ...
 
     def factor(self, tensor: str) -> tuple[str, Factor]:
         """The module path in a tensor's name, and which factor it is.
@@ -333,15 +331,12 @@ class Format(Protocol):
         Raises:
             AdapterFileError: it is not a factor of a LoRA pair.
         """
-        ...
 
     def declared(self, path: str) -> tuple[int, float]:
         """Rank and scale of a module, from the config."""
-        ...
 
     def contradiction(self, paths: Iterable[str], layout: AdapterLayout) -> str:
         """How the config contradicts that these linears have factors; "" if it does not."""
-        ...
 
 
 def format_of(config: Mapping[str, Any]) -> Format:

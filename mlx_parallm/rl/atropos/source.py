@@ -53,7 +53,6 @@ class Training(Protocol):
     @property
     def wants_groups(self) -> bool:
         """Whether fewer trajectories wait than make an update."""
-        ...
 
 
 class AtroposSource:

@@ -86,7 +86,6 @@ class RolloutClient(Protocol):
             RequestError: the messages cannot be answered; for example, they are too long.
             RolloutError: the rollout has ended, or has asked too often.
         """
-        ...
 
 
 class Environment(Protocol):
@@ -94,7 +93,6 @@ class Environment(Protocol):
 
     def tasks(self, seed: int) -> Iterator[Task]:
         """An endless stream of tasks: the same for the same seed, and different for other seeds if possible."""
-        ...
 
 
 class EpisodeEnvironment(Environment, Protocol):
@@ -110,7 +108,6 @@ class EpisodeEnvironment(Environment, Protocol):
         Returns:
             The reward of the episode; None leaves it to the task's scoring function, which reads the last answer.
         """
-        ...
 
 
 def is_of_episodes(environment: Environment) -> TypeGuard[EpisodeEnvironment]:

@@ -97,7 +97,6 @@ class HeldOut(Protocol):
             EngineDeadError: the device thread has stopped.
             Exception: the task could not be done or scored.
         """
-        ...
 
 
 class Evaluator:

@@ -50,29 +50,23 @@ class EngineApi(Protocol):
     @property
     def adapter_format(self) -> FormatName:
         """The format of the adapter files that it reads."""
-        ...
 
     @property
     def logprobs_at_temperature(self) -> bool:
         """Whether its logprobs are of the distribution at the request's temperature. Otherwise, they are those of
         temperature 1."""
-        ...
 
     async def connect(self) -> None:
         """Finds out what later requests need, such as the name of the base model."""
-        ...
 
     async def load(self, adapter: SentAdapter) -> None:
         """Makes the server read an adapter's files."""
-        ...
 
     async def unload(self, adapter: SentAdapter) -> None:
         """Makes the server forget an adapter."""
-        ...
 
     async def draw(self, draw: Draw, adapter: SentAdapter | None) -> list[Sample]:
         """`draw.n` samples with an adapter; None: of the base model."""
-        ...
 
 
 def sample_of(server: EngineServer, token_ids: object, logprobs: object) -> Sample:

@@ -21,16 +21,13 @@ class InferenceEngine(Protocol):
         Raises:
             ConfigError: it cannot.
         """
-        ...
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[Event]:
         """Answers a request with the adapter version that it names; see `core.EngineClient.generate`. Each output has
         `sampling_logprobs`."""
-        ...
 
     async def close(self) -> None:
         """Leaves nothing behind in the engine. Safe to call after `open` has failed."""
-        ...
 
 
 class SharedEngine:

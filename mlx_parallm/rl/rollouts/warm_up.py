@@ -26,7 +26,6 @@ class ExampleEnvironment(Environment, Protocol):
 
     def examples(self, seed: int) -> Iterator[Sequence[Message]]:
         """Conversations as they should be, without end: the same for the same seed."""
-        ...
 
 
 def has_examples(environment: Environment) -> TypeGuard[ExampleEnvironment]:

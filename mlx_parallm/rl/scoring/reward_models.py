@@ -21,7 +21,6 @@ class RewardModelScorers(Protocol):
 
     def check(self, name: str) -> None:
         """Raises InvalidRequestError: there is none of this name, or it cannot be used. Blocks on the disk."""
-        ...
 
     async def rewards(self, name: str, group: Sequence[Trajectory]) -> Sequence[float]:
         """The rewards of these answers, in order.
@@ -30,7 +29,6 @@ class RewardModelScorers(Protocol):
             InvalidRequestError: it cannot be loaded.
             EngineError: it could not be computed.
         """
-        ...
 
 
 class NoRewardModels:

@@ -31,13 +31,11 @@ class Answer(Protocol):
     @property
     def size(self) -> int:
         """About how many numbers it has."""
-        ...
 
     def json(self) -> bytes: ...
 
     def protobuf(self) -> bytes | None:
         """None: clients expect this result as JSON."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
