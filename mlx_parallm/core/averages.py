@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from mlx_parallm.core.adapters import AdapterRef
+from pydantic import Field
+
+from mlx_parallm.core.adapters import AdapterText
+from mlx_parallm.core.json_values import ANSWER
 from mlx_parallm.core.training import EvaluationResult
 
 
@@ -24,26 +28,29 @@ class AverageSpec:
 
 @dataclass(frozen=True, slots=True)
 class AverageCard:
-    """An average that was made.
+    """An average that was made."""
 
-    Attributes:
-        adapters: the versions that it is of.
-        live: the version that is live under its name now; None if it was held back.
-        reason: why it was held back; "" if it is live.
-        full_rank: the rank at which it would be exact.
-        error: the part of the Frobenius norm that its rank loses, 0 to 1.
-        worst, worst_error: the linear that loses the largest part, and that part.
-        evaluation: None if versions are not evaluated, or if the evaluation failed.
-        checkpoint: the name of its checkpoint; "" if it was held back.
-    """
+    __pydantic_config__ = ANSWER
 
-    adapters: Sequence[AdapterRef]
-    live: AdapterRef | None
+    status: Literal["published", "held"]
+    """`held`: it does not go live, and nothing of it is kept."""
     reason: str
+    """Why it was held; empty if it is live."""
+    live: Annotated[AdapterText | None, Field(serialization_alias="lora_adapter")]
+    """The version that is live now; null if it was held."""
+    adapters: Sequence[AdapterText]
+    """The versions that were averaged."""
     rank: int
+    """Rank of the average."""
     full_rank: int
+    """The rank at which it would be exact."""
     error: float
+    """The part of the mean's Frobenius norm that the rank loses, 0 to 1."""
     worst: str
+    """The linear that loses the largest part."""
     worst_error: float
+    """The part that it loses, 0 to 1."""
     evaluation: EvaluationResult | None
-    checkpoint: str
+    """Its mean reward on the held-out tasks; null if the server does not evaluate versions, or if that failed."""
+    checkpoint: str | None
+    """Its checkpoint; null if it was held."""

@@ -107,7 +107,7 @@ class Averages:
     async def _publish(self, name: str, members: Sequence[AdapterRef], mean: Average) -> AverageCard:
         info = VersionInfo.of(mean.weights)
         version = await self._adapters.publish(name, mean.weights, info, goes_live=False)
-        live, checkpoint = None, ""
+        live, checkpoint = None, None
         try:
             evaluation, refusal = await self._judge(version.ref)
             if refusal is None:
@@ -118,12 +118,18 @@ class Averages:
         finally:
             if live is None:
                 self._adapters.discard(version.ref)
-        reason = "" if refusal is None else refusal.reason
-        worst = mean.worst
-        worst_error = mean.reductions[worst].error
-        rank, full_rank = mean.weights.rank, mean.full_rank
         return AverageCard(
-            members, live, reason, rank, full_rank, mean.error, worst, worst_error, evaluation, checkpoint
+            status="held" if live is None else "published",
+            reason="" if refusal is None else refusal.reason,
+            live=live,
+            adapters=members,
+            rank=mean.weights.rank,
+            full_rank=mean.full_rank,
+            error=mean.error,
+            worst=mean.worst,
+            worst_error=mean.reductions[mean.worst].error,
+            evaluation=evaluation,
+            checkpoint=checkpoint,
         )
 
     async def _judge(self, ref: AdapterRef) -> tuple[EvaluationResult | None, Refusal | None]:
@@ -145,6 +151,6 @@ class Averages:
             adapters=[str(ref) for ref in card.adapters],
             version=None if card.live is None else str(card.live),
             reason=card.reason,
-            checkpoint=card.checkpoint or None,
+            checkpoint=card.checkpoint,
             metrics={} if card.evaluation is None else dict(card.evaluation.metrics),
         )

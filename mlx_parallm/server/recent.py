@@ -6,9 +6,9 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from mlx_parallm.core import DeviceSeconds, EngineStats
+from mlx_parallm.core import EngineStats
+from mlx_parallm.server.api.fields import WireOutput
 
 KEPT_INTERVALS = 300
 """Intervals that are kept, of about a second each."""
@@ -19,27 +19,31 @@ Counted = tuple[str, str, str]
 """What a counter counts: of a `key`, a `version` or a `status`; its name; and what of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """The time between two snapshots of the engine.
-
-    Attributes:
-        number: counts intervals from 1, without gaps.
-        at: Unix time of its end, in seconds.
-        seconds: its length.
-        device: how the device spent it. A unit of work counts in the interval in which it ends.
-        generated_tokens, prompt_tokens: tokens drawn, and prompt tokens processed.
-        running, waiting: sequences with a row and without one, at its end.
-    """
+class Interval(WireOutput):
+    """About a second of the history. It is longer when one unit of device work takes longer."""
 
     number: int
+    """Counts intervals from 1, without gaps."""
     at: float
+    """Unix time of its end, in seconds."""
     seconds: float
-    device: DeviceSeconds
+    """Its length."""
+    decode: float
+    """Seconds of device time in which tokens were drawn. A unit of work counts in the interval in which it ends."""
+    prefill: float
+    """Seconds of device time in which prompts were computed."""
+    training: float
+    """Seconds of device time of updates."""
+    other: float
+    """Seconds of device time in which adapters were copied into the bank, or a base model was loaded."""
     generated_tokens: int
+    """Tokens generated."""
     prompt_tokens: int
+    """Prompt tokens processed."""
     running: int
+    """Sequences with a row, at its end."""
     waiting: int
+    """Sequences without a row, at its end."""
 
 
 class History:
@@ -71,15 +75,19 @@ class History:
 
 
 def _between(before: EngineStats, stats: EngineStats, number: int, at: float) -> Interval:
+    device = stats.device_seconds.minus(before.device_seconds)
     return Interval(
-        number,
-        at,
-        stats.taken_at - before.taken_at,
-        stats.device_seconds.minus(before.device_seconds),
-        stats.generation_tokens_total - before.generation_tokens_total,
-        stats.prompt_tokens_total - before.prompt_tokens_total,
-        stats.running,
-        stats.waiting,
+        number=number,
+        at=round(at, 3),
+        seconds=round(stats.taken_at - before.taken_at, 3),
+        decode=round(device.decode, 3),
+        prefill=round(device.prefill, 3),
+        training=round(device.training, 3),
+        other=round(device.other, 3),
+        generated_tokens=stats.generation_tokens_total - before.generation_tokens_total,
+        prompt_tokens=stats.prompt_tokens_total - before.prompt_tokens_total,
+        running=stats.running,
+        waiting=stats.waiting,
     )
 
 

@@ -255,7 +255,7 @@ class FakeAverages:
         if self.error:
             raise self.error
         members = [AdapterRef(name, 1) for name in spec.adapters]
-        return AverageCard(members, None, "too low", 8, 16, 0.25, "model.layers.0.mlp.up_proj", 0.5, None, "")
+        return AverageCard("held", "too low", None, members, 8, 16, 0.25, "model.layers.0.mlp.up_proj", 0.5, None, None)
 
 
 class FakeRewardModels:

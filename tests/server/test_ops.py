@@ -7,7 +7,7 @@ import pytest
 from pydantic import BaseModel
 
 from mlx_parallm import __version__
-from mlx_parallm.core import ComparisonCard, DeviceSchedule, SignalReport, WorkClass
+from mlx_parallm.core import AverageCard, ComparisonCard, DeviceSchedule, SignalReport, WorkClass
 from mlx_parallm.errors import StepFailedError
 from mlx_parallm.server.api.adapters import schema as wire
 from mlx_parallm.server.api.chat.schema import ChatBody, ChatCompletion
@@ -200,7 +200,7 @@ def test_the_document_describes_bodies_answers_and_errors(document):
         ("/v1/training/feedback", training_wire.FeedbackBody, training_objects.FeedbackObject),
         ("/v1/training/preference", people_wire.PreferenceBody, people_wire.PreferenceObject),
         ("/v1/training/reward_model", reward_model_wire.RewardModelBody, reward_model_wire.RewardModelObject),
-        ("/v1/training/average", average_wire.AverageBody, average_wire.AverageObject),
+        ("/v1/training/average", average_wire.AverageBody, AverageCard),
         ("/v1/training/compare", compare_wire.CompareBody, ComparisonCard),
         ("/v1/training/compare/stop", training_wire.ControlBody, ComparisonCard),
         ("/v1/training/schedule", schedule_wire.ScheduleBody, schedule_wire.ScheduleObject),

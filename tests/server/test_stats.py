@@ -27,7 +27,7 @@ def test_an_interval_is_what_happened_between_two_snapshots():
     (interval,) = history.after(0)
     assert (interval.number, interval.seconds) == (1, pytest.approx(1.0))
     assert interval.at == pytest.approx(4998.0, abs=0.5)
-    assert interval.device == DeviceSeconds(0.5, 0.25, 0.0, 0.0)
+    assert (interval.decode, interval.prefill, interval.training, interval.other) == (0.5, 0.25, 0.0, 0.0)
     assert (interval.generated_tokens, interval.prompt_tokens) == (20, 1)
     assert (interval.running, interval.waiting) == (2, 1)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
@@ -105,33 +105,6 @@ class Memory(WireOutput):
     """Optimizer states, gradients and the arrays of a micro-step."""
 
 
-class IntervalObject(WireOutput):
-    """About a second of the history. It is longer when one unit of device work takes longer."""
-
-    number: int
-    """Counts intervals from 1, without gaps."""
-    at: float
-    """Unix time of its end, in seconds."""
-    seconds: float
-    """Its length."""
-    decode: float
-    """Seconds of device time in which tokens were drawn."""
-    prefill: float
-    """Seconds of device time in which prompts were computed."""
-    training: float
-    """Seconds of device time of updates."""
-    other: float
-    """Seconds of device time in which adapters were copied into the bank, or a base model was loaded."""
-    generated_tokens: int
-    """Tokens generated."""
-    prompt_tokens: int
-    """Prompt tokens processed."""
-    running: int
-    """Sequences with a row, at its end."""
-    waiting: int
-    """Sequences without a row, at its end."""
-
-
 class LoadLine(WireOutput):
     """The requests of one key, or for one adapter."""
 
@@ -225,7 +198,7 @@ class Stats(WireOutput):
     """What the server does about short memory, and why training waits: a sentence for each; empty if all is well."""
     cluster: bool
     """Whether the server is a node of a cluster, which `/v1/cluster` shows."""
-    intervals: list[IntervalObject]
+    intervals: Sequence[Interval]
     """The history after the interval that the client has, oldest first; at most 300 intervals."""
 
 
@@ -253,7 +226,7 @@ async def stats(services: ServicesDep, key: KeyDep, query: Annotated[StatsQuery,
         training=_training(services, engine),
         notices=list(engine.machine.notices),
         cluster=services.cluster is not None,
-        intervals=[_interval(each) for each in services.history.after(query.after)],
+        intervals=services.history.after(query.after),
     )
 
 
@@ -354,20 +327,3 @@ def _lesson(services: Services) -> LessonLine | None:
     if card is None or not card.is_running:
         return None
     return LessonLine(adapter=card.adapter, state=card.state, updates=card.updates)
-
-
-def _interval(interval: Interval) -> IntervalObject:
-    device = interval.device
-    return IntervalObject(
-        number=interval.number,
-        at=round(interval.at, 3),
-        seconds=round(interval.seconds, 3),
-        decode=round(device.decode, 3),
-        prefill=round(device.prefill, 3),
-        training=round(device.training, 3),
-        other=round(device.other, 3),
-        generated_tokens=interval.generated_tokens,
-        prompt_tokens=interval.prompt_tokens,
-        running=interval.running,
-        waiting=interval.waiting,
-    )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from fastapi import APIRouter, Depends
 from pydantic import Field
 
-from mlx_parallm.core import BASE_ADAPTER, AverageCard, AverageSpec, EvaluationResult
+from mlx_parallm.core import BASE_ADAPTER, AverageCard, AverageSpec
 from mlx_parallm.errors import (
     ConflictError,
     EngineDeadError,
@@ -16,7 +16,7 @@ from mlx_parallm.errors import (
     TrainingDisabledError,
     UnknownModelError,
 )
-from mlx_parallm.server.api.fields import INT32_MAX, WireInput, WireOutput
+from mlx_parallm.server.api.fields import INT32_MAX, WireInput
 from mlx_parallm.server.errors import DrainingError
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.openapi.responses import raises
@@ -53,37 +53,8 @@ class AverageBody(WireInput):
     """The adapter that the average becomes a version of. It must not be in training."""
 
 
-class AverageObject(WireOutput):
-    """An average that was made."""
-
-    status: Literal["published", "held"]
-    """`held`: it does not go live, and nothing of it is kept."""
-    reason: str
-    """Why it was held; empty if it is live."""
-    lora_adapter: str | None
-    """The version that is live now; null if it was held."""
-    adapters: list[str]
-    """The versions that were averaged."""
-    rank: int
-    """Rank of the average."""
-    full_rank: int
-    """The rank at which it would be exact."""
-    error: float
-    """The part of the mean's Frobenius norm that the rank loses, 0 to 1."""
-    worst: str
-    """The linear that loses the largest part."""
-    worst_error: float
-    """The part that it loses, 0 to 1."""
-    evaluation: EvaluationResult | None
-    """Its mean reward on the held-out tasks; null if the server does not evaluate versions, or if that failed."""
-    checkpoint: str | None
-    """Its checkpoint; null if it was held."""
-
-
 @router.post("/v1/training/average", responses=raises(*ERRORS))
-async def average(
-    body: Annotated[AverageBody, Depends(json_body(AverageBody))], services: ServicesDep
-) -> AverageObject:
+async def average(body: Annotated[AverageBody, Depends(json_body(AverageBody))], services: ServicesDep) -> AverageCard:
     """Makes the weighted mean of what adapters add to each linear a version of an adapter. If the server evaluates
     versions, the average is evaluated first, and is held if that fails or if its mean reward is below
     `gate.eval_floor`. When the answer comes, it is live and has a checkpoint, or is held."""
@@ -95,20 +66,4 @@ async def average(
         services.key.reader.named(body.lora_adapter, "")
     spec = AverageSpec(body.adapters, body.lora_adapter, body.weights, body.rank)
     with adapter_named_by("adapters", *body.adapters):
-        return average_object(await services.lifecycle.run_to_end(averages.average(spec)))
-
-
-def average_object(card: AverageCard) -> AverageObject:
-    return AverageObject(
-        status="held" if card.live is None else "published",
-        reason=card.reason,
-        lora_adapter=None if card.live is None else str(card.live),
-        adapters=[str(ref) for ref in card.adapters],
-        rank=card.rank,
-        full_rank=card.full_rank,
-        error=card.error,
-        worst=card.worst,
-        worst_error=card.worst_error,
-        evaluation=card.evaluation,
-        checkpoint=card.checkpoint or None,
-    )
+        return await services.lifecycle.run_to_end(averages.average(spec))
