@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from server.asking import client_of
 from server.fake_control import FakeAdapters, FakeAverages, FakeLessons, FakeRewardModels, FakeTraining
 from server.fakes import CARD, ByteTokenizer, FakeEngine, ThinkingTokenizer
 from server.one_model import OneModel
@@ -74,13 +75,10 @@ def lessons(training):
 def make_client(engine, adapters, training, averages, reward_models, lessons):
     """`make_client(**settings)` → an httpx client on an in-process app; `client.app` is the app."""
 
-    def make(card=CARD, **settings):
-        parts = (engine, adapters, training, OneModel(ByteTokenizer(), card), ServerConfig(**settings))
-        app = create_app(*parts, averages=averages, reward_models=reward_models, lessons=lessons)
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        client = httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
-        client.app = app
-        return client
+    def make(card=CARD, tokenizer=None, atropos=None, **settings):
+        model, config = OneModel(tokenizer or ByteTokenizer(), card), ServerConfig(**settings)
+        more = {"averages": averages, "reward_models": reward_models, "lessons": lessons, "atropos": atropos}
+        return client_of(create_app(engine, adapters, training, model, config, **more))
 
     return make
 
@@ -106,12 +104,9 @@ def post_json(make_client):
 
 
 @pytest.fixture
-def thinking_client(engine, adapters, training):
+def thinking_client(make_client):
     """Of a server whose model marks its reasoning."""
-    card = replace(CARD, context_length=10_000)
-    app = create_app(engine, adapters, training, OneModel(ThinkingTokenizer(), card), ServerConfig())
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
+    return make_client(replace(CARD, context_length=10_000), ThinkingTokenizer())
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,10 @@
 """Loading, listing, routing and saving adapters over HTTP: successes, and every fault's answer."""
 
-import json
 import math
 from dataclasses import replace
 
 import pytest
+from server.asking import post, refused
 
 from mlx_parallm.core import EVERYTHING, AdapterRef, AdapterStats, CheckpointCard, ComparisonSpec
 from mlx_parallm.errors import (
@@ -54,18 +54,6 @@ MATH_2 = {
 def versions(adapters):
     adapters.publish("math")
     adapters.publish("math")
-
-
-async def post(client, path, **body):
-    response = await client.post(path, json=body)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
-async def refused(client, fault, path, status=400, **body):
-    response = await client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
-    assert response.status_code == status, response.text
-    return fault(response)
 
 
 async def test_load(client, adapters):

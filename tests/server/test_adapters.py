@@ -4,15 +4,11 @@ import asyncio
 import json
 from dataclasses import replace
 
-import httpx
 import pytest
-from server.fakes import CARD, ByteTokenizer
-from server.one_model import OneModel
+from server.fakes import CARD
 
-from mlx_parallm.config import ServerConfig
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef
 from mlx_parallm.errors import AdapterFileError, AdapterUnavailableError, InvalidRequestError, StepFailedError
-from mlx_parallm.server.app import create_app
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BODIES = {COMPLETIONS: {"prompt": "x"}, CHAT: {"messages": [{"role": "user", "content": "x"}]}}
@@ -140,10 +136,9 @@ async def test_fields_that_disagree_are_both_named(client, engine, adapters, mat
 
 
 @pytest.mark.parametrize("name", ["tiny/byte-model", "second", "third", "base-model"])
-async def test_every_name_of_the_served_model_may_come_with_an_adapter(engine, adapters, training, math, name):
+async def test_every_name_of_the_served_model_may_come_with_an_adapter(make_client, engine, math, name):
     card = replace(CARD, aliases=("second", "third"))
-    app = create_app(engine, adapters, training, OneModel(ByteTokenizer(), card), ServerConfig())
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost:8000") as client:
+    async with make_client(card) as client:
         answer = (await client.post(COMPLETIONS, json={"model": name, "lora_adapter": "math@1", "prompt": "x"})).json()
         assert (answer["model"], answer["lora_adapter"]) == ("math", "math@1")
         assert engine.requests[-1].adapter == AdapterRef("math", 1)

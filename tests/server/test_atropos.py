@@ -5,6 +5,7 @@ import gzip
 import json
 from base64 import b64encode
 from dataclasses import replace
+from functools import partial
 
 import httpx
 import pytest
@@ -22,17 +23,8 @@ JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture
-def make_client(engine, adapters, training):
-    def make(**settings):
-        app = create_app(
-            engine, adapters, training, OneModel(ByteTokenizer(), CARD), ServerConfig(**settings), atropos=TRAINER
-        )
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        client = httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
-        client.app = app
-        return client
-
-    return make
+def make_client(make_client):
+    return partial(make_client, atropos=TRAINER)
 
 
 def group(scores=(1.0, 0.0), **fields):

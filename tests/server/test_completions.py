@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from server.asking import answered
 from server.fakes import ByteTokenizer
 
 from mlx_parallm.core import SamplingParams, StopParams, TokenLogprob
@@ -13,9 +14,7 @@ URL = "/v1/completions"
 
 
 async def complete(client, **body):
-    response = await client.post(URL, json={"prompt": "ab", **body})
-    assert response.status_code == 200, response.text
-    return response.json()
+    return await answered(client, URL, {"prompt": "ab", **body})
 
 
 async def test_the_whole_answer(client, engine):

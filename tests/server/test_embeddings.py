@@ -6,6 +6,7 @@ import base64
 import numpy as np
 import openai
 import pytest
+from server.asking import answered
 from server.test_disconnect import eventually, post
 
 from mlx_parallm.core import BASE_ADAPTER, Pooling
@@ -18,9 +19,7 @@ MODEL = "tiny/byte-model"
 
 
 async def embed(client, body, url=URL):
-    response = await client.post(url, json=body)
-    assert response.status_code == 200, response.text
-    return response.json()
+    return await answered(client, url, body)
 
 
 def of(text, rest=(0.0, 2.0)):

@@ -1,6 +1,7 @@
 """`/generate` in the three forms of vLLM, SGLang and TRL."""
 
 import pytest
+from server.asking import answered
 from server.fakes import EOS
 
 from mlx_parallm.core import TokenLogprob
@@ -17,9 +18,7 @@ def hi(engine):
 
 
 async def generate(client, body, path="/generate", headers=None):
-    response = await client.post(path, json=body, headers=headers)
-    assert response.status_code == 200, response.text
-    return response.json()
+    return await answered(client, path, body, headers=headers)
 
 
 # ---- vLLM --------------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import httpx
 import pytest
 from protocols.fake_policies import FakePolicies
+from server.asking import client_of
 from server.fake_control import COMPARISON, FakeAdapters, FakeAverages, FakeLessons, FakeRewardModels, FakeTraining
 from server.fakes import CARD, ByteTokenizer, FakeEngine
 from server.keys import key_file
@@ -104,8 +104,7 @@ async def server(tmp_path):
         policies=FakePolicies(),
         atropos=Registration(32, CARD.context_length, "", 10, 0, 10**9, "", ""),
     )
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost:8000") as client:
+    async with client_of(app) as client:
 
         async def ask(key, method, path, body=None):
             return await client.request(method, path, json=body, headers=sent[key])

@@ -3,15 +3,12 @@
 import json
 from dataclasses import replace
 
-import httpx
 import pytest
+from server.asking import answered
 from server.fakes import CARD, ByteTokenizer
-from server.one_model import OneModel
 from walks import follows
 
-from mlx_parallm.config import ServerConfig
 from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.server.app import create_app
 
 URL, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 USER = [{"role": "user", "content": "hi"}]
@@ -56,12 +53,9 @@ def tokenizer():
 
 
 @pytest.fixture
-def connect(engine, adapters, training, tokenizer):
+def connect(make_client, tokenizer):
     def make(context_length=10_000, **settings):
-        card = replace(CARD, context_length=context_length)
-        app = create_app(engine, adapters, training, OneModel(tokenizer, card), ServerConfig(**settings))
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        return httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
+        return make_client(replace(CARD, context_length=context_length), tokenizer, **settings)
 
     return make
 
@@ -72,9 +66,7 @@ def client(connect):
 
 
 async def answer(client, **body):
-    response = await client.post(URL, params={"beta": "true"}, json={"max_tokens": 100, "messages": USER, **body})
-    assert response.status_code == 200, response.text
-    return response.json()
+    return await answered(client, URL, {"max_tokens": 100, "messages": USER, **body}, params={"beta": "true"})
 
 
 def wrong(response):

@@ -4,15 +4,12 @@ import json
 import re
 from dataclasses import replace
 
-import httpx
 import pytest
+from server.asking import answered
 from server.fakes import CARD, ByteTokenizer
-from server.one_model import OneModel
 
-from mlx_parallm.config import ServerConfig
 from mlx_parallm.core import Reasoning
 from mlx_parallm.rl.atropos.trajectory_api import Registration
-from mlx_parallm.server.app import create_app
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
 USER = [{"role": "user", "content": "hi"}]
@@ -39,14 +36,9 @@ def tokenizer():
 
 
 @pytest.fixture
-def connect(engine, adapters, training, tokenizer):
+def connect(make_client, tokenizer):
     def make(tokenizer=tokenizer, card=CARD, atropos=None, **settings):
-        card = replace(card, architecture="llama")
-        app = create_app(
-            engine, adapters, training, OneModel(tokenizer, card), ServerConfig(**settings), atropos=atropos
-        )
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        return httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
+        return make_client(replace(card, architecture="llama"), tokenizer, atropos, **settings)
 
     return make
 
@@ -57,9 +49,7 @@ def client(connect):
 
 
 async def post(client, path, status=200, **body):
-    response = await client.post(path, json={"stream": False, **body} if path in (CHAT, GENERATE) else body)
-    assert response.status_code == status, response.text
-    return response.json()
+    return await answered(client, path, {"stream": False, **body} if path in (CHAT, GENERATE) else body, status)
 
 
 async def error(client, path, status=400, **body):

@@ -1,6 +1,7 @@
 """`POST /v1/training/preference` and `GET /v1/training/report`: what training is given, and what is refused."""
 
 import pytest
+from server.asking import answered
 
 from mlx_parallm.core import Edit, FoundTrajectory
 from mlx_parallm.errors import QueueFullError
@@ -21,9 +22,7 @@ def drawn(training):
 
 
 async def sent(client, **body):
-    response = await client.post(PREFERENCE, json=body)
-    assert response.status_code == 200, response.text
-    return response.json()
+    return await answered(client, PREFERENCE, body)
 
 
 async def refused(client, fault, status, **body):

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import openai
 import pytest
+from server.asking import answered
 from server.fakes import CARD
 
 URL = "/v1/responses"
@@ -13,9 +14,7 @@ RESULT = {"type": "function_call_output", "call_id": "c", "output": "r"}
 
 
 async def create(client, **fields):
-    response = await client.post(URL, json={"max_output_tokens": 5, **fields})
-    assert response.status_code == 200, response.text
-    return response.json()
+    return await answered(client, URL, {"max_output_tokens": 5, **fields})
 
 
 @pytest.fixture

@@ -8,15 +8,12 @@ import httpx
 import pytest
 from openai.types.responses import Response
 from server.fakes import CARD
-from server.one_model import OneModel
 from server.test_responses_stream import assert_sums_up, events_of, said
 from server.test_responses_tools import RecordingTokenizer
 
-from mlx_parallm.config import ServerConfig
 from mlx_parallm.errors import ContextLengthError
 from mlx_parallm.server import generation
 from mlx_parallm.server.api.responses.items import InputText
-from mlx_parallm.server.app import create_app
 
 URL = "/v1/responses"
 NOW = {"type": "function", "name": "now", "description": "d", "parameters": {"type": "object", "properties": {}}}
@@ -56,11 +53,8 @@ def tokenizer():
 
 
 @pytest.fixture
-def client(engine, adapters, training, tokenizer):
-    card = replace(CARD, context_length=10_000)
-    app = create_app(engine, adapters, training, OneModel(tokenizer, card), ServerConfig())
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
+def client(make_client, tokenizer):
+    return make_client(replace(CARD, context_length=10_000), tokenizer)
 
 
 async def respond(client, **fields):

@@ -1,6 +1,7 @@
 """`/v1/score` and `/v1/rerank` over fakes: the engine's logprobs are known, and a reward model gives a row's length."""
 
 import pytest
+from server.asking import answered as ask
 
 from mlx_parallm.core import BASE_ADAPTER, PromptScored, TokenLogprob
 from mlx_parallm.errors import InvalidRequestError, StepFailedError
@@ -10,12 +11,6 @@ SCORE, RERANK = "/v1/score", "/v1/rerank"
 PAIR = {"text_1": "ab", "text_2": ["c", "de"]}
 SEARCH = {"query": "q", "documents": ["one", {"text": "two"}, "three"]}
 USAGE = {"completion_tokens": 0, "prompt_tokens_details": {"cached_tokens": 0}}
-
-
-async def ask(client, url, body):
-    response = await client.post(url, json=body)
-    assert response.status_code == 200, response.text
-    return response.json()
 
 
 @pytest.fixture

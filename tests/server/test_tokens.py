@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from server.asking import answered
 from server.fakes import EOS
 
 from mlx_parallm.core import FinishReason, WorkClass
@@ -27,9 +28,7 @@ SENT_BY_RENDERERS = {
 
 
 async def generate(client, headers=None, **body):
-    response = await client.post(GENERATE, json={"token_ids": [97, 98], **body}, headers=headers)
-    assert response.status_code == 200, response.text
-    return response.json()
+    return await answered(client, GENERATE, {"token_ids": [97, 98], **body}, headers=headers)
 
 
 async def refused(client, fault, path=GENERATE, **body):

@@ -3,18 +3,14 @@
 import json
 from dataclasses import replace
 
-import httpx
 import openai
 import pytest
 from server.fakes import CARD, ByteTokenizer
-from server.one_model import OneModel
 from tool_families import ASKED, FAMILIES, TEXTS, TOOLS, tool
 from walks import follows
 
-from mlx_parallm.config import ServerConfig
 from mlx_parallm.core import Reasoning
 from mlx_parallm.model.tools.formats import HERMES
-from mlx_parallm.server.app import create_app
 
 URL = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -25,16 +21,13 @@ THINK = Reasoning("{think}", "{/think}")
 
 
 @pytest.fixture
-def make(engine, adapters, training):
+def make(make_client):
     """`make(format, reasoning)` → a client of a server whose model is of that family."""
 
     def client(tool_format=replace(HERMES, in_template=True), reasoning=None):  # noqa: B008 - frozen
         tokenizer = ByteTokenizer()
         tokenizer.tool_format, tokenizer.reasoning = tool_format, reasoning
-        card = replace(CARD, context_length=100_000)
-        app = create_app(engine, adapters, training, OneModel(tokenizer, card), ServerConfig())
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        return httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
+        return make_client(replace(CARD, context_length=100_000), tokenizer)
 
     return client
 

@@ -7,14 +7,11 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from server.fakes import CARD, ByteTokenizer
-from server.one_model import OneModel
+from server.fakes import CARD
 from server.test_responses_stream import assert_sums_up, events_of, said
 from server.test_tools import join
 
-from mlx_parallm.config import ServerConfig
 from mlx_parallm.errors import StepFailedError
-from mlx_parallm.server.app import create_app
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
@@ -26,11 +23,8 @@ ENFORCED = ["required", "named", "strict"]
 
 
 @pytest.fixture
-def client(engine, adapters, training):
-    card = replace(CARD, context_length=10_000)
-    app = create_app(engine, adapters, training, OneModel(ByteTokenizer(), card), ServerConfig())
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
+def client(make_client):
+    return make_client(replace(CARD, context_length=10_000))
 
 
 def chat_body(kind, **fields):

@@ -8,12 +8,12 @@ import subprocess
 import sys
 import threading
 
-import httpx
 import pytest
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 from rl.service_rig import until, world
+from server.asking import client_of
 from server.fake_control import FakeAdapters
 from server.fakes import CARD, ByteTokenizer, FakeEngine
 from server.one_model import OneModel
@@ -40,8 +40,7 @@ class Collected:
         app = create_app(
             engine, adapters or FakeAdapters(), training, model, ServerConfig(**settings), traces=self.traces
         )
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        return httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
+        return client_of(app)
 
     def spans(self):
         """All spans that have ended, in the order of their beginnings."""

@@ -1,12 +1,12 @@
 """Training over HTTP: status, control, rewards, and every fault's answer."""
 
 import asyncio
-import json
 import math
 from dataclasses import replace
 
 import httpx
 import pytest
+from server.asking import post, refused
 
 from mlx_parallm.core import AdapterRef, Divergence, EvaluationResult, LevelCard, RolloutStatus, TrainingStatus
 from mlx_parallm.errors import (
@@ -132,18 +132,6 @@ FULL_JSON = {
     "available_checkpoints": ["checkpoint-3", "checkpoint-6"],
     "trained_adapters": ["policy"],
 }
-
-
-async def post(client, path, **body):
-    response = await client.post(path, json=body)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
-async def refused(client, fault, path, status=400, **body):
-    response = await client.post(path, content=json.dumps(body), headers=JSON)
-    assert response.status_code == status, response.text
-    return fault(response)
 
 
 async def test_status(client, training):

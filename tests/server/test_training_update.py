@@ -1,26 +1,14 @@
 """`POST /v1/training/update`: what training is given, what the client is told, what is refused."""
 
-import json
 import math
 
 import pytest
+from server.asking import post, refused
 
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef, GivenTrajectory, UpdateReport
 
 UPDATE = "/v1/training/update"
 GIVEN = {"prompt_token_ids": [1, 2], "completion_token_ids": [3, 257]}
-
-
-async def post(client, path, **body):
-    response = await client.post(path, json=body)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
-async def refused(client, fault, path, status=400, **body):
-    response = await client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
-    assert response.status_code == status, response.text
-    return fault(response)
 
 
 async def test_update_of_the_groups_that_wait(client, training):

@@ -1,7 +1,7 @@
 """A head over fakes."""
 
-import httpx
 import pytest
+from server.asking import client_of
 from server.fake_cluster import FakeCluster, app_of
 
 
@@ -9,8 +9,6 @@ from server.fake_cluster import FakeCluster, app_of
 def head(engine, adapters):
     """Its client; `head.cluster` is the cluster, and `head.app` the app."""
     cluster = FakeCluster()
-    app = app_of(engine, adapters, cluster)
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    client = httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
-    client.cluster, client.app = cluster, app
+    client = client_of(app_of(engine, adapters, cluster))
+    client.cluster = cluster
     return client
