@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from app.test_server import LORA, free_port, running
+from app.test_server import LORA, serving
 from run_api import RunApi, scored
 from tiny import save_tiny
 from training_runs import View, config
@@ -56,13 +55,6 @@ def server(tmp_path: Path, **keys: Any) -> RLIntegratedServer:
         checkpointing__checkpoint_dir=tmp_path / "checkpoints",
         **keys,
     )
-
-
-@asynccontextmanager
-async def serving(made: RLIntegratedServer) -> AsyncIterator[httpx.AsyncClient]:
-    port = free_port()
-    async with running(made.run_training_loop(), made.run_inference(port=port), port=port) as client:
-        yield client
 
 
 async def updates(client: httpx.AsyncClient, wanted: int) -> dict[str, Any]:

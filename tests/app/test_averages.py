@@ -10,7 +10,7 @@ import httpx
 import mlx.core as mx
 import numpy as np
 import pytest
-from app.test_server import LORA, RL, free_port, running
+from app.test_server import LORA, RL, serving
 from lora import layout_of, merged, random_adapter
 from tiny import save_tiny, tiny_model
 
@@ -44,11 +44,6 @@ def members(tmp_path: Path) -> dict[str, AdapterWeights]:
 def make(tmp_path: Path, **keys: object) -> RLIntegratedServer:
     folders = {"adapters__adapter_dir": tmp_path / "adapters", "checkpointing__checkpoint_dir": tmp_path / "kept"}
     return RLIntegratedServer(tmp_path / "model", LORA, RL, server__kv_cache_memory="16MB", **folders, **keys)
-
-
-def serving(server: RLIntegratedServer):
-    port = free_port()
-    return running(server.run_inference(port=port), server.run_training_loop(), port=port)
 
 
 async def logprobs(client: httpx.AsyncClient, adapter: str) -> np.ndarray:

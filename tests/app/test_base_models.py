@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
@@ -15,9 +14,11 @@ import httpx
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from app.test_server import serving as running
 from harness import assert_same_tokens, solo
 from lora import layout_of, random_adapter
 from mlx.utils import tree_flatten
+from server.asking import answered
 from tiny import save_tiny
 
 from mlx_parallm.adapters.files.write import write_peft
@@ -45,12 +46,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, nn
     }
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture
 def limits_restored():
     memory, cache = mx.set_memory_limit(1 << 40), mx.set_cache_limit(1 << 30)
@@ -70,19 +65,9 @@ async def serving(
     """A server of the models in `folder` with room for so many bytes of weights."""
     keys = {"rl_training__enabled": False, "server__kv_cache_memory": KV, "server__mlx_cache_limit": BUFFERS, **keys}
     keys["server__mlx_memory_limit"] = KV + BUFFERS + weights
-    server, port = IntegratedServer(configure(folder, **keys)), free_port()
-    running = asyncio.create_task(server.run_inference(port=port))
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
-        while not running.done():
-            with suppress(httpx.TransportError):
-                await client.get("/health")
-                break
-            await asyncio.sleep(0.02)
-        assert not running.done(), running.exception()
+    server = IntegratedServer(configure(folder, **keys))
+    async with running(server, trains=False) as client:
         yield client, server
-    running.cancel()
-    with suppress(asyncio.CancelledError):
-        await running
 
 
 @pytest.fixture
@@ -111,9 +96,7 @@ def body(model: str, number: int, max_tokens: int = 6, **fields: object) -> dict
 
 
 async def ask(client: httpx.AsyncClient, sent: dict[str, object]) -> dict[str, object]:
-    response = await client.post("/v1/completions", json=sent)
-    assert response.status_code == 200, response.text
-    return response.json()
+    return await answered(client, "/v1/completions", sent)
 
 
 async def states(client: httpx.AsyncClient) -> dict[str, str]:

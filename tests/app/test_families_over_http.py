@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from app.test_server import free_port, running
+from app.test_server import serving
 from family_checks import CONFIGURATIONS, build
 from harness import Solo, assert_same_tokens, solo
 from lora import layout_of, merged, random_adapter
@@ -43,7 +43,7 @@ async def test_eight_clients_with_three_adapters_and_the_base(family: str, tmp_p
         write_mlx_lm(_new(tmp_path / "adapters" / name), each, layout)
     models = {"base": build(family)} | {name: merged(build(family), each) for name, each in weights.items()}
     keys = {"rl_training__enabled": False, "adapters__adapter_dir": tmp_path / "adapters"}
-    server, port = IntegratedServer(configure(tmp_path / "model", server__kv_cache_memory="64MB", **keys)), free_port()
+    server = IntegratedServer(configure(tmp_path / "model", server__kv_cache_memory="64MB", **keys))
     rng = random.Random(0)
     shared = [rng.randrange(100) for _ in range(LONGEST)]
     asked: list[tuple[str, list[int], list[int]]] = []
@@ -61,7 +61,7 @@ async def test_eight_clients_with_three_adapters_and_the_base(family: str, tmp_p
             body = {"lora_name": name, "lora_path": name, "load_inplace": True}
             (await http.post("/v1/load_lora_adapter", json=body)).raise_for_status()
 
-    async with running(server.run_inference(port=port), port=port) as http:
+    async with serving(server, trains=False) as http:
         await asyncio.gather(reloads(http), *(client(http, number) for number in range(CLIENTS)))
     assert len(asked) == CLIENTS * ASKS
     references: list[Solo] = [solo(models[name], prompt, TOKENS) for name, prompt, _ in asked]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
 import pytest
-from main_job.serving import free_port
+from app.test_server import serving as running
 from server.keys import key_file
 from tiny import save_tiny
 
@@ -40,21 +39,8 @@ async def serving(folder: Path, trains: bool, **keys: object) -> AsyncIterator[t
         server__keys_file=str(file),
         checkpointing__checkpoint_dir=str(folder / "checkpoints"),
     )
-    server, port = IntegratedServer(config), free_port()
-    running = asyncio.gather(server.run_inference(port=port), server.run_training_loop())
-    try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
-            ready = False
-            while not ready and not running.done():
-                await asyncio.sleep(0.02)
-                with suppress(httpx.ConnectError):
-                    ready = (await client.get("/ready")).status_code == 200
-            assert ready, running.exception()
-            yield client, sent
-    finally:
-        running.cancel()
-        with suppress(asyncio.CancelledError):
-            await running
+    async with running(IntegratedServer(config)) as client:
+        yield client, sent
 
 
 @pytest.mark.timeout(60)

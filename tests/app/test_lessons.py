@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from app.test_server import LORA, RL, free_port, running
+from app.test_server import LORA, RL, serving
 from tiny import save_tiny
 
 from mlx_parallm import RLIntegratedServer
@@ -46,8 +46,7 @@ async def lesson_when(client: httpx.AsyncClient, true) -> dict[str, Any]:
 
 @pytest.mark.timeout(240)
 async def test_it_learns_while_the_server_answers_and_is_stopped(tmp_path: Path) -> None:
-    server, port = make(tmp_path), free_port()
-    async with running(server.run_training_loop(), server.run_inference(port=port), port=port) as client:
+    async with serving(make(tmp_path)) as client:
         begun = await client.post(ROUTE, json=LESSON)
         assert begun.status_code == 200, begun.text
         assert begun.json()["lesson"]["answers_per_update"] == 24
@@ -81,8 +80,7 @@ async def test_it_pauses_and_ends_with_the_server_and_a_restart_shows_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    server, port = make(tmp_path), free_port()
-    async with running(server.run_training_loop(), server.run_inference(port=port), port=port) as client:
+    async with serving(make(tmp_path)) as client:
         assert (await client.post(ROUTE, json=LESSON)).status_code == 200
         await lesson_when(client, lambda lesson: lesson["updates"] >= 1)
         await client.post("/v1/training/pause", json={})
@@ -101,8 +99,7 @@ async def test_it_pauses_and_ends_with_the_server_and_a_restart_shows_it(
     )
     assert re.search(r"default@\d+ is saved in .*/default/checkpoint-\d+", caplog.text)
     caplog.clear()
-    server, port = make(tmp_path), free_port()
-    async with running(server.run_training_loop(), server.run_inference(port=port), port=port) as client:
+    async with serving(make(tmp_path)) as client:
         assert f"the last lesson, of default, was cut off after {noted['updates']} updates" in caplog.text
         lesson = (await client.get(ROUTE)).json()["lesson"]
         assert (lesson["outcome"], lesson["updates"]) == ("interrupted", noted["updates"])
@@ -112,8 +109,7 @@ async def test_it_pauses_and_ends_with_the_server_and_a_restart_shows_it(
 
 @pytest.mark.timeout(120)
 async def test_rules_without_a_signal_end_it_and_bad_ones_do_not_begin(tmp_path: Path) -> None:
-    server, port = make(tmp_path, rl_training__trajectory_buffer_size=100), free_port()
-    async with running(server.run_training_loop(), server.run_inference(port=port), port=port) as client:
+    async with serving(make(tmp_path, rl_training__trajectory_buffer_size=100)) as client:
         bad = await client.post(ROUTE, json={**LESSON, "reward": {"pattern": "(a"}})
         assert (bad.status_code, bad.json()["error"]["param"]) == (400, "reward.pattern")
         many = await client.post(ROUTE, json={**LESSON, "prompts": ["a"] * 16, "group_size": 32})
@@ -131,8 +127,8 @@ async def test_rules_without_a_signal_end_it_and_bad_ones_do_not_begin(tmp_path:
 
 @pytest.mark.timeout(120)
 async def test_a_server_that_draws_by_itself_takes_none(tmp_path: Path) -> None:
-    server, port = make(tmp_path, rl_training__environment="words"), free_port()
-    async with running(server.run_training_loop(), server.run_inference(port=port), port=port) as client:
+    server = make(tmp_path, rl_training__environment="words")
+    async with serving(server) as client:
         assert "--no-server-rollouts" in (await client.get(ROUTE)).json()["obstacle"]
         refused = await client.post(ROUTE, json=LESSON)
         assert refused.status_code == 409

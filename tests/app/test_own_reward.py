@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from app.test_server import LORA, RL, free_port, running
+from app.test_server import LORA, RL, serving
 from tiny import save_tiny
 
 from mlx_parallm import RLIntegratedServer
@@ -53,8 +53,7 @@ async def scored(client: httpx.AsyncClient, groups: int) -> list[dict[str, objec
 
 @pytest.mark.timeout(120)
 async def test_a_request_names_the_reward_and_the_task_of_the_server_adds_its_columns(tmp_path: Path) -> None:
-    server, port = make(tmp_path, "F:score"), free_port()
-    async with running(server.run_training_loop(), server.run_inference(port=port), port=port) as client:
+    async with serving(make(tmp_path, "F:score")) as client:
         client.headers["Authorization"] = "Bearer secret"
         await client.post("/v1/training/pause", json={})
         answer = await client.post("/v1/chat/completions", json={"messages": TURNS, **MARKED})
@@ -79,8 +78,7 @@ async def test_a_request_names_the_reward_and_the_task_of_the_server_adds_its_co
 @pytest.mark.timeout(120)
 async def test_a_judge_may_be_the_base_model_of_this_very_server(tmp_path: Path) -> None:
     """Its requests are ordinary ones: they are answered while groups wait for them."""
-    server, port = make(tmp_path, "1*judge + 0.5*rank"), free_port()
-    async with running(server.run_training_loop(), server.run_inference(port=port), port=port) as client:
+    async with serving(make(tmp_path, "1*judge + 0.5*rank")) as client:
         client.headers["Authorization"] = "Bearer secret"
         await client.post("/v1/training/pause", json={})
         for prompt in ("2 + 2 =", "Another."):

@@ -10,8 +10,10 @@ from typing import Any
 
 import httpx
 import pytest
-from app.test_server import LORA, RL, free_port, running
+from app.test_server import LORA, RL
+from app.test_server import serving as client_of
 from lora import layout_of, random_adapter
+from server.asking import post
 from tiny import save_tiny, tiny_model
 
 from mlx_parallm import RLIntegratedServer
@@ -40,14 +42,7 @@ def serving(folder: Path, trains: bool = False, kept: bool = True, **keys: Any):
     where = {"checkpointing__checkpoint_dir": folder / "run"} if kept else {}
     dirs = {"adapters__adapter_dir": folder / "adapters", "server__kv_cache_memory": "16MB"}
     server = RLIntegratedServer(folder / "model", LORA, RL, **{"rl_training__enabled": trains, **dirs, **where, **keys})
-    port = free_port()
-    return running(server.run_inference(port=port), server.run_training_loop(), port=port)
-
-
-async def post(client: httpx.AsyncClient, path: str, **body: Any) -> Any:
-    answer = await client.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    return client_of(server)
 
 
 async def said(client: httpx.AsyncClient, model: str = "tone") -> tuple[str, list[float]]:

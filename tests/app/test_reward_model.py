@@ -11,7 +11,7 @@ import httpx
 import mlx.core as mx
 import numpy as np
 import pytest
-from app.test_server import LORA, MARKED, RL, free_port, running
+from app.test_server import LORA, MARKED, RL, free_port, serving
 from lora import layout_of, merged, random_adapter
 from tiny import EOS_ID, save_tiny, tiny_model
 
@@ -87,8 +87,7 @@ async def test_a_server_scores_answers_with_a_reward_model(tmp_path: Path) -> No
         checkpointing__checkpoint_dir=tmp_path / "checkpoints",
         adapters__adapter_dir=tmp_path / "adapters",
     )
-    port = free_port()
-    async with running(server.run_training_loop(), server.run_inference(port=port), port=port) as client:
+    async with serving(server) as client:
         unknown = await client.post("/v1/completions", json={**MARKED, "scoring_function": "reward_model:other"})
         assert unknown.status_code == 400
         assert "no reward model is called 'other'" in unknown.json()["error"]["message"]
@@ -133,8 +132,8 @@ async def test_a_server_trains_a_reward_model_on_the_preferences_that_were_sent(
         checkpointing__checkpoint_dir=tmp_path / "checkpoints",
         adapters__adapter_dir=tmp_path / "adapters",
     )
-    port, spec = free_port(), {"name": "loud", "held_out": 0.34, "batch_size": 2, "learning_rate": 0.02}
-    async with running(server.run_training_loop(), server.run_inference(port=port), port=port) as client:
+    spec = {"name": "loud", "held_out": 0.34, "batch_size": 2, "learning_rate": 0.02}
+    async with serving(server) as client:
         refused = await client.post("/v1/training/reward_model", json=spec)
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "conflict")
         for word in WORDS[:6]:

@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
 from subprocess import Popen
 
@@ -58,6 +58,13 @@ async def running(*coroutines, port: int) -> AsyncIterator[httpx.AsyncClient]:
         both.cancel()
         with suppress(asyncio.CancelledError):
             await both
+
+
+def serving(server: RLIntegratedServer, trains: bool = True) -> AbstractAsyncContextManager[httpx.AsyncClient]:
+    """A client of the server on a free port."""
+    port = free_port()
+    training = [server.run_training_loop()] if trains else []
+    return running(server.run_inference(port=port), *training, port=port)
 
 
 @pytest.mark.timeout(120)

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from app.test_server import LORA, RL, free_port, running
+from app.test_server import LORA, RL, free_port, serving
 from tiny import save_tiny
 
 from mlx_parallm import RLIntegratedServer
@@ -110,8 +110,8 @@ def tasks_in(log: Path) -> set[str]:
 
 @pytest.mark.timeout(240)
 async def test_it_collects_and_learns_while_it_answers_and_goes_on_after_a_restart(tmp_path: Path) -> None:
-    server, port = make(tmp_path), free_port()
-    async with running(server.run_training_loop(), server.run_inference(port=port), port=port) as client:
+    server = make(tmp_path)
+    async with serving(server) as client:
         await answers(client)
         status = await status_when(client, lambda status: status["updates_total"] >= 2)
         own = status["rollouts"]
@@ -134,8 +134,7 @@ async def test_it_collects_and_learns_while_it_answers_and_goes_on_after_a_resta
     assert server._engine._served is not None
     before = tasks_in(tmp_path / "log.jsonl")
     (tmp_path / "log.jsonl").unlink()
-    server, port = make(tmp_path, checkpointing__resume=True), free_port()
-    async with running(server.run_training_loop(), server.run_inference(port=port), port=port) as client:
+    async with serving(make(tmp_path, checkpointing__resume=True)) as client:
         status = await status_when(client, lambda status: status["rollouts"]["groups_drawn"] >= 4)
         assert status["rollouts"]["tasks_taken"] >= len(before) + 4
         numbers = [int(group.rpartition("-")[2]) for group in before]
@@ -147,8 +146,7 @@ async def test_it_collects_and_learns_while_it_answers_and_goes_on_after_a_resta
 
 @pytest.mark.timeout(120)
 async def test_a_curriculum_draws_its_tasks_and_is_in_the_status(tmp_path: Path) -> None:
-    server, port = make(tmp_path, "own.py:Levels", rl_training__curriculum__enabled=True), free_port()
-    async with running(server.run_training_loop(), server.run_inference(port=port), port=port) as client:
+    async with serving(make(tmp_path, "own.py:Levels", rl_training__curriculum__enabled=True)) as client:
         await status_when(client, lambda status: status["rollouts"]["groups_drawn"] >= 24)
         await client.post("/v1/training/pause", json={})
         await status_when(client, lambda status: status["rollouts"]["state"] == "paused")
@@ -162,16 +160,14 @@ async def test_a_curriculum_draws_its_tasks_and_is_in_the_status(tmp_path: Path)
 @pytest.mark.timeout(240)
 async def test_a_curriculum_goes_on_after_a_restart(tmp_path: Path) -> None:
     """From the last update: by then, the level that is always solved is known."""
-    server, port = make(tmp_path, "own.py:Levels", rl_training__curriculum__enabled=True), free_port()
-    async with running(server.run_training_loop(), server.run_inference(port=port), port=port) as client:
+    async with serving(make(tmp_path, "own.py:Levels", rl_training__curriculum__enabled=True)) as client:
         await status_when(client, lambda status: level_of(status, "sure")["drawn"] >= 8)
         updates = (await client.get("/v1/training/status")).json()["updates_total"]
         await status_when(client, lambda status: status["updates_total"] >= updates + 2)
     before = tasks_in(tmp_path / "log.jsonl")
     (tmp_path / "log.jsonl").unlink()
     keys = {"rl_training__curriculum__enabled": True, "checkpointing__resume": True}
-    server, port = make(tmp_path, "own.py:Levels", **keys), free_port()
-    async with running(server.run_training_loop(), server.run_inference(port=port), port=port) as client:
+    async with serving(make(tmp_path, "own.py:Levels", **keys)) as client:
         status = (await client.get("/v1/training/status")).json()
         assert level_of(status, "sure")["success"] > 0.75, "without what was learnt it would be 0.5"
         levels = status["rollouts"]["levels"]
@@ -189,8 +185,7 @@ def level_of(status: dict[str, Any], name: str) -> dict[str, Any]:
 
 @pytest.mark.timeout(120)
 async def test_without_it_the_server_waits_for_requests(tmp_path: Path) -> None:
-    server, port = make(tmp_path, rl_training__server_rollouts=False), free_port()
-    async with running(server.run_training_loop(), server.run_inference(port=port), port=port) as client:
+    async with serving(make(tmp_path, rl_training__server_rollouts=False)) as client:
         await answers(client)
         status = (await client.get("/v1/training/status")).json()
         assert (status["rollouts"], status["trajectories_collected"]) == (None, 0)
@@ -202,8 +197,7 @@ async def test_without_it_the_server_waits_for_requests(tmp_path: Path) -> None:
     [("own.py:Broken", "drawing", "no network"), ("own.py:Few", "failed", "no more tasks")],
 )
 async def test_a_server_goes_on_without_its_environment(tmp_path: Path, name: str, state: str, message: str) -> None:
-    server, port = make(tmp_path, name, rl_training__update_frequency=100), free_port()
-    async with running(server.run_training_loop(), server.run_inference(port=port), port=port) as client:
+    async with serving(make(tmp_path, name, rl_training__update_frequency=100)) as client:
         status = await status_when(client, lambda status: message in status["rollouts"]["last_failure"])
         assert status["rollouts"]["state"] == state
         await answers(client)
@@ -213,8 +207,8 @@ async def test_a_server_goes_on_without_its_environment(tmp_path: Path, name: st
 
 @pytest.mark.timeout(120)
 async def test_an_environment_that_hangs_does_not_keep_the_server_from_ending(tmp_path: Path) -> None:
-    server, port = make(tmp_path, "own.py:Hangs"), free_port()
-    async with running(server.run_training_loop(), server.run_inference(port=port), port=port) as client:
+    server = make(tmp_path, "own.py:Hangs")
+    async with serving(server) as client:
         await status_when(client, lambda status: status["rollouts"]["tasks_taken"] > 0)
         await answers(client)
         began = time.monotonic()
@@ -225,8 +219,7 @@ async def test_an_environment_that_hangs_does_not_keep_the_server_from_ending(tm
 
 @pytest.mark.timeout(120)
 async def test_while_it_sleeps_nothing_is_drawn(tmp_path: Path) -> None:
-    server, port = make(tmp_path), free_port()
-    async with running(server.run_training_loop(), server.run_inference(port=port), port=port) as client:
+    async with serving(make(tmp_path)) as client:
         await status_when(client, lambda status: status["rollouts"]["groups_drawn"] > 0)
         assert (await client.post("/sleep")).status_code == 200
         await status_when(client, lambda status: status["rollouts"]["state"] == "paused")

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from app.test_server import free_port, running
+from app.test_server import serving
 from tiny import save_tiny
 
 from mlx_parallm import LoRAConfig, RLConfig, RLIntegratedServer
@@ -118,9 +118,8 @@ def drawn(sequence: dict[str, Any], advantage: float) -> dict[str, Any]:
 
 
 async def test_a_supervised_run_is_saved_loaded_and_sampled(tmp_path: Path) -> None:
-    server, port = make(tmp_path), free_port()
     data = [taught(PROMPT, ANSWER), taught([20, 21], [50, 51])]
-    async with running(server.run_inference(port=port), port=port) as http:
+    async with serving(make(tmp_path), trains=False) as http:
         model = await Model(http).start()
         losses = [await model.update(data, "cross_entropy", 0.02) for _ in range(40)]
         assert losses[-1] < 0.5 * losses[0]
@@ -153,8 +152,7 @@ async def test_a_supervised_run_is_saved_loaded_and_sampled(tmp_path: Path) -> N
         chat = {"model": str(again.model).replace(":train:", "-") + "@1", "prompt": PROMPT, "max_tokens": 1}
         assert (await http.post("/v1/completions", json=chat)).status_code == 404, "it was never published"
 
-    server, port = make(tmp_path, checkpointing__resume=True), free_port()
-    async with running(server.run_inference(port=port), port=port) as http:
+    async with serving(make(tmp_path, checkpointing__resume=True), trains=False) as http:
         model = Model(http)
         session = (await model.post("create_session"))["session_id"]
         made = await model.post(
@@ -165,8 +163,7 @@ async def test_a_supervised_run_is_saved_loaded_and_sampled(tmp_path: Path) -> N
 
 
 async def test_importance_sampling_raises_the_reward(tmp_path: Path) -> None:
-    server, port = make(tmp_path), free_port()
-    async with running(server.run_inference(port=port), port=port) as http:
+    async with serving(make(tmp_path), trains=False) as http:
         model = await Model(http).start()
         means = []
         for number in range(12):
@@ -183,9 +180,8 @@ async def test_importance_sampling_raises_the_reward(tmp_path: Path) -> None:
 
 
 async def test_two_models_at_once_are_as_one_after_the_other(tmp_path: Path) -> None:
-    server, port = make(tmp_path), free_port()
     data = [taught(PROMPT, ANSWER), taught([20, 21], [50, 51])]
-    async with running(server.run_inference(port=port), port=port) as http:
+    async with serving(make(tmp_path), trains=False) as http:
 
         async def train(seed: int, rank: int) -> list[float]:
             model = await Model(http).start(seed, rank)
@@ -201,8 +197,7 @@ async def test_two_models_at_once_are_as_one_after_the_other(tmp_path: Path) -> 
 
 
 async def test_limits_of_ranks_and_models(tmp_path: Path) -> None:
-    server, port = make(tmp_path, rl_training__tinker__max_models=1), free_port()
-    async with running(server.run_inference(port=port), port=port) as http:
+    async with serving(make(tmp_path, rl_training__tinker__max_models=1), trains=False) as http:
         model = await Model(http).start()
 
         async def create(number: int, **lora: Any) -> dict[str, Any]:
