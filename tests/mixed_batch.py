@@ -17,6 +17,12 @@ TINY = 1e-5
 """Invariant 8's bound on logprobs across shapes, for tiny float32 models."""
 
 
+def text(length: int, seed: int) -> list[int]:
+    """Random tokens."""
+    rng = random.Random(seed)
+    return [rng.randrange(256) for _ in range(length)]
+
+
 def prompts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
     rng = random.Random(seed)
     return [[rng.randrange(256) for _ in range(rng.randint(2, longest))] for _ in range(count)]

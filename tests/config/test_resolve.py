@@ -9,16 +9,6 @@ from mlx_parallm.config import Config, ServerConfig, Setting, resolve
 from mlx_parallm.errors import ConfigError
 
 
-@pytest.fixture
-def yaml_file(tmp_path):
-    def write(text: str) -> Path:
-        file = tmp_path / "settings.yaml"
-        file.write_text(text)
-        return file
-
-    return write
-
-
 def problems(flags=None, environ=None, file=None) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         resolve(flags or {}, environ or {}, file)

@@ -1,7 +1,6 @@
 """The keys of training: their bounds, the rules between them, and when a server trains at all."""
 
 import math
-from pathlib import Path
 
 import pytest
 
@@ -31,16 +30,6 @@ def problems(given, environ=None, file=None) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         resolve(given, environ or {}, file)
     return str(caught.value).splitlines()
-
-
-@pytest.fixture
-def yaml_file(tmp_path):
-    def write(text: str) -> Path:
-        file = tmp_path / "settings.yaml"
-        file.write_text(text)
-        return file
-
-    return write
 
 
 # ---- whether the server trains -----------------------------------------------------------------

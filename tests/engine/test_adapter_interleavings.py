@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from harness import Solo, assert_same_tokens, make_harness, solo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lora import QV, layout_of, merged, random_adapter
+from mixed_batch import prompts
 from tiny import tiny_model
 
 from mlx_parallm.core import (
@@ -21,11 +20,6 @@ pytestmark = pytest.mark.ci
 
 TINY = 1e-5
 """Invariant 8's bound on logprobs across shapes, for tiny float32 models."""
-
-
-def prompts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(256) for _ in range(rng.randint(2, longest))] for _ in range(count)]
 
 
 class World:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 from harness import Harness, assert_same_tokens, make_harness, solo
 from lora import QV, every_target, layout_of, merged, random_adapter
+from mixed_batch import prompts
 from tiny import tiny_model
 
 from mlx_parallm.adapters.store import READ_AHEAD
@@ -22,11 +21,6 @@ from mlx_parallm.scheduler.units import StagingUnit
 
 TINY = 1e-5
 """Invariant 8's bound on logprobs across shapes, for tiny float32 models."""
-
-
-def prompts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(256) for _ in range(rng.randint(2, longest))] for _ in range(count)]
 
 
 @pytest.mark.parametrize("copies", [0, 3, 16])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import mlx.nn as nn
 import pytest
 from harness import Harness, make_harness
 from lora import layout_of, random_adapter
+from mixed_batch import text
 from tiny import FAMILIES, stages, tiny_model
 
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
@@ -35,11 +35,6 @@ GEMMA = 4e-5
 """The logits of random gemmas reach 45, where float32 has steps of 4e-6."""
 
 SHOWN = SamplingParams(temperature=0.0, top_logprobs=3)
-
-
-def text(length: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(256) for _ in range(length)]
 
 
 def model_of(family: str) -> nn.Module:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from harness import Harness, make_harness
 from lora import layout_of, merged, random_adapter
+from mixed_batch import text
 from tiny import tiny_model
 
 from mlx_parallm.adapters.registry import AdapterRegistry
@@ -39,11 +40,6 @@ version differ by more than a tenth."""
 SHOWN = SamplingParams(temperature=0.0, top_logprobs=0)
 BASE = -1
 """The number of the base model among the weights."""
-
-
-def text(length: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(256) for _ in range(length)]
 
 
 class Truth:

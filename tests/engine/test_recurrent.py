@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from harness import Harness, Solo, assert_same_tokens, make_harness, solo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lora import layout_of, merged, random_adapter
+from mixed_batch import text
 from tiny import RECURRENT, tiny_model
 
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED
@@ -25,11 +25,6 @@ TINY = 1e-5
 
 FAMILIES = [each if each in ("lfm2", "mamba") else pytest.param(each, marks=pytest.mark.slow) for each in RECURRENT]
 """In the first stage, one with attention beside its recurrent layers, and one without."""
-
-
-def text(length: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(256) for _ in range(length)]
 
 
 class World:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -10,6 +9,7 @@ import mlx.nn as nn
 import pytest
 from harness import Harness, make_harness
 from lora import layout_of, merged, random_adapter
+from mixed_batch import text as prompt
 from tiny import VOCAB_SIZE, tiny_model
 
 from mlx_parallm.core import CollectionSpec, RequestFinished, SamplingParams, SequenceOutput, WorkClass
@@ -18,11 +18,6 @@ TINY = 1e-5
 """Invariant 8's bound on logprobs across shapes, for tiny float32 models."""
 
 COLLECTED = CollectionSpec()
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(256) for _ in range(length)]
 
 
 def outputs(harness: Harness, request_id: str, index: int = 0) -> list[SequenceOutput]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from server.fakes import EOS, VOCAB, ByteTokenizer
+from grammar.test_schemas import of as of_schema
+from server.fakes import EOS
 from walks import allowed, follows
 
 from mlx_parallm.core import Grammar, GrammarKind, GrammarSpec
@@ -16,17 +16,6 @@ from mlx_parallm.grammar.compiler import LLCompiler
 from mlx_parallm.grammar.wrappers import MAX_DIGITS
 
 NUMBERS = set(b"0123456789")
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[LLCompiler]:
-    made = LLCompiler(ByteTokenizer(), VOCAB)
-    yield made
-    made.close()
-
-
-def of_schema(compiler: LLCompiler, schema: dict[str, Any]) -> Grammar:
-    return compiler.compile(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
 
 
 def after(grammar: Grammar, text: str) -> set[int]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from server.fakes import VOCAB, ByteTokenizer
 from walks import follows
 
 from mlx_parallm.core import Grammar, GrammarKind, GrammarSpec
@@ -16,13 +14,6 @@ from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.grammar.compiler import LLCompiler
 
 NAMED = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[LLCompiler]:
-    made = LLCompiler(ByteTokenizer(), VOCAB)
-    yield made
-    made.close()
 
 
 def of(compiler: LLCompiler, schema: object) -> Grammar:

@@ -12,6 +12,7 @@ import sys
 import httpx
 import pytest
 from server.keys import key_file
+from server.test_disconnect import eventually
 
 from mlx_parallm.core import FinishReason, SequenceOutput
 from mlx_parallm.server.api import login
@@ -36,12 +37,6 @@ async def answer_of(reader):
     raw = await asyncio.wait_for(reader.read(), PATIENCE_S)
     head, _, body = raw.partition(b"\r\n\r\n")
     return int(head.split()[1]), head, json.loads(body)["error"]
-
-
-async def eventually(condition):
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_headers_that_never_end_are_answered_and_closed(serving):
