@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 from configs import TRAINING, changed
 
-from mlx_parallm.app.step_rollouts import Batch, StepRollouts
+from mlx_parallm.app.environment_run import Batch, StepRollouts
 from mlx_parallm.core import AdapterRef, GroupCard, TrainingEvent
 from mlx_parallm.errors import EngineDeadError, TrainingFailedError
 from mlx_parallm.rl.rollouts.answers import DrawResult, TakenTasks

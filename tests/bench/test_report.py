@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from mlx_parallm.bench import run as running
-from mlx_parallm.bench import sections
 from mlx_parallm.cli.main import main
 from mlx_parallm.selftest.models import tiny_models
 from mlx_parallm.selftest.step_memory import StepMemory
@@ -59,8 +58,8 @@ def unloadable(monkeypatch):
         return StepMemory(ahead=3 << 19, apart=1 << 20)
 
     monkeypatch.setattr(running, "started", fails)
-    monkeypatch.setattr(sections, "step_memory", measured)
-    monkeypatch.setattr(sections, "tested_models", nothing)
+    monkeypatch.setattr(running, "step_memory", measured)
+    monkeypatch.setattr(running, "tested_models", nothing)
 
 
 def test_a_section_that_fails_costs_itself_and_what_needs_it(unloadable, file, model, capsys):
@@ -90,7 +89,7 @@ def test_a_signal_leaves_a_file_with_what_there_is(unloadable, file, model, numb
         os.kill(os.getpid(), number)
         await asyncio.sleep(60)
 
-    monkeypatch.setattr(sections, "tested_models", signalled)
+    monkeypatch.setattr(running, "tested_models", signalled)
     assert report(file, model)[0] == status
     found = json.loads(file.read_text())
     assert (found["interrupted"], found["passed"]) == (signal.Signals(number).name, False)

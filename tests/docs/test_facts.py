@@ -26,6 +26,7 @@ from mlx_parallm.config import (
     TrackerName,
 )
 from mlx_parallm.core import PauseMode
+from mlx_parallm.core.competition import ComparisonVerdict
 from mlx_parallm.core.device import MODE_SHARES
 from mlx_parallm.core.models import ModelState
 from mlx_parallm.core.policies import TokenLoss
@@ -43,7 +44,6 @@ from mlx_parallm.server.api.grammar_fields import MAX_CHOICES, MAX_REGEX, MAX_SC
 from mlx_parallm.server.api.pooling.fields import MAX_INPUTS
 from mlx_parallm.server.api.sampling_fields import MAX_STOPS
 from mlx_parallm.server.api.training.collected.route import MAX_SAMPLES
-from mlx_parallm.server.api.training.compare import Verdict
 from mlx_parallm.server.api.training.lessons import MAX_PROMPTS
 from mlx_parallm.server.app import openapi_document
 from mlx_parallm.server.errors import RULES
@@ -52,7 +52,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 DIVERGENCE = "| signal | beyond its limit | default | then |"
 ERRORS = "| status | `code` | meaning |"
 LISTS: tuple[tuple[str, str, Collection[str]], ...] = (
-    ("docs/competition.md", "| verdict | when | live then |", {*get_args(Verdict)} - {"running"}),
+    ("docs/competition.md", "| verdict | when | live then |", {*get_args(ComparisonVerdict)} - {"running"}),
     ("docs/dashboard.md", "| role | on the dashboard |", Role),
     ("docs/debugging.md", "| reason | meaning |", DropReason),
     ("docs/divergence.md", "| action | what it does |", Action),
