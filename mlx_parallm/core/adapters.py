@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Protocol
 
-from pydantic import Field, PlainSerializer, WithJsonSchema
-
-from mlx_parallm.core.json_values import ANSWER
+from mlx_parallm.core.json_values import ANSWER, ShownAs
 from mlx_parallm.errors import InvalidRequestError, shown
 
 
@@ -26,11 +24,8 @@ class AdapterRef:
         return f"{self.name}@{self.version}"
 
 
-AdapterText = Annotated[AdapterRef, PlainSerializer(str), WithJsonSchema({"type": "string"})]
+AdapterText = Annotated[AdapterRef, ShownAs(str, str)]
 """A version that answers show as `name@version`."""
-AdapterName = Annotated[str, Field(serialization_alias="lora_adapter")]
-"""The name of an adapter, which answers show as `lora_adapter`."""
-
 
 BASE_ADAPTER = AdapterRef("base", 0)
 """The base model without an adapter: slot 0 of the bank."""

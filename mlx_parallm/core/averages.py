@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from mlx_parallm.core.adapters import AdapterText
 from mlx_parallm.core.json_values import ANSWER
@@ -36,7 +34,7 @@ class AverageCard:
     """`held`: it does not go live, and nothing of it is kept."""
     reason: str
     """Why it was held; empty if it is live."""
-    live: Annotated[AdapterText | None, Field(serialization_alias="lora_adapter")]
+    adapter: AdapterText | None
     """The version that is live now; null if it was held."""
     adapters: Sequence[AdapterText]
     """The versions that were averaged."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from mlx_parallm.core.adapters import AdapterName, AdapterText
+from mlx_parallm.core.adapters import AdapterText
 from mlx_parallm.core.json_values import ANSWER, UnixTime
 from mlx_parallm.core.readers import Reader
 
@@ -37,7 +37,7 @@ class ComparisonCard:
 
     __pydantic_config__ = ANSWER
 
-    adapter: AdapterName
+    adapter: str
     """The adapter."""
     live: AdapterText
     """The version that stays live unless the candidate is promoted."""

@@ -1,12 +1,43 @@
-"""Types of values that answers show otherwise than the program has them, because JSON has no such numbers."""
+"""How answers show what JSON does not have: times, versions, and numbers that are not finite.
+
+Cards of the core are answers, or parts of them. pydantic reads this from their types; it is not imported here, because
+child processes that need no HTTP start without it.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import ConfigDict, PlainSerializer
+
+def _name_in_answers(field: str) -> str:
+    return "lora_adapter" if field == "adapter" else field
+
+
+ANSWER = {
+    "use_attribute_docstrings": True,
+    "json_schema_serialization_defaults_required": True,
+    "alias_generator": _name_in_answers,
+    "populate_by_name": True,
+}
+"""pydantic's configuration of cards: the docstrings below their fields are in the OpenAPI document, which says that all
+fields are sent; and `adapter` is called `lora_adapter`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShownAs:
+    """Answers show a value of the annotated type as what `show` returns, which is of the type `kind`."""
+
+    show: Callable[[Any], Any]
+    kind: Any
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        from pydantic import PlainSerializer
+
+        return PlainSerializer(self.show, return_type=self.kind).__get_pydantic_core_schema__(source, handler)
 
 
 def utc(seconds: float) -> str:
@@ -19,10 +50,7 @@ def finite(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else value
 
 
-ANSWER = ConfigDict(use_attribute_docstrings=True, json_schema_serialization_defaults_required=True)
-"""Of dataclasses that are answers, or parts of them: the OpenAPI document has the docstrings below their fields, and
-says that all fields are sent."""
-UnixTime = Annotated[float, PlainSerializer(utc, return_type=str)]
+UnixTime = Annotated[float, ShownAs(utc, str)]
 """Seconds; a text in answers."""
-Figure = Annotated[float, PlainSerializer(finite, return_type=float | None)]
+Figure = Annotated[float, ShownAs(finite, float | None)]
 """A number that may be infinite or NaN; null in answers then."""

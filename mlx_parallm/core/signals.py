@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from mlx_parallm.core.adapters import AdapterName
 from mlx_parallm.core.json_values import ANSWER
 from mlx_parallm.core.readers import Reader
 
@@ -121,7 +120,7 @@ class SignalReport:
 
     __pydantic_config__ = ANSWER
 
-    adapter: AdapterName
+    adapter: str
     """The adapter."""
     opinions: int
     """Scores that were taken as feedback."""

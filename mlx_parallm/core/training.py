@@ -5,14 +5,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, Protocol
-
-from pydantic import Field
+from typing import Any, Literal, Protocol
 
 from mlx_parallm.core.adapters import AdapterRef, AdapterText, CheckpointCard
 from mlx_parallm.core.collected import CollectedClient
 from mlx_parallm.core.competition import CompetitionClient
-from mlx_parallm.core.json_values import Figure, UnixTime
+from mlx_parallm.core.json_values import ANSWER, Figure, UnixTime
 from mlx_parallm.core.readers import Reader
 from mlx_parallm.core.signals import OpinionClient, PeopleClient, Signal
 from mlx_parallm.core.trajectories import CollectingClient, GivenTrajectory, TrajectoryClient
@@ -164,7 +162,9 @@ class UpdateReport:
 class EvaluationResult:
     """The mean reward of one version on the held-out tasks."""
 
-    adapter: Annotated[AdapterText, Field(serialization_alias="lora_adapter")]
+    __pydantic_config__ = ANSWER
+
+    adapter: AdapterText
     """The version that was evaluated."""
     step: int
     """Optimizer steps of the version."""

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from mlx_parallm.core.adapters import AdapterName, AdapterRef
+from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.json_values import ANSWER
 from mlx_parallm.core.readers import Reader
 from mlx_parallm.core.requests import CollectionSpec, Event, FinishReason, GenerationRequest
@@ -73,7 +73,7 @@ class GroupCard:
 
     group_id: str
     """Its id."""
-    adapter: AdapterName
+    adapter: str
     """The adapter that it trains."""
     members: int
     """Answers or episodes in it."""

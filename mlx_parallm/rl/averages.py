@@ -121,7 +121,7 @@ class Averages:
         return AverageCard(
             status="held" if live is None else "published",
             reason="" if refusal is None else refusal.reason,
-            live=live,
+            adapter=live,
             adapters=members,
             rank=mean.weights.rank,
             full_rank=mean.full_rank,
@@ -149,7 +149,7 @@ class Averages:
             "averaged",
             adapter=name,
             adapters=[str(ref) for ref in card.adapters],
-            version=None if card.live is None else str(card.live),
+            version=None if card.adapter is None else str(card.adapter),
             reason=card.reason,
             checkpoint=card.checkpoint,
             metrics={} if card.evaluation is None else dict(card.evaluation.metrics),
