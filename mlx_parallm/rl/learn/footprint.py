@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from mlx_parallm.adapters.weights import LinearSpec
 from mlx_parallm.rl.learn.attention import SCORES_AT_ONCE
 from mlx_parallm.rl.learn.head import HEAD_BLOCK
+from mlx_parallm.rl.learn.packed_pass import SEGMENT
 
 SMALLEST, LARGEST = 256, 8192
 """Bounds of the tokens of a micro-step. Above some thousand tokens a larger one is no faster."""
@@ -51,7 +52,8 @@ class Footprint:
     features: of one layer's linears, the inputs and outputs together. parameters: of these linears. Of experts, as many
         count as a token uses.
     head_rank: rank of the head's trained adapter; 0 if the head is not trained.
-    state: numbers of the largest recurrent layer's state, of which there is one after each token; 0 if there is none.
+    state: numbers of the largest recurrent layer's state; 0 if there is none. There is one after each token of the
+        segment that the backward pass is in, where a rule is a loop, and less where it is computed in chunks.
     """
 
     layers: int
@@ -86,7 +88,7 @@ class Footprint:
 
         A trained head has a gradient for each block of positions; they are added up at the end.
         """
-        scores, states = self.heads * min(tokens * context, SCORES_AT_ONCE), _STATES * tokens * self.state
+        scores, states = self.heads * min(tokens * context, SCORES_AT_ONCE), _STATES * min(tokens, SEGMENT) * self.state
         all_kept = _FEATURES_KEPT * tokens * self.features + _SCORES_KEPT * scores + states
         kept = tokens * self.hidden if checkpointed else all_kept
         layer = _FEATURES * tokens * self.features + _SCORES * scores + states
