@@ -31,7 +31,7 @@ POLICY = TrainingStatus(
     },
     drops={"stale": 8, "zero_variance": 16},
     skips={"not_finite": 1},
-    rollouts=RolloutStatus("words", "drawing", 9, 6, 2),
+    rollouts=RolloutStatus("words", "drawing", 9, 6, 2, "", ()),
     diverged={("kl_step", "hold"): 2, ("reward", "roll_back"): 1},
     reward_running_mean=0.875,
     evaluation=EvaluationResult(AdapterRef("policy", 5), 5, 0.5, 0.25, 0.75, 32, 1, 5.0),
