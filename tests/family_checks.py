@@ -15,7 +15,7 @@ from harness import Harness, make_harness
 from lora import changes, random_adapter
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import MODEL_REMAPPING
+from mlx_lm.utils import MODEL_REMAPPING, quantize_model
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights
@@ -27,8 +27,9 @@ from mlx_parallm.core.branches import Branch, Bucket
 from mlx_parallm.engine.proving import Prover
 from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.checks import relative_error
-from mlx_parallm.model.device import prepare_device
+from mlx_parallm.model.device import on_cpu, prepare_device
 from mlx_parallm.model.linears import adapter_layout, install_adapters
+from mlx_parallm.model.loading import to_float32
 from mlx_parallm.rl.learn.context import Params
 from mlx_parallm.rl.learn.context import Span as Trained
 from mlx_parallm.rl.learn.model import TrainableModel
@@ -80,6 +81,23 @@ def random_model(config: Mapping[str, Any]) -> nn.Module:
     keys = mx.random.split(mx.random.key(0), len(arrays))
     model.update(tree_unflatten([(path, _random(each, key)) for (path, each), key in zip(arrays, keys, strict=True)]))
     model.eval()
+    return model
+
+
+TRUE_SIZES: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "model" / "true_sizes.json").read_text())
+"""Configurations of releases in their true widths, with few layers and experts, and where the values are from."""
+
+
+def true_model(release: str, bits: int) -> nn.Module:
+    """A model of TRUE_SIZES with weights of 16 or 4 bits as a server loads it: on a CPU, others are float32."""
+    config = TRUE_SIZES[release]["config"]
+    model = random_model(config)
+    model.set_dtype(mx.bfloat16)
+    if bits < 16:
+        model, _ = quantize_model(model, config, None, bits)
+    if on_cpu():
+        model = to_float32(model)
+    mx.eval(model.parameters())
     return model
 
 

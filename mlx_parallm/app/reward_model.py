@@ -11,7 +11,7 @@ from typing import Any
 
 from mlx_parallm.adapters.reward_models import RewardModelFolder
 from mlx_parallm.app.device import device_schedule, kv_budget, mlx_limits
-from mlx_parallm.app.training import micro_steps_sized, trainable
+from mlx_parallm.app.training import footprint_of, micro_steps_sized, trainable
 from mlx_parallm.config import Config
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.model.device import on_cpu, set_limits
@@ -78,8 +78,9 @@ def _work(manager: SharedModelManager, config: Config) -> RewardModelWork:
     bank = manager.install_bank(slots=0, max_rank=1)
     memory = kv_budget(manager.card.weight_bytes, config)
     stall_s = device_schedule(config, on_cpu()).max_decode_stall_s
-    training = micro_steps_sized(config.rl_training, manager, bank, memory, stall_s)
-    return RewardModelWork(trainable(training, manager, bank, memory), training.micro_batch_tokens)
+    footprint = footprint_of(manager.model, manager.plan, bank)
+    training = micro_steps_sized(config.rl_training, footprint, manager, memory, stall_s)
+    return RewardModelWork(trainable(training, footprint, manager, bank, memory), training.micro_batch_tokens)
 
 
 class _ThisThread:

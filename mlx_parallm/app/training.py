@@ -12,7 +12,7 @@ from mlx_parallm.adapters.library import AdapterLibrary
 from mlx_parallm.adapters.reward_models import RewardModelFolder
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.adapters.store import AdapterStore
-from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights
+from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.app.evaluation import HeldOutTasks, evaluator_of, held_out_of
 from mlx_parallm.app.model_check import kept_verdict
 from mlx_parallm.app.reward import judge_of, reward_of
@@ -25,7 +25,6 @@ from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.model.device import on_cpu
 from mlx_parallm.model.families import untried_packages
 from mlx_parallm.model.manager import SharedModelManager
-from mlx_parallm.model.split import query_heads
 from mlx_parallm.rl.averages import Averages
 from mlx_parallm.rl.collect.log import TrajectoryLog
 from mlx_parallm.rl.environments import Task, answers_of, read_system_prompt
@@ -36,6 +35,7 @@ from mlx_parallm.rl.learn.check import gradients
 from mlx_parallm.rl.learn.footprint import Footprint
 from mlx_parallm.rl.learn.learner import Learner
 from mlx_parallm.rl.learn.model import TrainableModel
+from mlx_parallm.rl.learn.packed_pass import SEGMENT, SHORT_SEGMENT
 from mlx_parallm.rl.learn.policy import PolicySnapshot
 from mlx_parallm.rl.learn.several_ranks import FollowingTraining, LeadingTrainableModel
 from mlx_parallm.rl.learn.taking_turns import TakingTurns
@@ -80,8 +80,10 @@ def build_trainer(
         raise UnsupportedModelError(f"{manager.card.name} can be served and not trained: no adapter may change it")
     head = bank.layout.head
     head_rank = config.model.lora_rank if head is not None and head.target in config.model.lora_target_modules else 0
-    training = micro_steps_sized(config.rl_training, manager, bank, memory, stall_s, head_rank)
-    return GRPOTrainer(trainable(training, manager, bank, memory, followers), training, config.model, memory=memory)
+    footprint = footprint_of(manager.model, manager.plan, bank, head_rank)
+    training = micro_steps_sized(config.rl_training, footprint, manager, memory, stall_s)
+    model = trainable(training, footprint, manager, bank, memory, followers)
+    return GRPOTrainer(model, training, config.model, memory=memory)
 
 
 def build_reward_models(
@@ -96,23 +98,19 @@ def build_reward_models(
 
 
 def micro_steps_sized(
-    training: RLTrainingConfig,
-    manager: SharedModelManager,
-    bank: AdapterBank,
-    memory: int,
-    stall_s: float,
-    head_rank: int = 0,
+    training: RLTrainingConfig, footprint: Footprint, manager: SharedModelManager, memory: int, stall_s: float
 ) -> ResolvedTraining:
-    """The settings with micro-steps as large as memory and time allow, unless their size is configured. `head_rank`:
-    see `Footprint`; that of the configured layout, because the size is the same for all adapters."""
-    checkpointed = training.gradient_checkpointing is not False
-    footprint = footprint_of(manager.model, manager.plan, bank.layout, head_rank)
-    tokens = footprint.micro_batch_tokens(memory, stall_s, on_cpu(), checkpointed)
-    return training.resolved(manager.plan.layout.dtype == mx.float32, tokens)
+    """The settings with micro-steps as large as memory and time allow, unless their size is configured. `footprint`:
+    with the head's rank of the configured layout, because the size is the same for all adapters."""
+    float32, checkpointed = manager.plan.layout.dtype == mx.float32, training.gradient_checkpointing is not False
+    if training.micro_batch_tokens is not None:
+        return training.resolved(float32)
+    return training.resolved(float32, footprint.micro_batch_tokens(memory, stall_s, on_cpu(), checkpointed))
 
 
 def trainable(
     training: ResolvedTraining,
+    footprint: Footprint,
     manager: SharedModelManager,
     bank: AdapterBank,
     memory: int,
@@ -120,7 +118,7 @@ def trainable(
 ) -> TrainableModel:
     """The model with gradients, which keeps all activations of a micro-step as `gradient_checkpointing` says.
     `followers`: see `build_trainer`."""
-    checkpointing, footprint = training.gradient_checkpointing, footprint_of(manager.model, manager.plan, bank.layout)
+    checkpointing = training.gradient_checkpointing
 
     def recomputes(tokens: int, context: int, head_rank: int) -> bool:
         if checkpointing is not None:
@@ -129,7 +127,7 @@ def trainable(
 
     model, plan = manager.model, manager.plan
     if manager.split is None or followers is None:
-        found = TrainableModel(model, bank, plan, recomputes)
+        found = TrainableModel(model, bank, plan, recomputes, footprint.segment)
         if untried_packages() or not manager.family.tested:
             verdict = kept_verdict(manager)
             problem = (gradients(found, model, plan.vocab_size) if verdict is None else verdict.of("gradients")).problem
@@ -145,11 +143,20 @@ def following_training(manager: SharedModelManager, bank: AdapterBank) -> Follow
     return FollowingTraining(manager.model, bank, manager.plan, manager.split)
 
 
-def footprint_of(model: nn.Module, plan: CachePlan, layout: AdapterLayout, head_rank: int = 0) -> Footprint:
-    """What decides how large micro-steps of this model can be, and whether they keep their activations. `layout`: all
-    linears that may be adapted. `head_rank`: see `Footprint`."""
-    state = max((spec.size for spec in plan.layout.recurrent.values()), default=0)
-    return Footprint.of(layout.layers, layout.linears.values(), query_heads(model), plan.vocab_size, head_rank, state)
+def footprint_of(model: nn.Module, plan: CachePlan, bank: AdapterBank, head_rank: int = 0) -> Footprint:
+    """What decides how large micro-steps of this model can be, and whether they keep their activations. `head_rank`:
+    see `Footprint`."""
+
+    def of(segment: int) -> Footprint:
+        trained = TrainableModel(model, bank, plan, lambda *_: True, segment)
+        return Footprint.of(trained, plan.vocab_size, head_rank)
+
+    footprint = of(SEGMENT)
+    if not plan.layout.recurrent:
+        return footprint
+    short = of(SHORT_SEGMENT)
+    least, most = (each.trunk(SEGMENT, SEGMENT).backward for each in (short, footprint))
+    return short if most > 2 * (SEGMENT / SHORT_SEGMENT) * least else footprint
 
 
 @dataclass(frozen=True, slots=True)

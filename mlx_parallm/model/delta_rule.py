@@ -169,8 +169,13 @@ def wkv7(
         [B, T, H, D], and the state after the last token.
     """
     outputs = []
-    for at in range(r.shape[1]):
-        erased = (state @ a[:, at, :, :, None]) @ b[:, at, :, None]
-        state = state * w[:, at, :, None] + v[:, at, :, :, None] @ k[:, at, :, None] + erased
-        outputs.append((state @ r[:, at, :, :, None])[..., 0])
+    for r_, w_, k_, v_, a_, b_ in zip(*(_each(array) for array in (r, w, k, v, a, b)), strict=True):
+        erased = (state @ mx.swapaxes(a_, -1, -2)) @ b_
+        state = state * w_ + mx.swapaxes(v_, -1, -2) @ k_ + erased
+        outputs.append((state @ mx.swapaxes(r_, -1, -2))[..., 0])
     return mx.stack(outputs, axis=1).astype(r.dtype), state
+
+
+def _each(array: mx.array) -> list[mx.array]:
+    """[B, T, H, D] as T times [B, H, 1, D]. The gradient of a split is one array, that of T indices T of them."""
+    return list(mx.split(mx.swapaxes(array, 1, 2), array.shape[1], axis=2))

@@ -17,7 +17,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 _LANGUAGE_PART = "language_model"
-_HEADS = ("n_heads", "num_heads", "num_attention_heads")
 
 
 def trunk_of(model: nn.Module) -> nn.Module | None:
@@ -52,14 +51,6 @@ def with_layers(module: nn.Module, first: nn.Module, wrap: Callable[[nn.Module],
             copied[name] = changed
             return copied
     return None
-
-
-def query_heads(model: nn.Module) -> int:
-    """How many query heads each attention has; 1 if its module has another name for that than those of mlx-lm."""
-    modules = [part for layer in model.layers for _, part in layer.named_modules()]
-    return max(
-        (heads for part in modules for name in _HEADS if isinstance(heads := getattr(part, name, None), int)), default=1
-    )
 
 
 class Head:

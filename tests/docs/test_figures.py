@@ -48,13 +48,14 @@ def test_tables_of_models() -> None:
     assert cells == [(each["name"], runs[each["compatible"]]) for each in families]
     releases = _record("fits")["releases"]
     header = next(line for line in lines_of("docs/models.md") if line.startswith("| release |"))
-    assert table_of("docs/models.md", header) == [
-        [
-            *(each["name"], each["family"], f"{each['weights'] / 1e9:.1f} GB", f"{each['row'] / 1e6:,.0f} MB"),
-            *map(str, each["rows"].values()),
-        ]
-        for each in releases
-    ]
+    for name, family, *cells in table_of("docs/models.md", header):
+        mine = [each for each in releases if (each["base"], each["family"]) == (name, family)]
+        sizes = (f"{mine[0][size] / 1e9:.1f} GB" for size in ("policy", "micro_step"))
+        machines = (
+            f"{each['alone']}; " + (f"{each['rows']} ({each['longest']:,})" if each["rows"] else "–") for each in mine
+        )
+        first = mine[0]
+        assert cells == [f"{first['weights'] / 1e9:.1f} GB", f"{first['row'] / 1e6:,.0f} MB", *sizes, *machines]
 
 
 def _figures(record: str, which: str = "median") -> dict[str, Any]:

@@ -7,23 +7,16 @@ On a CPU all weights are float32, so that the four largest have fewer experts.
 from __future__ import annotations
 
 import gc
-import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import pytest
-from family_checks import random_model
+from family_checks import TRUE_SIZES, true_model
 from mlx.utils import tree_flatten
-from mlx_lm.utils import quantize_model
 
 from mlx_parallm.app.model_check import check_built
-from mlx_parallm.model.device import on_cpu, prepare_device
-from mlx_parallm.model.loading import to_float32
-
-RELEASES: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "true_sizes.json").read_text())
+from mlx_parallm.model.device import prepare_device
 
 
 @pytest.fixture(autouse=True)
@@ -37,17 +30,10 @@ def freed() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("bits", [16, 4])
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", TRUE_SIZES)
 def test_it_passes_the_checks_of_a_start(release: str, bits: int) -> None:
     prepare_device()
-    config = RELEASES[release]["config"]
-    model = random_model(config)
-    model.set_dtype(mx.bfloat16)
-    if bits < 16:
-        model, _ = quantize_model(model, config, None, bits)
-    if on_cpu():
-        model = to_float32(model)
-    mx.eval(model.parameters())
+    model = true_model(release, bits)
     weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     started = time.perf_counter()
     verdict = check_built(model)

@@ -14,8 +14,8 @@ from mlx_parallm.rl.learn.context import Params, Span
 from mlx_parallm.rl.learn.model import TrainableModel
 
 
-def checked(served: Served) -> Finding:
-    trainable = TrainableModel(served.model, served.bank, served.plan, lambda *_: False)
+def checked(served: Served, segment: int = packed_pass.SEGMENT) -> Finding:
+    trainable = TrainableModel(served.model, served.bank, served.plan, lambda *_: False, segment)
     return gradients(trainable, served.model, served.vocab)
 
 
@@ -47,23 +47,21 @@ RECURRENT = ["mamba", "mamba2", "jamba", "rwkv7", "recurrent_gemma", "nemotron_h
 
 
 @pytest.mark.parametrize("name", [*RECURRENT, "qwen3_5", "kimi_linear", "bailing_moe_linear"])
-def test_gradients_of_states_pass_through_segments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_states_pass_through_segments(name: str) -> None:
     """Segments of 4 tokens, and of 2 tokens of both rows that share a beginning."""
-    monkeypatch.setattr(packed_pass, "SEGMENT", 4)
-    finding = checked(Served(name))
+    finding = checked(Served(name), segment=4)
     assert not finding.problem
     assert (finding.error or 0.0) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "jamba", "rwkv7"])
-def test_what_each_token_keeps_is_kept_for_one_segment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_each_token_keeps_is_kept_for_one_segment(name: str) -> None:
     served = Served(name)
-    model = TrainableModel(served.model, served.bank, served.plan, lambda *_: True)
     path, spec = next(iter(served.layout.linears.items()))
     params = {path: {"a": mx.ones(spec.a_shape(2)), "b": mx.ones(spec.b_shape(2))}}
 
     def peak(segment: int) -> int:
-        monkeypatch.setattr(packed_pass, "SEGMENT", segment)
+        model = TrainableModel(served.model, served.bank, served.plan, lambda *_: True, segment)
 
         def value(params: Params) -> mx.array:
             branches = [Branch(0, 256, ())]

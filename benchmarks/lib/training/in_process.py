@@ -12,7 +12,7 @@ import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 import mlx.core as mx  # isort: skip
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_parallm.app.training import trainable
+from mlx_parallm.app.training import footprint_of, trainable
 from mlx_parallm.config import ModelConfig, RLTrainingConfig
 from mlx_parallm.core import CollectionSpec, FinishReason, Trajectory
 from mlx_parallm.model.manager import SharedModelManager
@@ -103,7 +103,8 @@ class InProcess:
         self.training = config.resolved(float32=True, micro_batch_tokens=MICRO_BATCH_TOKENS)
         manager = SharedModelManager(progress=False)
         bank = manager.install_bank(1, lora.lora_rank)
-        model = trainable(self.training, manager, bank, MEMORY)
+        footprint = footprint_of(manager.model, manager.plan, bank)
+        model = trainable(self.training, footprint, manager, bank, MEMORY)
         self._trainer = GRPOTrainer(model, self.training, lora, measure_kl=False)
         self._trainer.pace(1e9)  # there are no requests
         self.restart(0)

@@ -18,7 +18,7 @@ from lib.training.plain import plain_trainer
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.app.device import device_schedule, mlx_limits
-from mlx_parallm.app.training import micro_steps_sized, trainable
+from mlx_parallm.app.training import footprint_of, micro_steps_sized, trainable
 from mlx_parallm.bench.plain_trainer import Gradients
 from mlx_parallm.config import Config, ModelConfig, OptimizerConfig, RLTrainingConfig
 from mlx_parallm.core import default_budget
@@ -114,9 +114,10 @@ class Ours:
         stall_s = device_schedule(Config(), on_cpu()).max_decode_stall_s
         memory = default_budget(mlx_limits(Config()).memory, 0, 0, machine_memory().ram if on_cpu() else None)
         wanted = RLTrainingConfig(optimizer=OptimizerConfig(max_grad_norm=1e30), gradient_checkpointing=checkpointing)
-        training = micro_steps_sized(wanted, manager, bank, memory, stall_s)
+        footprint = footprint_of(manager.model, manager.plan, bank)
+        training = micro_steps_sized(wanted, footprint, manager, memory, stall_s)
         self.micro_batch_tokens = training.micro_batch_tokens
-        model = trainable(training, manager, bank, memory)
+        model = trainable(training, footprint, manager, bank, memory)
         self.gradients: Gradients = {}
         self.units, self.longest_s, self.peak, self.computed_tokens = 0, 0.0, 0, 0
         self.trainer = GRPOTrainer(model, training, ModelConfig(), measure_kl=False)

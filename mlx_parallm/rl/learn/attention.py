@@ -1,7 +1,7 @@
 """Attention over packed tokens (see `layout`), in one forward pass.
 
-A branch is one attention call, and so is a bucket: each of its rows attends to the branches above it and to itself. A
-call with many scores is made in blocks.
+A branch is one attention call, and so is a bucket: each of its rows attends to the branches above it and to itself. In
+a pass with many scores, all calls are made in blocks.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import mlx.core as mx
 
 from mlx_parallm.batch.attention import additive, attention
 from mlx_parallm.core.branches import Branch
+from mlx_parallm.rl.learn.recomputation import Unit, watching
 
 SCORES_AT_ONCE = 1 << 19
-"""Attention scores of one head that may be in memory at a time. A call with more is made in blocks, so that the memory
+"""Attention scores of one head that may be in memory at a time. A pass with more is made in blocks, so that the memory
 of a long row grows with its length and not with the square of it."""
 
 
@@ -37,13 +38,13 @@ def attend(
     sinks: mx.array | None,
 ) -> mx.array:
     """Attention of all tokens, arrays [N, heads, 1, head_dim] → [N, heads, 1, head_dim of values]."""
-    call = _Call(queries, keys, values, scale, window, sinks)
+    call = _Call(queries, keys, values, scale, window, sinks, sum(map(_scores, branches)) > SCORES_AT_ONCE)
     return mx.concatenate([part for branch, at in branches_at(branches) for part in call.branch(branch, at)])
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Attention in one layer; arrays [N, heads, 1, head_dim]."""
+    """Attention in one layer; arrays [N, heads, 1, head_dim]. `large`: it is made in blocks."""
 
     queries: mx.array
     keys: mx.array
@@ -51,6 +52,7 @@ class _Call:
     scale: float
     window: int | None
     sinks: mx.array | None
+    large: bool
 
     def branch(self, branch: Branch, at: int, above: tuple[mx.array, mx.array] | None = None) -> Iterator[mx.array]:
         """The outputs of a branch, whose tokens lie from `at` on. `above`: keys and values of the branches above it."""
@@ -73,14 +75,19 @@ class _Call:
         them."""
         queries, *own = (_rows(each[at : at + rows * width], rows) for each in (self.queries, self.keys, self.values))
         keys, values = own if above is None else map(_join, above, own)
-        large = rows * width * keys.shape[2] > SCORES_AT_ONCE
-        attended = in_blocks(self._attend, offset) if large else partial(self._attend, offset)
+        attended = in_blocks(self._attend, offset) if self.large else partial(self._attend, offset)
         return _tokens(attended(queries, keys, values)), (keys, values)
 
     def _attend(self, offset: int, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
         """The outputs of queries at the positions from `offset` on, [rows, heads, T, head_dim]."""
         mask = _mask(offset, queries.shape[2], self.window, queries.dtype)
         return attention(queries, keys, values, self.scale, mask, self.sinks)
+
+
+def _scores(branch: Branch) -> int:
+    """The attention scores of one head."""
+    own = branch.length * branch.stop + sum(each.tokens * (branch.stop + each.width) for each in branch.buckets)
+    return own + sum(map(_scores, branch.branches))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +128,7 @@ def in_blocks(attend: Callable[..., mx.array], offset: int) -> Callable[..., mx.
         (queries [rows, heads, T, head_dim], keys, values [rows, kv_heads, offset + T, head_dim]) → outputs.
     """
 
-    @mx.custom_function
-    def attended(queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+    def forward(queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
         outputs = mx.zeros((*queries.shape[:3], values.shape[3]), queries.dtype)
         last: list[mx.array] = []
         for block in _blocks(queries.shape[0], queries.shape[2], offset):
@@ -131,10 +137,7 @@ def in_blocks(attend: Callable[..., mx.array], offset: int) -> Callable[..., mx.
             outputs[block.rows, :, block.queries] = last[0]
         return outputs
 
-    @attended.vjp
-    def gradient(
-        primals: tuple[mx.array, ...], cotangent: mx.array, _: mx.array
-    ) -> tuple[mx.array, mx.array, mx.array]:
+    def gradient(primals: Sequence[mx.array], cotangent: mx.array, *_: mx.array) -> tuple[mx.array, ...]:
         queries, keys, values = primals
         into_queries, into_keys, into_values = mx.zeros_like(queries), mx.zeros_like(keys), mx.zeros_like(values)
         for block in _blocks(queries.shape[0], queries.shape[2], offset):
@@ -148,6 +151,13 @@ def in_blocks(attend: Callable[..., mx.array], offset: int) -> Callable[..., mx.
             into_values = into_values.at[block.rows, :, block.keys].add(of_values)
         return into_queries, into_keys, into_values
 
+    watch = watching()
+    if watch is not None:
+        return lambda *arrays: watch(
+            Unit(lambda *each: [forward(*each)], arrays, lambda each, of: gradient(each, *of))
+        )[0]
+    attended = mx.custom_function(forward)
+    attended.vjp(gradient)
     return cast(Callable[..., mx.array], attended)
 
 

@@ -1,24 +1,34 @@
-"""Footprint: the memory and the time that a micro-step is expected to take, from the dimensions of the model.
+"""Footprint: the memory and the time that a micro-step is expected to take.
 
 A micro-step keeps, for each of its tokens, the output of every layer, or all activations of every layer if they are
 not computed again. Beside that there are, one after the other, the logits of one block of positions, and the temporary
 arrays of the layer that the backward pass is in. The longest unit that cannot be cut is that layer's.
 
-Both are guesses before anything has run. They decide how samples are split, which must not depend on how fast or how
-full the machine happens to be: a replayed update is split as it was.
+What layers take is found from the graphs of their backward passes, which are built for a few sizes and never run (see
+`unit_memory`). Both memory and time are known before anything has run. They decide how samples are split, which must
+not depend on how fast or how full the machine happens to be: a replayed update is split as it was.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+from functools import cache
+from itertools import accumulate
 
-from mlx_parallm.adapters.weights import LinearSpec
-from mlx_parallm.rl.learn.attention import SCORES_AT_ONCE
+import mlx.core as mx
+
+from mlx_parallm.adapters.weights import AdapterLayout
+from mlx_parallm.batch.rowwise import BLOCK
+from mlx_parallm.core.branches import Branch, Bucket
+from mlx_parallm.rl.learn.context import Span
 from mlx_parallm.rl.learn.head import HEAD_BLOCK
+from mlx_parallm.rl.learn.model import TrainableModel
 from mlx_parallm.rl.learn.packed_pass import SEGMENT
+from mlx_parallm.rl.learn.recomputation import Unit
+from mlx_parallm.rl.learn.unit_memory import Found, unit_memory
 
 SMALLEST, LARGEST = 256, 8192
 """Bounds of the tokens of a micro-step. Above some thousand tokens a larger one is no faster."""
@@ -32,55 +42,141 @@ _STALL_SHARE = 0.5
 _CPU_RATE, _GPU_RATE = 1e11, 4e12
 """FLOP/s that a modest CPU and a modest GPU reach in training."""
 
-_NUMBER = 4
-"""Bytes of an activation: the products of LoRA factors are computed in float32."""
+_MARGIN = 1.07
+"""What is added to the memory that a graph shows: MLX copies some arrays to change the order of their numbers."""
 
-# Copies of an array that are in memory at the same time, fitted to the peaks of micro-steps of 256 to 2,048 tokens of
-# the bundled model on a CPU.
-_FEATURES_KEPT, _SCORES_KEPT = 1.7, 1.8
-_FEATURES, _SCORES = 2.5, 6.5
-_LOGITS = 3.5
+_RANK = 16
+"""Rank of the factors in the graphs. It hardly changes the memory."""
+
+_LEAST, _MOST = 64, 2048
+"""Tokens of the shortest row and of the largest graph that is built. Beyond, memory grows as it does up to there."""
+
+_PADDING = 8
+"""Part of a row that is counted as padding: mixers compute whole chunks, and the rows of the graphs have no other."""
+
+_GUESSED = 4.0
+"""Copies of all inputs and outputs of a layer's linears that it takes if there is no graph of it."""
+
+# Copies of an array of logits, in float32, that are in memory at the same time.
+_LOGITS = 3.7
+_LOGITS_PADDED = 2.5  # if the vocabulary has to be padded to whole blocks
 _LOGITS_OF_HEAD_ADAPTER = 1.0
-_STATES = 4.0
+_NUMBER = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TrunkMemory:
+    """Bytes that a model takes in a micro-step, without its head.
+
+    outputs: what is kept between the passes if layers are computed again. backward: the most beside that.
+    kept: what is kept beside the outputs if no layer is computed again. layer: the most beside all that; it is negative
+        if the layers that take most come first, as the last ones have been freed before.
+    """
+
+    outputs: float
+    backward: float
+    kept: float
+    layer: float
+
+    def towards(self, other: TrunkMemory, share: float) -> TrunkMemory:
+        """The point at this share of the way to another one."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return TrunkMemory(*(one + share * (two - one) for one, two in pairs))
+
+
+TrunkMemories = Callable[[int, int], TrunkMemory]
+"""(tokens, tokens of the longest row) → what a model takes."""
+
+
+def trunk_memories(model: TrainableModel) -> TrunkMemories:
+    """What a model takes of which all linears are trained. Graphs are built where both numbers are powers of two, when
+    they are first asked for; between them the memory is interpolated."""
+    found: Found = {}
+
+    @cache
+    def graph(tokens: int, context: int) -> TrunkMemory:
+        try:
+            return _trunk_memory(model, tokens, context, found)
+        except ValueError:  # the graph depends on values, or MLX cannot export it
+            return _guess(model.layout, tokens)
+
+    def rows_of(tokens: int, context: int) -> TrunkMemory:
+        padded = context + context // _PADDING
+        return _between(max(min(padded, tokens), _LEAST), lambda context: graph(tokens, context))
+
+    return lambda tokens, context: _between(max(tokens, 2 * _LEAST), lambda tokens: rows_of(tokens, context))
+
+
+def _between(number: int, at: Callable[[int], TrunkMemory]) -> TrunkMemory:
+    """What `at` gives for a number, of what it gives for the powers of two around it."""
+    low = min(1 << (number.bit_length() - 1), _MOST // 2 if number > _MOST else _MOST)
+    return at(low) if low == number else at(low).towards(at(2 * low), number / low - 1)
+
+
+def _trunk_memory(model: TrainableModel, tokens: int, context: int, found: Found) -> TrunkMemory:
+    """What a model takes if there is one row, or all rows begin with the same half. `found`: see `unit_memory`."""
+    half = context // 2
+    group = Branch(0, half, (Bucket(tokens // half - 1, half, 0),))
+    branch = Branch(0, tokens, ()) if context == tokens else group
+    factors = {
+        path: {"a": mx.zeros(spec.a_shape(_RANK)), "b": mx.zeros(spec.b_shape(_RANK))}
+        for path, spec in model.layout.linears.items()
+    }
+
+    def hidden(*leaves: mx.array) -> list[mx.array]:
+        rest = iter(leaves)
+        params = {path: {name: next(rest) for name in pair} for path, pair in factors.items()}
+        spans = [Span(tokens, params, 1.0)]
+        return [model.trunk(mx.zeros(tokens, mx.int32), [branch], spans, learns=True).hidden]
+
+    unit = Unit(hidden, [leaf for pair in factors.values() for leaf in pair.values()])
+    trunk = unit_memory(unit, found, (tokens, context))
+    kept = list(accumulate(each.kept - each.outputs for each in trunk.inner))
+    most = [before + each.after for before, each in zip(kept, trunk.inner, strict=True)]
+    if not kept:  # no layer is computed again
+        return TrunkMemory(trunk.kept, trunk.after, 0, trunk.after)
+    return TrunkMemory(trunk.kept, trunk.after, kept[-1], max(most) - kept[-1])
+
+
+def _guess(layout: AdapterLayout, tokens: int) -> TrunkMemory:
+    """The same without a graph, from the inputs and outputs of all linears."""
+    specs = layout.linears.values()
+    features = _NUMBER * tokens * sum((each.in_features + each.out_features) * each.chosen for each in specs)
+    hidden = _NUMBER * tokens * layout.layers * _hidden(layout)
+    layer = _GUESSED * features / layout.layers
+    return TrunkMemory(hidden, layer, _GUESSED * features, layer)
+
+
+def _hidden(layout: AdapterLayout) -> int:
+    """The width of the hidden states."""
+    ((width, _),) = Counter(each.in_features for each in layout.linears.values()).most_common(1)
+    return width
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
     """What decides about memory and time of a micro-step.
 
-    layers: number of layers. hidden: width of the hidden states. heads: query heads. vocabulary: width of the logits.
-    features: of one layer's linears, the inputs and outputs together. parameters: of these linears. Of experts, as many
-        count as a token uses.
-    head_rank: rank of the head's trained adapter; 0 if the head is not trained.
-    state: numbers of the largest recurrent layer's state; 0 if there is none. There is one after each token of the
-        segment that the backward pass is in, where a rule is a loop, and less where it is computed in chunks.
+    trunk: what the model takes without its head.
+    parameters: of the linears of one layer; of experts, as many count as a token uses.
+    hidden: width of the hidden states. vocabulary: width of the logits.
+    head_rank: rank of the head's trained adapter; 0 if the head is not trained. segment: see `TrainableModel`.
     """
 
-    layers: int
-    hidden: int
-    heads: int
-    vocabulary: int
-    features: int
+    trunk: TrunkMemories
     parameters: int
+    hidden: int
+    vocabulary: int
     head_rank: int = 0
-    state: int = 0
+    segment: int = SEGMENT
 
     @classmethod
-    def of(
-        cls,
-        layers: int,
-        linears: Iterable[LinearSpec],
-        heads: int,
-        vocabulary: int,
-        head_rank: int = 0,
-        state: int = 0,
-    ) -> Footprint:
-        """`linears`: those of all layers."""
-        shapes = [(each.in_features, each.out_features) for each in linears for _ in range(each.chosen)]
-        ((hidden, _),) = Counter(inputs for inputs, _ in shapes).most_common(1)
-        features = sum(inputs + outputs for inputs, outputs in shapes) // layers
-        parameters = sum(inputs * outputs for inputs, outputs in shapes) // layers
-        return cls(layers, hidden, heads, vocabulary, features, parameters, head_rank, state)
+    def of(cls, model: TrainableModel, vocabulary: int, head_rank: int = 0) -> Footprint:
+        """`model`: one whose layers are computed again."""
+        layout = model.layout
+        parameters = sum(each.in_features * each.out_features * each.chosen for each in layout.linears.values())
+        trunk, a_layer = trunk_memories(model), parameters // layout.layers
+        return cls(trunk, a_layer, _hidden(layout), vocabulary, head_rank, model.segment)
 
     def micro_step_bytes(self, tokens: int, context: int, checkpointed: bool) -> int:
         """Expected peak memory of a micro-step, without the gradients. `context`: tokens of the longest row.
@@ -88,14 +184,13 @@ class Footprint:
 
         A trained head has a gradient for each block of positions; they are added up at the end.
         """
-        scores, states = self.heads * min(tokens * context, SCORES_AT_ONCE), _STATES * min(tokens, SEGMENT) * self.state
-        all_kept = _FEATURES_KEPT * tokens * self.features + _SCORES_KEPT * scores + states
-        kept = tokens * self.hidden if checkpointed else all_kept
-        layer = _FEATURES * tokens * self.features + _SCORES * scores + states
-        copies = _LOGITS + (_LOGITS_OF_HEAD_ADAPTER if self.head_rank else 0.0)
-        logits = copies * min(tokens, HEAD_BLOCK) * self.vocabulary
-        head = math.ceil(tokens / HEAD_BLOCK) * self.head_rank * (self.hidden + self.vocabulary)
-        return int(_NUMBER * (self.layers * kept + max(layer, logits) + head))
+        trunk = self.trunk(tokens, context)
+        padded = _LOGITS_PADDED if self.vocabulary % BLOCK else 0.0
+        copies = _LOGITS + padded + (_LOGITS_OF_HEAD_ADAPTER if self.head_rank else 0.0)
+        logits = _NUMBER * copies * min(tokens, HEAD_BLOCK) * self.vocabulary
+        head = _NUMBER * math.ceil(tokens / HEAD_BLOCK) * self.head_rank * (self.hidden + self.vocabulary)
+        kept, most = (0.0, trunk.backward) if checkpointed else (trunk.kept, trunk.layer)
+        return int(_MARGIN * (trunk.outputs + kept) + max(_MARGIN * most, logits) + head)
 
     def layer_seconds(self, tokens: int, cpu: bool) -> float:
         """Expected time of the backward pass of one layer, in which its forward pass is repeated."""

@@ -33,7 +33,7 @@ from mlx_parallm.model.hooks import answered_by
 from mlx_parallm.model.mixers import training_mode
 from mlx_parallm.model.split import Head, trunk_of, with_layers
 from mlx_parallm.rl.learn.context import Params, Span, TrainingContext, adapted_paths
-from mlx_parallm.rl.learn.packed_pass import LearnedPass, computed_again
+from mlx_parallm.rl.learn.packed_pass import SEGMENT, LearnedPass, computed_again
 from mlx_parallm.rl.learn.recomputation import floats_of
 from mlx_parallm.rl.learn.stages import Stage, StageKind
 
@@ -75,18 +75,21 @@ class TrainableModel:
         model: its linear layers are the adapted ones of `bank`.
         plan: how the model runs over packed tokens, from `prepare`.
         recomputes: asked before each pass.
+        segment: tokens of a segment of recurrent layers, each of which is computed again in the backward pass.
 
     Raises:
         UnsupportedModelError: the model has no list of layers, or opaque caches.
     """
 
-    def __init__(self, model: nn.Module, bank: AdapterBank, plan: CachePlan, recomputes: Recomputes) -> None:
+    def __init__(
+        self, model: nn.Module, bank: AdapterBank, plan: CachePlan, recomputes: Recomputes, segment: int = SEGMENT
+    ) -> None:
         if plan.layout.opaque:
             raise UnsupportedModelError(
                 f"{type(model).__module__} can be served and not trained: its caches are of a class of its own"
             )
         self.bank = bank
-        self.recomputes = recomputes
+        self.recomputes, self.segment = recomputes, segment
         self._expected, self._cache_plan = Caches(model), plan
         self._outputs: list[mx.array] = []
         trunk = trunk_of(model)
@@ -133,7 +136,7 @@ class TrainableModel:
             learns: whether the caller differentiates the result with respect to these factors.
         """
         context = None if spans is None else TrainingContext(tuple(spans), self._recomputed(tokens, branches, spans))
-        run = LearnedPass(branches, self._cache_plan, self.bank)
+        run = LearnedPass(branches, self._cache_plan, self.bank, self.segment)
         self._outputs.clear()
         with self.bank.using(context), answered_by(run):
             hidden: mx.array = self._trunk(tokens[:, None], cache=self._expected.nested(run.caches))

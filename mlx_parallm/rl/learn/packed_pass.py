@@ -30,20 +30,27 @@ from mlx_parallm.rl.learn.attention import attend, branches_at
 from mlx_parallm.rl.learn.context import Params, TrainingContext, adapted_paths
 from mlx_parallm.rl.learn.recomputation import floats_of, recomputed
 
-SEGMENT = 256
-"""Tokens of a segment, in all rows."""
+SEGMENT, SHORT_SEGMENT = 256, 32
+"""Tokens of a segment, in all rows. The short one is for models whose memory grows with the square of them, as that of
+some loops over tokens does."""
 
 
 class LearnedPass:
     """One pass with gradients. Implements `hooks.Attention`.
 
-    `offset`: the positions of all tokens, int32 [N]; None: they are made of the branches.
+    `segment`: tokens of a segment. `offset`: the positions of all tokens, int32 [N]; None: they are made of the
+    branches.
     """
 
     def __init__(
-        self, branches: Sequence[Branch], plan: CachePlan, bank: AdapterBank, offset: mx.array | None = None
+        self,
+        branches: Sequence[Branch],
+        plan: CachePlan,
+        bank: AdapterBank,
+        segment: int = SEGMENT,
+        offset: mx.array | None = None,
     ) -> None:
-        self.branches, self.plan, self.bank = tuple(branches), plan, bank
+        self.branches, self.plan, self.bank, self.segment = tuple(branches), plan, bank, segment
         self.offset = (
             mx.array([at for each in branches for at in each.positions()], mx.int32) if offset is None else offset
         )
@@ -54,7 +61,7 @@ class LearnedPass:
 
     def again(self) -> LearnedPass:
         """The same before it has run."""
-        return LearnedPass(self.branches, self.plan, self.bank, self.offset)
+        return LearnedPass(self.branches, self.plan, self.bank, self.segment, self.offset)
 
     def finish(self) -> None:
         """Drops all arrays. Call it when the pass is built: its caches and parts hold each other."""
@@ -72,12 +79,12 @@ class LearnedPass:
     def _parts(self, branch: Branch, at: int, above: RowsOfBranch | None) -> Iterator[RowsOfBranch]:
         """The parts of a branch, whose tokens lie from `at` on."""
         if branch.length:
-            above = RowsOfBranch(self.plan, self.bank, at, 1, branch.length, branch.start, above)
+            above = RowsOfBranch(self, at, 1, branch.length, branch.start, above)
             yield above
         at += branch.length
         for bucket in branch.buckets:
             if bucket.width:
-                yield RowsOfBranch(self.plan, self.bank, at, bucket.rows, bucket.width, branch.stop, above)
+                yield RowsOfBranch(self, at, bucket.rows, bucket.width, branch.stop, above)
             at += bucket.tokens
         for inner in branch.branches:
             yield from self._parts(inner, at, above)
@@ -169,17 +176,11 @@ class RowsOfBranch(Part):
     kind = InPart.LEARNED
 
     def __init__(
-        self,
-        plan: CachePlan,
-        bank: AdapterBank,
-        start: int,
-        rows: int,
-        width: int,
-        offset: int,
-        above: RowsOfBranch | None,
+        self, of_pass: LearnedPass, start: int, rows: int, width: int, offset: int, above: RowsOfBranch | None
     ) -> None:
         super().__init__(start, start + rows * width, rows, offset)
-        self._plan, self._bank, self._above, self._width = plan, bank, above, width
+        self._plan, self._bank, self._segment = of_pass.plan, of_pass.bank, max(1, of_pass.segment // rows)
+        self._above, self._width = above, width
         self._caches: dict[int, Any] = {}
         self._masks: dict[int | None, mx.array] = {}
 
@@ -187,7 +188,7 @@ class RowsOfBranch(Part):
         self, mixer: nn.Module, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], positions: mx.array
     ) -> Any:
         """See `Part.run`."""
-        size = max(1, SEGMENT // self.rows)
+        size = self._segment
         states = [isinstance(each, ArraysCache) for each in caches_in(self.of([*args, *kwargs.values()], positions))]
         if self._width <= size or not states or not all(states):
             return super().run(mixer, call, args, kwargs, positions)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from copy import copy
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import mlx.core as mx
@@ -15,6 +18,34 @@ Tree = TypeVar("Tree")
 """Arrays in any nesting of lists and dicts."""
 
 
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A function of `arrays` that is computed again in the backward pass. `gradient`: that of its arrays, from them and
+    the gradients of its outputs; None: it is derived."""
+
+    function: Callable[..., list[mx.array]]
+    arrays: Sequence[mx.array]
+    gradient: Callable[[Sequence[mx.array], Sequence[mx.array]], Sequence[mx.array]] | None = None
+
+
+_watching: ContextVar[Callable[[Unit], list[mx.array]] | None] = ContextVar("watching", default=None)
+
+
+@contextmanager
+def watched_by(watch: Callable[[Unit], list[mx.array]]) -> Iterator[None]:
+    """While the block runs, a unit's outputs are what `watch` returns, and no gradient passes through it."""
+    token = _watching.set(watch)
+    try:
+        yield
+    finally:
+        _watching.reset(token)
+
+
+def watching() -> Callable[[Unit], list[mx.array]] | None:
+    """What makes the outputs of units now; None: their own functions."""
+    return _watching.get()
+
+
 def recomputed(run: Callable[[Tree, mx.array], list[mx.array]]) -> Callable[[Tree, mx.array], list[mx.array]]:
     """The same function of (arguments, x), which is computed again in the backward pass. What it closes over gets no
     gradient.
@@ -23,6 +54,10 @@ def recomputed(run: Callable[[Tree, mx.array], list[mx.array]]) -> Callable[[Tre
     all of them. So the backward pass of one layer, or of a segment of it, never overlaps that of the next one: what
     only one of them needs is in memory at a time, and several ranks make their sums in the same order.
     """
+
+    watch = watching()
+    if watch is not None:
+        return lambda arguments, x: watch(Unit(*_flat(run, arguments, x)))
 
     @mx.custom_function
     def again(arguments: Tree, x: mx.array) -> list[mx.array]:
@@ -33,21 +68,28 @@ def recomputed(run: Callable[[Tree, mx.array], list[mx.array]]) -> Callable[[Tre
         primals: tuple[Tree, mx.array], cotangents: list[mx.array], _outputs: list[mx.array]
     ) -> tuple[Tree, mx.array]:
         arguments, x = primals
-
-        def with_leaves(leaves: Sequence[mx.array]) -> Tree:
-            rest = iter(leaves)
-            return cast(Tree, tree_map(lambda _: next(rest), arguments))
-
-        def flat(x: mx.array, *leaves: mx.array) -> list[mx.array]:
-            return run(with_leaves(leaves), x)
-
         (x,) = mx.depends([x], list(cotangents))
-        primals_of_flat = [x, *(leaf for _, leaf in tree_flatten(arguments))]
-        _, gradients = mx.vjp(flat, primals_of_flat, list(cotangents))
+        flat, arrays = _flat(run, arguments, x)
+        _, gradients = mx.vjp(flat, arrays, list(cotangents))
         of_x, *of_leaves = mx.depends(gradients, gradients)
-        return with_leaves(of_leaves), of_x
+        return _with_leaves(arguments, of_leaves), of_x
 
     return cast(Callable[[Tree, mx.array], list[mx.array]], again)
+
+
+def _flat(
+    run: Callable[[Tree, mx.array], list[mx.array]], arguments: Tree, x: mx.array
+) -> tuple[Callable[..., list[mx.array]], list[mx.array]]:
+    """The function of x and all arrays of its arguments, and these arrays."""
+    return lambda x, *leaves: run(_with_leaves(arguments, leaves), x), [
+        x,
+        *(leaf for _, leaf in tree_flatten(arguments)),
+    ]
+
+
+def _with_leaves(arguments: Tree, leaves: Sequence[mx.array]) -> Tree:
+    rest = iter(leaves)
+    return cast(Tree, tree_map(lambda _: next(rest), arguments))
 
 
 def floats_of(value: Any) -> tuple[list[mx.array], Callable[[Sequence[mx.array]], Any]]:
