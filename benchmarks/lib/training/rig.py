@@ -125,7 +125,7 @@ class Rig:
         mine = [_sample(t) for t in self.drawn if t.adapter == ref]
         weights, worst = self.weights[ref], 0.0
         params = None if weights is None else _params(weights)
-        scale = 0.0 if weights is None else weights.alpha / weights.rank
+        scale = 0.0 if weights is None else next(iter(weights.pairs.values())).scale
         for part in split_samples(mine, AT_ONCE):
             batch = pack(part)
             spans = None if params is None else [Span(batch.tokens.size, params, scale)]
@@ -160,7 +160,7 @@ async def rig(config: Config, group: int, max_tokens: int) -> AsyncIterator[Rig]
 
 def _watch(made: Rig) -> None:
     """Keeps a copy of each version's weights when it is staged, and every trajectory."""
-    store, collector = made.served.adapters._store, made.training.service._collector
+    store, collector = made.served.adapters._store, made.training.service.trajectories
     stage, add_group = store.stage, collector._add_group
 
     def staged(version: Version, weights: AdapterWeights | None = None, **how: bool) -> Future[AdapterRef]:
