@@ -110,7 +110,7 @@ class Rig:
     def base_arrays(self) -> dict[str, tuple[int, int]]:
         """The base model's parameters in the trainer: the identity of each array, and a digest of its bits."""
         model = self.trainer.model
-        parts = {"head": model._head, "embedding": model._trunk.embed_tokens}
+        parts = {"head": model._head._owner, "embedding": model._trunk.embed_tokens}
         parts |= {f"layers.{at}": layer._layer for at, layer in enumerate(model._trunk.layers)}
         leaves = [
             (f"{at}.{name}", leaf) for at, part in parts.items() for name, leaf in tree_flatten(part.parameters())
