@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import pytest
 from family_checks import Served
+from mlx_lm.models import kimi_k3
 
 from mlx_parallm.core.branches import Branch
 from mlx_parallm.model.checks import Finding
@@ -36,6 +39,31 @@ def test_wrong_gradients_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mlp, "__call__", stops)
     assert "differ from those alone" in checked(served).problem
     assert calls
+
+
+@pytest.mark.parametrize("recomputed", [True, False])
+def test_layers_use_no_kernel_without_a_gradient(recomputed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kimi K3 mixes residuals with a kernel for Metal, before each of its parts and at the end."""
+    flags: list[bool] = []
+    mix = kimi_k3._attn_res_mix
+
+    def noted(*args: Any) -> mx.array:
+        flags.append(args[4])
+        return mix(*args)
+
+    monkeypatch.setattr(kimi_k3, "_attn_res_mix", noted)
+    served = Served("ours kimi_k3")
+    trainable = TrainableModel(served.model, served.bank, served.plan, lambda *_: recomputed)
+    path, spec = next(iter(served.layout.linears.items()))
+    params = {path: {"a": mx.ones(spec.a_shape(2)), "b": mx.ones(spec.b_shape(2))}}
+    flags.clear()
+
+    def value(params: Params) -> mx.array:
+        return trainable.trunk(mx.arange(6), [Branch(0, 6, ())], [Span(6, params, 1.0)], learns=True).hidden.sum()
+
+    mx.eval(mx.grad(value)(params))
+    assert len(flags) > 2
+    assert not any(flags)
 
 
 def test_gradients_are_checked_with_layers_that_are_computed_again_too(monkeypatch: pytest.MonkeyPatch) -> None:

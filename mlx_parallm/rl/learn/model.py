@@ -16,7 +16,6 @@ factors.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,7 +105,7 @@ class TrainableModel:
         """The paths of each layer's adapted linears, in the order of the forward pass."""
 
     def _wrapped(self, layer: nn.Module) -> _Layer:
-        return _Layer(layer, self.bank, self._outputs, self._cache_plan.compatible)
+        return _Layer(layer, self.bank, self._outputs)
 
     @property
     def layout(self) -> AdapterLayout:
@@ -138,7 +137,7 @@ class TrainableModel:
         context = None if spans is None else TrainingContext(tuple(spans), self._recomputed(tokens, branches, spans))
         run = LearnedPass(branches, self._cache_plan, self.bank, self.segment)
         self._outputs.clear()
-        with self.bank.using(context), answered_by(run):
+        with self.bank.using(context), answered_by(run), training_mode(self._trunk, True):
             hidden: mx.array = self._trunk(tokens[:, None], cache=self._expected.nested(run.caches))
         run.finish()
         outputs = tuple(self._outputs)
@@ -160,11 +159,10 @@ class _Layer:
     `outputs`: gets the layer's first one.
     """
 
-    def __init__(self, layer: nn.Module, bank: AdapterBank, outputs: list[mx.array], compatible: bool) -> None:
+    def __init__(self, layer: nn.Module, bank: AdapterBank, outputs: list[mx.array]) -> None:
         self._layer = layer
         self._bank = bank
         self._outputs = outputs
-        self._compatible = compatible
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
@@ -180,5 +178,5 @@ class _Layer:
         return output
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        with training_mode(self._layer, True) if self._compatible else nullcontext():
+        with training_mode(self._layer, True):
             return self._layer(*args, **kwargs)

@@ -232,7 +232,8 @@ def _arrays(shaped: Iterable[tuple[str, Sequence[int], mx.Dtype]]) -> list[_Arra
 
 @contextmanager
 def _exportable() -> Iterator[None]:
-    """While the block runs, functions that MLX cannot export make their arrays by another primitive."""
+    """While the block runs, functions that MLX cannot export make their arrays by another primitive, for all: only the
+    device thread may call this."""
     originals = [getattr(module, name) for module, name, _ in _NOT_EXPORTED]
     try:
         for module, name, other in _NOT_EXPORTED:
