@@ -42,7 +42,7 @@ _STALL_SHARE = 0.5
 _CPU_RATE, _GPU_RATE = 1e11, 4e12
 """FLOP/s that a modest CPU and a modest GPU reach in training."""
 
-_MARGIN = 1.07
+_MARGIN = 1.1
 """What is added to the memory that a graph shows: MLX copies some arrays to change the order of their numbers."""
 
 _RANK = 16
@@ -79,9 +79,9 @@ class TrunkMemory:
     layer: float
 
     def towards(self, other: TrunkMemory, share: float) -> TrunkMemory:
-        """The point at this share of the way to another one."""
+        """The point at this share of the way to another one. It is never less than this one: mixers pad short rows."""
         pairs = zip(astuple(self), astuple(other), strict=True)
-        return TrunkMemory(*(one + share * (two - one) for one, two in pairs))
+        return TrunkMemory(*(one + share * max(0.0, two - one) for one, two in pairs))
 
 
 TrunkMemories = Callable[[int, int], TrunkMemory]
