@@ -1,43 +1,18 @@
-"""Every family of tool calls that mlx-lm knows, and a text of each: `from tool_families import FAMILIES, TEXTS`."""
+"""Every family of tool calls, and a text of each: `from tool_families import FAMILIES, TEXTS`."""
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
-from mlx_parallm.model.tools.formats import FamilyToolFormat, syntax_of
+from mlx_parallm.model.tools import syntax
+from mlx_parallm.model.tools.formats import family_format
 
-PARSERS = (
-    "function_gemma",
-    "gemma4",
-    "glm47",
-    "json_tools",
-    "kimi_k2",
-    "kimi_k3",
-    "laguna",
-    "longcat",
-    "minicpm5",
-    "minimax_m2",
-    "mistral",
-    "muse_spark",
-    "pythonic",
-    "qwen3_coder",
-)
+FAMILIES = {name: family_format(family) for name, family in syntax.FAMILIES.items()}
 
 
 def tool(name: str, **parameters: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": {"type": "object", **parameters}}}
 
-
-def family(name: str, template: str = "[ARGS]") -> FamilyToolFormat:
-    parser = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
-    syntax = syntax_of(parser.parse_tool_call, template)
-    return FamilyToolFormat(
-        parser.tool_call_start, parser.tool_call_end, True, frozenset(), parser.parse_tool_call, syntax
-    )
-
-
-FAMILIES = {name: family(name) for name in PARSERS} | {"mistral_list": family("mistral", "no such mark")}
 
 TOOLS = (
     tool("get_weather", properties={"city": {"type": "string"}, "days": {"type": "integer"}}, required=["city"]),
@@ -72,5 +47,42 @@ TEXTS = {
     "pythonic": '<|tool_call_start|>[get_weather(city="São Paulo", days=3)]<|tool_call_end|>',
     "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nSão Paulo\n</parameter>\n<parameter=days>"
     "\n3\n</parameter>\n</function>\n</tool_call>",
+    "openai": "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+    '{"city": "São Paulo", "days": 3}',
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+    '{"city": "São Paulo", "days": 3}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
+    '{"city": "São Paulo", "days": 3}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" '
+    'string="true">São Paulo</｜DSML｜parameter>\n<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n'
+    "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+    "llama3_json": '{"name": "get_weather", "parameters": {"city": "São Paulo", "days": 3}}',
+    "granite": '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "São Paulo", "days": 3}}]',
+    "phi4_mini_json": '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "São Paulo", "days": 3}}]',
+    "cohere_command": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", "parameters": '
+    '{"city": "São Paulo", "days": 3}}\n]<|END_ACTION|>',
 }
-TEXTS["laguna"] = TEXTS["glm47"]
+
+OTHER_TEXTS = [
+    ("openai", "<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>"),
+    ("openai", "<|start|>assistant<|channel|>commentary to=functions.get_weather<|message|>"),
+    ("openai", "<|channel|>analysis to=functions.get_weather code<|message|>"),
+    ("openai", " to=functions.get_weather<|channel|>commentary <|constrain|>json<|message|>"),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"),
+    ("llama3_json", '<|python_tag|>{"name": "get_weather", "parameters": '),
+    ("llama3_json", '{"name":"get_weather","arguments":'),
+    ("granite", '<|tool_call|> [{"name":"get_weather","arguments":'),
+    ("granite", '<tool_call>[{"name": "get_weather", "arguments": '),
+    ("phi4_mini_json", 'functools[{"name": "get_weather", "arguments": '),
+    ("cohere_command", '<|START_ACTION|>[\n    {"tool_name": "get_weather", "parameters": '),
+]
+"""Families, and other beginnings of the same call, up to its arguments."""
+
+ENDINGS = {
+    "deepseek_v3": "\n```\n<｜tool▁call▁end｜>\n<｜tool▁calls▁end｜>",
+    "llama3_json": "}",
+    "granite": "}]",
+    "phi4_mini_json": "}]<|/tool_call|>",
+    "cohere_command": "}\n]<|END_ACTION|>",
+}
+"""What follows the arguments of a call of `OTHER_TEXTS`, if anything does."""

@@ -161,6 +161,8 @@ class BaseModel:
             self.at.path,
             trust_remote_code=model.trust_remote_code,
             allow_special_tokens=model.allow_special_tokens,
+            tool_parser=model.tool_parser,
+            reasoning_parser=model.reasoning_parser,
             progress=loaded is None and self._config.server.log_format == "text",
             loaded=loaded,
             group=self._shared.parts.group,

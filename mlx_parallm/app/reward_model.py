@@ -57,6 +57,8 @@ def train_reward_model(
         config.model.base_model_path,
         trust_remote_code=config.model.trust_remote_code,
         allow_special_tokens=config.model.allow_special_tokens,
+        tool_parser=config.model.tool_parser,
+        reasoning_parser=config.model.reasoning_parser,
     )
     tokenizer, context_length = manager.tokenizer, manager.card.context_length
     preferences = read_preferences(sources.preferences, tokenizer, context_length, _PREFERENCES)

@@ -71,6 +71,8 @@ GROUPS = (
             Flag("--max-model-len", "model.max_model_len", "TOKENS"),
             Flag("--trust-remote-code", "model.trust_remote_code"),
             Flag("--allow-special-tokens", "model.allow_special_tokens"),
+            Flag("--tool-parser", "model.tool_parser", "NAME", alias="--tool-call-parser"),
+            Flag("--reasoning-parser", "model.reasoning_parser", "NAME"),
         ),
     ),
     FlagGroup(

@@ -58,6 +58,14 @@ class ModelConfig(Section):
     """Let the text of a control token in a chat message, such as <|im_end|>, become that token. By default it stays
     text. Prompts of /v1/completions may have control tokens in either case.
     """
+    tool_parser: Text | None = None
+    """How models write tool calls, by vLLM's names, such as hermes, openai or llama3_json. An unknown name is an error
+    that lists all. null means as each model's chat template and vocabulary tell.
+    """
+    reasoning_parser: Text | None = None
+    """How models mark their reasoning, by vLLM's names, such as qwen3, openai_gptoss or mistral. An unknown name is an
+    error that lists all. null means as each model's chat template and vocabulary tell.
+    """
     max_model_len: Integer | None = Field(default=None, ge=1)
     """Longest prompt plus completion, in tokens. null means the model's own limit."""
     lora_rank: Integer = Field(default=16, ge=1)

@@ -158,6 +158,7 @@ from mlx_parallm.core.signals import (
 from mlx_parallm.core.text import (
     CallPiece,
     CallReader,
+    JsonPosition,
     Reasoning,
     TextTokenizer,
     Tool,

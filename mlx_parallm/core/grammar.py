@@ -43,18 +43,23 @@ class ReasoningPrefix(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """A grammar as the client sent it. `visible_specials`: ids of special tokens that are text for this grammar."""
+    """A grammar as the client sent it.
+
+    `visible_specials`: ids of special tokens that are text for this grammar. `opening`: a fixed text that comes before
+    the text that follows it.
+    """
 
     kind: GrammarKind
     source: str
     visible_specials: frozenset[int] = frozenset()
     reasoning_prefix: ReasoningPrefix = ReasoningPrefix.NONE
+    opening: str = ""
 
 
 def combined(specs: Sequence[GrammarSpec]) -> GrammarSpec:
-    """The grammar of texts that follow any one of `specs`, which differ in `kind` and `source` only."""
-    source = json.dumps([{"kind": spec.kind, "source": spec.source} for spec in specs])
-    return replace(specs[0], kind=GrammarKind.COMBINATION, source=source)
+    """The grammar of texts that follow any one of `specs`, which differ in `kind`, `source` and `opening` only."""
+    source = json.dumps([{"kind": spec.kind, "source": spec.source, "opening": spec.opening} for spec in specs])
+    return replace(specs[0], kind=GrammarKind.COMBINATION, source=source, opening="")
 
 
 def parts_of(spec: GrammarSpec) -> tuple[GrammarSpec, ...]:
@@ -62,7 +67,7 @@ def parts_of(spec: GrammarSpec) -> tuple[GrammarSpec, ...]:
     if spec.kind is not GrammarKind.COMBINATION:
         return (spec,)
     parts = json.loads(spec.source)
-    return tuple(replace(spec, kind=GrammarKind(part["kind"]), source=part["source"]) for part in parts)
+    return tuple(replace(spec, **{**part, "kind": GrammarKind(part["kind"])}) for part in parts)
 
 
 class GrammarState(Protocol):

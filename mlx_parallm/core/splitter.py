@@ -1,7 +1,9 @@
 """Splits the text of one chat choice, as it is generated, into reasoning, text and tool calls.
 
-    TEXT ──start of reasoning, at the very beginning──▶ REASONING ──its end──▶ TEXT
+    TEXT ──start of reasoning──▶ REASONING ──its end──▶ TEXT
     TEXT ──start of calls──▶ CALL ──end of calls, or end of the text──▶ TEXT
+
+Most families reason at the very beginning only; there, a start mark of reasoning in the text is text.
 
 A mark is the text before or after a part, such as `<think>`. White space next to a mark belongs to the mark. Text that
 may be the beginning of a mark is held back, and so is white space that may come before one. If the text between the
@@ -21,7 +23,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from mlx_parallm.core.grammar import ReasoningPrefix
-from mlx_parallm.core.text import CallPiece, CallReader, Reasoning, Tool, ToolCall, ToolFormat, overlap
+from mlx_parallm.core.text import CallPiece, CallReader, JsonPosition, Reasoning, Tool, ToolCall, ToolFormat, overlap
 
 MAX_CALLS_PER_ANSWER = 32
 
@@ -50,6 +52,11 @@ class AnswerSyntax:
         """Special tokens that decoding must keep in the text, because the marks consist of them."""
         marks = [part.visible_specials for part in (self.reasoning, self.calls) if part is not None]
         return frozenset[int]().union(*marks)
+
+    @property
+    def opening(self) -> str:
+        """What the model writes before a text that follows a grammar of the client."""
+        return self.reasoning.opening if self.reasoning is not None else ""
 
     @property
     def reasoning_prefix(self) -> ReasoningPrefix:
@@ -140,8 +147,10 @@ class Splitter:
         self._trims = syntax.in_reasoning  # whether white space that comes next belongs to the last mark
         self._held = ""
         self._space = ""  # white space before the last mark
+        self._start = ""  # in a call: its start mark
         self._reader: CallReader | None = None  # in a call that is enforced
         self._searched = 0  # in a call: number of characters already searched for its end mark
+        self._position = JsonPosition()  # in a call: where these characters end
         self._ids: list[str] = []
         self._complete = True
         self._cut = False
@@ -189,30 +198,44 @@ class Splitter:
             return
         if self._syntax.calls_first and not self._ids:
             self._rule_out_calls()
-        marks = list(self._reasoning.around) if self._reasoning else []
-        marks += [self._calls.start] if self._calls else []
+        marks = self._marks()
         if self._cut:
-            self._drop_begun_mark()
+            self._drop_begun_mark(marks)
         text, mark = self._take_until(marks, ended)
         yield from _text(text)
         if mark:
             self._trims = True
-            if self._calls is not None and mark == self._calls.start:
-                self._mode, self._searched = _Mode.CALL, 0
-                self._reader = self._calls.reader(self._syntax.tools) if self._syntax.enforced else None
+            self._begin(mark)
+
+    def _marks(self) -> list[str]:
+        """The marks that may come in a text."""
+        reasoning, calls = self._reasoning, self._calls
+        marks = [*reasoning.around, *([reasoning.start] if reasoning.repeats else [])] if reasoning else []
+        return [*marks, *calls.around, *calls.starts] if calls else marks
+
+    def _begin(self, mark: str) -> None:
+        """Begins what follows a mark."""
+        if self._calls is not None and mark in self._calls.starts:
+            self._mode, self._start, self._searched = _Mode.CALL, mark, 0
+            self._position = JsonPosition()
+            self._reader = self._calls.reader(self._syntax.tools) if self._syntax.enforced else None
+        elif self._reasoning is not None and mark == self._reasoning.start:
+            self._mode = _Mode.REASONING
 
     def _rule_out_calls(self) -> None:
-        """Rules out calls if the text starts with something else."""
-        beginning, start = self._held.lstrip(), self._calls.start if self._calls else ""
-        if not beginning.startswith(start) and not start.startswith(beginning):
+        """Rules out calls if the text starts with something else than a mark."""
+        beginning = self._held.lstrip()
+        if not any(beginning.startswith(mark) or mark.startswith(beginning) for mark in self._marks()):
             self._calls = None
 
-    def _drop_begun_mark(self) -> None:
-        """Drops an incomplete start mark of a call at the end of a cut-off text, if more than half of it is there."""
-        start = self._calls.start if self._calls else ""
-        begun = overlap(self._held, start)
-        if 2 * begun > len(start):
-            self._held = self._held[:-begun].rstrip()
+    def _drop_begun_mark(self, marks: Sequence[str]) -> None:
+        """Drops an incomplete mark at the end of a cut-off text, if more than half of it, or a control token, is
+        there."""
+        for mark in marks:
+            begun = overlap(self._held, mark)
+            if 2 * begun > len(mark) or "|>" in mark[:begun]:
+                self._held = self._held[:-begun].rstrip()
+                return
 
     def _reasoning_begins(self, ended: bool) -> bool:
         """Whether the text starts with the start mark of reasoning, or may do so when more text comes."""
@@ -240,12 +263,14 @@ class Splitter:
 
     def _read_call(self, ended: bool) -> Iterator[AnswerPart]:
         assert self._calls is not None
-        end, body = self._calls.end, ""
+        end = self._calls.end
         while end and (at := self._held.find(end, self._searched)) >= 0:
-            body, self._searched = self._held[:at], at + len(end)
-            if not self._calls.inside_value(body):
-                yield from self._end_call(body, self._held[self._searched :], end)
+            self._position.read(self._held[self._searched : at])
+            self._searched = at + len(end)
+            if not self._calls.inside_value(self._position):
+                yield from self._end_call(self._held[:at], self._held[self._searched :], end)
                 return
+            self._position.read(end)
         if ended:
             yield from self._end_call(self._held, "", "")
 
@@ -256,7 +281,7 @@ class Splitter:
             calls = self._parse(body, unfinished=self._cut and not end)
         except ValueError:
             self._trims = False
-            yield AnswerPart(text=self._space + self._calls.start + body + end)
+            yield AnswerPart(text=self._space + self._start + body + end)
             return
         for call in calls[: self._syntax.max_calls - len(self._ids)]:
             yield AnswerPart(call=self._placed(call))

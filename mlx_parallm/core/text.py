@@ -43,13 +43,43 @@ class Reasoning:
     Attributes:
         start, end: the marks around the reasoning.
         around: marks that some families put around the answer itself. They are removed from the text.
+        repeats: whether reasoning may come again, after text of the answer.
+        opening: what the model writes between its reasoning and a text that follows a grammar of the client.
+        field: the field of an earlier message in which the chat template takes the reasoning; `content` means a list
+            of parts.
         visible_specials: ids of the special tokens that the marks consist of.
     """
 
     start: str
     end: str
     around: tuple[str, ...] = ()
+    repeats: bool = False
+    opening: str = ""
+    field: str = "reasoning_content"
     visible_specials: frozenset[int] = frozenset()
+
+    @property
+    def all_marks(self) -> str:
+        """All fixed texts, joined."""
+        return "".join([self.start, self.end, *self.around, self.opening])
+
+
+class JsonPosition:
+    """Whether a JSON text that comes in parts is inside a string, and how many brackets are open."""
+
+    def __init__(self) -> None:
+        self.in_string = False
+        self.depth = 0
+        self._escaped = False
+
+    def read(self, text: str) -> None:
+        for char in text:
+            if self.in_string:
+                self.in_string = self._escaped or char != '"'
+                self._escaped = char == "\\" and not self._escaped
+            else:
+                self.in_string = char == '"'
+                self.depth += (char in "{[") - (char in "}]")
 
 
 class CallReader(Protocol):
@@ -68,26 +98,36 @@ class ToolFormat(Protocol):
     """How a model family writes tool calls. Safe to use from any thread."""
 
     @property
-    def start(self) -> str:
-        """The mark before the calls."""
+    def starts(self) -> tuple[str, ...]:
+        """The marks before calls. Grammars write the first."""
 
     @property
     def end(self) -> str:
         """The mark after the calls; empty if they extend to the end of the text."""
 
     @property
-    def in_template(self) -> bool:
-        """Whether the chat template describes tools, calls and results to the model.
+    def bare(self) -> bool:
+        """Whether a call is a JSON object without marks, so that nothing tells it from a structured output."""
 
-        If it does not, the messages must, and a call is a JSON object with `name` and `arguments`.
-        """
+    @property
+    def around(self) -> tuple[str, ...]:
+        """Marks that belong to calls and are removed from the text."""
+
+    @property
+    def in_template(self) -> bool:
+        """Whether the chat template describes tools, calls and results to the model. If it does not, the messages
+        must."""
 
     @property
     def visible_specials(self) -> frozenset[int]:
         """Ids of the special tokens that calls are written with."""
 
-    def inside_value(self, text: str) -> bool:
-        """Whether `text`, which follows the start mark, ends inside a value. An end mark there is part of the value."""
+    def inside_value(self, position: JsonPosition) -> bool:
+        """Whether a text that follows the start mark ends inside a value. An end mark there is part of the value.
+
+        Args:
+            position: where the text ends, if calls are JSON.
+        """
 
     def parse(self, text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
         """The calls in a text between two marks, at least one.
@@ -95,6 +135,9 @@ class ToolFormat(Protocol):
         Raises:
             ValueError: there is no call, or it is malformed.
         """
+
+    def written(self, calls: Sequence[Mapping[str, Any]]) -> str:
+        """The text of calls, each with a name and arguments, as the model writes them."""
 
     def unfinished(self, text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
         """The calls in a text that was cut off after a start mark.

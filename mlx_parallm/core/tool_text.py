@@ -23,9 +23,7 @@ You can call functions. Here are their JSON schemas, one a line:
 </tools>
 
 To call a function, answer with its name and arguments as JSON, like this:
-{start}
-{{"name": "function_name", "arguments": {{"argument": "value"}}}}
-{end}
+{example}
 
 Call a function only when you need it. Otherwise answer in plain words."""
 
@@ -85,10 +83,9 @@ def calls_as_text(turn: TemplateMessage, tool_format: ToolFormat) -> TemplateMes
     """A message of the assistant with its calls as text."""
     if "tool_calls" not in turn:
         return turn
-    calls = [json.dumps(call["function"], ensure_ascii=False) for call in turn["tool_calls"]]
-    texts = [f"{tool_format.start}\n{call}\n{tool_format.end}" for call in calls]
+    calls = tool_format.written([call["function"] for call in turn["tool_calls"]])
     others = {name: value for name, value in turn.items() if name != "tool_calls"}
-    return {**others, "content": "\n".join([turn["content"], *texts] if turn["content"] else texts)}
+    return {**others, "content": f"{turn['content']}\n{calls}" if turn["content"] else calls}
 
 
 def _describe_tools(
@@ -98,7 +95,8 @@ def _describe_tools(
     if not tools:
         return turns
     lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    instructions = TOOL_INSTRUCTIONS.format(tools=lines, start=tool_format.start, end=tool_format.end)
+    example = tool_format.written([{"name": "function_name", "arguments": {"argument": "value"}}])
+    instructions = TOOL_INSTRUCTIONS.format(tools=lines, example=example)
     if turns[0]["role"] == "system":
         return [{**turns[0], "content": f"{turns[0]['content']}\n\n{instructions}"}, *turns[1:]]
     return [{"role": "system", "content": instructions}, *turns]

@@ -140,15 +140,17 @@ class LLState:
 
 def _definition(spec: GrammarSpec) -> str:
     """The grammar in llguidance's own form. Raises ValueError: it is malformed."""
-    if spec.kind is not GrammarKind.COMBINATION:
+    if spec.kind is not GrammarKind.COMBINATION and not spec.opening:
         return _DEFINITIONS[spec.kind](spec.source)
-    parts = [{**_grammar(part), "name": f"part_{index}"} for index, part in enumerate(parts_of(spec))]
-    start = "start: " + " | ".join(f"@{part['name']}" for part in parts)
-    return json.dumps({"grammars": [{"lark_grammar": start}, *parts]})
+    parts = parts_of(spec)
+    grammars = [{**_grammar(part), "name": f"part_{index}"} for index, part in enumerate(parts)]
+    openings = [f"{json.dumps(part.opening)} " if part.opening else "" for part in parts]
+    start = "start: " + " | ".join(f"{opening}@part_{index}" for index, opening in enumerate(openings))
+    return json.dumps({"grammars": [{"lark_grammar": start}, *grammars]})
 
 
 def _grammar(part: GrammarSpec) -> dict[str, Any]:
-    definition = _definition(part)
+    definition = _DEFINITIONS[part.kind](part.source)
     if part.kind in (GrammarKind.CHOICE, GrammarKind.GRAMMAR, GrammarKind.CALLS):
         return {"lark_grammar": definition}
     [grammar] = json.loads(definition)["grammars"]

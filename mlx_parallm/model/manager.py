@@ -67,7 +67,7 @@ class SharedModelManager:
     Args:
         path_or_id: a directory or hub id of a model that mlx-lm can load. None means the bundled model.
         trust_remote_code: whether Python code that comes with the model may run.
-        allow_special_tokens: see `Tokenizer`.
+        allow_special_tokens, tool_parser, reasoning_parser: see `Tokenizer`.
         progress: whether to report progress on stderr.
         loaded: the model of `path_or_id` as `load` returns it; None: it is loaded here.
         group: the ranks that the model is split among, of which each makes a manager at the same time; None: it is
@@ -84,6 +84,8 @@ class SharedModelManager:
         *,
         trust_remote_code: bool = False,
         allow_special_tokens: bool = False,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
         progress: bool = True,
         loaded: LoadedModel | None = None,
         group: mx.distributed.Group | None = None,
@@ -101,7 +103,7 @@ class SharedModelManager:
         parameters = get_total_parameters(self.model)
         self.split = None if group is None else split_model(self.model, group)
         with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as beside:  # its vocabulary takes a second
-            tokenizer = beside.submit(Tokenizer, loaded.tokenizer, allow_special_tokens)
+            tokenizer = beside.submit(Tokenizer, loaded.tokenizer, allow_special_tokens, tool_parser, reasoning_parser)
             materialize(self.model, loaded.name, progress)
         if on_cpu():
             adapt_to_cpu(self.model)

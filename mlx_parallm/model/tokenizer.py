@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,8 @@ from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.model.control_text import ControlText
 from mlx_parallm.model.hf_tokenizer import FastCodec, codec_of, length_bound_of, parts_of, token_bytes_of
 from mlx_parallm.model.tools.formats import tool_format_of
+from mlx_parallm.model.tools.messages import TemplateFields
+from mlx_parallm.model.tools.reasoning import reasoning_of
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MAX_HELD_TOKENS = 16
@@ -30,9 +33,20 @@ class Tokenizer:
 
     Args:
         allow_special_tokens: whether the text of a control token in a chat message becomes that token, as in `encode`.
+        tool_parser, reasoning_parser: names of the formats of calls and of reasoning. None: those that the vocabulary
+            and the chat template tell of.
+
+    Raises:
+        ConfigError: there is no format of this name.
     """
 
-    def __init__(self, wrapped: TokenizerWrapper, allow_special_tokens: bool = False) -> None:
+    def __init__(
+        self,
+        wrapped: TokenizerWrapper,
+        allow_special_tokens: bool = False,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
+    ) -> None:
         self._hf = wrapped
         self._codec = codec_of(wrapped)
         parts = parts_of(wrapped)
@@ -42,12 +56,20 @@ class Tokenizer:
         self.vocab_size: int = len(wrapped)
         self.eos_token: str | None = wrapped.eos_token
         self.bos_token: str | None = wrapped.bos_token
-        self.eos_token_ids: frozenset[int] = frozenset(wrapped.eos_token_ids)
         self.chat_template: str | None = _default_template(wrapped.chat_template)
+        template = self.chat_template or ""
+        tool_format = tool_format_of(wrapped, template, tool_parser)
+        self.eos_token_ids: frozenset[int] = frozenset(wrapped.eos_token_ids) | self._ids_of(tool_format.family.stops)
         self.text_bytes: list[bytes] | None = self._without_special_tokens()
         """The bytes that each id adds to a text, none for special tokens. None if they depend on other ids."""
-        self.tool_format: ToolFormat = tool_format_of(wrapped, self.chat_template, self._special_ids_in)
-        self.reasoning: Reasoning | None = self._reasoning_marks()
+        self.tool_format: ToolFormat = replace(
+            tool_format, visible_specials=self._special_ids_in(tool_format.family.all_marks)
+        )
+        reasoning = reasoning_of(wrapped, template, reasoning_parser)
+        self.reasoning: Reasoning | None = reasoning and replace(
+            reasoning, visible_specials=self._special_ids_in(reasoning.all_marks)
+        )
+        self._fields = TemplateFields(tool_format, reasoning)
         self._control_text = None if allow_special_tokens else self._make_control_text()
 
     @property
@@ -110,6 +132,7 @@ class Tokenizer:
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
         }
+        messages, kwargs = self._fields.fit(messages, kwargs, template or self.chat_template or "")
         control = self._control_text
         guarded = control.guard(messages, kwargs) if control is not None else None
         if control is None or guarded is None:
@@ -132,16 +155,17 @@ class Tokenizer:
         return text
 
     def _make_control_text(self) -> ControlText:
-        marks = [self.tool_format.start, self.tool_format.end]
-        marks += [self.reasoning.start, self.reasoning.end] if self.reasoning else []
+        family, added = self._fields.tool_format.family, self._hf.added_tokens_decoder
+        marks = [*family.starts, family.end]
+        marks += [self.reasoning.start, self.reasoning.end] if self.reasoning and not self.reasoning.repeats else []
+        if family.in_content:
+            marks += [token.content for token in added.values() if token.content in family.all_marks]
         backend = self._hf.backend_tokenizer if isinstance(self._codec, FastCodec) else None
-        return ControlText(self._hf.added_tokens_decoder, backend, marks)
+        return ControlText(added, backend, marks)
 
-    def _reasoning_marks(self) -> Reasoning | None:
-        if not self._hf.has_thinking:
-            return None
-        start, end, around = self._hf.think_start, self._hf.think_end, tuple(self._hf.structural_markers)
-        return Reasoning(start, end, around, self._special_ids_in(start + end + "".join(around)))
+    def _ids_of(self, tokens: Sequence[str]) -> frozenset[int]:
+        vocabulary = self._hf.get_vocab() if tokens else {}
+        return frozenset(vocabulary[token] for token in tokens if token in vocabulary)
 
     def _special_ids_in(self, marks: str) -> frozenset[int]:
         """Special tokens, apart from end-of-sequence tokens, whose text is part of `marks`."""

@@ -32,6 +32,8 @@ from mlx_parallm.core.models import ModelState
 from mlx_parallm.core.policies import TokenLoss
 from mlx_parallm.model.families import TESTED
 from mlx_parallm.model.sharding import SPLIT_FAMILIES
+from mlx_parallm.model.tools.reasoning import REASONINGS
+from mlx_parallm.model.tools.syntax import FAMILIES, OTHER_NAMES
 from mlx_parallm.rl.collect.group_rewards import MAX_PEOPLE
 from mlx_parallm.rl.collect.groups import DropReason
 from mlx_parallm.rl.scoring.registry import BUILTINS
@@ -51,6 +53,7 @@ from mlx_parallm.server.errors import RULES
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 DIVERGENCE = "| signal | beyond its limit | default | then |"
 ERRORS = "| status | `code` | meaning |"
+FORMS = "| `--tool-parser` | also | models | thinking | enforced |"
 LISTS: tuple[tuple[str, str, Collection[str]], ...] = (
     ("docs/competition.md", "| verdict | when | live then |", {*get_args(ComparisonVerdict)} - {"running"}),
     ("docs/dashboard.md", "| role | on the dashboard |", Role),
@@ -74,6 +77,7 @@ LISTS: tuple[tuple[str, str, Collection[str]], ...] = (
     ("docs/serving.md", "| `--speculation` | guesses come from |", Speculation),
     ("docs/serving.md", "| state | meaning |", ModelState),
     ("docs/sharing.md", "| mode | requests under way |", PauseMode),
+    ("docs/tools.md", FORMS, FAMILIES),
     ("docs/tinker.md", "| loss | sum over tokens, with r = π / q | settings, with defaults |", TokenLoss),
 )
 """Page, first line of a table, and the names that its first column has."""
@@ -232,6 +236,20 @@ def test_families() -> None:
     assert [name for name in TESTED if not re.search(rf"\b{name.removesuffix('_text')}\b", tested)] == []
     (split,) = (cells[1] for cells in table_of("docs/several-macs.md", "| | |") if cells[0] == "architectures")
     assert tuple(_NAMES.findall(split)) == SPLIT_FAMILIES
+
+
+def test_forms_of_calls_and_thinking() -> None:
+    """Other names, marks of thinking, and whether calls are enforced and with which values."""
+    rows = {_NAMES.findall(cells[0])[0]: cells[1:] for cells in table_of("docs/tools.md", FORMS)}
+    others = {other: name for name, (also, *_) in rows.items() for other in _NAMES.findall(also)}
+    assert others == OTHER_NAMES
+    assert {each for *_, thinking, _ in rows.values() for each in _NAMES.findall(thinking)} == REASONINGS.keys()
+    for name, (*_, enforced) in rows.items():
+        syntax = FAMILIES[name].syntax
+        limits = {"one call an answer": syntax.single, "without lists and objects": syntax.scalars} if syntax else {}
+        assert enforced == (
+            ", ".join(["yes", *(words for words, limit in limits.items() if limit)]) if syntax else "no"
+        )
 
 
 def test_processes_of_the_tests() -> None:

@@ -2,13 +2,15 @@
 
 import json
 import random
+import re
 from dataclasses import replace
 
 import pytest
-from tool_families import ASKED, FAMILIES, TEXTS, TOOLS
+from tool_families import ASKED, ENDINGS, FAMILIES, OTHER_TEXTS, TEXTS, TOOLS
 
 from mlx_parallm.core import Reasoning
 from mlx_parallm.core.splitter import AnswerSyntax, Splitter, join_parts
+from mlx_parallm.model.tools.reasoning import REASONINGS
 
 THINK = Reasoning("<think>", "</think>")
 XTML = Reasoning(
@@ -114,7 +116,7 @@ def test_a_call_that_lacks_only_its_end_mark_is_complete():
         assert [call.complete for call in said.calls] == [True]
 
 
-@pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"mistral", "mistral_list"}))
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"mistral", "mistral_list", "openai"}))
 def test_several_calls_and_text_between(name):
     text = f"One.\n{TEXTS[name]}\n{TEXTS[name]} Two.\n"
     assert every_way(text, **tools(FAMILIES[name])) == ("", "One.Two.\n", [ASKED, ASKED])
@@ -212,3 +214,65 @@ def test_text_is_returned_as_soon_as_possible():
 def test_text_that_a_parser_fails_on_stays_text():
     broken = replace(HERMES, parser=lambda text, tools: text.nowhere)
     assert every_way(CALL, **tools(broken)) == ("", CALL, [])
+
+
+@pytest.mark.parametrize(("name", "beginning"), OTHER_TEXTS)
+def test_a_call_in_another_form_of_its_family(name, beginning):
+    text = beginning + json.dumps(ASKED[1], ensure_ascii=False) + ENDINGS.get(name, "")
+    assert every_way(text, **tools(FAMILIES[name])) == ("", "", [ASKED])
+
+
+HARMONY = {"reasoning": REASONINGS["openai_gptoss"], **tools(FAMILIES["openai"])}
+
+
+def channel(name, text, end="<|end|><|start|>assistant"):
+    return f"<|channel|>{name}<|message|>{text}{end}"
+
+
+def test_harmony_thinks_speaks_and_calls():
+    """`<|call|>` and `<|return|>` are end-of-sequence tokens, which are no text."""
+    thought, more = channel("analysis", "Where is it?\n\nBrazil."), channel("analysis", "Good.")
+    preamble = channel("commentary", "I look it up. ")
+    assert every_way(thought + channel("final", "Hello!", ""), **HARMONY) == ("Where is it?\n\nBrazil.", "Hello!", [])
+    assert every_way(channel("final", "Hello!", ""), **HARMONY) == ("", "Hello!", [])
+    called = every_way(thought + preamble + more + TEXTS["openai"], **HARMONY)
+    assert called == ("Where is it?\n\nBrazil.Good.", "I look it up.", [ASKED])
+    asked_for = "<|channel|>final <|constrain|>json<|message|>{}"
+    assert every_way(thought + asked_for, **HARMONY) == ("Where is it?\n\nBrazil.", "{}", [])
+
+
+def test_harmony_that_is_cut_off_shows_no_mark():
+    text = channel("analysis", "Hm.") + channel("commentary", "I look.") + TEXTS["openai"]
+    tokens = re.findall(r"<\|\w+\|>|.[^<]{0,4}", text)
+    for end in range(1, len(tokens)):
+        said = parts_of(tokens[:end], cut=True, **HARMONY)
+        assert "<|" not in said.text + said.reasoning, tokens[:end]
+        assert "I look.".startswith(said.text)
+
+
+def test_command_speaks_between_marks():
+    marks = {"reasoning": REASONINGS["cohere_command"], **tools(FAMILIES["cohere_command"])}
+    thought = "<|START_THINKING|>Hm.<|END_THINKING|>"
+    assert every_way(f"{thought}<|START_RESPONSE|>Hello!<|END_RESPONSE|>", **marks) == ("Hm.", "Hello!", [])
+    assert every_way(thought + TEXTS["cohere_command"], **marks) == ("Hm.", "", [ASKED])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'The object {"name": "Bob", "parameters": {"age": 3}} is one.',
+        '{"name": "get_weather", "description": "The weather.", "parameters": {"type": "object"}}',
+        'An open one: {"name": "get_weather',
+    ],
+)
+def test_an_object_that_is_no_call_is_text(text):
+    assert every_way(text, **tools(FAMILIES["llama3_json"])) == ("", text, [])
+
+
+def test_no_mark_begins_with_another():
+    for reasoning in (None, *REASONINGS.values()):
+        for family in FAMILIES.values():
+            marks = Splitter(AnswerSyntax(reasoning=reasoning, calls=family))._marks()
+            assert not [
+                (one, other) for one in set(marks) for other in set(marks) if one != other and other.startswith(one)
+            ]

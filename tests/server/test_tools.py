@@ -212,14 +212,8 @@ async def test_only_the_allowed_tools_are_called(make, engine, name, mode):
 
 def written(family, name):
     """A call with the arguments that are required."""
-    syntax = family.syntax
-    before, after = (part.replace("$name", name).replace("$index", "0") for part in syntax.call)
-    inside = '{"city": "x"}' if name == "get_weather" else "{}"
-    if syntax.argument is not None:
-        opening, closing = (part.replace("$key", "city") for part in syntax.argument)
-        quote = syntax.bare or ('"', '"')
-        inside = f"{opening}{quote[0]}x{quote[1]}{closing}" if name == "get_weather" else ""
-    return family.start + syntax.block[0] + before + inside + after + syntax.block[1] + family.end
+    arguments = {"city": "x"} if name == "get_weather" else {}
+    return family.syntax.lead + family.written([{"name": name, "arguments": arguments}])
 
 
 async def test_auto_enforces_nothing_unless_a_tool_is_strict(client, engine):

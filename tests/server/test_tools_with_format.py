@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from server.test_tools import CALL, NAMED, NOW, THINK, USER, ask, client, make, streamed, without_ids, written
-from tool_families import FAMILIES, TEXTS, tool
+from server.test_tools import CALL, NAMED, NOW, THINK, URL, USER, ask, client, make, streamed, without_ids, written
+from tool_families import FAMILIES, TEXTS, TOOLS, tool
 from walks import follows
 
 __all__ = ["client", "make"]  # fixtures
@@ -28,6 +28,10 @@ ANSWER = '{"n": 1}'
 async def test_with_a_format_an_answer_is_calls_or_has_the_format(make, engine, name, choice, good):
     family = FAMILIES[name]
     client = make(family)
+    if choice == "auto" and family.bare:
+        refused = await client.post(URL, json={"messages": USER, "tools": TOOLS, **FORMATS["schema"]})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tool_choice")
+        return
     await ask(client, tool_choice=choice, **FORMATS["schema"])
     grammar = engine.requests[-1].grammar
     call = written(family, "now")

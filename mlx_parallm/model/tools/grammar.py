@@ -39,12 +39,14 @@ _TYPE_NAMES: Mapping[type, str] = {
 }
 
 
-def call_grammar(syntax: CallSyntax, marks: tuple[str, str], tools: Sequence[Tool], most: int, free: bool) -> str:
-    """See `core.ToolFormat.grammar`. `marks` are the start mark and the end mark."""
-    start, end = marks
+def call_grammar(
+    syntax: CallSyntax, starts: Sequence[str], end: str, tools: Sequence[Tool], most: int, free: bool
+) -> str:
+    """See `core.ToolFormat.grammar`. `starts` and `end` are the marks; only the first start mark may be written."""
+    most = 1 if syntax.single else most
     calls = "call" if syntax.between is None else _repeated("call", syntax.between, most)
     body = _sequence(_literal(syntax.block[0]), calls, _literal(syntax.block[1] + end))
-    lines = ["%llguidance {}", *_start_rules(syntax, start, most, free), f"body: {body}"]
+    lines = ["%llguidance {}", *_start_rules(syntax, starts, most, free), f"body: {body}"]
     lines.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
     for index, tool in enumerate(tools):
         try:
@@ -59,14 +61,15 @@ def _literal(text: str) -> str:
     return json.dumps(text) if text else ""
 
 
-def _start_rules(syntax: CallSyntax, start: str, most: int, free: bool) -> Iterator[str]:
+def _start_rules(syntax: CallSyntax, starts: Sequence[str], most: int, free: bool) -> Iterator[str]:
+    start, *others = starts
     if free:
         yield "start: " + ("(head body)* TEXT" if most > 1 else "TEXT | head body")
         yield f"head[lazy]: TEXT {_literal(start)}"
-        yield "TEXT: /(?s:.*)/"
+        yield "TEXT: " + " & ".join(["/(?s:.*)/", *(_without(other) for other in others if not other.endswith(start))])
     else:
         yield "start: " + (_repeated("marked", syntax.join, most) if syntax.between is None else "marked")
-        yield f"marked: {_literal(start)} body"
+        yield f"marked: {_literal(syntax.lead + start)} body"
 
 
 def _repeated(rule: str, between: str, most: int) -> str:
@@ -147,7 +150,7 @@ def _value_rules(syntax: CallSyntax, end: str, at: str, schema: object, paramete
         raise ValueError("this model's calls can hold texts, numbers, true and false alone, no lists or objects")
     definitions = {word: parameters[word] for word in ("$defs", "definitions") if word in parameters}
     value = _json({**definitions, **schema} if isinstance(schema, dict) else schema)
-    yield f"val_{at}: " + _sequence(f"json_{at}", _literal(after))
+    yield f"val_{at}: " + _sequence(_literal(syntax.plain), f"json_{at}", _literal(after))
     yield f"json_{at}: {value}"
 
 
@@ -178,15 +181,17 @@ def _bare_terminals(
 
 
 def _terminal(schema: Mapping[str, Any], forbidden: Sequence[str]) -> str:
-    parts = [_TEXT, _TRIMMED, _NOT_NULL, *(f"~/(?s:.*){_escape(word)}(?s:.*)/" for word in forbidden)]
+    parts = [_TEXT, _TRIMMED, _NOT_NULL, *map(_without, forbidden)]
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     if least or most != "":
         parts.append(f"/(?s:.{{{least},{most}}})/")
     return " & ".join(parts)
 
 
-def _escape(text: str) -> str:
-    return re.sub(r"([^\w\s<>\"])", r"\\\1", text)
+def _without(word: str) -> str:
+    """The texts that do not contain a word."""
+    escaped = re.sub(r"([^\w\s<>\"\x80-\U0010ffff])", r"\\\1", word)
+    return f"~/(?s:.*){escaped}(?s:.*)/"
 
 
 def _json(schema: object) -> str:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from mlx_parallm.core import CallPiece, Tool, ToolCall, overlap
+from mlx_parallm.core import CallPiece, JsonPosition, Tool, ToolCall, overlap
 from mlx_parallm.model.tools.grammar import parameters_of, properties_of, value_types
 from mlx_parallm.model.tools.syntax import CallSyntax
 
@@ -91,6 +91,7 @@ class EnforcedCalls:
             if self._syntax.bare is not None and "string" in value_types(schemas[key], parameters):
                 yield from self._bare(self._syntax.bare, around[1])
             else:
+                yield from self._next_of(self._syntax.plain)
                 yield from self._json()
                 yield from self._next_of(around[1])
             comma, given = self._syntax.comma, given + 1
@@ -135,29 +136,20 @@ class _JsonValue:
 
     def __init__(self) -> None:
         self.ended = False
-        self._depth = 0
-        self._in_string = False
-        self._escaped = False
+        self._position = JsonPosition()
 
     def length_in(self, text: str) -> int:
         """The number of characters of the next part that belong to the value."""
+        position = self._position
         for at, char in enumerate(text):
-            if not self._in_string and self._depth == 0 and char in _AFTER_SCALAR:
+            if not position.in_string and position.depth == 0 and char in _AFTER_SCALAR:
                 self.ended = True
                 return at
-            self._read(char)
-            if not self._in_string and self._depth == 0 and char in _CLOSING:
+            position.read(char)
+            if not position.in_string and position.depth == 0 and char in _CLOSING:
                 self.ended = True
                 return at + 1
         return len(text)
-
-    def _read(self, char: str) -> None:
-        if self._in_string:
-            self._in_string = self._escaped or char != '"'
-            self._escaped = char == "\\" and not self._escaped
-        else:
-            self._in_string = char == '"'
-            self._depth += (char in "{[") - (char in "}]")
 
 
 def _heading_pattern(before: str, names: Iterable[str]) -> re.Pattern[str]:

@@ -1,7 +1,8 @@
 """How each family of models writes tool calls, as data: the text around calls, arguments and values.
 
-Adding a family for which mlx-lm has a parser: add an entry to `SYNTAXES` under the parser's module name, and to
-`tests/tool_families.py`, which checks that the parser reads back what is written.
+The parsers, the grammars and the text of earlier calls all follow from it. Adding a family: add an entry to `FAMILIES`,
+a text of it to `tests/tool_families.py`, and a row to the table in docs/tools.md. Its thinking is an entry in
+`reasoning`.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ class CallSyntax:
     comma:     between arguments
     bare:      around a value whose schema allows a string; such a value is written as it is, without quotes. None:
                every value is written as JSON
+    plain:     before any other value, in families that say whether a value is JSON
     forbidden: texts that a bare value must not contain, besides the text that ends it
     scalars:   no value may be an array or an object
     names:     regular expressions for the names of tools and of arguments that the parser reads back
     block:     around all calls between one start mark and one end mark
     between:   between two calls inside a block; None: each call has its own marks, with `join` between them
+    lead:      before a call that must come; the prompt or a mark has it in any other case
+    single:    one answer has one call
     native:    other forms that models of the family may write when nothing is enforced
     """
 
@@ -32,12 +36,15 @@ class CallSyntax:
     argument: tuple[str, str] | None = None
     comma: str = ""
     bare: tuple[str, str] | None = None
+    plain: str = ""
     forbidden: tuple[str, ...] = ()
     scalars: bool = False
     names: tuple[str, str] = (r"[\w-]+", r"[^\s<>\"'=]+")
     block: tuple[str, str] = ("", "")
     between: str | None = None
     join: str = "\n"
+    lead: str = ""
+    single: bool = False
     native: tuple[CallSyntax, ...] = ()
 
     @property
@@ -48,7 +55,42 @@ class CallSyntax:
     @property
     def all_marks(self) -> str:
         """All fixed texts, joined."""
-        return "".join([*self.call, *self.block, *(self.argument or ()), *(self.bare or ()), self.between or ""])
+        fixed = [*self.call, *self.block, *(self.argument or ()), *(self.bare or ()), self.between or "", self.lead]
+        return "".join([*fixed, *(form.all_marks for form in self.native)])
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A family's calls, with the marks around them.
+
+    syntax:         how calls are written; None: unknown, they can be read by mlx-lm's parser but not enforced
+    parser:         name of mlx-lm's parser, which reads whole calls and gives the marks; empty: `syntax` reads them
+    starts, end:    the marks; of several start marks, grammars write the first. No mark may begin with another one
+    around:         marks that are removed from the text, because they belong to calls
+    template:       texts that are in the chat templates of the family and in no other's
+    token:          a token that is in the vocabularies of the family and in no other's
+    stops:          tokens that end an answer
+    text_arguments: the template takes arguments as JSON text
+    in_content:     the template does not write calls, or not all: the content of a message must have them
+    system_tools:   the template takes tools as JSON text in a field of the system message
+    """
+
+    syntax: CallSyntax | None
+    parser: str = ""
+    starts: tuple[str, ...] = ()
+    end: str = ""
+    around: tuple[str, ...] = ()
+    template: tuple[str, ...] = ()
+    token: str = ""
+    stops: tuple[str, ...] = ()
+    text_arguments: bool = False
+    in_content: bool = False
+    system_tools: bool = False
+
+    @property
+    def all_marks(self) -> str:
+        """All fixed texts, joined."""
+        return "".join([*self.starts, self.end, *self.around, self.syntax.all_marks if self.syntax else ""])
 
 
 JSON = CallSyntax(call=('\n{"name": "$name", "arguments": ', "}\n"))
@@ -64,7 +106,7 @@ _KIMI_K3 = CallSyntax(
 )
 _IDENTIFIER = r"(?!\d)\w+"
 
-SYNTAXES: Mapping[str, CallSyntax] = {
+_READ_BY_MLX_LM: Mapping[str, CallSyntax] = {
     "json_tools": JSON,
     "longcat": replace(
         JSON, native=(_LONGCAT,)
@@ -133,4 +175,108 @@ SYNTAXES: Mapping[str, CallSyntax] = {
         join="",
     ),
 }
-"""Keyed by the module name of mlx-lm's parser, which must read back what is written in this syntax."""
+
+# -- families that mlx-lm has no parser for -------------------------------------------------------
+
+_LIST = CallSyntax(call=('{"name": "$name", "arguments": ', "}"), between=", ")
+_COMMAND = CallSyntax(call=('{"tool_name": "$name", "parameters": ', "}"), block=("[\n    ", "\n]"), between=",\n    ")
+_DSML = CallSyntax(
+    call=('\n<｜DSML｜invoke name="$name">\n', "</｜DSML｜invoke>"),
+    argument=('<｜DSML｜parameter name="$key" string="', "</｜DSML｜parameter>\n"),
+    bare=('true">', ""),
+    plain='false">',
+    block=("", "\n"),
+    between="",
+)
+_HARMONY_HEADINGS = tuple(
+    CallSyntax(call=(f"$name{channel}{kind}<|message|>", ""))
+    for channel in ("", "<|channel|>commentary", "<|channel|>analysis")
+    for kind in (" <|constrain|>json", " json", " code", "")
+)
+
+FAMILIES: Mapping[str, Family] = {
+    **{name: Family(syntax, name) for name, syntax in _READ_BY_MLX_LM.items()},
+    "mistral_list": Family(MISTRAL_LIST, "mistral"),
+    "openai": Family(
+        replace(_HARMONY_HEADINGS[0], lead="<|start|>assistant", single=True, native=_HARMONY_HEADINGS[1:]),
+        starts=("<|channel|>commentary to=functions.", "<|channel|>analysis to=functions.", "to=functions."),
+        around=("<|start|>assistant",),
+        template=("<|channel|>analysis<|message|>", "functions."),
+        stops=("<|call|>", "<|return|>"),
+    ),
+    "deepseek_v3": Family(
+        CallSyntax(
+            call=("<｜tool▁call▁begin｜>function<｜tool▁sep｜>$name\n```json\n", "\n```<｜tool▁call▁end｜>"),
+            between="\n",
+        ),
+        starts=("<｜tool▁calls▁begin｜>",),
+        end="<｜tool▁calls▁end｜>",
+        template=("<｜tool▁calls▁begin｜>", "```json"),
+        in_content=True,
+    ),
+    "deepseek_v31": Family(
+        CallSyntax(call=("<｜tool▁call▁begin｜>$name<｜tool▁sep｜>", "<｜tool▁call▁end｜>"), between=""),
+        starts=("<｜tool▁calls▁begin｜>",),
+        end="<｜tool▁calls▁end｜>",
+        template=("<｜tool▁calls▁begin｜>",),
+        text_arguments=True,
+    ),
+    "deepseek_v32": Family(
+        _DSML,
+        starts=("<｜DSML｜function_calls>",),
+        end="</｜DSML｜function_calls>",
+        token="｜DSML｜",
+        text_arguments=True,
+    ),
+    "llama3_json": Family(
+        CallSyntax(call=(' "$name", "parameters": ', ""), native=(CallSyntax(call=(' "$name", "arguments": ', "")),)),
+        starts=('{"name":', '<|python_tag|>{"name":'),
+        end="}",
+        template=("<|start_header_id|>", '{"name": "', '"parameters": '),
+    ),
+    "granite": Family(
+        _LIST,
+        starts=("<|tool_call|>[", "<|tool_call|> [", "<tool_call>["),
+        end="]",
+        template=("<|start_of_role|>", "<|tool_call|>"),
+        in_content=True,
+    ),
+    "phi4_mini_json": Family(
+        _LIST,
+        starts=("<|tool_call|>[", "functools["),
+        end="]",
+        around=("<|/tool_call|>",),
+        template=("<|tool|>", "<|/tool|>"),
+        in_content=True,
+        system_tools=True,
+    ),
+    "cohere_command": Family(
+        replace(
+            _COMMAND,
+            call=('{"tool_call_id": "$index", "tool_name": "$name", "parameters": ', "}"),
+            native=(_COMMAND,),
+        ),
+        starts=("<|START_ACTION|>",),
+        end="<|END_ACTION|>",
+        template=("<|START_ACTION|>",),
+    ),
+}
+"""Keyed by the name of mlx-lm's parser, or vLLM's name of the format. Where several match, the first is meant."""
+
+OTHER_NAMES: Mapping[str, str] = {
+    "hermes": "json_tools",
+    "granite4": "json_tools",
+    "qwen3_xml": "qwen3_coder",
+    "glm45": "glm47",
+    "laguna": "glm47",
+    "poolside_v1": "glm47",
+    "functiongemma": "function_gemma",
+    "lfm2": "pythonic",
+    "minimax": "minimax_m2",
+    "gpt_oss": "openai",
+    "deepseek_r1": "deepseek_v3",
+    "llama4_json": "llama3_json",
+    "cohere_command3": "cohere_command",
+    "cohere_command4": "cohere_command",
+}
+"""Names of vLLM and of models → keys of `FAMILIES`."""

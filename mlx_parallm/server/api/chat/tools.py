@@ -30,6 +30,10 @@ MAX_TOOLS = 128
 MAX_TOOL_DESCRIPTION = 64 * 1024
 """Largest number of characters of a tool's description. Those of coding agents have several thousand."""
 
+_BARE = (
+    'tool_choice: this model writes calls as plain JSON, so that "auto" cannot tell them from a structured output; '
+    'send "required", "none" or a function'
+)
 _PROMPT_END = 64
 """Number of tokens at the end of a prompt that are decoded to see whether it ends with the start of reasoning."""
 
@@ -223,7 +227,10 @@ def answer_grammar(body: ToolCallingBody, syntax: AnswerSyntax, grammars: Gramma
     places = [place for place, tool in enumerate(body.tools) if allowed is None or tool.function.name in allowed]
     try:
         if syntax.calls_first and body.grammar is not None:
-            spec = combined([_calls_spec(syntax, places, free=False), body.grammar[1]])
+            if syntax.calls.bare:
+                raise InvalidRequestError(_BARE, param="tool_choice")
+            form = replace(body.grammar[1], opening=syntax.opening)
+            spec = combined([_calls_spec(syntax, places, free=False), form])
         else:
             spec = _calls_spec(syntax, places, free=body.mode == "auto")
         return grammars.compile(spec)
@@ -239,7 +246,8 @@ def _compile_format(body: ToolCallingBody, syntax: AnswerSyntax, grammars: Gramm
     assert body.grammar is not None
     param, spec = body.grammar
     prefix, specials = syntax.reasoning_prefix, syntax.visible_specials
-    return compile_grammar(param, replace(spec, reasoning_prefix=prefix, visible_specials=specials), grammars)
+    spec = replace(spec, reasoning_prefix=prefix, visible_specials=specials, opening=syntax.opening)
+    return compile_grammar(param, spec, grammars)
 
 
 def _calls_spec(syntax: AnswerSyntax, places: Sequence[int], free: bool) -> GrammarSpec:

@@ -1,0 +1,247 @@
+"""Reads and writes calls as a `CallSyntax` says: whole calls, calls that were cut off, and the text of earlier calls.
+
+A call is recognised by its prefix, the text before the name of the tool. White space is ignored in the comparison.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import islice
+from typing import Any
+
+from mlx_parallm.core import ToolCall
+from mlx_parallm.model.tools.syntax import CallSyntax
+
+_DECODER = json.JSONDecoder()
+_STANDS_FOR = {"$name": r"(?P<name>[\w.-]*)", "$index": r"\d+", "$key": r"(?P<key>[^\"]+)"}
+_MAX_TRIES = 8
+
+
+# -- whole calls ---------------------------------------------------------------------------------
+
+
+def whole_calls(syntax: CallSyntax, text: str) -> list[dict[str, Any]]:
+    """The calls of `text`, which is all text between two marks. Raises ValueError: it is anything else."""
+    for form in (syntax, *syntax.native):
+        try:
+            return list(_calls_of_form(form, text))
+        except (ValueError, RecursionError):
+            continue
+    raise ValueError("it is not a call")
+
+
+def _calls_of_form(form: CallSyntax, text: str) -> Iterator[dict[str, Any]]:
+    at = _after(form.block[0], text, 0)
+    following: re.Match[str] | None = _matched(form.call[0], text, at)
+    if following is None:
+        raise ValueError("it does not begin like a call")
+    while following is not None:
+        arguments, at = _object(text, following.end()) if form.argument is None else _named(form, text, following.end())
+        yield {"name": following["name"], "arguments": arguments}
+        at = _after(form.call[1], text, at)
+        following = None if form.between is None else _matched(form.between + form.call[0], text, at)
+    if text[_after(form.block[1], text, at) :].strip():
+        raise ValueError("it goes on after the calls")
+
+
+def _object(text: str, at: int) -> tuple[Any, int]:
+    """The JSON value that begins at `at` or after the white space there, and where it ends."""
+    return _DECODER.raw_decode(text, _after(" ", text, at))
+
+
+def _named(form: CallSyntax, text: str, at: int) -> tuple[dict[str, Any], int]:
+    """Arguments that are written one by one, and where they end."""
+    assert form.argument is not None
+    assert form.bare is not None
+    arguments: dict[str, Any] = {}
+    closing = form.bare[1] + form.argument[1].strip()
+    while (opening := _matched(form.argument[0], text, at)) is not None:
+        is_bare = text.startswith(form.bare[0], opening.end())
+        begin = opening.end() + len(form.bare[0] if is_bare else form.plain)
+        end = text.index(closing, begin)
+        arguments[opening["key"]] = text[begin:end] if is_bare else json.loads(text[begin:end])
+        at = end + len(closing)
+    return arguments, at
+
+
+def _after(fixed: str, text: str, at: int) -> int:
+    match = _matched(fixed, text, at)
+    if match is None:
+        raise ValueError("it does not go on like a call")
+    return match.end()
+
+
+def _matched(fixed: str, text: str, at: int) -> re.Match[str] | None:
+    return _pattern(fixed).match(text, at)
+
+
+@cache
+def _pattern(fixed: str) -> re.Pattern[str]:
+    """Matches a fixed text with any white space around its characters, and what its placeholders stand for."""
+    parts = re.split(r"(\$name|\$index|\$key)", fixed)
+    return re.compile("".join(_STANDS_FOR.get(part) or _spaced(part) for part in parts))
+
+
+def _spaced(text: str) -> str:
+    return r"\s*" + "".join(re.escape(char) + r"\s*" for char in _without_spaces(text)) if text else ""
+
+
+def _without_spaces(text: str) -> str:
+    return "".join(text.split())
+
+
+# -- writing -------------------------------------------------------------------------------------
+
+
+def written(syntax: CallSyntax, marks: tuple[str, str], calls: Sequence[Mapping[str, Any]]) -> str:
+    """The text of calls, each with a name and arguments."""
+    before, after = marks[0] + syntax.block[0], syntax.block[1] + marks[1]
+    texts = [_written_call(syntax, index, call) for index, call in enumerate(calls)]
+    if syntax.between is None:
+        return syntax.join.join(before + text + after for text in texts)
+    return before + syntax.between.join(texts) + after
+
+
+def _written_call(syntax: CallSyntax, index: int, call: Mapping[str, Any]) -> str:
+    heading = syntax.call[0].replace("$index", str(index)).replace("$name", call["name"])
+    return heading + _written_arguments(syntax, call["arguments"]) + syntax.call[1]
+
+
+def _written_arguments(syntax: CallSyntax, arguments: Any) -> str:
+    if isinstance(arguments, str):  # of a client; they are no object
+        return arguments
+    if syntax.argument is None:
+        return json.dumps(arguments, ensure_ascii=False)
+    before, after = syntax.argument
+    texts = [before.replace("$key", key) + _written_value(syntax, value) + after for key, value in arguments.items()]
+    return syntax.comma.join(texts)
+
+
+def _written_value(syntax: CallSyntax, value: Any) -> str:
+    if syntax.bare is not None and isinstance(value, str):
+        return syntax.bare[0] + value + syntax.bare[1]
+    return syntax.plain + json.dumps(value, ensure_ascii=False)
+
+
+# -- calls whose text was cut off ----------------------------------------------------------------
+
+Parse = Callable[[str], Sequence[ToolCall]]
+"""Parses text between marks. Raises ValueError: it is not a call of a known tool."""
+
+
+def cut_off_calls(syntax: CallSyntax, parse: Parse, text: str, names: frozenset[str]) -> tuple[ToolCall, ...]:
+    """The calls of `text`, which follows a start mark and has no end mark. Empty: the first name is incomplete.
+
+    Only the last call may be incomplete; its `arguments` are then the beginning of a JSON text.
+
+    Args:
+        names: the tools that may be called.
+
+    Raises:
+        ValueError: no call begins like this.
+    """
+    for form in sorted((syntax, *syntax.native), key=lambda form: not _has_argument(form, text)):
+        try:
+            if form.argument is None:
+                return tuple(_json_calls(form, text, names))
+            return tuple(_calls_by_argument(form, parse, text, names))
+        except ValueError:
+            continue
+    raise ValueError("no call begins like this")
+
+
+def _has_argument(syntax: CallSyntax, text: str) -> bool:
+    """Whether the text has an argument of this form. Arguments that are one JSON object look alike in all forms."""
+    return syntax.argument is not None and syntax.argument[0].partition("$key")[0] in text
+
+
+def _json_calls(syntax: CallSyntax, text: str, names: frozenset[str]) -> Iterator[ToolCall]:
+    """Calls of a family whose arguments are one JSON object, which is the first object after the name."""
+    match = _match_first(syntax, text, names)
+    while match is not None:
+        name, at = match.group("name"), text.find("{", match.end())
+        try:
+            arguments, end = _DECODER.raw_decode(text, at) if at >= 0 else (None, 0)
+        except (ValueError, RecursionError):
+            arguments = None
+        if arguments is None:
+            yield ToolCall(name, text[at:] if at >= 0 else "", complete=False)
+            return
+        yield ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+        match = _match_next(syntax, text, end, names)
+
+
+def _calls_by_argument(syntax: CallSyntax, parse: Parse, text: str, names: frozenset[str]) -> Iterator[ToolCall]:
+    """Calls of a family that writes each argument separately."""
+    complete, end = _complete_calls(syntax, parse, text)
+    yield from complete
+    match = _match_next(syntax, text, end, names) if complete else _match_first(syntax, text, names)
+    if match is not None:
+        rest = syntax.block[0] + syntax.prefix + text[match.start("name") :]
+        yield ToolCall(match.group("name"), _partial_arguments(syntax, parse, rest), complete=False)
+
+
+def _complete_calls(syntax: CallSyntax, parse: Parse, text: str) -> tuple[Sequence[ToolCall], int]:
+    """The calls that were closed, and the index where the last of them ends."""
+    closing = syntax.call[1].strip()
+    if not closing or closing not in text:
+        return (), 0
+    end = text.rindex(closing) + len(closing)
+    try:
+        return parse(text[:end] + syntax.block[1]), end
+    except ValueError:
+        return (), 0
+
+
+def _match_first(syntax: CallSyntax, text: str, names: frozenset[str]) -> re.Match[str] | None:
+    """The prefix and name at the beginning of `text`; None while they are incomplete. Raises ValueError: no call."""
+    prefix = syntax.block[0] + syntax.prefix
+    match = _matched(prefix + "$name", text, 0)
+    if match is None:
+        begun = _without_spaces(text)
+        if "$index" in prefix:
+            begun = re.sub(r"\d+", "$index", begun)
+        if not _without_spaces(prefix).startswith(begun):
+            raise ValueError("it is not the beginning of a call")
+        return None
+    name = match.group("name")
+    if match.end() == len(text) and any(known.startswith(name) for known in names):
+        return None
+    if name not in names:
+        raise ValueError("it names no tool")
+    return match
+
+
+def _match_next(syntax: CallSyntax, text: str, start: int, names: frozenset[str]) -> re.Match[str] | None:
+    """The prefix and name of one more call, after `start`."""
+    if syntax.between is None:
+        return None
+    match = _pattern(syntax.between + syntax.prefix + "$name").search(text, start)
+    return match if match is not None and match.end() < len(text) and match.group("name") in names else None
+
+
+def _partial_arguments(syntax: CallSyntax, parse: Parse, text: str) -> str:
+    """The beginning of the JSON text of the last call's arguments, up to the last argument that was closed."""
+    for closed in islice(_closed_parts(syntax, text), _MAX_TRIES):
+        try:
+            arguments = parse(closed + syntax.call[1] + syntax.block[1])[-1].arguments
+        except ValueError:
+            continue
+        return arguments.removesuffix("}") if arguments != "{}" else ""
+    return ""
+
+
+def _closed_parts(syntax: CallSyntax, text: str) -> Iterator[str]:
+    """`text` up to the end of each argument, the longest first. If the same quote opens and closes values, only parts
+    with an even number of quotes are returned."""
+    assert syntax.argument is not None
+    opening, closing = syntax.bare or ("", "")
+    mark = (closing + syntax.argument[1]).strip()
+    end = len(text)
+    while (at := text.rfind(mark or syntax.comma.strip(), 0, end)) >= 0:
+        closed, end = text[: at + len(mark)], at
+        if not opening or opening != closing or closed.count(closing) % 2 == 0:
+            yield closed
