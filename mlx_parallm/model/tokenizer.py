@@ -128,11 +128,11 @@ class Tokenizer:
         if template is None and not self._hf.has_chat_template:
             raise InvalidRequestError("this model has no chat template: use /v1/completions", param="messages")
         options: dict[str, Any] = {
-            "chat_template": template,
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
+            **({} if template is None else {"chat_template": template}),  # mlx-lm's own renderers have no such option
         }
-        messages, kwargs = self._fields.fit(messages, kwargs, template or self.chat_template or "")
+        messages = self._fields.fit(messages, kwargs, template or self.chat_template or "")
         control = self._control_text
         guarded = control.guard(messages, kwargs) if control is not None else None
         if control is None or guarded is None:

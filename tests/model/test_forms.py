@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
+from mlx_lm.chat_templates import deepseek_v32
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tiny import tiny_tokenizer
-from tool_families import ASKED, TOOLS
+from tool_families import ASKED, TEXTS, TOOLS
 
-from mlx_parallm.core import GrammarKind, GrammarSpec, Tool
+from mlx_parallm.core import Grammar, GrammarKind, GrammarSpec, Tool
+from mlx_parallm.core.grammar import combined
 from mlx_parallm.core.splitter import AnswerSyntax, split
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.grammar.compiler import LLCompiler
@@ -188,18 +190,24 @@ def test_a_family_is_found_from_its_template_and_its_vocabulary(name: str) -> No
 
 @pytest.mark.parametrize("name", FORMS)
 def test_an_answer_is_read_and_rendered_as_the_model_wrote_it(name: str) -> None:
-    tokenizer, form = tokenizer_of(name), FORMS[name]
-    syntax = AnswerSyntax(reasoning=tokenizer.reasoning, calls=tokenizer.tool_format, tools=TOOLS, max_calls=8)
-    drawn = tokenizer.encode(form.wrote, add_special_tokens=False)
+    form = FORMS[name]
+    check_round_trip(tokenizer_of(name), form.wrote, form.thought)
+
+
+def check_round_trip(tokenizer: Tokenizer, wrote: str, thought: str) -> None:
+    """Reads an answer that calls a tool, and sends it back as a message."""
+    asked = Message(role="user", content="How is the weather?")
+    prompt = rendered(tokenizer, [asked], add_generation_prompt=True)
+    reasoning = tokenizer.reasoning
+    thinks = reasoning is not None and tokenizer.decode(prompt).endswith(reasoning.start)
+    syntax = AnswerSyntax(reasoning, thinks, tokenizer.tool_format, tools=TOOLS, max_calls=8)
+    drawn = tokenizer.encode(wrote, add_special_tokens=False)
     detokenizer = detokenizer_for(tokenizer)((), syntax.visible_specials)
     said = split("".join(map(detokenizer.add, drawn)) + detokenizer.finish(), syntax, cut=False)
-    assert (said.reasoning, said.text) == (form.thought, "")
+    assert (said.reasoning, said.text) == (thought, "")
     assert [(call.name, json.loads(call.arguments)) for call in said.calls] == [ASKED]
-
-    asked = Message(role="user", content="How is the weather?")
     calls = [GivenCall(id="c", function=GivenFunction(name=call.name, arguments=call.arguments)) for call in said.calls]
     answer = Message(role="assistant", reasoning_content=said.reasoning or None, tool_calls=calls)
-    prompt = rendered(tokenizer, [asked], add_generation_prompt=True)
     history = rendered(tokenizer, [asked, answer], add_generation_prompt=False)
     assert history[: len(prompt) + len(drawn)] == [*prompt, *drawn], tokenizer.decode(history)
 
@@ -225,12 +233,15 @@ def test_phi_gets_tools_in_the_system_message() -> None:
     assert "Be kind.<|tool|>" in tokenizer.decode(rendered(tokenizer, [system], add_generation_prompt=True))
 
 
-def test_dsml_is_found_from_the_vocabulary() -> None:
+def test_deepseek_v32_by_the_renderer_of_mlx_lm() -> None:
     hf = tiny_tokenizer()
-    hf.add_special_tokens({"additional_special_tokens": ["｜DSML｜"]})
-    tokenizer = Tokenizer(TokenizerWrapper(hf))
+    hf.add_special_tokens({"additional_special_tokens": ["｜DSML｜", "<think>", "</think>", "<｜Assistant｜>"]})
+    hf.chat_template = None
+    tokenizer = Tokenizer(TokenizerWrapper(hf, chat_template=deepseek_v32.apply_chat_template))
     assert tokenizer.tool_format.starts == ("<｜DSML｜function_calls>",)
-    assert len(tokenizer.tool_format.visible_specials) == 1
+    check_round_trip(tokenizer, f"Hm.</think>\n\n{TEXTS['deepseek_v32']}", "Hm.")
+    prompt = rendered(tokenizer, [Message(role="user", content="hi")], add_generation_prompt=True)
+    assert "get_weather" in tokenizer.decode(prompt), "the tools are described without a system message too"
 
 
 def test_tokens_that_end_a_harmony_message_end_the_answer() -> None:
@@ -253,29 +264,39 @@ def test_names_overrule_what_is_found() -> None:
         Tokenizer(wrapped, reasoning_parser="nobody")
 
 
+CALL, FINAL = "commentary to=functions.now <|constrain|>json<|message|>{}", 'final<|message|>{"a": 1}'
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+
+
 @pytest.mark.parametrize(
-    ("answer", "kind"),
-    [
-        ("<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}", GrammarKind.CALLS),
-        ('<|channel|>final<|message|>{"a": 1}', GrammarKind.JSON_SCHEMA),
-    ],
+    ("kinds", "good", "bad"),
+    [("calls", [CALL], [FINAL]), ("format", [FINAL], [CALL]), ("calls format", [CALL, FINAL], ["final<|message|>Hm"])],
 )
-def test_harmony_is_enforced_after_its_thinking(answer: str, kind: GrammarKind) -> None:
+def test_harmony_is_enforced_after_its_thinking(kinds: str, good: list[str], bad: list[str]) -> None:
     tokenizer = tokenizer_of("openai")
     syntax = AnswerSyntax(reasoning=tokenizer.reasoning, calls=tokenizer.tool_format, tools=TOOLS)
-    calls = tokenizer.tool_format.grammar(TOOLS, 8, False)
-    schema = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
-    source, opening = (calls, "") if kind is GrammarKind.CALLS else (schema, syntax.opening)
-    spec = GrammarSpec(kind, source, syntax.visible_specials, syntax.reasoning_prefix, opening)
+    specs = {
+        "calls": GrammarSpec(GrammarKind.CALLS, tokenizer.tool_format.grammar(TOOLS, 8, False)),
+        "format": GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA), opening=syntax.opening),
+    }
+    spec = combined([specs[kind] for kind in kinds.split()]) if " " in kinds else specs[kinds]
+    spec = replace(spec, visible_specials=syntax.visible_specials, reasoning_prefix=syntax.reasoning_prefix)
     compiler = LLCompiler(tokenizer, tokenizer.vocab_size)
     try:
-        state = compiler.compile(spec).start()
+        grammar = compiler.compile(spec)
     finally:
         compiler.close()
-    text = f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{answer}"
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>"
+    assert [answer for answer in good if not takes(grammar, tokenizer, thought + answer)] == []
+    assert [answer for answer in bad if takes(grammar, tokenizer, thought + answer)] == []
+
+
+def takes(grammar: Grammar, tokenizer: Tokenizer, text: str) -> bool:
+    """Whether a text may be written, and may end then."""
+    state, mask = grammar.start(), bytearray(4 * -(-tokenizer.vocab_size // 32))
     for token in tokenizer.encode(text, add_special_tokens=False):
-        mask = bytearray(4 * -(-tokenizer.vocab_size // 32))
         state.fill(memoryview(mask))
-        assert mask[token // 8] >> token % 8 & 1, tokenizer.token_string(token)
+        if not mask[token // 8] >> token % 8 & 1:
+            return False
         state.accept(token)
-    assert state.ended
+    return state.ended

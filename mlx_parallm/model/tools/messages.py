@@ -24,16 +24,15 @@ class TemplateFields:
 
     def fit(
         self, messages: Sequence[TemplateMessage], variables: Mapping[str, Any], template: str
-    ) -> tuple[Sequence[TemplateMessage], dict[str, Any]]:
-        """The messages and the variables for `template`, which reads those of its family."""
-        variables = dict(variables)
+    ) -> Sequence[TemplateMessage]:
+        """The messages for `template`, which gets `variables` too."""
         fitted = list(self._fitted(messages, template))
         if self.tool_format.family.system_tools and variables.get("tools"):
-            tools = json.dumps([tool["function"] for tool in variables.pop("tools")], ensure_ascii=False)
+            tools = json.dumps([tool["function"] for tool in variables["tools"]], ensure_ascii=False)
             if not fitted or fitted[0].get("role") != "system":
                 fitted.insert(0, {"role": "system", "content": ""})
             fitted[0] = {**fitted[0], "tools": tools}
-        return fitted, variables
+        return fitted
 
     def _fitted(self, messages: Sequence[TemplateMessage], template: str) -> Iterator[TemplateMessage]:
         for message in messages:

@@ -72,7 +72,7 @@ class Family:
     stops:          tokens that end an answer
     text_arguments: the template takes arguments as JSON text
     in_content:     the template does not write calls, or not all: the content of a message must have them
-    system_tools:   the template takes tools as JSON text in a field of the system message
+    system_tools:   the template writes tools with a system message only; some take them as JSON text in a field of it
     """
 
     syntax: CallSyntax | None
@@ -227,6 +227,7 @@ FAMILIES: Mapping[str, Family] = {
         end="</｜DSML｜function_calls>",
         token="｜DSML｜",
         text_arguments=True,
+        system_tools=True,
     ),
     "llama3_json": Family(
         CallSyntax(call=(' "$name", "parameters": ', ""), native=(CallSyntax(call=(' "$name", "arguments": ', "")),)),
