@@ -62,6 +62,7 @@ TEXTS = {
     "cohere_command": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", "parameters": '
     '{"city": "São Paulo", "days": 3}}\n]<|END_ACTION|>',
 }
+TEXTS["deepseek_v4"] = TEXTS["deepseek_v32"].replace("function_calls", "tool_calls")
 
 OTHER_TEXTS = [
     ("openai", "<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>"),

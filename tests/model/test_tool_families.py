@@ -22,7 +22,7 @@ from mlx_parallm.grammar.compiler import LLCompiler
 from mlx_parallm.model.tokenizer import Tokenizer, detokenizer_for
 from mlx_parallm.model.tools.formats import FamilyToolFormat
 
-MOST = 3
+MOST, CALLS = 3, 100
 TRIP = tool(
     "trip",
     properties={
@@ -97,6 +97,16 @@ def test_a_call_is_read(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_calls_that_are_written_are_read_back(name: str) -> None:
+    family = FAMILIES[name]
+    assert family.syntax is not None
+    asked = [ASKED, ("now", {})][: 1 if family.syntax.single else 2]
+    text = family.written([{"name": name, "arguments": arguments} for name, arguments in asked])
+    read = calls_in(family, text, TOOLS)
+    assert [(call.name, json.loads(call.arguments)) for call in read] == asked
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("garbage", ["", "{", "no call at all", '{"name": 5}', "[]", '{"name": "x", "arguments": {}}'])
 def test_what_is_no_call_of_a_tool_is_refused(name: str, garbage: str) -> None:
     with pytest.raises(ValueError, match="call"):
@@ -125,14 +135,18 @@ def test_whatever_the_grammar_allows_is_read_back_and_valid(compiler: LLCompiler
     tools = (TRIP, *TOOLS[1:]) if family.syntax.scalars else (TRIP, NESTED, *TOOLS[1:])
     schemas = {each["function"]["name"]: each["function"]["parameters"] for each in tools}
     grammar = compiler.compile(of(family, *tools))
-    called, counts = set(), set()
-    for seed in range(24):
+    called, counts, read = set(), set(), 0
+    for seed in range(CALLS):
+        if read >= CALLS:
+            break
         calls = calls_in(family, walk(grammar, seed, pull(family)), tools)
+        read += len(calls)
         for call in calls:
             jsonschema.validate(json.loads(call.arguments), schemas[call.name])
         called |= {call.name for call in calls}
         counts.add(len(calls))
     assert called == set(schemas)
+    assert read >= CALLS
     assert 1 in counts
     assert max(counts) in ([1] if family.syntax.single else range(2, MOST + 1))
 

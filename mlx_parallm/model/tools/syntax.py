@@ -221,6 +221,12 @@ FAMILIES: Mapping[str, Family] = {
         template=("<｜tool▁calls▁begin｜>",),
         text_arguments=True,
     ),
+    "deepseek_v4": Family(
+        _DSML,
+        starts=("<｜DSML｜tool_calls>",),
+        end="</｜DSML｜tool_calls>",
+        template=("<｜DSML｜tool_calls>",),
+    ),
     "deepseek_v32": Family(
         _DSML,
         starts=("<｜DSML｜function_calls>",),
