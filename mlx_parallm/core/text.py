@@ -106,10 +106,6 @@ class ToolFormat(Protocol):
         """The mark after the calls; empty if they extend to the end of the text."""
 
     @property
-    def bare(self) -> bool:
-        """Whether a call is a JSON object without marks, so that nothing tells it from a structured output."""
-
-    @property
     def around(self) -> tuple[str, ...]:
         """Marks that belong to calls and are removed from the text."""
 

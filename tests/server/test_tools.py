@@ -11,6 +11,7 @@ from walks import follows
 
 from mlx_parallm.core import Reasoning
 from mlx_parallm.model.tools.formats import HERMES
+from mlx_parallm.model.tools.reasoning import REASONINGS
 
 URL = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -315,6 +316,21 @@ async def test_reasoning_is_a_field_of_its_own(make, engine, begun):
     message = whole["message"]
     assert (message["reasoning_content"], message["reasoning"], message["content"]) == ("Hm.", "Hm.", "I look.")
     assert without_ids([whole]) == without_ids([stream])
+
+
+async def test_harmony_streams_thinking_a_preamble_and_a_call(make, engine):
+    client = make(FAMILIES["openai"], REASONINGS["openai_gptoss"])
+    next_message = "<|end|><|start|>assistant"
+    engine.text = (
+        f"<|channel|>analysis<|message|>Hm.{next_message}<|channel|>commentary<|message|>I look.{next_message}"
+        + TEXTS["openai"]
+    )
+    whole = without_ids(await ask(client))
+    assert without_ids(await streamed(client)) == whole
+    (choice,) = whole
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", "I look.")
+    assert choice["message"]["reasoning_content"] == "Hm."
+    assert unfinished(choice) == [(ASKED[0], json.dumps(ASKED[1], ensure_ascii=False))]
 
 
 async def test_reasoning_alone_has_null_content(make, engine):

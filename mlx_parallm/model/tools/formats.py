@@ -47,10 +47,6 @@ class FamilyToolFormat:
         return self.family.end
 
     @property
-    def bare(self) -> bool:
-        return self.start.startswith("{")
-
-    @property
     def around(self) -> tuple[str, ...]:
         return self.family.around
 

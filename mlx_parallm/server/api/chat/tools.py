@@ -227,7 +227,7 @@ def answer_grammar(body: ToolCallingBody, syntax: AnswerSyntax, grammars: Gramma
     places = [place for place, tool in enumerate(body.tools) if allowed is None or tool.function.name in allowed]
     try:
         if syntax.calls_first and body.grammar is not None:
-            if syntax.calls.bare:
+            if syntax.calls.starts[0].startswith("{"):
                 raise InvalidRequestError(_BARE, param="tool_choice")
             form = replace(body.grammar[1], opening=syntax.opening)
             spec = combined([_calls_spec(syntax, places, free=False), form])
