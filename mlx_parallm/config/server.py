@@ -241,6 +241,11 @@ class ServerConfig(Section):
     OpenAI's defaults. Trajectories and routes that take token ids always have OpenAI's. In either case, the file's
     end-of-sequence tokens count.
     """
+    stop_repetition: bool = True
+    """End an answer that repeats itself without end: its last tokens, 1024 at least, are at most 512 tokens, 8 times or
+    more. The finish reason is `repetition`. This is so for live requests of which no trajectories are collected, unless
+    they have ignore_eos or token ids. A request's own repetition_detection takes precedence.
+    """
     chat_template_dir: Folder | None = None
     """Folder of chat templates, NAME.jinja, that a request may choose by name or text with chat_template. null means
     that only the model's own is used.

@@ -131,6 +131,7 @@ from mlx_parallm.core.requests import (
     GenerationRequest,
     Pooling,
     PromptScored,
+    RepetitionLimits,
     RequestFailed,
     RequestFinished,
     RequestStarted,

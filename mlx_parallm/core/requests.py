@@ -23,10 +23,17 @@ class WorkClass(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended. The values are OpenAI's."""
+    """Why a sequence ended. The values are OpenAI's, and vLLM's for the last one."""
 
     STOP = "stop"
     LENGTH = "length"
+    REPETITION = "repetition"
+    """It repeated itself without end; see `RepetitionLimits`."""
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether the model did not end the sequence itself."""
+        return self is not FinishReason.STOP
 
 
 class Pooling(StrEnum):
@@ -69,10 +76,25 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class RepetitionLimits:
+    """How long a sequence may repeat itself: it ends when its last tokens are a period of `min_period` to `max_period`
+    tokens, `min_count` times or more, and `min_tokens` in all.
+
+    A period of a few different tokens is often meant, as in a matrix of zeros. It may go on for `min_tokens_of_few`.
+    """
+
+    max_period: int = 512
+    min_period: int = 1
+    min_count: int = 8
+    min_tokens: int = 1024
+    min_tokens_of_few: int = 4096
+
+
+@dataclass(frozen=True, slots=True)
 class StopParams:
     """When one row ends. `max_tokens` counts generated tokens; 0 only scores the prompt. A token of `stop_token_ids`
     ends the text and adds nothing to it, also with `ignore_eos`. With `include_stop`, the text has the stop string or
-    the token that ended it.
+    the token that ended it. `repetition`: None if a row may repeat itself.
 
     `fallbacks` are the failure tables of the search for stop strings (Knuth, Morris and Pratt, 1977), computed here to
     save time on the device thread. When character `k` of `stop[i]` does not match, the search continues at character
@@ -85,6 +107,7 @@ class StopParams:
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     include_stop: bool = False
+    repetition: RepetitionLimits | None = None
     fallbacks: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -153,6 +153,7 @@ def live_sequence(
             stopping=stopping,
             end_ids=frozenset() if stopping.ignore_eos else vocabulary.eos_ids,
             grammar=grammar,
+            tokens=tokens,
         ),
         scores=[None] * min(scored_from, len(prompt)) if scored else None,
     )

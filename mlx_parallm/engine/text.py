@@ -1,11 +1,14 @@
-"""Turns drawn tokens into text, and finds where it ends: stop strings, the end-of-sequence token, the length limit."""
+"""Turns drawn tokens into text, and finds where it ends: stop strings, the end-of-sequence token, the length limit,
+and repetition without end."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from mlx_parallm.core import FinishReason, GrammarState, StopParams
+from mlx_parallm.engine.repetition import CHECK_EVERY, repeats
 
 
 class Detokenizes(Protocol):
@@ -95,7 +98,8 @@ class TextStream:
     """The text of one sequence. Takes every drawn token in order, until a delta has a finish reason.
 
     `end_ids`: the tokens that end the text. `grammar`: the grammar that constrains the text, in its first state; the
-    text ends when the grammar allows no further token. `generated`: tokens taken so far.
+    text ends when the grammar allows no further token. `tokens`: those of the sequence, of which the last one is always
+    the one that is taken; without them, repetition is not found. `generated`: tokens taken so far.
     """
 
     detokenizer: Detokenizes
@@ -103,6 +107,7 @@ class TextStream:
     stopping: StopParams
     end_ids: frozenset[int]
     grammar: GrammarState | None = None
+    tokens: Sequence[int] = ()
     generated: int = 0
 
     def accept(self, token: int) -> TextDelta:
@@ -129,7 +134,19 @@ class TextStream:
             return TextDelta(released + self._rest(), FinishReason.STOP)
         if self.generated >= self.stopping.max_tokens:
             return TextDelta(released + self._rest(), FinishReason.LENGTH)
+        if self._repeats():
+            return TextDelta(released + self._rest(), FinishReason.REPETITION)
         return TextDelta(released)
+
+    def _repeats(self) -> bool:
+        """Whether the text repeats itself without end, and not because the grammar leaves it no choice. Looks at the
+        tokens now and then only."""
+        limits = self.stopping.repetition
+        if limits is None or self.generated % CHECK_EVERY:
+            return False
+        return repeats(self.tokens, len(self.tokens) - self.generated, limits) and not (
+            self.grammar is not None and self.grammar.forced()
+        )
 
     def _last(self, token: int) -> str:
         """The end of a text that `token` ends."""

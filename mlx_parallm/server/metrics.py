@@ -154,7 +154,9 @@ class ServerMetrics:
         self.recent_first_token, self.recent_inter_token = RecentValues(), RecentValues()
         self._answered = Counts[int]()  # responses by status
         self.finished = self._counter(
-            "request_success", "Sequences ended: stop, length, abort or error.", (MODEL_LABEL, "finished_reason")
+            "request_success",
+            "Sequences ended: stop, length, repetition, abort or error.",
+            (MODEL_LABEL, "finished_reason"),
         )
         self.client_disconnects = self._counter("client_disconnects", "Requests whose client left before the end.")
         self.responses = self._counter("http_responses", "HTTP responses by status.", ("status",))

@@ -25,7 +25,7 @@ from mlx_parallm.server.api.generation_fields import GenerationBody
 from mlx_parallm.server.api.pooling.fields import PoolingBody
 from mlx_parallm.server.api.sampling_fields import NO_LIMIT
 from mlx_parallm.server.candidates import Candidates, check_amount
-from mlx_parallm.server.sampling import model_defaults, sampling_of, stopping_of
+from mlx_parallm.server.sampling import model_defaults, repetition_of, sampling_of, stopping_of
 
 MAX_ADAPTER_NAME = 160
 """Longest name of an adapter with its version, in characters. A longer name counts as unknown."""
@@ -160,15 +160,16 @@ def plan(
     check_amount(top_logprobs.param, reported, max_tokens * body.n * len(prompts), "send a smaller max_tokens")
     check_amount(prompt_logprobs.param, scored, sum(map(len, prompts)), "send fewer tokens at a time")
     default_class = config.collected_traffic_class if body.collect_trajectory else TrafficClass.LIVE
+    work_class = _WORK_CLASSES[TrafficClass(body.traffic_class or default_class)]
     return GenerationRequest(
         request_id=request_id,
         prompts=tuple(tuple(ids) for ids in prompts),
         sampling=sampling_of(body, defaults, tokenizer, card.vocab_size, reported, config.logprobs_mode),
-        stopping=stopping_of(body, max_tokens, card.vocab_size),
+        stopping=stopping_of(body, max_tokens, card.vocab_size, repetition_of(body, work_class, config)),
         n=body.n,
         prompt_logprobs=scored,
         adapter=adapter,
-        work_class=_WORK_CLASSES[TrafficClass(body.traffic_class or default_class)],
+        work_class=work_class,
         priority=body.priority,
         collection=collection,
         grammar=grammar,

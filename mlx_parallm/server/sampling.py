@@ -7,9 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from mlx_parallm.config import GenerationConfig, LogprobsMode, ServerConfig
-from mlx_parallm.core import ModelCard, SamplingParams, StopParams, TextTokenizer
+from mlx_parallm.core import ModelCard, RepetitionLimits, SamplingParams, StopParams, TextTokenizer, WorkClass
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server.api.generation_fields import GenerationBody
+from mlx_parallm.server.api.sampling_fields import RepetitionDetection
 
 SEED_SPACE = 2**64
 NO_DEFAULTS: Mapping[str, float] = MappingProxyType({})
@@ -68,7 +69,9 @@ def sampling_of(
     )
 
 
-def stopping_of(body: GenerationBody, max_tokens: int, vocab_size: int) -> StopParams:
+def stopping_of(
+    body: GenerationBody, max_tokens: int, vocab_size: int, repetition: RepetitionLimits | None
+) -> StopParams:
     """When the rows of a request end. Raises InvalidRequestError if a stop token is not in the vocabulary."""
     _check_ids(body.stop_token_ids, vocab_size, "stop_token_ids")
     return StopParams(
@@ -78,7 +81,20 @@ def stopping_of(body: GenerationBody, max_tokens: int, vocab_size: int) -> StopP
         ignore_eos=body.ignore_eos,
         stop_token_ids=tuple(body.stop_token_ids),
         include_stop=body.include_stop_str_in_output,
+        repetition=repetition,
     )
+
+
+def repetition_of(body: GenerationBody, work_class: WorkClass, config: ServerConfig) -> RepetitionLimits | None:
+    """How long the rows of a request may repeat themselves. None: without end, which is the default for what may become
+    training data, and where the request wants a certain length."""
+    asked = body.repetition_detection
+    if isinstance(asked, RepetitionDetection):
+        return asked.limits
+    if asked is None:
+        served = work_class is WorkClass.INFERENCE and body.MODEL_DEFAULTS and not body.collect_trajectory
+        asked = config.stop_repetition and served and not body.ignore_eos
+    return RepetitionLimits() if asked else None
 
 
 def _check_ids(ids: Collection[int], vocab_size: int, param: str) -> None:

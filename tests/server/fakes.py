@@ -105,6 +105,7 @@ class FakeEngine:
         self.text = "Hi ä!"
         self.rest = [0.0, 2.0]
         self.stop_reason = None
+        self.reason = FinishReason.STOP  # why a text ends that max_tokens does not cut
         self.silent_end = False  # the last token adds no text, as EOS does not
         self.pause_before = None
         self.fail_before = None
@@ -215,7 +216,7 @@ class FakeEngine:
         if not last:
             return SequenceOutput(index, (token,), text, logprobs)
         cut = len(self.text.encode()) > request.stopping.max_tokens
-        reason = FinishReason.LENGTH if cut else FinishReason.STOP
+        reason = FinishReason.LENGTH if cut else self.reason
         text = "" if self.silent_end else text
         return SequenceOutput(index, (token,), text, logprobs, reason, self.stop_reason)
 

@@ -7,7 +7,7 @@ import pytest
 from server.asking import answered
 from server.fakes import ByteTokenizer
 
-from mlx_parallm.core import SamplingParams, StopParams, TokenLogprob
+from mlx_parallm.core import RepetitionLimits, SamplingParams, StopParams, TokenLogprob
 from mlx_parallm.server.api.logprobs import prompt_logprobs, scored_prompt
 
 URL = "/v1/completions"
@@ -71,7 +71,7 @@ async def test_defaults_are_openais_and_seeds_are_fresh(client, engine):
     assert first.seed != second.seed
     assert 0 <= first.seed < 2**64
     assert first == SamplingParams(seed=first.seed)
-    assert engine.requests[0].stopping == StopParams(16)
+    assert engine.requests[0].stopping == StopParams(16, repetition=RepetitionLimits())
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def _answer(trajectory: Trajectory, tools: Sequence[Tool], tokenizer: TextTokeni
     reason = trajectory.finish_reason or FinishReason.STOP
     calls = tokenizer.tool_format if tools else None
     syntax = AnswerSyntax(calls=calls, tools=tuple(tools), max_calls=MAX_CALLS_PER_ANSWER)
-    parts = split(trajectory.text, syntax, cut=reason is FinishReason.LENGTH)
+    parts = split(trajectory.text, syntax, cut=reason.cut_off)
     return Answer(
         parts.text,
         reason,

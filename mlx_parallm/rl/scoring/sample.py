@@ -32,7 +32,8 @@ _ENTRY_KEYS = ("question", "answer", "metadata")
 class ScorerInput:
     """One completion. It is sent to the scoring process as JSON, so tuples in `metadata` become lists.
 
-    `text`: without the end-of-sequence token, which `completion_tokens` counts. `finish_reason`: "stop" or "length".
+    `text`: without the end-of-sequence token, which `completion_tokens` counts. `finish_reason`: "stop", "length"
+    or "repetition".
     `prompt`: the text, or the messages if there was none. It and the token ids are there for the server's reward only.
     `reward_models`: the rewards that reward models gave, by scorer.
     """

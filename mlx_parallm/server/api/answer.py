@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic_core import from_json
 
@@ -33,7 +33,6 @@ from mlx_parallm.server.errors import error_body
 from mlx_parallm.server.http.framing import OPENAI_EVENTS, Framing
 
 Body = TypeVar("Body", bound=GenerationBody)
-FinishReasonText = Literal["stop", "length"]
 
 
 class PromptTokensDetails(WireOutput):
@@ -280,8 +279,13 @@ def ending(piece: ChoicePiece) -> dict[str, Any]:
 
 
 def cut_off(last: ChoicePiece | SequenceOutput) -> bool:
-    """Whether a stop string or the token limit ended the text, and not the model."""
-    return last.finish_reason is FinishReason.LENGTH or isinstance(last.stop_reason, str)
+    """Whether the server ended the text, for example at a stop string or the token limit, and not the model."""
+    return last.finish_reason not in (None, FinishReason.STOP) or isinstance(last.stop_reason, str)
+
+
+def repetition_fields(reason: FinishReason | None) -> dict[str, Any]:
+    """The field `finish_reason` of an answer in a protocol that has no word for `repetition`, if that is the reason."""
+    return {"finish_reason": reason.value} if reason is FinishReason.REPETITION else {}
 
 
 def call_arguments(text: str) -> dict[str, Any]:

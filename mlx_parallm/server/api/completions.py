@@ -12,8 +12,8 @@ from pydantic import Field, PlainValidator, model_validator
 from starlette.responses import Response
 
 from mlx_parallm.core import AdapterRef, CollectionSpec, Event, GenerationRequest, PromptScored, ServedModel
-from mlx_parallm.server.api.answer import AnswerObject, ChoicePiece, ChoiceWriter, FinishReasonText, ending
-from mlx_parallm.server.api.fields import Neutral, TokenId, WireOutput, is_token_ids, refused
+from mlx_parallm.server.api.answer import AnswerObject, ChoicePiece, ChoiceWriter, ending
+from mlx_parallm.server.api.fields import FinishReasonText, Neutral, TokenId, WireOutput, is_token_ids, refused
 from mlx_parallm.server.api.generation_fields import UNSUPPORTED_OPTIONS, GenerationBody
 from mlx_parallm.server.api.logprobs import (
     CompletionLogprobs,

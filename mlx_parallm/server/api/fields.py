@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from operator import methodcaller
-from typing import Annotated, Any, ClassVar, Protocol, Self, TypeGuard, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, TypeGuard, TypeVar
 from urllib.parse import quote
 
 from pydantic import (
@@ -273,6 +273,9 @@ NonEmptyTokenIds = Annotated[
 ]
 
 # ---- response objects ----------------------------------------------------------------------------
+
+FinishReasonText = Literal["stop", "length", "repetition"]
+"""`repetition`: the answer repeated itself without end."""
 
 Numbers = Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "number"}})]
 """A list of numbers, or a NumPy vector in an object that is `LONG`: it becomes a list, which takes more memory, only

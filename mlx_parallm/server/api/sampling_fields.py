@@ -3,12 +3,20 @@ chat have them in the body itself, token-in, token-out routes in an object of th
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import Field, PlainValidator
+from pydantic import Field, PlainValidator, ValidationInfo, model_validator
 
-from mlx_parallm.core import TOP_LOGPROBS
-from mlx_parallm.server.api.fields import INT32_MAX, NonEmptyTokenIds, TokenId, WireInput, is_token_ids, refused
+from mlx_parallm.core import TOP_LOGPROBS, RepetitionLimits
+from mlx_parallm.server.api.fields import (
+    INT32_MAX,
+    NonEmptyTokenIds,
+    TokenId,
+    WireInput,
+    is_token_ids,
+    read_nested,
+    refused,
+)
 
 MAX_SEQUENCES = 128
 """Largest number of sequences of one request, which is `n` times its prompts."""
@@ -16,6 +24,8 @@ MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS = 128, 1024
 MAX_BIASES, MAX_BIAS = 1024, 100.0
+MAX_PATTERN = 1024
+"""Largest number of tokens of a pattern that an answer may be searched for."""
 NO_LIMIT = -1
 """The number of tokens to generate that means: as many as fit the context."""
 
@@ -94,6 +104,41 @@ Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 # ---- the fields ----------------------------------------------------------------------------------------
 
 
+class RepetitionDetection(WireInput):
+    """When an answer that repeats itself is ended: its last tokens are a pattern, over and over."""
+
+    max_pattern_size: Annotated[int, Field(ge=0, le=MAX_PATTERN)] = 0
+    """Largest number of tokens of the pattern; 0: no answer is ended so."""
+    min_pattern_size: Annotated[int, Field(ge=0, le=MAX_PATTERN)] = 0
+    """Smallest number of tokens of the pattern; 0 means 1."""
+    min_count: Annotated[int, Field(ge=0, le=INT32_MAX)] = 0
+    """How often the pattern must come; at least 2, unless `max_pattern_size` is 0."""
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> Self:
+        if self.min_pattern_size > self.max_pattern_size:
+            raise refused("must not be over max_pattern_size", "min_pattern_size")
+        if self.max_pattern_size and self.min_count < 2:
+            raise refused("must be at least 2", "min_count")
+        return self
+
+    @property
+    def limits(self) -> RepetitionLimits | None:
+        """None if `max_pattern_size` is 0."""
+        if not self.max_pattern_size:
+            return None
+        least = max(1, self.min_pattern_size)
+        return RepetitionLimits(self.max_pattern_size, least, self.min_count, min_tokens=0, min_tokens_of_few=0)
+
+
+def _detection(value: object, info: ValidationInfo) -> bool | RepetitionDetection:
+    if isinstance(value, bool | RepetitionDetection):
+        return value
+    if isinstance(value, dict):
+        return read_nested(RepetitionDetection.model_validate, value, info)
+    raise refused("must be true, false or an object with max_pattern_size and min_count")
+
+
 class BasicSampling(WireInput):
     """The sampling fields that all generating routes share. Ranges are OpenAI's, or vLLM's for fields that OpenAI
     lacks."""
@@ -106,6 +151,14 @@ class BasicSampling(WireInput):
     """Equal seeds sample equal tokens, whatever else is in the batch. Sample j of a prompt uses `seed` + j."""
     ignore_eos: bool = False
     """Whether to continue after the end-of-sequence token."""
+    repetition_detection: (
+        Annotated[
+            bool | RepetitionDetection, PlainValidator(_detection, json_schema_input_type=bool | RepetitionDetection)
+        ]
+        | None
+    ) = None
+    """Whether an answer that repeats itself without end is ended, with the `finish_reason` `repetition`; an object in
+    vLLM's form says when. The tokens are looked at every 31 tokens. If it is left out, `--stop-repetition` decides."""
 
 
 class SamplingFields(BasicSampling):

@@ -12,6 +12,7 @@ from mlx_parallm.core import (
     GrammarKind,
     GrammarSpec,
     PromptScored,
+    RepetitionLimits,
     RequestFailed,
     RequestFinished,
     RequestStarted,
@@ -25,7 +26,7 @@ from mlx_parallm.core import (
 from mlx_parallm.errors import InvalidRequestError, OverloadedError, QueueTimeoutError
 from mlx_parallm.server.cluster.wire import WireEvent, WireRequest, may_travel
 
-SPEC = GrammarSpec(GrammarKind.REGEX, "[a-z]+", frozenset({3}))
+SPEC = GrammarSpec(GrammarKind.REGEX, "[a-z]+", frozenset({3}), reasoning_budget=9)
 GRAMMAR = SpecifiedGrammar(SPEC, object())
 REQUEST = GenerationRequest(
     "cmpl-1",
@@ -33,7 +34,7 @@ REQUEST = GenerationRequest(
     SamplingParams(
         temperature=float("inf"), seed=2**63, logit_bias=((5, -100.0),), allowed_tokens=b"\x00\xff", top_logprobs=2
     ),
-    StopParams(7, stop=("aab", "\n"), stop_token_ids=(9,)),
+    StopParams(7, stop=("aab", "\n"), stop_token_ids=(9,), repetition=RepetitionLimits(max_period=9)),
     n=3,
     prompt_logprobs=0,
     adapter=AdapterRef("math", 4),

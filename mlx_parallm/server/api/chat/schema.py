@@ -7,11 +7,11 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, PlainValidator, model_validator
 
-from mlx_parallm.server.api.answer import AnswerObject, FinishReasonText, Usage
+from mlx_parallm.server.api.answer import AnswerObject, Usage
 from mlx_parallm.server.api.chat.messages import Messages
 from mlx_parallm.server.api.chat.template import TemplateVariables
 from mlx_parallm.server.api.chat.tools import ToolCallingBody
-from mlx_parallm.server.api.fields import INT32_MAX, Neutral, NonEmptyTokenIds, WireOutput, refused
+from mlx_parallm.server.api.fields import INT32_MAX, FinishReasonText, Neutral, NonEmptyTokenIds, WireOutput, refused
 from mlx_parallm.server.api.generation_fields import UNSUPPORTED_OPTIONS
 from mlx_parallm.server.api.logprobs import ChatLogprobs, PromptLogprobs
 from mlx_parallm.server.api.sampling_fields import NO_LIMIT, TopLogprobs

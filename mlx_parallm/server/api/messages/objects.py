@@ -70,10 +70,12 @@ class MessageObject(WireOutput):
     content: list[ContentBlock]
     """Reasoning, texts and calls, in order: at least one block, and none in the event `message_start`."""
     stop_reason: StopReason | None
-    """Why the message ended: the model ended it, the limit or the end of the context was reached, one of
-    `stop_sequences` came, or tools were called. Null in the event `message_start`."""
+    """Why the message ended: the model ended it, it was cut off (by the limit, the end of the context, or because it
+    repeated itself), one of `stop_sequences` came, or tools were called. Null in the event `message_start`."""
     stop_sequence: str | None
     """The stop sequence that ended the message."""
+    finish_reason: Literal["repetition"] | None = None
+    """`repetition`: the message repeated itself without end; `stop_reason` is `max_tokens` then."""
     usage: MessageUsage
     """Numbers of tokens."""
     trajectory_ids: list[str] | None = None
@@ -102,6 +104,8 @@ class MessageEnd(WireOutput):
     stop_reason: StopReason
     """See the message's field."""
     stop_sequence: str | None
+    """See the message's field."""
+    finish_reason: Literal["repetition"] | None = None
     """See the message's field."""
 
 

@@ -34,7 +34,15 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.core.splitter import AnswerPart, Splitter
 from mlx_parallm.errors import ContextLengthError, UnknownModelError
-from mlx_parallm.server.api.answer import AnswerWriter, Watch, call_arguments, collected_fields, cut_off, served_by
+from mlx_parallm.server.api.answer import (
+    AnswerWriter,
+    Watch,
+    call_arguments,
+    collected_fields,
+    cut_off,
+    repetition_fields,
+    served_by,
+)
 from mlx_parallm.server.api.chat.route import plan_chat, prompt_of
 from mlx_parallm.server.api.chat.schema import ChatBody
 from mlx_parallm.server.api.chat.translated import chat_body, client_names
@@ -219,7 +227,7 @@ class MessageWriter(AnswerWriter):
         *_, end, _ = (chunk for event in events for chunk in self.chunks(event))
         assert isinstance(end.delta, MessageEnd)
         more = end.model_dump(exclude_unset=True, exclude={"type", "delta"})
-        return self._message(self._blocks.done, end.delta.model_dump(), **more)
+        return self._message(self._blocks.done, end.delta.model_dump(exclude_unset=True), **more)
 
     def failed(self, error: Exception) -> MessagesError:
         return messages_error(rule_of(type(error)).status, error_body(error))
@@ -245,10 +253,15 @@ class MessageWriter(AnswerWriter):
     def _end(self) -> MessageEnd:
         reason = self._stop_reason()
         stop = self._last.stop_reason if self._last and reason == "stop_sequence" else None
-        return MessageEnd(stop_reason=reason, stop_sequence=stop if isinstance(stop, str) else None)
+        sequence = stop if isinstance(stop, str) else None
+        return MessageEnd(stop_reason=reason, stop_sequence=sequence, **repetition_fields(self._reason))
+
+    @property
+    def _reason(self) -> FinishReason | None:
+        return None if self._last is None else self._last.finish_reason
 
     def _stop_reason(self) -> StopReason:
-        if self._last is not None and self._last.finish_reason is FinishReason.LENGTH:
+        if self._reason is not None and self._reason.cut_off:
             return "max_tokens"
         if self.splitter.called:
             return "tool_use"

@@ -42,7 +42,7 @@ class OutputMessage(WireOutput):
     """The item's id."""
     type: Literal["message"]
     status: ItemStatus
-    """`incomplete` if the token limit cut it off."""
+    """`incomplete` if it was cut off."""
     role: Literal["assistant"]
     content: list[OutputText]
     """One text; empty in the stream's event that adds the item."""
@@ -55,7 +55,7 @@ class OutputReasoning(WireOutput):
     """The item's id."""
     type: Literal["reasoning"]
     status: ItemStatus
-    """`incomplete` if the token limit cut it off."""
+    """`incomplete` if it was cut off."""
     summary: list[Any]
     """Always empty: the whole reasoning is in `content`."""
     content: list[ReasoningText]
@@ -69,7 +69,7 @@ class OutputCall(WireOutput):
     """The item's id."""
     type: Literal["function_call"]
     status: ItemStatus
-    """`incomplete` if the token limit cut it off; then the function must not be run."""
+    """`incomplete` if it was cut off; then the function must not be run."""
     call_id: str
     """The id by which the item with the output refers to the call."""
     name: str
@@ -87,7 +87,7 @@ class OutputCustomCall(WireOutput):
     """The item's id."""
     type: Literal["custom_tool_call"]
     status: ItemStatus
-    """`incomplete` if the token limit cut it off; then the tool must not be run."""
+    """`incomplete` if it was cut off; then the tool must not be run."""
     call_id: str
     """The id by which the item with the output refers to the call."""
     name: str
@@ -147,7 +147,7 @@ class IncompleteDetails(WireOutput):
     """Why a response is incomplete."""
 
     reason: Literal["max_output_tokens"]
-    """The token limit, or the end of the context, was reached."""
+    """The token limit, or the end of the context, was reached, or the response repeated itself without end."""
 
 
 class ResponseObject(WireOutput):
@@ -159,11 +159,13 @@ class ResponseObject(WireOutput):
     created_at: int
     """Unix time in seconds."""
     status: ResponseStatus
-    """`incomplete` if the token limit cut it off. `failed` and `in_progress` appear only in streams."""
+    """`incomplete` if it was cut off. `failed` and `in_progress` appear only in streams."""
     error: ResponseError | None
     """Why it failed."""
     incomplete_details: IncompleteDetails | None
     """Why it is incomplete."""
+    finish_reason: Literal["repetition"] | None = None
+    """`repetition`: it is incomplete because it repeated itself without end."""
     model: str
     """The served model, or the adapter's name."""
     lora_adapter: str | None = None

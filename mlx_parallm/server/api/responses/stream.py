@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from mlx_parallm.core import Event, FinishReason, GenerationRequest, RequestFinished, SequenceOutput
 from mlx_parallm.core.splitter import AnswerPart, Splitter
 from mlx_parallm.errors import ContextLengthError, RequestError
-from mlx_parallm.server.api.answer import AnswerWriter, Watch, collected_fields, cut_off, served_by
+from mlx_parallm.server.api.answer import AnswerWriter, Watch, collected_fields, cut_off, repetition_fields, served_by
 from mlx_parallm.server.api.responses.items import ItemEvent, OutputItems
 from mlx_parallm.server.api.responses.objects import (
     ErrorCode,
@@ -99,11 +99,12 @@ class ResponseWriter(AnswerWriter):
             self._uncounted_tokens = 0
 
     def _closing_events(self, finished: RequestFinished) -> Iterator[ResponseEvent]:
-        status: ResponseStatus = "incomplete" if self._reason is FinishReason.LENGTH else "completed"
+        cut = self._reason is not None and self._reason.cut_off
+        status: ResponseStatus = "incomplete" if cut else "completed"
         yield from self._numbered(self._last_items(status))
         details = IncompleteDetails(reason="max_output_tokens") if status == "incomplete" else None
-        usage, trajectories = self._usage(finished), collected_fields(self.request, finished)
-        response = self._response(status, incomplete_details=details, usage=usage, **trajectories)
+        more = {**repetition_fields(self._reason), **collected_fields(self.request, finished)}
+        response = self._response(status, incomplete_details=details, usage=self._usage(finished), **more)
         self.keep(response)
         yield self._event(f"response.{status}", response=response)
 

@@ -17,7 +17,7 @@ from mlx_parallm.core import (
     UpdateReport,
 )
 from mlx_parallm.core.json_values import finite, utc
-from mlx_parallm.server.api.fields import WireOutput
+from mlx_parallm.server.api.fields import FinishReasonText, WireOutput
 
 
 def as_json(value: Any) -> Any:
@@ -214,7 +214,7 @@ class DebugTrajectory(WireOutput):
     """The temperature of sampling."""
     text: str
     """Text of the completion."""
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: FinishReasonText | None
     """Why the completion ended; null if it is unknown."""
     created: str
     """Time in ISO-8601, UTC."""

@@ -34,9 +34,9 @@ from mlx_parallm.core import (
     TextTokenizer,
     TokenLogprob,
 )
-from mlx_parallm.server.api.answer import AnswerWriter, FinishReasonText, Watch, collected_fields
+from mlx_parallm.server.api.answer import AnswerWriter, Watch, collected_fields, repetition_fields
 from mlx_parallm.server.api.completions import DEFAULT_MAX_TOKENS, CompletionBody, plan_completion
-from mlx_parallm.server.api.fields import WireList, WireOutput
+from mlx_parallm.server.api.fields import FinishReasonText, WireList, WireOutput
 from mlx_parallm.server.api.logprobs import finite
 from mlx_parallm.server.api.sampling_fields import SamplingFields, sent_sampling
 from mlx_parallm.server.generation import GenerationResponse
@@ -196,7 +196,8 @@ class SGLangMeta(WireOutput):
     """The request's id."""
     finish_reason: dict[str, str | int]
     """`{"type": "stop", "matched": …}` with the stop string or the token that ended the answer, or `{"type": "length",
-    "length": …}` with the number of tokens."""
+    "length": …}` with the number of tokens. The latter has `"finish_reason": "repetition"` too if the answer repeated
+    itself without end."""
     prompt_tokens: int
     """Tokens of the prompt."""
     completion_tokens: int
@@ -265,8 +266,8 @@ class SGLangWriter(WholeWriter):
 
 
 def _finish_reason(choice: WholeChoice) -> dict[str, str | int]:
-    if choice.finish_reason is FinishReason.LENGTH:
-        return {"type": "length", "length": len(choice.token_ids)}
+    if choice.finish_reason.cut_off:
+        return {"type": "length", "length": len(choice.token_ids), **repetition_fields(choice.finish_reason)}
     return {"type": "stop", "matched": choice.token_ids[-1] if choice.stop_reason is None else choice.stop_reason}
 
 

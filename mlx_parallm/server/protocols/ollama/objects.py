@@ -84,6 +84,8 @@ class Ending(WireOutput):
     """Whether the answer has ended."""
     done_reason: Literal["stop", "length", "load", "unload"] | None = None
     """Why the answer ended. `load` and `unload`: the request had no prompt."""
+    finish_reason: Literal["repetition"] | None = None
+    """`repetition`: the answer repeated itself without end; `done_reason` is `length` then."""
     total_duration: int | None = None
     """From the arrival of the request to the end of the answer."""
     load_duration: int | None = None

@@ -21,7 +21,15 @@ from mlx_parallm.core import (
     TokenLogprob,
 )
 from mlx_parallm.core.splitter import AnswerPart, CallPart, JoinedParts, Splitter, join_parts
-from mlx_parallm.server.api.answer import AnswerWriter, Watch, call_arguments, collected_fields, cut_off, served_by
+from mlx_parallm.server.api.answer import (
+    AnswerWriter,
+    Watch,
+    call_arguments,
+    collected_fields,
+    cut_off,
+    repetition_fields,
+    served_by,
+)
 from mlx_parallm.server.api.fields import WireOutput
 from mlx_parallm.server.api.logprobs import ChatTokenLogprob, ScoredToken, chat_logprobs
 from mlx_parallm.server.error_forms import OllamaError, ollama_error
@@ -110,7 +118,8 @@ class OllamaWriter(AnswerWriter):
         return {
             **self._logprobs(),
             "done": True,
-            "done_reason": "length" if self._reason is FinishReason.LENGTH else "stop",
+            "done_reason": "length" if self._reason is not None and self._reason.cut_off else "stop",
+            **repetition_fields(self._reason),
             **durations(finished),
             "prompt_eval_count": finished.prompt_tokens,
             "prompt_eval_duration": _ns(finished.started_at, finished.first_token_at),

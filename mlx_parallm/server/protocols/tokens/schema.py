@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from mlx_parallm.server.api.answer import AnswerObject, FinishReasonText
-from mlx_parallm.server.api.fields import Neutral, NonEmptyTokenIds, WireOutput
+from mlx_parallm.server.api.answer import AnswerObject
+from mlx_parallm.server.api.fields import FinishReasonText, Neutral, NonEmptyTokenIds, WireOutput
 from mlx_parallm.server.api.generation_fields import UNSUPPORTED_OPTIONS, CollectableBody, Priority, StreamOptions
 from mlx_parallm.server.api.logprobs import ChatLogprobs, PromptLogprobs
 from mlx_parallm.server.api.sampling_fields import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from mlx_parallm.server.api.fields import WireOutput
+from mlx_parallm.server.api.fields import FinishReasonText, WireOutput
 
 Fate = Literal["waiting", "scored", "training", "trained", "dropped"]
 
@@ -91,7 +91,7 @@ class CollectedTurnObject(WireOutput):
     """Tokens after these, which are not shown."""
     temperature: float
     """The temperature of sampling."""
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: FinishReasonText | None
     """Why it ended; null if that is unknown."""
     thumbs_up: int
     """People whose last score for it is above 0."""
