@@ -54,3 +54,7 @@ class Words:
         @property
         def ended(self) -> bool:
             return self._next() <= {END} and self.text in self.grammar.words
+
+        @property
+        def free(self) -> bool:
+            return False

@@ -26,6 +26,8 @@ class GrammarKind(StrEnum):
     """GBNF (llama.cpp's notation), or Lark in llguidance's dialect."""
     CALLS = "tool_call"
     """Lark that the server made of the tools; see `ToolFormat.grammar`."""
+    TEXT = "text"
+    """Any text. The source is empty; only what comes before the text is bounded."""
     COMBINATION = "combination"
     """Several grammars; a text follows one of them. See `combined`."""
 
@@ -46,7 +48,7 @@ class GrammarSpec:
     """A grammar as the client sent it.
 
     `visible_specials`: ids of special tokens that are text for this grammar. `opening`: a fixed text that comes before
-    the text that follows it.
+    the text that follows it. `reasoning_budget`: the most tokens of reasoning before both; None: any number.
     """
 
     kind: GrammarKind
@@ -54,6 +56,7 @@ class GrammarSpec:
     visible_specials: frozenset[int] = frozenset()
     reasoning_prefix: ReasoningPrefix = ReasoningPrefix.NONE
     opening: str = ""
+    reasoning_budget: int | None = None
 
 
 def combined(specs: Sequence[GrammarSpec]) -> GrammarSpec:
@@ -99,6 +102,10 @@ class GrammarState(Protocol):
     @property
     def ended(self) -> bool:
         """Whether no token can follow."""
+
+    @property
+    def free(self) -> bool:
+        """Whether any text may follow, so that the state is not needed any more."""
 
 
 class Grammar(Protocol):

@@ -69,6 +69,11 @@ class LiveSequence(Row):
         self.draft_sampling = ()
         self.count_again()
 
+    def drop_free_grammar(self) -> None:
+        """Lets the row be sampled without its grammar once that allows any text."""
+        if (grammar := self.sampling.grammar) is not None and grammar.free:
+            self.sampling, self.text.grammar = replace(self.sampling, grammar=None), None
+
     def count_again(self) -> None:
         """Counts the tokens for penalties again, from those that were read."""
         if (counts := self.sampling.counts) is not None:

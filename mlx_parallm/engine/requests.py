@@ -146,6 +146,8 @@ class LiveRequests:
         self._emit(request, _output(live.index, draw, delta))
         if delta.finish_reason is not None:
             self._end(live)
+        else:
+            live.drop_free_grammar()
 
     def prefilled(self, live: LiveSequence) -> None:
         """Call this when a prompt is computed from which no token is drawn. Sends its scores and ends the sequence."""

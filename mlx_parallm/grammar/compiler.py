@@ -24,7 +24,7 @@ from mlx_parallm.core import (
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.grammar.matcher import GrammarRefused, LLGrammar, build_matcher
 from mlx_parallm.grammar.trial import CPU_LIMIT_S, Trial
-from mlx_parallm.grammar.wrappers import AfterReasoning, BoundedNumbers, DigitTokens
+from mlx_parallm.grammar.wrappers import AfterReasoning, BoundedNumbers, DigitTokens, FreeText
 
 MAX_CACHED = 64
 """How many results (compiled grammars and refusals) are kept for requests with the same grammar."""
@@ -66,6 +66,9 @@ class LLCompiler:
         self._trial.close()
 
     def _compile(self, spec: GrammarSpec) -> Grammar | GrammarRefused:
+        started = spec.reasoning_prefix is ReasoningPrefix.OPEN
+        if spec.kind is GrammarKind.TEXT:
+            return SpecifiedGrammar(spec, FreeText(self._tokenizer, started, spec.reasoning_budget))
         try:
             self._trial.check(spec)
             grammar: Grammar = LLGrammar(build_matcher(self._ll_tokenizer(spec.visible_specials), spec))
@@ -74,8 +77,7 @@ class LLCompiler:
         if any(part.kind is GrammarKind.JSON_SCHEMA for part in parts_of(spec)):
             grammar = BoundedNumbers(grammar, self._digit_tokens)
         if spec.reasoning_prefix is not ReasoningPrefix.NONE:
-            started = spec.reasoning_prefix is ReasoningPrefix.OPEN
-            grammar = AfterReasoning(grammar, self._tokenizer, started=started)
+            grammar = AfterReasoning(grammar, self._tokenizer, started, spec.reasoning_budget)
         return SpecifiedGrammar(spec, grammar)
 
     @cached_property

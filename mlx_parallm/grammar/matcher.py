@@ -137,6 +137,10 @@ class LLState:
     def ended(self) -> bool:
         return self._matcher.is_stopped()
 
+    @property
+    def free(self) -> bool:
+        return False
+
 
 def _definition(spec: GrammarSpec) -> str:
     """The grammar in llguidance's own form. Raises ValueError: it is malformed."""

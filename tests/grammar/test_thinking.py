@@ -22,8 +22,17 @@ def compiler() -> Iterator[LLCompiler]:
     made.close()
 
 
-def compiled(compiler: LLCompiler, reasoning_prefix: ReasoningPrefix) -> Grammar:
-    return compiler.compile(GrammarSpec(GrammarKind.REGEX, "[0-9]{2}", reasoning_prefix=reasoning_prefix))
+def compiled(compiler: LLCompiler, reasoning_prefix: ReasoningPrefix, budget: int | None = None) -> Grammar:
+    return compiler.compile(
+        GrammarSpec(GrammarKind.REGEX, "[0-9]{2}", reasoning_prefix=reasoning_prefix, reasoning_budget=budget)
+    )
+
+
+def free(compiler: LLCompiler, reasoning_prefix: ReasoningPrefix, budget: int) -> Grammar:
+    """Any text behind so many tokens of reasoning."""
+    return compiler.compile(
+        GrammarSpec(GrammarKind.TEXT, "", reasoning_prefix=reasoning_prefix, reasoning_budget=budget)
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,3 +109,103 @@ def test_reasoning_is_not_forced_and_a_copy_thinks_alone(compiler: LLCompiler) -
         copied.accept(token)
     assert bytes(copied.forced()) == b"yes"
     assert allowed(state) == {*b"<y"}
+
+
+# ---- budgets -------------------------------------------------------------------------------------------
+
+OPTIONAL, OPEN = ReasoningPrefix.OPTIONAL, ReasoningPrefix.OPEN
+EVERYTHING = set(range(VOCAB))
+
+
+@pytest.mark.parametrize(
+    ("reasoning_prefix", "good", "bad"),
+    [
+        (OPTIONAL, ["42", "<t>abcd</t>42", "<t>a</t>42", "<t></t>42"], ["<t>abcde</t>42", "<t>abcd</t>4"]),
+        (OPEN, ["abcd</t>42", "</t>42", "ab</t>42"], ["abcde</t>42", "abcd42", "ab</</t>42"]),
+    ],
+)
+def test_a_grammar_begins_behind_so_many_tokens(
+    compiler: LLCompiler, reasoning_prefix: ReasoningPrefix, good: list[str], bad: list[str]
+) -> None:
+    grammar = compiled(compiler, reasoning_prefix, budget=4)
+    assert [text for text in good if not follows(grammar, text)] == []
+    assert [text for text in bad if follows(grammar, text)] == []
+
+
+@pytest.mark.parametrize("begun", [b"", b"<t>", b" \n<t>"])
+@pytest.mark.parametrize("budget", [0, 1, 3])
+def test_after_its_budget_only_the_end_mark_may_come_and_then_anything(
+    compiler: LLCompiler, begun: bytes, budget: int
+) -> None:
+    state = free(compiler, OPTIONAL if begun else OPEN, budget).start()
+    for token in begun:
+        assert allowed(state) == EVERYTHING
+        state.accept(token)
+    for token in b"Hmm"[:budget]:
+        assert allowed(state) == EVERYTHING
+        assert not state.forced()
+        state.accept(token)
+    assert bytes(state.forced()) == b"</t>"
+    for token in b"</t>":
+        assert allowed(state) == {token}
+        state.accept(token)
+    for token in b"<t>No more reasoning.":
+        assert allowed(state) == EVERYTHING
+        assert not state.forced()
+        state.accept(token)
+    assert not state.ended
+
+
+def test_reasoning_that_ends_within_its_budget_is_not_touched(compiler: LLCompiler) -> None:
+    state = free(compiler, OPEN, budget=10).start()
+    for token in b"Hm</t>":
+        assert allowed(state) == EVERYTHING
+        state.accept(token)
+    for token in b" A long answer without any mark":
+        assert allowed(state) == EVERYTHING
+        state.accept(token)
+
+
+@pytest.mark.parametrize("text", [b"<table> <t>and so on", b"Hello <t>", b"<"])
+def test_a_text_that_does_not_begin_with_the_mark_is_free(compiler: LLCompiler, text: bytes) -> None:
+    state = free(compiler, OPTIONAL, budget=0).start()
+    for token in text:
+        assert allowed(state) == EVERYTHING
+        state.accept(token)
+    assert allowed(state) == EVERYTHING
+
+
+def test_a_copy_has_a_budget_of_its_own(compiler: LLCompiler) -> None:
+    for grammar in (free(compiler, OPEN, budget=2), compiled(compiler, OPEN, budget=2)):
+        state = grammar.start()
+        copied = state.copy()
+        for token in b"ab":
+            copied.accept(token)
+        assert bytes(copied.forced()) == b"</t>"
+        assert not state.forced()
+        assert len(allowed(state)) > 100
+
+
+class AgainTokenizer(ByteTokenizer):
+    """Reasoning may come again, after text."""
+
+    reasoning = Reasoning("<t>", "</t>", repeats=True)
+
+
+def test_reasoning_that_comes_again_has_what_is_left_of_the_budget() -> None:
+    compiler = LLCompiler(AgainTokenizer(), VOCAB)
+    try:
+        state = free(compiler, OPTIONAL, budget=8).start()
+        for token in b"I look. <t>ab</t> It rains. <t>xyz":  # a mark of several tokens counts, except for its last one
+            assert allowed(state) == EVERYTHING
+            assert not state.free
+            state.accept(token)
+        for token in b"</t>":
+            assert allowed(state) == {token}
+            state.accept(token)
+        for token in b" And again: <t>":
+            assert allowed(state) == EVERYTHING
+            state.accept(token)
+        assert allowed(state) == {ord("<")}
+    finally:
+        compiler.close()

@@ -22,14 +22,16 @@ from mlx_parallm.core import (
 from mlx_parallm.core.splitter import MAX_CALLS_PER_ANSWER, AnswerSyntax
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server.api.fields import WireInput, read_nested, refused
-from mlx_parallm.server.api.generation_fields import GenerationBody
+from mlx_parallm.server.api.generation_fields import COLLECTION_RULE, GenerationBody
 from mlx_parallm.server.api.grammar_fields import checked_schema
+from mlx_parallm.server.api.sampling_fields import NO_LIMIT, TokenLimit
 from mlx_parallm.server.planning import compile_grammar
 
 MAX_TOOLS = 128
 MAX_TOOL_DESCRIPTION = 64 * 1024
 """Largest number of characters of a tool's description. Those of coding agents have several thousand."""
 
+_ANY_TEXT = GrammarSpec(GrammarKind.TEXT, "")
 _BARE = (
     'tool_choice: this model writes calls as plain JSON, so that "auto" cannot tell them from a structured output; '
     'send "required", "none" or a function'
@@ -138,6 +140,19 @@ class ToolCallingBody(GenerationBody):
     object: it must call that function, or may call only those."""
     parallel_tool_calls: bool = True
     """Whether an answer may have more than one call."""
+    thinking_token_budget: TokenLimit | None = None
+    """The most tokens of reasoning, for a model that marks it: after so many, the mark that ends it comes. With -1, any
+    number."""
+    max_thinking_tokens: TokenLimit | None = None
+    """Another name of `thinking_token_budget`."""
+
+    @property
+    def thinking_budget(self) -> tuple[str, int] | None:
+        """The field that bounds the reasoning, and its number of tokens; None if there is none."""
+        for name in ("thinking_token_budget", "max_thinking_tokens"):
+            if (budget := getattr(self, name)) not in (None, NO_LIMIT):
+                return name, budget
+        return None
 
     @property
     def mode(self) -> str | NamedTool:
@@ -189,6 +204,17 @@ class ToolCallingBody(GenerationBody):
             self.check_grammar_options("tools" if self.tool_choice == "auto" else "tool_choice")
         return self
 
+    @model_validator(mode="after")
+    def _check_budget(self) -> Self:
+        if self.thinking_budget is None:
+            return self
+        name = self.thinking_budget[0]
+        if self.collect_trajectory:
+            raise refused(f"not supported with collect_trajectory: {COLLECTION_RULE}; leave it out", name)
+        if self.allowed_token_ids is not None:
+            raise refused(f"cannot be combined with {name}, which demands a token", "allowed_token_ids")
+        return self
+
 
 # ---- enforced calls --------------------------------------------------------------------------------
 
@@ -214,13 +240,18 @@ def answer_grammar(body: ToolCallingBody, syntax: AnswerSyntax, grammars: Gramma
     can take seconds.
 
     If no tool can be called, it is the grammar of the requested format. If a tool must be called, it allows only calls.
-    With `tool_choice` auto, it allows either calls or the format. Without a format, it allows free text with calls.
+    With `tool_choice` auto, it allows either calls or the format. Without a format, it allows free text with calls. If
+    only the reasoning is bounded, it allows any text after that.
 
     Raises:
-        InvalidRequestError: the format, or the arguments of a tool, cannot be enforced; the error names the field.
+        InvalidRequestError: the format, or the arguments of a tool, cannot be enforced, or the model does not mark its
+            reasoning, which is to be bounded; the error names the field.
     """
+    if body.thinking_budget is not None and syntax.reasoning is None:
+        name, _ = body.thinking_budget
+        raise InvalidRequestError(f"{name}: this model does not mark its reasoning; leave it out", param=name)
     if not body.compiles:
-        return None
+        return None if body.thinking_budget is None else grammars.compile(_placed(body, syntax, _ANY_TEXT))
     if syntax.calls is None:
         return _compile_format(body, syntax, grammars)
     allowed = body.allowed
@@ -233,7 +264,7 @@ def answer_grammar(body: ToolCallingBody, syntax: AnswerSyntax, grammars: Gramma
             spec = combined([_calls_spec(syntax, places, free=False), form])
         else:
             spec = _calls_spec(syntax, places, free=body.mode == "auto")
-        return grammars.compile(spec)
+        return grammars.compile(_placed(body, syntax, spec))
     except InvalidRequestError as error:
         if error.param is not None:
             raise
@@ -245,9 +276,17 @@ def _compile_format(body: ToolCallingBody, syntax: AnswerSyntax, grammars: Gramm
     """Compiles the requested format alone."""
     assert body.grammar is not None
     param, spec = body.grammar
-    prefix, specials = syntax.reasoning_prefix, syntax.visible_specials
-    spec = replace(spec, reasoning_prefix=prefix, visible_specials=specials, opening=syntax.opening)
-    return compile_grammar(param, spec, grammars)
+    return compile_grammar(param, _placed(body, syntax, replace(spec, opening=syntax.opening)), grammars)
+
+
+def _placed(body: ToolCallingBody, syntax: AnswerSyntax, spec: GrammarSpec) -> GrammarSpec:
+    """The grammar with what may come before its texts."""
+    return replace(
+        spec,
+        visible_specials=syntax.visible_specials,
+        reasoning_prefix=syntax.reasoning_prefix,
+        reasoning_budget=body.thinking_budget and body.thinking_budget[1],
+    )
 
 
 def _calls_spec(syntax: AnswerSyntax, places: Sequence[int], free: bool) -> GrammarSpec:
@@ -257,7 +296,7 @@ def _calls_spec(syntax: AnswerSyntax, places: Sequence[int], free: bool) -> Gram
         source = syntax.calls.grammar([syntax.tools[place] for place in places], syntax.max_calls, free)
     except UnwritableToolError as error:
         raise _tool_error(places[error.index], error) from None
-    return GrammarSpec(GrammarKind.CALLS, source, syntax.visible_specials, syntax.reasoning_prefix)
+    return GrammarSpec(GrammarKind.CALLS, source, syntax.visible_specials)
 
 
 def _find_fault(body: ToolCallingBody, syntax: AnswerSyntax, places: Sequence[int], grammars: GrammarCompiler) -> None:

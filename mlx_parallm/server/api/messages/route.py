@@ -289,6 +289,7 @@ OWN_NAMES: Mapping[str, str] = {
     "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
     "stop": "stop_sequences",
     ".function.parameters": ".input_schema",
     ".function": "",
@@ -330,6 +331,8 @@ def prepare(
         chat: the conversation as a chat body.
     """
     request_id = f"msg_{uuid.uuid4().hex}"
+    if model.tokenizer.reasoning is None:
+        chat = chat.model_copy(update={"thinking_token_budget": None})
     with _own_errors():
         planned = plan_chat(request_id, chat, services, model, adapter, collection, body.max_tokens)
     return MessageWriter(

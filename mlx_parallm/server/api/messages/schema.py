@@ -283,10 +283,13 @@ class ToolChoice(WireInput):
 class Thinking(WireInput):
     """Whether the model reasons before it answers, if its chat template has a switch for that."""
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"budget_tokens", "display"})
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"display"})
 
     type: Annotated[str, Field(max_length=32)]
     """`disabled` turns reasoning off; any other value, such as `enabled` or `adaptive`, turns it on."""
+    budget_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    """The most tokens of reasoning. It has no effect if the model does not mark its reasoning, and with
+    `collect_trajectory`."""
 
 
 class OutputFormat(WireInput):
@@ -372,7 +375,13 @@ class ConversationBody(SharedBody):
             "response_format": output.format.for_chat() if output.format else None,
             "reasoning_effort": output.effort,
             "chat_template_kwargs": self._template_options(),
+            "thinking_token_budget": self._thinking_budget(),
         }
+
+    def _thinking_budget(self) -> int | None:
+        """Clients send a budget with every request, so none is refused."""
+        applies = self.thinking is not None and self.thinking.type != "disabled" and not self.collect_trajectory
+        return self.thinking.budget_tokens if self.thinking is not None and applies else None
 
     def _template_options(self) -> dict[str, bool] | None:
         """The switch of the chat template for reasoning, under the names that model families have for it."""

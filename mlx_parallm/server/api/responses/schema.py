@@ -16,7 +16,7 @@ from mlx_parallm.server.api.fields import INT32_MAX, Neutral, WireInput, refused
 from mlx_parallm.server.api.generation_fields import UNSUPPORTED_OPTIONS, SharedBody
 from mlx_parallm.server.api.responses.conversation import ChatMessageFields, Item, messages_of
 from mlx_parallm.server.api.responses.tools import OfferedTool, ToolChoice, Tools, offered_tools
-from mlx_parallm.server.api.sampling_fields import NO_LIMIT
+from mlx_parallm.server.api.sampling_fields import NO_LIMIT, TokenLimit
 
 MAX_RESPONSE_ID = 128
 INCLUDED = (
@@ -164,6 +164,8 @@ class ResponsesBody(SharedBody):
     tools that this server does not run."""
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
     """Variables of the chat template, such as `enable_thinking`."""
+    thinking_token_budget: TokenLimit | None = None
+    """The most tokens of reasoning, as in chat."""
 
     def offered(self) -> list[OfferedTool]:
         """The tools as the model sees them."""
@@ -176,7 +178,7 @@ class ResponsesBody(SharedBody):
 
     def for_chat(self, earlier: Sequence[ChatMessageFields]) -> dict[str, Any]:
         """The same request as a chat body, with the messages of `earlier` turns before those of `input`."""
-        same = {*SharedBody.model_fields, "parallel_tool_calls", "chat_template_kwargs"}
+        same = {*SharedBody.model_fields, "parallel_tool_calls", "chat_template_kwargs", "thinking_token_budget"}
         choice = self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.for_chat()
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         return {

@@ -1,0 +1,134 @@
+"""A bound on the reasoning, in the fields of each API: what reaches the engine, and what is refused."""
+
+from dataclasses import replace
+
+import pytest
+from server.asking import answered, refused
+from server.fakes import CARD, EOS
+from tool_families import TOOLS
+from walks import allowed, follows
+
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+USER = [{"role": "user", "content": "hi"}]
+NOW = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+START, END = "{think}", "{/think}"
+BUDGET_OF_3 = {
+    CHAT: {"messages": USER, "thinking_token_budget": 3},
+    RESPONSES: {"input": "hi", "thinking_token_budget": 3},
+    MESSAGES: {"messages": USER, "max_tokens": 9, "thinking": {"type": "enabled", "budget_tokens": 3}},
+}
+
+
+@pytest.fixture
+def plain_client(make_client):
+    """Of a server whose model does not mark its reasoning."""
+    return make_client(replace(CARD, context_length=10_000))
+
+
+@pytest.fixture
+def client(thinking_client):
+    return thinking_client
+
+
+def may_think(grammar, thoughts):
+    """Whether an answer may begin with these thoughts."""
+    state = grammar.start()
+    for token in f"{START}{thoughts}".encode():
+        if token not in allowed(state):
+            return False
+        state.accept(token)
+    return True
+
+
+async def grammar_of(client, engine, path, **fields):
+    await answered(client, path, {**BUDGET_OF_3.get(path, {}), **fields})
+    return engine.requests[-1].grammar
+
+
+@pytest.mark.parametrize("path", BUDGET_OF_3)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_reasoning_has_at_most_so_many_tokens(client, engine, path, stream):
+    response = await client.post(path, json={**BUDGET_OF_3[path], "stream": stream})
+    assert response.status_code == 200, response.text
+    grammar = engine.requests[-1].grammar
+    assert may_think(grammar, "abc")
+    assert may_think(grammar, f"abc{END}and the answer")
+    assert may_think(grammar, f"a{END}{START} in the answer")
+    assert not may_think(grammar, "abcd")
+
+
+async def test_a_prompt_that_has_begun_to_think(client, engine):
+    messages = [{"role": "assistant", "content": START}]
+    grammar = await grammar_of(client, engine, CHAT, messages=messages, add_generation_prompt=False)
+    state = grammar.start()
+    for token in b"abc":
+        assert len(allowed(state)) > 100
+        state.accept(token)
+    assert allowed(state) == {END.encode()[0]}
+
+
+async def test_the_other_name_and_no_bound(client, engine):
+    body = {"messages": USER}
+    await answered(client, CHAT, {**body, "max_thinking_tokens": 3})
+    assert not may_think(engine.requests[-1].grammar, "abcd")
+    for unbounded in ({}, {"thinking_token_budget": -1}, {"max_thinking_tokens": None}):
+        await answered(client, CHAT, {**body, **unbounded})
+        assert engine.requests[-1].grammar is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "answer"),
+    [
+        ({"tools": TOOLS, "tool_choice": "required"}, NOW),
+        ({"guided_choice": ["yes"]}, "yes"),
+        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, NOW),
+    ],
+    ids=["calls", "a format", "either"],
+)
+async def test_what_is_enforced_comes_after_the_bounded_reasoning(client, engine, fields, answer):
+    grammar = await grammar_of(client, engine, CHAT, **fields)
+    assert follows(grammar, answer)
+    assert follows(grammar, f"{START}abc{END}{answer}")
+    assert not follows(grammar, f"{START}abc{END}Words.")
+    assert not may_think(grammar, "abcd")
+
+
+async def test_tools_that_are_not_enforced_leave_the_answer_free(client, engine):
+    engine.text = f"{START}Hm.{END}{NOW}"
+    body = {"messages": USER, "tools": TOOLS, "thinking_token_budget": 3}
+    (choice,) = (await answered(client, CHAT, body))["choices"]
+    assert (choice["message"]["reasoning"], choice["finish_reason"]) == ("Hm.", "tool_calls")
+    assert may_think(engine.requests[-1].grammar, f"Hm.{END}Some words.")
+
+
+async def test_a_model_without_marks(plain_client, engine, fault):
+    """Clients of Messages send a budget with every request."""
+    for field in ("thinking_token_budget", "max_thinking_tokens"):
+        assert (await refused(plain_client, fault, CHAT, messages=USER, **{field: 3}))["param"] == field
+    assert (await refused(plain_client, fault, RESPONSES, **BUDGET_OF_3[RESPONSES]))["param"] == (
+        "thinking_token_budget"
+    )
+    await answered(plain_client, MESSAGES, BUDGET_OF_3[MESSAGES])
+    assert engine.requests[-1].grammar is None
+
+
+async def test_trajectories_are_drawn_without_a_budget(client, engine, fault):
+    error = await refused(client, fault, CHAT, **BUDGET_OF_3[CHAT], collect_trajectory=True)
+    assert error["param"] == "thinking_token_budget"
+    assert await grammar_of(client, engine, MESSAGES, collect_trajectory=True) is None
+
+
+async def test_messages_that_turn_thinking_off_have_no_budget(client, engine):
+    thinking = {"type": "disabled", "budget_tokens": 3}
+    assert await grammar_of(client, engine, MESSAGES, thinking=thinking) is None
+
+
+async def test_tokens_that_a_request_allows_may_lack_the_mark(client, fault):
+    error = await refused(client, fault, CHAT, **BUDGET_OF_3[CHAT], allowed_token_ids=[65, EOS])
+    assert error["param"] == "allowed_token_ids"
+
+
+async def test_a_responses_reasoning_tokens_are_counted(client, engine):
+    engine.text = f"{START}Hm.{END}Hi"
+    usage = (await answered(client, RESPONSES, BUDGET_OF_3[RESPONSES]))["usage"]
+    assert usage["output_tokens_details"] == {"reasoning_tokens": len(f"{START}Hm.")}
