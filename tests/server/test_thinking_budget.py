@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 from server.asking import answered, refused
-from server.fakes import CARD, EOS
+from server.fakes import CARD, EOS, ByteTokenizer
 from tool_families import TOOLS
 from walks import allowed, follows
+
+from mlx_parallm.errors import InvalidRequestError
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 USER = [{"role": "user", "content": "hi"}]
@@ -132,3 +134,49 @@ async def test_a_responses_reasoning_tokens_are_counted(client, engine):
     engine.text = f"{START}Hm.{END}Hi"
     usage = (await answered(client, RESPONSES, BUDGET_OF_3[RESPONSES]))["usage"]
     assert usage["output_tokens_details"] == {"reasoning_tokens": len(f"{START}Hm.")}
+
+
+# ---- how much a model reasons ------------------------------------------------------------------------------
+
+EFFORTS = {
+    CHAT: {"messages": USER, "reasoning_effort": "high"},
+    RESPONSES: {"input": "hi", "reasoning": {"effort": "high"}},
+    MESSAGES: {"messages": USER, "max_tokens": 9, "output_config": {"effort": "high"}},
+}
+
+
+class EffortTokenizer(ByteTokenizer):
+    """Its template has a variable for the effort, and knows two values of it."""
+
+    chat_template = "{{ reasoning_effort }}"
+
+    def apply_chat_template(self, messages, *rest, **variables):
+        if variables.get("reasoning_effort", "none") not in ("none", "high"):
+            raise InvalidRequestError("the template refuses this effort", param="messages")
+        return super().apply_chat_template(messages, *rest, **variables)
+
+
+@pytest.fixture
+def effort_client(make_client):
+    return make_client(replace(CARD, context_length=10_000), EffortTokenizer())
+
+
+async def prompt_of(client, engine, path, body):
+    await answered(client, path, body)
+    return bytes(engine.requests[-1].prompts[0]).decode()
+
+
+@pytest.mark.parametrize("path", EFFORTS)
+async def test_the_effort_is_a_variable_of_a_template_that_has_it(effort_client, plain_client, engine, path):
+    assert "reasoning_effort=high" in await prompt_of(effort_client, engine, path, EFFORTS[path])
+    assert "reasoning_effort" not in await prompt_of(plain_client, engine, path, EFFORTS[path])
+
+
+async def test_an_effort_that_the_template_does_not_know_is_left_out(effort_client, engine, fault):
+    """Agents send one with every request. A variable that a client sets itself is not left out."""
+    body = {"messages": USER, "reasoning_effort": "xhigh"}
+    assert "reasoning_effort" not in await prompt_of(effort_client, engine, CHAT, body)
+    own = {"chat_template_kwargs": {"reasoning_effort": "none"}}
+    assert "reasoning_effort=none" in await prompt_of(effort_client, engine, CHAT, {**body, **own})
+    unknown = {"chat_template_kwargs": {"reasoning_effort": "some"}}
+    assert (await refused(effort_client, fault, CHAT, messages=USER, **unknown))["param"] == "messages"

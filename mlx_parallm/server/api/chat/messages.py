@@ -26,7 +26,7 @@ from mlx_parallm.core.tool_text import (
     read_arguments,
     tools_as_text,
 )
-from mlx_parallm.errors import shown
+from mlx_parallm.errors import InvalidRequestError, shown
 from mlx_parallm.server.api.chat.fitting import fitted
 from mlx_parallm.server.api.fields import Neutral, Validate, WireInput, check_text_parts, read_nested, refused
 from mlx_parallm.server.api.grammar_fields import is_shallow
@@ -193,7 +193,8 @@ class Conversation:
 
     `tool_format`: how the model writes calls. If its template does not support tools, `turns` has them as text.
     `template`: the template; None is the model's own. `open_ended`: the prompt ends with the text of the last message,
-    which the answer continues.
+    which the answer continues. `optional`: the variables that are left out if the template refuses the messages with
+    them.
     """
 
     turns: tuple[TemplateMessage, ...]
@@ -201,6 +202,7 @@ class Conversation:
     tool_format: ToolFormat
     template: str | None = None
     open_ended: bool = False
+    optional: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -211,6 +213,7 @@ class Conversation:
         variables: Mapping[str, Any] = MappingProxyType({}),
         template: str | None = None,
         open_ended: bool = False,
+        optional: frozenset[str] = frozenset(),
     ) -> Conversation:
         """The conversation of a request."""
         turns: Sequence[TemplateMessage] = [message.for_template() for message in messages]
@@ -219,7 +222,7 @@ class Conversation:
             turns = tools_as_text(turns, tools, tool_format)
         elif tools:
             variables["tools"] = list(tools)
-        return cls(tuple(turns), variables, tool_format, template, open_ended)
+        return cls(tuple(turns), variables, tool_format, template, open_ended, optional)
 
     def first(self, count: int) -> Conversation:
         """The conversation up to its first `count` messages."""
@@ -251,4 +254,11 @@ class Conversation:
                 **self.variables,
             )
 
-        return fitted(self.turns, tokenizer, self.template, rendered)
+        try:
+            return fitted(self.turns, tokenizer, self.template, rendered)
+        except InvalidRequestError:
+            if not self.optional:
+                raise
+        kept = {name: value for name, value in self.variables.items() if name not in self.optional}
+        plain = replace(self, variables=kept, optional=frozenset())
+        return plain.render(tokenizer, add_generation_prompt, at_most)

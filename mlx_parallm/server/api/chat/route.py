@@ -149,13 +149,16 @@ def plan_chat(
 def conversation_of(body: ChatBody, model: ServedModel) -> Conversation:
     """Raises InvalidRequestError if the body asks for a chat template that is not allowed."""
     tokenizer = model.tokenizer
+    template = chosen_template(body.chat_template, tokenizer.chat_template, model.templates)
+    effort = body.effort_variable(template or tokenizer.chat_template or "")
     return Conversation.of(
         body.messages,
         body.callable_tools,
         tokenizer,
-        body.chat_template_kwargs,
-        chosen_template(body.chat_template, tokenizer.chat_template, model.templates),
+        {**body.chat_template_kwargs, **effort},
+        template,
         body.continue_final_message,
+        optional=frozenset(effort),
     )
 
 

@@ -17,6 +17,9 @@ from mlx_parallm.server.api.logprobs import ChatLogprobs, PromptLogprobs
 from mlx_parallm.server.api.sampling_fields import NO_LIMIT, TopLogprobs
 from mlx_parallm.server.candidates import Candidates, widest
 
+MAX_EFFORT = 32
+EFFORT = "reasoning_effort"
+
 
 def _logprobs(value: object) -> bool | int:
     if isinstance(value, bool) or (isinstance(value, int) and 0 <= value <= INT32_MAX):
@@ -39,6 +42,7 @@ SwitchOrTop = Annotated[bool | int, PlainValidator(_logprobs, json_schema_input_
 class ChatBody(ToolCallingBody):
     """A conversation, and how to continue it."""
 
+    IGNORED: ClassVar[frozenset[str]] = ToolCallingBody.IGNORED - {"reasoning_effort"}
     NEUTRAL: ClassVar[Neutral] = {
         **UNSUPPORTED_OPTIONS,
         "audio": (),
@@ -78,6 +82,14 @@ class ChatBody(ToolCallingBody):
     model's own, which `/tokenizer_info` has: a template is a program, and a client's is not run."""
     chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
     """Variables of the chat template, such as `enable_thinking`."""
+    reasoning_effort: Annotated[str, Field(max_length=MAX_EFFORT)] | None = None
+    """How much the model reasons, such as `low`, `medium` or `high`: the chat template's variable of this name. It has
+    no effect if the template does not have it, or not this value."""
+
+    def effort_variable(self, template: str) -> dict[str, str]:
+        """The variable for `reasoning_effort`, if the chat template has it and `chat_template_kwargs` does not."""
+        effort, free = self.reasoning_effort, EFFORT not in self.chat_template_kwargs
+        return {EFFORT: effort} if effort is not None and free and EFFORT in template else {}
 
     @property
     def task_prompt(self) -> str | None:
