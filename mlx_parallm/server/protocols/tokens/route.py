@@ -116,8 +116,11 @@ def _render(body: ChatBody, model: ServedModel) -> RenderedChat:
     """Runs in a worker thread.
 
     Raises:
-        InvalidRequestError: the answer would follow a grammar, which tokens cannot ask for.
+        InvalidRequestError: the answer would follow a grammar or bound its reasoning, which tokens cannot ask for.
     """
+    if body.thinking_budget is not None:
+        name, _ = body.thinking_budget
+        raise InvalidRequestError(f"{name}: a rendered request has no bound on its reasoning; leave it out", param=name)
     if body.compiles:
         param = body.grammar[0] if body.grammar else "tool_choice"
         raise InvalidRequestError(f"{param}: a rendered request has no grammar; leave it out", param=param)
