@@ -28,6 +28,7 @@ test("the token of the end has no text, and the last chunk says how it ended and
     state: "cut off",
     by: "tone@2",
   });
+  expect(answerOf(chunk("a", ["a"], {}, "repetition")).state).toBe("repeated");
 });
 
 test("reasoning is shown and not sent again", () => {

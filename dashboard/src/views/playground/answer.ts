@@ -16,7 +16,7 @@ export interface Answer {
   /** The version or the base model that answers; empty until it is known. */
   by: string;
   parts: readonly Part[];
-  state: "asked" | "complete" | "cut off" | "stopped" | "failed";
+  state: "asked" | "complete" | "cut off" | "repeated" | "stopped" | "failed";
   /** Why it failed, or why it will not be learnt from. */
   why: string;
   /** If it is collected and complete. */
@@ -24,6 +24,8 @@ export interface Answer {
   /** 1 for a thumb up, 0 for one down. */
   score: number | null;
 }
+
+const ENDINGS: Record<string, Answer["state"]> = { length: "cut off", repetition: "repeated" };
 
 export interface Turn {
   question: string;
@@ -48,7 +50,7 @@ export function withChunk(answer: Answer, chunk: ChatChunk): Answer {
     ...answer,
     by: chunk.lora_adapter ?? chunk.model,
     parts: choice ? withTokens(answer.parts, choice) : answer.parts,
-    state: choice?.finish_reason ? (choice.finish_reason === "length" ? "cut off" : "complete") : answer.state,
+    state: choice?.finish_reason ? (ENDINGS[choice.finish_reason] ?? "complete") : answer.state,
     why: chunk.trajectory_warning ?? answer.why,
     trajectory: chunk.trajectory_ids?.[0] ?? answer.trajectory,
   };

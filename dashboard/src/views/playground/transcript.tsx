@@ -59,5 +59,6 @@ function State({ answer: { state, why, parts } }: { answer: Answer }) {
 
 const SAID: Partial<Record<Answer["state"], string>> = {
   "cut off": "It was cut off at the largest number of tokens.",
+  repeated: "It repeated itself without end and was ended.",
   stopped: "It was stopped.",
 };
