@@ -1,13 +1,13 @@
 """Computes which base models can be served and trained on Macs of 16, 32 and 64 GB, and checks the accounting.
 
-    python benchmarks/fits.py [--only table measured releases] [--true] [--out FILE]
+    python benchmarks/fits.py [--only table measured releases] [--models NAME ...] [--out FILE]
 
 `table`: rows of 2,048 and 8,192 tokens beside one policy in training, and the longest sample that can be trained on
 beside them, by the accounting that the server uses. `releases`: the same of released models, and the rows that fit
 beside their weights without training. They are built without weights, and nothing is run. `measured`: peaks of
-micro-steps of the bundled model and of tiny models of other kinds, beside what the accounting expects; with --true, of
-released models in their true widths too, which takes up to 8 GB and half an hour. It prints tables and writes JSON, in
-which a part that --only leaves out keeps its values.
+micro-steps of the bundled model, of tiny models of other kinds and of released models in their true widths, with
+weights of 16 and 4 bits, beside what the accounting expects; the last take up to 8 GB and half an hour, and --models
+leaves out others. It prints tables and writes JSON, in which what is left out keeps its values.
 """
 
 import argparse
@@ -37,14 +37,16 @@ def main() -> int:
     arguments = _arguments()
     record: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     record |= {"machine": machine.describe(), "facts": {"rank": RANK, "slots": SLOTS, "rows": ROWS}}
-    cases = [(name, None) for name in (BUNDLED, *KINDS)]
-    cases += [(name, bits) for name in TRUE for bits in (16, 4) if arguments.true]
-    parts = {
-        "table": lambda: alone(accounting.accounts, BASES, CONTEXTS),
-        "measured": lambda: [each for case in cases for each in alone(accounting.measured, *case)],
-        "releases": lambda: alone(accounting.accounts, RELEASES, CONTEXTS[-1:]),
-    }
-    record |= {part: parts[part]() for part in arguments.only}
+    for part, bases, contexts in (("table", BASES, CONTEXTS), ("releases", RELEASES, CONTEXTS[-1:])):
+        if part in arguments.only:
+            record[part] = alone(accounting.accounts, bases, contexts)
+    cases = [(name, None) for name in (BUNDLED, *KINDS)] + [(name, bits) for name in TRUE for bits in (16, 4)]
+    for name, bits in cases if "measured" in arguments.only else ():
+        if name in arguments.models:
+            peaks = alone(accounting.measured, name, bits)
+            others = [each for each in record.get("measured", []) if each["model"] != peaks[0]["model"]]
+            report.write(arguments.out, record | {"measured": [*others, *peaks]}, [])
+            record["measured"] = [*others, *peaks]
     figures = [*_of_peaks(record.get("measured", []))]
     report.show(figures, *(_table(part, record[part]) for part in ("table", "releases") if part in record))
     report.write(arguments.out, record, figures)
@@ -80,7 +82,7 @@ def _table(title: str, accounts: Sequence[Mapping[str, Any]]) -> Table:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--true", action="store_true", help="measure models of true widths too")
+    parser.add_argument("--models", nargs="+", default=[BUNDLED, *KINDS, *TRUE], metavar="NAME")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "fits.json")
     return parser.parse_args()
 
