@@ -15,6 +15,7 @@ _OF_SPEED = "Measure how fast a server is, this or another one with OpenAI's API
 _COMMANDS = (
     ("serve", _SERVE_HELP, arguments_of("serve")),
     ("train", _TRAIN_HELP, arguments_of("train")),
+    ("launch", "Run a coding agent on a server, which is started if none runs.", commands_of("remote.launch")),
     ("chat", "Talk with a running server; with two adapters side by side, too.", arguments_of("remote.chat")),
     ("ps", "Show what a running server is doing.", arguments_of("remote.status")),
     ("usage", "Show what the keys of a running server have used.", arguments_of("remote.usage")),

@@ -1,0 +1,291 @@
+"""`mlx_parallm launch`: a coding agent that works with a running server, or with one that starts and ends with it.
+
+The agent gets its address, key and model by environment variables and arguments. No settings file is written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from types import FrameType
+from urllib.parse import urlsplit
+
+from mlx_parallm.cli.flags import add_chosen_flags, settings
+from mlx_parallm.cli.parser import AddCommand, Parser, at_least
+from mlx_parallm.cli.remote.client import TIMEOUT_S, Client, add_server_arguments
+from mlx_parallm.config import API_KEY_VARIABLE, is_loopback
+from mlx_parallm.errors import ConfigError, ParaLLMError
+from mlx_parallm.processes import stdin_until_exit
+
+_SETTINGS = (
+    *("model.base_model_path", "model.max_model_len", "adapters.adapter_dir"),
+    *("checkpointing.checkpoint_dir", "rl_training.update_frequency"),
+)
+_SERVER = (
+    "from mlx_parallm.processes import end_with_parent; end_with_parent()\n"
+    "from mlx_parallm.cli.main import serve; raise SystemExit(serve())"
+)
+"""The program of a server that is started: it is killed when this process is, whatever killed it."""
+_POLL_S = 0.2
+_STOP_S = 60.0
+"""Longest time for the end of a server; it may have to save its last updates."""
+_LOG_LINES = 10
+_CLAUDE_MODELS = (
+    *("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_OPUS_MODEL", "ANTHROPIC_DEFAULT_SONNET_MODEL"),
+    *("ANTHROPIC_DEFAULT_HAIKU_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL"),
+)
+"""Variables of the models that Claude Code asks for: in the foreground, in the background, and in its agents."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What an agent is told: the server's address, a key, a model, the tokens of its context if they are known, and
+    headers for every request."""
+
+    url: str
+    key: str
+    model: str
+    context: int | None
+    headers: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """A coding agent. `setup` returns the arguments and the environment variables that make it use a server."""
+
+    name: str
+    executable: str
+    install: str
+    setup: Callable[[Served], tuple[Sequence[str], Mapping[str, str]]]
+
+
+def _claude_code(served: Served) -> tuple[Sequence[str], Mapping[str, str]]:
+    """The variables are in --settings too, because those of the user's settings files override the environment. The
+    key is not: other users of the machine can read arguments."""
+    variables = {
+        "ANTHROPIC_BASE_URL": served.url,
+        "ANTHROPIC_API_KEY": "",
+        **dict.fromkeys(_CLAUDE_MODELS, served.model),
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }
+    if served.context is not None:
+        variables["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = str(served.context)
+    if served.headers:
+        variables["ANTHROPIC_CUSTOM_HEADERS"] = "\n".join(f"{name}: {value}" for name, value in served.headers.items())
+    return ("--settings", json.dumps({"env": variables})), {**variables, "ANTHROPIC_AUTH_TOKEN": served.key}
+
+
+def _codex(served: Served) -> tuple[Sequence[str], Mapping[str, str]]:
+    """A value of -c is TOML, which has JSON's texts and numbers."""
+    provider = "model_providers.parallm"
+    values: dict[str, object] = {
+        "model": served.model,
+        "model_provider": "parallm",
+        f"{provider}.name": "MLX ParaLLM",
+        f"{provider}.base_url": f"{served.url}/v1",
+        f"{provider}.wire_api": "responses",
+        f"{provider}.env_key": API_KEY_VARIABLE,
+        **{f"{provider}.http_headers.{name}": value for name, value in served.headers.items()},
+    }
+    if served.context is not None:
+        values["model_context_window"] = served.context
+    arguments = [part for name, value in values.items() for part in ("-c", f"{name}={json.dumps(value)}")]
+    return arguments, {API_KEY_VARIABLE: served.key}
+
+
+_AGENTS = (
+    Agent("claude-code", "claude", "npm install -g @anthropic-ai/claude-code", _claude_code),
+    Agent("codex", "codex", "npm install -g @openai/codex", _codex),
+)
+
+
+def add_commands(add: AddCommand) -> None:
+    """Adds one command for each agent."""
+    for agent in _AGENTS:
+        _add_arguments(add(agent.name, f"Run {agent.executable}. Its own arguments come after --."), agent)
+
+
+def _add_arguments(parser: Parser, agent: Agent) -> None:
+    add = parser.add_argument
+    add("arguments", nargs="*", metavar="ARGUMENT", help=f"Arguments of {agent.executable}, after --.")
+    add("--adapter", metavar="NAME", help="The adapter that answers. Default: what the server chooses.")
+    group = "Collect the requests as one episode. GROUP: of all launches with the same task, to compare their rewards."
+    add("--learn", nargs="?", const="", metavar="GROUP", help=group)
+    size = "With a GROUP: its number of launches. Default: it stays open until a request closes it."
+    add("--group-size", type=at_least(1), metavar="N", help=size)
+    reward = "Rewards the episode at the end: 1 if this shell command succeeds, or else 0. Default: you are asked."
+    add("--reward-command", metavar="COMMAND", help=reward)
+    add_server_arguments(parser)
+    own = parser.add_argument_group("a server of its own", "Started at --url if none answers there.")
+    own.add_argument("--config", metavar="FILE", help="A yaml file such as server_config.yaml.")
+    add_chosen_flags(own, _SETTINGS)
+    parser.set_defaults(run=partial(launch, agent))
+
+
+def launch(agent: Agent, args: Namespace) -> int:
+    """Runs an agent in this terminal. Returns its exit status, or 128 and the number of the signal that ended it.
+
+    Raises:
+        ConfigError: the agent is not installed, or arguments do not fit together; see also `Client`.
+        ParaLLMError: the server cannot be started, or does not train; see also `Client`.
+    """
+    executable = shutil.which(agent.executable)
+    if executable is None:
+        raise ConfigError(f"{agent.executable} is not on the PATH; install it: {agent.install}")
+    episode, client = _episode(agent, args), Client(args)
+    with _server(args, client):
+        if episode:
+            client.ask("/v1/training/status")
+        served = _served(args, client, episode)
+        print(f"{agent.executable} uses {served.model} at {client.base}", file=sys.stderr)
+        arguments, variables = agent.setup(served)
+        status = _run([executable, *arguments, *args.arguments], {**os.environ, **variables})
+        if episode and status >= 0:
+            _reward(args, client, episode)
+    return status if status >= 0 else 128 - status
+
+
+# -- the episode -----------------------------------------------------------------------------------
+
+
+def _episode(agent: Agent, args: Namespace) -> dict[str, str]:
+    """The names of the episode, as feedback has them. Empty: nothing is collected."""
+    if args.learn is None:
+        if args.reward_command is not None or args.group_size is not None:
+            raise ConfigError("--reward-command and --group-size need --learn")
+        return {}
+    if args.reward_command is None and not sys.stdin.isatty():
+        raise ConfigError("--learn: nobody can be asked without a terminal; add --reward-command")
+    if args.group_size is not None and not args.learn:
+        raise ConfigError("--group-size: name the group, as in --learn GROUP")
+    named = {"group_id": args.learn} if args.learn else {}
+    return {**named, "episode_id": f"{agent.name}-{uuid.uuid4().hex}"}
+
+
+def _headers(args: Namespace, episode: Mapping[str, str]) -> dict[str, str]:
+    headers = {f"X-{name.replace('_', '-').title()}": value for name, value in episode.items()}
+    return headers if args.group_size is None else {**headers, "X-Group-Size": str(args.group_size)}
+
+
+def _reward(args: Namespace, client: Client, episode: Mapping[str, str]) -> None:
+    """Ends the episode with its reward, if there is one."""
+    if args.reward_command is not None:
+        score: float | None = float(subprocess.run(args.reward_command, shell=True).returncode == 0)
+    else:
+        answer = input("Was it well done? y or n, anything else for no reward: ")
+        score = {"y": 1.0, "n": 0.0}.get(answer.strip().lower())
+    if score is not None:
+        client.ask("/v1/training/feedback", {**episode, "score": score})
+    print("no reward" if score is None else f"rewarded with {score:g}", file=sys.stderr)
+
+
+# -- the server ------------------------------------------------------------------------------------
+
+
+def _served(args: Namespace, client: Client, episode: Mapping[str, str]) -> Served:
+    if args.adapter is not None:
+        model = client.ask(f"/v1/models/{args.adapter}")
+    else:
+        models = client.ask("/v1/models")
+        with client.reading():
+            model = models["data"][0]
+    with client.reading():
+        name, context = model["id"], model["max_model_len"]
+    key = args.api_key or os.environ.get(API_KEY_VARIABLE) or "none"
+    return Served(client.base, key, args.adapter or name, context, _headers(args, episode))
+
+
+def _answers(client: Client) -> bool:
+    """Whether anything listens at the server's address."""
+    import httpx
+
+    with client.asking():
+        try:
+            httpx.get(f"{client.base}/health", timeout=TIMEOUT_S)
+        except httpx.ConnectError:
+            return False
+    return True
+
+
+@contextmanager
+def _server(args: Namespace, client: Client) -> Iterator[None]:
+    """A server at the client's address while the block runs: the one that answers there, or one that is started."""
+    flags = [str(part) for setting in settings(args).values() for part in (setting.source, *_values(setting.value))]
+    flags += ["--config", args.config] if args.config else []
+    if _answers(client):
+        if flags:
+            raise ConfigError(
+                f"{flags[0]}: a server runs at {client.base} already; leave it out, or give another --url"
+            )
+        yield
+        return
+    url = urlsplit(client.base)
+    if url.scheme != "http" or not is_loopback(url.hostname or ""):
+        raise ParaLLMError(f"no server answers at {client.base}, and none can be started there")
+    flags += ["--host", url.hostname or "", "--port", str(url.port or 80)]
+    flags += ["--enable-rl-training"] if args.learn is not None else []
+    with _started(flags, {API_KEY_VARIABLE: args.api_key} if args.api_key else {}, partial(_answers, client)):
+        yield
+
+
+def _values(value: object) -> Sequence[object]:
+    return value if isinstance(value, list) else (value,)
+
+
+@contextmanager
+def _started(flags: Sequence[str], variables: Mapping[str, str], answers: Callable[[], bool]) -> Iterator[None]:
+    """Runs a server, in a process group of its own, so that it does not get the terminal's Ctrl-C."""
+    command = (sys.executable, "-P", "-c", _SERVER, *flags)
+    with stdin_until_exit() as stdin, tempfile.TemporaryFile("w+") as log:
+        print("starting a server", file=sys.stderr)
+        server = subprocess.Popen(
+            command, env={**os.environ, **variables}, stdin=stdin, stdout=log, stderr=log, process_group=0
+        )
+        try:
+            while not answers():
+                if server.poll() is not None:
+                    log.seek(0)
+                    said = "".join(log.readlines()[-_LOG_LINES:])
+                    raise ParaLLMError(f"the server did not start:\n{said}")
+                time.sleep(_POLL_S)
+            yield
+        finally:
+            server.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                server.wait(_STOP_S)
+
+
+# -- the agent -------------------------------------------------------------------------------------
+
+
+def _run(command: Sequence[str], variables: Mapping[str, str]) -> int:
+    """Runs a command with this terminal. Returns its exit status; a negative number is that of the signal which ended
+    it or this process. It gets Ctrl-C from the terminal; SIGTERM and SIGHUP are passed on."""
+    child = subprocess.Popen(command, env=variables)
+    passed: list[int] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGINT:
+            passed.append(number)
+            child.send_signal(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, pass_on) for number in numbers]
+    try:
+        status = child.wait()
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+    return -passed[0] if passed else status
