@@ -123,11 +123,10 @@ def test_an_agent_that_fails_is_rewarded_all_the_same(agent, server, url):
     ("flags", "message"),
     [
         (["--learn"], "nobody can be asked without a terminal; add --reward-command"),
-        (["--reward-command", "true"], "need --learn"),
-        (["--group-size", "2"], "need --learn"),
-        (["--learn", "--reward-command", "true", "--group-size", "2"], "name the group"),
+        (["--reward-command", "true"], "--reward-command needs --learn"),
+        (["--group-size", "2"], "--group-size needs --learn GROUP"),
+        (["--learn", "--reward-command", "true", "--group-size", "2"], "--group-size needs --learn GROUP"),
         (["--model-path", "m"], "--model-path: a server runs at"),
-        (["--config", "settings.yaml"], "--config: a server runs at"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused_before_the_agent_runs(agent, url, tmp_path, capsys, flags, message):

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType
 from urllib.parse import urlsplit
 
 from mlx_parallm.cli.flags import add_chosen_flags, settings
@@ -41,7 +40,6 @@ _SERVER = (
 _POLL_S = 0.2
 _STOP_S = 60.0
 """Longest time for the end of a server; it may have to save its last updates."""
-_LOG_LINES = 10
 _CLAUDE_MODELS = (
     *("ANTHROPIC_MODEL", "ANTHROPIC_DEFAULT_OPUS_MODEL", "ANTHROPIC_DEFAULT_SONNET_MODEL"),
     *("ANTHROPIC_DEFAULT_HAIKU_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL"),
@@ -63,11 +61,12 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """A coding agent. `setup` returns the arguments and the environment variables that make it use a server."""
+    """A coding agent: a program of a package of npm. `setup` returns the arguments and the environment variables that
+    make it use a server."""
 
     name: str
     executable: str
-    install: str
+    package: str
     setup: Callable[[Served], tuple[Sequence[str], Mapping[str, str]]]
 
 
@@ -106,8 +105,8 @@ def _codex(served: Served) -> tuple[Sequence[str], Mapping[str, str]]:
 
 
 _AGENTS = (
-    Agent("claude-code", "claude", "npm install -g @anthropic-ai/claude-code", _claude_code),
-    Agent("codex", "codex", "npm install -g @openai/codex", _codex),
+    Agent("claude-code", "claude", "@anthropic-ai/claude-code", _claude_code),
+    Agent("codex", "codex", "@openai/codex", _codex),
 )
 
 
@@ -121,16 +120,13 @@ def _add_arguments(parser: Parser, agent: Agent) -> None:
     add = parser.add_argument
     add("arguments", nargs="*", metavar="ARGUMENT", help=f"Arguments of {agent.executable}, after --.")
     add("--adapter", metavar="NAME", help="The adapter that answers. Default: what the server chooses.")
-    group = "Collect the requests as one episode. GROUP: of all launches with the same task, to compare their rewards."
-    add("--learn", nargs="?", const="", metavar="GROUP", help=group)
-    size = "With a GROUP: its number of launches. Default: it stays open until a request closes it."
-    add("--group-size", type=at_least(1), metavar="N", help=size)
+    learn = "Collect the requests as one episode. GROUP: a name for attempts at one task, whose rewards are compared."
+    add("--learn", nargs="?", const="", metavar="GROUP", help=learn)
+    add("--group-size", type=at_least(1), metavar="N", help="The attempts after which the GROUP is learnt from.")
     reward = "Rewards the episode at the end: 1 if this shell command succeeds, or else 0. Default: you are asked."
     add("--reward-command", metavar="COMMAND", help=reward)
     add_server_arguments(parser)
-    own = parser.add_argument_group("a server of its own", "Started at --url if none answers there.")
-    own.add_argument("--config", metavar="FILE", help="A yaml file such as server_config.yaml.")
-    add_chosen_flags(own, _SETTINGS)
+    add_chosen_flags(parser.add_argument_group("a server", "Started at --url if none answers there."), _SETTINGS)
     parser.set_defaults(run=partial(launch, agent))
 
 
@@ -143,18 +139,30 @@ def launch(agent: Agent, args: Namespace) -> int:
     """
     executable = shutil.which(agent.executable)
     if executable is None:
-        raise ConfigError(f"{agent.executable} is not on the PATH; install it: {agent.install}")
+        raise ConfigError(f"{agent.executable} is not on the PATH; install it: npm install -g {agent.package}")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))  # ends the agent and the server, too
     episode, client = _episode(agent, args), Client(args)
     with _server(args, client):
-        if episode:
-            client.ask("/v1/training/status")
         served = _served(args, client, episode)
         print(f"{agent.executable} uses {served.model} at {client.base}", file=sys.stderr)
         arguments, variables = agent.setup(served)
-        status = _run([executable, *arguments, *args.arguments], {**os.environ, **variables})
+        status = _run([executable, *arguments, *args.arguments], variables)
         if episode and status >= 0:
             _reward(args, client, episode)
     return status if status >= 0 else 128 - status
+
+
+def _run(command: Sequence[str], variables: Mapping[str, str]) -> int:
+    """Runs the agent, which gets Ctrl-C from the terminal. A negative exit status is the signal that ended it."""
+    agent = subprocess.Popen(command, env={**os.environ, **variables})
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        return agent.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
+        agent.terminate()
+        agent.wait()
 
 
 # -- the episode -----------------------------------------------------------------------------------
@@ -162,30 +170,24 @@ def launch(agent: Agent, args: Namespace) -> int:
 
 def _episode(agent: Agent, args: Namespace) -> dict[str, str]:
     """The names of the episode, as feedback has them. Empty: nothing is collected."""
+    if args.group_size is not None and not args.learn:
+        raise ConfigError("--group-size needs --learn GROUP")
     if args.learn is None:
-        if args.reward_command is not None or args.group_size is not None:
-            raise ConfigError("--reward-command and --group-size need --learn")
+        if args.reward_command is not None:
+            raise ConfigError("--reward-command needs --learn")
         return {}
     if args.reward_command is None and not sys.stdin.isatty():
         raise ConfigError("--learn: nobody can be asked without a terminal; add --reward-command")
-    if args.group_size is not None and not args.learn:
-        raise ConfigError("--group-size: name the group, as in --learn GROUP")
-    named = {"group_id": args.learn} if args.learn else {}
-    return {**named, "episode_id": f"{agent.name}-{uuid.uuid4().hex}"}
-
-
-def _headers(args: Namespace, episode: Mapping[str, str]) -> dict[str, str]:
-    headers = {f"X-{name.replace('_', '-').title()}": value for name, value in episode.items()}
-    return headers if args.group_size is None else {**headers, "X-Group-Size": str(args.group_size)}
+    return {"episode_id": f"{agent.name}-{uuid.uuid4().hex}", **({"group_id": args.learn} if args.learn else {})}
 
 
 def _reward(args: Namespace, client: Client, episode: Mapping[str, str]) -> None:
     """Ends the episode with its reward, if there is one."""
     if args.reward_command is not None:
-        score: float | None = float(subprocess.run(args.reward_command, shell=True).returncode == 0)
+        answer = "n" if subprocess.run(args.reward_command, shell=True).returncode else "y"
     else:
-        answer = input("Was it well done? y or n, anything else for no reward: ")
-        score = {"y": 1.0, "n": 0.0}.get(answer.strip().lower())
+        answer = input("Was it well done? y or n, anything else for no reward: ").strip().lower()
+    score = {"y": 1.0, "n": 0.0}.get(answer)
     if score is not None:
         client.ask("/v1/training/feedback", {**episode, "score": score})
     print("no reward" if score is None else f"rewarded with {score:g}", file=sys.stderr)
@@ -195,97 +197,63 @@ def _reward(args: Namespace, client: Client, episode: Mapping[str, str]) -> None
 
 
 def _served(args: Namespace, client: Client, episode: Mapping[str, str]) -> Served:
-    if args.adapter is not None:
-        model = client.ask(f"/v1/models/{args.adapter}")
-    else:
-        models = client.ask("/v1/models")
-        with client.reading():
-            model = models["data"][0]
+    if episode:
+        client.ask("/v1/training/status")  # an error if the server does not train
+    answer = client.ask(f"/v1/models/{args.adapter}" if args.adapter else "/v1/models")
     with client.reading():
-        name, context = model["id"], model["max_model_len"]
+        card = answer if args.adapter else answer["data"][0]
+        model, context = args.adapter or card["id"], card["max_model_len"]
+    fields = episode if args.group_size is None else {**episode, "group_size": str(args.group_size)}
+    headers = {f"X-{name.replace('_', '-').title()}": value for name, value in fields.items()}
     key = args.api_key or os.environ.get(API_KEY_VARIABLE) or "none"
-    return Served(client.base, key, args.adapter or name, context, _headers(args, episode))
+    return Served(client.base, key, model, context, headers)
+
+
+@contextmanager
+def _server(args: Namespace, client: Client) -> Iterator[None]:
+    """A server at the client's address while the block runs: the one that answers there, or one that is started."""
+    given = [*settings(args).values()]
+    if _answers(client):
+        if given:
+            raise ConfigError(f"{given[0].source}: a server runs at {client.base}; leave it out, or give another --url")
+        yield
+        return
+    url = urlsplit(client.base)
+    if url.scheme != "http" or not is_loopback(url.hostname or ""):
+        raise ParaLLMError(f"no server answers at {client.base}, and none can be started there")
+    flags = [f"--host={url.hostname}", f"--port={url.port or 80}"]
+    flags += ["--enable-rl-training"] if args.learn is not None else []
+    for setting in given:
+        flags += [setting.source, *(setting.value if isinstance(setting.value, list) else [str(setting.value)])]
+    with _started(flags, {API_KEY_VARIABLE: args.api_key} if args.api_key else {}, client):
+        yield
 
 
 def _answers(client: Client) -> bool:
     """Whether anything listens at the server's address."""
     import httpx
 
-    with client.asking():
-        try:
-            httpx.get(f"{client.base}/health", timeout=TIMEOUT_S)
-        except httpx.ConnectError:
-            return False
-    return True
+    with client.asking(), suppress(httpx.ConnectError):
+        httpx.get(f"{client.base}/health", timeout=TIMEOUT_S)
+        return True
+    return False
 
 
 @contextmanager
-def _server(args: Namespace, client: Client) -> Iterator[None]:
-    """A server at the client's address while the block runs: the one that answers there, or one that is started."""
-    flags = [str(part) for setting in settings(args).values() for part in (setting.source, *_values(setting.value))]
-    flags += ["--config", args.config] if args.config else []
-    if _answers(client):
-        if flags:
-            raise ConfigError(
-                f"{flags[0]}: a server runs at {client.base} already; leave it out, or give another --url"
-            )
-        yield
-        return
-    url = urlsplit(client.base)
-    if url.scheme != "http" or not is_loopback(url.hostname or ""):
-        raise ParaLLMError(f"no server answers at {client.base}, and none can be started there")
-    flags += ["--host", url.hostname or "", "--port", str(url.port or 80)]
-    flags += ["--enable-rl-training"] if args.learn is not None else []
-    with _started(flags, {API_KEY_VARIABLE: args.api_key} if args.api_key else {}, partial(_answers, client)):
-        yield
-
-
-def _values(value: object) -> Sequence[object]:
-    return value if isinstance(value, list) else (value,)
-
-
-@contextmanager
-def _started(flags: Sequence[str], variables: Mapping[str, str], answers: Callable[[], bool]) -> Iterator[None]:
-    """Runs a server, in a process group of its own, so that it does not get the terminal's Ctrl-C."""
-    command = (sys.executable, "-P", "-c", _SERVER, *flags)
+def _started(flags: Sequence[str], variables: Mapping[str, str], client: Client) -> Iterator[None]:
+    """Runs a server until the block ends, in a process group of its own, because Ctrl-C is for the agent."""
+    print("starting a server", file=sys.stderr)
+    command, env = (sys.executable, "-P", "-c", _SERVER, *flags), {**os.environ, **variables}
     with stdin_until_exit() as stdin, tempfile.TemporaryFile("w+") as log:
-        print("starting a server", file=sys.stderr)
-        server = subprocess.Popen(
-            command, env={**os.environ, **variables}, stdin=stdin, stdout=log, stderr=log, process_group=0
-        )
+        server = subprocess.Popen(command, env=env, stdin=stdin, stdout=log, stderr=log, process_group=0)
         try:
-            while not answers():
+            while not _answers(client):
                 if server.poll() is not None:
                     log.seek(0)
-                    said = "".join(log.readlines()[-_LOG_LINES:])
-                    raise ParaLLMError(f"the server did not start:\n{said}")
+                    raise ParaLLMError(f"the server did not start:\n{log.read()[-2000:]}")
                 time.sleep(_POLL_S)
             yield
         finally:
             server.terminate()
             with suppress(subprocess.TimeoutExpired):
                 server.wait(_STOP_S)
-
-
-# -- the agent -------------------------------------------------------------------------------------
-
-
-def _run(command: Sequence[str], variables: Mapping[str, str]) -> int:
-    """Runs a command with this terminal. Returns its exit status; a negative number is that of the signal which ended
-    it or this process. It gets Ctrl-C from the terminal; SIGTERM and SIGHUP are passed on."""
-    child = subprocess.Popen(command, env=variables)
-    passed: list[int] = []
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        if number != signal.SIGINT:
-            passed.append(number)
-            child.send_signal(number)
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, pass_on) for number in numbers]
-    try:
-        status = child.wait()
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
-    return -passed[0] if passed else status
