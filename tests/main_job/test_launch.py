@@ -123,6 +123,6 @@ def test_launches_are_episodes_of_a_group_of_a_server_that_runs(training: Server
     group = training.get(f"/v1/training/trajectories/{listed['group_id']}")
     assert [(member["reward"], len(member["turns"])) for member in group["members"]] == [(1.0, 2), (0.0, 2)]
     status = training.get("/v1/training/status")
-    assert status["turns"] == {"first": 2, "continued": 2, "apart": 0}
+    assert status["turns"] == {"first": 2, "continued": 2}
     assert (status["groups_open"], status["groups_ready"]) == (0, 1)
     check_settings(tmp_path)
