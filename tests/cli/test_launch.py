@@ -42,7 +42,7 @@ def test_claude_code_is_given_the_server_by_variables_and_settings_of_its_comman
     assert main(["launch", "claude-code", "--url", f"{url}/v1", *adapter, "--", "-p", "--model", "x", "hi"]) == 5
     arguments, variables = given(tmp_path)["arguments"], given(tmp_path)["variables"]
     assert (arguments[0], arguments[2:]) == ("--settings", ["-p", "--model", "x", "hi"])
-    overriding = json.loads(arguments[1])["env"]
+    overriding = json.loads(arguments[1])["env"]  # without the key
     assert overriding == {
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_API_KEY": "",

@@ -171,6 +171,17 @@ async def test_a_collected_request_is_strict(client, engine, fault, path):
     assert not engine.requests
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, RESPONSES, MESSAGES])
+async def test_a_request_that_only_headers_mark_for_collection_may_have_unknown_fields(client, engine, path):
+    """Its client is an agent that cannot send another body."""
+    tools = {RESPONSES: [{"type": "web_search"}], MESSAGES: [{"type": "web_search_20250305", "name": "web_search"}]}
+    body = (BASE | ANTHROPIC)[path] | {"num_ctx": 1, **({"tools": tools[path]} if path in tools else {})}
+    response = await client.post(path, json=body, headers={"X-Episode-Id": "7"})
+    assert response.status_code == 200, response.text
+    assert "num_ctx" in response.headers["x-ignored-fields"]
+    assert engine.requests[0].collection.episode_id == "7"
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

@@ -49,11 +49,11 @@ _CLAUDE_MODELS = (
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What an agent is told: the server's address, a key, a model, the tokens of its context if they are known, and
+    """What an agent is told: the server's address, its key, a model, the tokens of its context if they are known, and
     headers for every request."""
 
     url: str
-    key: str
+    key: str | None
     model: str
     context: int | None
     headers: Mapping[str, str]
@@ -71,8 +71,8 @@ class Agent:
 
 
 def _claude_code(served: Served) -> tuple[Sequence[str], Mapping[str, str]]:
-    """The variables are in --settings too, because those of the user's settings files override the environment. The
-    key is not: other users of the machine can read arguments."""
+    """The variables are in --settings too, because those of the user's settings files override the environment. A key
+    is not: other users of the machine can read arguments."""
     variables = {
         "ANTHROPIC_BASE_URL": served.url,
         "ANTHROPIC_API_KEY": "",
@@ -83,7 +83,9 @@ def _claude_code(served: Served) -> tuple[Sequence[str], Mapping[str, str]]:
         variables["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = str(served.context)
     if served.headers:
         variables["ANTHROPIC_CUSTOM_HEADERS"] = "\n".join(f"{name}: {value}" for name, value in served.headers.items())
-    return ("--settings", json.dumps({"env": variables})), {**variables, "ANTHROPIC_AUTH_TOKEN": served.key}
+    token = {"ANTHROPIC_AUTH_TOKEN": served.key or "none"}
+    overriding = variables if served.key else {**variables, **token}
+    return ("--settings", json.dumps({"env": overriding})), {**variables, **token}
 
 
 def _codex(served: Served) -> tuple[Sequence[str], Mapping[str, str]]:
@@ -101,7 +103,7 @@ def _codex(served: Served) -> tuple[Sequence[str], Mapping[str, str]]:
     if served.context is not None:
         values["model_context_window"] = served.context
     arguments = [part for name, value in values.items() for part in ("-c", f"{name}={json.dumps(value)}")]
-    return arguments, {API_KEY_VARIABLE: served.key}
+    return arguments, {API_KEY_VARIABLE: served.key or "none"}
 
 
 _AGENTS = (
@@ -205,8 +207,7 @@ def _served(args: Namespace, client: Client, episode: Mapping[str, str]) -> Serv
         model, context = args.adapter or card["id"], card["max_model_len"]
     fields = episode if args.group_size is None else {**episode, "group_size": str(args.group_size)}
     headers = {f"X-{name.replace('_', '-').title()}": value for name, value in fields.items()}
-    key = args.api_key or os.environ.get(API_KEY_VARIABLE) or "none"
-    return Served(client.base, key, model, context, headers)
+    return Served(client.base, args.api_key or os.environ.get(API_KEY_VARIABLE), model, context, headers)
 
 
 @contextmanager

@@ -196,7 +196,7 @@ class WireInput(BaseModel):
 
 class OpenBody(WireInput):
     """The body of a route that other servers have too, so that clients may send fields which this server does not know.
-    Unknown fields are ignored, unless the server runs with strict fields or the request is collected for training."""
+    Unknown fields are ignored, unless the server runs with strict fields or the body has `collect_trajectory`."""
 
 
 class Validate(Protocol[Validated]):

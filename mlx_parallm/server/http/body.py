@@ -234,7 +234,8 @@ def parse_body(
     given: Mapping[str, object] = MappingProxyType({}),
 ) -> M:
     """Parses `raw` and validates it as `model`. `ignored` collects the unknown fields. They are refused if it is None,
-    or if the request has `collect_trajectory`, so that a mistyped field does not pass unnoticed.
+    or if the body has `collect_trajectory`, so that a mistyped field does not pass unnoticed. They are not if only
+    headers mark the request for collection, because such a client sends what it always does.
 
     `given`: fields that the request's headers give, for those that the body does not have.
 
@@ -258,11 +259,12 @@ def parse_body(
         value = {name: value}
     if not isinstance(value, dict):
         raise InvalidRequestError("The body must be a JSON object.")
+    refuses = bool(value.get("collect_trajectory"))
     value = {**given, **value}
     if SURROGATE_ESCAPE.search(text):
         _refuse_lone_surrogates(value)
     try:
-        checked = model.model_validate(value, context=None if value.get("collect_trajectory") else ignored)
+        checked = model.model_validate(value, context=None if refuses else ignored)
     except ValidationError as error:
         raise first_fault(error) from None
     if constants:
