@@ -82,7 +82,6 @@ def _claude_code(served: Served) -> tuple[Sequence[str], Mapping[str, str]]:
     if served.context is not None:
         # It compacts a conversation when there is no room for an answer of the maximum length, 32,000 by default.
         variables["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = str(served.context)
-        variables["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = str(served.context // 8)
     if served.headers:
         variables["ANTHROPIC_CUSTOM_HEADERS"] = "\n".join(f"{name}: {value}" for name, value in served.headers.items())
     token = {"ANTHROPIC_AUTH_TOKEN": served.key or "none"}
