@@ -109,6 +109,7 @@ GROUPS = (
             _of_serving("--logprobs-mode", "server.logprobs_mode", "MODE"),
             _of_serving("--generation-config", "server.generation_config", "auto|none"),
             _of_serving("--stop-repetition", "server.stop_repetition"),
+            _of_serving("--repair-tool-calls", "server.repair_tool_calls"),
             _of_serving("--chat-template-dir", "server.chat_template_dir", "DIR"),
             _of_serving("--max-logprobs", "server.max_logprobs", "CANDIDATES"),
             _of_serving("--return-tokens-as-token-ids", "server.return_tokens_as_token_ids"),

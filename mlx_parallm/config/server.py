@@ -223,6 +223,11 @@ class ServerConfig(Section):
     """Addresses or networks of reverse proxies, such as 127.0.0.1 or 10.0.0.0/8, whose headers X-Forwarded-For and
     X-Forwarded-Proto say who the client is and whether it uses HTTPS. From any other address these headers are ignored.
     """
+    repair_tool_calls: bool = True
+    """Read a tool call that is in another family's form, without its end, with a wrong quote or in a fenced block, if
+    it can only mean one thing. The answers name such calls. Collected requests, and those for token ids, keep their
+    text.
+    """
     strict_fields: bool = False
     """Refuse requests that have unknown fields. Otherwise unknown fields are ignored and listed in the header
     x-ignored-fields. The routes for adapters, training and control always refuse them, and so does every request with

@@ -161,6 +161,8 @@ from mlx_parallm.core.text import (
     CallReader,
     JsonPosition,
     Reasoning,
+    RepairedCalls,
+    RepairKind,
     TextTokenizer,
     Tool,
     ToolCall,

@@ -10,6 +10,8 @@ may be the beginning of a mark is held back, and so is white space that may come
 marks of a call is not a valid call, it stays text, and so do the marks. If the text is cut off inside a call, the call
 is not complete, and no part of it becomes text.
 
+If calls are repaired, text that can only mean calls becomes calls: it begins a line, and nothing but calls follows it.
+
 A call that a grammar enforces comes in pieces, as the model writes it. Any other call comes whole, because it may still
 turn out to be text.
 """
@@ -17,13 +19,24 @@ turn out to be text.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 
 from mlx_parallm.core.grammar import ReasoningPrefix
-from mlx_parallm.core.text import CallPiece, CallReader, JsonPosition, Reasoning, Tool, ToolCall, ToolFormat, overlap
+from mlx_parallm.core.held import HeldText
+from mlx_parallm.core.text import (
+    CallPiece,
+    CallReader,
+    JsonPosition,
+    Reasoning,
+    RepairKind,
+    Tool,
+    ToolCall,
+    ToolFormat,
+    overlap,
+)
 
 MAX_CALLS_PER_ANSWER = 32
 
@@ -46,6 +59,9 @@ class AnswerSyntax:
     """Whether calls must come first. If other text comes first, nothing after it is a call."""
     enforced: bool = False
     """Whether a grammar enforces the form of calls: the text after a start mark is valid calls of `tools`."""
+
+    on_repair: Callable[[RepairKind], None] | None = None
+    """Is told of each call that is repaired. None: none is."""
 
     @property
     def visible_specials(self) -> frozenset[int]:
@@ -154,6 +170,10 @@ class Splitter:
         self._ids: list[str] = []
         self._complete = True
         self._cut = False
+        self._on_repair = syntax.on_repair
+        self._text = HeldText(syntax.calls, syntax.tools) if syntax.calls and syntax.on_repair else None
+        self.repaired: list[tuple[int, RepairKind]] = []
+        """The positions of the calls that were repaired, and what was wrong with them."""
 
     @property
     def called(self) -> bool:
@@ -173,6 +193,23 @@ class Splitter:
         text."""
         self._cut = cut
         yield from self._split(ended=True)
+        yield from self._settle()
+
+    def _say(self, text: str) -> Iterator[AnswerPart]:
+        yield from _text(self._text.feed(text) if self._text else text)
+
+    def _settle(self) -> Iterator[AnswerPart]:
+        """The parts of the text that may have begun a call to repair."""
+        if self._text is None or self._on_repair is None:
+            return
+        text, repaired = self._text.end(ended=not self._cut)
+        yield from _text(text)
+        if repaired is None:
+            return
+        for call in repaired.calls[: self._syntax.max_calls - len(self._ids)]:
+            self.repaired.append((len(self._ids), repaired.kind))
+            self._on_repair(repaired.kind)
+            yield AnswerPart(call=self._placed(call))
 
     def _split(self, ended: bool) -> Iterator[AnswerPart]:
         read_call = self._read_pieces if self._syntax.enforced else self._read_call
@@ -186,6 +223,7 @@ class Splitter:
         assert self._reasoning is not None
         reasoning, mark = self._take_until([self._reasoning.end], ended)
         if reasoning:
+            yield from self._settle()
             yield AnswerPart(reasoning=reasoning)
         if mark:
             self._mode, self._trims = _Mode.TEXT, True
@@ -202,7 +240,7 @@ class Splitter:
         if self._cut:
             self._drop_begun_mark(marks)
         text, mark = self._take_until(marks, ended)
-        yield from _text(text)
+        yield from self._say(text)
         if mark:
             self._trims = True
             self._begin(mark)
@@ -281,8 +319,9 @@ class Splitter:
             calls = self._parse(body, unfinished=self._cut and not end)
         except ValueError:
             self._trims = False
-            yield AnswerPart(text=self._space + self._start + body + end)
+            yield from self._say(self._space + self._start + body + end)
             return
+        yield from self._settle()
         for call in calls[: self._syntax.max_calls - len(self._ids)]:
             yield AnswerPart(call=self._placed(call))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 Tool = Mapping[str, Any]
 """A tool as chat templates take it: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
@@ -22,6 +22,20 @@ class ToolCall:
     arguments: str
     call_id: str | None = None
     complete: bool = True
+
+
+RepairKind = Literal["form", "end", "quotes", "fence"]
+"""What was wrong with a call that could mean one thing only: it was in another family's form; the end of its marks or
+brackets was missing, or a bracket was closed twice; its JSON was not valid for a quote, a comma or a line break; or it
+was in a fenced block."""
+
+
+@dataclass(frozen=True, slots=True)
+class RepairedCalls:
+    """Calls of a text that is no valid call in the form of its family."""
+
+    kind: RepairKind
+    calls: tuple[ToolCall, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +145,14 @@ class ToolFormat(Protocol):
         Raises:
             ValueError: there is no call, or it is malformed.
         """
+
+    def may_begin_call(self, text: str, tools: Sequence[Tool]) -> bool:
+        """Whether a text whose beginning is `text`, at the beginning of a line, may be a call for `repaired`. False
+        stays false when more text comes."""
+
+    def repaired(self, text: str, tools: Sequence[Tool]) -> RepairedCalls | None:
+        """The calls of a text that is not valid in the family's form, if it can only mean these calls, and nothing
+        else is in it."""
 
     def written(self, calls: Sequence[Mapping[str, Any]]) -> str:
         """The text of calls, each with a name and arguments, as the model writes them."""

@@ -27,6 +27,7 @@ from mlx_parallm.core import (
     EngineClient,
     Event,
     FinishReason,
+    RepairKind,
     RequestFinished,
     SequenceOutput,
     SequencePooled,
@@ -161,6 +162,9 @@ class ServerMetrics:
         self.client_disconnects = self._counter("client_disconnects", "Requests whose client left before the end.")
         self.responses = self._counter("http_responses", "HTTP responses by status.", ("status",))
         self.ignored_fields = self._counter("ignored_fields", "Unknown fields of request bodies that were ignored.")
+        self.repaired = self._counter(
+            "tool_calls_repaired", "Tool calls that were repaired: form, end, quotes or fence.", ("kind",)
+        )
         held = Gauge(PREFIX + "queue_sequences_held", "Sequences inside the bounded queue.", registry=self.registry)
         held.set_function(lambda: gate.held)
         limit = Gauge(PREFIX + "queue_sequences_limit", "Places in the bounded queue.", registry=self.registry)
@@ -189,6 +193,9 @@ class ServerMetrics:
     def observe_response(self, status: int) -> None:
         self.responses.labels(str(status)).inc()
         self._answered[status] += 1
+
+    def observe_repair(self, kind: RepairKind) -> None:
+        self.repaired.labels(kind).inc()
 
     def observe_first_token(self, model: str, seconds: float) -> None:
         self.ttft.labels(model).observe(seconds)

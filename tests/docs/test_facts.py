@@ -2,6 +2,7 @@
 comparison with others."""
 
 import argparse
+import json
 import re
 import tomllib
 from collections.abc import Collection, Iterator
@@ -9,6 +10,7 @@ from typing import Any, get_args
 
 import pytest
 from docs.pages import PAGES, ROOT, lines_of, prose_of, spans_of, table_of
+from tool_families import ASKED, TEXTS, TOOLS
 
 from mlx_parallm import blas
 from mlx_parallm.cli.flags import GROUPS
@@ -25,13 +27,14 @@ from mlx_parallm.config import (
     Speculation,
     TrackerName,
 )
-from mlx_parallm.core import PauseMode
+from mlx_parallm.core import PauseMode, RepairedCalls, ToolCall
 from mlx_parallm.core.competition import ComparisonVerdict
 from mlx_parallm.core.device import MODE_SHARES
 from mlx_parallm.core.models import ModelState
 from mlx_parallm.core.policies import TokenLoss
 from mlx_parallm.model.families import TESTED
 from mlx_parallm.model.sharding import SPLIT_FAMILIES
+from mlx_parallm.model.tools.formats import HERMES
 from mlx_parallm.model.tools.reasoning import REASONINGS
 from mlx_parallm.model.tools.syntax import FAMILIES, OTHER_NAMES
 from mlx_parallm.rl.collect.group_rewards import MAX_PEOPLE
@@ -53,7 +56,7 @@ from mlx_parallm.server.errors import RULES
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 DIVERGENCE = "| signal | beyond its limit | default | then |"
 ERRORS = "| status | `code` | meaning |"
-FORMS = "| `--tool-parser` | also | models | thinking | enforced |"
+FORMS = "| `--tool-parser` | also | models | thinking | enforced | repaired |"
 LISTS: tuple[tuple[str, str, Collection[str]], ...] = (
     ("docs/competition.md", "| verdict | when | live then |", {*get_args(ComparisonVerdict)} - {"running"}),
     ("docs/dashboard.md", "| role | on the dashboard |", Role),
@@ -239,12 +242,16 @@ def test_families() -> None:
 
 
 def test_forms_of_calls_and_thinking() -> None:
-    """Other names, marks of thinking, and whether calls are enforced and with which values."""
+    """Other names, marks of thinking, whether calls are enforced and with which values, and whether a call is read in
+    the answer of a model of another family."""
+    called = ToolCall(ASKED[0], json.dumps(ASKED[1], ensure_ascii=False))
     rows = {_NAMES.findall(cells[0])[0]: cells[1:] for cells in table_of("docs/tools.md", FORMS)}
     others = {other: name for name, (also, *_) in rows.items() for other in _NAMES.findall(also)}
     assert others == OTHER_NAMES
-    assert {each for *_, thinking, _ in rows.values() for each in _NAMES.findall(thinking)} == REASONINGS.keys()
-    for name, (*_, enforced) in rows.items():
+    assert {each for *_, thinking, _, _ in rows.values() for each in _NAMES.findall(thinking)} == REASONINGS.keys()
+    for name, (*_, enforced, repaired) in rows.items():
+        read = HERMES.repaired(TEXTS[name], TOOLS)
+        assert read == (RepairedCalls("form", (called,)) if repaired == "yes" else None)
         syntax = FAMILIES[name].syntax
         limits = {"one call an answer": syntax.single, "without lists and objects": syntax.scalars} if syntax else {}
         assert enforced == (

@@ -10,16 +10,18 @@ import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_parallm.core import CallReader, JsonPosition, Tool, ToolCall, UnwritableToolError
+from mlx_parallm.core import CallReader, JsonPosition, RepairedCalls, Tool, ToolCall, UnwritableToolError
 from mlx_parallm.model.tools.grammar import call_grammar, parameters_of, properties_of, value_types
 from mlx_parallm.model.tools.pieces import EnforcedCalls
 from mlx_parallm.model.tools.reading import cut_off_calls, whole_calls, written
 from mlx_parallm.model.tools.reasoning import named
-from mlx_parallm.model.tools.syntax import FAMILIES, OTHER_NAMES, CallSyntax, Family
+from mlx_parallm.model.tools.repair import may_begin_call, plain_json, repaired_calls
+from mlx_parallm.model.tools.syntax import FAMILIES, JSON, OTHER_NAMES, CallSyntax, Family
 
 Parser = Callable[[str, Any], Any]
 """A parser of mlx-lm: (text between the marks, tools) → one call or a list of calls."""
@@ -79,6 +81,14 @@ class FamilyToolFormat:
             raise ValueError("no call can be read") from error
         return parsed if isinstance(parsed, list) else [parsed]
 
+    def may_begin_call(self, text: str, tools: Sequence[Tool]) -> bool:
+        """See `core.ToolFormat.may_begin_call`."""
+        return may_begin_call(text, frozenset(tool["function"]["name"] for tool in tools), _all_formats())
+
+    def repaired(self, text: str, tools: Sequence[Tool]) -> RepairedCalls | None:
+        """See `core.ToolFormat.repaired`."""
+        return repaired_calls(text, tools, _all_formats())
+
     def written(self, calls: Sequence[Mapping[str, Any]]) -> str:
         """See `core.ToolFormat.written`."""
         assert self.syntax is not None, "calls of a family without a syntax are written by its template"
@@ -110,6 +120,15 @@ def family_format(family: Family) -> FamilyToolFormat:
     module = importlib.import_module(f"mlx_lm.tool_parsers.{family.parser}")
     marked = replace(family, starts=(module.tool_call_start,), end=module.tool_call_end)
     return FamilyToolFormat(marked, module.parse_tool_call)
+
+
+@cache
+def _all_formats() -> tuple[FamilyToolFormat, ...]:
+    """Every family's format, and JSON with other names of fields between the marks of each and without marks."""
+    formats = [family_format(family) for family in FAMILIES.values()]
+    marks = {((start,), each.end) for each in formats for start in each.starts if not start.endswith(("[", ":", "."))}
+    around = [Family(JSON, starts=starts, end=end) for starts, end in sorted(marks)]
+    return (*formats, *(FamilyToolFormat(family, plain_json) for family in around))
 
 
 HERMES = replace(family_format(FAMILIES["json_tools"]), in_template=False)
@@ -155,11 +174,16 @@ def _tool_call(parsed: Any) -> ToolCall:
     """Raises ValueError: it is no call."""
     if not isinstance(parsed, dict):
         raise ValueError("a call is an object")
+    if "arguments" not in parsed and not parsed.keys() <= {"name", "id"}:
+        raise ValueError("its arguments have another name")
     name, arguments, call_id = parsed.get("name"), parsed.get("arguments", {}), parsed.get("id")
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError("a call has a name, and its arguments are an object")
-    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except TypeError as error:  # some parsers read Python's literals, such as sets
+        raise ValueError("its arguments are not JSON") from error
     # Half of a surrogate pair is valid JSON but cannot be sent as UTF-8.
     return ToolCall(name, text.encode("utf-8", "replace").decode(), call_id if isinstance(call_id, str) else None)

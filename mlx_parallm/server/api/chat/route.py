@@ -40,6 +40,7 @@ from mlx_parallm.server.api.chat.schema import (
 from mlx_parallm.server.api.chat.template import chosen_template
 from mlx_parallm.server.api.chat.tools import NamedTool, answer_grammar, answer_syntax
 from mlx_parallm.server.api.logprobs import chat_logprobs, prompt_logprobs, scored_prompt
+from mlx_parallm.server.api.repairs import repaired_fields
 from mlx_parallm.server.candidates import Candidates
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
@@ -123,7 +124,10 @@ def plan_chat(
     if collection is not None and key is not None:
         prompt, unmatched = histories.prompt_of(key, conversation, tokenizer, rendered)
         collection = replace(collection, unmatched=unmatched)
-    syntax = answer_syntax(body, prompt, tokenizer)
+    # What may be trained on is kept as it was drawn.
+    drawn = collection is not None or body.given_prompt is not None or body.return_token_ids
+    repairs = services.config.repair_tool_calls and not drawn
+    syntax = answer_syntax(body, prompt, tokenizer, services.metrics.observe_repair if repairs else None)
     request = plan(
         request_id=request_id,
         body=body,
@@ -228,7 +232,8 @@ class ChatWriter(ChoiceWriter[ChatBody]):
         top = self.body.candidates.number or 0
         logprobs = chat_logprobs(self.tokenizer, piece.scored, top, self.tokens_as_ids) if piece.scored else None
         ids = {"token_ids": list(piece.token_ids)} if self.body.return_token_ids else {}
-        return {"logprobs": logprobs, **ending(piece), **self._called(piece), **ids}
+        repaired = repaired_fields(self.splitters[piece.index]) if piece.finish_reason else {}
+        return {"logprobs": logprobs, **ending(piece), **self._called(piece), **repaired, **ids}
 
     def _called(self, piece: ChoicePiece) -> dict[str, str]:
         """The finish reason `tool_calls` if the choice called tools. If the request named the function, the reason

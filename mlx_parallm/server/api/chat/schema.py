@@ -14,6 +14,7 @@ from mlx_parallm.server.api.chat.tools import ToolCallingBody
 from mlx_parallm.server.api.fields import INT32_MAX, FinishReasonText, Neutral, NonEmptyTokenIds, WireOutput, refused
 from mlx_parallm.server.api.generation_fields import UNSUPPORTED_OPTIONS
 from mlx_parallm.server.api.logprobs import ChatLogprobs, PromptLogprobs
+from mlx_parallm.server.api.repairs import RepairedCall
 from mlx_parallm.server.api.sampling_fields import NO_LIMIT, TopLogprobs
 from mlx_parallm.server.candidates import Candidates, widest
 
@@ -238,6 +239,8 @@ class ChatChoice(WireOutput):
     """Why the answer ended."""
     stop_reason: str | int | None = None
     """The stop string that ended the answer, or the token of `stop_token_ids`."""
+    repaired_tool_calls: list[RepairedCall] | None = None
+    """The calls that were repaired; absent if none was."""
     token_ids: list[int] | None = None
     """The generated tokens."""
 
@@ -255,6 +258,8 @@ class ChatChunkChoice(WireOutput):
     """Why the answer ended; null in a chunk before the last."""
     stop_reason: str | int | None = None
     """The stop string that ended the answer, or the token of `stop_token_ids`."""
+    repaired_tool_calls: list[RepairedCall] | None = None
+    """The calls that were repaired; absent if none was."""
     token_ids: list[int] | None = None
     """The generated tokens."""
 

@@ -3,7 +3,7 @@ enforces it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
@@ -14,6 +14,7 @@ from mlx_parallm.core import (
     GrammarCompiler,
     GrammarKind,
     GrammarSpec,
+    RepairKind,
     TextTokenizer,
     Tool,
     UnwritableToolError,
@@ -219,8 +220,18 @@ class ToolCallingBody(GenerationBody):
 # ---- enforced calls --------------------------------------------------------------------------------
 
 
-def answer_syntax(body: ToolCallingBody, prompt: Sequence[int], tokenizer: TextTokenizer) -> AnswerSyntax:
-    """What an answer may contain in addition to text. `prompt` has the token ids of the rendered conversation."""
+def answer_syntax(
+    body: ToolCallingBody,
+    prompt: Sequence[int],
+    tokenizer: TextTokenizer,
+    on_repair: Callable[[RepairKind], None] | None,
+) -> AnswerSyntax:
+    """What an answer may contain in addition to text.
+
+    Args:
+        prompt: the token ids of the rendered conversation.
+        on_repair: see `AnswerSyntax`. Calls that a grammar enforces are not repaired.
+    """
     reasoning = tokenizer.reasoning
     prompt_end = tokenizer.decode(prompt[-_PROMPT_END:]).rstrip() if reasoning else ""
     several = body.parallel_tool_calls and not isinstance(body.tool_choice, NamedTool)
@@ -232,6 +243,7 @@ def answer_syntax(body: ToolCallingBody, prompt: Sequence[int], tokenizer: TextT
         max_calls=MAX_CALLS_PER_ANSWER if several else 1,
         calls_first=body.calls_tools and body.mode == "auto" and body.grammar is not None,
         enforced=body.calls_tools and body.compiles,
+        on_repair=None if body.compiles else on_repair,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from mlx_parallm.server.api.fields import WireOutput
+from mlx_parallm.server.api.repairs import RepairedCall
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
@@ -82,6 +83,8 @@ class MessageObject(WireOutput):
     """One id, with `collect_trajectory`."""
     trajectory_warning: str | None = None
     """Why the trajectory will not be used for training, for example because a stale version sampled it."""
+    repaired_tool_calls: list[RepairedCall] | None = None
+    """The calls that were repaired; absent if none was."""
 
 
 class BlockDelta(WireOutput):
@@ -128,6 +131,7 @@ class MessageEvent(WireOutput):
     usage: MessageUsage | None = None
     trajectory_ids: list[str] | None = None
     trajectory_warning: str | None = None
+    repaired_tool_calls: list[RepairedCall] | None = None
 
     @property
     def event_name(self) -> str:

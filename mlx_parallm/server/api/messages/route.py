@@ -60,6 +60,7 @@ from mlx_parallm.server.api.messages.objects import (
     ToolUseContent,
 )
 from mlx_parallm.server.api.messages.schema import ConversationBody, CountTokensBody, MessagesBody
+from mlx_parallm.server.api.repairs import repaired_fields
 from mlx_parallm.server.error_forms import MessagesError, messages_error
 from mlx_parallm.server.errors import UnknownThreadError, error_body, rule_of
 from mlx_parallm.server.generation import GenerationResponse
@@ -247,6 +248,7 @@ class MessageWriter(AnswerWriter):
             yield from self._blocks.add(AnswerPart())
             yield from self._blocks.close()
         fields = {"usage": _usage(finished), **collected_fields(self.request, finished)}
+        fields |= repaired_fields(self.splitter)
         yield MessageEvent(type="message_delta", delta=self._end(), **fields)
         yield MessageEvent(type="message_stop")
 

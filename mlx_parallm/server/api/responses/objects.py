@@ -6,6 +6,7 @@ import uuid
 from typing import Any, Literal
 
 from mlx_parallm.server.api.fields import WireOutput
+from mlx_parallm.server.api.repairs import RepairedCall
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 ErrorCode = Literal["server_error", "invalid_prompt", "context_length_exceeded"]
@@ -178,6 +179,8 @@ class ResponseObject(WireOutput):
     """One id, with `collect_trajectory`."""
     trajectory_warning: str | None = None
     """Why the trajectory will not be used for training, for example because a stale version sampled it."""
+    repaired_tool_calls: list[RepairedCall] | None = None
+    """The calls that were repaired; absent if none was."""
     previous_response_id: str | None
     """From the request."""
     instructions: str | None

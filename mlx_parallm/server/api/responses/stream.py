@@ -11,7 +11,15 @@ from typing import Any, ClassVar
 from mlx_parallm.core import Event, FinishReason, GenerationRequest, RequestFinished, SequenceOutput
 from mlx_parallm.core.splitter import AnswerPart, Splitter
 from mlx_parallm.errors import ContextLengthError, RequestError
-from mlx_parallm.server.api.answer import AnswerWriter, Watch, collected_fields, cut_off, repetition_fields, served_by
+from mlx_parallm.server.api.answer import (
+    AnswerWriter,
+    Watch,
+    collected_fields,
+    cut_off,
+    repetition_fields,
+    served_by,
+)
+from mlx_parallm.server.api.repairs import repaired_fields
 from mlx_parallm.server.api.responses.items import ItemEvent, OutputItems
 from mlx_parallm.server.api.responses.objects import (
     ErrorCode,
@@ -104,6 +112,7 @@ class ResponseWriter(AnswerWriter):
         yield from self._numbered(self._last_items(status))
         details = IncompleteDetails(reason="max_output_tokens") if status == "incomplete" else None
         more = {**repetition_fields(self._reason), **collected_fields(self.request, finished)}
+        more |= repaired_fields(self.splitter)
         response = self._response(status, incomplete_details=details, usage=self._usage(finished), **more)
         self.keep(response)
         yield self._event(f"response.{status}", response=response)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from mlx_parallm.server.api.fields import Numbers, WireOutput
 from mlx_parallm.server.api.logprobs import ChatTokenLogprob
+from mlx_parallm.server.api.repairs import RepairedCall
 
 
 def timestamp(unix_s: float) -> str:
@@ -102,6 +103,8 @@ class Ending(WireOutput):
     """One id, with `collect_trajectory`."""
     trajectory_warning: str | None = None
     """Why the trajectory will not be used for training, for example because a stale version sampled it."""
+    repaired_tool_calls: list[RepairedCall] | None = None
+    """The calls that were repaired; absent if none was."""
 
 
 class ChatAnswer(Ending, MessageHolder):

@@ -32,6 +32,7 @@ from mlx_parallm.server.api.answer import (
 )
 from mlx_parallm.server.api.fields import WireOutput
 from mlx_parallm.server.api.logprobs import ChatTokenLogprob, ScoredToken, chat_logprobs
+from mlx_parallm.server.api.repairs import repaired_fields
 from mlx_parallm.server.error_forms import OllamaError, ollama_error
 from mlx_parallm.server.errors import error_body, rule_of
 from mlx_parallm.server.http.framing import JSON_LINES, Framing
@@ -126,6 +127,7 @@ class OllamaWriter(AnswerWriter):
             "eval_count": finished.completion_tokens,
             "eval_duration": _ns(finished.first_token_at, finished.finished_at),
             **collected_fields(self.request, finished),
+            **repaired_fields(self.splitter),
         }
 
     def _logprobs(self) -> dict[str, list[ChatTokenLogprob]]:
