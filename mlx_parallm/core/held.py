@@ -8,6 +8,8 @@ from mlx_parallm.core.text import RepairedCalls, Tool, ToolFormat
 
 _MAX_TRIES = 4
 """Number of lines of which one may begin the calls at the end of a text."""
+_LONGEST = 16_384
+"""Number of characters of calls that are repaired: to read a text in every form takes time, which all requests lack."""
 _SHORT = 1000
 """Number of characters of a text that is looked at whenever more comes."""
 
@@ -45,7 +47,8 @@ class HeldText:
         while repaired is None and at < len(text) and tries:
             tries -= 1
             begin, content = self._candidate(at, at_line)
-            repaired = self._calls.repaired(text[content:], self._tools) if content < len(text) else None
+            if 0 < len(text) - content <= _LONGEST:
+                repaired = self._calls.repaired(text[content:], self._tools)
             at, at_line = (begin if repaired else content), False
         self._held, self._at_line, self._asks_at = "", True, 0
         return text[:at] if repaired else text, repaired

@@ -143,6 +143,15 @@ def test_text_that_is_no_call_or_may_mean_something_else_is_unchanged(text):
         assert every_way(text, family=family) == ([], text, [])
 
 
+def test_a_very_long_call_is_not_repaired():
+    """To look for it in every form would take seconds, in which no other request is answered."""
+    city = "R" * 16_384
+    text = PYTHON.replace("Rome", city)
+    assert read([text], family="json_tools")[:3] == ([], text, [])
+    shorter = PYTHON.replace("Rome", city[:8000])
+    assert read([shorter], family="json_tools")[0] == [(0, "quotes")]
+
+
 def test_two_readings_are_none():
     """Without a schema that tells the argument's type, but with marks that two families have."""
     twice = (tool("note", properties={"text": {"type": "string"}}), *TOOLS)
