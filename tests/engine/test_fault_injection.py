@@ -75,7 +75,7 @@ class Training:
 class EvenTokens:
     """A grammar that allows every second token, and its own state. Its rows wait for the tokens of the unit before."""
 
-    ended = False
+    ended = free = False
 
     def start(self) -> EvenTokens:
         return EvenTokens()

@@ -45,7 +45,7 @@ def model_of(family: str) -> nn.Module:
 class EvenOdd:
     """A grammar of an even token, an odd token, and so on without end."""
 
-    ended = False
+    ended = free = False
 
     def __init__(self) -> None:
         self.count = 0
