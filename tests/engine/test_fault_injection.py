@@ -216,6 +216,7 @@ CALLS = ("eval", "async_eval", "synchronize")
 EVALUATING = [
     ("Arena.resize", "arena.py"),
     ("Arena.copy", "arena.py"),
+    ("Arena._put", "arena.py"),
     ("BatchRunner.launch", "runner.py"),
     ("BatchRunner.draw", "runner.py"),
     ("BatchRunner.wait", "runner.py"),
@@ -225,7 +226,7 @@ EVALUATING = [
 ]
 
 
-NOT_NEEDED = ("Arena.copy", "LinearGroup.read")
+NOT_NEEDED = ("Arena.copy", "Arena._put", "LinearGroup.read")
 """A row that cannot copy a block computes it; after a failed eviction the bank is made anew and needs none."""
 
 

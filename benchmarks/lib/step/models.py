@@ -73,6 +73,15 @@ LLAMA_8B = Architecture("Llama-3.1-8B, 4-bit", 32, 4096, 14336, 32, 8, 128256, m
 
 
 @dataclass(frozen=True, slots=True)
+class NoSpecialTokens:
+    """What `build_runner` reads of a tokenizer, of one whose tokens are all text."""
+
+    special_ids: frozenset[int] = frozenset()
+    tool_format: None = None
+    reasoning: None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ShapedModel:
     """What `build_runner` reads of a `SharedModelManager`, of a model without weights."""
 
@@ -81,6 +90,7 @@ class ShapedModel:
     card: ModelCard
     family: Family
     bank: AdapterBank
+    tokenizer: NoSpecialTokens = NoSpecialTokens()
     split: None = None
 
 
