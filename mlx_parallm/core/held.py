@@ -9,7 +9,8 @@ from mlx_parallm.core.text import RepairedCalls, Tool, ToolFormat
 _MAX_TRIES = 4
 """Number of lines of which one may begin the calls at the end of a text."""
 _LONGEST = 16_384
-"""Number of characters of calls that are repaired: to read a text in every form takes time, which all requests lack."""
+"""Number of characters of calls that are repaired: reading a text in every form takes time on the event loop, where all
+requests wait for it."""
 _SHORT = 1000
 """Number of characters of a text that is looked at whenever more comes."""
 

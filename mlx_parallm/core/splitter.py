@@ -61,7 +61,7 @@ class AnswerSyntax:
     """Whether a grammar enforces the form of calls: the text after a start mark is valid calls of `tools`."""
 
     on_repair: Callable[[RepairKind], None] | None = None
-    """Is told of each call that is repaired. None: none is."""
+    """Is called for each tool call that is repaired. None: none is repaired."""
 
     @property
     def visible_specials(self) -> frozenset[int]:

@@ -74,7 +74,7 @@ def test_graphs_are_built_without_computing_anything() -> None:
 
 
 def test_every_configuration_has_an_expectation_that_grows() -> None:
-    """Of two that MLX cannot export, it is a guess."""
+    """Of two that MLX cannot export, it is estimated from the linears."""
     for name in ("dbrx", "iquestloopcoder"):
         assert name in CONFIGURATIONS
         footprint = Trained(build(name)).footprint

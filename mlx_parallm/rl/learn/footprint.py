@@ -11,6 +11,7 @@ not depend on how fast or how full the machine happens to be: a replayed update 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -54,7 +55,7 @@ _LEAST, _MOST = 64, 2048
 _PADDING = 8
 """Part of a row that is counted as padding: mixers compute whole chunks, and the rows of the graphs have no other."""
 
-_GUESSED = 4.0
+_COPIES_ESTIMATED = 4.0
 """Copies of all inputs and outputs of a layer's linears that it takes if there is no graph of it."""
 
 # Copies of an array of logits, in float32, that are in memory at the same time.
@@ -62,6 +63,9 @@ _LOGITS = 3.7
 _LOGITS_PADDED = 2.5  # if the vocabulary has to be padded to whole blocks
 _LOGITS_OF_HEAD_ADAPTER = 1.0
 _NUMBER = 4
+
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +101,9 @@ def trunk_memories(model: TrainableModel) -> TrunkMemories:
     def graph(tokens: int, context: int) -> TrunkMemory:
         try:
             return _trunk_memory(model, tokens, context, found)
-        except ValueError:  # the graph depends on values, or MLX cannot export it
-            return _guess(model.layout, tokens)
+        except ValueError as error:  # the graph depends on values, or MLX cannot export it
+            _log.info("the memory of training is estimated from the sizes of the linears: %s", error)
+            return _estimate(model.layout, tokens)
 
     def rows_of(tokens: int, context: int) -> TrunkMemory:
         padded = context + context // _PADDING
@@ -138,13 +143,13 @@ def _trunk_memory(model: TrainableModel, tokens: int, context: int, found: Found
     return TrunkMemory(trunk.kept, trunk.after, kept[-1], max(most) - kept[-1])
 
 
-def _guess(layout: AdapterLayout, tokens: int) -> TrunkMemory:
+def _estimate(layout: AdapterLayout, tokens: int) -> TrunkMemory:
     """The same without a graph, from the inputs and outputs of all linears."""
     specs = layout.linears.values()
     features = _NUMBER * tokens * sum((each.in_features + each.out_features) * each.chosen for each in specs)
     hidden = _NUMBER * tokens * layout.layers * _hidden(layout)
-    layer = _GUESSED * features / layout.layers
-    return TrunkMemory(hidden, layer, _GUESSED * features, layer)
+    layer = _COPIES_ESTIMATED * features / layout.layers
+    return TrunkMemory(hidden, layer, _COPIES_ESTIMATED * features, layer)
 
 
 def _hidden(layout: AdapterLayout) -> int:
