@@ -1,8 +1,9 @@
 #!/usr/bin/env python
-"""Counts the functions that a completion request and a trajectory pass on their way through the package.
+"""Counts the functions that a completion request, a trajectory and a decode step pass on their way through the package.
 
-    uv run --group dev scripts/trace_path.py              # the bundled model; about a minute
+    uv run --group dev scripts/trace_path.py              # the bundled model; a minute and a half
     uv run --group dev scripts/trace_path.py --model DIR  # any model folder
+    uv run --group dev scripts/trace_path.py --record     # writes the counts that trace_path.json does not have yet
 
 Starts `RLIntegratedServer` in this process, with a profile function in every thread, and sends it requests over HTTP.
 
@@ -10,11 +11,16 @@ Starts `RLIntegratedServer` in this process, with a profile function in every th
 - trajectory: from the last token of a collected group to the adapter version that was trained on it and is live.
   Left out are `server/`, which sends the HTTP response meanwhile, the modules that compute forwards and losses, and
   functions that an uncollected request calls too (the device loop and its scheduler).
+- decode: one turn of the engine's thread, from the beginning of a decode step to the next one's, without statistics.
+  Four rows decode: greedily and with top-p, each with the base model and with the trained adapter.
 
 Each is measured in several rounds. A function counts when every round called it, so what happened to run at the same
 time (a timer, a statistics snapshot) drops out. Of these, the way passes the functions that call another one of the
 package; functions that call none (properties, checks, small helpers) are listed with a dot and not counted. Lambdas,
 comprehensions and generated code (`__init__` of a dataclass) are no functions here.
+
+trace_path.json keeps the first count of each way, and the table shows it beside the present one. It is never
+overwritten: whoever has changed what a way is deletes its entry.
 """
 
 from __future__ import annotations
@@ -32,6 +38,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,11 +50,14 @@ from mlx_parallm import LoRAConfig, RLConfig, RLIntegratedServer
 from mlx_parallm.core import RequestFinished
 
 PACKAGE = str(Path(mlx_parallm.__file__).parent) + os.sep
+FIRST_COUNTS = Path(__file__).with_suffix(".json")
 ROUNDS = 5
 LIMIT_S = 120.0
 GROUP = 8
+ADAPTER = "default"
 IDLE_S = 1.2
 """Longer than the device loop sleeps when it is idle."""
+DECODED = 64
 
 Marker = Callable[[CodeType], bool]
 
@@ -70,6 +80,8 @@ LEFT_OUT = (
 )
 GOES_LIVE = function("adapters/", "flip")
 DRAWS_THE_LAST_TOKEN = RequestFinished.__init__.__code__
+STEPS = function("engine/loops.py", "step")
+TAKES_STATISTICS = function("engine/loops.py", "refresh")
 
 
 @dataclass
@@ -113,11 +125,28 @@ class Way:
         )
 
 
+@dataclass
+class Steps:
+    """What each step of the engine's thread calls, until the next one begins or statistics are taken."""
+
+    ways: list[Way] = field(default_factory=list)
+    thread: int | None = None
+
+    def see(self, frame: FrameType) -> None:
+        if STEPS(frame.f_code):
+            self.thread = threading.get_ident()
+            self.ways.append(Way("decode: one step of the engine's thread", STEPS, lambda code: False))
+        elif TAKES_STATISTICS(frame.f_code):
+            self.thread = None
+        if self.thread == threading.get_ident():
+            self.ways[-1].see(frame)
+
+
 class Tracer:
-    """Shows every call of every thread to the way that is being recorded, if any."""
+    """Shows every call of every thread to what is being recorded, if anything is."""
 
     def __init__(self) -> None:
-        self._way: Way | None = None
+        self._way: Way | Steps | None = None
 
     def install(self) -> None:
         """Covers this thread, and all that are started from now on."""
@@ -125,10 +154,10 @@ class Tracer:
         sys.setprofile(self._profile)
 
     @contextmanager
-    def recording(self, way: Way) -> Iterator[Way]:
+    def recording(self, way: Way | Steps) -> Iterator[None]:
         self._way = way
         try:
-            yield way
+            yield
         finally:
             self._way = None
 
@@ -206,6 +235,19 @@ def trajectory(tracer: Tracer, client: Client, number: int) -> Way:
     return way
 
 
+def decode(tracer: Tracer, client: Client) -> list[Way]:
+    """The steps in the middle of four rows' lives, where nothing but decoding happens."""
+    base = client.post(prompt="Once", max_tokens=1)["model"]
+    shared = {"prompt": "Once upon a time", "max_tokens": DECODED, "ignore_eos": True, "seed": 0}
+    samplings: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1, "top_p": 0.9}]
+    rows = [{"model": model, **shared, **sampling} for model in (base, ADAPTER) for sampling in samplings]
+    steps = Steps()
+    with tracer.recording(steps), ThreadPoolExecutor(len(rows)) as pool:
+        list(pool.map(lambda row: client.post(**row), rows))
+    middle = len(steps.ways) // 2
+    return steps.ways[middle : middle + ROUNDS]
+
+
 @dataclass
 class Passed:
     """The functions that all rounds called, in the order of the first; `callers` are those that count."""
@@ -220,22 +262,47 @@ def common(ways: list[Way]) -> Passed:
     return Passed(every, {code for code in every if all(code in way.callers or way.ends(code) for way in ways)})
 
 
+def counts(passed: Passed) -> dict[str, int]:
+    return {
+        "functions": len(passed.callers),
+        "files": len({code.co_filename for code in passed.callers}),
+        "functions, with those that call no other": len(passed.calls),
+        "files, with those that call no other": len({code.co_filename for code in passed.calls}),
+    }
+
+
 def show(name: str, passed: Passed, brief: bool) -> None:
-    files = {code.co_filename for code in passed.callers}
-    everything = {code.co_filename for code in passed.calls}
-    print(f"{name}: {len(passed.callers)} functions in {len(files)} files")
-    print(f"  with those that call no other: {len(passed.calls)} functions in {len(everything)} files")
+    functions, files, every, everywhere = counts(passed).values()
+    print(f"{name}: {functions} functions in {files} files")
+    print(f"  with those that call no other: {every} functions in {everywhere} files")
     for code, count in () if brief else passed.calls.items():
         mark = " " if code in passed.callers else "."
         print(f"  {count:6} {mark} {code.co_filename.removeprefix(PACKAGE)}:{code.co_firstlineno} {code.co_qualname}")
 
 
-def measure(tracer: Tracer, client: Client, brief: bool) -> None:
+def compare(found: dict[str, dict[str, int]], record: bool) -> None:
+    first = json.loads(FIRST_COUNTS.read_text()) if FIRST_COUNTS.exists() else {}
+    if record:
+        first = found | first
+        FIRST_COUNTS.write_text(json.dumps(first, indent=1) + "\n")
+    for way, now in found.items():
+        for what, count in now.items():
+            before = first.get(way, {}).get(what)
+            print(f"{way:12}{what:42}{count:5}" + (f"  at first {before}" if before is not None else ""))
+
+
+def measure(tracer: Tracer, client: Client, brief: bool) -> dict[str, dict[str, int]]:
     client.wait_until_ready()
+    rounds = {}
     for way in (completion, trajectory):
         way(tracer, client, 0)  # imports and caches that only a first request fills
-        rounds = [way(tracer, client, 1 + number) for number in range(ROUNDS)]
-        show(rounds[0].name, common(rounds), brief)
+        rounds[way.__name__] = [way(tracer, client, 1 + number) for number in range(ROUNDS)]
+    decode(tracer, client)
+    rounds["decode"] = decode(tracer, client)
+    passed = {name: common(ways) for name, ways in rounds.items()}
+    for name, ways in rounds.items():
+        show(ways[0].name, passed[name], brief)
+    return {name: counts(each) for name, each in passed.items()}
 
 
 async def serve(model: str | None, folder: str, port: int) -> None:
@@ -244,7 +311,7 @@ async def serve(model: str | None, folder: str, port: int) -> None:
         LoRAConfig(rank=4),
         RLConfig(batch_size=GROUP),
         server__access_log=False,
-        server__kv_cache_memory="128MB",
+        server__kv_cache_memory="512MB",
         checkpointing__checkpoint_dir=folder,
     )
     await asyncio.gather(server.run_inference(port=port), server.run_training_loop())
@@ -254,6 +321,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="A model folder. Default: the bundled model.")
     parser.add_argument("--brief", action="store_true", help="Print the totals only.")
+    parser.add_argument("--record", action="store_true", help="Write the counts that trace_path.json does not have.")
     args = parser.parse_args()
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -261,7 +329,7 @@ def main() -> int:
 
     def run_client() -> None:
         try:
-            measure(tracer, Client(port), args.brief)
+            compare(measure(tracer, Client(port), args.brief), args.record)
         except Exception as error:  # noqa: BLE001 - reported by the main thread, after the server has stopped
             failures.append(error)
         finally:

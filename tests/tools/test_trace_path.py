@@ -1,4 +1,4 @@
-"""The script that counts what a request and a trajectory pass still finds where each begins and ends."""
+"""The script that counts what requests, trajectories and decode steps pass finds where each begins and ends."""
 
 import re
 import subprocess
@@ -13,13 +13,17 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "trace_path.py"
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_both_ways_are_counted_on_a_tiny_model(tmp_path):
+def test_all_ways_are_counted_on_a_tiny_model(tmp_path):
     save_tiny("llama", tmp_path / "model")
     command = [sys.executable, str(SCRIPT), "--model", str(tmp_path / "model")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
-    completion, trajectory = re.findall(r"^(\w+): .*: (\d+) functions in (\d+) files", done.stdout, re.MULTILINE)
-    assert (completion[0], trajectory[0]) == ("completion", "trajectory")
+    totals = r"^(\w+): .*: (\d+) functions in (\d+) files"
+    completion, trajectory, decode = re.findall(totals, done.stdout, re.MULTILINE)
+    assert (completion[0], trajectory[0], decode[0]) == ("completion", "trajectory", "decode")
     assert "batch/kv/cache.py" in done.stdout
     assert int(completion[2]) > 5
     assert int(trajectory[2]) > 5
+    decoded = done.stdout[done.stdout.index("decode:") :]
+    assert "refresh" not in decoded
+    assert int(decode[2]) > 5
