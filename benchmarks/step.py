@@ -1,7 +1,7 @@
 """The budget of one decode step: where its time goes here, and what it launches and reads on a Mac.
 
-    python benchmarks/step.py [--only times counts operations budget] [--rows 1 8 16 32] [--contexts 64 512 1024]
-        [--repeats 7] [--out FILE]
+    python benchmarks/step.py [--only times counts operations budget compared] [--quick]
+        [--models bundled 1b 8b hybrid] [--rows 1 8 16 32] [--contexts 64 512 1024] [--repeats 7] [--out FILE]
     python benchmarks/step.py --record-counts
 
 times: the bundled model on this machine, by part. About 2 minutes; nothing else should run meanwhile.
@@ -9,6 +9,10 @@ counts: kernels launched and bytes moved, counted from the graphs that our code 
     machine, always the same. They are compared with the record, results/step_counts.json.
 operations: which operations launch and move most, in a step of 16 rows of Llama-3.1-8B.
 budget: the time of a step of Llama-3.1-8B in 4 bits on an M4 Max, as arithmetic over these counts.
+compared: a whole step of the engine beside one of mlx-lm's batch generator: kernels, nodes of the graph, waits, copies,
+    and the time of the host, a step of each in turn. For 1 to 32 rows of 500 and 4,000 tokens of four models without
+    weights, whose layers and widths are the true ones. About 6 minutes, and its record is results/step_compared.json.
+    --quick: 1 and 16 rows of 500 tokens, without a record.
 
 --record-counts writes the counts to the record and does nothing else. Tests fail if a step launches or moves more than
 2 % more than the record says; the commit that records more says why.
@@ -23,17 +27,22 @@ from typing import Any
 
 from lib import machine, report
 from lib.figures import Figure, reported
-from lib.step import cases
+from lib.step import cases, compared
 from lib.step.budget import Budget, budget
 from lib.step.cases import Case
 from lib.step.counting import Counts
 from lib.step.decode import Rows
-from lib.step.models import LLAMA_8B
+from lib.step.engines import Batch
+from lib.step.models import LLAMA_8B, Architecture
 from lib.step.timing import Timer, Times
 from rich.table import Table
 
 RECORD = Path(__file__).parent / "results" / "step.json"
-PARTS = ("times", "counts", "operations", "budget")
+COMPARED = RECORD.with_name("step_compared.json")
+PARTS = ("times", "counts", "operations", "budget", "compared")
+COMPARED_REPEATS = 15
+AIMS = {"kernels": (1.2, 1.6), "nodes": (1.4, None), "host": (1.8, 2.4)}
+"""At most so many times mlx-lm's, with 16 rows of 500 tokens; with eight adapters."""
 BUDGET_ROWS = (1, 8, 16, 32, 64)
 BUDGET_CONTEXTS = (512, 2000)
 SHOWN_OPERATIONS = 24
@@ -44,7 +53,7 @@ def main() -> int:
     """Returns the exit code: 1 if a step launches or moves more than the record allows."""
     arguments = _arguments()
     if arguments.record_counts:
-        cases.write_record(cases.counted(cases.cases()))
+        cases.write_record(cases.as_record(cases.counted(cases.cases())) | cases.whole_steps())
         print(f"written to {cases.RECORD}")
         return 0
     figures: list[Figure] = []
@@ -54,7 +63,8 @@ def main() -> int:
     if "counts" in arguments.only:
         found = cases.counted(cases.cases())
         tables.append(_counts_table(found))
-        more = cases.excess(cases.as_record(found), cases.read_record())
+        before = cases.read_record()
+        more = cases.excess(cases.as_record(found), {name: before[name] for name in before if "engine: " not in name})
     if "operations" in arguments.only:
         tables.append(_operations_table(Case(LLAMA_8B, Rows.of([512] * 16))))
     if "budget" in arguments.only:
@@ -67,11 +77,14 @@ def main() -> int:
         tables.append(_times_table(times))
         record["times_ms"] = {rows.text: asdict(item) for rows, item in times.items()}
         figures += [_figure(f"step, {rows.text}", item.step) for rows, item in times.items()]
-    report.show(figures, *tables)
-    out = arguments.out or (RECORD if len(arguments.only) == len(PARTS) else None)
+    if figures or tables:
+        report.show(figures, *tables)
+    out = RECORD if len(arguments.only) == len(PARTS) else None
     if out:
         report.write(out, record, figures)
         print(f"written to {out}")
+    if "compared" in arguments.only:
+        _compare(arguments)
     print(*more, sep="\n")
     return int(bool(more))
 
@@ -92,6 +105,47 @@ def _times(arguments: argparse.Namespace) -> dict[Rows, Times]:
 def _budgets() -> dict[Case, Budget]:
     wanted = [Case(LLAMA_8B, Rows.of([context] * rows)) for context in BUDGET_CONTEXTS for rows in BUDGET_ROWS]
     return {case: budget(counts, len(case.rows.contexts)) for case, counts in cases.counted(wanted).items()}
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    machine.warn_if_busy()
+    record: dict[str, Any] = {"machine": machine.describe(), "setting": _setting(arguments), "steps": {}}
+    tables, figures = [], []
+    for name in arguments.models:
+        table, rows, found = _compared(compared.MODELS[name], list(compared.batches(arguments.quick)))
+        tables.append(table)
+        figures += found
+        record["steps"] |= rows
+    report.show(figures, *tables)
+    out = arguments.out or (None if arguments.quick else COMPARED)
+    if out:
+        report.write(out, record, figures)
+        print(f"written to {out}")
+
+
+def _compared(model: Architecture, batches: list[Batch]) -> tuple[Table, dict[str, Any], list[Figure]]:
+    table = _table(f"A whole step beside mlx-lm's: {model.name}", ("kernels", "nodes", "host ms", "waits", "copies"))
+    counts, times = compared.counted(model, batches), compared.timed(model, batches, COMPARED_REPEATS)
+    rows, figures = {}, []
+    for batch, found in counts.items():
+        host = times[batch]
+        pair = [f"{getattr(found.ours, what):,} / {getattr(found.theirs, what):,}" for what in ("waits", "copies")]
+        table.add_row(
+            batch.text,
+            *(f"{getattr(found.ours, what):,}, {found.ratio(what):.2f}x" for what in ("kernels", "nodes")),
+            f"{host.ours:.1f}, {host.ratio.text(2)}x",
+            *pair,
+        )
+        rows[f"{model.name}, {batch.text}"] = {**asdict(found), "host": asdict(host)}
+        if batch in (Batch(16, 500), Batch(16, 500, adapters=8)):
+            spreads = {what: reported([found.ratio(what)])[0] for what in ("kernels", "nodes")} | {"host": host.ratio}
+            figures += [
+                Figure(
+                    f"{model.name}, {batch.text}: {what}", "x", spread, spread.median, AIMS[what][batch.adapters > 0]
+                )
+                for what, spread in spreads.items()
+            ]
+    return table, rows, figures
 
 
 def _figure(name: str, milliseconds: float) -> Figure:
@@ -151,8 +205,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32])
     parser.add_argument("--contexts", type=int, nargs="+", default=[64, 512, 1024])
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--models", nargs="+", choices=compared.MODELS, default=list(compared.MODELS))
+    parser.add_argument("--quick", action="store_true", help="compare only 1 and 16 rows of 500 tokens")
     parser.add_argument("--record-counts", action="store_true", help="write the counts to the record, and stop")
-    parser.add_argument("--out", type=Path, help=f"by default {RECORD.name}, if all parts run, and no file otherwise")
+    parser.add_argument("--out", type=Path, help=f"of `compared`; by default {COMPARED.name}, with --quick no file")
     return parser.parse_args()
 
 

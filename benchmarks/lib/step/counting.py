@@ -57,13 +57,20 @@ def count(prepare: Prepare, recorder: Recorder) -> Counts:
     return _summed(operations, every, repeated)
 
 
+def nodes(prepare: Prepare, recorder: Recorder) -> int:
+    """The primitives of the function's graph, views included. A fused kernel is one, as is each fusion of `mx.compile`.
+    Equal ones count as often as they will run; views by strides are left out, because placeholders are such views."""
+    names = _drawn(prepare, recorder)
+    return sum(name != "AsStrided" for name in names) + sum(call.launches for call in recorder.fused)
+
+
 def trace(prepare: Prepare, recorder: Recorder) -> list[Operation]:
     """All operations of the function, fused kernels included. Equal ones on the same arrays are there once."""
     function = prepare()
 
     def results() -> list[mx.array]:
         recorder.clear()
-        recorder.evaluate(function())
+        recorder.want(function())
         fused = [array for call in recorder.fused for array in (*call.inputs, *call.outputs)]
         return [*recorder.evaluated, *fused]
 
@@ -88,7 +95,7 @@ def _fused(graph: Graph, recorder: Recorder) -> list[Operation]:
 def _drawn(prepare: Prepare, recorder: Recorder) -> list[str]:
     function = prepare()
     recorder.clear()
-    recorder.evaluate(function())
+    recorder.want(function())
     return primitives([*recorder.evaluated, *(array for call in recorder.fused for array in call.inputs)])
 
 

@@ -4,13 +4,12 @@ MLX's exporter lists the operations with shapes, but merges equal ones first, wh
 of a graph has neither shapes nor merging, so the two together give all operations, and the number of repeated ones.
 """
 
+import io
 import math
 import re
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from pathlib import Path
 from typing import Any
 
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
@@ -97,10 +96,9 @@ def exported(function: Callable[[], list[mx.array]]) -> Graph:
 
 def primitives(outputs: Sequence[mx.array]) -> list[str]:
     """The names of all primitives in a lazy graph, equal ones as often as they will run."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "graph.dot"
-        mx.export_to_dot(str(file), *outputs)
-        return re.findall(r'\[label ="(\w+)"', file.read_text())
+    drawing = io.StringIO()
+    mx.export_to_dot(drawing, *outputs)
+    return re.findall(r'\[label ="(\w+)"', drawing.getvalue())
 
 
 def _shaped(arrays: Sequence[tuple[str, Sequence[int], mx.Dtype]]) -> tuple[Shaped, ...]:

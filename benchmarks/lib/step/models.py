@@ -6,6 +6,7 @@ Only their graphs can be built, inside `gpu_graphs`.
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 
@@ -13,10 +14,10 @@ import mlx.core as mx  # isort: skip
 import mlx.nn as nn
 from lib.step.graph import Kind, placeholder
 from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.models import llama
+from mlx_lm.models import llama, qwen3, qwen3_5
 
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.app.device import build_runner
+from mlx_parallm.app import device
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Config, ServerConfig
 from mlx_parallm.core import ModelCard
@@ -29,14 +30,17 @@ SLOTS = 8
 _KV_BYTES = 1 << 40
 _DENSE_ROWS = 1
 """What a GPU is assumed to measure: dense attention is faster for one row, and attention by blocks for several."""
+_FAMILIES: dict[str, Any] = {"llama": llama, "qwen3": qwen3, "qwen3_5": qwen3_5}
 _HEADS = ("lm_head.", "embed_tokens.")
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A llama model. `bits`: of the layers' weights and of the embedding and head; None if they are not quantized.
+    """The configuration of a model.
 
+    bits, head_bits: of the layers' weights, and of the embedding and head; None if they are not quantized
     dtype: of activations, keys and values, and scales
+    family: mlx-lm's module of the model; `more` are further fields of its configuration
     """
 
     name: str
@@ -51,24 +55,46 @@ class Architecture:
     bits: int | None = None
     head_bits: int | None = None
     tied: bool = False
+    family: str = "llama"
+    more: tuple[tuple[str, Any], ...] = ()
 
-    def arguments(self) -> llama.ModelArgs:
-        return llama.ModelArgs(
-            model_type="llama",
-            hidden_size=self.hidden,
-            num_hidden_layers=self.layers,
-            intermediate_size=self.intermediate,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            rms_norm_eps=1e-5,
-            vocab_size=self.vocabulary,
-            max_position_embeddings=8192,
-            tie_word_embeddings=self.tied,
-        )
+    def model(self) -> nn.Module:
+        """The model as mlx-lm makes it."""
+        module = _FAMILIES[self.family]
+        fields = {
+            "model_type": self.family,
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "intermediate_size": self.intermediate,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "rms_norm_eps": 1e-5,
+            "vocab_size": self.vocabulary,
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": self.tied,
+            **dict(self.more),
+        }
+        return module.Model(module.ModelArgs.from_dict(fields | {"text_config": fields}))
 
 
 TINY = Architecture("tiny llama", 2, 64, 96, 4, 2, 263, mx.float32)
 BUNDLED = Architecture("bundled model, 4-bit", 30, 576, 1536, 9, 3, 49152, mx.float32, 32, 4, 8, tied=True)
+LLAMA_1B = Architecture("Llama-3.2-1B, 4-bit", 16, 2048, 8192, 32, 8, 128256, mx.bfloat16, 64, 4, 4, tied=True)
+_QWEN3 = (("head_dim", 128), ("rope_theta", 1e6))
+QWEN3_8B = Architecture(
+    "Qwen3-8B, 4-bit", 36, 4096, 12288, 32, 8, 151936, mx.bfloat16, 64, 4, 4, False, "qwen3", _QWEN3
+)
+_HYBRID = (
+    ("head_dim", 256),
+    ("full_attention_interval", 4),
+    ("linear_num_value_heads", 32),
+    ("linear_num_key_heads", 16),
+    ("linear_key_head_dim", 128),
+    ("linear_value_head_dim", 128),
+)
+HYBRID_4B = Architecture(
+    "Qwen3.5-4B, 4-bit", 32, 2560, 9216, 16, 4, 248320, mx.bfloat16, 64, 4, 4, True, "qwen3_5", _HYBRID
+)
 LLAMA_8B = Architecture("Llama-3.1-8B, 4-bit", 32, 4096, 14336, 32, 8, 128256, mx.bfloat16, 64, 4, 4)
 
 
@@ -95,13 +121,8 @@ class ShapedModel:
 
 
 def build(architecture: Architecture) -> ShapedModel:
-    """The model with placeholders for weights."""
-    model = llama.Model(architecture.arguments())
-    model.set_dtype(architecture.dtype)
-    if architecture.bits is not None:
-        nn.quantize(model, class_predicate=partial(_quantization, architecture))
-    model.update(tree_unflatten([(path, _placed(path, array)) for path, array in tree_flatten(model.parameters())]))
-    model.eval()
+    """The model with placeholders for weights, as this server loads it."""
+    model = plain(architecture)
     plan = prepare(model)
     card = ModelCard(
         name=architecture.name,
@@ -115,9 +136,21 @@ def build(architecture: Architecture) -> ShapedModel:
     return ShapedModel(model, plan, card, family_of(model), _filled_bank(model, plan.layout.dtype))
 
 
+def plain(architecture: Architecture) -> nn.Module:
+    """The model with placeholders for weights, as mlx-lm loads it."""
+    model = architecture.model()
+    model.set_dtype(architecture.dtype)
+    if architecture.bits is not None:
+        nn.quantize(model, class_predicate=partial(_quantization, architecture))
+    model.update(tree_unflatten([(path, _placed(path, array)) for path, array in tree_flatten(model.parameters())]))
+    model.eval()
+    return model
+
+
 def runner_of(shaped: ShapedModel) -> BatchRunner:
     """A new runner. Its KV pool has room for the rows of any case."""
-    runner = build_runner(shaped, shaped.bank, Config(server=ServerConfig(kv_cache_memory=_KV_BYTES)))
+    with patch.object(device, "prove_once"):  # there are no weights
+        runner = device.build_runner(shaped, shaped.bank, Config(server=ServerConfig(kv_cache_memory=_KV_BYTES)))
     runner.dense_rows = _DENSE_ROWS
     return runner
 
