@@ -1,0 +1,138 @@
+"""Makes mutants: small changes to the statements of functions, each of which a test should notice.
+
+Not changed are what no test should pin: docstrings and other strings, annotations, defaults, assertions, the messages
+of errors, and what is logged.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_SWAPPED: dict[type, type] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult, ast.BitOr: ast.BitAnd, ast.BitAnd: ast.BitOr, ast.LShift: ast.RShift,
+    ast.RShift: ast.LShift,
+}  # fmt: skip
+_OTHER_NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
+_LEFT_OUT = (ast.Assert, ast.Raise, ast.JoinedStr, ast.Import, ast.ImportFrom)
+_LOGGERS = ("_log", "log", "logger", "logging", "warnings")
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One change to a file. `function`: the qualified name of the one it is in. `start`, `end`: bytes of the file."""
+
+    file: str
+    function: str
+    line: int
+    before: str
+    after: str
+    start: int
+    end: int
+
+    def applied(self, source: bytes) -> bytes:
+        return source[: self.start] + self.after.encode() + source[self.end :]
+
+
+def mutants(file: str, source: bytes) -> list[Mutant]:
+    """Every mutant of a file, in the order of their places."""
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    found = []
+    for function, statement in _statements(ast.parse(source), ""):
+        for node, after in _changes(statement):
+            start = starts[node.lineno - 1] + node.col_offset
+            end = starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
+            found.append(Mutant(file, function, node.lineno, source[start:end].decode(), after, start, end))
+    return sorted(found, key=lambda each: (each.start, each.end, each.after))
+
+
+def _statements(parent: ast.AST, name: str) -> Iterator[tuple[str, ast.stmt]]:
+    """The statements of all functions below a node, each with its function's qualified name. The statements in the
+    body of another one, such as `if`, come with it."""
+    for node in ast.iter_child_nodes(parent):
+        if isinstance(node, _FUNCTIONS):
+            own = f"{name}{node.name}"
+            yield from ((own, statement) for statement in node.body)
+            yield from _statements(ast.Module(node.body, []), f"{own}.<locals>.")
+        elif isinstance(node, ast.ClassDef):
+            yield from _statements(node, f"{name}{node.name}.")
+        else:
+            yield from _statements(node, name)
+
+
+def _changes(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
+    """What can be replaced in a node, apart from functions and classes in it, and by which text."""
+    if isinstance(node, (*_FUNCTIONS, ast.ClassDef, *_LEFT_OUT)) or _logs(node):
+        return
+    if isinstance(node, ast.expr | ast.stmt):
+        yield from ((node, after) for after in _replacements(node))
+    for name, field in ast.iter_fields(node):
+        if name == "annotation":
+            continue
+        for child in field if isinstance(field, list) else [field]:
+            if isinstance(child, ast.AST):
+                if name == "test" and isinstance(child, ast.expr) and not isinstance(node, ast.While):
+                    yield child, f"(not ({ast.unparse(child)}))"
+                yield from _changes(child)
+
+
+def _replacements(node: ast.expr | ast.stmt) -> Iterator[str]:
+    match node:
+        case ast.Compare(ops=[operator]) if type(operator) in _SWAPPED:
+            yield _with(node, ops=[_SWAPPED[type(operator)]()])
+        case ast.BoolOp(op=operator):
+            yield _with(node, op=_SWAPPED[type(operator)]())
+        case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _SWAPPED:
+            if not (_is_text(left) or _is_text(right)):
+                yield _with(node, op=_SWAPPED[type(operator)]())
+        case ast.AugAssign(op=operator) if type(operator) in _SWAPPED:
+            yield _with(node, op=_SWAPPED[type(operator)]())
+        case ast.UnaryOp(op=ast.Not() | ast.USub(), operand=operand):
+            yield f"({ast.unparse(operand)})"
+        case ast.Constant(value=bool(value)):
+            yield str(not value)
+        case ast.Constant(value=int(value) | float(value)):
+            yield str(value + 1)
+        case ast.Name(id=name) if name in _OTHER_NAMES:
+            yield _OTHER_NAMES[name]
+        case ast.Return(value=value) if value is not None and not _is_none(value):
+            yield "return None"
+        case ast.Expr(value=ast.Call() | ast.Await()):
+            yield "pass"
+        case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):
+            yield "pass"
+        case ast.Break():
+            yield "continue"
+        case ast.Continue():
+            yield "break"
+
+
+def _with(node: ast.expr | ast.stmt, **fields: object) -> str:
+    changed = copy.copy(node)
+    for name, value in fields.items():
+        setattr(changed, name, value)
+    return ast.unparse(changed) if isinstance(node, ast.stmt) else f"({ast.unparse(changed)})"
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def _logs(node: ast.AST) -> bool:
+    """Whether this is a statement that logs."""
+    match node:
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id=name)))):
+            return name in _LOGGERS
+    return False
