@@ -1,11 +1,15 @@
-"""Checks tool calls of the bundled model through a real server, for several prompts and values of `tool_choice`.
+"""Checks tool calls of the bundled model through a real server, and what it costs to enforce them.
 
-    python benchmarks/tools.py [--quick] [--out FILE]
+    python benchmarks/tools.py [--quick] [--repeats 5] [--only choices throughput] [--out FILE]
 
-Each prompt is sent with `tool_choice` auto, none, required, and a named tool, greedily, once streamed and once not. A
-cell of the table shows the calls. Every call must name a tool of the request. Where calls are enforced, the arguments
-must follow the schema. `required` and a named tool must call, `none` must not, and the streamed answer must equal the
-other. It takes about 2 minutes on two cores.
+`choices`: each prompt is sent with `tool_choice` auto, none, required, and a named tool, greedily, once streamed and
+once not. A cell of the table shows the calls. Every call must name a tool of the request. Where calls are enforced, the
+arguments must follow the schema. `required` and a named tool must call, `none` must not, and the streamed answer must
+equal the other.
+
+`throughput`: 16 streams at once, each of which must call a tool of its own whose arguments are a list without an end,
+compared with 16 streams of text with the same tools. So masks and the reading of calls are both counted. It takes about
+4 minutes on two cores. Nothing else should run on the machine meanwhile.
 """
 
 import argparse
@@ -14,6 +18,7 @@ import json
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,12 +27,17 @@ from typing import Any
 import httpx
 import jsonschema
 from lib import machine, peers, report
-from lib.figures import Figure, errors, reported
+from lib.figures import Figure, errors, ratios, reported
 from lib.load import HOST
 from rich.table import Table
 
 HERE = Path(__file__).parent
 TOKENS, LIMIT_S, AT_ONCE = 96, 600.0, 8
+PARTS = ("choices", "throughput")
+FREE, ENFORCED = "free", "tools enforced"
+ROWS, ROW_TOKENS, KEPT = 16, 128, 0.9
+Rates = dict[str, list[float]]
+"""Tokens per second in each repeat."""
 CHOICES = ("auto", "none", "required", "named")
 PROMPTS = (
     "What is the weather in Paris?",
@@ -89,22 +99,65 @@ def main() -> int:
     arguments = _arguments()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # kills all child processes, as Ctrl-C does
     before = machine.describe()
+    machine.warn_if_busy()
     with tempfile.TemporaryDirectory(prefix="tools_benchmark_") as logs:
-        cells = asyncio.run(measure(Path(logs), PROMPTS[:2] if arguments.quick else PROMPTS))
-    judged = list(_judged(cells))
-    report.show(judged, _table(cells))
-    report.write(arguments.out, {"machine": before, "cells": [asdict(cell) for cell in cells]}, judged)
+        cells, rates = asyncio.run(measure(Path(logs), arguments))
+    judged = [*(_judged(cells) if cells else ()), *(_of_rates(rates) if rates else ())]
+    report.show(judged, *([_table(cells)] if cells else []))
+    results = {"cells": [asdict(cell) for cell in cells], "rates": rates}
+    report.write(arguments.out, {"machine": before, "setting": report.setting(arguments), **results}, judged)
     print(f"written to {arguments.out}")
     return int(any(figure.met is False for figure in judged))
 
 
-async def measure(logs: Path, prompts: Sequence[str]) -> list[Cell]:
+async def measure(logs: Path, arguments: argparse.Namespace) -> tuple[list[Cell], Rates]:
+    """The cells and the rates of the chosen parts."""
+    cells: list[Cell] = []
+    rates: Rates = {}
     async with peers.our_server(None, logs) as server:
         with server.awake():
             async with httpx.AsyncClient(base_url=f"http://{HOST}:{server.port}", timeout=LIMIT_S) as http:
-                places = asyncio.Semaphore(AT_ONCE)
-                asked = [_cell(http, places, prompt, choice) for prompt in prompts for choice in CHOICES]
-                return await asyncio.gather(*asked)
+                if "choices" in arguments.only:
+                    places = asyncio.Semaphore(AT_ONCE)
+                    prompts = PROMPTS[:2] if arguments.quick else PROMPTS
+                    asked = [_cell(http, places, prompt, choice) for prompt in prompts for choice in CHOICES]
+                    cells = await asyncio.gather(*asked)
+                if "throughput" in arguments.only:
+                    rates = await _rates(http, 1 if arguments.quick else arguments.repeats)
+    return cells, rates
+
+
+async def _rates(http: httpx.AsyncClient, repeats: int) -> Rates:
+    rates: Rates = {FREE: [], ENFORCED: []}
+    for repeat in range(repeats + 1):  # the first one warms up, and leaves the prompts in the prefix cache
+        for kind in rates:
+            started = time.perf_counter()
+            tokens = await asyncio.gather(*(_row(http, row, kind == ENFORCED) for row in range(ROWS)))
+            rate = sum(tokens) / (time.perf_counter() - started)
+            if repeat:
+                rates[kind].append(rate)
+                print(f"  {kind:<14} {rate:6.1f} tok/s", flush=True)
+    return rates
+
+
+async def _row(http: httpx.AsyncClient, row: int, enforced: bool) -> int:
+    """The tokens of one streamed answer, which ends at the limit."""
+    item = {"type": "object", "properties": {f"name_{row}": {"type": "string"}, "count": {"type": "integer"}}}
+    item |= {"required": list(item["properties"]), "additionalProperties": False}
+    tool = _tool(f"record_{row}", "Records items", ["items"], items={"type": "array", "items": item, "minItems": 99})
+    body = {
+        "messages": [{"role": "user", "content": f"Record {row} things that are in a kitchen."}],
+        "tools": [tool],
+        "tool_choice": "required" if enforced else "none",
+        "max_tokens": ROW_TOKENS,
+        "ignore_eos": not enforced,
+        "seed": row,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    answer = await http.post("/v1/chat/completions", json=body)
+    *_, last, _done = [line for line in answer.text.splitlines() if line.startswith("data: ")]
+    return json.loads(last.removeprefix("data: "))["usage"]["completion_tokens"]
 
 
 async def _cell(http: httpx.AsyncClient, places: asyncio.Semaphore, prompt: str, choice: str) -> Cell:
@@ -178,6 +231,13 @@ def _judged(cells: Sequence[Cell]) -> Iterator[Figure]:
         yield errors(f"cells at fault, {choice}", sum(bool(cell.fault) for cell in mine))
 
 
+def _of_rates(rates: Rates) -> Iterator[Figure]:
+    kept = ratios(rates[ENFORCED], rates[FREE])
+    yield Figure("16 rows with tools enforced against 16 free ones", "x", kept, kept.median, KEPT, at_least=True)
+    yield Figure("16 rows with tools enforced", "tok/s", *reported(rates[ENFORCED]))
+    yield Figure("16 free rows", "tok/s", *reported(rates[FREE]))
+
+
 def _share(cells: Sequence[Cell]) -> float:
     return sum(bool(cell.calls) for cell in cells) / len(cells)
 
@@ -191,7 +251,9 @@ def _table(cells: Sequence[Cell]) -> Table:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two prompts")
+    parser.add_argument("--quick", action="store_true", help="two prompts, one repeat")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--out", type=Path, default=HERE / "results" / "tools.json")
     return parser.parse_args()
 

@@ -1,5 +1,5 @@
 """Claude Code 2.1.330 and Codex CLI 0.169, unmodified, by `mlx_parallm launch`: requests of full size to a tiny random
-model become an episode."""
+model become an episode, and the bundled model learns from the exit codes of a command."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from clients.agents import LIMIT_S, installed, serving_long_context, work_folder
-from clients.running import asking_no_other_host
-from main_job.serving import Server
+from clients.running import Report, asking_no_other_host
+from main_job.serving import Server, start, stop
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -67,3 +69,43 @@ def test_a_session_is_an_episode(server: Server, tmp_path: Path, agent: str) -> 
     (member,) = server.get(f"/v1/training/trajectories/{agent}")["members"]
     assert (member["reward"], len(member["turns"])) == (1.0, 1)
     assert {name: (tmp_path / name).read_text() for name in SETTINGS} == SETTINGS
+
+
+GROUPS, ATTEMPTS = 12, 8
+LEAST_GAIN = 0.3
+SHORT = ("--tools", "", "--system-prompt", "You answer.", "--setting-sources", "", "--strict-mcp-config")
+"""What fits the bundled model's context."""
+ANSWER, WANTED = "answer.txt", "blue"
+
+
+def test_the_bundled_model_learns_from_exit_codes(tmp_path: Path, report: Report) -> None:
+    """Attempts at one task are a group. The agent prints an answer, and a command looks for a word in it."""
+    path = f"{Path(installed('claude_code', 'claude')).parent}{os.pathsep}{os.environ['PATH']}"
+    flags = ("--checkpoint-dir", str(tmp_path / "run"), "--update-frequency", str(ATTEMPTS), "--learning-rate", "1e-3")
+    server = start("--enable-rl-training", *flags)
+
+    def attempt(group: str, number: int) -> float:
+        folder = tmp_path / group / str(number)
+        folder.mkdir(parents=True)
+        reward = ("--reward-command", f"grep -qi {WANTED} {ANSWER}")
+        learn = ("--learn", group, "--group-size", str(ATTEMPTS), *reward)
+        command = (sys.executable, "-m", "mlx_parallm", "launch", "claude-code", "--url", server.url, *learn)
+        quiet = {"HOME": str(folder), "PATH": path, "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "16"}
+        asked = ("-p", "Name a colour.")
+        with (folder / ANSWER).open("w") as answer:
+            variables = os.environ | proxied | quiet
+            subprocess.run((*command, "--", *SHORT, *asked), cwd=folder, env=variables, stdout=answer, timeout=LIMIT_S)
+        return float(WANTED in (folder / ANSWER).read_text().lower())
+
+    try:
+        with asking_no_other_host() as proxied, ThreadPoolExecutor(ATTEMPTS) as attempts:
+            rewards = []
+            for number in range(GROUPS):
+                group = [f"colour-{number}"] * ATTEMPTS
+                rewards.append(fmean(attempts.map(attempt, group, range(ATTEMPTS))))
+    finally:
+        stop(server)
+    first, last = fmean(rewards[:2]), fmean(rewards[-2:])
+    report("launch: reward of the first two groups of 8 sessions of Claude Code", first)
+    report("launch: reward of the last two of 12", last, limit=first + LEAST_GAIN, at_least=True)
+    assert last >= first + LEAST_GAIN, rewards

@@ -14,7 +14,7 @@ from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server.app import create_app
 
 SENT = [("system", "a"), ("user", "q"), ("user", "r"), ("system", "b"), ("assistant", "x"), ("user", "s")]
-FITTED = "s:a\nb\nu:q\nr\na:x\nu:s\na:"
+FITTED = "s:a\nu:q\nr\nb\na:x\nu:s\na:"
 
 
 def messages(roles=SENT):
@@ -68,7 +68,8 @@ async def test_the_messages_are_fitted(connect, engine, face, tokenizer):
     path, field, made, more = FACES[face]
     response = await connect(tokenizer()).post(path, json={field: made(), **more})
     assert response.status_code == 200, response.text
-    assert bytes(engine.requests[0].prompts[0]).decode() == FITTED
+    two_in_a_row = tokenizer is LeavesOut and face != "messages"
+    assert bytes(engine.requests[0].prompts[0]).decode() == (FITTED.replace("\nr", "\nu:r") if two_in_a_row else FITTED)
 
 
 @pytest.mark.parametrize("face", FACES)
@@ -84,6 +85,31 @@ async def test_a_conversation_that_no_order_fits_is_refused_with_the_templates_r
 async def test_what_the_template_takes_stays_as_it_is(connect, engine):
     await connect(ByteTokenizer()).post("/v1/chat/completions", json={"messages": messages()})
     assert bytes(engine.requests[0].prompts[0]).decode() == "s:a\nu:q\nu:r\ns:b\na:x\nu:s\na:"
+
+
+@pytest.mark.parametrize("face", FACES)
+async def test_a_later_system_message_leaves_the_beginning_of_the_prompt_as_it_was(connect, engine, face):
+    """So the prefix cache has it. Claude Code sends such messages after some turns."""
+    path, field, made, more = FACES[face]
+    for roles in (SENT[:3], [*SENT[:3], ("assistant", "x"), ("system", "b")]):
+        response = await connect(LeavesOut()).post(path, json={field: made(roles), **more})
+        assert response.status_code == 200, response.text
+    before, after = (bytes(request.prompts[0]).decode() for request in engine.requests)
+    assert after == before + "x\nu:b\na:"
+
+
+async def test_a_later_system_message_follows_the_results_of_tools(connect):
+    call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    said = [
+        *messages([("user", "q")]),
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "1", "tool_call_id": "c"},
+        *messages([("system", "b"), ("assistant", "x"), ("user", "r")]),
+    ]
+    tokenizer = Recording()
+    await connect(tokenizer).post("/v1/chat/completions", json={"messages": said})
+    texts = [message["content"] for message in tokenizer.given if message["role"] == "tool"]
+    assert texts == ["1\nb"]
 
 
 async def test_names_and_calls_survive(connect, engine):
@@ -108,11 +134,12 @@ async def test_names_and_calls_survive(connect, engine):
 
 
 class Recording(ByteTokenizer):
-    """Refuses two messages of the assistant in a row, and keeps what its template was given last."""
+    """Refuses two messages of the assistant in a row and a later system message, and keeps what its template was given
+    last."""
 
     def apply_chat_template(self, messages, *args, **kwargs):
         roles = [message["role"] for message in messages]
-        if ("assistant", "assistant") in pairwise(roles):
+        if ("assistant", "assistant") in pairwise(roles) or "system" in roles[1:]:
             raise InvalidRequestError("two in a row", param="messages")
         self.given = messages
         return super().apply_chat_template(messages, *args, **kwargs)

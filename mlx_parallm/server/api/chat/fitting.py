@@ -5,6 +5,7 @@ assistant."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from mlx_parallm.core import TextTokenizer
@@ -18,27 +19,32 @@ def fitted(
     turns: Turns, tokenizer: TextTokenizer, template: str | None, render: Callable[[Turns], list[int]]
 ) -> list[int]:
     """What `render` makes of the messages. If the template refuses them, or leaves out system messages that come later,
-    it makes it of the same texts `in_turns`.
+    it makes it of the same texts `in_place`, and if these are refused too, of those `merged`.
 
     Raises:
         InvalidRequestError: the template refuses these too.
     """
-    joined = in_turns(turns)
-    if joined == tuple(turns):
-        return render(turns)
-    if any(turn["role"] == "system" for turn in turns[1:]) and not _writes_later_system(tokenizer, template):
-        return render(joined)
-    try:
-        return render(turns)
-    except InvalidRequestError:
-        return render(joined)
+    placed = in_place(turns)
+    written = placed == list(turns) or _writes_later_system(tokenizer, template)
+    for form in ([turns] if written else []) + [placed]:
+        with suppress(InvalidRequestError):
+            return render(form)
+    return render(tuple(merged(placed)))
 
 
-def in_turns(turns: Turns) -> tuple[TemplateMessage, ...]:
-    """The messages with those of the system first, and `merged`."""
-    return tuple(
-        merged(sorted(turns, key=lambda turn: turn["role"] != "system"))
-    )  # stable: the order is otherwise kept
+def in_place(turns: Turns) -> list[TemplateMessage]:
+    """The messages without system messages after the beginning. Each is a part of the message before it, if the user or
+    a tool wrote that, or else a message of the user. So the prompt stays as it was up to there, and the prefix cache
+    has it."""
+    placed: list[TemplateMessage] = []
+    for turn in turns:
+        if turn["role"] != "system" or not placed or placed[-1]["role"] == "system":
+            placed.append(turn)
+        elif placed[-1]["role"] == "assistant":
+            placed.append({**turn, "role": "user"})
+        else:
+            placed[-1] = _joined(placed[-1], {"content": turn["content"]})
+    return placed
 
 
 def merged(messages: Iterable[TemplateMessage]) -> Iterator[dict[str, Any]]:
