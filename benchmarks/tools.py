@@ -214,7 +214,8 @@ def _faults(cell: Cell) -> Iterator[str]:
         yield "a call"
     if cell.choice == "named" and any(name != NAMED["function"]["name"] for name, _ in cell.calls):
         yield "another tool than the named one"
-    for name, arguments in cell.calls:
+    whole = cell.calls[:-1] if cell.finish_reason == "length" else cell.calls  # the last one may be cut off
+    for name, arguments in whole:
         try:
             jsonschema.validate(json.loads(arguments), SCHEMAS[name])
         except (KeyError, ValueError, jsonschema.ValidationError):

@@ -61,6 +61,8 @@ TEXTS = {
     "phi4_mini_json": '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "São Paulo", "days": 3}}]',
     "cohere_command": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", "parameters": '
     '{"city": "São Paulo", "days": 3}}\n]<|END_ACTION|>',
+    "command_r": 'Action: ```json\n[\n    {\n        "tool_name": "get_weather",\n        "parameters": '
+    '{"city": "São Paulo", "days": 3}\n    }\n]```',
 }
 TEXTS["deepseek_v4"] = TEXTS["deepseek_v32"].replace("function_calls", "tool_calls")
 
@@ -76,6 +78,7 @@ OTHER_TEXTS = [
     ("granite", '<tool_call>[{"name": "get_weather", "arguments": '),
     ("phi4_mini_json", 'functools[{"name": "get_weather", "arguments": '),
     ("cohere_command", '<|START_ACTION|>[\n    {"tool_name": "get_weather", "parameters": '),
+    ("command_r", 'Action:```json\n[\n    {\n        "tool_name": "get_weather",\n        "parameters": '),
 ]
 """Families, and other beginnings of the same call, up to its arguments."""
 
@@ -85,5 +88,6 @@ ENDINGS = {
     "granite": "}]",
     "phi4_mini_json": "}]<|/tool_call|>",
     "cohere_command": "}\n]<|END_ACTION|>",
+    "command_r": "\n    }\n]\n```",
 }
 """What follows the arguments of a call of `OTHER_TEXTS`, if anything does."""

@@ -31,13 +31,15 @@ _TOKEN = re.compile(r"<[|｜][\w▁/]+[|｜]>|\[/?[A-Z_]{3,}\]|</?think>")
 
 @dataclass(frozen=True)
 class Form:
-    """`wrote`: an answer after the template's generation prompt, without the token that ends it."""
+    """`wrote`: an answer after the template's generation prompt, without the token that ends it. `not_tokens`: marks
+    that consist of several tokens."""
 
     template: str
     wrote: str
     tool_parser: str
     reasoning_parser: str | None = None
     thought: str = ""
+    not_tokens: frozenset[str] = frozenset()
 
 
 def turns(assistant: str, other: str, prompt: str) -> str:
@@ -123,6 +125,32 @@ FORMS = {
         f'<|tool_call|>[{{"name": "get_weather", "arguments": {ARGUMENTS}}}]',
         "granite",
     ),
+    "granite3_3": Form(
+        turns(
+            "<|start_of_role|>assistant<|end_of_role|>{% if m.reasoning_content %}<think>{{ m.reasoning_content }}"
+            "</think>{% endif %}{{ m.content }}",
+            "{% if tools %}respond only with <|tool_call|> followed by a JSON list of tools used{% elif thinking %}"
+            "Write your thoughts between <think></think> and your response between <response></response>.{% endif %}"
+            "<|start_of_role|>{{ m.role }}<|end_of_role|>{{ m.content }}",
+            "<|start_of_role|>assistant<|end_of_role|>",
+        ),
+        f'<think>Hm.</think><|tool_call|>[{{"name": "get_weather", "arguments": {ARGUMENTS}}}]',
+        "granite",
+        "granite3_3",
+        "Hm.",
+        frozenset({"<think>", "</think>"}),
+    ),
+    "command_r": Form(
+        turns(
+            "<|CHATBOT_TOKEN|>{{ m.content }}",
+            "<|USER_TOKEN|>{{ m.content }}{% if tools %}<|SYSTEM_TOKEN|>Write 'Action:' followed by a json-formatted "
+            "list of actions, for example:\n```json\n[]```{% endif %}",
+            "<|CHATBOT_TOKEN|>",
+        ),
+        'Action: ```json\n[\n    {\n        "tool_name": "get_weather",\n        "parameters": '
+        f"{ARGUMENTS}\n    }}\n]```",
+        "command_r",
+    ),
     "phi4_mini": Form(
         turns(
             "<|assistant|>{{ m.content }}",
@@ -170,7 +198,8 @@ FORMS = {
 @cache
 def tokenizer_of(name: str) -> Tokenizer:
     form, hf = FORMS[name], tiny_tokenizer()
-    hf.add_special_tokens({"additional_special_tokens": sorted({*_TOKEN.findall(form.template + form.wrote)})})
+    tokens = {*_TOKEN.findall(form.template + form.wrote)} - form.not_tokens
+    hf.add_special_tokens({"additional_special_tokens": sorted(tokens)})
     hf.chat_template = form.template
     if name == "magistral":  # as mlx-lm loads it
         parser = family_format(FAMILIES["mistral"]).parser
@@ -215,6 +244,12 @@ def check_round_trip(tokenizer: Tokenizer, wrote: str, thought: str) -> None:
 def rendered(tokenizer: Tokenizer, messages: list[Message], add_generation_prompt: bool) -> list[int]:
     tools: tuple[Tool, ...] = TOOLS
     return Conversation.of(messages, tools, tokenizer).render(tokenizer, add_generation_prompt)
+
+
+def test_the_marks_around_an_answer_of_granite_are_not_in_its_text() -> None:
+    syntax = AnswerSyntax(tokenizer_of("granite3_3").reasoning)
+    said = split("<think>Hm.</think><response>Hello.</response>", syntax, cut=False)
+    assert (said.reasoning, said.text) == ("Hm.", "Hello.")
 
 
 def test_a_preamble_joins_the_thinking_where_the_template_takes_one_of_them() -> None:

@@ -38,6 +38,7 @@ REASONINGS: Mapping[str, Reasoning] = {
         field="tool_plan",
     ),
     "granite": Reasoning("Here is my thought process:", "Here is my response:"),
+    "granite3_3": Reasoning("<think>", "</think>", ("<response>", "</response>")),
     "gemma4": Reasoning("<|channel>thought", "<channel|>"),
     "longcat": Reasoning("<longcat_think>", "</longcat_think>"),
     **dict.fromkeys(("deepseek_r1", "deepseek_v3", "qwen3", "glm45", "kimi_k2", "minimax_m2", "poolside_v1"), _THINK),
@@ -52,6 +53,7 @@ OTHER_NAMES: Mapping[str, str] = {
 }
 
 _BY_TOKENS = ("openai_gptoss", "mistral", "cohere_command")
+_BY_TEXT = ("granite", "granite3_3")
 _TOKEN = re.compile(r"<\|\w+\|>|\[/?\w+\]")
 
 
@@ -69,8 +71,10 @@ def reasoning_of(wrapped: TokenizerWrapper, template: str, name: str | None = No
             return found
     if wrapped.has_thinking:
         return Reasoning(wrapped.think_start, wrapped.think_end, tuple(wrapped.structural_markers))
-    granite = REASONINGS["granite"]
-    return granite if granite.start in template and granite.end in template else None
+    for found in map(REASONINGS.__getitem__, _BY_TEXT):
+        if all(text in template for text in (found.start, found.end, *found.around)):
+            return found
+    return None
 
 
 def named(entries: Mapping[str, Entry], others: Mapping[str, str], name: str, setting: str) -> Entry:

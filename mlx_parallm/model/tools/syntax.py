@@ -267,6 +267,17 @@ FAMILIES: Mapping[str, Family] = {
         end="<|END_ACTION|>",
         template=("<|START_ACTION|>",),
     ),
+    "command_r": Family(
+        CallSyntax(
+            call=('{\n        "tool_name": "$name",\n        "parameters": ', "\n    }"),
+            block=("\n[\n    ", "\n]"),
+            between=",\n    ",
+        ),
+        starts=("Action: ```json", "Action:```json"),
+        end="```",
+        template=("followed by a json-formatted list of actions",),
+        in_content=True,
+    ),
 }
 """Keyed by the name of mlx-lm's parser, or vLLM's name of the format. Where several match, the first is meant."""
 
