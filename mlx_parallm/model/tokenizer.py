@@ -57,7 +57,8 @@ class Tokenizer:
         self.eos_token: str | None = wrapped.eos_token
         self.bos_token: str | None = wrapped.bos_token
         self.chat_template: str | None = _default_template(wrapped.chat_template)
-        template = self.chat_template or ""
+        templates = wrapped.chat_template
+        template = "".join(templates.values()) if isinstance(templates, dict) else templates or ""
         tool_format = tool_format_of(wrapped, template, tool_parser)
         self.eos_token_ids: frozenset[int] = frozenset(wrapped.eos_token_ids) | self._ids_of(tool_format.family.stops)
         self.text_bytes: list[bytes] | None = self._without_special_tokens()

@@ -260,6 +260,13 @@ def test_a_preamble_joins_the_thinking_where_the_template_takes_one_of_them() ->
     assert "analysis<|message|>Hm.\nI look.<|end|>" in text
 
 
+def test_a_template_that_is_for_tools_alone_tells_of_the_family() -> None:
+    hf = tiny_tokenizer()
+    hf.chat_template = {"default": "{{ messages[0].content }}", "tool_use": FORMS["command_r"].template}
+    tool_format = Tokenizer(TokenizerWrapper(hf)).tool_format
+    assert (tool_format.starts, tool_format.in_template) == (FAMILIES["command_r"].starts, True)
+
+
 def test_phi_gets_tools_in_the_system_message() -> None:
     tokenizer = tokenizer_of("phi4_mini")
     text = tokenizer.decode(rendered(tokenizer, [Message(role="user", content="hi")], add_generation_prompt=True))
