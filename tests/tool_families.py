@@ -58,6 +58,7 @@ TEXTS = {
     "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
     "llama3_json": '{"name": "get_weather", "parameters": {"city": "São Paulo", "days": 3}}',
     "granite": '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "São Paulo", "days": 3}}]',
+    "granite-20b-fc": '<function_call> {"name": "get_weather", "arguments": {"city": "São Paulo", "days": 3}}',
     "phi4_mini_json": '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "São Paulo", "days": 3}}]',
     "cohere_command": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", "parameters": '
     '{"city": "São Paulo", "days": 3}}\n]<|END_ACTION|>',
@@ -76,6 +77,7 @@ OTHER_TEXTS = [
     ("llama3_json", '{"name":"get_weather","arguments":'),
     ("granite", '<|tool_call|> [{"name":"get_weather","arguments":'),
     ("granite", '<tool_call>[{"name": "get_weather", "arguments": '),
+    ("granite-20b-fc", '<function_call>{"name":"get_weather","arguments":'),
     ("phi4_mini_json", 'functools[{"name": "get_weather", "arguments": '),
     ("cohere_command", '<|START_ACTION|>[\n    {"tool_name": "get_weather", "parameters": '),
     ("command_r", 'Action:```json\n[\n    {\n        "tool_name": "get_weather",\n        "parameters": '),
@@ -86,6 +88,7 @@ ENDINGS = {
     "deepseek_v3": "\n```\n<｜tool▁call▁end｜>\n<｜tool▁calls▁end｜>",
     "llama3_json": "}",
     "granite": "}]",
+    "granite-20b-fc": "}",
     "phi4_mini_json": "}]<|/tool_call|>",
     "cohere_command": "}\n]<|END_ACTION|>",
     "command_r": "\n    }\n]\n```",

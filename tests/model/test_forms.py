@@ -140,6 +140,16 @@ FORMS = {
         "Hm.",
         frozenset({"<think>", "</think>"}),
     ),
+    "granite_20b": Form(
+        turns(
+            "ASSISTANT:"
+            + each_call(" <function_call> {{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}"),
+            "{% if tools %}<|function_call_library|>{{ tools | tojson }}{% endif %}USER: {{ m.content }}",
+            "ASSISTANT:",
+        ),
+        f' <function_call> {{"name": "get_weather", "arguments": {ARGUMENTS}}}',
+        "granite-20b-fc",
+    ),
     "command_r": Form(
         turns(
             "<|CHATBOT_TOKEN|>{{ m.content }}",

@@ -248,6 +248,12 @@ FAMILIES: Mapping[str, Family] = {
         template=("<|start_of_role|>", "<|tool_call|>"),
         in_content=True,
     ),
+    "granite-20b-fc": Family(
+        CallSyntax(call=(' "$name", "arguments": ', ""), join=""),
+        starts=('<function_call> {"name":', '<function_call>{"name":'),
+        end="}",
+        template=("<|function_call_library|>",),
+    ),
     "phi4_mini_json": Family(
         _LIST,
         starts=("<|tool_call|>[", "functools["),
