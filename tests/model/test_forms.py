@@ -115,6 +115,20 @@ FORMS = {
         f'{{"name": "get_weather", "parameters": {ARGUMENTS}}}',
         "llama3_json",
     ),
+    "llama4": Form(
+        turns(
+            "<|header_start|>assistant<|header_end|>\n\n{% if m.tool_calls %}<|python_start|>{{ m.content or '' }}"
+            "<|python_end|>"
+            + each_call(
+                "{{ '{\"name\": \"' + c.function.name + '\", ' }}{{ '\"parameters\": ' }}" + AS_JSON + "{{ '}' }}"
+            )
+            + "{% else %}{{ m.content }}{% endif %}",
+            "<|header_start|>{{ m.role }}<|header_end|>\n\n{{ m.content }}<|eot|>",
+            "<|header_start|>assistant<|header_end|>\n\n",
+        ),
+        f'<|python_start|><|python_end|>{{"name": "get_weather", "parameters": {ARGUMENTS}}}',
+        "llama3_json",
+    ),
     "granite": Form(
         turns(
             "<|start_of_role|>assistant<|end_of_role|>{{ m.content }}",

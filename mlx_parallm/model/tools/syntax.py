@@ -239,7 +239,8 @@ FAMILIES: Mapping[str, Family] = {
         CallSyntax(call=(' "$name", "parameters": ', ""), native=(CallSyntax(call=(' "$name", "arguments": ', "")),)),
         starts=('{"name":', '<|python_tag|>{"name":'),
         end="}",
-        template=("<|start_header_id|>", '{"name": "', '"parameters": '),
+        around=("<|python_start|>", "<|python_end|>"),
+        template=("header_", '{"name": "', '"parameters": '),
     ),
     "granite": Family(
         _LIST,
