@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -153,7 +154,8 @@ class Tokenizer:
             text: str = self._hf.apply_chat_template(turns, **{**variables, **options, "tokenize": False})
         except Exception as error:  # a template is the model author's program: it may raise anything
             raise InvalidRequestError(f"the chat template refused the messages: {error}", param="messages") from error
-        return text
+        as_written = self._fields.tool_format.family.as_written
+        return re.sub(*as_written, text) if as_written else text
 
     def _make_control_text(self) -> ControlText:
         family, added = self._fields.tool_format.family, self._hf.added_tokens_decoder

@@ -71,8 +71,8 @@ FORMS = {
             "<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>",
             "<|start|>assistant",
         ),
-        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.get_weather<|channel|>commentary json"
-        f"<|message|>{ARGUMENTS}",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather "
+        f"<|constrain|>json<|message|>{ARGUMENTS}",
         "openai",
         "openai_gptoss",
         "Hm.",

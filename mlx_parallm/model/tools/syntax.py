@@ -72,6 +72,7 @@ class Family:
     stops:          tokens that end an answer
     text_arguments: the template takes arguments as JSON text
     in_content:     the template does not write calls, or not all: the content of a message must have them
+    as_written:     a regular expression for what the template writes in another way, and what the model writes
     system_tools:   the template writes tools with a system message only; some take them as JSON text in a field of it
     """
 
@@ -85,6 +86,7 @@ class Family:
     stops: tuple[str, ...] = ()
     text_arguments: bool = False
     in_content: bool = False
+    as_written: tuple[str, str] | None = None
     system_tools: bool = False
 
     @property
@@ -203,6 +205,10 @@ FAMILIES: Mapping[str, Family] = {
         around=("<|start|>assistant",),
         template=("<|channel|>analysis<|message|>", "functions."),
         stops=("<|call|>", "<|return|>"),
+        as_written=(
+            r"(<\|start\|>assistant) to=(functions\.[\w.-]+)<\|channel\|>commentary json<\|message\|>",
+            r"\1<|channel|>commentary to=\2 <|constrain|>json<|message|>",
+        ),
     ),
     "deepseek_v3": Family(
         CallSyntax(
