@@ -66,7 +66,7 @@ def test_each_mutant_is_one_change_within_a_function(making):
 def test_a_mutant_runs_against_the_tests_that_reach_it_and_leaves_no_trace(command, tmp_path):
     root = tmp_path / "root"
     files = {
-        "pyproject.toml": "[tool.pytest.ini_options]\nmarkers = ['slow']\n",
+        "pyproject.toml": "[tool.pytest.ini_options]\nmarkers = ['slow', 'ci']\n",
         "mlx_parallm/__init__.py": "",
         "mlx_parallm/toy.py": "def double(x):\n    return x * 2\n\n\ndef unused(x):\n    return x\n\n\n"
         "def ends(x):\n    while x > 0:\n        x -= 1\n    return x\n",
