@@ -22,8 +22,8 @@ from main_job.serving import Server, start, stop
 pytestmark = pytest.mark.timeout(1800)
 
 TURNS = 50
-LEFT = 64
-"""Most tokens of the last answer that are computed again: a block of the cache has as many."""
+BLOCK = 64
+"""Tokens of a block of the cache. Fewer of an answer may be computed again."""
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def assert_cached(usages: list[tuple[int, int, int]]) -> None:
     """usages: (tokens of the prompt, of them cached, tokens of the answer) of each request."""
     assert len(usages) == TURNS + 1
     for (prompt, _, answer), (_, cached, _) in pairwise(usages):
-        assert cached >= prompt + answer - LEFT
+        assert cached >= prompt + answer - BLOCK
 
 
 @pytest.mark.parametrize("family", FAMILIES)
