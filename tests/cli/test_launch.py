@@ -52,6 +52,7 @@ def test_claude_code_is_given_the_server_by_variables_and_settings_of_its_comman
         "ANTHROPIC_DEFAULT_HAIKU_MODEL": model,
         "CLAUDE_CODE_SUBAGENT_MODEL": model,
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": "65536",
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "16384",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
     assert overriding.items() <= variables.items()

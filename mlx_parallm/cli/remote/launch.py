@@ -45,6 +45,8 @@ _CLAUDE_MODELS = (
     *("ANTHROPIC_DEFAULT_HAIKU_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL"),
 )
 """Variables of the models that Claude Code asks for: in the foreground, in the background, and in its agents."""
+_CLAUDE_ANSWER = 32_000
+"""Tokens of the longest answer that Claude Code asks for by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +82,9 @@ def _claude_code(served: Served) -> tuple[Sequence[str], Mapping[str, str]]:
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     }
     if served.context is not None:
-        # It compacts a conversation when there is no room for an answer of the maximum length, 32,000 by default.
+        # It compacts a conversation when there is no room for an answer of the maximum length.
         variables["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = str(served.context)
+        variables["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = str(min(_CLAUDE_ANSWER, served.context // 4))
     if served.headers:
         variables["ANTHROPIC_CUSTOM_HEADERS"] = "\n".join(f"{name}: {value}" for name, value in served.headers.items())
     token = {"ANTHROPIC_AUTH_TOKEN": served.key or "none"}
