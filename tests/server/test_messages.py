@@ -166,12 +166,13 @@ async def test_the_conversation_of_an_agent(client, engine, tokenizer):
     assert variables["tools"][0] == {"type": "function", "function": function}
 
 
-async def test_a_template_that_needs_the_system_first_gets_it_first(client, tokenizer):
+async def test_a_template_that_needs_the_system_first_gets_a_later_one_in_the_users_words(client, tokenizer):
     tokenizer.system_first = True
     messages = [*USER, {"role": "system", "content": "later"}, {"role": "user", "content": "more"}]
     await answer(client, messages=messages, system="first")
     said, _ = tokenizer.given
-    assert said == ({"role": "system", "content": "first\nlater"}, {"role": "user", "content": "hi\nmore"})
+    assert [message["role"] for message in said] == ["system", *["user"] * (len(said) - 1)]
+    assert "\n".join(message["content"] for message in said) == "first\nhi\nlater\nmore"
 
 
 async def test_the_answer_continues_a_message_of_the_assistant(client, engine):
