@@ -67,7 +67,9 @@ class SharedModelManager:
     Args:
         path_or_id: a directory or hub id of a model that mlx-lm can load. None means the bundled model.
         trust_remote_code: whether Python code that comes with the model may run.
-        allow_special_tokens, tool_parser, reasoning_parser: see `Tokenizer`.
+        allow_special_tokens: see `Tokenizer`.
+        tool_parser: see `Tokenizer`.
+        reasoning_parser: see `Tokenizer`.
         progress: whether to report progress on stderr.
         loaded: the model of `path_or_id` as `load` returns it; None: it is loaded here.
         group: the ranks that the model is split among, of which each makes a manager at the same time; None: it is
