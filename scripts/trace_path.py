@@ -19,8 +19,8 @@ time (a timer, a statistics snapshot) drops out. Of these, the way passes the fu
 package; functions that call none (properties, checks, small helpers) are listed with a dot and not counted. Lambdas,
 comprehensions and generated code (`__init__` of a dataclass) are no functions here.
 
-trace_path.json keeps the first count of each way, and the table shows it beside the present one. It is never
-overwritten: whoever has changed what a way is deletes its entry.
+trace_path.json keeps the first count of each path, and the table shows it beside the present one. It is never
+overwritten. If what counts as a path changes, delete its entry.
 """
 
 from __future__ import annotations

@@ -254,8 +254,8 @@ def line(number: int) -> str:
 
 
 def _thought(number: int) -> str:
-    """Two tokens that set a state, so far from each other that a second part of an answer, which begins anew after
-    the thought, is told from the first."""
+    """Two tokens that set a state. They are so far apart that the second part of an answer, whose positions are counted
+    from its own beginning, has no state and position in common with the first part."""
     return f"{_marks(number)[0]}. {_LONG} {_marks(number)[1]}"
 
 
@@ -284,7 +284,7 @@ def save_scripted(folder: Path, family: Family, calls: Sequence[tuple[str, Argum
         state, offset = 0, 0
         for place, token in enumerate([*before, *tokenizer.encode(answer, add_special_tokens=False)]):
             if place >= len(before) and script.setdefault((state, offset), token) != token:
-                raise ValueError(f"the answer {answer!r} cannot be told from others at {token}")
+                raise ValueError(f"the answer {answer!r} needs another token than {token} where another answer has it")
             state = number_of.get(token, state)
             offset = 0 if token in begins else offset + 1
     _save(folder, family, tokenizer, script, begins, number_of)

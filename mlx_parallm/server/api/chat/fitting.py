@@ -25,11 +25,14 @@ def fitted(
         InvalidRequestError: the template refuses these too.
     """
     placed = in_place(turns)
-    written = placed == list(turns) or _writes_later_system(tokenizer, template)
-    for form in ([turns] if written else []) + [placed]:
+    forms = [placed]
+    if placed != list(turns) and _writes_later_system(tokenizer, template):
+        forms.insert(0, list(turns))
+    joined = list(merged(placed))
+    for form in forms if joined != placed else forms[:-1]:
         with suppress(InvalidRequestError):
             return render(form)
-    return render(tuple(merged(placed)))
+    return render(joined)
 
 
 def in_place(turns: Turns) -> list[TemplateMessage]:

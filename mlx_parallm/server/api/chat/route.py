@@ -124,9 +124,9 @@ def plan_chat(
     if collection is not None and key is not None:
         prompt, unmatched = histories.prompt_of(key, conversation, tokenizer, rendered)
         collection = replace(collection, unmatched=unmatched)
-    # What may be trained on is kept as it was drawn.
-    drawn = collection is not None or body.given_prompt is not None or body.return_token_ids
-    repairs = services.config.repair_tool_calls and not drawn
+    # What may be trained on is kept as it was sampled.
+    for_training = collection is not None or body.given_prompt is not None or body.return_token_ids
+    repairs = services.config.repair_tool_calls and not for_training
     syntax = answer_syntax(body, prompt, tokenizer, services.metrics.observe_repair if repairs else None)
     request = plan(
         request_id=request_id,

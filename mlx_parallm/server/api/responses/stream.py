@@ -11,14 +11,7 @@ from typing import Any, ClassVar
 from mlx_parallm.core import Event, FinishReason, GenerationRequest, RequestFinished, SequenceOutput
 from mlx_parallm.core.splitter import AnswerPart, Splitter
 from mlx_parallm.errors import ContextLengthError, RequestError
-from mlx_parallm.server.api.answer import (
-    AnswerWriter,
-    Watch,
-    collected_fields,
-    cut_off,
-    repetition_fields,
-    served_by,
-)
+from mlx_parallm.server.api.answer import AnswerWriter, Watch, collected_fields, cut_off, repetition_fields, served_by
 from mlx_parallm.server.api.repairs import repaired_fields
 from mlx_parallm.server.api.responses.items import ItemEvent, OutputItems
 from mlx_parallm.server.api.responses.objects import (
