@@ -26,16 +26,16 @@ def fitted(
     """
     placed = in_place(turns)
     forms = [placed]
-    if placed != list(turns) and _writes_later_system(tokenizer, template):
-        forms.insert(0, list(turns))
-    joined = list(merged(placed))
+    if placed != tuple(turns) and _writes_later_system(tokenizer, template):
+        forms.insert(0, tuple(turns))
+    joined = tuple(merged(placed))
     for form in forms if joined != placed else forms[:-1]:
         with suppress(InvalidRequestError):
             return render(form)
     return render(joined)
 
 
-def in_place(turns: Turns) -> list[TemplateMessage]:
+def in_place(turns: Turns) -> tuple[TemplateMessage, ...]:
     """The messages without system messages after the beginning. Each is a part of the message before it, if the user or
     a tool wrote that, or else a message of the user. So the prompt stays as it was up to there, and the prefix cache
     has it."""
@@ -47,7 +47,7 @@ def in_place(turns: Turns) -> list[TemplateMessage]:
             placed.append({**turn, "role": "user"})
         else:
             placed[-1] = _joined(placed[-1], {"content": turn["content"]})
-    return placed
+    return tuple(placed)
 
 
 def merged(messages: Iterable[TemplateMessage]) -> Iterator[dict[str, Any]]:
