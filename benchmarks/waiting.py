@@ -29,9 +29,10 @@ from lib.peers import Peer, our_server
 from lib.prompts import short_prompts
 from lib.throughput import body, warm_up
 
-from mlx_parallm.core import AdapterRef, PromptGroup, Sequence
-from mlx_parallm.scheduler.cost import CostModel
-from mlx_parallm.scheduler.scheduler import RLAwareScheduler, SchedulerConfig
+from mlx_parallm.core import AdapterRef
+from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.scheduler import RLAwareScheduler, SchedulerConfig
+from mlx_parallm.engine.sequence import PromptGroup, Sequence
 
 HERE = Path(__file__).parent
 PARTS = ("burners", "budget", "admission")
@@ -195,7 +196,10 @@ def in_the_queue(repeats: int) -> Queue:
 def _crowded(waiting: int) -> tuple[RLAwareScheduler, list[Sequence]]:
     """A scheduler with full memory, and the sequences that wait."""
     scheduler = RLAwareScheduler(SchedulerConfig(), FullMemory(LIVE), CostModel(0.05, 0.002, 1e-6))
-    rows = [Sequence(number, [0] * 60, 100, float(number), PromptGroup()) for number in range(LIVE + waiting)]
+    rows = [
+        Sequence(sequence_id=number, tokens=[0] * 60, max_tokens=100, arrived_at=float(number), group=PromptGroup())
+        for number in range(LIVE + waiting)
+    ]
     for row in rows:
         scheduler.add(row)
     scheduler.admit()

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from mlx_parallm.app.server import RLIntegratedServer
     from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
     from mlx_parallm.config import LoRAConfig, RLConfig
-    from mlx_parallm.engine.processor import ContinuousBatchProcessor
+    from mlx_parallm.engine.scheduler import RLAwareScheduler
+    from mlx_parallm.engine.thread import ContinuousBatchProcessor
     from mlx_parallm.model.manager import CheckpointManager, SharedModelManager
     from mlx_parallm.rl.learn.trainer import GRPOTrainer
-    from mlx_parallm.scheduler.scheduler import RLAwareScheduler
 
 __all__ = [
     "BLAS",
@@ -43,11 +43,11 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 _LAZY = {
     "CheckpointManager": "mlx_parallm.model.manager",
-    "ContinuousBatchProcessor": "mlx_parallm.engine.processor",
+    "ContinuousBatchProcessor": "mlx_parallm.engine.thread",
     "GRPOTrainer": "mlx_parallm.rl.learn.trainer",
     "LoRABatchedKVCache": "mlx_parallm.batch.kv.cache",
     "LoRAConfig": "mlx_parallm.config",
-    "RLAwareScheduler": "mlx_parallm.scheduler.scheduler",
+    "RLAwareScheduler": "mlx_parallm.engine.scheduler",
     "RLConfig": "mlx_parallm.config",
     "RLIntegratedServer": "mlx_parallm.app.server",
     "RetrainEngine": "mlx_parallm.app.retrain",

@@ -80,8 +80,8 @@ LEFT_OUT = (
 )
 GOES_LIVE = function("adapters/", "flip")
 DRAWS_THE_LAST_TOKEN = RequestFinished.__init__.__code__
-STEPS = function("engine/loops.py", "step")
-TAKES_STATISTICS = function("engine/loops.py", "refresh")
+STEPS = function("engine/thread.py", "_step")
+TAKES_STATISTICS = function("engine/thread.py", "_refresh")
 
 
 @dataclass

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import fields
 
-from mlx_parallm.core import AdapterRef, DeviceSchedule, PromptGroup, Sequence, SequenceStatus, to_preempt
-from mlx_parallm.scheduler.cost import CostModel
-from mlx_parallm.scheduler.scheduler import RLAwareScheduler, SchedulerConfig
-from mlx_parallm.scheduler.units import Candidate, ForwardUnit, StagingUnit, TrainingUnit, Unit, WorkKind
+from mlx_parallm.core import AdapterRef, DeviceSchedule
+from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.scheduler import RLAwareScheduler, SchedulerConfig
+from mlx_parallm.engine.sequence import PromptGroup, Sequence, SequenceStatus
+from mlx_parallm.engine.units import Candidate, ForwardUnit, StagingUnit, TrainingUnit, Unit, WorkKind
+from mlx_parallm.engine.waiting import gives_way
 
 STEP = 0.05
 """Seconds of a unit of decode rows alone."""
@@ -53,11 +56,53 @@ class TokenBudget:
         return True
 
     def to_preempt(self, rows: list[Sequence], growing: Sequence) -> Sequence:
-        return to_preempt(rows)
+        return gives_way(rows)
 
     def close(self, sequence: Sequence) -> None:
         del self.held[sequence.sequence_id]
         sequence.computed = 0
+
+
+def new_sequence(
+    number: int,
+    tokens: list[int],
+    max_tokens: int,
+    arrived_at: float = 0.0,
+    group: PromptGroup | None = None,
+    **fields: object,
+) -> Sequence:
+    """A sequence of no request."""
+    asked = {"sequence_id": number, "tokens": tokens, "max_tokens": max_tokens, "arrived_at": arrived_at}
+    return Sequence(**asked, group=group or PromptGroup(), **fields)
+
+
+class UnlimitedMemory:
+    """Memory in which every adapter is ready and every row fits."""
+
+    def ready(self, adapter: AdapterRef) -> bool:
+        return True
+
+    def cached(self, sequence: Sequence) -> int:
+        shared = any(member.status is SequenceStatus.RUNNING for member in sequence.group.members)
+        return sequence.prompt_length - 1 if shared else 0
+
+    def open(self, sequence: Sequence) -> bool:
+        sequence.computed = self.cached(sequence)
+        return True
+
+    def share(self, sequence: Sequence) -> Hashable:
+        return None
+
+    def extend(self, sequence: Sequence, tokens: int) -> bool:
+        return True
+
+    def close(self, sequence: Sequence) -> None:
+        sequence.computed = 0
+
+
+def new_scheduler(cost: CostModel | None = None) -> RLAwareScheduler:
+    """A scheduler whose memory has no limits."""
+    return RLAwareScheduler(SchedulerConfig(), UnlimitedMemory(), cost or CostModel())
 
 
 class Driver:
@@ -83,7 +128,7 @@ class Driver:
 
     def add(self, tokens: int, max_tokens: int = 4, group: PromptGroup | None = None, **fields: object) -> Sequence:
         self.count += 1
-        sequence = Sequence(self.count, [0] * tokens, max_tokens, self.now, group or PromptGroup(), **fields)
+        sequence = new_sequence(self.count, [0] * tokens, max_tokens, self.now, group, **fields)
         self.scheduler.add(sequence)
         return sequence
 
@@ -131,8 +176,8 @@ class Driver:
         self.read()
         self.unread = unit.draws
         for span in unit.chunks:
-            if span.sequence.max_tokens == 0 and span.sequence.to_compute == 0:
-                self._finish(span.sequence)
+            if span.row.max_tokens == 0 and span.row.to_compute == 0:
+                self._finish(span.row)
 
     def _stage(self, unit: StagingUnit) -> None:
         seconds = max(unit.seconds, 0.002)

@@ -1,4 +1,4 @@
-"""Builds a `DeviceLoop` over a tiny model, and what tests read off its events."""
+"""Builds a `Engine` over a tiny model, and what tests read off its events."""
 
 from __future__ import annotations
 
@@ -34,15 +34,14 @@ from mlx_parallm.core import (
     StopParams,
     TrainingWork,
 )
-from mlx_parallm.engine.live import Vocabulary
-from mlx_parallm.engine.loop import DeviceLoop
-from mlx_parallm.engine.parts import EngineParts
+from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.engine import Engine, EngineParts
+from mlx_parallm.engine.scheduler import SchedulerConfig
 from mlx_parallm.engine.speculation.draft_model import DraftModel
 from mlx_parallm.engine.speculation.guesses import Source
+from mlx_parallm.engine.text import Vocabulary
 from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.linears import adapter_layout, install_adapters
-from mlx_parallm.scheduler.cost import CostModel
-from mlx_parallm.scheduler.scheduler import SchedulerConfig
 
 T = TypeVar("T")
 
@@ -74,7 +73,7 @@ class FixedCost(CostModel):
 class Harness:
     """A loop and everything it published. `files` is what the adapters' files would hold."""
 
-    loop: DeviceLoop
+    loop: Engine
     runner: BatchRunner
     adapters: AdapterStore
     files: dict[str, AdapterWeights]
@@ -190,7 +189,7 @@ def make_harness(
     cost = (FixedCost if sources else CostModel)(0.01, 1e-4, 1e-8)
     parts = EngineParts(runner, store, vocabulary, scheduler, cost, training, **switches)
     events: list[tuple[str, Event]] = []
-    return Harness(DeviceLoop(parts, events.extend), runner, store, files, wakes, events)
+    return Harness(Engine(parts, events.extend), runner, store, files, wakes, events)
 
 
 def _draft_runner(model: nn.Module, bank: AdapterBank | None, device: DeviceMemory, max_length: int) -> BatchRunner:

@@ -1,17 +1,18 @@
 """Rows of a batch runner that decode without a scheduler, for benchmarks that time the runner alone."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 from mlx_parallm.batch.forward import Span
-from mlx_parallm.batch.runner import BatchRunner, Launched, Pending, Row
+from mlx_parallm.batch.runner import BatchRunner, Launched, Pending
 from mlx_parallm.batch.sampler import RowSampling
-from mlx_parallm.core import PromptGroup, SamplingParams
+from mlx_parallm.core import SamplingParams
+from mlx_parallm.engine.sequence import PromptGroup, Sequence
 
 
-def open_row(runner: BatchRunner, context: int, room: int, slot: int, sampling: SamplingParams, token: int) -> Row:
+def open_row(runner: BatchRunner, context: int, room: int, slot: int, sampling: SamplingParams, token: int) -> Sequence:
     """A row with `context` tokens in the KV pool and room for `room` more. The keys and values are never computed."""
-    row = Row(sequence_id=0, tokens=[], max_tokens=room, arrived_at=0.0, group=PromptGroup())
+    row = Sequence(sequence_id=0, tokens=[], max_tokens=room, arrived_at=0.0, group=PromptGroup())
     row.sampling = RowSampling(sampling)
     opened = runner.cache.open(context + room, into=row)
     assert opened is not None, "the KV pool is too small"
@@ -19,13 +20,13 @@ def open_row(runner: BatchRunner, context: int, room: int, slot: int, sampling: 
     return row
 
 
-def rewind(row: Row, context: int, slot: int, token: int) -> None:
+def rewind(row: Sequence, context: int, slot: int, token: int) -> None:
     """Sets a row back to `context` computed tokens; `token` is the next one."""
     row.tokens = [token] * (context + 1)
     row.prompt_length, row.computed, row.drawn, row.adapter_slot = context + 1, context, 0, slot
 
 
-def begin(runner: BatchRunner, rows: Sequence[Row], previous: Launched | None) -> Pending:
+def begin(runner: BatchRunner, rows: Seq[Sequence], previous: Launched | None) -> Pending:
     """Begins a decode step, and counts its tokens as the scheduler would."""
     pending = runner.begin([Span(row, row.computed, 1) for row in rows], rows, previous)
     for row in rows:

@@ -22,21 +22,20 @@ from mlx_parallm.batch.kv.disk import PrefixStore
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Config
 from mlx_parallm.core import DeviceMemory, ModelCard, TrainingWork
-from mlx_parallm.engine.live import Vocabulary
-from mlx_parallm.engine.loops import Loading
-from mlx_parallm.engine.parts import EngineParts
-from mlx_parallm.engine.processor import ContinuousBatchProcessor
+from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.engine import EngineParts
+from mlx_parallm.engine.scheduler import SchedulerConfig
 from mlx_parallm.engine.speculation.draft_model import DraftModel
 from mlx_parallm.engine.speculation.guesses import Source
 from mlx_parallm.engine.startup import calibrate, calibrate_steps, choose_attention
+from mlx_parallm.engine.text import Vocabulary
+from mlx_parallm.engine.thread import ContinuousBatchProcessor, Loading
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.model.device import on_cpu
 from mlx_parallm.model.loading import LoadedModel, load, materializing
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.model.tokenizer import Tokenizer, detokenizer_for
 from mlx_parallm.ranks.parts import Parts
-from mlx_parallm.scheduler.cost import CostModel
-from mlx_parallm.scheduler.scheduler import SchedulerConfig
 
 _BANK_SHARE = 0.75
 """Largest part of the memory for requests and training that the adapter bank may take. Rows need the rest."""
@@ -213,7 +212,7 @@ class BaseModel:
 
     @property
     def _lookahead(self) -> bool:
-        """See `Forwards`. Several ranks get the tokens of each pass from the host, so they cannot look ahead."""
+        """See `EngineParts`. Several ranks get the tokens of each pass from the host, so they cannot look ahead."""
         if self._shared.parts.group is not None:
             return False
         return not on_cpu() if self._config.debug.lookahead is None else self._config.debug.lookahead

@@ -26,8 +26,8 @@ from mlx_parallm.app.speculation import BASE as DRAFT_BASE
 from mlx_parallm.app.training import TrainingInputs, TrainingRuntime, build_reward_models, build_trainer, build_training
 from mlx_parallm.config import Config
 from mlx_parallm.core import EngineClient, Event, GenerationRequest, ModelCard, TrainingWork
-from mlx_parallm.engine.parts import EngineParts
-from mlx_parallm.engine.processor import ContinuousBatchProcessor
+from mlx_parallm.engine.engine import EngineParts
+from mlx_parallm.engine.thread import ContinuousBatchProcessor
 from mlx_parallm.errors import StorageError
 from mlx_parallm.machine.processors import BlasThreads
 from mlx_parallm.model.device import MemoryLimits, device_name, on_cpu, set_limits

@@ -19,7 +19,7 @@ from mlx_parallm.app.reward import judge_of, reward_of
 from mlx_parallm.config import Config, Mode, ResolvedTraining, RLTrainingConfig
 from mlx_parallm.core import AdapterRef, TextTokenizer, TrainingWork
 from mlx_parallm.core.operations import Followers
-from mlx_parallm.engine.processor import ContinuousBatchProcessor
+from mlx_parallm.engine.thread import ContinuousBatchProcessor
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.model.device import on_cpu

@@ -6,50 +6,44 @@ prompt of 9 tokens, in chunks of 4, 4 and 1:    last   nothing, nothing, the sta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_parallm import core
 from mlx_parallm.batch.forward import Span
-from mlx_parallm.batch.kv.cache import KVRow
 from mlx_parallm.core import Pooling
 
+if TYPE_CHECKING:
+    from mlx_parallm.engine.sequence import Sequence
 
-@dataclass(eq=False, kw_only=True)
-class PoolingRow(KVRow, core.Sequence):
-    """A row of the KV pool with its sequence."""
-
-
-R = TypeVar("R", bound=PoolingRow)
 
 Vector = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
-class PooledParts(Generic[R]):
+class PooledParts:
     """What one pass adds to the pooled hidden states of some rows.
 
     spans: one for each of these rows.  hidden: lazy, float32 [rows, D]: the state of the last token of the prompt, or
     the sum of the states of the span.
     """
 
-    spans: tuple[Span[R], ...]
+    spans: tuple[Span[Sequence], ...]
     hidden: mx.array
 
-    def read(self) -> list[tuple[Span[R], Vector]]:
+    def read(self) -> list[tuple[Span[Sequence], Vector]]:
         """Waits for the array."""
         return list(zip(self.spans, np.array(self.hidden), strict=True))
 
 
-def pool(hidden: mx.array, spans: Sequence[Span[R]]) -> PooledParts[R] | None:
+def pool(hidden: mx.array, spans: Seq[Span[Sequence]]) -> PooledParts | None:
     """Pools the rows of a pass that want it; None if no row has a part here. `hidden`: [N, D] of the tokens of all
     spans."""
-    pooled: list[Span[R]] = []
+    pooled: list[Span[Sequence]] = []
     parts: list[mx.array] = []
     stop = 0
     for span in spans:

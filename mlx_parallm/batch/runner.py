@@ -14,8 +14,9 @@ would write into copies of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,25 +27,16 @@ from mlx_parallm.batch.block_attention import pairs_work
 from mlx_parallm.batch.forward import Span, in_order
 from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
 from mlx_parallm.batch.layer_cache import ServedPass
-from mlx_parallm.batch.pooling import PooledParts, PoolingRow, pool
+from mlx_parallm.batch.pooling import PooledParts, pool
 from mlx_parallm.batch.readback import Draw, PromptScores, read_draws
 from mlx_parallm.batch.sampler import RowSampling, Sampled, SamplingPlan, plan_sampling, sample
-from mlx_parallm.core import SamplingParams
 from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.model.caches import Caches
 from mlx_parallm.model.hooks import answered_by
 from mlx_parallm.model.split import Head, trunk_of
 
-
-@dataclass(eq=False, kw_only=True)
-class Row(PoolingRow):
-    """A sequence with its row of the KV pool and its sampling options.
-
-    `draft_sampling`: the options after each token of the draft that the next pass computes.
-    """
-
-    sampling: RowSampling = field(default_factory=lambda: RowSampling(SamplingParams()))
-    draft_sampling: Sequence[RowSampling] = ()
+if TYPE_CHECKING:
+    from mlx_parallm.engine.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +50,12 @@ class Pending:
     pooled: of the rows whose hidden states are pooled
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[Sequence, ...]
     positions: tuple[int, ...]
     logits: mx.array | None
     plan: SamplingPlan | None
-    scores: tuple[tuple[Row, int, PromptScores], ...]
-    pooled: PooledParts[Row] | None
+    scores: tuple[tuple[Sequence, int, PromptScores], ...]
+    pooled: PooledParts | None
 
     @property
     def needs_previous_tokens(self) -> bool:
@@ -76,10 +68,10 @@ class Launched:
     """A launched forward pass: the rows that draw a token, in order, with their draws, and scores and pooled hidden
     states. It holds no array of the KV pool, because the next pass would copy that array."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[Sequence, ...]
     sampled: Sampled | None
-    scores: tuple[tuple[Row, int, PromptScores], ...]
-    pooled: PooledParts[Row] | None
+    scores: tuple[tuple[Sequence, int, PromptScores], ...]
+    pooled: PooledParts | None
 
 
 class BatchRunner:
@@ -124,7 +116,7 @@ class BatchRunner:
 
     # -- one pass --------------------------------------------------------------------------------
 
-    def begin(self, spans: Sequence[Span[Row]], draws: Sequence[Row], previous: Launched | None) -> Pending:
+    def begin(self, spans: Seq[Span[Sequence]], draws: Seq[Sequence], previous: Launched | None) -> Pending:
         """Builds a forward pass.
 
         Args:
@@ -172,7 +164,7 @@ class BatchRunner:
             return []
         return read_draws(launched.sampled, [row.sampling for row in launched.rows])
 
-    def compute(self, spans: Sequence[Span[KVRow]], tokens: Sequence[int]) -> mx.array:
+    def compute(self, spans: Seq[Span[KVRow]], tokens: Seq[int]) -> mx.array:
         """Builds a pass that draws nothing, and returns lazy logits [N, vocab] after each token.
 
         Args:
@@ -184,7 +176,7 @@ class BatchRunner:
         assert logits is not None
         return logits
 
-    def last_logits(self, spans: Sequence[Span[KVRow]], tokens: mx.array) -> mx.array:
+    def last_logits(self, spans: Seq[Span[KVRow]], tokens: mx.array) -> mx.array:
         """Builds a pass that draws nothing, and returns lazy logits [n, vocab] after the last token of each span.
 
         Args:
@@ -200,11 +192,11 @@ class BatchRunner:
 
     def _pending(
         self,
-        spans: Sequence[Span[Row]],
-        counts: Sequence[int],
-        asked: Sequence[list[int]],
+        spans: Seq[Span[Sequence]],
+        counts: Seq[int],
+        asked: Seq[list[int]],
         logits: mx.array | None,
-        pooled: PooledParts[Row] | None,
+        pooled: PooledParts | None,
     ) -> Pending:
         """Splits the logits into those of prompt tokens and those that tokens are drawn from. `counts`: the tokens that
         each row draws."""
@@ -226,7 +218,7 @@ class BatchRunner:
         positions = tuple(row.drawn + offset for row, offset in rows)
         return Pending(tuple(row for row, _ in rows), positions, drawn, plan, tuple(scores), pooled)
 
-    def _logits(self, outputs: mx.array, spans: Sequence[Span[KVRow]], asked: Sequence[list[int]]) -> mx.array | None:
+    def _logits(self, outputs: mx.array, spans: Seq[Span[KVRow]], asked: Seq[list[int]]) -> mx.array | None:
         """Logits after the tokens at `asked`, the numbers of tokens in each span. None if there are none."""
         starts = np.cumsum([0, *(span.tokens for span in spans)])
         wanted = [int(start) + offset for start, offsets in zip(starts, asked, strict=False) for offset in offsets]
@@ -239,7 +231,7 @@ class BatchRunner:
         with self._bank.forward([slot for slot, _ in rows], [length for _, length in rows]):
             return self._head(chosen)
 
-    def run_trunk(self, inputs: mx.array, spans: Sequence[Span[KVRow]]) -> mx.array:
+    def run_trunk(self, inputs: mx.array, spans: Seq[Span[KVRow]]) -> mx.array:
         """The trunk's outputs [N, hidden] for tokens [N], or the logits [N, vocab] of a model without a trunk."""
         model = self._model if self._trunk is None else self._trunk
         run = ServedPass(self.cache, spans, self._bank, self._plan, self.dense_rows)
@@ -259,30 +251,30 @@ class BatchRunner:
         return self._planned[1]
 
 
-def _same(before: Sequence[RowSampling], now: Sequence[RowSampling]) -> bool:
+def _same(before: Seq[RowSampling], now: Seq[RowSampling]) -> bool:
     return len(before) == len(now) and all(one is other for one, other in zip(before, now, strict=True))
 
 
-def _asked_for(span: Span[Row], draws: int) -> list[int]:
+def _asked_for(span: Span[Sequence], draws: int) -> list[int]:
     """The tokens of a span whose logits are needed, which are its last ones: those with a next prompt token to score,
     and those that `draws` tokens are drawn from."""
     return list(range(span.tokens - len(_targets(span)) - draws, span.tokens))
 
 
-def _targets(span: Span[Row]) -> list[int]:
+def _targets(span: Span[Sequence]) -> list[int]:
     """The prompt tokens that follow the tokens of a span and are to be scored."""
     row = span.row
     return row.tokens[_first_target(span) : min(span.stop + 1, row.prompt_length)] if row.scored else []
 
 
-def _first_target(span: Span[Row]) -> int:
+def _first_target(span: Span[Sequence]) -> int:
     return max(span.start + 1, span.row.scored_from)
 
 
-def _inputs(spans: Sequence[Span[Row]], previous: Launched | None) -> mx.array:
+def _inputs(spans: Seq[Span[Sequence]], previous: Launched | None) -> mx.array:
     """The pass's input tokens [N]: those that the host knows, and those that `previous` draws."""
     ids: list[int] = []
-    unread: list[tuple[int, Row]] = []  # where in the pass, and whose
+    unread: list[tuple[int, Sequence]] = []  # where in the pass, and whose
     for span in spans:
         ids += span.row.tokens[span.start : span.stop]
         ids += span.row.draft

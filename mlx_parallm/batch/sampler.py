@@ -55,6 +55,15 @@ class RowSampling:
         """Whether the argmax is drawn. top_k = 1 counts as greedy, so the first of several best tokens is drawn."""
         return self.params.temperature < COLDEST or self.params.top_k == 1
 
+    def without_grammar(self) -> RowSampling:
+        """The same options without the grammar."""
+        return replace(self, grammar=None)
+
+    def counting(self, prompt: Sequence[int], generated: Sequence[int]) -> RowSampling:
+        """The same options with counts of these tokens for penalties."""
+        assert self.counts is not None
+        return replace(self, counts=TokenCounts(prompt, generated, self.counts.vocab_size))
+
     def along(self, draft: Sequence[int]) -> list[RowSampling]:
         """The options after each token of `draft`, which the grammar allows."""
         if self.counts is None and self.grammar is None and self.bad_words is None:

@@ -1,7 +1,7 @@
 """The data types and protocols that all packages share. This package imports none of the others, no MLX and no HTTP.
 
 The server builds a `GenerationRequest`, the engine answers it with a stream of events, and neither knows how the other
-works. Objects that one package passes to another are frozen; only a `Sequence` changes, on the device thread.
+works. Objects that one package passes to another are frozen.
 
 Glossary:
     request: one call of a client. It has one or more sequences.
@@ -110,7 +110,7 @@ from mlx_parallm.core.lessons import (
     RuleKind,
 )
 from mlx_parallm.core.machine import UNKNOWN_MACHINE, MachineState, Relief, seconds_with_sleep
-from mlx_parallm.core.memory import Account, DeviceMemory, default_budget, to_preempt
+from mlx_parallm.core.memory import Account, DeviceMemory, default_budget
 from mlx_parallm.core.models import GENERIC_NAME, BaseModels, BaseStatus, ModelState, ServedModel
 from mlx_parallm.core.policies import (
     AdamSettings,
@@ -144,7 +144,6 @@ from mlx_parallm.core.requests import (
 )
 from mlx_parallm.core.reward_models import RewardModelCard, RewardModelSpec, no_reward_model
 from mlx_parallm.core.schemas import enforceable_schema, unknown_format
-from mlx_parallm.core.sequence import PromptGroup, Sequence, SequenceStatus
 from mlx_parallm.core.signals import (
     Edit,
     EditCard,

@@ -26,16 +26,8 @@ others hold as taken. Free blocks and cached prefixes of the others are given ba
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
-
-from mlx_parallm.core.requests import WorkClass
-from mlx_parallm.core.sequence import Sequence as Row
-
-_REMEMBERED = 64
-"""Number of shortages, the last ones, that are kept for `check_integrity`."""
 
 _POOL_SHARE = 0.8
 """Share of the default budget in what the weights and MLX's cached buffers leave of the limit."""
@@ -73,28 +65,11 @@ _RESERVED = (Account.ADAPTERS, Account.OPTIMIZER, Account.MICRO_STEP)
 _POOL = (Account.ROWS, Account.PREFIXES, Account.FREE_BLOCKS)
 
 
-@dataclass(frozen=True, slots=True)
-class Shortage:
-    """One time that a row gave way.
-
-    Attributes:
-        missing: bytes that were missing although all cached prefixes counted as free. They may be 0 or less only if the
-            device refused to allocate memory.
-        device_refused: whether it did.
-        passed_over: rows that kept their place although they come first in the order.
-    """
-
-    missing: int
-    device_refused: bool
-    passed_over: int
-
-
 class DeviceMemory:
     """The accounts of the device's memory. Device thread only; it reads figures and uses no arrays.
 
     Attributes:
         budget_bytes: what the KV pool, adapters and training share.
-        shortages: the last shortages, oldest first.
         keeps_prefixes: False while the machine is short of memory.
         give_back: called to free blocks and cached prefixes until `excess` is 0, or none are left.
 
@@ -104,7 +79,6 @@ class DeviceMemory:
 
     def __init__(self, budget_bytes: int, sharing: list[DeviceMemory] | None = None) -> None:
         self.budget_bytes = budget_bytes
-        self.shortages: deque[Shortage] = deque(maxlen=_REMEMBERED)
         self.keeps_prefixes = True
         self.give_back: Callable[[], object] = lambda: None
         self._accounts: dict[Account, Callable[[], int]] = {}
@@ -174,30 +148,10 @@ class DeviceMemory:
     def _sum(self, accounts: Sequence[Account]) -> int:
         return sum(self._accounts[account]() for account in accounts if account in self._accounts)
 
-    # -- who gives way ---------------------------------------------------------------------------
-
-    def to_preempt(self, rows: Sequence[Row], missing: int, device_refused: bool = False) -> Row:
-        """Returns the row that the function `to_preempt` chooses, and records a `Shortage` for `check_integrity`."""
-        row = to_preempt(rows)
-        rollout = row.work_class is WorkClass.TRAINING
-        younger = [other for other in rows[rows.index(row) + 1 :] if other.work_class is row.work_class]
-        rollouts = [] if rollout else [other for other in rows if other.work_class is WorkClass.TRAINING]
-        self.shortages.append(Shortage(missing, device_refused, len(younger) + len(rollouts)))
-        return row
-
     def check_integrity(self) -> None:
-        """Raises AssertionError if an account is below zero, if somebody gave way out of order, or if more than the
-        budget is held and the KV pool keeps cached prefixes nevertheless."""
+        """Raises AssertionError if an account is below zero, or if more than the budget is held and the KV pool keeps
+        cached prefixes nevertheless."""
         held = self.bytes_by_account()
         assert all(number >= 0 for number in held.values()), held
         kept = held.get(Account.PREFIXES, 0)
         assert not kept or held[Account.FREE_BLOCKS] >= self.excess, (held, self.budget_bytes)
-        for shortage in self.shortages:
-            assert shortage.missing > 0 or shortage.device_refused, f"cached prefixes were enough: {shortage}"
-            assert not shortage.passed_over, f"a rollout or a younger row kept its place: {shortage}"
-
-
-def to_preempt(rows: Sequence[Row]) -> Row:
-    """The youngest rollout, or the youngest row if there is none. `rows`: all live rows, in order of admission."""
-    rollouts = [row for row in rows if row.work_class is WorkClass.TRAINING]
-    return (rollouts or rows)[-1]

@@ -11,19 +11,24 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
+from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import islice, takewhile
+from typing import TYPE_CHECKING
 
 from mlx_parallm.batch.kv.block_files import BlockName, HostBlock, block_key, block_names, root_key
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
 from mlx_parallm.batch.kv.disk import PrefixStore
 from mlx_parallm.batch.kv.prefix import Node
-from mlx_parallm.core import BASE_ADAPTER, SequenceStatus
-from mlx_parallm.engine.live import LiveRequest, LiveSequence, live
+from mlx_parallm.core import BASE_ADAPTER
 from mlx_parallm.engine.memory import PrefixRoot
+from mlx_parallm.engine.sequence import Sequence, SequenceStatus
+
+if TYPE_CHECKING:
+    from mlx_parallm.engine.requests import Request
 
 _PART_BYTES = 16 << 20
 """Bytes of blocks that are copied to or from host memory at once. A block that is larger is copied alone; a recurrent
@@ -41,9 +46,9 @@ class _Lookup:
     read, `asked` in number.
     """
 
-    leader: LiveSequence
+    leader: Sequence
     root: Hashable
-    names: Sequence[BlockName]
+    names: Seq[BlockName]
     gives_up_at: float
     part: Future[list[HostBlock]] | None = None
     asked: int = 0
@@ -61,7 +66,7 @@ class DiskPrefixes:
     """
 
     def __init__(
-        self, store: PrefixStore, cache: LoRABatchedKVCache, root: Callable[[LiveSequence], PrefixRoot | None]
+        self, store: PrefixStore, cache: LoRABatchedKVCache, root: Callable[[Sequence], PrefixRoot | None]
     ) -> None:
         self.queries = self.hits = 0
         self._store = store
@@ -72,16 +77,16 @@ class DiskPrefixes:
 
     # -- reading ---------------------------------------------------------------------------------
 
-    def look_up(self, request: LiveRequest) -> None:
+    def look_up(self, request: Request) -> None:
         """Makes each prompt of a new request wait if the disk has blocks that follow those in memory."""
         for group in dict.fromkeys(sequence.group for sequence in request.unfinished):
-            leader = live(group.members[0])
+            leader = group.members[0]
             root = self._root(leader)
             if names := self._names(leader, root):
                 group.awaits_prefix = True
                 self._lookups.append(_Lookup(leader, root, names, time.monotonic() + _PATIENCE_S))
 
-    def _names(self, leader: LiveSequence, root: Hashable) -> list[BlockName]:
+    def _names(self, leader: Sequence, root: Hashable) -> list[BlockName]:
         """The blocks of a prompt that follow those in memory, as far as the disk has them. With recurrent layers, they
         end with the last one that has a checkpoint, and its state follows."""
         ids, key = leader.prefix_ids, self._root_key(root)

@@ -11,8 +11,10 @@ import mlx.core as mx
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.adapters.weights import Version
 from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
-from mlx_parallm.core import Account, DeviceMemory, Sequence, SequenceStatus, TrainingWork
-from mlx_parallm.engine.live import FaultScope, LiveSequence, live
+from mlx_parallm.core import Account, DeviceMemory, TrainingWork
+from mlx_parallm.engine.faults import FaultScope
+from mlx_parallm.engine.sequence import Sequence, SequenceStatus
+from mlx_parallm.engine.waiting import gives_way
 from mlx_parallm.model.device import on_cpu
 
 _QUIET_S, _QUIET_WITH_CACHE_S = 10.0, 60.0
@@ -44,10 +46,15 @@ def open_accounts(device: DeviceMemory, adapters: AdapterStore, training: Traini
 
 
 class PoolMemory:
-    """Implements `scheduler.RowMemory`.
+    """The KV pool and the adapter bank, as the scheduler sees them: rows within a byte budget.
 
-    A row pins its adapter's slot for as long as it is in the pool. A fault while a row is made or grows fails that
-    row's request only.
+    A new row starts with keys and values that were computed before, if there are any: those of the prompt, from the row
+    of a running member of its group, or those of the longest prefix in the prefix cache. At least one token of a row is
+    always left to compute, because the next token is drawn from its logits. A row pins its adapter's slot for as long
+    as it is in the pool. A fault while a row is made or grows fails that row's request only.
+
+    Attributes:
+        ready: whether rows of an adapter may be admitted now. If the adapter is not in the bank, staging is requested.
     """
 
     def __init__(self, cache: LoRABatchedKVCache, adapters: AdapterStore, scope: FaultScope) -> None:
@@ -58,17 +65,19 @@ class PoolMemory:
         self._tidy_bytes = _TIDY_BYTES_ON_CPU if on_cpu() else _TIDY_BYTES
         self._rows_have_ended = False  # since the arenas were last as small as they can be
         self._opened_at = self._ended_at = 0.0
+        self._preempted_needlessly = False  # although it was enough to evict cached prefixes
         self._versions: set[Version] = set()  # those that may have cached prefixes
 
-    def cached(self, sequence: Sequence) -> int:
-        row = live(sequence)
+    def cached(self, row: Sequence) -> int:
+        """How many tokens of a waiting sequence would be computed already if its row was opened now. It ranks the
+        sequence in the queue, and need not be exact."""
         shared = row.prompt_length - 1 if self._source(row) is not None else 0
         return max(shared, self._found(row))
 
-    def open(self, sequence: Sequence) -> bool:
-        """Opens a row with room for all tokens of the sequence: with the prompt of another row of its group, or with
-        what the prefix cache has of its tokens."""
-        row = live(sequence)
+    def open(self, row: Sequence) -> bool:
+        """Opens a row with room for all tokens of the sequence, and sets `computed` to how many of them it starts with:
+        the prompt of another row of its group, or what the prefix cache has of its tokens. Returns False when the
+        budget is spent."""
         source = self._source(row)
         with self._scope.covering([row.request]):
             if source is not None and row.prompt_length - 1 >= self._found(row):
@@ -82,20 +91,24 @@ class PoolMemory:
         self._opened_at = time.monotonic()
         return True
 
-    def _open_with_prefix(self, row: LiveSequence) -> KVRow | None:
+    def _open_with_prefix(self, row: Sequence) -> KVRow | None:
         """Opens a row with what the prefix cache has. Each prompt counts in the statistics once, however many sequences
         it has and however often they are computed again. Prompts that are scored from their start do not count."""
-        owner, prompt = row.request, row.index // row.request.request.n
-        from_start = owner.request.prompt_logprobs is not None and owner.request.scored_from <= 1
-        row.counts_lookup = prompt not in owner.looked_up and not from_start
+        request, prompt = row.request, row.index // row.request.spec.n
+        from_start = request.spec.prompt_logprobs is not None and request.spec.scored_from <= 1
+        row.counts_lookup = prompt not in request.looked_up and not from_start
         opened = self._cache.open(row.length, self._root(row), row.prefix_ids, into=row, counts=row.counts_lookup)
         if opened is not None and row.counts_lookup:
-            owner.looked_up.add(prompt)
-            owner.cached_tokens += opened.computed
+            request.looked_up.add(prompt)
+            request.cached_tokens += opened.computed
         return opened
 
-    def share(self, sequence: Sequence) -> Hashable:
-        row = live(sequence)
+    def share(self, row: Sequence) -> Hashable:
+        """Gives a prompt in prefill what other rows have computed of it since, and raises `computed` by that.
+
+        Returns:
+            A key that prompts have in common if they compute the same block next; None if no other prompt can have it.
+        """
         before = row.computed
         with self._scope.covering([row.request]):
             key = self._cache.take_over(row, self._root(row), row.prefix_ids)
@@ -104,18 +117,21 @@ class PoolMemory:
             row.request.cached_tokens += row.computed - before
         return key
 
-    def extend(self, sequence: Sequence, tokens: int) -> bool:
-        row = live(sequence)
+    def extend(self, row: Sequence, tokens: int) -> bool:
+        """Makes room for `tokens` tokens in the row, counted from its start. Returns False when the budget is spent."""
         with self._scope.covering([row.request]):
             return self._cache.extend(row, tokens)
 
     def to_preempt(self, rows: list[Sequence], growing: Sequence) -> Sequence:
-        missing = self._cache.missing(live(growing), growing.length)
-        return self._cache.device.to_preempt(rows, missing, self._cache.device_refused)
+        """The row that gives way when `extend` found no room for all tokens of `growing`. `rows`: all live rows in
+        order of admission."""
+        missing = self._cache.missing(growing, growing.length)
+        self._preempted_needlessly |= missing <= 0 and not self._cache.device_refused
+        return gives_way(rows)
 
-    def close(self, sequence: Sequence) -> None:
-        """Takes the row away. If this raises, only the pool still has the row, until the pool is cleared."""
-        row = live(sequence)
+    def close(self, row: Sequence) -> None:
+        """Takes the row away, and sets `computed` to 0. If this raises, only the pool still has the row, until the pool
+        is cleared."""
         try:
             self._cache.close(row, self._root(row), row.tokens)
         finally:
@@ -152,7 +168,7 @@ class PoolMemory:
             pass
         mx.clear_cache()
 
-    def reserve_checkpoint(self, row: LiveSequence, computed: int) -> None:
+    def reserve_checkpoint(self, row: Sequence, computed: int) -> None:
         """Lets the next unit keep the row's recurrent state, if it has one, after `computed` tokens, if it is of use to
         later rows."""
         if self._cache.states is None:
@@ -160,18 +176,24 @@ class PoolMemory:
         with self._scope.covering([row.request]):
             self._cache.reserve_checkpoint(row, computed)
 
-    def keep(self, row: LiveSequence) -> None:
+    def keep(self, row: Sequence) -> None:
         """Registers the full blocks of a row in the prefix cache, and gives back those below its sliding windows."""
         self._cache.freeze(row, self._root(row), row.tokens)
         self._cache.release_windows(row)
 
-    def prefix_root(self, row: LiveSequence) -> PrefixRoot | None:
+    def prefix_root(self, row: Sequence) -> PrefixRoot | None:
         """Where blocks of a waiting sequence's prompt may be registered. None if its version is forgotten and in no
         slot."""
         if (version := self._adapters.version(row.adapter)) is None:
             return None
         self._versions.add(version)
         return self._root(row)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if the KV pool is inconsistent, or if a row gave way before all cached prefixes."""
+        self._cache.check_integrity()
+        self._cache.device.check_integrity()
+        assert not self._preempted_needlessly, "cached prefixes were enough"
 
     def _drop_unreachable(self) -> None:
         """Ends the chains of adapter versions that nothing can ask for any more, and that no row uses."""
@@ -182,22 +204,22 @@ class PoolMemory:
                     self._cache.drop(root)
             self._rows_have_ended = True
 
-    def _source(self, row: LiveSequence) -> LiveSequence | None:
+    def _source(self, row: Sequence) -> Sequence | None:
         """A row that has computed the prompt of this sequence's group, and still holds it. None for a sequence that has
         to compute some of it itself."""
         if row.scored:
             return None
         length = row.prompt_length - 1
-        members = (live(member) for member in row.group.members if member.status is SequenceStatus.RUNNING)
+        members = (member for member in row.group.members if member.status is SequenceStatus.RUNNING)
         return next((m for m in members if m is not row and self._cache.holds(m, length)), None)
 
-    def _found(self, row: LiveSequence) -> int:
+    def _found(self, row: Sequence) -> int:
         """How many tokens of a waiting sequence its row can get from the prefix cache. A version that is forgotten and
         in no slot has no prefixes."""
         known = self._adapters.version(row.adapter) is not None
         return self._cache.cached(self._root(row), row.prefix_ids) if known else 0
 
-    def _root(self, row: LiveSequence) -> PrefixRoot:
+    def _root(self, row: Sequence) -> PrefixRoot:
         version = self._adapters.version(row.adapter)
         assert version is not None, "a row's version is in a slot, or the base model"
-        return PrefixRoot(version, row.request.request.cache_salt)
+        return PrefixRoot(version, row.request.spec.cache_salt)

@@ -1,40 +1,79 @@
-"""LiveRequests: keeps each request and its sequences, from the request's submission to its last event."""
+"""Requests: keeps each request and its sequences, from the request's submission to its last event."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field, replace
 
 from mlx_parallm.adapters.store import AdapterStore
+from mlx_parallm.batch.logit_stages import TokenCounts, has_penalties
 from mlx_parallm.batch.pooling import Vector
 from mlx_parallm.batch.readback import Draw
+from mlx_parallm.batch.sampler import RowSampling
+from mlx_parallm.batch.token_bans import BadWords
 from mlx_parallm.core import (
     AdapterRef,
     Event,
     FinishReason,
     GenerationRequest,
     Pooling,
-    PromptGroup,
     PromptScored,
     RequestFailed,
+    RequestFinished,
     RequestStarted,
     SequenceOutput,
     SequencePooled,
-    SequenceStatus,
     TokenLogprob,
     WorkClass,
 )
-from mlx_parallm.engine.live import FaultScope, LiveRequest, LiveSequence, Vocabulary, live_sequence
+from mlx_parallm.engine.faults import FaultScope
+from mlx_parallm.engine.scheduler import RLAwareScheduler
+from mlx_parallm.engine.sequence import PromptGroup, Sequence, SequenceStatus
 from mlx_parallm.engine.stats import Counters
-from mlx_parallm.engine.text import TextDelta
+from mlx_parallm.engine.text import StopMatcher, TextDelta, TextStream, Vocabulary
 from mlx_parallm.errors import GrammarError, QueueTimeoutError
-from mlx_parallm.scheduler.scheduler import RLAwareScheduler
 
 PublishEvents = Callable[[list[tuple[str, Event]]], None]
 """Publishes the events of one unit of work, in order, each with the id of its request."""
 
 
-class LiveRequests:
+@dataclass(eq=False, slots=True)
+class Request:
+    """The state of one request. Times are in seconds of `time.monotonic`; 0 means that it has not happened yet.
+
+    `spec`: what was asked for. `unfinished`: its sequences that have not ended. `recomputed`: how often faults made it
+    start again since its last token. `looked_up`: the prompts that were looked up in the prefix cache, by index.
+    `cached_tokens`: how many tokens of these prompts were found.
+    """
+
+    spec: GenerationRequest
+    arrived_at: float
+    unfinished: list[Sequence] = field(default_factory=list)
+    first_token_at: float = 0.0
+    started_at: float = 0.0
+    completion_tokens: int = 0
+    recomputed: int = 0
+    looked_up: set[int] = field(default_factory=set)
+    cached_tokens: int = 0
+
+    @property
+    def request_id(self) -> str:
+        return self.spec.request_id
+
+    def finished(self, now: float) -> RequestFinished:
+        return RequestFinished(
+            prompt_tokens=sum(map(len, self.spec.prompts)),
+            completion_tokens=self.completion_tokens,
+            arrived_at=self.arrived_at,
+            started_at=self.started_at or now,
+            first_token_at=self.first_token_at or now,
+            finished_at=now,
+            cached_tokens=self.cached_tokens,
+        )
+
+
+class Requests:
     """Holds requests and sequences by id, and the events of the current unit of work. Device thread only.
 
     Args:
@@ -51,51 +90,51 @@ class LiveRequests:
     ) -> None:
         self.counters = Counters()
         self.scope = scope
-        self._lives: dict[int, LiveSequence] = {}
+        self._sequences: dict[int, Sequence] = {}
         self._vocabulary = vocabulary
         self._scheduler = scheduler
         self._adapters = adapters
         self._publish = publish
-        self._requests: dict[str, LiveRequest] = {}
+        self._requests: dict[str, Request] = {}
         self._events: list[tuple[str, Event]] = []
         self._next_id = 0
 
     # -- requests --------------------------------------------------------------------------------
 
-    def open(self, request: GenerationRequest) -> LiveRequest:
+    def open(self, request: GenerationRequest) -> Request:
         """Adds a request and queues its sequences."""
-        live = LiveRequest(request, time.monotonic())
-        self._requests[request.request_id] = live
+        opened = Request(request, time.monotonic())
+        self._requests[request.request_id] = opened
         groups = [PromptGroup() for _ in request.prompts]
-        with self.scope.covering([live]):
-            live.unfinished = [
-                live_sequence(live, index, self._next_id + index, groups[index // request.n], self._vocabulary)
+        with self.scope.covering([opened]):
+            opened.unfinished = [
+                _sequence(opened, index, self._next_id + index, groups[index // request.n], self._vocabulary)
                 for index in range(request.sequences)
             ]
         self._next_id += request.sequences
         self._adapters.add_request(request.adapter)
         self.counters.prompt_tokens += sum(map(len, request.prompts))
-        for sequence in live.unfinished:
-            self._lives[sequence.sequence_id] = sequence
+        for sequence in opened.unfinished:
+            self._sequences[sequence.sequence_id] = sequence
             self._scheduler.add(sequence)
-        return live
+        return opened
 
     def abort(self, request_id: str) -> None:
         """Frees everything that a request holds. Publishes nothing, because its client is gone."""
-        live = self._requests.pop(request_id, None)
-        if live is None:
+        request = self._requests.pop(request_id, None)
+        if request is None:
             return
         self.counters.aborted += 1
-        for sequence in tuple(live.unfinished):
+        for sequence in tuple(request.unfinished):
             self._end(sequence)
 
-    def fail(self, request: LiveRequest, error: Exception) -> bool:
+    def fail(self, request: Request, error: Exception) -> bool:
         """Ends a request with `error` and frees its rows. Returns False if it has ended already."""
         running = self._requests.pop(request.request_id, None) is not None
         if running:
             self._emit(request, RequestFailed(error))
-        for live in tuple(request.unfinished):  # some are left if a fault has ended an earlier call
-            self._end(live)
+        for sequence in tuple(request.unfinished):  # some are left if a fault has ended an earlier call
+            self._end(sequence)
         return running
 
     def fail_overdue(self, arrived_before: float) -> None:
@@ -103,7 +142,7 @@ class LiveRequests:
         for request in tuple(self._requests.values()):
             if request.arrived_at >= arrived_before:
                 return  # requests are in order of arrival
-            if request.request.work_class is WorkClass.INFERENCE and not request.started_at:
+            if request.spec.work_class is WorkClass.INFERENCE and not request.started_at:
                 waited = time.monotonic() - request.arrived_at
                 self.fail(request, QueueTimeoutError(f"The request waited {waited:.0f} s in the queue; try again."))
 
@@ -111,92 +150,94 @@ class LiveRequests:
         for request in tuple(self._requests.values()):
             self.fail(request, error)
 
-    def lives(self) -> Collection[LiveSequence]:
-        return self._lives.values()
+    def sequences(self) -> Collection[Sequence]:
+        return self._sequences.values()
 
-    def of_adapter(self, ref: AdapterRef) -> list[LiveRequest]:
-        return [request for request in self._requests.values() if request.request.adapter == ref]
+    def of_adapter(self, ref: AdapterRef) -> list[Request]:
+        return [request for request in self._requests.values() if request.spec.adapter == ref]
 
     # -- sequences -------------------------------------------------------------------------------
 
-    def started(self, lives: Iterable[LiveSequence]) -> None:
-        """Call this when a forward unit with these rows was launched."""
-        for live in lives:
-            request = live.request
+    def started(self, sequences: Iterable[Sequence]) -> None:
+        """Call this when a forward unit with these sequences was launched."""
+        for sequence in sequences:
+            request = sequence.request
             if not request.started_at:
-                request.started_at = live.started_at
+                request.started_at = sequence.started_at
                 self._emit(request, RequestStarted(request.arrived_at, request.started_at))
 
-    def accept(self, live: LiveSequence, draw: Draw, now: float) -> None:
+    def accept(self, sequence: Sequence, draw: Draw, now: float) -> None:
         """Takes one drawn token: emits its text, and ends the sequence if this is its last token. If the grammar of the
         sequence fails, the request fails."""
-        request = live.request
-        live.tokens.append(draw.token)
-        self._send_scores(live)
+        request = sequence.request
+        sequence.tokens.append(draw.token)
+        self._send_scores(sequence)
         request.first_token_at = request.first_token_at or now
         request.completion_tokens += 1
         request.recomputed = 0
         self.counters.generation_tokens += 1
         with self.scope.covering([request]):
             try:
-                delta = live.text.accept(draw.token)
+                delta = sequence.text.accept(draw.token)
             except GrammarError as error:
                 self.fail(request, error)
                 return
-        self._emit(request, _output(live.index, draw, delta))
+        self._emit(request, _output(sequence.index, draw, delta))
         if delta.finish_reason is not None:
-            self._end(live)
+            self._end(sequence)
         else:
-            live.drop_free_grammar()
+            sequence.drop_free_grammar()
 
-    def prefilled(self, live: LiveSequence) -> None:
+    def prefilled(self, sequence: Sequence) -> None:
         """Call this when a prompt is computed from which no token is drawn. Sends its scores and ends the sequence."""
-        self._send_scores(live)
-        self.finish_if_nothing_to_do(live)
+        self._send_scores(sequence)
+        self.finish_if_nothing_to_do(sequence)
 
-    def add_scores(self, live: LiveSequence, start: int, scores: list[TokenLogprob]) -> None:
+    def add_scores(self, sequence: Sequence, start: int, scores: list[TokenLogprob]) -> None:
         """Keeps the logprobs of the prompt tokens from `start` on. A preempted prompt is scored again."""
-        if live.scores is not None:
-            live.scores[start:] = scores
+        if sequence.scores is not None:
+            sequence.scores[start:] = scores
 
-    def add_pooled(self, live: LiveSequence, start: int, stop: int, part: Vector) -> None:
+    def add_pooled(self, sequence: Sequence, start: int, stop: int, part: Vector) -> None:
         """Adds what the chunk from `start` to `stop` gives to the pooled hidden states of a prompt. Its last chunk ends
         the sequence. A preempted prompt is pooled again from its start."""
-        if live.status is SequenceStatus.FINISHED:
+        if sequence.status is SequenceStatus.FINISHED:
             return
-        begins = start == 0 or live.pooling is Pooling.LAST
-        live.pooled = part if begins or live.pooled is None else live.pooled + part
-        if stop == live.prompt_length:
-            live.request.recomputed = 0
-            tokens = live.prompt_length if live.pooling is Pooling.MEAN else 1
-            self._emit(live.request, SequencePooled(live.index, (live.pooled / tokens).astype("<f4").tobytes()))
-            self._end(live)
+        begins = start == 0 or sequence.pooling is Pooling.LAST
+        sequence.pooled = part if begins or sequence.pooled is None else sequence.pooled + part
+        if stop == sequence.prompt_length:
+            sequence.request.recomputed = 0
+            tokens = sequence.prompt_length if sequence.pooling is Pooling.MEAN else 1
+            self._emit(
+                sequence.request, SequencePooled(sequence.index, (sequence.pooled / tokens).astype("<f4").tobytes())
+            )
+            self._end(sequence)
 
-    def finish_if_nothing_to_do(self, live: LiveSequence) -> None:
+    def finish_if_nothing_to_do(self, sequence: Sequence) -> None:
         """Ends a sequence if its `max_tokens` is 0, unless its prompt has yet to be scored. If none of its tokens is to
         be, as in a prompt of one token, it is scored already."""
-        if live.scores is not None and live.scored_from >= live.prompt_length:
-            self._send_scores(live)
-        if live.max_tokens == 0 and live.scores is None:
-            self._emit(live.request, SequenceOutput(live.index, (), "", finish_reason=FinishReason.LENGTH))
-            self._end(live)
+        if sequence.scores is not None and sequence.scored_from >= sequence.prompt_length:
+            self._send_scores(sequence)
+        if sequence.max_tokens == 0 and sequence.scores is None:
+            self._emit(sequence.request, SequenceOutput(sequence.index, (), "", finish_reason=FinishReason.LENGTH))
+            self._end(sequence)
 
-    def _send_scores(self, live: LiveSequence) -> None:
-        if live.scores is not None:
-            live.scored = False
-            prompt_index = live.index // live.request.request.n
-            self._emit(live.request, PromptScored(prompt_index, tuple(live.scores)))
-            live.scores = None
+    def _send_scores(self, sequence: Sequence) -> None:
+        if sequence.scores is not None:
+            sequence.scored = False
+            prompt_index = sequence.index // sequence.request.spec.n
+            self._emit(sequence.request, PromptScored(prompt_index, tuple(sequence.scores)))
+            sequence.scores = None
 
-    def _end(self, live: LiveSequence) -> None:
+    def _end(self, sequence: Sequence) -> None:
         """Ends a sequence and frees its row. If it was the last one of its request, the request ends too."""
-        request = live.request
-        del self._lives[live.sequence_id]
-        request.unfinished.remove(live)
+        request = sequence.request
+        del self._sequences[sequence.sequence_id]
+        request.unfinished.remove(sequence)
         if not request.unfinished:
-            self._adapters.remove_request(request.request.adapter)
+            self._adapters.remove_request(request.spec.adapter)
         with self.scope.covering([request]):
-            self._scheduler.finish(live)
+            self._scheduler.finish(sequence)
         if not request.unfinished and self._requests.pop(request.request_id, None) is not None:
             self._emit(request, request.finished(time.monotonic()))
 
@@ -208,13 +249,59 @@ class LiveRequests:
             events, self._events = self._events, []
             self._publish(events)
 
-    def _emit(self, request: LiveRequest, event: Event) -> None:
+    def _emit(self, request: Request, event: Event) -> None:
         self._events.append((request.request_id, event))
 
     def check_integrity(self) -> None:
         """Raises AssertionError if requests and sequences do not agree."""
-        assert {s.sequence_id for s in self._scheduler.sequences()} == set(self._lives)
-        assert sum(len(request.unfinished) for request in self._requests.values()) == len(self._lives)
+        assert {s.sequence_id for s in self._scheduler.sequences()} == set(self._sequences)
+        assert sum(len(request.unfinished) for request in self._requests.values()) == len(self._sequences)
+
+
+def _sequence(owner: Request, index: int, sequence_id: int, group: PromptGroup, vocabulary: Vocabulary) -> Sequence:
+    """Choice `index` of a request, with everything that it needs to be computed and turned into text."""
+    request = owner.spec
+    stopping, prompt, sample = request.stopping, request.prompts[index // request.n], index % request.n
+    params = replace(request.sampling, seed=request.sampling.seed + sample)
+    grammar = None if request.grammar is None else request.grammar.start()
+    scored = request.prompt_logprobs is not None and sample == 0
+    tokens, scored_from = list(prompt), max(1, request.scored_from)
+    sequence = Sequence(
+        sequence_id=sequence_id,
+        tokens=tokens,
+        max_tokens=stopping.max_tokens if request.pooling is None else 1,  # the vector counts as a draw
+        arrived_at=owner.arrived_at,
+        group=group,
+        work_class=request.work_class,
+        adapter=request.adapter,
+        priority=request.priority,
+        key=request.key,
+        scored=scored,
+        scored_from=scored_from,
+        pooling=request.pooling,
+        prompt_candidates=request.prompt_logprobs or 0,
+        candidates=params.top_logprobs or 0,
+        sampling=RowSampling(
+            params=params,
+            min_tokens=stopping.min_tokens,
+            end_ids=tuple(sorted(vocabulary.eos_ids.union(stopping.stop_token_ids))),
+            sampling_logprobs=request.collection is not None,
+            counts=TokenCounts(prompt, (), vocabulary.size) if has_penalties(params) else None,
+            grammar=grammar,
+            bad_words=BadWords(params.bad_words, tokens, len(prompt)) if params.bad_words else None,
+        ),
+        scores=[None] * min(scored_from, len(prompt)) if scored else None,
+    )
+    sequence.request, sequence.index = owner, index
+    sequence.text = TextStream(
+        detokenizer=vocabulary.detokenizer(prompt, request.visible_specials),
+        matcher=StopMatcher(stopping),
+        stopping=stopping,
+        end_ids=frozenset() if stopping.ignore_eos else vocabulary.eos_ids,
+        grammar=grammar,
+        tokens=tokens,
+    )
+    return sequence
 
 
 def _output(index: int, draw: Draw, delta: TextDelta) -> SequenceOutput:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from itertools import accumulate
 
 from mlx_parallm.batch.attention_times import measure_attention
 from mlx_parallm.batch.forward import Span
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
-from mlx_parallm.batch.runner import BatchRunner, Row
-from mlx_parallm.core import PromptGroup
+from mlx_parallm.batch.runner import BatchRunner
+from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.sequence import PromptGroup, Sequence
+from mlx_parallm.engine.speculation.choosing import MOST_TOKENS
 from mlx_parallm.model.device import on_cpu
-from mlx_parallm.scheduler.cost import CostModel
-from mlx_parallm.scheduler.drafts import MOST_TOKENS
 
 _SHORT = 16
 _LONG, _CONTEXT = 128, 1024
@@ -88,7 +89,7 @@ def calibrate_steps(runner: BatchRunner, cost: CostModel, check: Check = lambda:
     return replace(cost, steps=tuple(zip(_STEPS, accumulate(times, max), strict=True)))
 
 
-def _least(runner: BatchRunner, check: Check, chunks: Sequence[int], context: int = 0, draws: int = 0) -> float:
+def _least(runner: BatchRunner, check: Check, chunks: Seq[int], context: int = 0, draws: int = 0) -> float:
     """The time of a unit: the least of several, because the machine may do other work too. See `_seconds`."""
     times: list[float] = []
     while len(times) < _REPEATS and not (times and on_cpu() and times[-1] > _LONG_ENOUGH_S):
@@ -96,10 +97,10 @@ def _least(runner: BatchRunner, check: Check, chunks: Sequence[int], context: in
     return min(times)
 
 
-def _seconds(runner: BatchRunner, check: Check, chunks: Sequence[int], context: int, draws: int = 0) -> float:
+def _seconds(runner: BatchRunner, check: Check, chunks: Seq[int], context: int, draws: int = 0) -> float:
     """The time of a unit with a chunk of so many tokens for each of some rows. `draws`: tokens that each row draws."""
     check()
-    rows: list[Row] = []
+    rows: list[Sequence] = []
     try:
         for tokens in chunks:
             rows.append(_open(runner, context, tokens))
@@ -116,10 +117,10 @@ def _seconds(runner: BatchRunner, check: Check, chunks: Sequence[int], context: 
             runner.cache.close(row)
 
 
-def _open(runner: BatchRunner, context: int, tokens: int) -> Row:
+def _open(runner: BatchRunner, context: int, tokens: int) -> Sequence:
     """A row whose context counts as computed. Raises MemoryError if the device has no memory for it."""
     total = context + tokens
-    row = Row(sequence_id=0, tokens=[0] * total, max_tokens=1, arrived_at=0.0, group=PromptGroup(), prompt_length=total)
+    row = Sequence(sequence_id=0, tokens=[0] * total, max_tokens=1, arrived_at=0.0, group=PromptGroup())
     if runner.cache.open(total, into=row) is None:
         raise MemoryError("the device has no memory for the rows that are timed; lower --kv-cache-memory")
     row.computed = context

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import reduce
 
@@ -13,11 +14,11 @@ import mlx.core as mx
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
 from mlx_parallm.batch.kv.groups import Store
-from mlx_parallm.core import NO_TIME, DeviceSeconds, EngineStats, Histogram
+from mlx_parallm.core import NO_TIME, DeviceSchedule, DeviceSeconds, EngineStats, Histogram
 from mlx_parallm.engine.disk_prefixes import DiskPrefixes
-from mlx_parallm.engine.live import LiveSequence
+from mlx_parallm.engine.scheduler import RLAwareScheduler
+from mlx_parallm.engine.sequence import Sequence
 from mlx_parallm.model.device import MemoryLimits
-from mlx_parallm.scheduler.scheduler import RLAwareScheduler
 
 
 @dataclass(slots=True)
@@ -60,7 +61,7 @@ def snapshot(
     scheduler: RLAwareScheduler,
     cache: LoRABatchedKVCache,
     disk: DiskPrefixes | None,
-    lives: Iterable[LiveSequence],
+    sequences: Iterable[Sequence],
     peak: int,
     limits: MemoryLimits | None,
 ) -> EngineStats:
@@ -111,7 +112,7 @@ def snapshot(
             "prefix_cache_dir": disk.describe() if disk else None,
             "blocks": [{"window": group.window, **_places(group)} for group in cache.groups],
             "recurrent_states": None if cache.states is None else _places(cache.states),
-            "sequences": [_describe(live) for live in lives],
+            "sequences": [_describe(sequence) for sequence in sequences],
         },
     )
 
@@ -124,7 +125,47 @@ _TOTALS = tuple(each.name for each in fields(EngineStats) if each.name.endswith(
 _GAUGES = ("running", "waiting", "kv_bytes_held", "kv_bytes_cached", "kv_tokens_used")
 
 
-def total(each: Sequence[EngineStats]) -> EngineStats:
+class StatsOfBases:
+    """The statistics of all base models, as they were last read, and of those that are unloaded."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, EngineStats] = {}
+        self._gone: dict[str, EngineStats] = {}  # what each base model had counted before it was unloaded
+        self._loading_s = 0.0
+
+    def update(self, base: str, stats: EngineStats) -> None:
+        """Takes new statistics of a base model."""
+        self._loaded[base] = stats
+
+    def add_load_time(self, seconds: float) -> None:
+        """Adds device time that was spent on a load."""
+        self._loading_s += seconds
+
+    def unloaded(self, base: str, stats: EngineStats) -> None:
+        """Keeps of a base model that is unloaded what only grows."""
+        totals = {name: getattr(stats, name) for name in _TOTALS}
+        gauges = {name: getattr(stats, name) for name in ("kv_bytes_budget", "decode_gaps", "device_seconds")}
+        self._loaded.pop(base, None)
+        self._gone[base] = self._since_start(base, EngineStats(alive=True, ready=True, **gauges, **totals))
+
+    def total(self, paused: bool, schedule: DeviceSchedule) -> EngineStats:
+        """The statistics of all base models together."""
+        bases = {base: self._since_start(base, stats) for base, stats in self._loaded.items()}
+        gone = {base: counted for base, counted in self._gone.items() if base not in bases}
+        stats = _sum([*bases.values(), *gone.values()])
+        stats = replace(stats, device_seconds=stats.device_seconds.plus(DeviceSeconds(other=self._loading_s)))
+        if len(bases) == 1 and not gone:
+            return stats
+        details = {base: dict(one.detail) for base, one in self._loaded.items()}
+        detail = {**stats.detail, "base_models": details}
+        return replace(stats, paused=paused, schedule=schedule, detail=detail, bases=bases | gone)
+
+    def _since_start(self, base: str, stats: EngineStats) -> EngineStats:
+        """The statistics of a base model, with what it had counted before it was last unloaded."""
+        return _sum([stats, self._gone[base]]) if base in self._gone else stats
+
+
+def _sum(each: Seq[EngineStats]) -> EngineStats:
     """The statistics of several base models together; those of the first where there is nothing to add."""
     first, *others = each
     if not others:
@@ -139,20 +180,13 @@ def total(each: Sequence[EngineStats]) -> EngineStats:
     )
 
 
-def counters_of(stats: EngineStats) -> EngineStats:
-    """What counts on when a base model has been unloaded: what only grows."""
-    totals = {name: getattr(stats, name) for name in _TOTALS}
-    gauges = {name: getattr(stats, name) for name in ("kv_bytes_budget", "decode_gaps", "device_seconds")}
-    return EngineStats(alive=True, ready=True, **gauges, **totals)
-
-
-def _describe(live: LiveSequence) -> dict[str, object]:
+def _describe(sequence: Sequence) -> dict[str, object]:
     return {
-        "request_id": live.request.request_id,
-        "index": live.index,
-        "status": live.status.value,
-        "class": live.work_class.value,
-        "prompt_tokens": live.prompt_length,
-        "computed_tokens": live.computed,
-        "generated_tokens": live.text.generated,
+        "request_id": sequence.request.request_id,
+        "index": sequence.index,
+        "status": sequence.status.value,
+        "class": sequence.work_class.value,
+        "prompt_tokens": sequence.prompt_length,
+        "computed_tokens": sequence.computed,
+        "generated_tokens": sequence.text.generated,
     }

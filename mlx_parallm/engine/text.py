@@ -3,7 +3,7 @@ and repetition without end."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +17,18 @@ class Detokenizes(Protocol):
     def add(self, token_id: int) -> str: ...
 
     def finish(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The properties of the tokenizer that the engine uses.
+
+    `detokenizer`: makes the detokenizer of one sequence, from its prompt and the special tokens to write as text.
+    """
+
+    size: int
+    eos_ids: frozenset[int]
+    detokenizer: Callable[[tuple[int, ...], frozenset[int]], Detokenizes]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+from mlx_parallm.engine.units import ForwardUnit, StagingUnit, TrainingUnit, Unit
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.scheduler.units import ForwardUnit, StagingUnit, TrainingUnit, Unit
 
 
 class UnitTrace:

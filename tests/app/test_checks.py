@@ -11,7 +11,7 @@ import pytest
 
 from mlx_parallm.app.server import IntegratedServer
 from mlx_parallm.config import configure
-from mlx_parallm.engine.processor import ContinuousBatchProcessor
+from mlx_parallm.engine.thread import ContinuousBatchProcessor
 from mlx_parallm.errors import ConfigError, ModelNotFoundError, ParaLLMError
 from mlx_parallm.extras import OTEL
 

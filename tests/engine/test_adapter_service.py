@@ -23,9 +23,11 @@ from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
 from mlx_parallm.core import AdapterRef, GenerationRequest, Residence, SamplingParams, SequenceOutput, StopParams
-from mlx_parallm.engine.live import Vocabulary
-from mlx_parallm.engine.parts import EngineParts
-from mlx_parallm.engine.processor import ContinuousBatchProcessor
+from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.engine import EngineParts
+from mlx_parallm.engine.scheduler import SchedulerConfig
+from mlx_parallm.engine.text import Vocabulary
+from mlx_parallm.engine.thread import ContinuousBatchProcessor
 from mlx_parallm.errors import (
     AdapterFileError,
     ConflictError,
@@ -33,8 +35,6 @@ from mlx_parallm.errors import (
     InvalidRequestError,
     UnknownModelError,
 )
-from mlx_parallm.scheduler.cost import CostModel
-from mlx_parallm.scheduler.scheduler import SchedulerConfig
 
 LAYOUT = layout_of(tiny_model("llama"))
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]

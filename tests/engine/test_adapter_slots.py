@@ -16,8 +16,8 @@ from mlx_parallm.core import (
     RequestFinished,
     Residence,
 )
+from mlx_parallm.engine.units import StagingUnit
 from mlx_parallm.errors import AdapterUnavailableError
-from mlx_parallm.scheduler.units import StagingUnit
 
 TINY = 1e-5
 """Invariant 8's bound on logprobs across shapes, for tiny float32 models."""

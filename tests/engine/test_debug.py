@@ -85,6 +85,6 @@ def test_tokens_are_the_same_with_and_without_lookahead(lookahead):
         harness.submit("a", [5, 6, 7, 8], max_tokens=5)
     expected.run()
     in_flight = []
-    made.run(lambda: in_flight.append(made.loop._forwards.in_flight))
+    made.run(lambda: in_flight.append(made.loop.in_flight))
     assert made.tokens("a") == expected.tokens("a")
     assert any(in_flight) is lookahead

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import mlx.core as mx
 import pytest
+from driver import new_sequence
 from harness import Harness, make_harness
 from lora import random_adapter
 from tiny import tiny_model
 
-from mlx_parallm.core import (
-    Account,
-    DeviceMemory,
-    PromptGroup,
-    RequestFailed,
-    RequestFinished,
-    Sequence,
-    WorkClass,
-    default_budget,
-)
+from mlx_parallm.core import Account, DeviceMemory, RequestFailed, RequestFinished, WorkClass, default_budget
 from mlx_parallm.engine import memory
-from mlx_parallm.engine.live import live
+from mlx_parallm.engine.sequence import Sequence
+from mlx_parallm.engine.waiting import gives_way
 from mlx_parallm.errors import ContextLengthError
 
 pytestmark = pytest.mark.ci
@@ -65,7 +57,7 @@ def accounts(budget: int = 100, **held: int) -> DeviceMemory:
 
 
 def rows(*classes: WorkClass) -> list[Sequence]:
-    return [Sequence(at, [1], 8, 0.0, PromptGroup(), work_class) for at, work_class in enumerate(classes)]
+    return [new_sequence(at, [1], 8, work_class=work_class) for at, work_class in enumerate(classes)]
 
 
 LIVE, ROLLOUT = WorkClass.INFERENCE, WorkClass.TRAINING
@@ -94,21 +86,18 @@ def test_the_pool_may_keep_no_prefix_while_more_than_the_budget_is_held() -> Non
     [((LIVE, LIVE, LIVE), 2), ((ROLLOUT, LIVE, LIVE), 0), ((ROLLOUT, LIVE, ROLLOUT, LIVE), 2)],
 )
 def test_the_youngest_rollout_gives_way_before_the_youngest_row(classes: tuple[WorkClass, ...], first: int) -> None:
-    device, held = DeviceMemory(100), rows(*classes)
-    assert device.to_preempt(held, missing=1) is held[first]
-    device.check_integrity()
+    held = rows(*classes)
+    assert gives_way(held) is held[first]
 
 
-def test_a_row_that_gave_way_out_of_order_is_found() -> None:
-    device = DeviceMemory(100)
-    device.to_preempt(rows(LIVE), missing=0, device_refused=True)
-    device.check_integrity()
-    device.to_preempt(rows(LIVE), missing=0)
+def test_a_row_that_gave_way_before_cached_prefixes_is_found() -> None:
+    harness = make_harness()
+    memory, held = harness.loop._memory, rows(LIVE)
+    held[0].tables = [[] for _ in harness.runner.cache.groups]
+    memory.check_integrity()
+    memory.to_preempt(held, held[0])
     with pytest.raises(AssertionError, match="cached prefixes were enough"):
-        device.check_integrity()
-    device.shortages[-1] = replace(device.shortages[-1], missing=1, passed_over=1)
-    with pytest.raises(AssertionError, match="kept its place"):
-        device.check_integrity()
+        memory.check_integrity()
 
 
 def test_the_default_budget_is_what_weights_and_buffers_leave() -> None:
@@ -134,7 +123,7 @@ def small(blocks: int = 20) -> tuple[Harness, Training, int]:
 
 def held(harness: Harness) -> list[str]:
     """The requests that have a row, oldest first."""
-    return [live(sequence).request.request_id for sequence in harness.loop.scheduler.live]
+    return [sequence.request.request_id for sequence in harness.loop.scheduler.live]
 
 
 def step(harness: Harness) -> None:

@@ -24,13 +24,12 @@ from mlx_parallm.core import (
     completed,
     then,
 )
-from mlx_parallm.engine.live import Vocabulary
-from mlx_parallm.engine.loops import DeviceLoops
-from mlx_parallm.engine.parts import EngineParts
-from mlx_parallm.engine.processor import ContinuousBatchProcessor
+from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.engine import EngineParts
+from mlx_parallm.engine.scheduler import SchedulerConfig
+from mlx_parallm.engine.text import Vocabulary
+from mlx_parallm.engine.thread import ContinuousBatchProcessor
 from mlx_parallm.errors import EngineDeadError
-from mlx_parallm.scheduler.cost import CostModel
-from mlx_parallm.scheduler.scheduler import SchedulerConfig
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -201,14 +200,14 @@ async def test_an_idle_engine_gives_cached_prefixes_back_while_memory_is_short(
 
 async def test_a_base_model_that_is_loaded_while_memory_is_short_keeps_no_prefixes_either() -> None:
     first, second = ("first", make_harness()), ("second", make_harness())
-    loops = DeviceLoops(parts_of(*first), lambda events: None)
-    loops.relieve(Relief.PREFIXES)
-    done: Future[None] = Future()
-    loops.load(loading(parts_of(*second)), done)
+    device = ContinuousBatchProcessor(lambda: pytest.fail("it is not started"))
+    device._add(parts_of(*first))
+    device._relieve(Relief.PREFIXES)
+    done = device._load(loading(parts_of(*second)))
     while not done.done():
-        loops.step()
+        device._step()
     assert not any(each.runner.cache.device.keeps_prefixes for _, each in (first, second))
-    loops.relieve(Relief.NONE)
+    device._relieve(Relief.NONE)
     assert all(each.runner.cache.device.keeps_prefixes for _, each in (first, second))
 
 

@@ -176,7 +176,7 @@ def test_a_version_is_staged_in_place_although_rows_read_the_bank() -> None:
         harness.submit(ref.name, PROMPT[:20], 40, adapter=ref)
     harness.loop.step()
     harness.loop.step()
-    assert harness.loop._forwards.in_flight
+    assert harness.loop.in_flight
     largest = max(group.a.nbytes for group in harness.adapters.bank.groups.values())
     version = harness.adapters.registry.add("late", VersionInfo.of(adapters[9]))
     staged = harness.adapters.stage(version, adapters[9])

@@ -22,12 +22,12 @@ from mlx_parallm.core import (
     SequenceOutput,
     StopParams,
 )
-from mlx_parallm.engine.live import Vocabulary
-from mlx_parallm.engine.parts import EngineParts
-from mlx_parallm.engine.processor import ContinuousBatchProcessor
+from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.engine import EngineParts
+from mlx_parallm.engine.scheduler import SchedulerConfig
+from mlx_parallm.engine.text import Vocabulary
+from mlx_parallm.engine.thread import ContinuousBatchProcessor
 from mlx_parallm.errors import DeviceMemoryError, EngineDeadError, StepFailedError
-from mlx_parallm.scheduler.cost import CostModel
-from mlx_parallm.scheduler.scheduler import SchedulerConfig
 
 PROMPTS = [[i, 3, 5, 7, 11, 13] * 4 for i in range(3)]
 
@@ -341,7 +341,7 @@ async def test_a_request_that_cannot_be_read_fails_alone(
         raise ValueError("injected")
 
     with monkeypatch.context() as patched:
-        patched.setattr("mlx_parallm.engine.requests.live_sequence", broken)
+        patched.setattr("mlx_parallm.engine.requests._sequence", broken)
         events = await collect(engine, request("bad", PROMPTS[0], 3))
     assert isinstance(events[-1], RequestFailed)
     assert isinstance((await collect(engine, request("good", PROMPTS[0], 3)))[-1], RequestFinished)

@@ -200,7 +200,7 @@ def test_samples_of_a_prompt_share_it(model: nn.Module, length: int) -> None:
 @pytest.mark.parametrize("by_model", [False, True], ids=["text", "draft model"])
 def test_drafts_end_with_their_block(model: nn.Module, by_model: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong guesses of the next block would have replaced the row's tail. A draft model's own keys stay as they are."""
-    monkeypatch.setattr("mlx_parallm.scheduler.drafts._LEAST_GAIN", 1.0)  # random text gains little
+    monkeypatch.setattr("mlx_parallm.engine.speculation.choosing._LEAST_GAIN", 1.0)  # random text gains little
     prompts = [(PROMPTS[1][:9] * 7)[:length] for length in range(50, 64)]
     want = answers(make_harness(model, kv_bits=8, lookahead=False), prompts)
     draft = tiny_model("llama", head_dim=32) if by_model else None

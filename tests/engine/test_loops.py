@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -16,11 +15,12 @@ from mlx.utils import tree_flatten
 from tiny import tiny_model
 
 from mlx_parallm.core import DeviceMemory, Event, GenerationRequest, PauseMode, RequestFailed, StopParams
-from mlx_parallm.engine.live import Vocabulary
-from mlx_parallm.engine.loops import DeviceLoops, Loading
-from mlx_parallm.engine.parts import EngineParts
-from mlx_parallm.scheduler.cost import CostModel
-from mlx_parallm.scheduler.scheduler import SchedulerConfig
+from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.engine import EngineParts
+from mlx_parallm.engine.scheduler import SchedulerConfig
+from mlx_parallm.engine.text import Vocabulary
+from mlx_parallm.engine.thread import ContinuousBatchProcessor, Loading
+from mlx_parallm.engine.turns import Turns
 
 TOLERANCE = 1e-5
 VOCABULARY = Vocabulary(263, frozenset(), lambda *_: PlainText())
@@ -39,29 +39,31 @@ def loading(made: EngineParts) -> Loading:
 
 
 class Two:
-    """The base models a and b, and what they published."""
+    """The base models a and b on the calling thread, and what they published."""
 
     def __init__(self, **options: Any) -> None:
         self.models = {"a": tiny_model("llama", seed=1), "b": tiny_model("qwen3", seed=2)}
         self.events: list[tuple[str, Event]] = []
         self.sharing: list[DeviceMemory] = []
-        self.loops = DeviceLoops(parts("a", self.models["a"], self.sharing, **options), self.events.extend)
+        self.device = ContinuousBatchProcessor(lambda: pytest.fail("it is not started"))
+        self.device._publish_events = self.events.extend  # type: ignore[method-assign]
+        self.device._add(parts("a", self.models["a"], self.sharing, **options))
         self.load("b", **options)
 
     def load(self, base: str, **options: Any) -> None:
-        done: Future[None] = Future()
-        self.loops.load(loading(parts(base, self.models[base], self.sharing, **options)), done)
+        done = self.device._load(loading(parts(base, self.models[base], self.sharing, **options)))
         while not done.done():
-            self.loops.step()
+            self.device._step()
         done.result()
 
     def submit(self, base: str, name: str, prompt: Sequence[int], max_tokens: int = 8) -> None:
         stopping = StopParams(max_tokens)
-        self.loops.submit(GenerationRequest(name, (tuple(prompt),), GREEDY, stopping, base=base))
+        self.device._submit(GenerationRequest(name, (tuple(prompt),), GREEDY, stopping, base=base))
 
     def run(self) -> None:
-        while self.loops.step():
-            self.loops.check_integrity()
+        while self.device._step():
+            for engine in self.device._engines.values():
+                engine.check_integrity()
 
     def tokens(self, name: str) -> list[int]:
         return [token for at, event in self.events if at == name for token in getattr(event, "token_ids", ())]
@@ -83,28 +85,31 @@ def test_rows_of_two_base_models_equal_their_solo_runs() -> None:
 
 def test_they_take_turns_by_device_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """However much one of them has had while the other was idle. A unit of b takes as long as two of a."""
-    two, ran, clock = Two(), list[str](), [0.0]
-    two.run()
-    monkeypatch.setattr("mlx_parallm.engine.loops.time.monotonic", lambda: clock[0])
+    turns, ran, clock, idle = Turns(), list[str](), [0.0], {"b"}
+    monkeypatch.setattr("mlx_parallm.engine.turns.time.monotonic", lambda: clock[0])
 
-    def unit(base: str) -> bool:
-        ran.append(base)
-        clock[0] += {"a": 1.0, "b": 2.0}[base]
+    def unit(member: str) -> bool:
+        if member in idle:
+            return False
+        ran.append(member)
+        clock[0] += {"a": 1.0, "b": 2.0}[member]
         return True
 
-    for base, turns in two.loops._turns.items():
-        turns.step = partial(unit, base)
-    two.loops._turns["a"].seconds = 1000.0
-    for base in "ab":
-        two.submit(base, base, prompt(1))
+    for member in "ab":
+        turns.add(member, partial(unit, member))
+    for _ in range(1000):
+        turns.step()
+    idle.clear()
+    ran.clear()
+    turns.wake("b")
     for _ in range(30):
-        two.loops.step()
+        turns.step()
     assert (ran.count("a"), ran.count("b")) == (20, 10)
 
 
 def test_a_request_for_what_is_not_loaded_fails_and_is_not_answered_by_another() -> None:
     two = Two()
-    two.loops.unload("b")
+    two.device._unload("b")
     two.submit("b", "late", prompt(1))
     (event,) = [event for name, event in two.events if name == "late"]
     assert isinstance(event, RequestFailed)
@@ -114,14 +119,14 @@ def test_what_is_unloaded_frees_its_memory_and_counts_on() -> None:
     two = Two()
     two.submit("b", "one", prompt(1), 8)
     two.run()
-    before, held = two.loops.stats(), mx.get_active_memory()
+    before, held = two.device._read_stats(), mx.get_active_memory()
     weights = sum(array.nbytes for _, array in tree_flatten(two.models["b"].parameters()))
     del two.models["b"]
-    two.loops.unload("b")
+    two.device._unload("b")
     gc.collect()
     assert held - mx.get_active_memory() >= weights
     assert len(two.sharing) == 1
-    after = two.loops.stats()
+    after = two.device._read_stats()
     assert after.generation_tokens_total == before.generation_tokens_total == 8
     assert {base: each.generation_tokens_total for base, each in after.bases.items()} == {"a": 0, "b": 8}
     assert after.device_seconds == before.device_seconds
@@ -134,13 +139,13 @@ def test_a_row_gets_the_memory_of_another_base_models_cached_prefixes() -> None:
     for number in range(7):
         two.submit("a", f"{number}", prompt(number, 120), 4)
         two.run()
-    cached = two.loops.stats().kv_bytes_cached
+    cached = two.device._read_stats().kv_bytes_cached
     assert cached > two.sharing[0].budget_bytes // 2
     two.submit("b", "long", prompt(9, 800), 4)
     two.run()
     assert len(two.tokens("long")) == 4
     assert sum(memory._held for memory in two.sharing) <= two.sharing[0].budget_bytes
-    assert two.loops.stats().preemptions_total == 0
+    assert two.device._read_stats().preemptions_total == 0
 
 
 def test_a_row_waits_for_the_rows_of_another_base_model() -> None:
@@ -159,8 +164,7 @@ def test_a_load_that_fails_leaves_the_others_serving() -> None:
         yield
         raise RuntimeError("[malloc] no memory")
 
-    done: Future[None] = Future()
-    two.loops.load(failing(), done)
+    done = two.device._load(failing())
     two.run()
     assert isinstance(done.exception(), RuntimeError)
     assert len(two.tokens("a")) == 30
@@ -168,14 +172,14 @@ def test_a_load_that_fails_leaves_the_others_serving() -> None:
 
 def test_a_pause_holds_what_is_loaded_meanwhile() -> None:
     two = Two()
-    two.loops.unload("b")
-    two.loops.pause(PauseMode.KEEP)
+    two.device._unload("b")
+    two.device._pause_all(PauseMode.KEEP)
     two.load("b")
     two.submit("b", "b", prompt(1), 3)
     two.run()
-    assert two.loops.stats().paused
+    assert two.device._read_stats().paused
     assert not two.tokens("b")
-    two.loops.resume()
+    two.device._resume_all()
     two.run()
     assert len(two.tokens("b")) == 3
 
@@ -183,9 +187,9 @@ def test_a_pause_holds_what_is_loaded_meanwhile() -> None:
 def test_a_base_model_knows_whether_others_have_rows() -> None:
     two = Two()
     two.submit("b", "b", prompt(1), 3)
-    two.loops.step()
-    two.loops.step()
-    loops = two.loops._loops
-    assert (loops["a"].others_run, loops["b"].others_run) == (True, False)
+    two.device._step()
+    two.device._step()
+    engines = two.device._engines
+    assert (engines["a"].others_run, engines["b"].others_run) == (True, False)
     two.run()
-    assert not loops["a"].others_run
+    assert not engines["a"].others_run

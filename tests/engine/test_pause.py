@@ -11,12 +11,12 @@ from harness import PlainText, make_harness, solo
 from tiny import tiny_model
 
 from mlx_parallm.core import GenerationRequest, PauseMode, SamplingParams, SequenceOutput, StopParams
-from mlx_parallm.engine.live import Vocabulary
-from mlx_parallm.engine.parts import EngineParts
-from mlx_parallm.engine.processor import ContinuousBatchProcessor
+from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.engine import EngineParts
+from mlx_parallm.engine.scheduler import SchedulerConfig
+from mlx_parallm.engine.text import Vocabulary
+from mlx_parallm.engine.thread import ContinuousBatchProcessor
 from mlx_parallm.errors import AbortedError, EngineDeadError
-from mlx_parallm.scheduler.cost import CostModel
-from mlx_parallm.scheduler.scheduler import SchedulerConfig
 
 PROMPT = [3, 1, 4, 1, 5]
 LONG = 200

@@ -27,7 +27,6 @@ from mlx_parallm.core import (
     SamplingParams,
     SequenceOutput,
 )
-from mlx_parallm.engine.live import live
 from mlx_parallm.engine.memory import PrefixRoot
 from mlx_parallm.errors import ConflictError
 
@@ -180,7 +179,7 @@ class Traffic:
 
 def check_registered(harness: Harness) -> None:
     """A registered block holds tokens whose ids are known, and belongs to the version in the row's slot."""
-    for row in map(live, harness.loop.scheduler.live):
+    for row in harness.loop.scheduler.live:
         node = row.node if row.node is not None and row.node.alive else None
         while node is not None and node.depth:
             assert list(node.ids) == row.tokens[(node.depth - 1) * BLOCK_TOKENS : node.depth * BLOCK_TOKENS]

@@ -16,12 +16,12 @@ from mlx_parallm.core import (
     StopParams,
     WorkClass,
 )
-from mlx_parallm.engine.live import Vocabulary
-from mlx_parallm.engine.parts import EngineParts
-from mlx_parallm.engine.processor import ContinuousBatchProcessor
+from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.engine import EngineParts
+from mlx_parallm.engine.scheduler import SchedulerConfig
+from mlx_parallm.engine.text import Vocabulary
+from mlx_parallm.engine.thread import ContinuousBatchProcessor
 from mlx_parallm.errors import QueueTimeoutError
-from mlx_parallm.scheduler.cost import CostModel
-from mlx_parallm.scheduler.scheduler import SchedulerConfig
 
 TIMEOUT_S = 0.3
 LONG, SHORT = 700, 2

@@ -16,15 +16,15 @@ from tiny import FAMILIES, VOCAB_SIZE, tiny_model
 from mlx_parallm.batch.forward import Span
 from mlx_parallm.batch.kv.cache import KVRow
 from mlx_parallm.engine import proving
-from mlx_parallm.engine.processor import ContinuousBatchProcessor
+from mlx_parallm.engine.cost import Chunk, CostModel
 from mlx_parallm.engine.proving import prove
 from mlx_parallm.engine.startup import calibrate, calibrate_steps, choose_attention
+from mlx_parallm.engine.thread import ContinuousBatchProcessor
 from mlx_parallm.errors import EngineDeadError
 from mlx_parallm.model import families
 from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.checks import Finding
 from mlx_parallm.model.families import family_of
-from mlx_parallm.scheduler.cost import Chunk, CostModel
 
 
 def test_every_term_is_measured_and_no_row_is_left() -> None:

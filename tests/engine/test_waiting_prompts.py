@@ -6,9 +6,9 @@ import pytest
 from harness import make_harness
 
 from mlx_parallm.core import RequestFinished, RequestStarted
-from mlx_parallm.scheduler.cost import CostModel
-from mlx_parallm.scheduler.scheduler import RLAwareScheduler
-from mlx_parallm.scheduler.units import ForwardUnit
+from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.scheduler import RLAwareScheduler
+from mlx_parallm.engine.units import ForwardUnit
 
 
 @pytest.fixture

@@ -5,17 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from driver import new_sequence
 
-from mlx_parallm.core import PromptGroup, Sequence
-from mlx_parallm.scheduler.cost import CostModel
-from mlx_parallm.scheduler.drafts import choose_drafts, tokens_to_draw
+from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.sequence import Sequence
+from mlx_parallm.engine.speculation.choosing import choose_drafts, tokens_to_draw
 
 CHEAP = CostModel(fixed=0.05, per_token=0.001, per_pair=0.0, per_draw=0.001)
 DEAR = CostModel(fixed=0.001, per_token=0.05, per_pair=0.0, per_draw=0.01)
 
 
 def row(acceptance: float, guessed: int = 8, max_tokens: int = 100, drawn: int = 1) -> Sequence:
-    sequence = Sequence(0, [0] * (20 + drawn), max_tokens, 0.0, PromptGroup())
+    sequence = new_sequence(0, [0] * (20 + drawn), max_tokens)
     sequence.prompt_length, sequence.drawn, sequence.computed = 20, drawn, 20 + drawn - 1
     sequence.guess, sequence.acceptance = [1] * guessed, acceptance
     return sequence

@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from driver import Driver
+from driver import Driver, new_sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_parallm.core import AdapterRef, PromptGroup, Sequence, SequenceStatus, WorkClass
-from mlx_parallm.scheduler.fairness import ROW_TOKENS, TokenShares
-from mlx_parallm.scheduler.units import ForwardUnit
+from mlx_parallm.core import AdapterRef, WorkClass
+from mlx_parallm.engine.fairness import ROW_TOKENS, TokenShares
+from mlx_parallm.engine.sequence import Sequence, SequenceStatus
+from mlx_parallm.engine.units import ForwardUnit
 
 ONE, TWO = AdapterRef("one", 1), AdapterRef("two", 1)
 
@@ -23,7 +24,7 @@ def tokens_by(driver: Driver, name: Callable[[Sequence], object], steps: int) ->
     for _ in range(steps):
         if isinstance(unit := driver.step(), ForwardUnit):
             for span in unit.spans:
-                counts[name(span.sequence)] += span.tokens
+                counts[name(span.row)] += span.tokens
     return counts
 
 
@@ -46,7 +47,7 @@ def test_a_key_without_a_row_gets_one_at_once(tokens: int) -> None:
     other = driver.add(tokens, max_tokens=3, key="other")
     unit = driver.step()
     assert isinstance(unit, ForwardUnit)
-    assert other in [chunk.sequence for chunk in unit.chunks]
+    assert other in [chunk.row for chunk in unit.chunks]
     units = 1
     while other.drawn == 0:
         driver.step()
@@ -144,10 +145,7 @@ def test_one_key_alone_keeps_the_order_of_urgency() -> None:
 def test_what_is_counted_is_bounded() -> None:
     """Names of adapters come and go; counts that cannot matter any more are dropped."""
     shares = TokenShares()
-    sequences = [
-        Sequence(number, [0], 1, 0.0, PromptGroup(), key="k", adapter=AdapterRef(f"a{number}", 1))
-        for number in range(10_000)
-    ]
+    sequences = [new_sequence(number, [0], 1, key="k", adapter=AdapterRef(f"a{number}", 1)) for number in range(10_000)]
     shares.hold(sequences[0])
     for sequence in sequences:
         shares.behind([sequence], lambda s: (s.work_class, s.key, s.adapter.name))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from driver import Driver
+from driver import Driver, new_scheduler, new_sequence
 
-from mlx_parallm.core import PromptGroup, Sequence, SequenceStatus
-from mlx_parallm.scheduler.cost import CostModel
-from mlx_parallm.scheduler.scheduler import RLAwareScheduler
-from mlx_parallm.scheduler.units import ForwardUnit
+from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.scheduler import RLAwareScheduler
+from mlx_parallm.engine.sequence import PromptGroup, Sequence, SequenceStatus
+from mlx_parallm.engine.units import ForwardUnit
 
 
 def launched(scheduler: RLAwareScheduler, now: float = 0.0) -> ForwardUnit:
@@ -21,7 +21,7 @@ def launched(scheduler: RLAwareScheduler, now: float = 0.0) -> ForwardUnit:
 
 
 def added(scheduler: RLAwareScheduler, tokens: int, group: PromptGroup | None = None) -> Sequence:
-    sequence = Sequence(0, [0] * tokens, 100, 0.0, group or PromptGroup())
+    sequence = new_sequence(0, [0] * tokens, 100, group=group)
     scheduler.add(sequence)
     return sequence
 
@@ -31,17 +31,17 @@ def counts(sequence: Sequence) -> tuple[int, int, int]:
 
 
 def test_prompts_that_come_are_computed_beside_rows_whose_tokens_are_not_read() -> None:
-    scheduler = RLAwareScheduler(cost=CostModel(0.01, 1e-4, 0.0))
+    scheduler = new_scheduler(CostModel(0.01, 1e-4, 0.0))
     row = added(scheduler, 10)
     first = launched(scheduler)
     assert (first.decodes, first.draws, counts(row)) == (0, (row,), (10, 1, 1))
     prompt = added(scheduler, 30)
     second = launched(scheduler)
-    assert [span.sequence for span in second.rows] == [row]
-    assert [(span.sequence, span.start, span.tokens) for span in second.chunks] == [(prompt, 0, 30)]
+    assert [span.row for span in second.rows] == [row]
+    assert [(span.row, span.start, span.tokens) for span in second.chunks] == [(prompt, 0, 30)]
     assert second.draws == (row, prompt)
     third = launched(scheduler)
-    assert [(span.sequence, span.start, span.tokens) for span in third.spans] == [(row, 11, 1), (prompt, 30, 1)]
+    assert [(span.row, span.start, span.tokens) for span in third.spans] == [(row, 11, 1), (prompt, 30, 1)]
     assert (row.unread, prompt.unread) == (3, 2)
     for now, unit in enumerate((first, second, third), 1):
         scheduler.record_done(unit, 0.1, float(now))
@@ -79,7 +79,7 @@ def test_a_group_opens_when_its_prompt_is_launched_and_shares_it() -> None:
     first, second = driver.step(), driver.step()
     assert isinstance(first, ForwardUnit)
     assert isinstance(second, ForwardUnit)
-    assert [(span.sequence, span.tokens) for span in first.spans] == [(members[0], 150)]
+    assert [(span.row, span.tokens) for span in first.spans] == [(members[0], 150)]
     assert [(span.start, span.tokens) for span in second.spans] == [(150, 1), *[(128, 22)] * 3]
     assert second.draws == tuple(members)
 
@@ -98,7 +98,7 @@ def test_the_rest_of_a_group_passes_long_prompts_that_wait() -> None:
 
 
 def test_gaps_are_measured_between_the_ends_of_steps() -> None:
-    scheduler = RLAwareScheduler()
+    scheduler = new_scheduler()
     added(scheduler, 2)
     for now in (1.0, 2.0, 3.5, 3.6):
         scheduler.record_done(launched(scheduler, now - 0.5), 0.5, now)
@@ -107,7 +107,7 @@ def test_gaps_are_measured_between_the_ends_of_steps() -> None:
 
 
 def test_prompts_get_their_predicted_part_of_a_unit_with_rows() -> None:
-    scheduler = RLAwareScheduler(cost=CostModel(fixed=1.0, per_token=0.5, per_pair=0.0))
+    scheduler = new_scheduler(CostModel(fixed=1.0, per_token=0.5, per_pair=0.0))
     row = added(scheduler, 10)
     prefill = launched(scheduler)
     decode = launched(scheduler)

@@ -2,8 +2,8 @@
 
 from driver import Driver
 
-from mlx_parallm.core import SequenceStatus
-from mlx_parallm.scheduler.units import ForwardUnit, StagingUnit, TrainingUnit
+from mlx_parallm.engine.sequence import SequenceStatus
+from mlx_parallm.engine.units import ForwardUnit, StagingUnit, TrainingUnit
 
 
 def test_what_comes_while_paused_waits_and_what_was_there_ends() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from driver import STEP, Driver
 
-from mlx_parallm.core import Pooling, SequenceStatus
-from mlx_parallm.scheduler.cost import CostModel
-from mlx_parallm.scheduler.prefill import MOST_POOLED
-from mlx_parallm.scheduler.units import ForwardUnit
+from mlx_parallm.core import Pooling
+from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.prefill import MOST_POOLED
+from mlx_parallm.engine.sequence import SequenceStatus
+from mlx_parallm.engine.units import ForwardUnit
 
 ENDLESS = 10**9
 

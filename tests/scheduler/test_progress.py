@@ -5,14 +5,15 @@ from __future__ import annotations
 import random
 
 import pytest
-from driver import STEP, Driver, TokenBudget
+from driver import STEP, Driver, TokenBudget, new_sequence
 
-from mlx_parallm.core import AdapterRef, DeviceSchedule, Pooling, PromptGroup, Sequence, SequenceStatus, WorkClass
-from mlx_parallm.scheduler.cost import CostModel
-from mlx_parallm.scheduler.prefill import MAX_CHUNKS, MAX_STEPS_WITHOUT_CHUNK
-from mlx_parallm.scheduler.scheduler import RLAwareScheduler, SchedulerConfig
-from mlx_parallm.scheduler.sequences import PromptKind, prompt_kind
-from mlx_parallm.scheduler.units import Candidate, ForwardUnit, StagingUnit, TrainingUnit, WorkKind
+from mlx_parallm.core import AdapterRef, DeviceSchedule, Pooling, WorkClass
+from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.prefill import MAX_CHUNKS, MAX_STEPS_WITHOUT_CHUNK
+from mlx_parallm.engine.scheduler import RLAwareScheduler, SchedulerConfig
+from mlx_parallm.engine.sequence import PromptGroup, Sequence, SequenceStatus
+from mlx_parallm.engine.units import Candidate, ForwardUnit, StagingUnit, TrainingUnit, WorkKind
+from mlx_parallm.engine.waiting import PromptKind, prompt_kind
 
 ENDLESS = 10**9
 ADAPTERS = [AdapterRef("base", 0), AdapterRef("one", 1), AdapterRef("two", 1)]
@@ -48,7 +49,7 @@ class Interleaving:
     def add(self) -> None:
         group, rng = PromptGroup(), self.rng
         for member in range(rng.choice([1, 1, 1, 3])):
-            sequence = Sequence(0, [0] * rng.choice([1, 20, 200]), rng.choice([2, 100]), self.now, group)
+            sequence = new_sequence(0, [0] * rng.choice([1, 20, 200]), rng.choice([2, 100]), self.now, group)
             sequence.sequence_id = id(sequence)
             sequence.work_class, sequence.priority = rng.choice(list(WorkClass)), rng.choice([0, 0, 5])
             sequence.adapter, sequence.scored = rng.choice(ADAPTERS), member == 0 and rng.random() < 0.15
@@ -99,13 +100,13 @@ class Interleaving:
 
     def launch(self, unit: ForwardUnit) -> None:
         """Launches a unit before the last one is read, or after that."""
-        self.long_chunks = max(self.long_chunks, sum(is_long(span.sequence) for span in unit.chunks))
+        self.long_chunks = max(self.long_chunks, sum(is_long(span.row) for span in unit.chunks))
         self.scheduler.record_launch(unit, self.now)
         if unit.decodes:
             self.steps += 1
             prompts = [s for s in self.scheduler.live if s.status is SequenceStatus.PREFILLING]
             self.waits = {prompt: self.waits.get(prompt, 0) + 1 for prompt in prompts}
-        self.waits.update((span.sequence, 0) for span in unit.chunks)
+        self.waits.update((span.row, 0) for span in unit.chunks)
         self.most = max(self.most, *self.waits.values(), 0)
         self.read()
         self.in_flight = unit
@@ -224,7 +225,7 @@ def test_a_small_share_does_not_start_the_wait_again() -> None:
             driver.add(28, max_tokens=1)
         unit = driver.step()
         if isinstance(unit, ForwardUnit):
-            taken += [span.tokens for span in unit.chunks if span.sequence is long]
+            taken += [span.tokens for span in unit.chunks if span.row is long]
     assert max(taken) > 16
 
 

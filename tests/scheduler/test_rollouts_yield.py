@@ -9,15 +9,16 @@ from driver import STEP, Driver
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_parallm.core import DeviceSchedule, SequenceStatus, WorkClass
-from mlx_parallm.scheduler.units import ForwardUnit
+from mlx_parallm.core import DeviceSchedule, WorkClass
+from mlx_parallm.engine.sequence import SequenceStatus
+from mlx_parallm.engine.units import ForwardUnit
 
 LIVE, ROLLOUT = WorkClass.INFERENCE, WorkClass.TRAINING
 ENDLESS = 10**9
 
 
 def classes(unit: ForwardUnit) -> Counter[WorkClass]:
-    return Counter(row.sequence.work_class for row in unit.rows)
+    return Counter(span.row.work_class for span in unit.rows)
 
 
 def decoding(driver: Driver) -> ForwardUnit:
@@ -86,7 +87,7 @@ def test_prompts_of_live_requests_are_computed_first() -> None:
     live = driver.add(60)
     unit = driver.step()
     assert isinstance(unit, ForwardUnit)
-    assert [span.sequence for span in unit.spans] == [live]
+    assert [span.row for span in unit.spans] == [live]
     driver.run()
     assert set(driver.finished) == {rollout, live}
 

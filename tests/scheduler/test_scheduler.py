@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
-from driver import STEP, Driver
+from driver import STEP, Driver, new_scheduler, new_sequence
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from mlx_parallm.core import AdapterRef, PromptGroup, Sequence, SequenceStatus, WorkClass
-from mlx_parallm.scheduler.cost import CostModel
-from mlx_parallm.scheduler.scheduler import RLAwareScheduler
-from mlx_parallm.scheduler.units import Candidate, ForwardUnit, StagingUnit, TrainingUnit, Unit, WorkKind
+from mlx_parallm.core import AdapterRef, WorkClass
+from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.sequence import PromptGroup, Sequence, SequenceStatus
+from mlx_parallm.engine.units import Candidate, ForwardUnit, StagingUnit, TrainingUnit, Unit, WorkKind
 
 ABSENT = AdapterRef("absent", 1)
 
@@ -190,7 +190,7 @@ def test_priority_comes_before_length() -> None:
     urgent = driver.add(1000, priority=-1)
     first = driver.step()
     assert isinstance(first, ForwardUnit)
-    assert [span.sequence for span in first.spans] == [urgent]
+    assert [span.row for span in first.spans] == [urgent]
 
 
 @pytest.mark.parametrize(("live", "expected"), [("both", {7, 3}), ("training", {10}), ("inference", {10})])
@@ -254,7 +254,7 @@ def test_a_scored_prompt_shares_its_units_with_decode_rows_only(rows: int) -> No
     driver.add(601, scored=True)
     driver.add(31)
     units = forwards(driver.run())
-    scored = [chunks([unit]) for unit in units if any(span.sequence.scored for span in unit.chunks)]
+    scored = [chunks([unit]) for unit in units if any(span.row.scored for span in unit.chunks)]
     assert scored == [[256], [256], [89]] * 2
 
 
@@ -277,9 +277,9 @@ def test_preempted_rows_are_recomputed_and_the_oldest_is_kept() -> None:
 
 
 def test_a_scheduler_with_its_defaults_runs_without_an_engine() -> None:
-    scheduler = RLAwareScheduler()
+    scheduler = new_scheduler()
     group = PromptGroup()
-    rows = [Sequence(number, [1, 2, 3], 2, 0.0, group) for number in range(2)]
+    rows = [new_sequence(number, [1, 2, 3], 2, group=group) for number in range(2)]
     for row in rows:
         scheduler.add(row)
     units: list[ForwardUnit] = []

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from driver import STEP, Driver
+from driver import STEP, Driver, new_scheduler
 
-from mlx_parallm.core import AdapterRef, Sequence, SequenceStatus
-from mlx_parallm.scheduler.scheduler import RLAwareScheduler
-from mlx_parallm.scheduler.units import Candidate, ForwardUnit, StagingUnit, TrainingUnit, WorkKind
+from mlx_parallm.core import AdapterRef
+from mlx_parallm.engine.sequence import Sequence, SequenceStatus
+from mlx_parallm.engine.units import Candidate, ForwardUnit, StagingUnit, TrainingUnit, WorkKind
 
 ENDLESS = 10**9
 
@@ -156,7 +156,7 @@ def test_preempted_rows_come_back_beside_training() -> None:
 
 
 def test_without_rows_training_takes_its_share_only_while_another_base_model_has_some() -> None:
-    scheduler, waits = RLAwareScheduler(), [Candidate(WorkKind.TRAINING)]
+    scheduler, waits = new_scheduler(), [Candidate(WorkKind.TRAINING)]
     share = scheduler.schedule.training_time_share
     assert isinstance(scheduler.next_unit(10.0, waits, others_run=True), TrainingUnit)
     scheduler.record_training(1.0, now=11.0)

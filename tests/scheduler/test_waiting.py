@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 from driver import Driver
 
-from mlx_parallm.core import AdapterRef, PromptGroup, Sequence, SequenceStatus, WorkClass
-from mlx_parallm.scheduler.cost import CostModel
-from mlx_parallm.scheduler.order import PromptOrder
-from mlx_parallm.scheduler.sequences import WaitingQueue
+from mlx_parallm.core import AdapterRef, WorkClass
+from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.sequence import PromptGroup, Sequence, SequenceStatus
+from mlx_parallm.engine.waiting import PromptOrder, WaitingQueue
 
 LIVE, ROLLOUT = WorkClass.INFERENCE, WorkClass.TRAINING
 ADAPTERS = [AdapterRef(name, 1) for name in ("one", "two", "three")]

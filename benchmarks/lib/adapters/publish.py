@@ -32,12 +32,12 @@ from mlx_parallm.app.adapters import find_adapters
 from mlx_parallm.app.device import build_runner
 from mlx_parallm.config import AdaptersConfig, Config
 from mlx_parallm.core import AdapterRef, Residence, then
-from mlx_parallm.engine.live import Vocabulary
-from mlx_parallm.engine.parts import EngineParts
+from mlx_parallm.engine.engine import EngineParts
+from mlx_parallm.engine.scheduler import SchedulerConfig
 from mlx_parallm.engine.startup import calibrate
+from mlx_parallm.engine.text import Vocabulary
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.model.tokenizer import detokenizer_for
-from mlx_parallm.scheduler.scheduler import SchedulerConfig
 
 NAME = "churn"
 ROWS, SLOTS = 16, 10

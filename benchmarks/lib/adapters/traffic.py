@@ -1,4 +1,4 @@
-"""Sends greedy requests to a `DeviceLoop` that the calling thread runs, and times the loop's work."""
+"""Sends greedy requests to a `Engine` that the calling thread runs, and times the loop's work."""
 
 import time
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import Any
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.batch.forward import Span
-from mlx_parallm.batch.runner import BatchRunner, Pending, Row
+from mlx_parallm.batch.runner import BatchRunner, Pending
 from mlx_parallm.core import (
     AdapterRef,
     Event,
@@ -20,8 +20,7 @@ from mlx_parallm.core import (
     SequenceOutput,
     StopParams,
 )
-from mlx_parallm.engine.loop import DeviceLoop
-from mlx_parallm.engine.parts import EngineParts
+from mlx_parallm.engine.engine import Engine, EngineParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ class TimedRunner:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def begin(self, spans: Sequence[Span[Row]], *arguments: Any) -> Pending:
+    def begin(self, spans: Sequence[Span[Any]], *arguments: Any) -> Pending:
         self._watch.launches(prefills=any(span.tokens > 1 for span in spans))
         return self._runner.begin(spans, *arguments)
 
@@ -125,7 +124,7 @@ class Traffic:
     def __init__(self, parts: EngineParts, prompts: Sequence[tuple[int, ...]]) -> None:
         self.ended: list[Answer] = []
         self._registry = parts.adapters.registry
-        self._loop = DeviceLoop(parts, self._take)
+        self._loop = Engine(parts, self._take)
         self._prompts = prompts
         self._open: dict[str, tuple[Answer, ExitStack]] = {}
         self._sent = 0

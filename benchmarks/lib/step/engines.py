@@ -24,11 +24,10 @@ from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair, VersionInfo
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef, DeviceSchedule, GenerationRequest, SamplingParams, StopParams
-from mlx_parallm.engine.live import Vocabulary
-from mlx_parallm.engine.loop import DeviceLoop
-from mlx_parallm.engine.parts import EngineParts
-from mlx_parallm.scheduler.cost import CostModel
-from mlx_parallm.scheduler.scheduler import SchedulerConfig
+from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.engine import Engine, EngineParts
+from mlx_parallm.engine.scheduler import SchedulerConfig
+from mlx_parallm.engine.text import Vocabulary
 
 _TOP_P, _TEMPERATURE = 0.9, 1.0
 _PREFILL_TOKENS = 4096
@@ -64,7 +63,7 @@ class Models:
 
 
 class Ours:
-    """`DeviceLoop` with a lookahead, as on a Mac, whose rows all decode."""
+    """`Engine` with a lookahead, as on a Mac, whose rows all decode."""
 
     def __init__(self, models: Models, batch: Batch, recorder: Recorder) -> None:
         self._recorder, self._rows = recorder, batch.rows
@@ -78,7 +77,7 @@ class Ours:
         scheduler = SchedulerConfig(max_rows=64, max_batched_tokens=_PREFILL_TOKENS, schedule=DeviceSchedule())
         vocabulary = Vocabulary(shaped.card.vocab_size, frozenset(), lambda prompt, visible_specials: _Silent())
         parts = EngineParts(self._runner, self._store, vocabulary, scheduler, CostModel(0.002, 1e-6, 1e-9))
-        self._loop = DeviceLoop(parts, lambda events: None)
+        self._loop = Engine(parts, lambda events: None)
         refs = [self._published(str(number)) for number in range(batch.adapters)] or [BASE_ADAPTER]
         sampling = SamplingParams(temperature=_TEMPERATURE, top_p=_TOP_P) if batch.sampled else _GREEDY
         for row, prompt in enumerate(batch.prompts()):

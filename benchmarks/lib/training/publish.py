@@ -18,7 +18,7 @@ from lib.training.rig import Rig
 from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.core import AdapterRef
-from mlx_parallm.engine.loop import DeviceLoop
+from mlx_parallm.engine.engine import Engine
 from mlx_parallm.rl.learn.accumulation import Accumulated
 from mlx_parallm.rl.learn.step import Step
 
@@ -93,16 +93,16 @@ async def _update(made: Rig, watch: _Watch, number: int) -> Live:
 
 
 def _watch_units(watch: _Watch) -> None:
-    step = DeviceLoop.step
+    step = Engine.step
 
-    def timed(self: DeviceLoop) -> bool:
+    def timed(self: Engine) -> bool:
         began = time.perf_counter()
         busy = step(self)
         if busy:
             watch.units.append((began, time.perf_counter()))
         return busy
 
-    DeviceLoop.step = timed  # type: ignore[method-assign]
+    Engine.step = timed  # type: ignore[method-assign]
 
 
 def _watch_updates(watch: _Watch) -> None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,9 +22,9 @@ import numpy as np
 from mlx_parallm.batch.forward import Span, in_order
 from mlx_parallm.batch.kv.cache import KVRow
 from mlx_parallm.batch.runner import BatchRunner
-from mlx_parallm.engine.live import LiveSequence
-from mlx_parallm.scheduler.cost import Chunk, CostModel
-from mlx_parallm.scheduler.drafts import LONGEST_DRAFT
+from mlx_parallm.engine.cost import Chunk, CostModel
+from mlx_parallm.engine.sequence import Sequence
+from mlx_parallm.engine.speculation.choosing import LONGEST_DRAFT
 
 _log = logging.getLogger(__name__)
 
@@ -52,13 +53,13 @@ class _DraftRow(KVRow):
     `after`: how many tokens the sequence had when the last guess was drawn. `guess`: that guess.
     """
 
-    sequence: LiveSequence
+    sequence: Sequence
     after: int = 0
     guess: list[int] = field(default_factory=list)
 
     @property
     def root(self) -> DraftRoot:
-        return DraftRoot(self.sequence.request.request.cache_salt)
+        return DraftRoot(self.sequence.request.spec.cache_salt)
 
     @property
     def is_current(self) -> bool:
@@ -105,7 +106,7 @@ class DraftModel:
         self._cache = runner.cache
         self._vocab_size = min(vocab_size, draft_vocab_size)
         self._for_adapters = for_adapters
-        self._rows: dict[LiveSequence, _DraftRow] = {}
+        self._rows: dict[Sequence, _DraftRow] = {}
         self._rests = 0  # units without guesses that are left
         self._faults = 0  # since the last guess
         self._give_back = self._cache.device.give_back
@@ -113,7 +114,7 @@ class DraftModel:
 
     # -- rows ------------------------------------------------------------------------------------
 
-    def begin_unit(self, rows: Collection[LiveSequence]) -> None:
+    def begin_unit(self, rows: Collection[Sequence]) -> None:
         """Call it before each unit with the rows that are live. Closes the draft rows of all others."""
         self._rests = max(0, self._rests - 1)
         ended = self._rows.keys() - set(rows)
@@ -122,17 +123,17 @@ class DraftModel:
         if ended and not self._rows:
             self._cache.tidy(self._cache.device.budget_bytes, quiet=True)
 
-    def guesses_for(self, row: LiveSequence) -> bool:
+    def guesses_for(self, row: Sequence) -> bool:
         """Whether it may be asked for a guess for this row now."""
         fits = len(row.tokens) + LONGEST_DRAFT <= self._cache.longest_row
         return not self._rests and fits and (row.adapter_slot != 0 or not self._for_adapters)
 
-    def _close(self, row: LiveSequence) -> None:
+    def _close(self, row: Sequence) -> None:
         self._cache.close(self._rows.pop(row))
 
     # -- guesses ---------------------------------------------------------------------------------
 
-    def draw(self, tokens: Mapping[LiveSequence, int], seconds: float) -> dict[LiveSequence, Sequence[int]]:
+    def draw(self, tokens: Mapping[Sequence, int], seconds: float) -> dict[Sequence, Seq[int]]:
         """Guesses so many tokens for each of these rows, the most probable ones.
 
         Args:
@@ -147,12 +148,12 @@ class DraftModel:
             self._give_way()
         return {draft.sequence: draft.guess for draft in ready}
 
-    def _ready(self, row: LiveSequence, until: float) -> _DraftRow | None:
+    def _ready(self, row: Sequence, until: float) -> _DraftRow | None:
         """The draft row of a sequence, if it has a guess already, or can guess now."""
         draft = self._opened(row)
         return draft if draft is not None and (draft.is_current or self._has_caught_up(draft, until)) else None
 
-    def _opened(self, row: LiveSequence) -> _DraftRow | None:
+    def _opened(self, row: Sequence) -> _DraftRow | None:
         """The draft row of a sequence, with room for a guess and without wrong tokens. None if memory is short."""
         length = len(row.tokens) + LONGEST_DRAFT
         if row not in self._rows:
@@ -191,7 +192,7 @@ class DraftModel:
         self._cache.freeze(draft, draft.root, draft.sequence.tokens)
         self._cache.release_windows(draft)
 
-    def _draw(self, drafts: Sequence[_DraftRow], counts: Sequence[int]) -> None:
+    def _draw(self, drafts: Seq[_DraftRow], counts: Seq[int]) -> None:
         """Sets the guesses of these rows: so many tokens of each. Each pass is built while the one before runs."""
         started = time.monotonic()
         wanted = dict(zip(drafts, counts, strict=True))
@@ -215,13 +216,13 @@ class DraftModel:
         spans = in_order([Span(draft, draft.computed, draft.behind) for draft in drafts])
         return self._pass(spans, self._inputs(spans))
 
-    def _next_pass(self, drafts: Iterable[_DraftRow], before: Sequence[_DraftRow], tokens: mx.array) -> _Pass:
+    def _next_pass(self, drafts: Iterable[_DraftRow], before: Seq[_DraftRow], tokens: mx.array) -> _Pass:
         """Computes the tokens that the pass before has drawn for these rows, and draws the next ones."""
         spans = in_order([Span(draft, draft.computed, 1) for draft in drafts])
         place = {draft: number for number, draft in enumerate(before)}
         return self._pass(spans, tokens[mx.array([place[span.row] for span in spans])])
 
-    def _pass(self, spans: Sequence[Span[_DraftRow]], inputs: mx.array) -> _Pass:
+    def _pass(self, spans: Seq[Span[_DraftRow]], inputs: mx.array) -> _Pass:
         logits = self._runner.last_logits(spans, inputs)
         for span in spans:
             span.row.computed = span.stop

@@ -16,12 +16,12 @@ from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
-from mlx_parallm.core import Sequence, SequenceStatus
-from mlx_parallm.engine.live import FaultScope, LiveSequence, live
+from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.faults import FaultScope
+from mlx_parallm.engine.sequence import Sequence, SequenceStatus
+from mlx_parallm.engine.speculation.choosing import MOST_TOKENS
 from mlx_parallm.engine.speculation.draft_model import DraftModel
 from mlx_parallm.engine.speculation.guesses import Acceptance, RowGuesses, Source
-from mlx_parallm.scheduler.cost import CostModel
-from mlx_parallm.scheduler.drafts import MOST_TOKENS
 
 
 class Drafting:
@@ -46,7 +46,7 @@ class Drafting:
         """Predicts the passes of the draft model, if there is one."""
         return None if self._model is None else self._model.cost
 
-    def guess(self, rows: Collection[LiveSequence]) -> None:
+    def guess(self, rows: Collection[Sequence]) -> None:
         """Sets the `guess` of each row that decodes, as far as it costs no pass: the tokens that may follow those which
         have been read."""
         if self._model is not None:
@@ -62,14 +62,14 @@ class Drafting:
                 with self._scope.covering([row.request]):
                     self._guess(row)
 
-    def _guess(self, row: LiveSequence) -> None:
+    def _guess(self, row: Sequence) -> None:
         guesses = row.guesses = row.guesses or RowGuesses(row.tokens, self._sources, self._acceptance)
         self._set(row, guesses.guess(row.sampling.grammar))
         forced = row.guess and guesses.source is Source.GRAMMAR
         if self._model is not None and not forced and self._model.guesses_for(row):
             row.model_acceptance = guesses.model_acceptance
 
-    def _set(self, row: LiveSequence, guess: Seq[int]) -> None:
+    def _set(self, row: Sequence, guess: Seq[int]) -> None:
         assert row.guesses is not None
         row.guess = guess[: BLOCK_TOKENS - 1 - row.computed % BLOCK_TOKENS] if self._in_block else guess
         row.acceptance = row.guesses.acceptance
@@ -83,7 +83,7 @@ class Drafting:
         assert self._model is not None
         started = time.monotonic()
         with self._scope.covering(work=self._model):
-            drawn = self._model.draw({live(row): count for row, count in tokens.items()}, seconds)
+            drawn = self._model.draw(tokens, seconds)
         for row, guess in drawn.items():
             with self._scope.covering([row.request]):
                 assert row.guesses is not None
@@ -91,7 +91,7 @@ class Drafting:
         return time.monotonic() - started
 
 
-def plan_draft(row: LiveSequence, scope: FaultScope) -> None:
+def plan_draft(row: Sequence, scope: FaultScope) -> None:
     """Sets the sampling options after each token of a row's draft, if it has one. If that raises, the row's request is
     recorded in `scope`."""
     if row.drafted:
@@ -99,7 +99,7 @@ def plan_draft(row: LiveSequence, scope: FaultScope) -> None:
             row.draft_sampling = row.sampling.along(row.draft)
 
 
-def compare(row: LiveSequence, guessed: int, drawn: int) -> bool:
+def compare(row: Sequence, guessed: int, drawn: int) -> bool:
     """Returns whether a guess was right, and remembers it for the next ones."""
     assert row.guesses is not None, "it has guessed"
     row.guesses.add(guessed == drawn)

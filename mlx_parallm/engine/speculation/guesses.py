@@ -14,8 +14,8 @@ from enum import Enum
 import numpy as np
 
 from mlx_parallm.core import GrammarState
+from mlx_parallm.engine.speculation.choosing import LONGEST_DRAFT
 from mlx_parallm.errors import GrammarError
-from mlx_parallm.scheduler.drafts import LONGEST_DRAFT
 
 
 class PromptLookup:

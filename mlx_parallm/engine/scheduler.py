@@ -26,14 +26,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from mlx_parallm.core import DeviceSchedule, Sequence, SequenceStatus, WorkClass
-from mlx_parallm.scheduler.beside import WorkBesideRequests
-from mlx_parallm.scheduler.cost import CostModel
-from mlx_parallm.scheduler.drafts import choose_drafts, is_worth_waiting, tokens_to_draw
-from mlx_parallm.scheduler.fairness import ROW_TOKENS, TokenShares
-from mlx_parallm.scheduler.order import PromptOrder
-from mlx_parallm.scheduler.prefill import (
+from mlx_parallm.core import DeviceSchedule, WorkClass
+from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.fairness import ROW_TOKENS, TokenShares
+from mlx_parallm.engine.prefill import (
     EVEN,
     LATE,
     MOST_IN_PREFILL,
@@ -42,9 +40,20 @@ from mlx_parallm.scheduler.prefill import (
     ChunkPacker,
     overdue,
 )
-from mlx_parallm.scheduler.sequences import (
+from mlx_parallm.engine.sequence import Sequence, SequenceStatus
+from mlx_parallm.engine.speculation.choosing import choose_drafts, is_worth_waiting, tokens_to_draw
+from mlx_parallm.engine.timing import PoolingShare, WorkBesideRequests
+from mlx_parallm.engine.units import (
+    Candidate,
+    ForwardUnit,
+    Unit,
+    UnitSpan,
+    forward_unit,
+)
+from mlx_parallm.engine.waiting import (
     Lane,
     PromptKind,
+    PromptOrder,
     WaitingQueue,
     advance,
     check_rows,
@@ -52,16 +61,9 @@ from mlx_parallm.scheduler.sequences import (
     prefilling,
     prompt_kind,
 )
-from mlx_parallm.scheduler.timing import PoolingShare
-from mlx_parallm.scheduler.units import (
-    Candidate,
-    ForwardUnit,
-    RowMemory,
-    Span,
-    Unit,
-    UnlimitedMemory,
-    forward_unit,
-)
+
+if TYPE_CHECKING:
+    from mlx_parallm.engine.memory import PoolMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,22 +82,20 @@ class RLAwareScheduler:
         holds_rollouts: no further rollout gets a row. Those that have one continue.
 
     Args:
-        memory: where rows come from; None is memory without limits.
+        memory: where rows come from.
         cost: predicts the seconds of forward units. The scheduler corrects it by observed times.
     """
 
-    def __init__(
-        self, config: SchedulerConfig | None = None, memory: RowMemory | None = None, cost: CostModel | None = None
-    ) -> None:
-        self.config = config = config or SchedulerConfig()
-        self.cost = cost = cost or CostModel()
+    def __init__(self, config: SchedulerConfig, memory: PoolMemory, cost: CostModel) -> None:
+        self.config = config
+        self.cost = cost
         self.schedule = config.schedule
         self._beside = beside = WorkBesideRequests(config.schedule)
         self.gap, self.share_meter, self.record_training = beside.gap, beside.share_meter, beside.record_training
         self.preemptions = 0
         self.paused = False
         self.holds_rollouts = False
-        self._memory = memory or UnlimitedMemory()
+        self._memory = memory
         self._shares = TokenShares()
         self._order = PromptOrder(cost, self._memory, self._shares)
         self._waiting = WaitingQueue(self._order.rank, self._shares)
@@ -271,7 +271,7 @@ class RLAwareScheduler:
                 self._memory_is_short = True
         return [row for row in rows if row.status is SequenceStatus.RUNNING]
 
-    def _next_chunks(self, rows_wait: bool, followers: set[Sequence]) -> list[Span]:
+    def _next_chunks(self, rows_wait: bool, followers: set[Sequence]) -> list[UnitSpan]:
         """The next chunks of the most urgent prompts that are not `followers`, packed while time and tokens allow.
 
         Beside decode rows, a chunk that is predicted to exceed the allowance is taken only in a fresh gap, or for
@@ -300,15 +300,15 @@ class RLAwareScheduler:
         for sequence in unit.draws:
             sequence.drawn += 1 + sequence.drafted
         for span in unit.spans:
-            span.sequence.started_at = span.sequence.started_at or now
-            self._shares.charge(span.sequence, span.tokens)
-            advance(span.sequence, span.tokens)
+            span.row.started_at = span.row.started_at or now
+            self._shares.charge(span.row, span.tokens)
+            advance(span.row, span.tokens)
         if unit.decodes:
             for prompt in prefilling(self._rows):
                 prompt.steps_waited += 1
         for chunk in unit.chunks:
-            chunk.sequence.steps_waited = 0
-            chunk.sequence.served_at = now if chunk.in_turn else chunk.sequence.served_at
+            chunk.row.steps_waited = 0
+            chunk.row.served_at = now if chunk.in_turn else chunk.row.served_at
 
     def record_done(self, unit: ForwardUnit, seconds: float, now: float) -> None:
         """Records that a launched unit ended at `now`, when its tokens were read.
@@ -323,7 +323,7 @@ class RLAwareScheduler:
             self.cost.observe([span.work for span in unit.spans], unit.tokens_drawn, seconds, now)
         if unit.decodes:
             self.gap.add_step(seconds, now)
-            pooled = (span.work for span in unit.chunks if span.sequence.pooling is not None)
+            pooled = (span.work for span in unit.chunks if span.row.pooling is not None)
             self._pooling.add_step(seconds, sum(map(self.cost.chunk_seconds, pooled)), self.gap.chunk_s)
         else:
             self.gap.no_row_waited()

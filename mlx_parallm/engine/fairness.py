@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from typing import TypeVar
 
-from mlx_parallm.core import Sequence, WorkClass
+from mlx_parallm.core import WorkClass
+from mlx_parallm.engine.sequence import Sequence
 
 T = TypeVar("T")
 Owner = tuple[WorkClass | str, ...]

@@ -13,8 +13,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mlx_parallm.core import Sequence
-from mlx_parallm.scheduler.cost import CostModel
+from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.sequence import Sequence
 
 MOST_TOKENS = 32
 """Tokens of all decode rows and their drafts together. An Apple GPU multiplies 32 of them by a matrix in about the time

@@ -18,12 +18,18 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Items
 from enum import Enum
 from itertools import count
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from mlx_parallm.core import AdapterRef, PromptGroup, Sequence, SequenceStatus, WorkClass
-from mlx_parallm.scheduler.fairness import TokenShares
+from mlx_parallm.core import AdapterRef, WorkClass
+from mlx_parallm.engine.cost import Chunk, CostModel
+from mlx_parallm.engine.fairness import TokenShares
+from mlx_parallm.engine.sequence import PromptGroup, Sequence, SequenceStatus
+
+if TYPE_CHECKING:
+    from mlx_parallm.engine.memory import PoolMemory
 
 # ---- kinds of prompts --------------------------------------------------------------------------
 
@@ -211,6 +217,43 @@ def _first(group: PromptGroup) -> Sequence | None:
     return next((s for s in members if s.status is SequenceStatus.WAITING and s.unread == 0), None)
 
 
+# ---- the order of prompts -----------------------------------------------------------------------
+
+_WAIT_CREDIT = 10.0
+"""Seconds of remaining prefill that one second of waiting outweighs. A chunk served in turn restarts the wait, so a
+long prompt beside a stream of short ones gets a chunk now and then, and not all the time."""
+
+
+class PromptOrder:
+    """Ranks prompts by what is left to compute of them, how long they have waited, and what their key has got."""
+
+    def __init__(self, cost: CostModel, memory: PoolMemory, shares: TokenShares) -> None:
+        self._cost = cost
+        self._memory = memory
+        self._shares = shares
+
+    def rank(self, sequence: Sequence) -> tuple[PromptKind, Urgency]:
+        """The place of a waiting sequence in the queue. It depends on what is left to compute, not on the length."""
+        cached = self._memory.cached(sequence)
+        return prompt_kind(sequence, cached), self.urgency(sequence, cached)
+
+    def in_prefill(self, prompt: Sequence) -> tuple[bool, int, int, Urgency]:
+        """The place of a prompt among those in prefill: rollouts come last. Then it is its priority that counts, then
+        what its key has got, then its urgency."""
+        got = self._shares.tokens((prompt.work_class, prompt.key))
+        rollout = prompt.work_class is WorkClass.TRAINING
+        return rollout, prompt.priority, got, self.urgency(prompt, prompt.computed)
+
+    def urgency(self, sequence: Sequence, computed: int) -> Urgency:
+        """Orders prompts: by priority, then by seconds of prefill left, minus a credit for the time waited.
+
+        Instead of subtracting the time waited, which changes all the time, it adds the time since which the sequence
+        waits. The order is the same, because all sequences age at the same rate.
+        """
+        left = self._cost.chunk_seconds(Chunk(sequence.length - computed, computed))
+        return (sequence.priority, left + _WAIT_CREDIT * sequence.served_at)
+
+
 # ---- holding a row, in order of admission ------------------------------------------------------
 
 
@@ -245,6 +288,13 @@ def decoding(
     rollouts = [row for row in rows if row.work_class is WorkClass.TRAINING]
     waiting = set(rollouts[max(1, share) :])
     return [row for row in rows if row not in waiting]
+
+
+def gives_way(rows: Items[Sequence]) -> Sequence:
+    """The row that is preempted if memory is short: the youngest rollout, or the youngest row if there is none. `rows`:
+    all live rows, in order of admission."""
+    rollouts = [row for row in rows if row.work_class is WorkClass.TRAINING]
+    return (rollouts or rows)[-1]
 
 
 def check_rows(rows: Iterable[Sequence]) -> None:

@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from mlx_parallm.core import Sequence
-from mlx_parallm.scheduler.cost import Chunk, CostModel
-from mlx_parallm.scheduler.sequences import PromptKind, prompt_kind
-from mlx_parallm.scheduler.units import Span
+from mlx_parallm.engine.cost import Chunk, CostModel
+from mlx_parallm.engine.sequence import Sequence
+from mlx_parallm.engine.units import UnitSpan
+from mlx_parallm.engine.waiting import PromptKind, prompt_kind
 
 # ---- the guarantee of progress -----------------------------------------------------------------
 
@@ -118,7 +118,7 @@ class ChunkPacker:
         allowance: float,
         at_least_one: bool,
         pooling: float = math.inf,
-    ) -> list[Span]:
+    ) -> list[UnitSpan]:
         """The next chunks of `prompts`, which make a unit about `allowance` seconds longer.
 
         Overdue prompts first get a small share each, whatever the predicted time. The rest goes to prompts in their
@@ -145,7 +145,7 @@ class ChunkPacker:
             elif not limited:
                 break
         return [
-            Span(prompt, prompt.computed, tokens, in_turn=tokens > shares.get(prompt, 0))
+            UnitSpan(prompt, prompt.computed, tokens, in_turn=tokens > shares.get(prompt, 0))
             for prompt, tokens in unit.tokens.items()
         ]
 

@@ -1,14 +1,21 @@
-"""One row of a batch as the scheduler sees it: token counts, classes and times, but no arrays."""
+"""Sequence: one choice of a request while the engine computes it, with all of its state."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
-from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
-from mlx_parallm.core.candidates import TOP_LOGPROBS
-from mlx_parallm.core.requests import Pooling, WorkClass
+from mlx_parallm.batch.kv.groups import KVRow
+from mlx_parallm.batch.sampler import RowSampling
+from mlx_parallm.core import BASE_ADAPTER, TOP_LOGPROBS, AdapterRef, Pooling, SamplingParams, TokenLogprob, WorkClass
+
+if TYPE_CHECKING:
+    from mlx_parallm.batch.pooling import Vector
+    from mlx_parallm.engine.requests import Request
+    from mlx_parallm.engine.speculation.guesses import RowGuesses
+    from mlx_parallm.engine.text import TextStream
 
 
 class SequenceStatus(Enum):
@@ -31,38 +38,51 @@ class PromptGroup:
     awaits_prefix: bool = False
 
 
-@dataclass(eq=False)
-class Sequence:
+@dataclass(eq=False, kw_only=True)
+class Sequence(KVRow):
     """The state of one sequence. Only the device thread changes it.
-
-    This part is what the scheduler needs. `batch.runner.Row` adds the row of the KV pool, and
-    `engine.live.LiveSequence` the request and the text; all are one object.
 
     A token is drawn when the unit that draws it is launched, and read when its id has reached the host. The next unit
     may be launched before the last one is read.
 
     Attributes:
         tokens: the prompt and every drawn token that has been read.
-        drawn: tokens drawn so far, including those not read yet.
-        computed: tokens whose keys and values are in the row; the length of the row.
-        cuts: token counts at which a chunk has to end, because the row's recurrent state is kept there.
         arrived_at: when the request arrived. This and the times below are seconds on `time.monotonic`'s clock.
-        started_at: when the first unit of work for the sequence was launched; 0.0 before.
-        served_at: when it last got a chunk in its turn; before the first chunk, `arrived_at`.
-        keeps_row_until: the number of drawn tokens below which its row is not taken for another key's share.
-        steps_waited: steps that were launched since its last chunk, while it is being prefilled.
         key: the name of the API key that asked for it.
         scored: logprobs of its prompt are wanted, so its chunks keep logits and share no unit with other chunks.
         scored_from: the first token of a scored prompt whose logprob is wanted; at least 1.
         prompt_candidates: the candidates that are reported for each token of a scored prompt.
         candidates: those that are reported for each drawn token.
         pooling: how its hidden states are pooled. The vector takes the place of the only token that it could draw.
-        guess: the tokens that may follow the last one, as they are guessed without the base model; see
-            `engine.speculation.drafting`.
+
+    The scheduler's:
+        drawn: tokens drawn so far, including those not read yet.
+        started_at: when the first unit of work for the sequence was launched; 0.0 before.
+        served_at: when it last got a chunk in its turn; before the first chunk, `arrived_at`.
+        keeps_row_until: the number of drawn tokens below which its row is not taken for another key's share.
+        steps_waited: steps that were launched since its last chunk, while it is being prefilled.
         drafted: the number of guessed tokens that the next unit computes and checks. They count as drawn and computed
             from its launch until it is read, as if all of them were right.
+
+    Those of speculation:
+        guesses: where its guesses come from; None until the first one.
+        guess: the tokens that may follow the last one, as they are guessed without the base model; see
+            `speculation.drafting`.
         acceptance: the share of tokens like those of `guess` that were right lately.
         model_acceptance: the same of guesses of the draft model; 0.0 if it cannot guess for this sequence now.
+
+    Those of sampling:
+        sampling: its options.
+        draft_sampling: the options after each token of the draft that the next pass computes.
+
+    Those of the answer, set by the request that it belongs to; a sequence that is only timed has none of them:
+        request, index: its request, and the number of the choice.
+        text: turns its tokens into text, and finds where that ends.
+        scores: the prompt's logprobs so far, None for the tokens that are not scored. The list itself is None if the
+            request does not want them or they have been sent.
+        pooled: the pooled hidden states of the prompt as far as it is computed; for the mean, their sum.
+        counts_lookup: tokens that the row gets from the prefix cache count as hits. False if the prompt was looked up
+            before, for another sequence or before a preemption.
     """
 
     sequence_id: int
@@ -74,29 +94,42 @@ class Sequence:
     adapter: AdapterRef = BASE_ADAPTER
     priority: int = 0
     key: str = ""
-    status: SequenceStatus = SequenceStatus.WAITING
-    computed: int = 0
-    cuts: Seq[int] = ()
-    drawn: int = 0
-    started_at: float = 0.0
     scored: bool = False
     scored_from: int = 1
     prompt_candidates: int = 0
     candidates: int = 0
     pooling: Pooling | None = None
-    served_at: float = 0.0
+    prompt_length: int = field(init=False, repr=False)
+
+    status: SequenceStatus = SequenceStatus.WAITING
+    drawn: int = 0
+    started_at: float = 0.0
+    served_at: float = field(init=False, repr=False)
     steps_waited: int = 0
     keeps_row_until: int = 0
-    prompt_length: int = 0
-    guess: Seq[int] = ()
     drafted: int = 0
+
+    guesses: RowGuesses | None = None
+    guess: Seq[int] = ()
     acceptance: float = 0.0
     model_acceptance: float = 0.0
+
+    sampling: RowSampling = field(default_factory=lambda: RowSampling(SamplingParams()))
+    draft_sampling: Seq[RowSampling] = ()
+
+    request: Request = field(init=False, repr=False)
+    index: int = field(init=False, repr=False)
+    text: TextStream = field(init=False, repr=False)
+    scores: list[TokenLogprob | None] | None = None
+    pooled: Vector | None = None
+    counts_lookup: bool = False
 
     def __post_init__(self) -> None:
         self.served_at = self.arrived_at
         self.prompt_length = len(self.tokens)
         self.group.members.append(self)
+
+    # -- counts ----------------------------------------------------------------------------------
 
     @property
     def length(self) -> int:
@@ -139,14 +172,16 @@ class Sequence:
         return self.length - len(self.tokens)
 
     @property
-    def draft(self) -> Seq[int]:
-        """The guessed tokens that the next unit computes after the last token."""
-        return self.guess[: self.drafted]
-
-    @property
     def may_draw(self) -> bool:
         """Whether another token may be drawn before `max_tokens` is reached."""
         return self.drawn < self.max_tokens
+
+    # -- drafts ----------------------------------------------------------------------------------
+
+    @property
+    def draft(self) -> Seq[int]:
+        """The guessed tokens that the next unit computes after the last token."""
+        return self.guess[: self.drafted]
 
     def take_back(self, tokens: int) -> None:
         """Uncounts so many tokens at the end, which were guessed. Their keys and values may be written over."""
@@ -159,6 +194,24 @@ class Sequence:
         self.computed += 1
 
     def forget_unread(self) -> None:
-        """Takes back tokens that were drawn but will never be read, so that they are drawn again."""
+        """Takes back tokens that were drawn but will never be read, so that they are drawn again.
+
+        Token counts for penalties are rebuilt from the tokens that were read, because the counts on the device may be
+        lost.
+        """
         self.drawn -= self.unread
-        self.drafted = 0
+        self.drafted, self.draft_sampling = 0, ()
+        self.count_again()
+
+    # -- sampling --------------------------------------------------------------------------------
+
+    def drop_free_grammar(self) -> None:
+        """Lets the row be sampled without its grammar once that allows any text."""
+        if (grammar := self.sampling.grammar) is not None and grammar.free:
+            self.sampling, self.text.grammar = self.sampling.without_grammar(), None
+
+    def count_again(self) -> None:
+        """Counts the tokens for penalties again, from those that were read."""
+        if self.sampling.counts is not None:
+            prompt, generated = self.tokens[: self.prompt_length], self.tokens[self.prompt_length :]
+            self.sampling = self.sampling.counting(prompt, generated)

@@ -1,0 +1,528 @@
+"""Engine serves one base model, and trains on it, one unit of device work at a time.
+
+    host      schedule, build k+1 ─ wait ─ launch k+1 ─ read the tokens of k and deliver them, schedule, build k+2 ─ ...
+    device    k ─────────────────────────┘            └ k+1 ─────────────────────────────────────────────────────
+
+A forward unit is built while the one before it runs. It is launched when that one has ended, and before its tokens are
+read, but not earlier, because it would copy the KV pool (see `runner`). If a sequence ends at one unit, it may have one
+more token in flight, which is discarded. If one has a grammar, the tokens of unit k are read while the forward pass of
+unit k+1 runs, and its logits are masked before its tokens are sampled. Before an adapter is staged, or a part of a
+training micro-step runs, the tokens in flight are read.
+
+On a CPU, the call that launches a unit computes most of it. Launching ahead would gain nothing and deliver every token
+one unit later, so there each unit is read before the next one is built (`lookahead` False).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlx_parallm.adapters.store import AdapterStore
+from mlx_parallm.batch.kv.disk import PrefixStore
+from mlx_parallm.batch.readback import Draw
+from mlx_parallm.batch.runner import BatchRunner, Launched, Pending
+from mlx_parallm.core import (
+    DeviceSeconds,
+    EngineStats,
+    GenerationRequest,
+    PauseMode,
+    Relief,
+    TrainingWork,
+    completed,
+    then,
+)
+from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.disk_prefixes import DiskPrefixes
+from mlx_parallm.engine.faults import FaultScope, Recovery
+from mlx_parallm.engine.memory import PoolMemory, open_accounts
+from mlx_parallm.engine.requests import PublishEvents, Request, Requests
+from mlx_parallm.engine.scheduler import RLAwareScheduler, SchedulerConfig
+from mlx_parallm.engine.sequence import Sequence, SequenceStatus
+from mlx_parallm.engine.speculation.draft_model import DraftModel
+from mlx_parallm.engine.speculation.drafting import Drafting, compare, plan_draft
+from mlx_parallm.engine.speculation.guesses import Source
+from mlx_parallm.engine.stats import snapshot
+from mlx_parallm.engine.text import Vocabulary
+from mlx_parallm.engine.trace import UnitTrace
+from mlx_parallm.engine.units import Candidate, ForwardUnit, StagingUnit, TrainingUnit, Unit, WorkKind
+from mlx_parallm.errors import AbortedError, ContextLengthError, InvalidRequestError
+from mlx_parallm.model.device import MemoryLimits
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """The parts of an engine, which the device thread builds before it serves.
+
+    `base`: the base model's name. `training`: None if this server does not train. `lookahead`: build each unit while
+    the unit before it runs, and launch it before the tokens of that one are read, unless it has drafts.
+    `guesses_from`: where the tokens of drafts come from; nothing: there are no drafts. `draft_model`: the one that
+    `Source.MODEL` means.
+    `queue_timeout_s`: longest time that an inference request may wait for its first forward unit; None for no limit.
+    `limits`: the limits set on MLX's memory, for `/debug/state`. `prefix_store`: None if cached prefixes are kept in
+    memory only. `trace` and `check_every_unit`: see `config.DebugConfig`.
+    """
+
+    runner: BatchRunner
+    adapters: AdapterStore
+    vocabulary: Vocabulary
+    scheduler: SchedulerConfig
+    cost: CostModel
+    training: TrainingWork | None = None
+    lookahead: bool = True
+    guesses_from: frozenset[Source] = frozenset()
+    draft_model: DraftModel | None = None
+    queue_timeout_s: float | None = None
+    limits: MemoryLimits | None = None
+    prefix_store: PrefixStore | None = None
+    trace: Path | None = None
+    check_every_unit: bool = False
+    base: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A launched unit and the time of its launch, or of its end once it has ended."""
+
+    unit: ForwardUnit
+    launched: Launched
+    at: float
+
+    @property
+    def requests(self) -> set[Request]:
+        rows = (span.row for span in self.unit.spans)
+        return {row.request for row in rows if row.status is not SequenceStatus.FINISHED}
+
+
+class Engine:
+    """Owns scheduler, runner and requests of one base model. Every method runs on the device thread.
+
+    Attributes:
+        others_run: another base model has rows, so that training may not take all time which the rows here leave.
+    """
+
+    def __init__(self, parts: EngineParts, publish: PublishEvents) -> None:
+        self.others_run = False
+        self._scope = scope = FaultScope()
+        self._runner = runner = parts.runner
+        self._cache = cache = runner.cache
+        self.adapters = adapters = parts.adapters
+        self._training = parts.training
+        self._lookahead = parts.lookahead
+        self._queue_timeout_s = parts.queue_timeout_s
+        self._limits = parts.limits
+        self._memory = memory = PoolMemory(cache, adapters, scope)
+        self._gives_way = False  # cached prefixes are giving memory to adapters or training
+        open_accounts(cache.device, adapters, parts.training)
+        self.scheduler = scheduler = RLAwareScheduler(parts.scheduler, memory, parts.cost)
+        self._requests = requests = Requests(scope, parts.vocabulary, scheduler, adapters, publish)
+        self.counters = requests.counters
+        self._disk = DiskPrefixes(parts.prefix_store, cache, memory.prefix_root) if parts.prefix_store else None
+        self._trace = UnitTrace(parts.trace)
+        self._check_every_unit = parts.check_every_unit
+        self._draft_model = parts.draft_model
+        drafting = Drafting(parts.guesses_from, scope, parts.draft_model, in_block=cache.tails is not None)
+        self._drafting = drafting if parts.guesses_from else None
+        self._recovery = Recovery(self, scope, runner, requests, scheduler, parts.training, parts.draft_model)
+        self._in_flight: _InFlight | None = None
+        self._ended: _InFlight | None = None  # its tokens are not read yet
+        self._ended_at = 0.0  # when the last forward unit ended
+
+    # -- one unit after the other ----------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Admits sequences and runs the next unit of device work. False if there is none."""
+        busy, trained = True, self.counters.training_units
+        with self.surviving():
+            busy = self._run_next(self._admit())
+            self._recovery.went_well()
+        trained = self.counters.training_units - trained
+        with self.surviving():
+            busy = self._tidy(others_wait=trained > 0 and self._cache.bytes_used > 0) or busy
+            busy = busy or (self._disk is not None and self._disk.save())
+        if busy and self._check_every_unit:
+            self.check_integrity()
+        return busy
+
+    @contextmanager
+    def surviving(self) -> Iterator[None]:
+        """Hands the errors of the block to `Recovery`, so that the thread continues. MLX is called in such blocks only.
+
+        Raises:
+            DeviceLostError: the device keeps failing.
+        """
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - MLX may raise anything, and one fault must not stop all clients
+            self._recovery.survive(error)
+
+    def _admit(self) -> float:
+        """Gives rows to waiting sequences. Returns the time."""
+        started = time.monotonic()
+        if self.adapters.failures:
+            self._fail_without_adapter()
+        if self._disk is not None:
+            self._disk.advance(started)
+        self.scheduler.admit()
+        admitted = time.monotonic()
+        self.scheduler.gap.add_wait_time(admitted - started)
+        return admitted
+
+    def _run_next(self, now: float) -> bool:
+        """Chooses a unit and runs it. While a forward unit is in flight, any other unit waits until its tokens are
+        read, and is chosen anew then. False if there is nothing to do."""
+        if self._drafting is not None and self._reads_before_guessing(self._drafting):
+            return True  # the next call admits and schedules again, with the tokens that were drawn
+        unit = self.scheduler.next_unit(now, self._candidates(now), self.others_run)
+        if self.in_flight and not isinstance(unit, ForwardUnit):
+            with self._trace.span("read tokens"):
+                self.commit()
+        elif unit is not None:
+            with self._trace.unit(unit):
+                self._run(unit)
+        else:
+            return False
+        self._requests.flush()
+        return True
+
+    def _candidates(self, now: float) -> Iterator[Candidate]:
+        """The work that waits for the device beside requests. Training waits until the KV pool has given it memory."""
+        if self.adapters.waits():
+            yield Candidate(WorkKind.STAGING, due=now if self.adapters.urgent else math.inf)
+        if self._training is not None and self._training.waits() and not self._gives_way:
+            yield Candidate(WorkKind.TRAINING)
+
+    def _run(self, unit: Unit) -> None:
+        match unit:
+            case ForwardUnit():
+                self._forward(unit)
+            case StagingUnit():
+                self._stage(unit)
+            case TrainingUnit():
+                self._train(unit)
+
+    # -- forward units ---------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a forward unit is launched, and its end was not waited for."""
+        return self._in_flight is not None
+
+    def _forward(self, unit: ForwardUnit) -> None:
+        """Builds and launches one unit, and reads the one before it."""
+        started = time.monotonic()
+        try:
+            pending = self._build(unit, started)
+            self._wait()
+            launched = self._launch(unit, pending, started)
+        finally:
+            self._read()  # the unit before has ended, and is read even if this one fails
+        self._in_flight = launched  # set last, so that this unit is dropped if reading the one before it fails
+        if unit.drafts or unit.delayed or not self._lookahead:
+            self.commit()  # else waiting work, or these tokens, would wait for another unit
+
+    def commit(self) -> None:
+        """Waits for the unit in flight, if there is one, and gives its tokens to their sequences."""
+        self._wait()
+        self._read()
+
+    def drop_in_flight(self) -> set[Request]:
+        """Forgets the unit in flight. Returns the requests that have rows in it."""
+        in_flight, self._in_flight = self._in_flight, None
+        return set() if in_flight is None else in_flight.requests
+
+    def _build(self, unit: ForwardUnit, now: float) -> Pending:
+        rows = [span.row for span in unit.spans]
+        for span in unit.spans:
+            plan_draft(span.row, self._scope)
+            self._memory.reserve_checkpoint(span.row, span.stop)
+        before = self._in_flight or self._ended
+        with self._scope.covering({row.request for row in rows}):
+            pending = self._runner.begin(unit.spans, unit.draws, before.launched if before else None)
+            self.scheduler.record_launch(unit, now)
+            self._requests.started(rows)
+        return pending
+
+    def _wait(self) -> None:
+        """Waits for the unit in flight, if there is one."""
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is None:
+            return
+        with self._scope.covering(in_flight.requests):
+            self._runner.wait()
+        now = time.monotonic()
+        seconds = now - max(in_flight.at, self._ended_at)
+        prefill = seconds * self.scheduler.prefill_share(in_flight.unit)
+        self.counters.add_seconds(DeviceSeconds(decode=seconds - prefill, prefill=prefill))
+        self.scheduler.record_done(in_flight.unit, seconds, now)
+        self._ended, self._ended_at = replace(in_flight, at=now), now
+
+    def _launch(self, unit: ForwardUnit, pending: Pending, started: float) -> _InFlight:
+        with self._scope.covering({span.row.request for span in unit.spans}):
+            if pending.needs_previous_tokens:
+                self._runner.launch(pending)
+                self._read()
+            launched = self._runner.draw(pending)
+        self.counters.steps += bool(unit.draws)
+        self.counters.prefilled_tokens += sum(chunk.tokens for chunk in unit.chunks)
+        return _InFlight(unit, launched, started)
+
+    def _read(self) -> None:
+        """Gives the tokens of the unit that has ended, if there is one, to their sequences."""
+        ended, self._ended = self._ended, None
+        if ended is None:
+            return
+        launched = ended.launched
+        with self._scope.covering(ended.requests):
+            draws = self._runner.read(launched)
+            scores = [(row, start, part.read()) for row, start, part in launched.scores]
+            pooled = launched.pooled.read() if launched.pooled else []
+        for row, start, part in scores:
+            self._requests.add_scores(row, start, part)
+        for span, vector in pooled:
+            self._requests.add_pooled(span.row, span.start, span.stop, vector)
+        for row, of_row in groupby(zip(launched.rows, draws, strict=True), key=itemgetter(0)):
+            self._deliver(row, [draw for _, draw in of_row], ended.at)
+        for span in ended.unit.spans:
+            self._after(span.row, span.stop)
+
+    def _deliver(self, row: Sequence, draws: Seq[Draw], now: float) -> None:
+        """Gives a sequence its tokens, up to the first one that differs from the guess after which the next one was
+        drawn.
+
+        At each moment the sequence is as if its tokens had come one by one, because any of them may end it.
+        """
+        guess, row.guess, row.drafted, row.draft_sampling = row.guess, (), 0, ()
+        source = "" if row.guesses is None else row.guesses.source.value
+        if len(draws) > 1:
+            self.counters.drafted[source] += len(draws) - 1
+        row.take_back(len(draws) - 1)
+        for place, draw in enumerate(draws):
+            if row.status is SequenceStatus.FINISHED:
+                return
+            if place:
+                row.take_guessed()
+                self.counters.accepted[source] += 1
+            self._requests.accept(row, draw, now)
+            if place == len(guess) or not compare(row, guess[place], draw.token):
+                break
+        if len(draws) > 1:
+            row.count_again()
+
+    def _after(self, row: Sequence, computed: int) -> None:
+        """Registers the full blocks of a row, after the unit that brought it to `computed` tokens was read. Ends a
+        sequence whose prompt is computed and that draws no token. Does nothing if the sequence has ended or was
+        preempted meanwhile."""
+        if row.status in (SequenceStatus.PREFILLING, SequenceStatus.RUNNING):
+            self._memory.keep(row)
+            if row.max_tokens == 0 and row.to_compute == 0 and row.computed == computed:
+                self._requests.prefilled(row)
+
+    # -- drafts ----------------------------------------------------------------------------------
+
+    def _reads_before_guessing(self, drafting: Drafting) -> bool:
+        """Guesses the next tokens of the rows. If drafts would gain much, reads the unit in flight, so that the next
+        one can have them, and returns True."""
+        drafting.guess(self.scheduler.live)
+        if not self.in_flight:
+            self._draw_with_model(drafting)
+            return False
+        if not self.scheduler.waits_for_tokens(drafting.model_cost):
+            return False
+        self.commit()
+        self._requests.flush()
+        return True
+
+    def _draw_with_model(self, drafting: Drafting) -> None:
+        """Lets the draft model guess where that pays. The rows wait for it."""
+        if drafting.model_cost is None:
+            return
+        if tokens := self.scheduler.tokens_to_draw(drafting.model_cost):
+            seconds = drafting.draw(tokens, min(self.scheduler.gap.chunk_s, self.scheduler.gap.remaining_s))
+            self.scheduler.gap.add_wait_time(seconds)
+            self.counters.add_seconds(DeviceSeconds(decode=seconds))
+
+    # -- adapters and training -------------------------------------------------------------------
+
+    def _stage(self, unit: StagingUnit) -> None:
+        """Stages at most one version. Rows waiting for it are admitted before the next version may take the slot;
+        otherwise two versions competing for one slot would evict each other forever."""
+        adapters, slots, started = self.adapters, self.adapters.slots, time.monotonic()
+        staged = slots.staged
+        with self._scope.covering(work=adapters):
+            adapters.advance()
+            while time.monotonic() - started < unit.seconds and slots.staged == staged and adapters.waits():
+                adapters.advance()
+        seconds = time.monotonic() - started
+        self.counters.add_seconds(DeviceSeconds(other=seconds))
+        self.scheduler.gap.add_staging(seconds)
+
+    def _train(self, unit: TrainingUnit) -> None:
+        """Runs one unit of an update. Its time counts even if it fails."""
+        assert self._training is not None
+        started = time.monotonic()
+        try:
+            with self._scope.covering(work=self._training):
+                self._training.pace(unit.seconds)
+                self._training.advance()
+        finally:
+            now = time.monotonic()
+            self.counters.training_units += 1
+            self.counters.add_seconds(DeviceSeconds(training=now - started))
+            self.scheduler.record_training(now - started, now)
+
+    def _fail_without_adapter(self) -> None:
+        """Fails requests whose adapter cannot be staged. They hold no row."""
+        for ref, error in self.adapters.take_failures().items():
+            for request in self._requests.of_adapter(ref):
+                self._requests.fail(request, error)
+        self._requests.flush()
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def submit(self, asked: GenerationRequest) -> None:
+        """Queues a request. A request that can never fit in the KV pool fails at once."""
+        longest_row = self._cache.longest_row
+        with self.surviving():
+            request = self._requests.open(asked)
+            tokens = max(map(len, asked.prompts)) + asked.stopping.max_tokens
+            if tokens > longest_row:
+                message = (
+                    f"prompt and max_tokens need {tokens} tokens of KV memory, the server has room for {longest_row}; "
+                    "shorten them or raise --kv-cache-memory"
+                )
+                self._requests.fail(request, ContextLengthError(message))
+            if asked.pooling is not None and not self._runner.pools:
+                message = "this model's architecture gives no hidden states that could be pooled to a vector"
+                self._requests.fail(request, InvalidRequestError(message, param="model"))
+            if self._disk is not None:
+                self._disk.look_up(request)
+            for sequence in tuple(request.unfinished):
+                self._requests.finish_if_nothing_to_do(sequence)
+            self._requests.flush()
+
+    def fail_overdue(self, now: float) -> None:
+        """Fails requests that have waited in the queue for longer than `queue_timeout_s`."""
+        if self._queue_timeout_s is not None:
+            self._requests.fail_overdue(now - self._queue_timeout_s)
+            self._requests.flush()
+
+    def abort(self, request_id: str) -> None:
+        """Frees everything that a request holds. Publishes nothing, because its client is gone."""
+        with self.surviving():
+            self._requests.abort(request_id)
+
+    # -- between units ---------------------------------------------------------------------------
+
+    def rest(self) -> None:
+        """Reads the unit in flight. Afterwards the device thread may do other things than `step`: no error of this
+        engine can show there."""
+        with self.surviving():
+            self.commit()
+            self._requests.flush()
+
+    def after_call(self, seconds: float) -> None:
+        """Call this when the device thread has done something else for `seconds`, between two units."""
+        self.scheduler.gap.add_wait_time(seconds)
+        with self.surviving():
+            self._tidy()
+
+    def pause(self, mode: PauseMode) -> None:
+        """Makes new requests wait until the scheduler resumes; `mode` says what happens to those in progress."""
+        self.scheduler.pause(freeze=mode is PauseMode.KEEP)
+        if mode is PauseMode.WAIT:
+            return
+        self.rest()  # its tokens are published
+        if mode is PauseMode.ABORT:
+            self._requests.fail_all(AbortedError("the server was paused"))
+        self._requests.flush()
+
+    def forget_speed(self) -> None:
+        """Has the next units say how fast the machine is."""
+        self.scheduler.cost.forget()
+        if self._draft_model is not None:
+            self._draft_model.cost.forget()
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def _tidy(self, others_wait: bool = False) -> bool:
+        """Gives back some of the memory that rows and cached prefixes do not need, or that adapters and training do.
+
+        Args:
+            others_wait: rows have just waited for training, and should not wait for copies of arenas as well. A version
+                that is to go live does not wait for them either.
+
+        Returns:
+            Whether there is more to do: memory to give back, or training that has waited for it.
+        """
+        started, waited = time.monotonic(), self._gives_way
+        left = self._memory.tidy(started, others_wait or self.adapters.urgent)
+        if self._draft_model is not None and self._draft_model.tidy():
+            left = True
+        self._gives_way = left and self._cache.device.excess > 0
+        self.scheduler.gap.add_wait_time(time.monotonic() - started)
+        return left or waited
+
+    def relieve(self, relief: Relief) -> None:
+        """Holds less memory, as this step says, or as much as before."""
+        self._cache.device.keep_prefixes(relief < Relief.PREFIXES)
+        self.scheduler.holds_rollouts = relief >= Relief.ROLLOUTS
+
+    def reset_prefix_cache(self, files: bool = False) -> Future[int]:
+        """Forgets every cached prefix, and returns the number of tokens that were cached. Live rows keep theirs.
+
+        With `files`, the future is done when the files of cached prefixes are removed too.
+        """
+        tokens = self._cache.reset()
+        return then(self._disk.clear(), lambda _: tokens) if files and self._disk is not None else completed(tokens)
+
+    def give_back_memory(self) -> None:
+        """Gives all memory back to the device that nothing uses. The next rows allocate it again."""
+        self._memory.give_back()
+
+    def close(self) -> None:
+        """Closes the debug trace. Called once, after the last step."""
+        self._trace.close()
+
+    def unload(self) -> None:
+        """Empties the adapter bank, and ends the sharing of memory. There must be no request. Nothing may be called
+        afterwards, and the arrays are freed with this object."""
+        self._cache.device.leave()
+        if self._draft_model is not None:
+            self._draft_model.leave()
+        self.adapters.unload()
+        self.close()
+
+    # -- state -----------------------------------------------------------------------------------
+
+    @property
+    def has_rows(self) -> bool:
+        return bool(self.scheduler.live)
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges now."""
+        peak = mx.get_peak_memory() if self._training is None else self._training.peak_bytes
+        sequences = self._requests.sequences()
+        return snapshot(self.counters, self.scheduler, self._cache, self._disk, sequences, peak, self._limits)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if scheduler, KV pool, adapter slots and requests do not agree."""
+        self.scheduler.check_integrity()
+        self._memory.check_integrity()
+        self.adapters.check_integrity()
+        if self._draft_model is not None:
+            self._draft_model.check_integrity()
+        self._requests.check_integrity()
+        rows = self.scheduler.live
+        assert set(map(id, rows)) == set(map(id, self._cache.rows()))
+        assert self.adapters.slots.pinned == len({row.adapter_slot for row in rows} - {0})
