@@ -17,8 +17,9 @@ import pytest
 
 from mlx_parallm.batch.kv import groups as layer_groups
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
-from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
+from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
 from mlx_parallm.batch.kv.prefix import first_visible
+from mlx_parallm.batch.kv.row import KVRow
 from mlx_parallm.batch.kv.sizing import spare_places
 from mlx_parallm.core import Account, DeviceMemory
 from mlx_parallm.model.layer_state import KVLayout, LayerSpec, LayerState, RecurrentSpec

@@ -31,9 +31,10 @@ from mlx_parallm.batch.attention_calls import AttentionCalls
 from mlx_parallm.batch.folds import RowBlocks
 from mlx_parallm.batch.kv.arena import lines, scattered
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
-from mlx_parallm.batch.kv.groups import KVRow, LayerGroup
+from mlx_parallm.batch.kv.groups import LayerGroup
 from mlx_parallm.batch.kv.prefix import first_visible
 from mlx_parallm.batch.kv.quantized import pack, unpack
+from mlx_parallm.batch.kv.row import KVRow
 from mlx_parallm.model.linears import LatentHeads
 
 if TYPE_CHECKING:

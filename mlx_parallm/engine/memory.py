@@ -10,7 +10,8 @@ import mlx.core as mx
 
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.adapters.weights import Version
-from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
+from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
+from mlx_parallm.batch.kv.row import KVRow
 from mlx_parallm.core import Account, DeviceMemory, TrainingWork
 from mlx_parallm.engine.faults import FaultScope
 from mlx_parallm.engine.sequence import Sequence, SequenceStatus

@@ -11,7 +11,8 @@ import mlx.nn as nn
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.batch.forward import Span, in_order
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
-from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
+from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
+from mlx_parallm.batch.kv.row import KVRow
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.core import DeviceMemory
 from mlx_parallm.errors import UnsupportedModelError

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from mlx_parallm.batch.kv.groups import KVRow
+from mlx_parallm.batch.kv.row import KVRow
 from mlx_parallm.batch.sampler import RowSampling
 from mlx_parallm.core import BASE_ADAPTER, TOP_LOGPROBS, AdapterRef, Pooling, SamplingParams, TokenLogprob, WorkClass
 

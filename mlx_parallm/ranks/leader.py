@@ -23,9 +23,10 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.split import ModelSplit, SplitGroup
 from mlx_parallm.adapters.weights import LinearSpec, LoRAPair
 from mlx_parallm.batch.forward import Span
-from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
+from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
 from mlx_parallm.batch.kv.groups import Store
 from mlx_parallm.batch.kv.memory import BlockMemory
+from mlx_parallm.batch.kv.row import KVRow
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.core import DeviceMemory
 from mlx_parallm.core.operations import (

@@ -11,7 +11,7 @@ from harness import make_harness
 from mlx_parallm.batch.attention import DenseSpan
 from mlx_parallm.batch.block_attention import BlockPairs
 from mlx_parallm.batch.forward import Span, in_order
-from mlx_parallm.batch.kv.cache import KVRow
+from mlx_parallm.batch.kv.row import KVRow
 from mlx_parallm.batch.runner import BatchRunner
 
 LONG, SHORT = 65, 40

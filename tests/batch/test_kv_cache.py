@@ -9,7 +9,8 @@ from pool_walk import PoolWalk, install
 from pools import MODELS, TEXT, WITH_STATES, cached, computed, found, pool
 
 from mlx_parallm.batch.kv.blocks import FREED
-from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
+from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
+from mlx_parallm.batch.kv.row import KVRow
 from mlx_parallm.core import DeviceMemory
 from mlx_parallm.model.layer_state import KVLayout, LayerSpec
 

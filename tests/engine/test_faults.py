@@ -11,7 +11,7 @@ from harness import Harness, make_harness, solo
 from tiny import tiny_model
 
 from mlx_parallm.batch.kv.arena import Arena
-from mlx_parallm.batch.kv.cache import KVRow
+from mlx_parallm.batch.kv.row import KVRow
 from mlx_parallm.core import (
     Event,
     GenerationRequest,

@@ -19,8 +19,8 @@ from mlx_parallm.app.device import build_runner
 from mlx_parallm.batch.forward import Span
 from mlx_parallm.batch.kv.block_files import HostBlock, block_names, decode, encode, model_key, shapes
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
-from mlx_parallm.batch.kv.cache import KVRow
 from mlx_parallm.batch.kv.quantized import pack, unpack
+from mlx_parallm.batch.kv.row import KVRow
 from mlx_parallm.config import Config, ServerConfig
 from mlx_parallm.core import RequestFinished, SamplingParams, SequenceOutput
 from mlx_parallm.errors import UnsupportedModelError

@@ -14,7 +14,7 @@ from harness import make_harness
 from tiny import FAMILIES, VOCAB_SIZE, tiny_model
 
 from mlx_parallm.batch.forward import Span
-from mlx_parallm.batch.kv.cache import KVRow
+from mlx_parallm.batch.kv.row import KVRow
 from mlx_parallm.engine import proving
 from mlx_parallm.engine.cost import Chunk, CostModel
 from mlx_parallm.engine.proving import prove

@@ -14,7 +14,8 @@ from tiny import tiny_model
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
 from mlx_parallm.batch.forward import Span, in_order
-from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
+from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
+from mlx_parallm.batch.kv.row import KVRow
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.core import DeviceMemory
 from mlx_parallm.core.operations import Operation

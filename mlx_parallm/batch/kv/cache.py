@@ -24,10 +24,11 @@ import mlx.core as mx
 from mlx_parallm.batch.kv.arena import Bytes
 from mlx_parallm.batch.kv.block_files import BlockName, HostBlock
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
-from mlx_parallm.batch.kv.groups import KVRow, LayerGroup, StateGroup, Store
+from mlx_parallm.batch.kv.groups import LayerGroup, StateGroup, Store
 from mlx_parallm.batch.kv.host_blocks import restore, to_host, to_read, unsaved
 from mlx_parallm.batch.kv.memory import BlockMemory
 from mlx_parallm.batch.kv.prefix import Node, first_visible
+from mlx_parallm.batch.kv.row import KVRow
 from mlx_parallm.batch.kv.row_blocks import ancestor, copy_start, fork, holds, kept, make_private, reserve
 from mlx_parallm.batch.kv.row_prefixes import attach, freeze, freeze_tail, take_over
 from mlx_parallm.batch.kv.row_states import begin, reserve_checkpoint

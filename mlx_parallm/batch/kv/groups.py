@@ -1,56 +1,19 @@
-"""The layer groups of a model, whose layers have the same sliding window, and what a row holds in each of them."""
+"""The layer groups of a model, whose layers have the same sliding window, and the memory of each of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import mlx.core as mx
 
 from mlx_parallm.batch.kv.arena import Arena
-from mlx_parallm.batch.kv.blocks import FREED, Places
+from mlx_parallm.batch.kv.blocks import Places
 from mlx_parallm.batch.kv.prefix import Node
 from mlx_parallm.batch.kv.state_arena import StateArena
 from mlx_parallm.model.layer_state import KVLayout
-
-
-@dataclass(eq=False)
-class KVRow:
-    """One sequence's keys and values. Tokens [0, computed) are in the pool; the blocks have room for more.
-
-    `tables`: for each layer group, the place of each block, in order. FREED stands for a block below the group's
-    sliding window. `adapter_slot`: the slot of the adapter bank that the row's tokens are computed with; 0 is the base
-    model. `node`: the last block of the row that is registered in the prefix index.
-
-    `tail`: if full blocks are quantized, the place of the row's last block in full precision. The place in the tables
-    then stays empty until that block is full.
-
-    Of a model with recurrent layers, see `row_states`: `state` is the place of the row's state. `checkpoints`: the
-    places of states after so many blocks that no node of the prefix index has got yet. `cuts`: the token counts at
-    which a chunk has to end, because a checkpoint is made there, in order. `prefix_keys`: for each of them a key, which
-    is the same for rows that have the same tokens up to it. `tentative`: those of them whose checkpoints are tentative.
-    `newest`: the node that got the row's last checkpoint beside those.
-    """
-
-    tables: list[list[int]] = field(default_factory=list)
-    computed: int = 0
-    adapter_slot: int = 0
-    node: Node | None = None
-    tail: int = FREED
-    state: int = FREED
-    checkpoints: dict[int, int] = field(default_factory=dict)
-    cuts: Sequence[int] = ()
-    prefix_keys: Mapping[int, Hashable] = field(default_factory=dict)
-    tentative: Set[int] = frozenset()
-    newest: Node | None = None
-
-    def reset(self, groups: int) -> None:
-        """Makes this a row without tokens and blocks, with empty tables for so many layer groups."""
-        self.tables = [[] for _ in range(groups)]
-        self.computed, self.node, self.tail, self.state = 0, None, FREED, FREED
-        self.checkpoints, self.cuts, self.prefix_keys, self.tentative, self.newest = {}, (), {}, frozenset(), None
 
 
 class PlaceArrays(Protocol):

@@ -12,9 +12,9 @@ from itertools import takewhile
 from mlx_parallm.batch.kv.arena import Bytes
 from mlx_parallm.batch.kv.block_files import BlockName, HostBlock
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED
-from mlx_parallm.batch.kv.groups import KVRow
 from mlx_parallm.batch.kv.memory import BlockMemory
 from mlx_parallm.batch.kv.prefix import Node, path
+from mlx_parallm.batch.kv.row import KVRow
 from mlx_parallm.batch.kv.row_prefixes import freeze
 from mlx_parallm.batch.kv.row_states import restore_checkpoint
 

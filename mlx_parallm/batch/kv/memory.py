@@ -13,8 +13,9 @@ from contextlib import suppress
 import mlx.core as mx
 
 from mlx_parallm.batch.kv.blocks import FREED, blocks_for
-from mlx_parallm.batch.kv.groups import KVRow, LayerGroup, Store, layer_groups, state_group, tail_group
+from mlx_parallm.batch.kv.groups import LayerGroup, Store, layer_groups, state_group, tail_group
 from mlx_parallm.batch.kv.prefix import LAST_BLOCK, Node, PrefixIndex
+from mlx_parallm.batch.kv.row import KVRow
 from mlx_parallm.batch.kv.sizing import places_kept_in_excess, spare_places
 from mlx_parallm.core import DeviceMemory
 from mlx_parallm.model.device import is_out_of_memory

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
-from mlx_parallm.batch.kv.groups import KVRow
 from mlx_parallm.batch.kv.memory import BlockMemory
 from mlx_parallm.batch.kv.prefix import Node, first_visible
+from mlx_parallm.batch.kv.row import KVRow
 from mlx_parallm.batch.kv.row_states import fork_state
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED
-from mlx_parallm.batch.kv.groups import KVRow
 from mlx_parallm.batch.kv.memory import BlockMemory
 from mlx_parallm.batch.kv.prefix import Node, first_visible
+from mlx_parallm.batch.kv.row import KVRow
 from mlx_parallm.batch.kv.row_states import give_checkpoint, hold, plan, take_over_checkpoint
 
 _WORTH_COPYING = 8

@@ -25,9 +25,9 @@ from itertools import islice
 
 from mlx_parallm.batch.kv.arena import Bytes
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED
-from mlx_parallm.batch.kv.groups import KVRow
 from mlx_parallm.batch.kv.memory import BlockMemory
 from mlx_parallm.batch.kv.prefix import Node
+from mlx_parallm.batch.kv.row import KVRow
 
 _FIRST_TENTATIVE = 4
 """Blocks up to the first tentative checkpoint, unless the first message ends before that."""

@@ -20,7 +20,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.batch.forward import Span, in_order
-from mlx_parallm.batch.kv.cache import KVRow
+from mlx_parallm.batch.kv.row import KVRow
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.engine.cost import Chunk, CostModel
 from mlx_parallm.engine.sequence import Sequence
