@@ -191,7 +191,7 @@ class Engine:
             with self._trace.unit(unit):
                 self._run(unit)
         else:
-            return False
+            return bool(self.adapters.failures)  # which the next call publishes
         self._requests.flush()
         return True
 

@@ -159,6 +159,16 @@ def test_a_request_whose_adapter_cannot_be_read_again_fails_alone() -> None:
     assert isinstance(harness.terminal("needs kept"), RequestFinished)
 
 
+def test_a_request_whose_adapter_cannot_be_read_again_hears_of_it_though_nothing_else_runs() -> None:
+    model = tiny_model("llama")
+    harness = make_harness(model, slots=1, copies=0)
+    lost, _ = (harness.publish(name, random_adapter(layout_of(model), 1)) for name in ("lost", "kept"))
+    harness.files.clear()
+    harness.submit("needs lost", [1, 2, 3], 5, adapter=lost)
+    harness.run()
+    assert isinstance(harness.terminal("needs lost"), RequestFailed)
+
+
 def test_a_failed_write_costs_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything on the device is made anew: rows are recomputed, adapters staged again."""
     model, row = tiny_model("llama"), [3, 1, 4, 1, 5]

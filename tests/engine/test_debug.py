@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 from harness import make_harness
 
+from mlx_parallm.core import WorkClass
 from mlx_parallm.engine.trace import UnitTrace
 from mlx_parallm.errors import ConfigError
 
@@ -43,6 +44,17 @@ def test_the_trace_can_be_read_before_it_is_closed_and_ends_with_close(tmp_path)
     assert len(read_trace(path)) == 2
 
 
+def test_times_in_the_trace_are_microseconds(tmp_path, monkeypatch):
+    path = tmp_path / "trace.json"
+    trace = UnitTrace(path)
+    clock = iter([2.0, 5.0])
+    monkeypatch.setattr("mlx_parallm.engine.trace.time.perf_counter", lambda: next(clock))
+    with trace.span("train"):
+        pass
+    unit = read_trace(path)[-1]
+    assert (unit["ts"], unit["dur"]) == (2_000_000, 3_000_000)
+
+
 def test_a_unit_that_fails_is_in_the_trace(tmp_path):
     path = tmp_path / "trace.json"
     trace = UnitTrace(path)
@@ -54,6 +66,20 @@ def test_a_unit_that_fails_is_in_the_trace(tmp_path):
 def test_a_trace_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"debug\.trace: .*none/trace.json cannot be written: No such file"):
         UnitTrace(tmp_path / "none" / "trace.json")
+
+
+def test_the_state_lists_each_sequence_with_where_it_is():
+    made = make_harness(max_rows=1)
+    made.submit("first", [5, 6, 7, 8], max_tokens=9)
+    made.submit("second", [9] * 6, work_class=WorkClass.TRAINING)
+    while len(made.tokens("first")) < 2:
+        made.loop.step()
+    live, waiting = made.loop.stats().detail["sequences"]
+    assert (live["request_id"], live["index"], live["status"], live["class"]) == ("first", 0, "running", "inference")
+    assert (live["prompt_tokens"], live["generated_tokens"]) == (4, 2)
+    assert live["computed_tokens"] >= 5, "the prompt, and the first token of the answer"
+    assert (waiting["request_id"], waiting["status"], waiting["class"]) == ("second", "waiting", "training")
+    assert (waiting["prompt_tokens"], waiting["computed_tokens"], waiting["generated_tokens"]) == (6, 0, 0)
 
 
 def test_integrity_is_checked_after_every_unit_that_ran(monkeypatch):

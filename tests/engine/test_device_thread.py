@@ -18,6 +18,7 @@ from mlx_parallm.core import (
     GenerationRequest,
     MachineState,
     Relief,
+    RequestFailed,
     SamplingParams,
     SequenceOutput,
     StopParams,
@@ -29,7 +30,7 @@ from mlx_parallm.engine.engine import EngineParts
 from mlx_parallm.engine.scheduler import SchedulerConfig
 from mlx_parallm.engine.text import Vocabulary
 from mlx_parallm.engine.thread import ContinuousBatchProcessor
-from mlx_parallm.errors import EngineDeadError
+from mlx_parallm.errors import EngineDeadError, RankLostError
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -153,6 +154,38 @@ async def test_what_raises_costs_whoever_asked_and_nobody_else(engine: Continuou
     assert await running == expected
     stats = engine.stats()
     assert (stats.alive, stats.failed_steps_total, stats.preemptions_total) == (True, 0, 0)
+
+
+async def test_a_lost_rank_fails_what_runs_though_the_device_thread_hangs(engine: ContinuousBatchProcessor) -> None:
+    hangs, released = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        hangs.set()
+        released.wait()
+
+    asked = GenerationRequest("r", (tuple(PROMPT),), SamplingParams(temperature=0.0), StopParams(3000))
+    events = engine.generate(asked)
+    await anext(events)
+    hanging = asyncio.create_task(engine.run(hang))
+    await asyncio.to_thread(hangs.wait)
+    engine.lose("rank 1 is lost")
+    (failed,) = [event async for event in events if isinstance(event, RequestFailed)]
+    assert isinstance(failed.error, RankLostError)
+    assert "rank 1 is lost" in str(failed.error)
+    assert not engine.stats().alive
+    for late in (hanging, generate(engine, "late")):
+        with pytest.raises(RankLostError, match="rank 1 is lost"):
+            await late
+    released.set()
+
+
+async def test_speed_that_is_forgotten_is_measured_by_the_next_unit_alone(engine: ContinuousBatchProcessor) -> None:
+    """A prediction that is a billion times too high is right again after one unit."""
+    (cost,) = (each.scheduler.cost for each in engine._engines.values())
+    await engine.run(lambda: setattr(cost, "scale", 1e9))
+    engine.forget_speed()
+    await generate(engine, "r", 1)
+    assert await engine.run(lambda: cost.scale) < 1e6
 
 
 async def test_a_new_schedule_is_in_force_when_it_returns(engine: ContinuousBatchProcessor) -> None:

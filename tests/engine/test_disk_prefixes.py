@@ -90,6 +90,15 @@ def test_after_a_restart_a_prompt_is_read_back_and_gives_the_same_tokens(tmp_pat
     assert (stats.external_prefix_cache_queries_total, stats.external_prefix_cache_hits_total) == (256, 256)
 
 
+@pytest.mark.parametrize(("tokens", "blocks"), [(128, 1), (129, 2)])
+def test_the_last_token_of_a_prompt_is_computed_and_not_looked_for(tmp_path, llama, tokens, blocks) -> None:
+    ask(server(tmp_path, llama), PROMPT)
+    again = server(tmp_path, llama)
+    ask(again, PROMPT[:tokens])
+    stats = again.loop.stats()
+    assert stats.external_prefix_cache_queries_total == stats.external_prefix_cache_hits_total == 64 * blocks
+
+
 def test_a_long_prompt_is_read_in_parts(tmp_path, llama, monkeypatch) -> None:
     monkeypatch.setattr(disk_prefixes, "_PART_BYTES", 1)
     ask(server(tmp_path, llama), PROMPT)

@@ -217,6 +217,26 @@ def test_memory_is_given_back_a_bounded_number_of_bytes_at_a_time(monkeypatch: p
     assert held(harness) <= 24 * harness.runner.cache.groups[0].arena.block_bytes
 
 
+def test_freed_buffers_are_given_back_when_a_row_has_ended_and_not_after_every_unit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """MLX takes the buffers of the next unit from those of the last one."""
+    be_quiet(monkeypatch)
+    harness = make_harness()
+    harness.submit("first", LONG)
+    harness.run()
+    assert harness.loop.stats().kv_bytes_cached > 0
+    given_back: list[int] = []
+    monkeypatch.setattr("mlx_parallm.engine.memory.mx.clear_cache", lambda: given_back.append(1))
+    harness.submit("second", OTHER, 20)
+    while len(harness.tokens("second")) < 10:
+        harness.loop.step()
+    assert not given_back
+    harness.run()
+    harness.run()
+    assert len(given_back) == 1
+
+
 def test_the_prefixes_of_a_forgotten_version_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the newest few versions stay, because a rollback makes one of them live again."""
     model = tiny_model("llama")

@@ -173,6 +173,27 @@ def test_after_somebody_elses_fault_texts_are_pooled_again_from_their_start(llam
         assert_close(got, reference(llama, ids, Pooling.MEAN))
 
 
+def test_each_text_that_is_pooled_lets_a_request_survive_as_many_faults_of_others_again(llama: nn.Module) -> None:
+    """A request fails that starts again and again without getting anywhere, and this one gets on."""
+    harness = make_harness(llama, max_batched_tokens=16, lookahead=False)
+    embed(harness, "vectors", prompts := texts(2, 100, seed=6), Pooling.MEAN)
+
+    def three_faults() -> None:
+        for _ in range(3):
+            harness.loop.step()
+            with harness.loop.surviving():
+                raise RuntimeError("somebody else's fault")
+
+    three_faults()
+    while not vectors(harness, "vectors"):
+        harness.loop.step()
+    three_faults()
+    harness.run()
+    assert isinstance(harness.terminal("vectors"), RequestFinished)
+    for ids, got in zip(prompts, vectors(harness, "vectors"), strict=True):
+        assert_close(got, reference(llama, ids, Pooling.MEAN))
+
+
 def test_a_model_without_a_trunk_refuses_by_name(llama: nn.Module) -> None:
     harness = make_harness(llama)
     harness.runner._trunk = None

@@ -13,6 +13,7 @@ from tiny import tiny_model
 
 from mlx_parallm.batch.kv.arena import Arena
 from mlx_parallm.core import DeviceSchedule, RequestFinished, SamplingParams, WorkClass
+from mlx_parallm.errors import DeviceLostError
 
 PROMPTS = [[i, 3, 5, 7, 11, 13] * 4 for i in range(4)]
 
@@ -159,6 +160,19 @@ def test_a_failed_micro_step_costs_its_update_and_no_row(
     stats = harness.loop.stats()
     assert stats.detail["failed_training_units_total"] == 2
     assert (stats.failed_steps_total, stats.preemptions_total) == (0, 0), "no row was recomputed"
+
+
+def test_a_failed_update_does_not_bring_the_device_nearer_to_being_lost() -> None:
+    """It may be the fault of what was trained. Eight faults of nobody's in a row are survived, after it as before."""
+    harness, training = learning({0: no_memory})
+    training.left = 1
+    harness.loop.step()
+    assert training.resets == 1
+    for _ in range(8):
+        with harness.loop.surviving():
+            raise RuntimeError("nobody's fault")
+    with pytest.raises(DeviceLostError), harness.loop.surviving():
+        raise RuntimeError("nobody's fault")
 
 
 def test_a_row_that_fails_leaves_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
