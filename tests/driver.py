@@ -7,10 +7,9 @@ from dataclasses import fields
 
 from mlx_parallm.core import AdapterRef, DeviceSchedule
 from mlx_parallm.engine.cost import CostModel
-from mlx_parallm.engine.scheduler import RLAwareScheduler, SchedulerConfig
+from mlx_parallm.engine.scheduler import RLAwareScheduler, SchedulerConfig, gives_way
 from mlx_parallm.engine.sequence import PromptGroup, Sequence, SequenceStatus
 from mlx_parallm.engine.units import Candidate, ForwardUnit, StagingUnit, TrainingUnit, Unit, WorkKind
-from mlx_parallm.engine.waiting import gives_way
 
 STEP = 0.05
 """Seconds of a unit of decode rows alone."""

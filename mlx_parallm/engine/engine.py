@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -33,7 +33,6 @@ from mlx_parallm.batch.kv.disk import PrefixStore
 from mlx_parallm.batch.readback import Draw
 from mlx_parallm.batch.runner import BatchRunner, Launched, Pending
 from mlx_parallm.core import (
-    DeviceSeconds,
     EngineStats,
     GenerationRequest,
     PauseMode,
@@ -58,6 +57,9 @@ from mlx_parallm.engine.trace import UnitTrace
 from mlx_parallm.engine.units import Candidate, ForwardUnit, StagingUnit, TrainingUnit, Unit, WorkKind
 from mlx_parallm.errors import AbortedError, ContextLengthError, InvalidRequestError
 from mlx_parallm.model.device import MemoryLimits
+
+_TIDY_EVERY_S = 0.25
+"""So often, memory is looked after although no row takes or gives back a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +109,15 @@ class _InFlight:
 class Engine:
     """Owns scheduler, runner and requests of one base model. Every method runs on the device thread.
 
-    Attributes:
-        others_run: another base model has rows, so that training may not take all time which the rows here leave.
+    Args:
+        others_run: whether another base model has rows, so that training may not take all time which the rows here
+            leave.
     """
 
-    def __init__(self, parts: EngineParts, publish: PublishEvents) -> None:
-        self.others_run = False
+    def __init__(
+        self, parts: EngineParts, publish: PublishEvents, others_run: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._others_run = others_run
         self._scope = scope = FaultScope()
         self._runner = runner = parts.runner
         self._cache = cache = runner.cache
@@ -123,6 +128,8 @@ class Engine:
         self._limits = parts.limits
         self._memory = memory = PoolMemory(cache, adapters, scope)
         self._gives_way = False  # cached prefixes are giving memory to adapters or training
+        self._tidies_on = False  # the last `_tidy` has left more to do
+        self._tidied_at = 0.0
         open_accounts(cache.device, adapters, parts.training)
         self.scheduler = scheduler = RLAwareScheduler(parts.scheduler, memory, parts.cost)
         self._requests = requests = Requests(scope, parts.vocabulary, scheduler, adapters, publish)
@@ -146,10 +153,11 @@ class Engine:
         with self.surviving():
             busy = self._run_next(self._admit())
             self._recovery.went_well()
-        trained = self.counters.training_units - trained
-        with self.surviving():
-            busy = self._tidy(others_wait=trained > 0 and self._cache.bytes_used > 0) or busy
-            busy = busy or (self._disk is not None and self._disk.save())
+        if not busy or self._is_untidy:
+            trained = self.counters.training_units - trained
+            with self.surviving():
+                busy = self._tidy(others_wait=trained > 0 and self._cache.bytes_used > 0) or busy
+                busy = busy or (self._disk is not None and self._disk.save())
         if busy and self._check_every_unit:
             self.check_integrity()
         return busy
@@ -183,7 +191,7 @@ class Engine:
         read, and is chosen anew then. False if there is nothing to do."""
         if self._drafting is not None and self._reads_before_guessing(self._drafting):
             return True  # the next call admits and schedules again, with the tokens that were drawn
-        unit = self.scheduler.next_unit(now, self._candidates(now), self.others_run)
+        unit = self.scheduler.next_unit(now, self._candidates(now), self._others_run())
         if self.in_flight and not isinstance(unit, ForwardUnit):
             with self._trace.span("read tokens"):
                 self.commit()
@@ -244,8 +252,10 @@ class Engine:
     def _build(self, unit: ForwardUnit, now: float) -> Pending:
         rows = [span.row for span in unit.spans]
         for span in unit.spans:
-            plan_draft(span.row, self._scope)
-            self._memory.reserve_checkpoint(span.row, span.stop)
+            if span.row.drafted:
+                plan_draft(span.row, self._scope)
+            if self._cache.states is not None:
+                self._memory.reserve_checkpoint(span.row, span.stop)
         before = self._in_flight or self._ended
         with self._scope.covering({row.request for row in rows}):
             pending = self._runner.begin(unit.spans, unit.draws, before.launched if before else None)
@@ -263,7 +273,8 @@ class Engine:
         now = time.monotonic()
         seconds = now - max(in_flight.at, self._ended_at)
         prefill = seconds * self.scheduler.prefill_share(in_flight.unit)
-        self.counters.add_seconds(DeviceSeconds(decode=seconds - prefill, prefill=prefill))
+        self.counters.decode_seconds += seconds - prefill
+        self.counters.prefill_seconds += prefill
         self.scheduler.record_done(in_flight.unit, seconds, now)
         self._ended, self._ended_at = replace(in_flight, at=now), now
 
@@ -350,7 +361,7 @@ class Engine:
         if tokens := self.scheduler.tokens_to_draw(drafting.model_cost):
             seconds = drafting.draw(tokens, min(self.scheduler.gap.chunk_s, self.scheduler.gap.remaining_s))
             self.scheduler.gap.add_wait_time(seconds)
-            self.counters.add_seconds(DeviceSeconds(decode=seconds))
+            self.counters.decode_seconds += seconds
 
     # -- adapters and training -------------------------------------------------------------------
 
@@ -364,7 +375,8 @@ class Engine:
             while time.monotonic() - started < unit.seconds and slots.staged == staged and adapters.waits():
                 adapters.advance()
         seconds = time.monotonic() - started
-        self.counters.add_seconds(DeviceSeconds(other=seconds))
+        self._memory.changed = True
+        self.counters.other_seconds += seconds
         self.scheduler.gap.add_staging(seconds)
 
     def _train(self, unit: TrainingUnit) -> None:
@@ -377,8 +389,9 @@ class Engine:
                 self._training.advance()
         finally:
             now = time.monotonic()
+            self._memory.changed = True
             self.counters.training_units += 1
-            self.counters.add_seconds(DeviceSeconds(training=now - started))
+            self.counters.training_seconds += now - started
             self.scheduler.record_training(now - started, now)
 
     def _fail_without_adapter(self) -> None:
@@ -455,6 +468,12 @@ class Engine:
 
     # -- memory ----------------------------------------------------------------------------------
 
+    @property
+    def _is_untidy(self) -> bool:
+        """Whether memory may have to be given back, or made ready for the next rows. Decode steps in between which take
+        no block need not ask."""
+        return self._memory.changed or self._tidies_on or time.monotonic() - self._tidied_at > _TIDY_EVERY_S
+
     def _tidy(self, others_wait: bool = False) -> bool:
         """Gives back some of the memory that rows and cached prefixes do not need, or that adapters and training do.
 
@@ -470,12 +489,14 @@ class Engine:
         if self._draft_model is not None and self._draft_model.tidy():
             left = True
         self._gives_way = left and self._cache.device.excess > 0
+        self._tidies_on, self._tidied_at = left, started
         self.scheduler.gap.add_wait_time(time.monotonic() - started)
         return left or waited
 
     def relieve(self, relief: Relief) -> None:
         """Holds less memory, as this step says, or as much as before."""
         self._cache.device.keep_prefixes(relief < Relief.PREFIXES)
+        self._memory.changed = True
         self.scheduler.holds_rollouts = relief >= Relief.ROLLOUTS
 
     def reset_prefix_cache(self, files: bool = False) -> Future[int]:

@@ -10,12 +10,13 @@ import mlx.core as mx
 
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.adapters.weights import Version
+from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
 from mlx_parallm.batch.kv.row import KVRow
 from mlx_parallm.core import Account, DeviceMemory, TrainingWork
 from mlx_parallm.engine.faults import FaultScope
+from mlx_parallm.engine.scheduler import gives_way
 from mlx_parallm.engine.sequence import Sequence, SequenceStatus
-from mlx_parallm.engine.waiting import gives_way
 from mlx_parallm.model.device import on_cpu
 
 _QUIET_S, _QUIET_WITH_CACHE_S = 10.0, 60.0
@@ -56,10 +57,12 @@ class PoolMemory:
 
     Attributes:
         ready: whether rows of an adapter may be admitted now. If the adapter is not in the bank, staging is requested.
+        changed: blocks were taken or given back since `tidy` was last called, or others hold more or less memory now.
     """
 
     def __init__(self, cache: LoRABatchedKVCache, adapters: AdapterStore, scope: FaultScope) -> None:
         self.ready = adapters.ready
+        self.changed = False
         self._cache = cache
         self._adapters = adapters
         self._scope = scope
@@ -90,6 +93,7 @@ class PoolMemory:
         row.adapter_slot = self._adapters.pin(row.adapter)
         self._versions.add(self._root(row).version)
         self._opened_at = time.monotonic()
+        self._count_blocks(row)
         return True
 
     def _open_with_prefix(self, row: Sequence) -> KVRow | None:
@@ -120,8 +124,16 @@ class PoolMemory:
 
     def extend(self, row: Sequence, tokens: int) -> bool:
         """Makes room for `tokens` tokens in the row, counted from its start. Returns False when the budget is spent."""
+        if tokens <= row.room:
+            return True
         with self._scope.covering([row.request]):
-            return self._cache.extend(row, tokens)
+            extended = self._cache.extend(row, tokens)
+        self._count_blocks(row)
+        return extended
+
+    def _count_blocks(self, row: Sequence) -> None:
+        row.room = len(row.tables[0]) * BLOCK_TOKENS
+        self.changed = True
 
     def to_preempt(self, rows: list[Sequence], growing: Sequence) -> Sequence:
         """The row that gives way when `extend` found no room for all tokens of `growing`. `rows`: all live rows in
@@ -136,7 +148,8 @@ class PoolMemory:
         try:
             self._cache.close(row, self._root(row), row.tokens)
         finally:
-            row.computed = 0
+            row.computed = row.room = row.kept_blocks = 0
+            self.changed = True
             self._adapters.unpin(row.adapter)
             self._rows_have_ended = True
             self._ended_at = time.monotonic()
@@ -151,6 +164,7 @@ class PoolMemory:
         Returns:
             Whether more is left to do now.
         """
+        self.changed = False
         self._drop_unreachable()
         short = not self._cache.device.keeps_prefixes
         if short and self._cache.bytes_cached:
@@ -170,15 +184,17 @@ class PoolMemory:
         mx.clear_cache()
 
     def reserve_checkpoint(self, row: Sequence, computed: int) -> None:
-        """Lets the next unit keep the row's recurrent state, if it has one, after `computed` tokens, if it is of use to
-        later rows."""
-        if self._cache.states is None:
-            return
+        """Lets the next unit keep the row's recurrent state after `computed` tokens, if it is of use to later rows."""
         with self._scope.covering([row.request]):
             self._cache.reserve_checkpoint(row, computed)
 
     def keep(self, row: Sequence) -> None:
-        """Registers the full blocks of a row in the prefix cache, and gives back those below its sliding windows."""
+        """Registers the full blocks of a row in the prefix cache, and gives back those below its sliding windows, when
+        there are more full blocks than the last time."""
+        blocks = min(row.computed, len(row.tokens)) // BLOCK_TOKENS
+        if blocks == row.kept_blocks:
+            return
+        row.kept_blocks = blocks
         self._cache.freeze(row, self._root(row), row.tokens)
         self._cache.release_windows(row)
 

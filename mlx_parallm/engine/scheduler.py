@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -55,10 +56,6 @@ from mlx_parallm.engine.waiting import (
     PromptKind,
     PromptOrder,
     WaitingQueue,
-    advance,
-    check_rows,
-    decoding,
-    prefilling,
     prompt_kind,
 )
 
@@ -221,13 +218,14 @@ class RLAwareScheduler:
         self._beside.update(now, candidates, others_run or (bool(self._rows) and not self._frozen))
         if self._frozen:
             return self._beside.idle_unit(others_run)
-        followers = self._share_prefixes()
-        rows = decoding(self._rows, self.schedule.row_shares, self._beside.training_waits)
         prompts = prefilling(self._rows)
+        followers = self._share_prefixes(prompts) if prompts else set()
+        rows = decoding(self._rows, self.schedule.row_shares, self._beside.training_waits)
+        prompts = prefilling(prompts)  # without those that others have computed
         before = self._beside.next_unit(now, bool(self._rows), rows, prompts)
-        return before or self._next_forward(rows, followers) or self._beside.idle_unit(others_run)
+        return before or self._next_forward(rows, prompts, followers) or self._beside.idle_unit(others_run)
 
-    def _share_prefixes(self) -> set[Sequence]:
+    def _share_prefixes(self, prompts: list[Sequence]) -> set[Sequence]:
         """Gives prompts in prefill what others have computed of them.
 
         Returns:
@@ -236,7 +234,7 @@ class RLAwareScheduler:
         """
         first: dict[Hashable, Sequence] = {}
         followers: set[Sequence] = set()
-        for prompt in sorted(prefilling(self._rows), key=lambda prompt: -prompt.computed):
+        for prompt in sorted(prompts, key=lambda prompt: -prompt.computed):
             key = self._memory.share(prompt)
             advance(prompt, 0)
             if key is not None and first.setdefault(key, prompt) is not prompt:
@@ -253,11 +251,15 @@ class RLAwareScheduler:
         rows = [] if self._frozen else decoding(self._rows, self.schedule.row_shares)
         return tokens_to_draw(rows, self.cost, draft_model)
 
-    def _next_forward(self, rows: list[Sequence], followers: set[Sequence]) -> ForwardUnit | None:
+    def _next_forward(
+        self, rows: list[Sequence], prompts: list[Sequence], followers: set[Sequence]
+    ) -> ForwardUnit | None:
         """The next forward unit: a token of each of these rows, and chunks of prompts."""
-        choose_drafts(rows, self.cost)
+        if any(row.guess for row in rows):
+            choose_drafts(rows, self.cost)
         rows = self._with_room(rows)
-        chunks = self._next_chunks(bool(rows), followers)
+        prompts = prefilling(prompts)  # without those that gave way
+        chunks = self._next_chunks(prompts, bool(rows), followers) if prompts else []
         return forward_unit(rows, chunks, self.gap.interrupted) if rows or chunks else None
 
     def _with_room(self, rows: list[Sequence]) -> list[Sequence]:
@@ -271,13 +273,12 @@ class RLAwareScheduler:
                 self._memory_is_short = True
         return [row for row in rows if row.status is SequenceStatus.RUNNING]
 
-    def _next_chunks(self, rows_wait: bool, followers: set[Sequence]) -> list[UnitSpan]:
+    def _next_chunks(self, prompts: list[Sequence], rows_wait: bool, followers: set[Sequence]) -> list[UnitSpan]:
         """The next chunks of the most urgent prompts that are not `followers`, packed while time and tokens allow.
 
         Beside decode rows, a chunk that is predicted to exceed the allowance is taken only in a fresh gap, or for
         prompts that are overdue.
         """
-        prompts = prefilling(self._rows)
         prompts.sort(key=self._order.in_prefill)
         ready = [prompt for prompt in prompts if prompt not in followers]
         if not rows_wait:
@@ -361,3 +362,55 @@ class RLAwareScheduler:
         self._shares.check_integrity(self._rows)
         assert len(self._rows) <= self.config.max_rows
         assert not set(self._rows) & set(self._waiting)
+
+
+# ---- sequences that hold a row, in order of admission ------------------------------------------
+
+
+def advance(sequence: Sequence, tokens: int) -> None:
+    """Counts `tokens` more computed tokens of a sequence that holds a row. It runs when only one token is pending."""
+    sequence.computed += tokens
+    sequence.status = SequenceStatus.PREFILLING if sequence.pending > 1 else SequenceStatus.RUNNING
+
+
+def prefilling(rows: Iterable[Sequence]) -> list[Sequence]:
+    """The rows with more than one token to compute: prompts, and preempted sequences that are computed again."""
+    return [row for row in rows if row.status is SequenceStatus.PREFILLING]
+
+
+def decoding(
+    rows: Iterable[Sequence], shares: Mapping[WorkClass, float], training_waits: bool = False
+) -> list[Sequence]:
+    """The decode rows of the next forward unit.
+
+    Each additional row makes a unit longer. Therefore rollouts beside live requests get only their share of the rows,
+    at least one, and the oldest rollouts first; and of the rows that report many candidates, only the oldest draws. The
+    others keep their rows and wait. If training wants the device too, rollouts get one row: live requests give way to
+    one of the two at a time.
+    """
+    rows = [row for row in rows if row.status is SequenceStatus.RUNNING and row.may_draw]
+    later = set([row for row in rows if row.draws_alone][1:])
+    rows = [row for row in rows if row not in later]
+    live = sum(row.work_class is WorkClass.INFERENCE for row in rows)
+    if live == 0 or live == len(rows) or shares[WorkClass.INFERENCE] == 0:
+        return rows
+    share = 0 if training_waits else int(live * shares[WorkClass.TRAINING] / shares[WorkClass.INFERENCE])
+    rollouts = [row for row in rows if row.work_class is WorkClass.TRAINING]
+    waiting = set(rollouts[max(1, share) :])
+    return [row for row in rows if row not in waiting]
+
+
+def gives_way(rows: Seq[Sequence]) -> Sequence:
+    """The row that is preempted if memory is short: the youngest rollout, or the youngest row if there is none. `rows`:
+    all live rows, in order of admission."""
+    rollouts = [row for row in rows if row.work_class is WorkClass.TRAINING]
+    return (rollouts or rows)[-1]
+
+
+def check_rows(rows: Iterable[Sequence]) -> None:
+    """Raises AssertionError if a row's counts and its status disagree."""
+    for row in rows:
+        assert row.status in (SequenceStatus.PREFILLING, SequenceStatus.RUNNING), row.status
+        assert (row.status is SequenceStatus.PREFILLING) == (row.pending > 1)
+        assert 0 <= row.computed < row.length
+        assert row.unread >= 0

@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
 from mlx_parallm.batch.kv.groups import Store
-from mlx_parallm.core import NO_TIME, DeviceSchedule, DeviceSeconds, EngineStats, Histogram
+from mlx_parallm.core import DeviceSchedule, DeviceSeconds, EngineStats, Histogram
 from mlx_parallm.engine.disk_prefixes import DiskPrefixes
 from mlx_parallm.engine.scheduler import RLAwareScheduler
 from mlx_parallm.engine.sequence import Sequence
@@ -27,8 +27,8 @@ class Counters:
 
     `steps`: forward units that drew tokens. `prefilled_tokens`: tokens computed in chunks of prompts. Tokens taken from
     another row or from the prefix cache do not count; tokens computed again after a preemption do. `training_units` and
-    `device_seconds` include failed units of training. `drafted`, `accepted`: guessed tokens that were computed, and
-    those of them that were right, by `Source`.
+    `training_seconds` include failed units of training; for the other seconds see `core.DeviceSeconds`. `drafted`,
+    `accepted`: guessed tokens that were computed, and those of them that were right, by `Source`.
     """
 
     steps: int = 0
@@ -39,21 +39,16 @@ class Counters:
     failed_steps: int = 0
     training_units: int = 0
     failed_training_units: int = 0
-    device_seconds: DeviceSeconds = NO_TIME
+    decode_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    training_seconds: float = 0.0
+    other_seconds: float = 0.0
     drafted: Counter[str] = field(default_factory=Counter)
     accepted: Counter[str] = field(default_factory=Counter)
 
     @property
-    def draft_tokens(self) -> int:
-        return self.drafted.total()
-
-    @property
-    def accepted_tokens(self) -> int:
-        return self.accepted.total()
-
-    def add_seconds(self, seconds: DeviceSeconds) -> None:
-        """Adds device time that has just been spent."""
-        self.device_seconds = self.device_seconds.plus(seconds)
+    def device_seconds(self) -> DeviceSeconds:
+        return DeviceSeconds(self.decode_seconds, self.prefill_seconds, self.training_seconds, self.other_seconds)
 
 
 def snapshot(
@@ -86,8 +81,8 @@ def snapshot(
         steps_total=counters.steps,
         prompt_tokens_total=counters.prompt_tokens,
         generation_tokens_total=counters.generation_tokens,
-        draft_tokens_total=counters.draft_tokens,
-        accepted_draft_tokens_total=counters.accepted_tokens,
+        draft_tokens_total=counters.drafted.total(),
+        accepted_draft_tokens_total=counters.accepted.total(),
         aborted_total=counters.aborted,
         failed_steps_total=counters.failed_steps,
         schedule=scheduler.schedule,
@@ -103,7 +98,7 @@ def snapshot(
             "prefilled_tokens_total": counters.prefilled_tokens,
             "training_units_total": counters.training_units,
             "failed_training_units_total": counters.failed_training_units,
-            "training_seconds_total": counters.device_seconds.training,
+            "training_seconds_total": counters.training_seconds,
             "memory_budget_bytes": cache.device.budget_bytes,
             "memory_excess_bytes": cache.device.excess,
             "draft_tokens_by_source": dict(counters.drafted),

@@ -295,7 +295,7 @@ class ContinuousBatchProcessor:
     def _serve(self) -> None:
         taken_at, busy = 0.0, True
         while self._take_messages(wait_s=0.0 if busy else _IDLE_WAIT_S):
-            busy = self._step()
+            busy = self._turns.step()
             now = time.monotonic()
             if not busy or now - taken_at > _SNAPSHOT_S:
                 self._stats, taken_at = self._refresh(now), now
@@ -313,13 +313,6 @@ class ContinuousBatchProcessor:
         except queue.Empty:
             return True
         return False
-
-    def _step(self) -> bool:
-        """Runs the next unit of device work. False if there is none."""
-        engines = self._engines.values()
-        for engine in engines:
-            engine.others_run = any(other.has_rows for other in engines if other is not engine)
-        return self._turns.step()
 
     def _submit(self, request: GenerationRequest) -> None:
         base = request.base or self._first
@@ -347,11 +340,17 @@ class ContinuousBatchProcessor:
 
     def _add(self, parts: EngineParts) -> None:
         parts = replace(parts, scheduler=replace(parts.scheduler, schedule=self._schedule))
-        engine = self._engines[parts.base] = Engine(parts, self._publish_events)
-        self._turns.add(parts.base, engine.step, engine.rest)
+        base = parts.base
+        engine = Engine(parts, self._publish_events, lambda: self._others_run(base))
+        self._engines[base] = engine
+        self._turns.add(base, engine.step, engine.rest)
         engine.relieve(self._relief)
         if self._paused is not None:
             engine.pause(self._paused)
+
+    def _others_run(self, base: str) -> bool:
+        """Whether another base model than this one has rows."""
+        return any(other.has_rows for name, other in self._engines.items() if name != base)
 
     def _load(self, building: Loading) -> Future[None]:
         """Lets a load take turns with the engines. The future is done when the base model takes requests."""

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Container, Iterable, Iterator
 from enum import Enum
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
@@ -252,55 +251,3 @@ class PromptOrder:
         """
         left = self._cost.chunk_seconds(Chunk(sequence.length - computed, computed))
         return (sequence.priority, left + _WAIT_CREDIT * sequence.served_at)
-
-
-# ---- holding a row, in order of admission ------------------------------------------------------
-
-
-def advance(sequence: Sequence, tokens: int) -> None:
-    """Counts `tokens` more computed tokens of a sequence that holds a row. It runs when only one token is pending."""
-    sequence.computed += tokens
-    sequence.status = SequenceStatus.PREFILLING if sequence.pending > 1 else SequenceStatus.RUNNING
-
-
-def prefilling(rows: Iterable[Sequence]) -> list[Sequence]:
-    """The rows with more than one token to compute: prompts, and preempted sequences that are computed again."""
-    return [row for row in rows if row.status is SequenceStatus.PREFILLING]
-
-
-def decoding(
-    rows: Iterable[Sequence], shares: Mapping[WorkClass, float], training_waits: bool = False
-) -> list[Sequence]:
-    """The decode rows of the next forward unit.
-
-    Each additional row makes a unit longer. Therefore rollouts beside live requests get only their share of the rows,
-    at least one, and the oldest rollouts first; and of the rows that report many candidates, only the oldest draws. The
-    others keep their rows and wait. If training wants the device too, rollouts get one row: live requests give way to
-    one of the two at a time.
-    """
-    rows = [row for row in rows if row.status is SequenceStatus.RUNNING and row.may_draw]
-    later = set([row for row in rows if row.draws_alone][1:])
-    rows = [row for row in rows if row not in later]
-    live = sum(row.work_class is WorkClass.INFERENCE for row in rows)
-    if live == 0 or live == len(rows) or shares[WorkClass.INFERENCE] == 0:
-        return rows
-    share = 0 if training_waits else int(live * shares[WorkClass.TRAINING] / shares[WorkClass.INFERENCE])
-    rollouts = [row for row in rows if row.work_class is WorkClass.TRAINING]
-    waiting = set(rollouts[max(1, share) :])
-    return [row for row in rows if row not in waiting]
-
-
-def gives_way(rows: Items[Sequence]) -> Sequence:
-    """The row that is preempted if memory is short: the youngest rollout, or the youngest row if there is none. `rows`:
-    all live rows, in order of admission."""
-    rollouts = [row for row in rows if row.work_class is WorkClass.TRAINING]
-    return (rollouts or rows)[-1]
-
-
-def check_rows(rows: Iterable[Sequence]) -> None:
-    """Raises AssertionError if a row's counts and its status disagree."""
-    for row in rows:
-        assert row.status in (SequenceStatus.PREFILLING, SequenceStatus.RUNNING), row.status
-        assert (row.status is SequenceStatus.PREFILLING) == (row.pending > 1)
-        assert 0 <= row.computed < row.length
-        assert row.unread >= 0

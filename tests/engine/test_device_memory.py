@@ -13,8 +13,8 @@ from tiny import tiny_model
 
 from mlx_parallm.core import Account, DeviceMemory, RequestFailed, RequestFinished, WorkClass, default_budget
 from mlx_parallm.engine import memory
+from mlx_parallm.engine.scheduler import gives_way
 from mlx_parallm.engine.sequence import Sequence
-from mlx_parallm.engine.waiting import gives_way
 from mlx_parallm.errors import ContextLengthError
 
 pytestmark = pytest.mark.ci
@@ -131,7 +131,10 @@ def step(harness: Harness) -> None:
     harness.loop.check_integrity()
 
 
-def test_memory_is_taken_from_prefixes_then_rollouts_then_the_youngest_rows_and_then_refused() -> None:
+def test_memory_is_taken_from_prefixes_then_rollouts_then_the_youngest_rows_and_then_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mlx_parallm.engine.engine._TIDY_EVERY_S", 0.0)  # training takes memory beside its units
     harness, training, block = small()
     device, cache = harness.runner.cache.device, harness.runner.cache
     adapter = harness.publish("a", random_adapter(harness.adapters.bank.layout, 1, rank=4))

@@ -238,7 +238,7 @@ async def test_a_base_model_that_is_loaded_while_memory_is_short_keeps_no_prefix
     device._relieve(Relief.PREFIXES)
     done = device._load(loading(parts_of(*second)))
     while not done.done():
-        device._step()
+        device._turns.step()
     assert not any(each.runner.cache.device.keeps_prefixes for _, each in (first, second))
     device._relieve(Relief.NONE)
     assert all(each.runner.cache.device.keeps_prefixes for _, each in (first, second))

@@ -33,8 +33,8 @@ def test_a_draft_model_with_the_same_weights_is_always_right(lookahead: bool) ->
     for length in lengths:
         assert_same_tokens(harness.tokens(f"{length}"), solo(model, (PROMPT * 20)[:length], 33), 1e-5)
     counters = harness.loop.counters
-    assert counters.accepted_tokens == counters.draft_tokens > 60
-    assert harness.loop.stats().detail["accepted_draft_tokens_by_source"] == {"model": counters.draft_tokens}
+    assert counters.accepted.total() == counters.drafted.total() > 60
+    assert harness.loop.stats().detail["accepted_draft_tokens_by_source"] == {"model": counters.drafted.total()}
     assert counters.steps < 50, "without a draft model they are at least 99 - 66"
     assert draft_of(harness).bytes_held == 0 or not draft_of(harness)._cache.rows()
 
@@ -46,7 +46,7 @@ def test_a_vocabulary_that_is_padded_less_or_more_costs_nothing() -> None:
         harness.submit("x", prompt, 12)
         harness.run()
         assert_same_tokens(harness.tokens("x"), solo(tiny_model("llama"), prompt, 12), 1e-5)
-        assert harness.loop.counters.draft_tokens > 0
+        assert harness.loop.counters.drafted.total() > 0
 
 
 def test_the_base_guesses_for_its_adapters_only() -> None:
@@ -57,7 +57,7 @@ def test_the_base_guesses_for_its_adapters_only() -> None:
         ref = harness.publish("a", weights)
         harness.submit("base", PROMPT, 20)
         harness.run()
-        assert harness.loop.counters.draft_tokens == 0
+        assert harness.loop.counters.drafted.total() == 0
         for seed in range(3):
             sampling = SamplingParams(temperature=0.3 * seed, seed=seed)
             harness.submit(f"{seed}", PROMPT[seed:], 20, adapter=ref, sampling=sampling)
@@ -65,7 +65,7 @@ def test_the_base_guesses_for_its_adapters_only() -> None:
         harness.run()
         found.append([harness.tokens(name) for name in ("base", "0", "1", "2", "beside")])
     assert found[0] == found[1]
-    assert harness.loop.counters.accepted_tokens > 10
+    assert harness.loop.counters.accepted.total() > 10
 
 
 def test_a_fault_of_the_draft_model_costs_its_guesses_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,10 +88,10 @@ def test_a_fault_of_the_draft_model_costs_its_guesses_only(monkeypatch: pytest.M
         assert isinstance(harness.terminal(name), RequestFinished)
         assert_same_tokens(harness.tokens(name), solo(tiny_model("llama"), PROMPT[len(name) :], 40), 1e-5)
     assert harness.loop.counters.failed_steps == 2, "it rested, was tried again and rested"
-    before = harness.loop.counters.draft_tokens
+    before = harness.loop.counters.drafted.total()
     harness.submit("later", PROMPT, 50)
     harness.run()
-    assert harness.loop.counters.draft_tokens > before
+    assert harness.loop.counters.drafted.total() > before
 
 
 def test_draft_rows_give_way_when_memory_is_short() -> None:
@@ -103,7 +103,7 @@ def test_draft_rows_give_way_when_memory_is_short() -> None:
     harness.run()
     for number in range(3):
         assert_same_tokens(harness.tokens(f"{number}"), solo(model, PROMPT[number:], 88), 1e-5)
-    assert harness.loop.counters.draft_tokens > 0
+    assert harness.loop.counters.drafted.total() > 0
     assert harness.loop.scheduler.preemptions == 0
 
 

@@ -53,7 +53,7 @@ class Two:
     def load(self, base: str, **options: Any) -> None:
         done = self.device._load(loading(parts(base, self.models[base], self.sharing, **options)))
         while not done.done():
-            self.device._step()
+            self.device._turns.step()
         done.result()
 
     def submit(self, base: str, name: str, prompt: Sequence[int], max_tokens: int = 8) -> None:
@@ -61,7 +61,7 @@ class Two:
         self.device._submit(GenerationRequest(name, (tuple(prompt),), GREEDY, stopping, base=base))
 
     def run(self) -> None:
-        while self.device._step():
+        while self.device._turns.step():
             for engine in self.device._engines.values():
                 engine.check_integrity()
 
@@ -187,9 +187,9 @@ def test_a_pause_holds_what_is_loaded_meanwhile() -> None:
 def test_a_base_model_knows_whether_others_have_rows() -> None:
     two = Two()
     two.submit("b", "b", prompt(1), 3)
-    two.device._step()
-    two.device._step()
-    engines = two.device._engines
-    assert (engines["a"].others_run, engines["b"].others_run) == (True, False)
+    two.device._turns.step()
+    two.device._turns.step()
+    assert two.device._others_run("a")
+    assert not two.device._others_run("b")
     two.run()
-    assert not engines["a"].others_run
+    assert not two.device._others_run("a")

@@ -139,8 +139,8 @@ def test_they_equal_a_plain_forward_whatever_guessed_the_tokens(source: str) -> 
         fields = {"collection": COLLECTED, "work_class": WorkClass.TRAINING, "sampling": sampling}
         harness.submit(name, row, 40, n=3 if name == "group" else 1, **fields)
     harness.run()
-    assert harness.loop.counters.accepted_tokens > 3
-    assert harness.loop.counters.draft_tokens > harness.loop.counters.accepted_tokens
+    assert harness.loop.counters.accepted.total() > 3
+    assert harness.loop.counters.drafted.total() > harness.loop.counters.accepted.total()
     for index in range(3):
         assert_drawn_by(model, harness, "group", row, temperatures["group"], index, allowed)
     assert_drawn_by(model, harness, "single", row, temperatures["single"], allowed=allowed)

@@ -92,11 +92,10 @@ class Drafting:
 
 
 def plan_draft(row: Sequence, scope: FaultScope) -> None:
-    """Sets the sampling options after each token of a row's draft, if it has one. If that raises, the row's request is
-    recorded in `scope`."""
-    if row.drafted:
-        with scope.covering([row.request]):
-            row.draft_sampling = row.sampling.along(row.draft)
+    """Sets the sampling options after each token of a row's draft. If that raises, the row's request is recorded in
+    `scope`."""
+    with scope.covering([row.request]):
+        row.draft_sampling = row.sampling.along(row.draft)
 
 
 def compare(row: Sequence, guessed: int, drawn: int) -> bool:
