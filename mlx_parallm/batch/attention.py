@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import mlx.core as mx
 
-from mlx_parallm.batch.folds import RowBlocks
+from mlx_parallm.batch.block_attention import RowBlocks
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.rowwise import exp
 from mlx_parallm.model.device import on_cpu

@@ -11,8 +11,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from mlx_parallm.batch.attention import DenseSpan, are_consecutive
-from mlx_parallm.batch.block_attention import BlockPairs, calls, folds_work
-from mlx_parallm.batch.folds import RowBlocks
+from mlx_parallm.batch.block_attention import BlockAttention, RowBlocks, calls, folds_work
 from mlx_parallm.model.linears import LatentHeads
 
 SHORT_CHUNK = 64
@@ -95,7 +94,7 @@ def _calls(rows: Sequence[RowBlocks], window: int | None, dense_rows: float) -> 
         if _is_dense(kind, together, dense_rows):
             attentions = [(DenseSpan(row, window), row.tokens) for row in together]
         else:
-            attentions = [(BlockPairs(call, window), sum(row.tokens for row in call)) for call in calls(together)]
+            attentions = [(BlockAttention(call, window), sum(row.tokens for row in call)) for call in calls(together)]
         for attention, tokens in attentions:
             yield slice(start, start + tokens), attention
             start += tokens

@@ -1,6 +1,6 @@
 """Measures how single tokens attend faster on this device: each row alone to dense keys, or all rows by blocks.
 
-Dense attention of a row is one fused kernel on a GPU. Attention by blocks takes seven kernels for any number of rows.
+Dense attention of a row is one fused kernel on a GPU. Attention by blocks takes five kernels for any number of rows.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from functools import partial
 import mlx.core as mx
 
 from mlx_parallm.batch.attention_calls import AttentionCalls
-from mlx_parallm.batch.block_attention import pairs_work
-from mlx_parallm.batch.folds import RowBlocks
+from mlx_parallm.batch.block_attention import RowBlocks, pairs_work
 from mlx_parallm.batch.kv.arena import Arena
 from mlx_parallm.model.device import on_cpu
 from mlx_parallm.model.layer_state import LayerSpec

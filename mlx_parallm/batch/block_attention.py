@@ -1,31 +1,68 @@
-"""Attention of many rows over their blocks, without copying keys or values and wherever the blocks lie.
+"""Attention of many sequences over their blocks, without copying keys or values and wherever the blocks lie.
 
-Each pair of a fold (tokens that attend to the same blocks, see `folds`) and one of its blocks is one element of a
-batched product: `gather_mm` reads the pair's queries and its block in place. The scores, which are small beside the
-keys, are then put in the order of the tokens, so that one softmax covers all blocks of a token:
+Tokens that attend to the same blocks are a fold: one decoding sequence, a short chunk, or decoding sequences that share
+a prompt. Folds of equally many tokens make a rectangle, in which each has as many blocks as the longest one. One
+batched product, `gather_mm`, reads the queries of a fold and one of its blocks in place:
 
-    pairs      (fold, block)   (0, 7) (0, 2) (0, 5)   (1, 3) (1, 1)      P = 5, w tokens in each fold
-    products   queries of the fold x keys of the block                   [P, kv_heads, w * group, 64]
-    scores     put in order, and a mask added                            [N, heads, most blocks of a token * 64]
-    weights    softmax
-    outputs    weights of the pair x values of the block, summed up      [P, kv_heads, w * group, head_dim]
+    products    queries of the fold x keys of the block                 [folds, blocks, kv_heads, w * group, 64]
+    scores      the same, scaled and masked, with the blocks of a       [folds, kv_heads, w * group, blocks * 64]
+                query side by side, so that one softmax covers them
+    outputs     weights x values of each block, added up                [folds, 1, kv_heads * w * group * head_dim]
+
+A fold with fewer blocks repeats one of its own, which is masked. A block of another sequence would not do, because it
+may hold a NaN, and 0 x NaN is NaN.
+
+    sequence 0   [ 4 ][ 6 ][ 1 ]      both share 4 and 6:   fold (0, 1) with blocks 4, 6
+    sequence 1   [ 4 ][ 6 ][ 3 ]                            fold (0) with block 1, fold (1) with block 3
+
+The outputs of a token that is in several folds are merged, each weighted by the sum of exponents of its scores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
-from mlx_parallm.batch.folds import Folds, Indices, RowBlocks, folds_of
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.rowwise import exp
 from mlx_parallm.model.device import on_cpu
 
-_WORTH_A_CALL, _WORTH_A_CALL_ON_CPU = 512, 16
-"""A call must save the scores of at least so many padded blocks."""
+_WORTH_A_CALL, _WORTH_A_CALL_ON_CPU = 128, 16
+"""A call must save the products of at least so many masked blocks."""
+
+_WORTH_FOLDING = 32
+"""A fold of several sequences must save the reading of at least so many blocks, because it takes kernels of its own."""
+
+_NEVER_SEEN = 1 << 30
+"""The number of a block that only fills a rectangle: it is after every token."""
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class RowBlocks:
+    """The tokens of one sequence in a forward pass, and the blocks that they attend to.
+
+    places: the blocks, in the sequence's order
+    first: the position of the first token in these blocks
+    start: the position of the first new token. A token sees the positions up to its own.
+    tokens: the number of new tokens
+    """
+
+    places: Sequence[int]
+    first: int
+    start: int
+    tokens: int = 1
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.tokens
 
 
 def pairs_work(dtype: mx.Dtype) -> bool:
@@ -39,7 +76,7 @@ def folds_work() -> bool:
 
 
 def calls(rows: Sequence[RowBlocks]) -> list[Sequence[RowBlocks]]:
-    """Splits rows, the shortest first, into calls where the padding of short rows would cost more than a call does."""
+    """Splits sequences, the shortest first, into calls where masked blocks would cost more than a call does."""
     if len(rows) == 1:
         return [rows]
     counts = np.array([len(row.places) for row in rows])
@@ -52,177 +89,277 @@ def calls(rows: Sequence[RowBlocks]) -> list[Sequence[RowBlocks]]:
     return [*calls(rows[: best + 1]), *calls(rows[best + 1 :])]
 
 
+# ---- folds ---------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
-class _Shape:
-    """What the index arrays of a layer depend on. `places`: in the layer's arrays."""
+class Fold:
+    """Tokens that attend to the same blocks.
 
-    kv_heads: int
-    group: int
-    places: int
-    dtype: mx.Dtype
+    tokens: their indices in the call
+    places: the places of the blocks
+    numbers: the number of each block in its sequence
+    """
+
+    tokens: Sequence[int]
+    places: Sequence[int]
+    numbers: Sequence[int]
 
 
-class BlockPairs:
-    """The pairs of one forward pass in one layer group, as index arrays that all its layers share.
+def folds_of(rows: Sequence[RowBlocks], sharing: bool = True) -> list[list[Fold]]:
+    """The folds of all sequences. The first of them have every token once; others share blocks between decoding
+    sequences, if `sharing` is allowed and pays. The folds of one list have equally many tokens, except for the first.
+    """
+    starts = np.cumsum([0, *(row.tokens for row in rows)]).tolist()
+    numbers = [range(row.first // BLOCK_TOKENS, row.first // BLOCK_TOKENS + len(row.places)) for row in rows]
+    if sharing and starts[-1] == len(rows) and (shared := _shared_blocks(rows, numbers)):
+        return _shared_folds(rows, numbers, shared)
+    tokens = [range(start, start + row.tokens) for start, row in zip(starts, rows, strict=False)]
+    return [[Fold(*each) for each in zip(tokens, (row.places for row in rows), numbers, strict=True)]]
+
+
+def _shared_blocks(rows: Sequence[RowBlocks], numbers: Sequence[range]) -> dict[tuple[int, ...], dict[int, int]]:
+    """The places and numbers of blocks that several decoding sequences share, by the indices of these, where it pays.
+
+    A sequence's last block is not shared, because it is being written.
+    """
+    if len(set().union(*(row.places for row in rows))) == sum(len(row.places) for row in rows):
+        return {}
+    readers: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for index, (row, counted) in enumerate(zip(rows, numbers, strict=True)):
+        for block in zip(row.places[:-1], counted, strict=False):
+            readers[block].append(index)
+    shared: dict[tuple[int, ...], dict[int, int]] = defaultdict(dict)
+    for (place, number), sharers in readers.items():
+        shared[tuple(sharers)][place] = number
+    return {sharers: blocks for sharers, blocks in shared.items() if (len(sharers) - 1) * len(blocks) >= _WORTH_FOLDING}
+
+
+def _shared_folds(
+    rows: Sequence[RowBlocks], numbers: Sequence[range], shared: dict[tuple[int, ...], dict[int, int]]
+) -> list[list[Fold]]:
+    """The folds of single tokens of which some share blocks."""
+    own = []
+    for index, (row, counted) in enumerate(zip(rows, numbers, strict=True)):
+        folded = set[int]().union(*(blocks for sharers, blocks in shared.items() if index in sharers))
+        blocks = [each for each in zip(row.places, counted, strict=True) if each[0] not in folded]
+        own.append(Fold([index], *zip(*blocks, strict=True)))
+    by_width: dict[int, list[Fold]] = defaultdict(list)
+    for sharers, blocks_of in shared.items():
+        by_width[len(sharers)].append(Fold(sharers, list(blocks_of), list(blocks_of.values())))
+    return [own, *by_width.values()]
+
+
+def _filled(lists: Iterable[Sequence[int]], width: int, fill: int | None = None) -> Indices:
+    """Lists as the lines of one array, the shorter ones filled with `fill`, or with their own first element."""
+    return np.array([
+        [*each, *[each[0] if fill is None else fill] * (width - len(each))] for each in lists
+    ])  # fmt: skip
+
+
+# ---- attention -----------------------------------------------------------------------------------
+
+
+class BlockAttention:
+    """The attention of one call in one layer group, with index arrays that all its layers share.
 
     Args:
-        rows: if their numbers of new tokens differ, the shorter ones are padded, and so are rows with fewer blocks.
+        rows: if their numbers of new tokens differ, the shorter ones are padded, and so are those with fewer blocks.
         window: a token sees the last `window` positions, its own included; None for all.
     """
 
     def __init__(self, rows: Sequence[RowBlocks], window: int | None) -> None:
-        self._folds = folds_of(rows, folds_work())
-        self._sharing = [_uint32(folds.tokens.ravel()) for folds in self._folds[1:]]
-        self._tokens = sum(row.tokens for row in rows)
-        self._first = np.repeat([row.first // BLOCK_TOKENS for row in rows], [row.tokens for row in rows])
-        self._position = np.concatenate([np.arange(row.start, row.stop) for row in rows])
-        self._blocks = max(len(row.places) for row in rows)
-        self._window = window
-        real = np.arange(self._folds[0].width) < np.array([[row.tokens] for row in rows])
-        self._real = None if real.all() else _uint32(np.flatnonzero(real))
-        self._made: dict[_Shape, tuple[mx.array, mx.array, list[_Products]]] = {}
+        folds = folds_of(rows, folds_work())
+        positions = np.concatenate([np.arange(row.start, row.stop) for row in rows])
+        self._rectangles = [_Rectangle(each, positions, window) for each in folds]
+        self._merge = _Merge.of(self._rectangles, len(positions))
 
     def attend(
         self, keys: mx.array, values: mx.array, queries: mx.array, scale: float, sinks: mx.array | None = None
     ) -> mx.array:
-        """softmax(scale · Q Kᵀ) V over each row's blocks.
+        """softmax(scale · Q Kᵀ) V over each sequence's blocks.
 
         Args:
             keys, values: of all blocks, [kv_heads, places, 64, head_dim].
-            queries: [N, heads, 1, head_dim], the tokens of all rows in order.
+            queries: [N, heads, 1, head_dim], the tokens of all sequences in order.
             sinks: one logit per head that takes part in the softmax but has no value (gpt-oss), or None.
 
         Returns:
             [N, heads, 1, head_dim of values], in the queries' dtype.
         """
-        kv_heads, places = keys.shape[:2]
-        lines, hidden, products = self._indices(_Shape(kv_heads, queries.shape[1] // kv_heads, places, queries.dtype))
-        queries = queries * scale
-        found = [each.scores(queries, keys) for each in products]
-        scores = (found[0] if len(found) == 1 else mx.concatenate(found))[lines].flatten(2) + hidden
-        weights = _softmax(scores, sinks).reshape(*lines.shape, BLOCK_TOKENS)
-        outputs = products[0].outputs(weights, values)
-        if self._real is not None:
-            outputs = outputs[self._real]
-        for each, tokens in zip(products[1:], self._sharing, strict=True):
-            outputs = outputs.at[tokens].add(each.outputs(weights, values))
-        return outputs[:, :, None]
-
-    def _indices(self, shape: _Shape) -> tuple[mx.array, mx.array, list[_Products]]:
-        if shape not in self._made:
-            columns = [folds.block[:, None] - self._first[folds.tokens[folds.fold]] for folds in self._folds]
-            lines = self._lines(shape, columns)
-            products = [
-                _Products(folds, each, self._blocks, shape) for folds, each in zip(self._folds, columns, strict=True)
-            ]
-            self._made[shape] = lines, self._hidden(shape.dtype), products
-        return self._made[shape]
-
-    def _lines(self, shape: _Shape, columns: Sequence[Indices]) -> mx.array:
-        """For each token, head and block, the line of its 64 scores among those of all pairs: [N, heads, blocks].
-
-        Tokens with fewer blocks repeat one of their own lines, which is hidden. A line of another row would not do,
-        because it may hold a NaN.
-        """
-        start = np.full((self._tokens, self._blocks), -1, np.int64)
-        step = np.zeros_like(start)
-        base = 0
-        for folds, column in zip(self._folds, columns, strict=True):
-            lines = folds.width * shape.group
-            tokens = folds.tokens[folds.fold]
-            pairs = base + np.arange(folds.pairs)[:, None] * shape.kv_heads * lines
-            start[tokens, column] = pairs + np.arange(folds.width) * shape.group
-            step[tokens, column] = lines
-            base += folds.pairs * shape.kv_heads * lines
-        start, step = (np.where(start < 0, each[:, :1], each)[:, None, None] for each in (start, step))
-        heads, group = mx.arange(shape.kv_heads)[:, None, None], mx.arange(shape.group)[:, None]
-        return (_uint32(start) + heads * _uint32(step) + group).flatten(1, 2)
-
-    def _hidden(self, dtype: mx.Dtype) -> mx.array:
-        """Added to the scores, [N, 1, blocks * 64]: 0 for the keys that a token sees, and -inf for the others."""
-        keys = mx.array(self._first * BLOCK_TOKENS)[:, None] + mx.arange(self._blocks * BLOCK_TOKENS)
-        position = mx.array(self._position)[:, None]
-        seen = keys <= position
-        if self._window is not None:
-            seen = seen & (keys > position - self._window)
-        return mx.where(seen, 0.0, -mx.inf).astype(dtype)[:, None]
+        with_sums = sinks is not None or len(self._rectangles) > 1
+        parts = [each.attend(keys, values, queries, scale, with_sums) for each in self._rectangles]
+        outputs, sums = parts[0] if self._merge is None else self._merge(parts)
+        if sinks is not None and sums is not None:
+            outputs = outputs * mx.sigmoid(sums - sinks[:, None, None]).astype(outputs.dtype)
+        return outputs
 
 
-class _Products:
-    """The two products of pairs whose folds have equally many tokens, in layers of one shape.
+Part = tuple[mx.array, mx.array | None]
+"""Outputs [n, heads, 1, head_dim], and the logarithms of their sums of exponents, fp32 [n, heads, 1, 1]."""
+
+
+class _Merge:
+    """Puts the parts that rectangles have computed in the order of the tokens, and merges those of the same token.
 
     Args:
-        columns: for each pair and token of its fold, the block's number among those of the token.
-        blocks: the most blocks of a token.
+        table: [N, k], the parts of each token among those of all rectangles. Tokens with fewer repeat their first one.
+        real: [N, k], whether a part is none of these.
     """
 
-    def __init__(self, folds: Folds, columns: Indices, blocks: int, shape: _Shape) -> None:
-        heads = np.arange(shape.kv_heads)
-        self._shape, self._width = shape, folds.width
-        self._query_of = _uint32(folds.fold[:, None] * shape.kv_heads + heads)
-        self._block_of = _uint32(folds.place[:, None] + heads * shape.places)
-        self._sum = _Sum(folds, shape.dtype)
-        if folds.width == 1:
-            tokens = folds.tokens[folds.fold]
-            self._weights_of = _uint32((tokens * shape.kv_heads + heads) * blocks + columns)
-            return
-        self._queries = _uint32(folds.tokens[:, None] * shape.kv_heads + heads[:, None])  # [folds, kv_heads, w]
-        matrices = mx.array(folds.tokens[folds.fold])[:, None] * shape.kv_heads + mx.arange(shape.kv_heads)[:, None]
-        lines = (matrices[..., None] * shape.group + mx.arange(shape.group)) * blocks
-        self._weights_of = (lines + mx.array(columns)[:, None, :, None]).astype(mx.uint32).flatten(2)
+    def __init__(self, table: Indices, real: NDArray[np.bool_]) -> None:
+        several = table.shape[1] > 1
+        self._table = _uint32(table if several else table[:, 0])
+        self._hidden = mx.array(np.where(real, np.float32(0), -np.inf))[:, :, None, None, None] if several else None
 
-    def scores(self, queries: mx.array, keys: mx.array) -> mx.array:
-        """[N, heads, 1, head_dim] → [P * kv_heads * w * group, 64]."""
-        width = queries.shape[-1]
-        if self._width > 1:
-            queries = queries.reshape(-1, self._shape.group * width)[self._queries]
-        matrices = queries.reshape(-1, self._width * self._shape.group, width)
-        blocks = keys.reshape(-1, BLOCK_TOKENS, width).swapaxes(-1, -2)
-        products = mx.gather_mm(matrices, blocks, lhs_indices=self._query_of, rhs_indices=self._block_of)
-        return products.reshape(-1, BLOCK_TOKENS)
+    @classmethod
+    def of(cls, rectangles: Sequence[_Rectangle], tokens: int) -> _Merge | None:
+        """None if there is one rectangle that has every token once, in order."""
+        every = np.concatenate([rectangle.tokens.ravel() for rectangle in rectangles])
+        if np.array_equal(every, np.arange(tokens)):
+            return None
+        parts: list[list[int]] = [[] for _ in range(tokens)]
+        for part, token in enumerate(every.tolist()):
+            parts[token].append(part)
+        most = 1 if len(rectangles) == 1 else max(map(len, parts))
+        lengths = np.array([len(each) for each in parts])
+        return cls(_filled((each[:most] for each in parts), most), np.arange(most) < lengths[:, None])
 
-    def outputs(self, weights: mx.array, values: mx.array) -> mx.array:
-        """[N, heads, blocks, 64] → [folds * w, heads, head_dim]."""
-        kv_heads, group, blocks = self._shape.kv_heads, self._shape.group, values.reshape(-1, *values.shape[2:])
-        if self._width == 1:
-            matrices = weights.reshape(-1, kv_heads, group, *weights.shape[2:]).swapaxes(2, 3)
-            products = mx.gather_mm(matrices, blocks, lhs_indices=self._weights_of, rhs_indices=self._block_of)
-        else:
-            matrices = weights.reshape(-1, BLOCK_TOKENS)[self._weights_of]
-            products = mx.gather_mm(matrices, blocks, rhs_indices=self._block_of)
-        summed = self._sum(products).reshape(-1, kv_heads, self._width, group, values.shape[-1])
-        return summed.swapaxes(1, 2).flatten(0, 1).flatten(1, 2)
+    def __call__(self, parts: Sequence[Part]) -> Part:
+        outputs = mx.concatenate([output for output, _ in parts])[self._table]
+        sums = [each for _, each in parts if each is not None]
+        if not sums:
+            return outputs, None
+        sum_of = mx.concatenate(sums)[self._table]
+        if self._hidden is None:
+            return outputs, sum_of
+        sum_of = sum_of + self._hidden
+        weights = mx.softmax(sum_of, axis=1)
+        return (weights * outputs).sum(1).astype(outputs.dtype), mx.logsumexp(sum_of, axis=1)
 
 
-class _Sum:
-    """Adds up the pairs of each fold: [P, …] → [folds, …]. A NaN in the pairs of one fold does not reach another."""
+@dataclass(frozen=True, slots=True)
+class _Operands:
+    """The matrices that a rectangle's products multiply, in layers of one shape: uint32 [folds, blocks, kv_heads].
 
-    def __init__(self, folds: Folds, dtype: mx.Dtype) -> None:
-        counts = np.bincount(folds.fold)
-        most = int(counts.max())
-        real = np.arange(most) < counts[:, None]
-        self._ones = mx.array(real[:, None]).astype(dtype)  # [folds, 1, most pairs of a fold]
-        first = np.cumsum(counts) - counts
-        self._table = None if real.all() else _uint32(first[:, None] + np.where(real, np.arange(most), 0))
+    queries: the first operand of Q Kᵀ, among [folds, kv_heads]
+    blocks: the second operand of both products, among [kv_heads, places]
+    weights: the first operand of P V: each of its own, in order
+    ones: [folds, 1, blocks], the operand that adds up the products of a fold. A product adds in fp32, `sum` does not.
+    """
 
-    def __call__(self, products: mx.array) -> mx.array:
-        folds, _, most = self._ones.shape
-        if most == 1:
-            return products
-        table = products if self._table is None else products[self._table]
-        return self._ones @ table.reshape(folds, most, -1)
+    queries: mx.array
+    blocks: mx.array
+    weights: mx.array
+    ones: mx.array
 
 
-def _softmax(scores: mx.array, sinks: mx.array | None) -> mx.array:
-    """Softmax over the last axis of [N, heads, keys]. A sink takes part in it and is then left out."""
-    if sinks is not None:
-        shape = (*scores.shape[:-1], 1)
-        sink = mx.broadcast_to(sinks.astype(scores.dtype)[:, None], shape)
-        return _softmax(mx.concatenate([scores, sink], axis=-1), None)[..., :-1]
+class _Rectangle:
+    """Folds of w tokens, each with as many blocks as the longest one has.
+
+    Attributes:
+        tokens: [folds, w], the indices of each fold's tokens; shorter folds repeat their first one.
+    """
+
+    def __init__(self, folds: Sequence[Fold], positions: Indices, window: int | None) -> None:
+        self.tokens = _filled((fold.tokens for fold in folds), max(len(fold.tokens) for fold in folds))
+        most = max(len(fold.places) for fold in folds)
+        self._places = _filled((fold.places for fold in folds), most)
+        first = _filled((fold.numbers for fold in folds), most, _NEVER_SEEN) * BLOCK_TOKENS
+        self._last = positions[self.tokens][:, :, None] - first[:, None]
+        self._window = window
+        self._masks: dict[tuple[mx.Dtype, int], mx.array] = {}
+        self._operands: dict[tuple[int, int], _Operands] = {}
+        self._queries: dict[int, mx.array] = {}
+
+    def attend(self, keys: mx.array, values: mx.array, queries: mx.array, scale: float, with_sums: bool) -> Part:
+        """See `BlockAttention.attend`; of these tokens, with the sums of exponents if they are wanted."""
+        kv_heads, places = keys.shape[:2]
+        folds, blocks = self._places.shape
+        heads, dtype = queries.shape[1], queries.dtype
+        operands = self._operands_for(kv_heads, places, dtype)
+        if on_cpu() or dtype == mx.float16:  # where one kernel would not do both, or products could overflow
+            queries, scale = queries * scale, 1.0
+        matrices, turned = self._matrices(queries, kv_heads), keys.swapaxes(-1, -2)
+        products = mx.gather_mm(matrices, turned, lhs_indices=operands.queries, rhs_indices=operands.blocks)
+        mask = self._mask(mx.float32 if with_sums else dtype, heads // kv_heads)
+        scores = _scores(products.transpose(0, 2, 3, 1, 4), mask, scale).flatten(3)
+        weights, sums = _softmax(scores, with_sums)
+        weights = weights.astype(dtype).reshape(folds, kv_heads, -1, blocks, BLOCK_TOKENS).transpose(0, 3, 1, 2, 4)
+        products = mx.gather_mm(weights, values, lhs_indices=operands.weights, rhs_indices=operands.blocks)
+        outputs = operands.ones @ products.flatten(2)
+        return self._by_token(outputs, kv_heads, heads), None if sums is None else self._by_token(sums, kv_heads, heads)
+
+    def _matrices(self, queries: mx.array, kv_heads: int) -> mx.array:
+        """Queries [N, heads, 1, head_dim] → one matrix [w * group, head_dim] for each fold and head of keys."""
+        heads, head_dim = queries.shape[1], queries.shape[3]
+        folds, width = self.tokens.shape
+        if width == 1:
+            return queries.reshape(folds, kv_heads, -1, head_dim)
+        if kv_heads not in self._queries:  # [folds, kv_heads, w]
+            self._queries[kv_heads] = _uint32(self.tokens[:, None] * kv_heads + np.arange(kv_heads)[:, None])
+        taken = queries.reshape(-1, heads // kv_heads * head_dim)[self._queries[kv_heads]]
+        return taken.reshape(folds, kv_heads, -1, head_dim)
+
+    def _by_token(self, array: mx.array, kv_heads: int, heads: int) -> mx.array:
+        """[folds, ..., kv_heads * w * group * width] → [folds * w, heads, 1, width]."""
+        folds, width = self.tokens.shape
+        if width == 1:
+            return array.reshape(folds, heads, 1, -1)
+        array = array.reshape(folds, kv_heads, width, heads // kv_heads, -1).swapaxes(1, 2)
+        return array.reshape(folds * width, heads, 1, -1)
+
+    def _operands_for(self, kv_heads: int, places: int, dtype: mx.Dtype) -> _Operands:
+        if (kv_heads, places) not in self._operands:
+            folds, blocks = self._places.shape
+            heads, each = np.arange(kv_heads), (folds, blocks, kv_heads)
+            queries = np.arange(folds)[:, None, None] * kv_heads + heads
+            self._operands[kv_heads, places] = _Operands(
+                _uint32(np.broadcast_to(queries, each)),
+                _uint32(self._places[..., None] + heads * places),
+                _uint32(np.arange(folds * blocks * kv_heads).reshape(each)),
+                mx.ones((folds, 1, blocks), dtype),
+            )
+        return self._operands[kv_heads, places]
+
+    def _mask(self, dtype: mx.Dtype, group: int) -> mx.array:
+        """Added to the scores, [folds, 1, 1 or w * group, blocks, 64]: 0 for the keys that a token sees.
+
+        The others get a finite number, so that a token which sees nothing in a rectangle has no NaN there.
+        """
+        if (dtype, group) not in self._masks:
+            at = mx.arange(BLOCK_TOKENS)
+            seen = at <= self._bound(self._last)
+            if self._window is not None:
+                seen = seen & (at > self._bound(self._last - self._window))
+            mask = mx.where(seen, mx.array(0, dtype), mx.array(mx.finfo(dtype).min / 2, dtype))[:, None]
+            self._masks[dtype, group] = mask if mask.shape[2] == 1 else mx.repeat(mask, group, axis=2)
+        return self._masks[dtype, group]
+
+    @staticmethod
+    def _bound(offsets: Indices) -> mx.array:
+        return mx.array(offsets.clip(-1, BLOCK_TOKENS).astype(np.int32))[..., None]
+
+
+def _scores(products: mx.array, mask: mx.array, scale: float) -> mx.array:
+    """One kernel on a GPU, which also puts a view in order."""
+    return products + mask if scale == 1.0 else _scaled(products, mask, scale)
+
+
+@partial(mx.compile, shapeless=True)
+def _scaled(products: mx.array, mask: mx.array, scale: float) -> mx.array:
+    return products * scale + mask
+
+
+def _softmax(scores: mx.array, with_sums: bool) -> tuple[mx.array, mx.array | None]:
+    """Softmax over the last axis, and if wanted the logarithms of the sums of exponents."""
     if not on_cpu():
-        return mx.softmax(scores, axis=-1, precise=True)
-    weights = exp(scores - scores.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True)
+        weights = mx.softmax(scores, axis=-1, precise=True)
+        return weights, mx.logsumexp(scores, axis=-1, keepdims=True) if with_sums else None
+    peak = scores.max(-1, keepdims=True)
+    weights = exp(scores - peak)
+    total = weights.sum(-1, keepdims=True)
+    return weights / total, peak + mx.log(total) if with_sums else None
 
 
 def _uint32(indices: Indices) -> mx.array:

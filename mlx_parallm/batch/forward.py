@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_parallm.batch.attention_calls import AttentionCalls, kind_of
-from mlx_parallm.batch.folds import RowBlocks
-from mlx_parallm.batch.kv.arena import lines
+from mlx_parallm.batch.block_attention import RowBlocks
+from mlx_parallm.batch.kv.arena import Lines, lines_of
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.kv.cache import KVRow, LayerGroup, LoRABatchedKVCache
 from mlx_parallm.batch.quantized_forward import QuantizedGroupForward
@@ -112,15 +112,15 @@ class _GroupForward:
     ) -> None:
         self._arena = group.arena
         self._targets = token_places(spans, tables)
-        self._lines: dict[tuple[int, int], mx.array] = {}
+        self._lines: dict[int, Lines] = {}
         rows = [seen_blocks(span, table, group.window) for span, table in zip(spans, tables, strict=True)]
         self._calls = AttentionCalls(rows, group.window, dense_rows)
 
     def write(self, index: int, keys: mx.array, values: mx.array) -> None:
-        kv_heads, places = keys.shape[1], self._arena.places(index)
-        if (kv_heads, places) not in self._lines:
-            self._lines[kv_heads, places] = lines(*self._targets, kv_heads, places)
-        self._arena.write(index, self._lines[kv_heads, places], keys, values)
+        kv_heads = keys.shape[1]
+        if kv_heads not in self._lines:
+            self._lines[kv_heads] = lines_of(*self._targets, kv_heads)
+        self._arena.write(index, self._lines[kv_heads], keys, values)
 
     def attend(
         self, index: int, queries: mx.array, scale: float, sinks: mx.array | None, heads: LatentHeads | None

@@ -22,7 +22,7 @@ from mlx_lm.models.cache import ArraysCache
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.batch.forward import Span, token_places
-from mlx_parallm.batch.kv.arena import lines
+from mlx_parallm.batch.kv.arena import lines_of
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, blocks_for
 from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
 from mlx_parallm.batch.kv.groups import LayerGroup, StateGroup
@@ -165,9 +165,8 @@ class _RowsOfGroup:
 
     def write(self, index: int, keys: mx.array, values: mx.array) -> None:
         """Lets the next pass write new keys and values [rows, kv_heads, T, head_dim] into the pool."""
-        arena, kv_heads = self._group.arena, keys.shape[1]
-        at = lines(*self._targets, kv_heads, arena.places(index))
-        arena.write_later(index, at, _by_token(keys), _by_token(values))
+        at = lines_of(*self._targets, keys.shape[1])
+        self._group.arena.write_later(index, at, _by_token(keys), _by_token(values))
 
     def mask(self, window: int | None) -> mx.array | None:
         """Boolean [rows, T, S + T], or [T, S + T] of one row: which of the keys, those before the pass and the new

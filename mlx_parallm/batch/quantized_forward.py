@@ -28,8 +28,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.batch.attention_calls import AttentionCalls
-from mlx_parallm.batch.folds import RowBlocks
-from mlx_parallm.batch.kv.arena import lines, scattered
+from mlx_parallm.batch.block_attention import RowBlocks
+from mlx_parallm.batch.kv.arena import Lines, lines_of
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
 from mlx_parallm.batch.kv.groups import LayerGroup
 from mlx_parallm.batch.kv.prefix import first_visible
@@ -102,7 +102,7 @@ class QuantizedGroupForward:
         at = dict(zip(read, count(len(pieces)), strict=False))
         rows = [_seen(piece, staged, at, group.window) for staged, piece in enumerate(pieces)]
         self._calls = AttentionCalls(rows, group.window, dense_rows)
-        self._lines: dict[tuple[int, int], mx.array] = {}
+        self._lines: dict[int, Lines] = {}
         self._staged: dict[int, tuple[mx.array, mx.array]] = {}
 
     def write(self, index: int, keys: mx.array, values: mx.array) -> None:
@@ -133,24 +133,24 @@ class QuantizedGroupForward:
             return tokens
         tail = tails[layer]
         if self._kept is None:
-            tails[layer] = scattered(tail, self._lines_for(tail), tokens)
-            staged = tails[layer][:, self._tail_of]
+            tail[self._lines_for(tokens)] = tokens
+            staged = tail[:, self._tail_of]
         else:
             staged = tail[:, self._tail_of]
-            staged = scattered(staged, self._lines_for(staged), tokens)
+            staged[self._lines_for(tokens)] = tokens
             staged_at, places = self._kept
-            tails[layer][:, places] = staged[:, staged_at]
+            tail[:, places] = staged[:, staged_at]
         if self._filled is not None:
             staged_at, places = self._filled
             blocks[index][:, places] = pack(staged[:, staged_at], self._bits)
         return staged
 
-    def _lines_for(self, array: mx.array) -> mx.array:
-        """Where the new tokens go in an array [kv_heads, blocks, 64, head_dim]: the tails, or the staged blocks."""
-        kv_heads, blocks = array.shape[:2]
-        if (kv_heads, blocks) not in self._lines:
-            self._lines[kv_heads, blocks] = lines(*self._targets, kv_heads, blocks)
-        return self._lines[kv_heads, blocks]
+    def _lines_for(self, tokens: mx.array) -> Lines:
+        """Where new tokens [N, kv_heads, 1, head_dim] go in the tails, or in the staged blocks."""
+        kv_heads = tokens.shape[1]
+        if kv_heads not in self._lines:
+            self._lines[kv_heads] = lines_of(*self._targets, kv_heads)
+        return self._lines[kv_heads]
 
     def _beside(self, staged: mx.array, blocks: mx.array) -> mx.array:
         """The staged blocks and the quantized ones that the pass reads."""

@@ -9,7 +9,7 @@ import pytest
 from harness import make_harness
 
 from mlx_parallm.batch.attention import DenseSpan
-from mlx_parallm.batch.block_attention import BlockPairs
+from mlx_parallm.batch.block_attention import BlockAttention
 from mlx_parallm.batch.forward import Span, in_order
 from mlx_parallm.batch.kv.row import KVRow
 from mlx_parallm.batch.runner import BatchRunner
@@ -22,7 +22,7 @@ SIXTEEN = [60 + row for row in range(16)]
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Counts calls in all layers: by pairs of row and block, and dense."""
     counted: Counter[str] = Counter()
-    for kind, name in (BlockPairs, "by pairs"), (DenseSpan, "dense"):
+    for kind, name in (BlockAttention, "by pairs"), (DenseSpan, "dense"):
         attend = kind.attend
 
         def counting(self, *args, attend=attend, name=name, **options):

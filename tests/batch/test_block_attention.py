@@ -1,4 +1,4 @@
-"""Attention by pairs of row and block, against MLX's own over dense keys and values."""
+"""Attention by blocks, against MLX's own over dense keys and values."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import mlx.core as mx
 import pytest
 
 from mlx_parallm.batch.attention import DenseSpan
-from mlx_parallm.batch.block_attention import BlockPairs, calls
-from mlx_parallm.batch.folds import RowBlocks, folds_of
+from mlx_parallm.batch.block_attention import BlockAttention, RowBlocks, calls, folds_of
 from mlx_parallm.batch.kv.arena import BLOCK_TOKENS, Arena
+from mlx_parallm.model.device import prepare_device
 from mlx_parallm.model.layer_state import LayerSpec
 
 SPEC = LayerSpec(kv_heads=2, head_dim_k=16, head_dim_v=8)
@@ -44,14 +44,22 @@ def expected(made: Arena, row: RowBlocks, query: mx.array, window: int | None, s
     return mx.fast.scaled_dot_product_attention(query[None], keys, values, scale=0.3, mask=seen[None], sinks=sinks)[0]
 
 
+@pytest.fixture(params=[True, False], ids=["cpu", "gpu"])
+def _either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The formulas for a CPU, and those for a GPU."""
+    prepare_device()
+    monkeypatch.setattr("mlx_parallm.batch.block_attention.on_cpu", lambda: request.param)
+
+
+@pytest.mark.usefixtures("_either_way")
 @pytest.mark.parametrize("lengths", [[1], [64], [65], [300], [200, 200], [1, 64, 65, 500, 130], [64] * 5])
 @pytest.mark.parametrize("window", [None, 40, 64, 100])
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_pairs_equal_dense_attention(lengths: list[int], window: int | None, with_sinks: bool) -> None:
+def test_it_equals_dense_attention(lengths: list[int], window: int | None, with_sinks: bool) -> None:
     made, rows = arena(32), rows_of(lengths, 32, window)
     queries = 3 * mx.random.normal((len(rows), 6, 1, 16))
     sinks = mx.random.normal((6,)) if with_sinks else None
-    got = BlockPairs(rows, window).attend(made.keys[0], made.values[0], queries, 0.3, sinks)
+    got = BlockAttention(rows, window).attend(made.keys[0], made.values[0], queries, 0.3, sinks)
     want = mx.stack([expected(made, row, q, window, sinks) for row, q in zip(rows, queries, strict=True)])
     assert got.shape == (len(rows), 6, 1, 8)
     assert mx.allclose(got, want, atol=1e-5)
@@ -61,7 +69,7 @@ def test_rows_may_share_blocks() -> None:
     made = arena(8)
     rows = [RowBlocks([5, 2, 7], 0, 150), RowBlocks([5, 2, 1], 0, 190)]
     queries = mx.random.normal((2, 2, 1, 16))
-    got = BlockPairs(rows, None).attend(made.keys[0], made.values[0], queries, 0.3)
+    got = BlockAttention(rows, None).attend(made.keys[0], made.values[0], queries, 0.3)
     want = mx.stack([expected(made, row, q, None, None) for row, q in zip(rows, queries, strict=True)])
     assert mx.allclose(got, want, atol=1e-5)
 
@@ -69,7 +77,7 @@ def test_rows_may_share_blocks() -> None:
 def test_large_scores_do_not_overflow() -> None:
     made = arena(3)
     queries = mx.full((1, 2, 1, 16), 1e4)
-    got = BlockPairs([RowBlocks([0, 2], 0, 100)], None).attend(made.keys[0], made.values[0], queries, 1.0)
+    got = BlockAttention([RowBlocks([0, 2], 0, 100)], None).attend(made.keys[0], made.values[0], queries, 1.0)
     assert mx.isfinite(got).all()
 
 
@@ -86,7 +94,9 @@ def test_a_chunk_sees_what_single_tokens_see(start: int, tokens: int, window: in
 
     got = DenseSpan(seen(start, tokens), window).attend(made.keys[0], made.values[0], queries, 0.3)
     singles = [seen(at, 1) for at in range(start, start + tokens)]
-    assert mx.allclose(got, BlockPairs(singles, window).attend(made.keys[0], made.values[0], queries, 0.3), atol=1e-5)
+    assert mx.allclose(
+        got, BlockAttention(singles, window).attend(made.keys[0], made.values[0], queries, 0.3), atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("window", [None, 50])
@@ -94,9 +104,11 @@ def test_rows_with_several_tokens_share_a_call(window: int | None) -> None:
     made = arena(8)
     rows = [RowBlocks([6, 1, 4], 0, 150, 20), RowBlocks([3], 0, 0, 5), RowBlocks([2, 7], 0, 70, 1)]
     queries = mx.random.normal((26, 4, 1, 16))
-    got = BlockPairs(rows, window).attend(made.keys[0], made.values[0], queries, 0.3)
+    got = BlockAttention(rows, window).attend(made.keys[0], made.values[0], queries, 0.3)
     singles = [RowBlocks(row.places, row.first, at) for row in rows for at in range(row.start, row.stop)]
-    assert mx.allclose(got, BlockPairs(singles, window).attend(made.keys[0], made.values[0], queries, 0.3), atol=1e-5)
+    assert mx.allclose(
+        got, BlockAttention(singles, window).attend(made.keys[0], made.values[0], queries, 0.3), atol=1e-5
+    )
 
 
 def test_blocks_that_rows_share_are_multiplied_once() -> None:
@@ -104,39 +116,44 @@ def test_blocks_that_rows_share_are_multiplied_once() -> None:
     made, every, some = arena(70), list(range(60, 48, -1)), list(range(20, 40))
     tables = [[*every, *some, 1, 2], [*every, *some, 3], [*every, 4], [*every, 5, 6], [7, 8]]
     rows = [RowBlocks(table, 0, 64 * len(table) - 10 - row) for row, table in enumerate(tables)]
-    folds = folds_of(rows)
-    assert [(each.tokens.tolist(), each.pairs) for each in folds[1:]] == [([[0, 1, 2, 3]], 12)]
-    assert folds[0].pairs == sum(map(len, tables)) - 4 * 12
+    own, *shared = folds_of(rows)
+    assert [[(list(fold.tokens), len(fold.places)) for fold in folds] for folds in shared] == [[([0, 1, 2, 3], 12)]]
+    assert sum(len(fold.places) for fold in own) == sum(map(len, tables)) - 4 * 12
     queries = mx.random.normal((5, 6, 1, 16))
     want = mx.stack([expected(made, row, q, None, None) for row, q in zip(rows, queries, strict=True)])
-    assert mx.allclose(BlockPairs(rows, None).attend(made.keys[0], made.values[0], queries, 0.3), want, atol=1e-5)
+    assert mx.allclose(BlockAttention(rows, None).attend(made.keys[0], made.values[0], queries, 0.3), want, atol=1e-5)
 
 
+@pytest.mark.usefixtures("_either_way")
+@pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 500])
-def test_two_groups_of_rows_and_a_prompt_that_both_share(window: int | None) -> None:
+def test_two_groups_of_rows_and_a_prompt_that_both_share(window: int | None, with_sinks: bool) -> None:
     made = arena(64)
     tables = [[*range(10), *range(10 + 12 * (row % 2), 22 + 12 * (row % 2)), 40 + row] for row in range(8)]
     rows = [RowBlocks(table, 0, 64 * 22 + row) for row, table in enumerate(tables)]
-    assert [(each.width, len(each.tokens), each.pairs) for each in folds_of(rows)] == [
-        (1, 8, 8),
-        (8, 1, 10),
-        (4, 2, 24),
+    assert [[(len(fold.tokens), len(fold.places)) for fold in folds] for folds in folds_of(rows)] == [
+        [(1, 1)] * 8,
+        [(8, 10)],
+        [(4, 12)] * 2,
     ]
     queries = mx.random.normal((8, 4, 1, 16))
-    want = mx.stack([expected(made, row, q, window, None) for row, q in zip(rows, queries, strict=True)])
-    assert mx.allclose(BlockPairs(rows, window).attend(made.keys[0], made.values[0], queries, 0.3), want, atol=1e-5)
+    sinks = mx.random.normal((4,)) if with_sinks else None
+    want = mx.stack([expected(made, row, q, window, sinks) for row, q in zip(rows, queries, strict=True)])
+    got = BlockAttention(rows, window).attend(made.keys[0], made.values[0], queries, 0.3, sinks)
+    assert mx.allclose(got, want, atol=1e-5)
 
 
+@pytest.mark.usefixtures("_either_way")
 def test_a_row_with_nan_changes_no_other_row() -> None:
     made = arena(48)
     rows = [RowBlocks([0, 1, 2], 0, 130), RowBlocks([3], 0, 20), RowBlocks([4, 5], 0, 100)]
     shared = [RowBlocks([*range(8, 16), 16 + row], 0, 64 * 8 + row) for row in range(6)]
     queries = mx.random.normal((9, 4, 1, 16))
-    before = BlockPairs([*rows, *shared], None).attend(made.keys[0], made.values[0], queries, 0.3)
+    before = BlockAttention([*rows, *shared], None).attend(made.keys[0], made.values[0], queries, 0.3)
     made.keys[0][:, mx.array([0, 2, 16])] = mx.nan
     made.values[0][:, mx.array([0, 2, 16])] = mx.nan
     queries[4] = mx.nan
-    after = BlockPairs([*rows, *shared], None).attend(made.keys[0], made.values[0], queries, 0.3)
+    after = BlockAttention([*rows, *shared], None).attend(made.keys[0], made.values[0], queries, 0.3)
     others = mx.array([1, 2, 5, 6, 7, 8])
     assert mx.array_equal(after[others], before[others])
     assert mx.isnan(after[mx.array([0, 3, 4])]).all()

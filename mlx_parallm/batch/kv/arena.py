@@ -25,6 +25,10 @@ Bytes = NDArray[np.uint8]
 """The keys or values of one block and layer in host memory, [kv_heads, 64, bytes of a head's vector], or the bytes of
 an array of a recurrent state."""
 
+Lines = tuple[mx.array, mx.array, mx.array]
+"""Where tokens are written in arrays of blocks: their heads, places and offsets, each uint32 [n, kv_heads, 1]. As three
+indices, they fit arrays of any size, and no array is reshaped for them."""
+
 _BYTES_OF_IDS = 8 * BLOCK_TOKENS
 
 
@@ -51,7 +55,7 @@ class Arena:
         self.blocks = self.goal = 0
         self.keys = [_zeros(spec.kv_heads, 0, spec.head_dim_k, dtype) for spec in specs]
         self.values = [_zeros(spec.kv_heads, 0, spec.head_dim_v, dtype) for spec in specs]
-        self._pending: list[tuple[int, mx.array, mx.array, mx.array]] = []
+        self._pending: list[tuple[int, Lines, mx.array, mx.array]] = []
 
     @property
     def block_bytes(self) -> int:
@@ -131,16 +135,13 @@ class Arena:
                     arrays[layer][:, places] = blocks
         mx.eval(self.arrays())
 
-    def write(self, layer: int, lines: mx.array, keys: mx.array, values: mx.array) -> None:
-        """Writes tokens: keys and values [n, kv_heads, 1, head_dim] at `lines` int [n * kv_heads].
-
-        A line is (head * places of this layer + place) * 64 + the token's position in the block.
-        """
+    def write(self, layer: int, lines: Lines, keys: mx.array, values: mx.array) -> None:
+        """Writes tokens: keys and values [n, kv_heads, 1, head_dim] at `lines`."""
         for arrays, tokens in (self.keys, keys), (self.values, values):
             if tokens.size:
-                arrays[layer] = scattered(arrays[layer], lines, tokens)
+                arrays[layer][lines] = tokens
 
-    def write_later(self, layer: int, lines: mx.array, keys: mx.array, values: mx.array) -> None:
+    def write_later(self, layer: int, lines: Lines, keys: mx.array, values: mx.array) -> None:
         """Writes tokens as `write` does, but not before `write_pending`."""
         self._pending.append((layer, lines, keys, values))
 
@@ -181,14 +182,9 @@ def _resized(array: mx.array, blocks: int) -> mx.array:
     return mx.concatenate([array, _zeros(heads, blocks - held, width, array.dtype)], axis=1)
 
 
-def scattered(array: mx.array, lines: mx.array, tokens: mx.array) -> mx.array:
-    """Blocks [kv_heads, places, 64, width] after tokens [n, kv_heads, 1, width] are written at `lines`."""
-    flat = array.reshape(-1, array.shape[-1])
-    flat[lines] = tokens.reshape(-1, tokens.shape[-1])
-    return flat.reshape(array.shape)
-
-
-def lines(places: NDArray[np.int64], offsets: NDArray[np.int64], kv_heads: int, capacity: int) -> mx.array:
-    """The lines of `Arena.write`, uint32 [N * kv_heads], in a layer with `capacity` places."""
-    blocks = np.arange(kv_heads)[None] * capacity + places[:, None]
-    return mx.array((blocks * BLOCK_TOKENS + offsets[:, None]).ravel().astype(np.uint32))
+def lines_of(places: NDArray[np.int64], offsets: NDArray[np.int64], kv_heads: int) -> Lines:
+    """Where n tokens are written: at these offsets in the blocks at these places, in each head."""
+    shape = len(places), kv_heads, 1
+    each = np.arange(kv_heads)[:, None], places[:, None, None], offsets[:, None, None]
+    heads, at, inside = (mx.array(np.broadcast_to(index, shape).astype(np.uint32)) for index in each)
+    return heads, at, inside
