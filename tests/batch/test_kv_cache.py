@@ -8,6 +8,7 @@ import pytest
 from pool_walk import PoolWalk, install
 from pools import MODELS, TEXT, WITH_STATES, cached, computed, found, pool
 
+from mlx_parallm.batch.kv.arena import Arena, lines_of
 from mlx_parallm.batch.kv.blocks import FREED
 from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
 from mlx_parallm.batch.kv.row import KVRow
@@ -284,3 +285,14 @@ def test_rows_keep_their_content_and_the_books_agree(seeds, steps, bits, layers,
         walk = PoolWalk(seed, layers, blocks=(20, 40, 150, 15)[seed % 4], refuse=refuse, bits=bits)
         for _ in range(steps):
             walk.step()
+
+
+@pytest.mark.parametrize("tokens", [(1, 2, 1, 8), (3, 1, 1, 8), (3, 2, 1, 4), (3, 3, 1, 8)])
+def test_tokens_that_do_not_fit_their_lines_are_not_written(tokens: tuple[int, ...]) -> None:
+    arena = Arena([LayerSpec(2, 8, 8)], mx.float32)
+    arena.resize(4)
+    lines = lines_of(np.array([0, 1, 3]), np.array([5, 63, 0]), 2)
+    with pytest.raises(ValueError, match="do not fit"):
+        arena.write(0, lines, mx.zeros(tokens), mx.zeros(tokens))
+    arena.write(0, lines, mx.ones((3, 2, 1, 8)), mx.ones((3, 2, 1, 8)))
+    assert arena.keys[0].sum().item() == arena.values[0].sum().item() == 3 * 2 * 8

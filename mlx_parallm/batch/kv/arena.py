@@ -136,10 +136,18 @@ class Arena:
         mx.eval(self.arrays())
 
     def write(self, layer: int, lines: Lines, keys: mx.array, values: mx.array) -> None:
-        """Writes tokens: keys and values [n, kv_heads, 1, head_dim] at `lines`."""
+        """Writes tokens: keys and values [n, kv_heads, 1, head_dim] at `lines`.
+
+        Raises:
+            ValueError: their shape is another one. MLX would repeat the tokens, or write beyond the array.
+        """
         for arrays, tokens in (self.keys, keys), (self.values, values):
-            if tokens.size:
-                arrays[layer][lines] = tokens
+            if not tokens.size:
+                continue
+            array = arrays[layer]
+            if tokens.shape != (*lines[0].shape, array.shape[-1]) or tokens.shape[1] > len(array):
+                raise ValueError(f"tokens {tokens.shape} do not fit {lines[0].shape} lines of blocks {array.shape}")
+            array[lines] = tokens
 
     def write_later(self, layer: int, lines: Lines, keys: mx.array, values: mx.array) -> None:
         """Writes tokens as `write` does, but not before `write_pending`."""
