@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, lru_cache
 from itertools import groupby
-from typing import Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.adapters.linear_group import LinearGroup
 from mlx_parallm.adapters.weights import AdapterWeights
+
+R = TypeVar("R")
+BaseProduct = Callable[[mx.array], mx.array]
+"""A linear of the base model: x [..., in] → [..., out]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +78,9 @@ class HeadsCall:
 class AdapterContext(Protocol):
     """The object that adapted linears call during a forward pass: a `ForwardContext`, or the trainer's own class."""
 
-    def adapt(self, group: LinearGroup, path: str, x: mx.array, y: mx.array) -> mx.array:
-        """The output of the linear at `path`, with input x [B, T, in] and the base model's output y [B, T, out]."""
+    def adapt(self, group: LinearGroup, path: str, x: mx.array, base: BaseProduct) -> mx.array:
+        """The output [B, T, out] of the linear at `path`, with input x [B, T, in]; `base` is the base model's linear,
+        which can be called with tokens in any shape [..., in]."""
 
     def changes(self, groups: Iterable[LinearGroup]) -> bool:
         """Whether an adapter of this pass changes a linear of these groups."""
@@ -96,30 +101,57 @@ class AdapterContext(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """Tokens [start, stop) of the flattened batch, in `batch` parts of equal length. Each part uses one slot.
-
-    `slots`: the slot of each part, uint32 [batch]; None if all tokens use the base model. `parts`: the number of each
-    part, uint32 [batch], which MLX would otherwise compute again for every linear.
-    """
+class _SameSlot:
+    """Tokens from `start` on that all use one slot: plain products, the second of which adds the base's output."""
 
     start: int
-    stop: int
-    batch: int
-    slots: mx.array | None
-    parts: mx.array
+    slot: int
+
+    def rows(self, x: mx.array) -> mx.array:
+        """x [..., in] in the shape that products take: [tokens, in]."""
+        return x.reshape(-1, x.shape[-1])
+
+    def down(self, group: LinearGroup, x: mx.array) -> list[mx.array]:
+        """x A of each linear of the group, [tokens, rank]; nothing if the slot's adapter changes none of them."""
+        return _by_place(x @ group.factors(self.slot)[0], group) if self.slot in group.written else []
+
+    def add(self, y: mx.array, h: list[mx.array], group: LinearGroup, path: str) -> mx.array:
+        """y + h B, with h of `down`."""
+        return mx.addmm(y, h[group.places[path]], group.factors(self.slot)[1][path]) if h else y
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnSlots:
+    """Single tokens from `start` on, each of its own slot: `slots`, uint32 [tokens]. `numbers`: from 0 to tokens, which
+    MLX would otherwise compute again for every linear."""
+
+    start: int
+    slots: mx.array
+    numbers: mx.array
+
+    def rows(self, x: mx.array) -> mx.array:
+        """x [..., in] in the shape that products take: [tokens, 1, in]."""
+        return x.reshape(len(self.slots), 1, x.shape[-1])
+
+    def down(self, group: LinearGroup, x: mx.array) -> list[mx.array]:
+        """x A[slot] of each linear of the group, [tokens, 1, rank]."""
+        return _by_place(gathered(self.rows(x), group.a, self.slots, self.numbers), group)
+
+    def add(self, y: mx.array, h: list[mx.array], group: LinearGroup, path: str) -> mx.array:
+        """y + h B[slot], with h of `down`."""
+        product = gathered(h[group.places[path]], group.b[path], self.slots, self.numbers)
+        return y + product.reshape(y.shape)
 
 
 class ForwardContext:
     """Adds the product of each token's own adapter to the outputs of the linears, in one forward pass.
 
         single tokens, several slots   gather_mm picks each token's own factors
-        single tokens, one slot        one dense product
-        chunks                         one dense product for each run of tokens with the same slot
+        tokens of one slot             plain products; a pass may hold several chunks, and single tokens beside them
         experts                        gather_mm picks the factors of each pair of a token's slot and an expert
-        heads                          one product for each run, with copies of the factors if slots differ
+        heads                          one product for each run of tokens, with copies of the factors if slots differ
 
-    A forward pass may hold single tokens and chunks. Its input is [N, 1, in], or [1, T, in] for one row.
+    The input of a pass is [N, 1, in], or [1, T, in] for one row.
 
     Args:
         slots: the slot of each row.
@@ -127,21 +159,28 @@ class ForwardContext:
     """
 
     def __init__(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        self._rows = slots, lengths
-        self._slots = frozenset(slots)
-        self._last: tuple[LinearGroup, mx.array, list[mx.array]] | None = None
+        self._slots, self._lengths = tuple(slots), tuple(lengths)
+        self._used = frozenset(slots)
+        self._last: tuple[LinearGroup, mx.array, Any] | None = None
         self._parts: dict[tuple[int, int], ForwardContext] = {}
 
-    def adapt(self, group: LinearGroup, path: str, x: mx.array, y: mx.array) -> mx.array:
-        """y + (x A[slot]) B[slot] for the linear at `path`, with x [B, T, in], y [B, T, out]. B includes the scale."""
-        place = group.places.get(path)
-        if place is None or group.written.isdisjoint(self._slots):  # no adapter of these rows changes this linear
-            return y
-        return y + self._product(self._down(group, x)[place], group.b[path])
+    def adapt(self, group: LinearGroup, path: str, x: mx.array, base: BaseProduct) -> mx.array:
+        """base(x) + (x A[slot]) B[slot] for the linear at `path`, with x [B, T, in]. B includes the scale."""
+        if not self._is_changed(group, path):
+            return base(x)
+        rows, h = self._reused(group, x, lambda: self._down(group, x))
+        y, runs = base(rows), self._runs
+        if len(runs) == 1:
+            y = runs[0].add(y, h[0], group, path)
+        else:
+            ys = mx.split(y, [run.start for run in runs[1:]])
+            changed = [run.add(y, h, group, path) for run, y, h in zip(runs, ys, h, strict=True)]
+            y = mx.concatenate(changed)
+        return y.reshape(*x.shape[:-1], y.shape[-1])
 
     def changes(self, groups: Iterable[LinearGroup]) -> bool:
         """See `AdapterContext.changes`."""
-        return not all(group.written.isdisjoint(self._slots) for group in groups)
+        return not all(group.written.isdisjoint(self._used) for group in groups)
 
     def token_adapters(self) -> TokenAdapters:
         """See `AdapterContext.token_adapters`. The numbers are slots."""
@@ -149,61 +188,57 @@ class ForwardContext:
 
     def adapt_experts(self, group: LinearGroup, path: str, call: ExpertCall, y: mx.array) -> mx.array:
         """See `AdapterContext.adapt_experts`."""
-        place = group.places.get(path)
-        if place is None or group.written.isdisjoint(self._slots):
+        if not self._is_changed(group, path):
             return y
         pairs = call.experts * group.slots + call.adapters
-        h = self._reused(group, call.x, lambda: call.product(call.x, group.a.flatten(0, 1), pairs))
-        return y + call.product(h[place], group.b[path].flatten(0, 1), pairs)
+        h = self._reused(group, call.x, lambda: _by_place(call.product(call.x, group.a.flatten(0, 1), pairs), group))
+        return y + call.product(h[group.places[path]], group.b[path].flatten(0, 1), pairs)
 
     def adapt_heads(self, group: LinearGroup, path: str, call: HeadsCall, y: mx.array) -> mx.array:
         """See `AdapterContext.adapt_heads`."""
-        if path not in group.places or group.written.isdisjoint(self._slots):
+        if not self._is_changed(group, path):
             return y
         starts = [run.start for run in self._runs[1:]]
         xs, ys = mx.split(call.x, starts), mx.split(y, starts)
         return mx.concatenate([
-            y if run.slots is None else y + call.change(x, group.a[run.slots], group.b[path][run.slots])
-            for run, x, y in zip(self._runs, xs, ys, strict=True)
+            y + call.change(x, group.a[slots], group.b[path][slots])
+            for slots, x, y in zip(map(_slots_of, self._runs), xs, ys, strict=True)
         ])  # fmt: skip
 
     def part(self, start: int, stop: int) -> ForwardContext:
         """See `AdapterContext.part`. It is made once for all layers."""
         if (start, stop) not in self._parts:
-            slots, lengths = self._rows
-            first, last = np.searchsorted(np.cumsum([0, *lengths]), [start, stop])
-            self._parts[start, stop] = ForwardContext(slots[first:last], lengths[first:last])
+            first, last = np.searchsorted(np.cumsum([0, *self._lengths]), [start, stop])
+            self._parts[start, stop] = ForwardContext(self._slots[first:last], self._lengths[first:last])
         return self._parts[start, stop]
 
     @cached_property
     def _token_slots(self) -> TokenAdapters:
-        slots, lengths = self._rows
-        return TokenAdapters(mx.array(np.repeat(np.array(slots, np.uint32), lengths)), max(slots) + 1)
+        slots = np.repeat(np.array(self._slots, np.uint32), self._lengths)
+        return TokenAdapters(mx.array(slots), max(self._slots) + 1)
 
     @cached_property
-    def _runs(self) -> list[_Run]:
-        return _runs(*self._rows)
+    def _runs(self) -> tuple[_SameSlot | _OwnSlots, ...]:
+        return _runs(self._slots, self._lengths)
 
-    def _down(self, group: LinearGroup, x: mx.array) -> list[mx.array]:
-        """x A[slot] of each linear of the group, [B, T, rank]."""
-        return self._reused(group, x, lambda: self._product(x, group.a))
+    def _is_changed(self, group: LinearGroup, path: str) -> bool:
+        """Whether an adapter of these rows may change the linear."""
+        return path in group.places and not group.written.isdisjoint(self._used)
 
-    def _reused(self, group: LinearGroup, x: mx.array, product: Callable[[], mx.array]) -> list[mx.array]:
-        """The parts of a product for each linear of the group. It is computed once for linears with the same input."""
-        last = self._last
-        if last is None or last[0] is not group or last[1] is not x:
-            h, places = product(), len(group.places)
-            last = self._last = (group, x, list(mx.split(h, places, axis=-1)) if places > 1 else [h])
-        return last[2]
-
-    def _product(self, x: mx.array, factors: mx.array) -> mx.array:
-        """Multiplies x [B, T, k] by the factors [slots, k, m] of each token's slot. Returns [B, T, m]."""
-        shape = (*x.shape[:-1], factors.shape[-1])
+    def _down(self, group: LinearGroup, x: mx.array) -> tuple[mx.array, list[list[mx.array]]]:
+        """x in the shape that products take, and x A[slot] of each run, for each linear of the group."""
         if len(self._runs) == 1:
-            return _gathered(x, self._runs[0], factors).reshape(shape)
-        rows = x.reshape(1, -1, x.shape[-1])
-        parts = [_gathered(rows[:, run.start : run.stop], run, factors) for run in self._runs]
-        return mx.concatenate(parts, axis=1).reshape(shape)
+            rows = self._runs[0].rows(x)
+            return rows, [self._runs[0].down(group, rows)]
+        rows = x.reshape(-1, x.shape[-1])
+        parts = mx.split(rows, [run.start for run in self._runs[1:]])
+        return rows, [run.down(group, part) for run, part in zip(self._runs, parts, strict=True)]
+
+    def _reused(self, group: LinearGroup, x: mx.array, product: Callable[[], R]) -> R:
+        """What `product` returns. It is called once for linears of the group that get the same input."""
+        if self._last is None or self._last[0] is not group or self._last[1] is not x:
+            self._last = (group, x, product())
+        return cast(R, self._last[2])
 
 
 class OneAdapter:
@@ -215,10 +250,10 @@ class OneAdapter:
             for path, pair in weights.pairs.items()
         }
 
-    def adapt(self, group: LinearGroup, path: str, x: mx.array, y: mx.array) -> mx.array:
-        """y + scale · (x a) b, x [B, T, in] and y [B, T, out] of the linear at `path`."""
+    def adapt(self, group: LinearGroup, path: str, x: mx.array, base: BaseProduct) -> mx.array:
+        """base(x) + scale · (x a) b, with x [B, T, in] of the linear at `path`."""
         pair = self._pairs.get(path)
-        return y if pair is None else y + (x @ pair[0]) @ pair[1]
+        return base(x) if pair is None else base(x) + (x @ pair[0]) @ pair[1]
 
     def changes(self, groups: Iterable[LinearGroup]) -> bool:
         """Whether the adapter changes a linear of these groups."""
@@ -245,45 +280,59 @@ class OneAdapter:
 
 
 def gathers() -> bool:
-    """Whether `gather_mm` multiplies factors; otherwise they are copied for each part, and a plain product is made.
+    """Whether `gather_mm` multiplies factors; otherwise they are copied for each part, and a plain product is made."""
+    return _gathers(str(mx.default_device()))
 
-    With MLX 0.32 on CUDA, `gather_mm` gives wrong products if the matrices on the left are not consecutive in memory.
-    It fails if one of them has more than 64 float32 rows, or if the width of the result is no multiple of 8.
+
+@cache
+def _gathers(device: str) -> bool:
+    """Whether `gather_mm` gives the right products on this device, which is tried once.
+
+    With MLX 0.32 on CUDA it gives wrong ones if the matrices on the left are not consecutive in memory. It fails if one
+    of them has more than 64 float32 rows, or if the width of the result is no multiple of 8.
     """
-    return not mx.cuda.is_available()
+    count, rows, inner, width = 3, 65, 16, 12
+    x = mx.random.normal((count, rows, 2 * inner), key=mx.random.key(0))[..., :inner]
+    factors = mx.random.normal((count, inner, width), key=mx.random.key(1))
+    chosen = mx.array([2, 0, 1], mx.uint32)
+    try:
+        right = mx.allclose(mx.gather_mm(x, factors, rhs_indices=chosen), x @ factors[chosen], 1e-2, 1e-2)
+        return bool(right.item())
+    except (RuntimeError, ValueError):
+        return False
 
 
-def _gathered(x: mx.array, run: _Run, factors: mx.array) -> mx.array:
-    if run.slots is None:
-        return mx.zeros((1, x.size // x.shape[-1], factors.shape[-1]), x.dtype)
-    parts = x.reshape(run.batch, -1, x.shape[-1])
+def gathered(x: mx.array, factors: mx.array, chosen: mx.array, numbers: mx.array) -> mx.array:
+    """x [n, T, k] times factors [slots, k, m], of which `chosen` has the slot of each x. `numbers`: from 0 to n."""
     if gathers():
-        products = mx.gather_mm(parts, factors, lhs_indices=run.parts, rhs_indices=run.slots)
-    else:
-        products = parts @ factors[run.slots]
-    return products.reshape(1, -1, factors.shape[-1])
+        return mx.gather_mm(x, factors, lhs_indices=numbers, rhs_indices=chosen)
+    return x @ factors[chosen]
 
 
-def _runs(slots: Sequence[int], lengths: Sequence[int]) -> list[_Run]:
+def _by_place(h: mx.array, group: LinearGroup) -> list[mx.array]:
+    """The parts of a product for each linear of the group."""
+    return list(mx.split(h, len(group.places), axis=-1)) if len(group.places) > 1 else [h]
+
+
+def _slots_of(run: _SameSlot | _OwnSlots) -> mx.array:
+    return run.slots if isinstance(run, _OwnSlots) else mx.array([run.slot], mx.uint32)
+
+
+@lru_cache(maxsize=8)
+def _runs(slots: tuple[int, ...], lengths: tuple[int, ...]) -> tuple[_SameSlot | _OwnSlots, ...]:
     """Single tokens with different slots become one run, which gathers each token's factors. Of the other tokens,
-    neighbours with the same slot become one run."""
-    single_slots = {slot for slot, length in zip(slots, lengths, strict=True) if length == 1}
-    gathers = len(single_slots) > 1
-    runs: list[_Run] = []
+    neighbours with the same slot become one run. The runs of decode steps are kept while their rows stay."""
+    gathered = len({slot for slot, length in zip(slots, lengths, strict=True) if length == 1}) > 1
+    runs: list[_SameSlot | _OwnSlots] = []
     start = 0
-    for (gathered, slot), group in groupby(
-        zip(slots, lengths, strict=True), key=lambda row: (True, 0) if gathers and row[1] == 1 else (False, row[0])
+    for (is_single, slot), group in groupby(
+        zip(slots, lengths, strict=True), key=lambda row: (True, 0) if gathered and row[1] == 1 else (False, row[0])
     ):
         rows = list(group)
-        stop = start + sum(length for _, length in rows)
-        if gathered:
-            runs.append(_run(start, stop, [each for each, _ in rows]))
+        if is_single:
+            of_rows = mx.array([slot for slot, _ in rows], mx.uint32)
+            runs.append(_OwnSlots(start, of_rows, mx.array(np.arange(len(rows), dtype=np.uint32))))
         else:
-            runs.append(_run(start, stop, [slot]))
-        start = stop
-    return runs
-
-
-def _run(start: int, stop: int, slots: Sequence[int]) -> _Run:
-    parts = mx.arange(len(slots), dtype=mx.uint32)
-    return _Run(start, stop, len(slots), mx.array(list(slots), mx.uint32) if any(slots) else None, parts)
+            runs.append(_SameSlot(start, slot))
+        start += sum(length for _, length in rows)
+    return tuple(runs)

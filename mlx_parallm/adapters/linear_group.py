@@ -22,6 +22,7 @@ class LinearGroup:
 
     In slot s, the linear at place p has the factors a[..., s, :, p·rank : (p+1)·rank] and b[path][..., s, :, :].
     `places`: the place of each linear that has factors, by path. `written`: slots that may hold values other than zero.
+    `kept`: what `factors` returned since the arrays were changed last.
     """
 
     def __init__(self, specs: Sequence[LinearSpec], rank: int, dtype: mx.Dtype) -> None:
@@ -30,6 +31,7 @@ class LinearGroup:
         self.places: dict[str, int] = {}
         self.b: dict[str, mx.array] = {}
         self.written: set[int] = set()
+        self.kept: dict[int, tuple[mx.array, dict[str, mx.array]]] = {}
         self._dtype = dtype
         self.a = self._empty()
 
@@ -41,6 +43,13 @@ class LinearGroup:
     @property
     def nbytes(self) -> int:
         return int(self.a.nbytes) + sum(int(b.nbytes) for b in self.b.values())
+
+    def factors(self, slot: int) -> tuple[mx.array, dict[str, mx.array]]:
+        """Views of one slot: a [in, columns], and b [max_rank, out] by path. Not of experts."""
+        if slot not in self.kept:
+            b = {path: b[slot : slot + 1].squeeze(0) for path, b in self.b.items()}
+            self.kept[slot] = self.a[slot : slot + 1].squeeze(0), b
+        return self.kept[slot]
 
     def nbytes_with(self, slots: int, paths: Iterable[str]) -> int:
         """The size in bytes after `fit` with the same arguments."""
@@ -58,6 +67,7 @@ class LinearGroup:
         more = max(slots - held, 0)
         if not more and not new:
             return False
+        self.kept.clear()
         self.a = mx.pad(self.a, [*self._experts_stay, (0, more), (0, 0), (0, len(new) * self.rank)])
         self.b = {path: mx.pad(b, [*self._experts_stay, (0, more), (0, 0), (0, 0)]) for path, b in self.b.items()}
         for path in new:
@@ -72,6 +82,7 @@ class LinearGroup:
         MLX updates the arrays in place only while nothing else refers to them, so no forward pass that reads them may
         be in flight.
         """
+        self.kept.clear()  # views are references
         for path, place in self.places.items():
             columns = slice(place * self.rank, (place + 1) * self.rank)
             pair = pairs.get(path)
@@ -99,7 +110,7 @@ class LinearGroup:
 
     def clear(self) -> None:
         """Frees the arrays."""
-        self.places, self.b, self.written = {}, {}, set()
+        self.places, self.b, self.written, self.kept = {}, {}, set(), {}
         self.a = self._empty()
 
     def _empty(self) -> mx.array:

@@ -22,7 +22,7 @@ from mlx.utils import tree_unflatten
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.adapters.forward_context import HeadsCall
+from mlx_parallm.adapters.forward_context import BaseProduct, HeadsCall
 from mlx_parallm.adapters.weights import AdapterLayout, HeadParts, LinearSpec
 from mlx_parallm.model.experts import EXPERT_LINEARS, AdaptedExpertLinear, AdaptedExperts, IndexFormat
 from mlx_parallm.model.hooks import InPart, answering
@@ -191,11 +191,11 @@ class AdaptedLinear(nn.Module):  # type: ignore[misc]
 
     def __call__(self, x: mx.array) -> mx.array:
         """[B, T, in] → [B, T, out]."""
-        return self._adapted(x, self.base(x))
+        return self._adapted(x, self["base"])
 
-    def _adapted(self, x: mx.array, y: mx.array) -> mx.array:
+    def _adapted(self, x: mx.array, base: BaseProduct) -> mx.array:
         context = self._bank.context
-        return y if context is None else context.adapt(self._group, self.path, x, y)
+        return base(x) if context is None else context.adapt(self._group, self.path, x, base)
 
 
 class AdaptedSummedLinear(AdaptedLinear):
@@ -204,7 +204,7 @@ class AdaptedSummedLinear(AdaptedLinear):
 
     def __call__(self, x: mx.array) -> mx.array:
         """[B, T, in / ranks] → [B, T, out]."""
-        return cast(mx.array, self.base.total(self._adapted(x, self.base.part(x))))
+        return cast(mx.array, self.base.total(self._adapted(x, self.base.part)))
 
 
 class AdaptedEmbedding(AdaptedLinear):
@@ -217,7 +217,7 @@ class AdaptedEmbedding(AdaptedLinear):
 
     def as_linear(self, x: mx.array) -> mx.array:
         """[B, T, hidden] → [B, T, vocab]."""
-        return self._adapted(x, self.base.as_linear(x))
+        return self._adapted(x, self.base.as_linear)
 
 
 class AdaptedHeads(AdaptedLinear):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -111,13 +112,16 @@ def run_rows(harness: Harness, refs: list[AdapterRef]) -> None:
 def test_rows_without_a_head_adapter_compute_no_product_for_the_head(name: str, monkeypatch) -> None:
     model = model_of(name)
     adapters, widths = adapters_of(model), []
-    product = forward_context._gathered
 
-    def counted(x: mx.array, run: Any, factors: mx.array) -> mx.array:
-        widths.append(factors.shape[-1])
-        return product(x, run, factors)
+    def counting(add: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        def counted(run: Any, y: mx.array, *arguments: Any) -> mx.array:
+            widths.append(y.shape[-1])
+            return add(run, y, *arguments)
 
-    monkeypatch.setattr(forward_context, "_gathered", counted)
+        return counted
+
+    for kind in (forward_context._SameSlot, forward_context._OwnSlots):
+        monkeypatch.setattr(kind, "add", counting(kind.add))
     harness = make_harness(model)
     refs = {each: harness.publish(each, weights) for each, weights in adapters.items()}
     run_rows(harness, [BASE_ADAPTER] * 2)

@@ -103,7 +103,8 @@ class Ours:
     def cut(self) -> None:
         self._recorder.cut()
         _cut(self._runner.cache.arrays(), Kind.KEYS_AND_VALUES)
-        _cut([[group.a, *group.b.values()] for group in self._shaped.bank.groups.values()], Kind.ADAPTERS)
+        groups = self._shaped.bank.groups.values()
+        _cut([[group.a, group.b, list(group.kept.values())] for group in groups], Kind.ADAPTERS)
 
     def close(self) -> None:
         for row in range(self._rows):

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_parallm.adapters.forward_context import ExpertCall, HeadsCall, TokenAdapters
+from mlx_parallm.adapters.forward_context import BaseProduct, ExpertCall, HeadsCall, TokenAdapters
 from mlx_parallm.adapters.linear_group import LinearGroup
 from mlx_parallm.model.experts import AdaptedExpertLinear
 from mlx_parallm.model.linears import AdaptedLinear
@@ -37,8 +37,9 @@ class TrainingContext:
     spans: tuple[Span, ...]
     recomputed: bool = False
 
-    def adapt(self, _group: LinearGroup, path: str, x: mx.array, y: mx.array) -> mx.array:
-        """y + scale · (x a) b for the linear at `path`; x [B, T, in] and y [B, T, out] with B · T tokens."""
+    def adapt(self, _group: LinearGroup, path: str, x: mx.array, base: BaseProduct) -> mx.array:
+        """base(x) + scale · (x a) b for the linear at `path`; x [B, T, in] with B · T tokens."""
+        y = base(x)
         if len(self.spans) == 1:
             return _adapted(self.spans[0], path, x, y)
         if not any(path in span.params for span in self.spans):
