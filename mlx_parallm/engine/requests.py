@@ -250,7 +250,7 @@ class Requests:
             self._publish(events)
 
     def _emit(self, request: Request, event: Event) -> None:
-        self._events.append((request.request_id, event))
+        self._events.append((request.spec.request_id, event))
 
     def check_integrity(self) -> None:
         """Raises AssertionError if requests and sequences do not agree."""

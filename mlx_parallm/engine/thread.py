@@ -287,7 +287,8 @@ class ContinuousBatchProcessor:
     def _end(self) -> None:
         """Fails all requests, because the device thread has ended or hangs."""
         self._stats = replace(self._stats, alive=False, ready=False)
-        self._call_soon(self._fail_all, self._dead())
+        if self._event_loop is not None and not self._event_loop.is_closed():
+            self._event_loop.call_soon_threadsafe(self._fail_all, self._dead())
 
     def _dead(self) -> EngineDeadError:
         return RankLostError(self._lost_rank) if self._lost_rank else EngineDeadError(_DEAD)
@@ -426,12 +427,8 @@ class ContinuousBatchProcessor:
     # -- events ----------------------------------------------------------------------------------
 
     def _publish_events(self, events: list[tuple[str, Event]]) -> None:
-        self._call_soon(self._deliver, events)
-
-    def _call_soon(self, callback: Callable[[T], None], argument: T) -> None:
-        if self._event_loop is None or self._event_loop.is_closed():
-            return
-        self._event_loop.call_soon_threadsafe(callback, argument)
+        if self._event_loop is not None and not self._event_loop.is_closed():
+            self._event_loop.call_soon_threadsafe(self._deliver, events)
 
 
 def _all(futures: list[Future[T]]) -> Future[list[T]]:

@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from mlx_parallm.engine.units import ForwardUnit, StagingUnit, TrainingUnit, Unit
@@ -39,6 +39,8 @@ class UnitTrace:
 
     def unit(self, unit: Unit) -> AbstractContextManager[None]:
         """Records the time of the block that runs this unit."""
+        if self._file is None:
+            return nullcontext()
         match unit:
             case ForwardUnit():
                 chunks = unit.chunks

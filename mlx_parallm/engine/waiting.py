@@ -1,4 +1,4 @@
-"""The scheduler's sequences: those that wait for a row, in the order of admission, and those that hold one.
+"""The sequences that wait for a row, in the order of admission.
 
 A lane of the waiting queue holds the prompt groups of one work class, one API key, one adapter and one kind of prompt,
 and either those that are pooled or the others, most urgent first. A group is ranked once, by insertion, when it enters
