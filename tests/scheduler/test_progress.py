@@ -166,6 +166,23 @@ def test_a_prompt_is_computed_beside_a_row_however_long_its_chunks_are_said_to_t
     assert row.drawn <= 5 + 4 + 5, "four chunks, four tokens"
 
 
+def test_a_prompt_without_time_for_it_gets_its_first_chunk_in_the_eighth_step_and_not_before() -> None:
+    """Also one that had waited for as long before its row was taken away."""
+    driver = Driver(cost=CostModel(0.01, 0.1, 0.0))
+    row = driver.add(2, max_tokens=ENDLESS)
+    while row.status is not SequenceStatus.RUNNING:
+        driver.step()
+    prompt = driver.add(40)
+    for _ in range(2):
+        steps = 0
+        while not prompt.computed:
+            driver.scheduler.gap.add_wait_time(0.26)
+            steps += isinstance(driver.step(), ForwardUnit)
+        assert steps == MAX_STEPS_WITHOUT_CHUNK
+        prompt.steps_waited = MAX_STEPS_WITHOUT_CHUNK - 1
+        driver.scheduler.preempt(prompt)
+
+
 def test_prompts_get_on_where_training_wants_every_gap() -> None:
     driver = Driver(training_time_share=1.0, cost=CostModel(1.0, 0.01, 0.0))
     driver.micro_steps = ENDLESS

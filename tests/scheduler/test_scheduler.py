@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from mlx_parallm.core import AdapterRef, WorkClass
 from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.prefill import ChunkPacker
 from mlx_parallm.engine.sequence import PromptGroup, Sequence, SequenceStatus
 from mlx_parallm.engine.units import Candidate, ForwardUnit, StagingUnit, TrainingUnit, Unit, WorkKind
 
@@ -210,6 +211,27 @@ def test_short_prompts_share_a_unit() -> None:
     for length in (30, 40, 25, 60):
         driver.add(length)
     assert chunks([driver.step()]) == [25, 30, 40], "the shortest first, and none cut below 16 tokens"
+
+
+def test_the_very_first_unit_holds_a_row_that_decodes_and_a_prompt() -> None:
+    driver = Driver()
+    driver.add(1)
+    driver.add(30)
+    unit = driver.step()
+    assert (unit.decodes, chunks([unit])) == (1, [30])
+
+
+def test_overdue_prompts_share_what_little_a_unit_holds() -> None:
+    """In a unit for fewer tokens than there are such prompts, each gets one."""
+    prompts = [new_sequence(number, [0] * 30, 1) for number in range(16)]
+
+    def shares(max_tokens: int, late: int) -> list[int]:
+        spans = ChunkPacker(CostModel(), max_tokens).pack(prompts, prompts[:late], 0.0, at_least_one=False)
+        return [span.tokens for span in spans]
+
+    assert shares(8, late=4) == [2] * 4
+    assert shares(8, late=16) == [1] * 16
+    assert shares(2048, late=16) == [4] * 16
 
 
 @pytest.mark.parametrize("rows", [0, 3])

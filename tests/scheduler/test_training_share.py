@@ -6,7 +6,9 @@ import pytest
 from driver import STEP, Driver, new_scheduler
 
 from mlx_parallm.core import AdapterRef
+from mlx_parallm.engine.prefill import MAX_STEPS_WITHOUT_CHUNK
 from mlx_parallm.engine.sequence import Sequence, SequenceStatus
+from mlx_parallm.engine.timing import DecodeGap
 from mlx_parallm.engine.units import Candidate, ForwardUnit, StagingUnit, TrainingUnit, WorkKind
 
 ENDLESS = 10**9
@@ -153,6 +155,32 @@ def test_preempted_rows_come_back_beside_training() -> None:
         driver.step()
         assert driver.now < 60.0
     assert driver.scheduler.preemptions > 0
+
+
+def test_training_gives_way_to_an_overdue_prompt_and_not_twice_in_a_row() -> None:
+    driver = learning(0.5, training_time_share=1.0)
+    row = driver.add(2, max_tokens=ENDLESS)
+    while not row.drawn or driver.unread:
+        driver.step()
+    prompt = driver.add(1000)
+    driver.scheduler.admit()
+    ran = []
+    while len(ran) < 5:
+        prompt.steps_waited = MAX_STEPS_WITHOUT_CHUNK - 1
+        if unit := driver.step():
+            ran.append(unit)
+    gave_way, of_gap_with_training = ForwardUnit, ForwardUnit
+    assert [type(unit) for unit in ran] == [gave_way, TrainingUnit, of_gap_with_training, gave_way, TrainingUnit]
+
+
+def test_an_idle_time_ends_the_gap_and_what_it_has_held() -> None:
+    gap = DecodeGap(0.5)
+    gap.add_training(0.3)
+    gap.add_staging(0.1)
+    gap.idle()
+    assert gap.is_fresh
+    assert not gap.interrupted
+    assert gap.remaining_s == 0.5
 
 
 def test_without_rows_training_takes_its_share_only_while_another_base_model_has_some() -> None:
