@@ -68,3 +68,18 @@ def test_rows_of_very_different_lengths_attend_in_calls_of_their_own(calls: Coun
     spans = in_order(computed(runner, [*SIXTEEN, 3000], 1))
     mx.eval(runner.compute(spans, [5] * len(spans)))
     assert calls == Counter({"by pairs": 2 * len(runner.cache.layout.layers)})
+
+
+def test_few_rows_that_decode_attend_one_by_one_if_their_blocks_lie_side_by_side(calls: Counter[str]) -> None:
+    """Their keys are read where they are. Others would have to be copied."""
+    runner = make_harness().runner
+    runner.dense_rows, layers = 2, len(runner.cache.layout.layers)
+    spans = computed(runner, [150, 40], 1)
+    mx.eval(runner.compute(spans, [5, 5]))
+    assert calls == Counter({"dense": 2 * layers})
+    calls.clear()
+    apart = spans[1].row
+    assert runner.cache.open(10) is not None
+    assert runner.cache.extend(apart, 100), "its second block comes after that of the row in between"
+    mx.eval(runner.compute([spans[0], Span(apart, 90, 1)], [5, 5]))
+    assert calls == Counter({"by pairs": layers})

@@ -165,6 +165,14 @@ def test_a_window_gives_back_what_no_token_attends_to(tags) -> None:
     cache.check_integrity()
 
 
+def test_tokens_below_a_window_are_not_in_use(tags) -> None:
+    cache = pool(100, MODELS["windowed"])
+    row = computed(cache, TEXT[:640], root=None)
+    assert cache.tokens_used == 640
+    cache.release_windows(row)
+    assert cache.tokens_used == 2 * 64
+
+
 def test_blocks_below_a_window_stay_cached_until_their_memory_is_needed(tags) -> None:
     cache = pool(100, MODELS["mixed"])
     row = computed(cache, TEXT[:640])
