@@ -127,10 +127,11 @@ class BatchRunner:
         spans = in_order(spans)
         drawing = {id(row) for row in draws if row.pooling is None}
         counts = [1 + span.row.drafted if id(span.row) in drawing else 0 for span in spans]
-        asked = [_asked_for(span, count) for span, count in zip(spans, counts, strict=True)]
+        targets = [_targets(span) if span.row.scored else [] for span in spans]
         outputs = self.run_trunk(_inputs(spans, previous), spans)
-        logits = self._logits(outputs, spans, asked)
-        return self._pending(spans, counts, asked, logits, pool(outputs, spans))
+        needed = [len(scored) + count for scored, count in zip(targets, counts, strict=True)]
+        logits = self._logits(outputs, spans, needed)
+        return self._pending(spans, counts, targets, logits, pool(outputs, spans))
 
     def wait(self) -> None:
         """Waits until the launched passes have ended, and MLX holds none of their arrays any more.
@@ -171,8 +172,8 @@ class BatchRunner:
             spans: in the order of `in_order`.
             tokens: the N tokens of all spans.
         """
-        every = [list(range(span.tokens)) for span in spans]
-        logits = self._logits(self.run_trunk(mx.array(list(tokens), mx.uint32), spans), spans, every)
+        outputs = self.run_trunk(mx.array(list(tokens), mx.uint32), spans)
+        logits = self._logits(outputs, spans, [span.tokens for span in spans])
         assert logits is not None
         return logits
 
@@ -183,8 +184,7 @@ class BatchRunner:
             spans: in the order of `in_order`.
             tokens: the ids of all spans, [N].
         """
-        last = [[span.tokens - 1] for span in spans]
-        logits = self._logits(self.run_trunk(tokens, spans), spans, last)
+        logits = self._logits(self.run_trunk(tokens, spans), spans, [1] * len(spans))
         assert logits is not None
         return logits
 
@@ -194,42 +194,48 @@ class BatchRunner:
         self,
         spans: Seq[Span[Sequence]],
         counts: Seq[int],
-        asked: Seq[list[int]],
+        targets: Seq[list[int]],
         logits: mx.array | None,
         pooled: PooledParts | None,
     ) -> Pending:
-        """Splits the logits into those of prompt tokens and those that tokens are drawn from. `counts`: the tokens that
-        each row draws."""
+        """Splits the logits into those of prompt tokens, which come first in each row, and those that tokens are drawn
+        from. `counts`: the tokens that each row draws. `targets`: its prompt tokens that are scored."""
         if logits is None:
             return Pending((), (), None, None, (), pooled)
-        rows = [(span.row, offset) for span, count in zip(spans, counts, strict=True) for offset in range(count)]
+        rows = [span.row for span, count in zip(spans, counts, strict=True) for _ in range(count)]
+        positions = [
+            span.row.drawn + place for span, count in zip(spans, counts, strict=True) for place in range(count)
+        ]
         drawing = (span.row for span, count in zip(spans, counts, strict=True) if count)
         options = [each for row in drawing for each in (row.sampling, *row.draft_sampling)]
-        scores, last, start = [], list[int](), 0
-        for span, count, offsets in zip(spans, counts, asked, strict=True):
-            stop = start + len(offsets)
-            last += range(stop - count, stop)
-            if targets := _targets(span):
-                part = PromptScores(logits[start : start + len(targets)], targets, span.row.prompt_candidates)
-                scores.append((span.row, _first_target(span), part))
-            start = stop
-        drawn = logits if len(last) == start else logits[mx.array(last)] if last else None
+        scores: list[tuple[Sequence, int, PromptScores]] = []
+        if any(targets):
+            drawn: list[int] = []  # the logits that tokens are drawn from
+            start = 0
+            for span, count, scored in zip(spans, counts, targets, strict=True):
+                if scored:
+                    part = PromptScores(logits[start : start + len(scored)], scored, span.row.prompt_candidates)
+                    scores.append((span.row, _first_target(span), part))
+                start += len(scored) + count
+                drawn += range(start - count, start)
+            logits = logits[mx.array(drawn)] if drawn else None
         plan = self._sampling_plan(options) if rows else None
-        positions = tuple(row.drawn + offset for row, offset in rows)
-        return Pending(tuple(row for row, _ in rows), positions, drawn, plan, tuple(scores), pooled)
+        return Pending(tuple(rows), tuple(positions), logits, plan, tuple(scores), pooled)
 
-    def _logits(self, outputs: mx.array, spans: Seq[Span[KVRow]], asked: Seq[list[int]]) -> mx.array | None:
-        """Logits after the tokens at `asked`, the numbers of tokens in each span. None if there are none."""
-        starts = np.cumsum([0, *(span.tokens for span in spans)])
-        wanted = [int(start) + offset for start, offsets in zip(starts, asked, strict=False) for offset in offsets]
-        if not wanted:
+    def _logits(self, outputs: mx.array, spans: Seq[Span[KVRow]], needed: Seq[int]) -> mx.array | None:
+        """Logits after the last tokens of each span, as many as are `needed`. None if there are none."""
+        total = sum(needed)
+        if not total:
             return None
-        chosen = outputs if len(wanted) == len(outputs) else outputs[mx.array(wanted)]
+        if total < len(outputs):
+            stops = np.cumsum([span.tokens for span in spans]).tolist()
+            wanted = [at for stop, count in zip(stops, needed, strict=True) for at in range(stop - count, stop)]
+            outputs = outputs[mx.array(wanted)]
         if self._head is None:
-            return chosen
-        rows = [(span.row.adapter_slot, len(offsets)) for span, offsets in zip(spans, asked, strict=True) if offsets]
-        with self._bank.forward([slot for slot, _ in rows], [length for _, length in rows]):
-            return self._head(chosen)
+            return outputs
+        rows = [(span.row.adapter_slot, count) for span, count in zip(spans, needed, strict=True) if count]
+        with self._bank.forward([slot for slot, _ in rows], [count for _, count in rows]):
+            return self._head(outputs)
 
     def run_trunk(self, inputs: mx.array, spans: Seq[Span[KVRow]]) -> mx.array:
         """The trunk's outputs [N, hidden] for tokens [N], or the logits [N, vocab] of a model without a trunk."""
@@ -255,16 +261,9 @@ def _same(before: Seq[RowSampling], now: Seq[RowSampling]) -> bool:
     return len(before) == len(now) and all(one is other for one, other in zip(before, now, strict=True))
 
 
-def _asked_for(span: Span[Sequence], draws: int) -> list[int]:
-    """The tokens of a span whose logits are needed, which are its last ones: those with a next prompt token to score,
-    and those that `draws` tokens are drawn from."""
-    return list(range(span.tokens - len(_targets(span)) - draws, span.tokens))
-
-
 def _targets(span: Span[Sequence]) -> list[int]:
     """The prompt tokens that follow the tokens of a span and are to be scored."""
-    row = span.row
-    return row.tokens[_first_target(span) : min(span.stop + 1, row.prompt_length)] if row.scored else []
+    return span.row.tokens[_first_target(span) : min(span.stop + 1, span.row.prompt_length)]
 
 
 def _first_target(span: Span[Sequence]) -> int:
