@@ -58,9 +58,6 @@ from mlx_parallm.engine.units import Candidate, ForwardUnit, StagingUnit, Traini
 from mlx_parallm.errors import AbortedError, ContextLengthError, InvalidRequestError
 from mlx_parallm.model.device import MemoryLimits
 
-_TIDY_EVERY_S = 0.25
-"""So often, memory is looked after although no row takes or gives back a block."""
-
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
@@ -126,10 +123,7 @@ class Engine:
         self._lookahead = parts.lookahead
         self._queue_timeout_s = parts.queue_timeout_s
         self._limits = parts.limits
-        self._memory = memory = PoolMemory(cache, adapters, scope)
-        self._gives_way = False  # cached prefixes are giving memory to adapters or training
-        self._tidies_on = False  # the last `_tidy` has left more to do
-        self._tidied_at = 0.0
+        self._memory = memory = PoolMemory(cache, adapters, scope, parts.draft_model)
         open_accounts(cache.device, adapters, parts.training)
         self.scheduler = scheduler = RLAwareScheduler(parts.scheduler, memory, parts.cost)
         self._requests = requests = Requests(scope, parts.vocabulary, scheduler, adapters, publish)
@@ -153,7 +147,7 @@ class Engine:
         with self.surviving():
             busy = self._run_next(self._admit())
             self._recovery.went_well()
-        if not busy or self._is_untidy:
+        if not busy or self._memory.is_untidy:
             trained = self.counters.training_units - trained
             with self.surviving():
                 busy = self._tidy(others_wait=trained > 0 and self._cache.bytes_used > 0) or busy
@@ -207,7 +201,7 @@ class Engine:
         """The work that waits for the device beside requests. Training waits until the KV pool has given it memory."""
         if self.adapters.waits():
             yield Candidate(WorkKind.STAGING, due=now if self.adapters.urgent else math.inf)
-        if self._training is not None and self._training.waits() and not self._gives_way:
+        if self._training is not None and self._training.waits() and not self._memory.gives_way:
             yield Candidate(WorkKind.TRAINING)
 
     def _run(self, unit: Unit) -> None:
@@ -346,22 +340,13 @@ class Engine:
         one can have them, and returns True."""
         drafting.guess(self.scheduler.live)
         if not self.in_flight:
-            self._draw_with_model(drafting)
+            self.counters.decode_seconds += drafting.draw_where_it_pays(self.scheduler)
             return False
         if not self.scheduler.waits_for_tokens(drafting.model_cost):
             return False
         self.commit()
         self._requests.flush()
         return True
-
-    def _draw_with_model(self, drafting: Drafting) -> None:
-        """Lets the draft model guess where that pays. The rows wait for it."""
-        if drafting.model_cost is None:
-            return
-        if tokens := self.scheduler.tokens_to_draw(drafting.model_cost):
-            seconds = drafting.draw(tokens, min(self.scheduler.gap.chunk_s, self.scheduler.gap.remaining_s))
-            self.scheduler.gap.add_wait_time(seconds)
-            self.counters.decode_seconds += seconds
 
     # -- adapters and training -------------------------------------------------------------------
 
@@ -468,30 +453,12 @@ class Engine:
 
     # -- memory ----------------------------------------------------------------------------------
 
-    @property
-    def _is_untidy(self) -> bool:
-        """Whether memory may have to be given back, or made ready for the next rows. Decode steps in between which take
-        no block need not ask."""
-        return self._memory.changed or self._tidies_on or time.monotonic() - self._tidied_at > _TIDY_EVERY_S
-
     def _tidy(self, others_wait: bool = False) -> bool:
-        """Gives back some of the memory that rows and cached prefixes do not need, or that adapters and training do.
-
-        Args:
-            others_wait: rows have just waited for training, and should not wait for copies of arenas as well. A version
-                that is to go live does not wait for them either.
-
-        Returns:
-            Whether there is more to do: memory to give back, or training that has waited for it.
-        """
-        started, waited = time.monotonic(), self._gives_way
-        left = self._memory.tidy(started, others_wait or self.adapters.urgent)
-        if self._draft_model is not None and self._draft_model.tidy():
-            left = True
-        self._gives_way = left and self._cache.device.excess > 0
-        self._tidies_on, self._tidied_at = left, started
+        """See `PoolMemory.tidy`. Rows wait for it."""
+        started = time.monotonic()
+        more = self._memory.tidy(others_wait)
         self.scheduler.gap.add_wait_time(time.monotonic() - started)
-        return left or waited
+        return more
 
     def relieve(self, relief: Relief) -> None:
         """Holds less memory, as this step says, or as much as before."""

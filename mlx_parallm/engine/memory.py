@@ -17,6 +17,7 @@ from mlx_parallm.core import Account, DeviceMemory, TrainingWork
 from mlx_parallm.engine.faults import FaultScope
 from mlx_parallm.engine.scheduler import gives_way
 from mlx_parallm.engine.sequence import Sequence, SequenceStatus
+from mlx_parallm.engine.speculation.draft_model import DraftModel
 from mlx_parallm.model.device import on_cpu
 
 _QUIET_S, _QUIET_WITH_CACHE_S = 10.0, 60.0
@@ -26,6 +27,9 @@ waits longer, because it copies them when it shrinks."""
 _PAUSE_S = 0.03
 """For so long after the last row has ended, arenas are not resized unless that is urgent. A client that waits for an
 answer before it asks again often asks at once, and would wait for the copying."""
+
+_TIDY_EVERY_S = 0.25
+"""So often, memory is looked after although no row takes or gives back a block."""
 
 _TIDY_BYTES, _TIDY_BYTES_ON_CPU = 512 << 20, 16 << 20
 """Bytes that `tidy` copies between two units, in each layer group; but at least one layer. On a CPU that takes about
@@ -58,11 +62,21 @@ class PoolMemory:
     Attributes:
         ready: whether rows of an adapter may be admitted now. If the adapter is not in the bank, staging is requested.
         changed: blocks were taken or given back since `tidy` was last called, or others hold more or less memory now.
+        gives_way: cached prefixes are giving memory to adapters or training.
     """
 
-    def __init__(self, cache: LoRABatchedKVCache, adapters: AdapterStore, scope: FaultScope) -> None:
+    def __init__(
+        self,
+        cache: LoRABatchedKVCache,
+        adapters: AdapterStore,
+        scope: FaultScope,
+        draft_model: DraftModel | None = None,
+    ) -> None:
         self.ready = adapters.ready
-        self.changed = False
+        self.changed = self.gives_way = False
+        self._tidies_on = False  # the last `tidy` has left more to do
+        self._tidied_at = 0.0
+        self._draft_model = draft_model
         self._cache = cache
         self._adapters = adapters
         self._scope = scope
@@ -154,17 +168,32 @@ class PoolMemory:
             self._rows_have_ended = True
             self._ended_at = time.monotonic()
 
-    def tidy(self, now: float, others_wait: bool = False) -> bool:
+    @property
+    def is_untidy(self) -> bool:
+        """Whether memory may have to be given back, or made ready for the next rows. Decode steps in between which take
+        no block need not ask."""
+        return self.changed or self._tidies_on or time.monotonic() - self._tidied_at > _TIDY_EVERY_S
+
+    def tidy(self, others_wait: bool = False) -> bool:
         """Makes room for the next rows, and gives memory back to the device: what ended rows have left, what adapters
         and training need, and that of prefixes of versions that nothing can ask for any more. Call it between units.
 
         Args:
-            others_wait: only what is urgent is done now.
+            others_wait: only what is urgent is done now: rows have just waited for training, and should not wait for
+                copies of arenas as well. A version that is to go live does not wait for them either.
 
         Returns:
-            Whether more is left to do now.
+            Whether there is more to do: memory to give back, or training that has waited for it.
         """
-        self.changed = False
+        now, waited = time.monotonic(), self.gives_way
+        left = self._tidy_pool(now, others_wait or self._adapters.urgent)
+        if self._draft_model is not None and self._draft_model.tidy():
+            left = True
+        self.gives_way = left and self._cache.device.excess > 0
+        self.changed, self._tidies_on, self._tidied_at = False, left, now
+        return left or waited
+
+    def _tidy_pool(self, now: float, others_wait: bool) -> bool:
         self._drop_unreachable()
         short = not self._cache.device.keeps_prefixes
         if short and self._cache.bytes_cached:

@@ -134,7 +134,7 @@ def step(harness: Harness) -> None:
 def test_memory_is_taken_from_prefixes_then_rollouts_then_the_youngest_rows_and_then_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("mlx_parallm.engine.engine._TIDY_EVERY_S", 0.0)  # training takes memory beside its units
+    monkeypatch.setattr("mlx_parallm.engine.memory._TIDY_EVERY_S", 0.0)  # training takes memory beside its units
     harness, training, block = small()
     device, cache = harness.runner.cache.device, harness.runner.cache
     adapter = harness.publish("a", random_adapter(harness.adapters.bank.layout, 1, rank=4))

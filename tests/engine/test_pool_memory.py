@@ -88,7 +88,7 @@ def be_quiet(patched: pytest.MonkeyPatch) -> None:
     """Makes any time without a new row count as a long one."""
     patched.setattr("mlx_parallm.engine.memory._QUIET_S", -1.0)
     patched.setattr("mlx_parallm.engine.memory._QUIET_WITH_CACHE_S", -1.0)
-    patched.setattr("mlx_parallm.engine.engine._TIDY_EVERY_S", -1.0)
+    patched.setattr("mlx_parallm.engine.memory._TIDY_EVERY_S", -1.0)
     have_no_pause(patched)
 
 

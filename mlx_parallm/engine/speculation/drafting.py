@@ -12,8 +12,9 @@ long as all guesses before it were right. So the same seed gives the same text; 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
 
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.engine.cost import CostModel
@@ -22,6 +23,9 @@ from mlx_parallm.engine.sequence import Sequence, SequenceStatus
 from mlx_parallm.engine.speculation.choosing import MOST_TOKENS
 from mlx_parallm.engine.speculation.draft_model import DraftModel
 from mlx_parallm.engine.speculation.guesses import Acceptance, RowGuesses, Source
+
+if TYPE_CHECKING:
+    from mlx_parallm.engine.scheduler import RLAwareScheduler
 
 
 class Drafting:
@@ -74,21 +78,20 @@ class Drafting:
         row.guess = guess[: BLOCK_TOKENS - 1 - row.computed % BLOCK_TOKENS] if self._in_block else guess
         row.acceptance = row.guesses.acceptance
 
-    def draw(self, tokens: Mapping[Sequence, int], seconds: float) -> float:
-        """Sets the guesses of rows for which the draft model should draw so many tokens. Returns how long it took.
-
-        Args:
-            seconds: time for tokens that the draft model has not computed yet; see `DraftModel.draw`.
-        """
-        assert self._model is not None
+    def draw_where_it_pays(self, scheduler: RLAwareScheduler) -> float:
+        """Lets the draft model guess for the rows for which that pays. They wait for it. Returns for how long."""
+        if self._model is None or not (tokens := scheduler.tokens_to_draw(self._model.cost)):
+            return 0.0
         started = time.monotonic()
         with self._scope.covering(work=self._model):
-            drawn = self._model.draw(tokens, seconds)
+            drawn = self._model.draw(tokens, min(scheduler.gap.chunk_s, scheduler.gap.remaining_s))
         for row, guess in drawn.items():
             with self._scope.covering([row.request]):
                 assert row.guesses is not None
                 self._set(row, row.guesses.take_from_model(guess, row.sampling.grammar))
-        return time.monotonic() - started
+        seconds = time.monotonic() - started
+        scheduler.gap.add_wait_time(seconds)
+        return seconds
 
 
 def plan_draft(row: Sequence, scope: FaultScope) -> None:
