@@ -28,7 +28,7 @@ _PAUSE_S = 0.03
 """For so long after the last row has ended, arenas are not resized unless that is urgent. A client that waits for an
 answer before it asks again often asks at once, and would wait for the copying."""
 
-_TIDY_EVERY_S = 0.25
+_TIDY_EVERY_S = 1.0
 """So often, memory is looked after although no row takes or gives back a block."""
 
 _TIDY_BYTES, _TIDY_BYTES_ON_CPU = 512 << 20, 16 << 20
