@@ -27,7 +27,7 @@ from lib.durability.processes import end, get, install, post, small_model
 from lib.figures import Figure, reported, spread
 from lib.report import setting, show, write
 
-from mlx_parallm.adapters.checkpoints.runs import JOURNAL
+from mlx_parallm.adapters.runs import JOURNAL
 from mlx_parallm.core import AdapterRef, CollectionSpec, FinishReason, Trajectory
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.records import Closed, PolicyChange, Score, Start, TrainedEpisode, TrainedGroup, Update

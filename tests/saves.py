@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mlx_parallm.adapters.checkpoints.store import CheckpointStore, LoadedCheckpoint
+from mlx_parallm.adapters.checkpoints import CheckpointStore, LoadedCheckpoint
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LinearSpec, LoRAPair
 from mlx_parallm.core import AdapterRef, CheckpointCard
 

@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from itertools import groupby
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.adapters.linear_group import LinearGroup
 from mlx_parallm.adapters.weights import AdapterWeights
+
+if TYPE_CHECKING:
+    from mlx_parallm.adapters.bank import LinearGroup
 
 R = TypeVar("R")
 BaseProduct = Callable[[mx.array], mx.array]

@@ -16,11 +16,9 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-from mlx_parallm.adapters.checkpoints.folders import adapter_in
-from mlx_parallm.adapters.figures import card_of, stats_of
+from mlx_parallm.adapters.checkpoints import adapter_in
 from mlx_parallm.adapters.files.read import AdapterFile, FormatName
-from mlx_parallm.adapters.folders import LoadedFolders
-from mlx_parallm.adapters.library import AdapterLibrary, has_adapter, info_of_file, name_of_folder
+from mlx_parallm.adapters.library import AdapterLibrary, FolderStamp, has_adapter, info_of_file, name_of_folder
 from mlx_parallm.adapters.registry import AdapterRegistry, Split
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.adapters.weights import AdapterWeights, Version, VersionInfo
@@ -64,7 +62,7 @@ class AdapterService:
         self._default_folder = default_folder
         self._publishing = asyncio.Lock()
         self._loading_folder = asyncio.Lock()
-        self._folders = LoadedFolders(store.registry)
+        self._folders: dict[Path, tuple[FolderStamp, str]] = {}  # folders that requests named: stamp and adapter's name
         self._held: dict[AdapterRef, ExitStack] = {}
 
     def attach(self, store: AdapterStore) -> None:
@@ -99,10 +97,43 @@ class AdapterService:
 
     def stats(self) -> AdapterStats:
         """See `core.AdapterClient.stats`."""
-        return stats_of(self._store, self._library.checkpoints)
+        store, registry, slots, checkpoints = self._store, self._registry, self._store.slots, self._library.checkpoints
+        running, waiting = store.names()
+        return AdapterStats(
+            slots=store.bank.slots,
+            max_rank=store.bank.max_rank,
+            slots_used=len(slots),
+            slots_pinned=slots.pinned,
+            bank_bytes=store.bytes_held,
+            copies=len(store.copies),
+            running=running,
+            waiting=waiting,
+            swaps_total=registry.swaps,
+            route_changed=registry.route_changed,
+            staged_total=slots.staged,
+            evicted_total=slots.evicted,
+            checkpoint_saves_total=checkpoints.saves_total if checkpoints else 0,
+            flip_s_last=registry.flip_s_last,
+            flip_s_max=registry.flip_s_max,
+            stage_s_last=slots.stage_seconds,
+        )
 
     def _card(self, version: Version) -> AdapterCard:
-        return card_of(version, self._store)
+        info = version.info
+        return AdapterCard(
+            ref=version.ref,
+            live=self._registry.live(version.ref.name) is version,
+            residence=self._store.residence(version),
+            root=info.root,
+            rank=info.rank,
+            alpha=info.alpha,
+            targets=info.targets,
+            bytes=info.nbytes,
+            created=version.created,
+            leases=self._store.requests(version.ref),
+            checkpoint=info.checkpoint,
+            warning=info.warning,
+        )
 
     # -- loading and publishing ------------------------------------------------------------------
 
@@ -163,16 +194,28 @@ class AdapterService:
     async def load_folder(self, path: str) -> str:
         """See `core.AdapterClient.load_folder`."""
         folder, stamp = await asyncio.to_thread(self._library.resolve_stamped, path)
-        if name := self._folders.unchanged(folder, stamp):
+        if name := self._unchanged(folder, stamp):
             return name
         async with self._loading_folder:  # requests that name the folder meanwhile wait, and read no file
-            if name := self._folders.unchanged(folder, stamp):
+            if name := self._unchanged(folder, stamp):
                 return name
             file = await asyncio.to_thread(self._library.read, str(folder))
-            if (name := self._folders.live_with(file)) is None:
+            if (name := self._live_from(file.path, file.digest)) is None:
                 name = (await self._load_file(name_of_folder(folder), file, replace=True)).ref.name
-            self._folders.remember(folder, stamp, name)
+            self._folders[folder] = (stamp, name)
             return name
+
+    def _unchanged(self, folder: Path, stamp: FolderStamp) -> str | None:
+        """The name of the adapter of a folder that was loaded with this stamp, if the name is still live with it."""
+        known, name = self._folders.get(folder, (None, ""))
+        live = self._registry.live(name)
+        return name if known == stamp and live is not None and live.info.root == str(folder) else None
+
+    def _live_from(self, folder: Path, digest: str | None = None) -> str | None:
+        """The name of the adapter whose live version came from this folder. `digest`: with this content; None: any."""
+        live = (self._registry.live(name) for name in {version.ref.name for version in self._registry.versions()})
+        found = (v for v in live if v and v.info.root == str(folder) and digest in (None, v.info.digest))
+        return next((version.ref.name for version in found), None)
 
     async def loaded_folder(self, path: str) -> str | None:
         """See `core.AdapterClient.loaded_folder`."""
@@ -180,7 +223,7 @@ class AdapterService:
             folder = await asyncio.to_thread(self._library.resolve, path)
         except InvalidRequestError:
             return None
-        return self._folders.live_from(folder)
+        return self._live_from(folder)
 
     @property
     def has_default_folder(self) -> bool:

@@ -14,7 +14,7 @@ from mlx_parallm.config import Config, GenerationConfig, ServerConfig, human_byt
 from mlx_parallm.core import ModelCard
 
 if TYPE_CHECKING:  # `cli` imports this module, and must not import MLX with it
-    from mlx_parallm.adapters.checkpoints.runs import Run
+    from mlx_parallm.adapters.runs import Run
     from mlx_parallm.app.build import Served
 
 _EXAMPLE = '{"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}'

@@ -11,7 +11,7 @@ from pathlib import Path
 from mlx.utils import tree_flatten
 
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.adapters.checkpoints.runs import Run
+from mlx_parallm.adapters.runs import Run
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.app.adapters import KnownAdapters, find_adapters

@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_parallm.adapters.checkpoints.runs import JOURNAL, Run, open_run
+from mlx_parallm.adapters.runs import JOURNAL, Run, open_run
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.app.base_model import BaseModel, Built, SharedDevice
 from mlx_parallm.app.base_paths import base_paths

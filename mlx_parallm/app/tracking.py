@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mlx_parallm.adapters.checkpoints.runs import METRICS, Run
+from mlx_parallm.adapters.runs import METRICS, Run
 from mlx_parallm.config import Config
 from mlx_parallm.rl.tracking.trackers import TrackedRun, tracker_openers
 from mlx_parallm.rl.tracking.tracking import Tracking

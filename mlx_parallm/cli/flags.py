@@ -310,7 +310,7 @@ def settings(args: argparse.Namespace) -> dict[str, Setting]:
     if run is not None and isinstance(run.value, str):
         if _FOLDER in found:
             raise ConfigError(f"--resume: {run.value} is a run, and {found[_FOLDER].source} names one too; keep one")
-        from mlx_parallm.adapters.checkpoints.runs import named_run
+        from mlx_parallm.adapters.runs import named_run
 
         found[_FOLDER] = Setting(str(named_run(run.value)), run.source)
         found[_RESUME] = Setting(True, run.source)

@@ -33,7 +33,7 @@ def list_runs(args: Namespace) -> int:
     Raises:
         ConfigError: there is no such folder.
     """
-    from mlx_parallm.adapters.checkpoints.runs import FOLDERS
+    from mlx_parallm.adapters.runs import FOLDERS
     from mlx_parallm.rl.runs import listing
 
     if args.folder is not None and not args.folder.is_dir():

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mlx_parallm.adapters.average import Average, average
-from mlx_parallm.adapters.checkpoints.folders import adapter_in
+from mlx_parallm.adapters.checkpoints import adapter_in
 from mlx_parallm.adapters.files.read import FormatName, read_adapter
 from mlx_parallm.adapters.files.write import write_mlx_lm, write_peft
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights

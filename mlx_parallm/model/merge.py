@@ -16,7 +16,7 @@ from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import save_config, save_model
 
-from mlx_parallm.adapters.checkpoints.folders import adapter_in
+from mlx_parallm.adapters.checkpoints import adapter_in
 from mlx_parallm.adapters.files.read import read_adapter
 from mlx_parallm.adapters.files.write import write_mlx_lm, write_peft
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LinearSpec, LoRAPair

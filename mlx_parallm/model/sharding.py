@@ -21,7 +21,7 @@ import mlx.nn as nn
 from mlx.nn.layers.distributed import QuantizedAllToShardedLinear, QuantizedShardedToAllLinear, sum_gradients
 from mlx.utils import tree_unflatten
 
-from mlx_parallm.adapters.split import LinearSplit, ModelSplit, SplitBy
+from mlx_parallm.adapters.bank import LinearSplit, ModelSplit, SplitBy
 from mlx_parallm.errors import UnsupportedModelError
 
 SPLIT_FAMILIES = ("llama", "qwen2", "qwen3")

@@ -19,8 +19,7 @@ import mlx.nn as nn
 import numpy as np
 from safetensors.numpy import save
 
-from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.adapters.split import ModelSplit, SplitGroup
+from mlx_parallm.adapters.bank import AdapterBank, ModelSplit, SplitGroup
 from mlx_parallm.adapters.weights import LinearSpec, LoRAPair
 from mlx_parallm.batch.forward import Span
 from mlx_parallm.batch.kv.cache import LoRABatchedKVCache

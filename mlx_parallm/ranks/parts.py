@@ -12,9 +12,7 @@ from functools import partial
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_parallm.adapters.bank import AdapterBank, GroupMaker
-from mlx_parallm.adapters.linear_group import LinearGroup
-from mlx_parallm.adapters.split import ModelSplit, SplitGroup
+from mlx_parallm.adapters.bank import AdapterBank, GroupMaker, LinearGroup, ModelSplit, SplitGroup
 from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
 from mlx_parallm.batch.kv.memory import BlockMemory
 from mlx_parallm.batch.runner import BatchRunner

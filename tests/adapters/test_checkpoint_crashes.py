@@ -27,7 +27,7 @@ from saves import (
     write_optimizer,
 )
 
-from mlx_parallm.adapters.checkpoints.store import CheckpointStore
+from mlx_parallm.adapters.checkpoints import CheckpointStore
 from mlx_parallm.core import CheckpointCard
 from mlx_parallm.errors import (
     ConfigError,

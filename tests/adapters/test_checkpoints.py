@@ -25,7 +25,7 @@ from saves import (
     write_optimizer,
 )
 
-from mlx_parallm.adapters.checkpoints.store import LoadedCheckpoint
+from mlx_parallm.adapters.checkpoints import LoadedCheckpoint
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
 from mlx_parallm.core import CheckpointCard
 from mlx_parallm.errors import (

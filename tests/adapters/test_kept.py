@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mlx_parallm import atomic
-from mlx_parallm.adapters.kept import FILE, KeptVersions
+from mlx_parallm.adapters.library import VERSIONS_FILE, KeptVersions
 from mlx_parallm.core import AdapterRef
 from mlx_parallm.errors import ConfigError, ConflictError, StorageError
 
@@ -75,7 +75,7 @@ def test_copies_of_versions_that_nobody_knows_are_removed(tmp_path: Path) -> Non
         "checkpoint-1",
         "version-2",
         "version-3",
-        FILE,
+        VERSIONS_FILE,
     ]
 
 
@@ -108,6 +108,6 @@ def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("content", ["", "{", '{"numbers": {"a": "one"}}', '{"other": 1}'])
 def test_a_damaged_file_stops_the_start_and_says_what_to_do(tmp_path: Path, content: str) -> None:
     (tmp_path / "tone").mkdir()
-    (tmp_path / "tone" / FILE).write_text(content)
+    (tmp_path / "tone" / VERSIONS_FILE).write_text(content)
     with pytest.raises(ConfigError, match=r"versions\.json cannot be read .*: restore it from a backup, or remove it"):
         KeptVersions(tmp_path)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mlx_parallm.adapters.checkpoints.index import read_indexes
-from mlx_parallm.adapters.checkpoints.manifest import MANIFEST
-from mlx_parallm.adapters.checkpoints.runs import ROOT, open_run
+from mlx_parallm.adapters.checkpoints import read_indexes
+from mlx_parallm.adapters.manifest import MANIFEST
+from mlx_parallm.adapters.runs import ROOT, open_run
 from mlx_parallm.errors import ConfigError
 
 
@@ -87,7 +87,7 @@ def test_a_folder_of_runs_is_no_runs_folder_and_runs_in_one_are_no_adapters() ->
 
 def test_a_second_process_is_refused_until_the_first_has_ended_however_it_did() -> None:
     holds = (
-        "import time, sys; from pathlib import Path; from mlx_parallm.adapters.checkpoints.runs import open_run; "
+        "import time, sys; from pathlib import Path; from mlx_parallm.adapters.runs import open_run; "
         "run = open_run(Path('mine'), False, True); print('locked', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", holds], stdout=subprocess.PIPE, text=True) as other:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlx_parallm.adapters.checkpoints.runs import Run
+from mlx_parallm.adapters.runs import Run
 from mlx_parallm.app import banner
 from mlx_parallm.app.banner import base_url, render, show
 from mlx_parallm.blas import Blas

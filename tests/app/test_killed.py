@@ -19,7 +19,7 @@ import pytest
 from tiny import save_tiny
 
 from mlx_parallm import LoRAConfig, RLConfig, RLIntegratedServer
-from mlx_parallm.adapters.checkpoints.runs import JOURNAL
+from mlx_parallm.adapters.runs import JOURNAL
 from mlx_parallm.app.build import Served
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.core import (

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 from training_runs import GROUP, PROMPTS, STEPS, View, config
 
 import mlx_parallm
-from mlx_parallm.adapters.checkpoints.runs import COMMITS, JOURNAL
+from mlx_parallm.adapters.runs import COMMITS, JOURNAL
 from mlx_parallm.app.train import run
 from mlx_parallm.app.train_progress import TrainOptions
 from mlx_parallm.app.training_run import FINAL

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from training_runs import GROUP, PROMPTS, View, config
 
-from mlx_parallm.adapters.checkpoints.runs import JOURNAL
+from mlx_parallm.adapters.runs import JOURNAL
 from mlx_parallm.app.environment_run import WARM_UP
 from mlx_parallm.app.train import run
 from mlx_parallm.app.train_progress import TrainOptions

@@ -15,7 +15,7 @@ from harness import Inline, make_harness, solo
 from lora import layout_of, merged, random_adapter
 from tiny import tiny_model
 
-from mlx_parallm.adapters.checkpoints.store import CheckpointStore
+from mlx_parallm.adapters.checkpoints import CheckpointStore
 from mlx_parallm.adapters.files.write import write_mlx_lm
 from mlx_parallm.adapters.library import AdapterLibrary
 from mlx_parallm.adapters.registry import AdapterRegistry

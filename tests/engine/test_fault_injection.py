@@ -220,9 +220,9 @@ EVALUATING = [
     ("BatchRunner.launch", "runner.py"),
     ("BatchRunner.draw", "runner.py"),
     ("BatchRunner.wait", "runner.py"),
-    ("LinearGroup.fit", "linear_group.py"),
-    ("LinearGroup.write", "linear_group.py"),
-    ("LinearGroup.read", "linear_group.py"),
+    ("LinearGroup.fit", "bank.py"),
+    ("LinearGroup.write", "bank.py"),
+    ("LinearGroup.read", "bank.py"),
 ]
 
 
@@ -249,7 +249,7 @@ def test_one_fault_costs_only_whom_it_must(
     play(harness)
     guilty = failed(harness)
     assert_others_unharmed(harness, undisturbed, guilty)
-    if place[1] in ("arena.py", "linear_group.py") and message is NO_MEMORY:
+    if place[1] in ("arena.py", "bank.py") and message is NO_MEMORY:
         assert not guilty, "it waits"
     assert len(guilty) < len({request_id for request_id, _ in CHOICES})
 

@@ -9,10 +9,10 @@ import pytest
 from lora import layout_of, random_adapter
 from tiny import save_tiny
 
-from mlx_parallm.adapters.checkpoints.runs import LOCK
-from mlx_parallm.adapters.checkpoints.store import CheckpointStore
+from mlx_parallm.adapters.checkpoints import CheckpointStore
 from mlx_parallm.adapters.files.read import read_adapter
 from mlx_parallm.adapters.files.write import write_mlx_lm
+from mlx_parallm.adapters.runs import LOCK
 from mlx_parallm.core import AdapterRef
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.model.merge import convert

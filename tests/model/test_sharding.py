@@ -11,7 +11,7 @@ import pytest
 from lora import layout_of, random_adapter
 from tiny import tiny_model
 
-from mlx_parallm.adapters.split import ModelSplit
+from mlx_parallm.adapters.bank import ModelSplit
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.sharding import check_ranks, split_model
 

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rl.fakes import trajectories
 
-from mlx_parallm.adapters.checkpoints.runs import COMMITS
+from mlx_parallm.adapters.runs import COMMITS
 from mlx_parallm.core import AdapterRef, CollectionSpec, GivenTrajectory
 from mlx_parallm.errors import ConfigError, StorageError
 from mlx_parallm.rl.runs.journal import Journal

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_parallm.adapters.checkpoints.runs import JOURNAL, METRICS, RECORD, named_run, open_run, process_of
+from mlx_parallm.adapters.runs import JOURNAL, METRICS, RECORD, named_run, open_run, process_of
 from mlx_parallm.cli.main import main
 from mlx_parallm.core import AdapterRef
 from mlx_parallm.errors import ConfigError
@@ -66,7 +66,7 @@ async def test_each_run_says_how_far_it_is_and_how_it_ended() -> None:
 
 def test_a_run_whose_process_lives_is_told_by_its_lock() -> None:
     holds = (
-        "import time; from pathlib import Path; from mlx_parallm.adapters.checkpoints.runs import open_run; "
+        "import time; from pathlib import Path; from mlx_parallm.adapters.runs import open_run; "
         "run = open_run(Path('mine'), False, True); print('locked', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", holds], stdout=subprocess.PIPE, text=True) as other:

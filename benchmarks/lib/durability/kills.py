@@ -26,7 +26,7 @@ import numpy as np
 from lib.durability.processes import end, free_port, get, post, start
 from safetensors.numpy import load_file
 
-from mlx_parallm.adapters.checkpoints.runs import JOURNAL
+from mlx_parallm.adapters.runs import JOURNAL
 from mlx_parallm.rl.runs.record import read_record
 from mlx_parallm.rl.runs.records import Feedback, Update
 from mlx_parallm.rl.runs.store import JournalFile

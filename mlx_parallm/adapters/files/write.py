@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import save
 
 from mlx_parallm.adapters.files.disk import CONFIG_FILE, problem
-from mlx_parallm.adapters.files.paths import block_of, transformers_path
 from mlx_parallm.adapters.files.peft import PEFT_WEIGHTS, PREFIX, SCORE, SCORE_WEIGHT, SCORER_TASK
-from mlx_parallm.adapters.files.read import MLX_LM_WEIGHTS
+from mlx_parallm.adapters.files.read import MLX_LM_WEIGHTS, block_of, transformers_path
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, Array, LinearSpec, LoRAPair, lora_alpha
 
 Float = NDArray[np.floating[Any]]

@@ -10,8 +10,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_parallm.adapters.bank import LinearGroup
 from mlx_parallm.adapters.forward_context import BaseProduct, ExpertCall, HeadsCall, TokenAdapters
-from mlx_parallm.adapters.linear_group import LinearGroup
 from mlx_parallm.model.experts import AdaptedExpertLinear
 from mlx_parallm.model.linears import AdaptedLinear
 

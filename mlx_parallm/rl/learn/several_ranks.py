@@ -28,8 +28,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.nn.layers.distributed import sum_gradients
 
-from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.adapters.split import ModelSplit
+from mlx_parallm.adapters.bank import AdapterBank, ModelSplit
 from mlx_parallm.adapters.weights import LoRAPair
 from mlx_parallm.core.branches import Branch
 from mlx_parallm.core.operations import Followers, TrainedSpan, TrainingPass, TrainingStage

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.adapters.files.reward_model import RewardModelWeights
+from mlx_parallm.adapters.reward_models import RewardModelWeights
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair, lora_scale
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.core.branches import Branch

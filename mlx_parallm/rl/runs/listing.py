@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mlx_parallm.adapters.checkpoints.runs import JOURNAL, METRICS, RECORD, is_run, process_of, runs_in
+from mlx_parallm.adapters.runs import JOURNAL, METRICS, RECORD, is_run, process_of, runs_in
 from mlx_parallm.errors import ConfigError, StorageError
 from mlx_parallm.rl.runs.metrics import read_metrics
 from mlx_parallm.rl.runs.record import RunRecord, RunState, read_record

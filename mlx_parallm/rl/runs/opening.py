@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mlx_parallm import atomic
-from mlx_parallm.adapters.checkpoints.runs import COMMITS
+from mlx_parallm.adapters.runs import COMMITS
 from mlx_parallm.errors import ConfigError
 
 SCHEMA = 1

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from mlx_parallm import __version__, atomic
-from mlx_parallm.adapters.checkpoints.runs import RECORD
+from mlx_parallm.adapters.runs import RECORD
 from mlx_parallm.errors import ConfigError, StorageError
 
 _FORMAT = 1

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mlx_parallm.adapters.checkpoints.runs import COMMITS
+from mlx_parallm.adapters.runs import COMMITS
 from mlx_parallm.core import Trajectory
 from mlx_parallm.errors import ConfigError, StorageError
 from mlx_parallm.rl.runs.opening import (

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.adapters.checkpoints.runs import METRICS
+from mlx_parallm.adapters.runs import METRICS
 from mlx_parallm.config import TrackerName
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.extras import TENSORBOARD, TRACKIO, WANDB, Extra

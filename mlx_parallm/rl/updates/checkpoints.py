@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from mlx_parallm.adapters.checkpoints.store import CheckpointStore
+from mlx_parallm.adapters.checkpoints import CheckpointStore
 from mlx_parallm.adapters.library import info_of_checkpoint
 from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.service import AdapterService

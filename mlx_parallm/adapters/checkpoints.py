@@ -10,31 +10,207 @@ folder with a checkpoint's name is always complete, and a crash loses at most th
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
+from pydantic import TypeAdapter
+
 from mlx_parallm import atomic
-from mlx_parallm.adapters.checkpoints.index import LATEST, TAGS, CheckpointIndex, read_indexes, render_tags
-from mlx_parallm.adapters.checkpoints.manifest import (
+from mlx_parallm.adapters.files.read import read_adapter
+from mlx_parallm.adapters.files.write import write_mlx_lm
+from mlx_parallm.adapters.manifest import (
+    MANIFEST,
     Manifest,
     SavedVersion,
     check_metrics,
     check_step,
     checkpoint_name,
+    read_manifest,
     seal,
+    step_of,
     verify,
 )
-from mlx_parallm.adapters.files.read import read_adapter
-from mlx_parallm.adapters.files.write import write_mlx_lm
+from mlx_parallm.adapters.runs import is_run
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights
 from mlx_parallm.core import AdapterRef, CheckpointCard, check_name, check_tag
-from mlx_parallm.errors import AdapterFileError, ConfigError, ConflictError, StorageError, UnknownModelError
+from mlx_parallm.errors import (
+    AdapterFileError,
+    ConfigError,
+    ConflictError,
+    InvalidRequestError,
+    StorageError,
+    UnknownModelError,
+)
+
+LATEST = "latest"
+TAGS = "tags.json"
+WEIGHTS = "adapters.safetensors"
+
+TAGS_TYPE = TypeAdapter(dict[str, str])
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointIndex:
+    """The checkpoints in one adapter's folder at `path`; frozen, so that other threads can read it without a lock.
+
+    `manifests`: by checkpoint name. `tags`: tag → checkpoint name. `latest`: the name of the checkpoint that a request
+    for `latest` gets, None only if there is none. `newest_version`: the largest adapter version saved here, including
+    those of checkpoints that this process has pruned.
+    """
+
+    path: Path
+    manifests: Mapping[str, Manifest] = field(default_factory=dict)
+    tags: Mapping[str, str] = field(default_factory=dict)
+    latest: str | None = None
+    newest_version: int = 0
+
+    def resolve(self, which: str) -> str | None:
+        """The name of the checkpoint that `which` means (a name, a tag or `latest`), None if there is none."""
+        name = self.latest if which == LATEST else self.tags.get(which, which)
+        return name if name in self.manifests else None
+
+    def card(self, name: str) -> CheckpointCard:
+        manifest = self.manifests[name]
+        tags = [tag for tag, target in self.tags.items() if target == name]
+        return CheckpointCard(
+            name=name,
+            adapter=AdapterRef(manifest.adapter, manifest.version),
+            step=manifest.step,
+            path=str(self.path / name),
+            created=manifest.created,
+            tags=tuple(sorted(tags + [LATEST] * (name == self.latest))),
+            metrics=manifest.metrics,
+            rank=manifest.rank,
+            alpha=manifest.alpha,
+            targets=manifest.targets,
+            bytes=manifest.files[WEIGHTS].bytes if WEIGHTS in manifest.files else 0,
+        )
+
+    def oldest_first(self) -> list[str]:
+        return sorted(self.manifests, key=lambda name: self.manifests[name].order)
+
+    def surplus(self, keep: int) -> list[str]:
+        """Checkpoints to prune: all except the newest `keep`, the tagged ones, and the one that `latest` means."""
+        names = self.oldest_first()
+        kept = {*names[max(0, len(names) - keep) :], *self.tags.values(), self.latest}
+        return [name for name in names if name not in kept]
+
+    def adding(self, name: str, manifest: Manifest) -> CheckpointIndex:
+        return replace(
+            self,
+            manifests={**self.manifests, name: manifest},
+            latest=self.latest or name,
+            newest_version=max(self.newest_version, manifest.version),
+        )
+
+    def without(self, name: str) -> CheckpointIndex:
+        return replace(self, manifests={key: value for key, value in self.manifests.items() if key != name})
+
+    def next_step(self) -> int:
+        """One more than the largest step on disk, damaged checkpoints included."""
+        return 1 + max((step for step in map(step_of, _names(self.path)) if step is not None), default=0)
+
+
+def read_indexes(folder: Path) -> Iterator[CheckpointIndex]:
+    """Reads the index of each adapter's folder in `folder`, and removes what interrupted saves left there. Folders of
+    other runs are left alone.
+
+    Raises:
+        OSError: a folder cannot be read.
+    """
+    for path in sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")):
+        if is_run(path):
+            continue
+        try:
+            check_name(path.name)
+        except InvalidRequestError:
+            _log.warning("%s is skipped: its name is not one that an adapter can have", path)
+            continue
+        atomic.sweep(path)
+        yield _read_index(path)
+
+
+def render_tags(tags: Mapping[str, str]) -> bytes:
+    return (json.dumps(tags, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _read_index(path: Path) -> CheckpointIndex:
+    index = CheckpointIndex(path)
+    for name in _names(path):
+        try:
+            index = index.adding(name, read_manifest(path / name))
+        except (ValueError, OSError) as error:
+            _log.warning("%s is skipped, its manifest cannot be used: %s", path / name, error)
+    return replace(index, tags=_read_tags(index), latest=_read_latest(index))
+
+
+def _names(path: Path) -> list[str]:
+    """The names of folders that are named like checkpoints."""
+    return [entry.name for entry in path.iterdir() if step_of(entry.name) is not None and entry.is_dir()]
+
+
+def _read_tags(index: CheckpointIndex) -> dict[str, str]:
+    """The tags of checkpoints that exist. If the file is damaged, all checkpoints get a tag, so that none is pruned."""
+    path = index.path / TAGS
+    try:
+        stored = TAGS_TYPE.validate_json(path.read_bytes(), strict=True)
+    except FileNotFoundError:
+        return {}
+    except (ValueError, OSError) as error:
+        _log.warning("%s cannot be used, so every checkpoint there gets a tag kept-<step>: %s", path, error)
+        return {f"kept-{manifest.step}": name for name, manifest in index.manifests.items()}
+    tags = {tag: name for tag, name in stored.items() if name in index.manifests and _is_tag(tag)}
+    for tag in stored.keys() - tags.keys():
+        _log.warning("%s: tag %r is dropped: it is not valid, or %r is no checkpoint", path, tag, stored[tag])
+    return tags
+
+
+def _is_tag(tag: str) -> bool:
+    try:
+        check_tag(tag)
+    except InvalidRequestError:
+        return False
+    return True
+
+
+def _read_latest(index: CheckpointIndex) -> str | None:
+    """The checkpoint that the file `latest` names. If that one is missing or damaged, the undamaged checkpoint with the
+    highest step is taken; if all are damaged, the one with the highest step."""
+    named = stored_latest(index.path / LATEST)
+    by_step = sorted(index.manifests, key=lambda name: index.manifests[name].step, reverse=True)
+    for name in sorted(by_step, key=lambda name: name != named):
+        if _is_whole(index, name):
+            if name != named:
+                _log.warning("%s names no checkpoint that can be used: %s is used instead", index.path / LATEST, name)
+            return name
+    return by_step[0] if by_step else None
+
+
+def stored_latest(path: Path) -> str:
+    """The name in the file `latest`, empty if the file is missing or incomplete."""
+    try:
+        name, newline, rest = path.read_bytes().decode().partition("\n")
+    except (ValueError, OSError):
+        return ""
+    return name if newline and not rest else ""
+
+
+def _is_whole(index: CheckpointIndex, name: str) -> bool:
+    try:
+        verify(index.path / name, index.manifests[name])
+    except AdapterFileError as error:
+        _log.warning("%s", error)
+        return False
+    return True
+
 
 T = TypeVar("T")
 Extra = Callable[[Path], None]
@@ -297,3 +473,48 @@ def _disk(outcome: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(f"{outcome}: {error.strerror}; make room on the disk and try again") from error
+
+
+def adapter_in(path: Path) -> Path:
+    """The folder of the checkpoint that a path means; the path itself if it means none.
+
+    Raises:
+        AdapterFileError: it is a run with several adapters.
+    """
+    with suppress(OSError):  # what cannot be looked at is for the reader of the files to report
+        if path.is_dir():
+            return _latest_of(path) or _only_adapter_of(path) or path
+        if path.name == LATEST:
+            return _latest_of(path.parent) or path
+        return _tagged(path) or path
+    return path
+
+
+def _latest_of(adapter: Path) -> Path | None:
+    """The checkpoint that `latest` names or, if that one is gone, the one with the highest step."""
+    found = {entry.name: entry for entry in adapter.glob("checkpoint-*") if (entry / MANIFEST).is_file()}
+    steps = {name: step for name in found if (step := step_of(name)) is not None}
+    name = stored_latest(adapter / LATEST)
+    return found[name if name in steps else max(steps, key=lambda name: steps[name])] if steps else None
+
+
+def _only_adapter_of(run: Path) -> Path | None:
+    if not is_run(run):
+        return None
+    adapters = {entry.name: latest for entry in sorted(run.iterdir()) if (latest := _latest_of(entry))}
+    if len(adapters) > 1:
+        raise AdapterFileError(
+            f"{run.name} is a run with several adapters, {', '.join(adapters)}: name one of these folders", "lora_path"
+        )
+    return next(iter(adapters.values()), None)
+
+
+def _tagged(path: Path) -> Path | None:
+    tags = path.with_name(TAGS)
+    if not tags.is_file():
+        return None
+    try:
+        name = TAGS_TYPE.validate_json(tags.read_bytes(), strict=True).get(path.name, "")
+    except ValueError:
+        return None
+    return path.with_name(name) if step_of(name) is not None else None

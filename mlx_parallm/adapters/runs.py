@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_parallm import atomic
-from mlx_parallm.adapters.checkpoints.manifest import MANIFEST
+from mlx_parallm.adapters.manifest import MANIFEST
 from mlx_parallm.errors import ConfigError
 
 ROOT = Path("checkpoints")
