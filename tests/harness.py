@@ -15,7 +15,7 @@ from tiny import tiny_model
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.registry import AdapterRegistry
-from mlx_parallm.adapters.store import AdapterStore
+from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
 from mlx_parallm.batch.kv.arena import Arena
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS

@@ -20,7 +20,7 @@ from mlx_parallm.adapters.checkpoints import adapter_in
 from mlx_parallm.adapters.files.read import AdapterFile, FormatName
 from mlx_parallm.adapters.library import AdapterLibrary, FolderStamp, has_adapter, info_of_file, name_of_folder
 from mlx_parallm.adapters.registry import AdapterRegistry, Split
-from mlx_parallm.adapters.store import AdapterStore
+from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.adapters.weights import AdapterWeights, Version, VersionInfo
 from mlx_parallm.core import (
     BASE_ADAPTER,
@@ -97,25 +97,25 @@ class AdapterService:
 
     def stats(self) -> AdapterStats:
         """See `core.AdapterClient.stats`."""
-        store, registry, slots, checkpoints = self._store, self._registry, self._store.slots, self._library.checkpoints
+        store, registry, checkpoints = self._store, self._registry, self._library.checkpoints
         running, waiting = store.names()
         return AdapterStats(
             slots=store.bank.slots,
             max_rank=store.bank.max_rank,
-            slots_used=len(slots),
-            slots_pinned=slots.pinned,
+            slots_used=store.slots_used,
+            slots_pinned=store.pinned,
             bank_bytes=store.bytes_held,
-            copies=len(store.copies),
+            copies=store.copies,
             running=running,
             waiting=waiting,
             swaps_total=registry.swaps,
             route_changed=registry.route_changed,
-            staged_total=slots.staged,
-            evicted_total=slots.evicted,
+            staged_total=store.staged_total,
+            evicted_total=store.evicted_total,
             checkpoint_saves_total=checkpoints.saves_total if checkpoints else 0,
             flip_s_last=registry.flip_s_last,
             flip_s_max=registry.flip_s_max,
-            stage_s_last=slots.stage_seconds,
+            stage_s_last=store.stage_seconds,
         )
 
     def _card(self, version: Version) -> AdapterCard:

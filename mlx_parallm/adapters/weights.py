@@ -256,14 +256,14 @@ class VersionInfo:
 
 @dataclass(eq=False, slots=True)
 class Version:
-    """One version of an adapter. Its weights never change.
+    """One version of an adapter. Its weights never change. The registry writes it; where its weights are is told by
+    its `residency.Resident`.
 
     Attributes:
         leases: number of requests and other users of it; it is not deleted while there are any.
         superseded: the files it came from hold other content now.
         forgotten: no selector finds it any more. It exists until its last lease ends.
         numbered: a client chose its number, so it is found by it until it is unloaded.
-        ranks, scales: of its pairs, by path. They are set when it is first written into a slot, and so is `rslora`.
     """
 
     ref: AdapterRef
@@ -273,9 +273,6 @@ class Version:
     superseded: bool = False
     forgotten: bool = False
     numbered: bool = False
-    ranks: dict[str, int] = field(default_factory=dict)
-    scales: dict[str, float] = field(default_factory=dict)
-    rslora: bool = False
 
     @property
     def readable(self) -> bool:

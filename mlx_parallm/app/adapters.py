@@ -14,8 +14,8 @@ from mlx_parallm.adapters.checkpoints import CheckpointStore, LoadedCheckpoint
 from mlx_parallm.adapters.files.read import AdapterFile
 from mlx_parallm.adapters.library import AdapterLibrary, KeptVersions, LoadedVersions, info_of_checkpoint, info_of_file
 from mlx_parallm.adapters.registry import AdapterRegistry
+from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.adapters.runs import Run
-from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.adapters.weights import Version
 from mlx_parallm.config import Config
 from mlx_parallm.core import AdapterRef

@@ -11,9 +11,9 @@ from pathlib import Path
 from mlx.utils import tree_flatten
 
 from mlx_parallm.adapters.bank import AdapterBank
+from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.adapters.runs import Run
 from mlx_parallm.adapters.service import AdapterService
-from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.app.adapters import KnownAdapters, find_adapters
 from mlx_parallm.app.base_paths import BasePath, base_of_adapter
 from mlx_parallm.app.device import build_runner, device_schedule, kv_budget, kv_layout, mlx_limits

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_parallm.adapters.store import AdapterStore
+from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.batch.kv.disk import PrefixStore
 from mlx_parallm.batch.readback import Draw
 from mlx_parallm.batch.runner import BatchRunner, Launched, Pending
@@ -353,11 +353,11 @@ class Engine:
     def _stage(self, unit: StagingUnit) -> None:
         """Stages at most one version. Rows waiting for it are admitted before the next version may take the slot;
         otherwise two versions competing for one slot would evict each other forever."""
-        adapters, slots, started = self.adapters, self.adapters.slots, time.monotonic()
-        staged = slots.staged
+        adapters, started = self.adapters, time.monotonic()
+        staged = adapters.staged_total
         with self._scope.covering(work=adapters):
             adapters.advance()
-            while time.monotonic() - started < unit.seconds and slots.staged == staged and adapters.waits():
+            while time.monotonic() - started < unit.seconds and adapters.staged_total == staged and adapters.waits():
                 adapters.advance()
         seconds = time.monotonic() - started
         self._memory.changed = True
@@ -513,4 +513,4 @@ class Engine:
         self._requests.check_integrity()
         rows = self.scheduler.live
         assert set(map(id, rows)) == set(map(id, self._cache.rows()))
-        assert self.adapters.slots.pinned == len({row.adapter_slot for row in rows} - {0})
+        assert self.adapters.pinned == len({row.adapter_slot for row in rows} - {0})

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_parallm.adapters.store import AdapterStore
+from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.adapters.weights import Version
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.kv.cache import LoRABatchedKVCache

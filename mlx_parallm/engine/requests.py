@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 
-from mlx_parallm.adapters.store import AdapterStore
+from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.batch.logit_stages import TokenCounts, has_penalties
 from mlx_parallm.batch.pooling import Vector
 from mlx_parallm.batch.readback import Draw

@@ -94,5 +94,5 @@ def test_any_interleaving_of_publishes_requests_aborts_and_unloads(world: World,
         assert_same_tokens(got, Solo(reference.tokens[: len(got)], reference.gaps[: len(got)]), TINY)
         if rid not in aborted:
             assert isinstance(harness.terminal(rid), RequestFinished), (rid, ref)
-    assert harness.adapters.slots.pinned == 0
+    assert harness.adapters.pinned == 0
     registry.check_integrity()

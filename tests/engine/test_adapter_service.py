@@ -19,8 +19,8 @@ from mlx_parallm.adapters.checkpoints import CheckpointStore
 from mlx_parallm.adapters.files.write import write_mlx_lm
 from mlx_parallm.adapters.library import AdapterLibrary
 from mlx_parallm.adapters.registry import AdapterRegistry
+from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.adapters.service import AdapterService
-from mlx_parallm.adapters.store import AdapterStore
 from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
 from mlx_parallm.core import AdapterRef, GenerationRequest, Residence, SamplingParams, SequenceOutput, StopParams
 from mlx_parallm.engine.cost import CostModel

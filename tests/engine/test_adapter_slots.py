@@ -9,7 +9,7 @@ from lora import QV, every_target, layout_of, merged, random_adapter
 from mixed_batch import prompts
 from tiny import tiny_model
 
-from mlx_parallm.adapters.store import READ_AHEAD
+from mlx_parallm.adapters.residency import READ_AHEAD
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair, VersionInfo
 from mlx_parallm.core import (
     RequestFailed,
@@ -41,12 +41,12 @@ def test_ten_adapters_share_two_slots(copies: int) -> None:
 
 
 def within(harness: Harness, copies: int) -> None:
-    assert len(harness.adapters.slots) <= 2
-    assert len(harness.adapters.copies) <= max(copies, READ_AHEAD) + 1
+    assert harness.adapters.slots_used <= 2
+    assert harness.adapters.copies <= max(copies, READ_AHEAD) + 1
 
 
 def test_a_version_that_waits_gets_a_slot_though_another_never_runs_dry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_parallm.adapters.store._PATIENCE_S", 0.0)
+    monkeypatch.setattr("mlx_parallm.adapters.residency._PATIENCE_S", 0.0)
     model = tiny_model("llama")
     layout = layout_of(model)
     harness = make_harness(model, slots=1, max_rows=4)
@@ -67,7 +67,7 @@ def test_a_version_that_waits_gets_a_slot_though_another_never_runs_dry(monkeypa
 
 def test_a_version_that_made_way_for_nothing_is_served_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was to give its slot up, and another slot came free first."""
-    monkeypatch.setattr("mlx_parallm.adapters.store._PATIENCE_S", 0.0)
+    monkeypatch.setattr("mlx_parallm.adapters.residency._PATIENCE_S", 0.0)
     model = tiny_model("llama")
     layout = layout_of(model)
     harness = make_harness(model, slots=2, max_rows=4)
@@ -97,15 +97,15 @@ def test_a_unit_of_staging_brings_one_version_though_it_has_time_for_more() -> N
     harness.submit("long", [1, 2, 3], 60, adapter=refs[0])
     while not harness.tokens("long"):
         harness.loop.step()
-    staged = harness.adapters.slots.staged
+    staged = harness.adapters.staged_total
     for name, ref in (("first", refs[1]), ("second", refs[2])):
         harness.submit(name, [1, 2, 3], 3, adapter=ref)
     harness.loop.scheduler.admit()
     assert harness.adapters.waits(), "for the other slot"
     harness.loop._stage(StagingUnit(0.5))
-    assert harness.adapters.slots.staged == staged + 1
+    assert harness.adapters.staged_total == staged + 1
     harness.run()
-    assert harness.adapters.slots.staged == staged + 2
+    assert harness.adapters.staged_total == staged + 2
     assert len(harness.tokens("first")) == len(harness.tokens("second")) == 3
 
 

@@ -55,7 +55,7 @@ def test_what_was_in_the_bank_says_the_same_again(make: Callable[[Harness, str, 
     before = [say(harness, f"before {ref}", ref) for ref in refs]
     assert len(set(map(tuple, before))) == 3
     evict(harness)
-    assert (harness.adapters.bytes_held, harness.adapters.bank.nbytes, len(harness.adapters.slots)) == (0, 0, 0)
+    assert (harness.adapters.bytes_held, harness.adapters.bank.nbytes, harness.adapters.slots_used) == (0, 0, 0)
     kept = Residence.COPY if copies or make is trained else Residence.FILE
     assert {residence(harness, ref) for ref in refs} == {kept}
     assert [say(harness, f"after {ref}", ref) for ref in refs] == before

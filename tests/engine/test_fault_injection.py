@@ -145,7 +145,7 @@ def failed(harness: Harness) -> set[str]:
 def assert_nothing_is_left(harness: Harness) -> None:
     stats = harness.loop.stats()
     assert (stats.running, stats.waiting, stats.kv_bytes_held) == (0, 0, 0)
-    assert harness.adapters.slots.pinned == 0
+    assert harness.adapters.pinned == 0
 
 
 def assert_others_unharmed(harness: Harness, undisturbed: dict[tuple[str, int], list[int]], guilty: set[str]) -> None:

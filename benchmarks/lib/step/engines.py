@@ -21,7 +21,7 @@ from mlx_lm.generate import BatchGenerator, GenerationBatch
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_parallm.adapters.registry import AdapterRegistry
-from mlx_parallm.adapters.store import AdapterStore
+from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair, VersionInfo
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef, DeviceSchedule, GenerationRequest, SamplingParams, StopParams
 from mlx_parallm.engine.cost import CostModel

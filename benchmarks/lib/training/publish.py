@@ -16,7 +16,7 @@ from lib.training.lean_rig import answer, clients, config, lean_rig
 from lib.training.rig import Rig
 
 from mlx_parallm.adapters.registry import AdapterRegistry
-from mlx_parallm.adapters.store import AdapterStore
+from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.core import AdapterRef
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.rl.learn.accumulation import Accumulated

@@ -1,0 +1,558 @@
+"""AdapterStore decides where the weights of each version are, and moves them between decode steps.
+
+    FILE ──read (worker thread)──▶ COPY ──stage (units of device work)──▶ SLOT ──evict──▶ COPY ──drop──▶ FILE
+
+While a row lives, it pins the slot of its version. A version that requests wait for gets a free slot, or that of the
+least recently used version without pins. If all slots stay pinned for `_PATIENCE_S`, one version admits no new rows
+until its slot is free.
+
+A job moves weights. It is a generator, and each `next` runs one unit of device work, short enough to run between two
+decode steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.adapters.bank import AdapterBank
+from mlx_parallm.adapters.registry import AdapterRegistry
+from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair, Version
+from mlx_parallm.core import BASE_ADAPTER, AdapterRef, Residence, completed
+from mlx_parallm.errors import AdapterTooLargeError, AdapterUnavailableError, UnknownModelError
+
+T = TypeVar("T")
+
+READ_AHEAD = 2
+"""How many of the waiting versions have their files read before there is a slot for them."""
+
+_PATIENCE_S = 1.0
+"""How long a version waits for a slot before a version that is in a slot stops admitting rows."""
+
+
+@dataclass(eq=False, slots=True)
+class Load:
+    """A version's wait for a slot since `since` (`time.monotonic`).
+
+    Attributes:
+        urgent: it is staged before others that wait.
+        goes_live: it becomes the live version of its name as soon as it is staged.
+        reading: the read of its files that is under way.
+        futures: completed when the version is staged, or cannot be.
+        faults: how often staging it has failed on the device.
+    """
+
+    since: float = field(default_factory=time.monotonic)
+    urgent: bool = False
+    goes_live: bool = False
+    reading: Future[AdapterWeights] | None = None
+    futures: list[Future[AdapterRef]] = field(default_factory=list)
+    faults: int = 0
+
+    def complete(self, ref: AdapterRef, error: Exception | None = None) -> None:
+        """Completes the futures, with `error` if there is one. From then on, the load makes no version live."""
+        futures, self.futures, self.goes_live = self.futures, [], False
+        for future in futures:
+            if error is None:
+                future.set_result(ref)
+            else:
+                future.set_exception(error)
+
+
+@dataclass(eq=False, slots=True)
+class Resident:
+    """Where the weights of a version are. With neither `slot` nor `weights` they are in its files only.
+
+    Attributes:
+        slot: the slot that it has been in since `since`, None if it is in none.
+        weights: in memory and unpadded, while it is in no slot: those that it was published with, that were read from
+            its files, or that it had in its slot.
+        load: its wait for a slot, if it waits.
+        ranks, scales, rslora: of its pairs, by path, when it was published. In a slot, each scale is 1.
+        used: when a row used its slot last, or when it left the slot.
+        pins: number of live rows that use its slot.
+        draining: it admits no new rows, so that another version can have the slot.
+    """
+
+    version: Version
+    slot: int | None = None
+    weights: AdapterWeights | None = None
+    load: Load | None = None
+    ranks: dict[str, int] = field(default_factory=dict)
+    scales: dict[str, float] = field(default_factory=dict)
+    rslora: bool = False
+    since: float = 0.0
+    used: float = 0.0
+    pins: int = 0
+    draining: bool = False
+
+    def enter_slot(self, slot: int, weights: AdapterWeights) -> None:
+        """Its weights were written into a slot; they are in memory no more, and it waits no more."""
+        if not self.ranks:  # its first weights are those that it was published with
+            self.ranks = {path: pair.rank for path, pair in weights.pairs.items()}
+            self.scales = {path: pair.scale for path, pair in weights.pairs.items()}
+            self.rslora = weights.rslora
+        self.slot, self.weights, self.load = slot, None, None
+        self.since = self.used = time.monotonic()
+
+    def leave_slot(self) -> None:
+        """Its slot is for another version, or empty."""
+        self.slot, self.pins, self.draining = None, 0, False
+        self.used = time.monotonic()
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether its weights are only kept in case that it is needed again."""
+        return self.weights is not None and self.load is None
+
+
+class AdapterStore:
+    """Decides which versions are in the bank's slots, and moves them. Implements `core.DeviceWork`.
+
+    Device thread only, except for the methods that say otherwise. The futures that it returns are completed there.
+
+    Args:
+        read: reads a version's weights from its files, on `reader`.
+        copies: how many evicted versions to keep in memory. More are kept only if dropping one would lose weights that
+            are needed.
+        wake: called on the reader's thread when a read has ended.
+
+    Attributes:
+        failures: versions that requests wait for and that cannot be staged.
+        staged_total, evicted_total: how many versions have been staged and evicted.
+        stage_seconds: time from the first to the last unit of the version that was staged last.
+        bytes_held: the size of the bank. Any thread may read it.
+    """
+
+    def __init__(
+        self,
+        bank: AdapterBank,
+        registry: AdapterRegistry,
+        read: Callable[[Version], AdapterWeights],
+        reader: Executor,
+        copies: int,
+        wake: Callable[[], None],
+    ) -> None:
+        self.bank = bank
+        self.registry = registry
+        self.failures: dict[AdapterRef, Exception] = {}
+        self.staged_total = self.evicted_total = self.bytes_held = 0
+        self.stage_seconds = 0.0
+        self._read = read
+        self._reader = reader
+        self._most_copies = copies
+        self._wake = wake
+        self._residents: dict[AdapterRef, Resident] = {}
+        self._reserved: set[int] = set()  # slots whose content is being written or copied out
+        self._requests: Counter[AdapterRef] = Counter()
+        self._asked: deque[Iterator[None]] = deque()  # jobs that a caller has asked for
+        self._job: Iterator[None] | None = None
+        self._make_room = False  # the last version was urgent: grow the bank before the next one comes
+
+    # -- requests and rows -----------------------------------------------------------------------
+
+    def add_request(self, ref: AdapterRef) -> None:
+        """Counts a request for this version. Loads that no request waits for are dropped."""
+        self._requests[ref] += 1
+
+    def remove_request(self, ref: AdapterRef) -> None:
+        self._requests -= Counter([ref])  # which removes counts of zero
+
+    def ready(self, ref: AdapterRef) -> bool:
+        """Whether a row with this version may be admitted now. A version that is in no slot is queued for staging."""
+        if ref == BASE_ADAPTER:
+            return True
+        if (resident := self._in_slot(ref)) is not None:
+            return not (resident.draining and self._waiting())
+        if ref not in self.failures:
+            if (version := self.registry.version(ref)) is not None:
+                self._wait(version)
+            else:
+                self.failures[ref] = AdapterUnavailableError(f"{ref} was forgotten before the request was served")
+        return False
+
+    def pin(self, ref: AdapterRef) -> int:
+        """Returns the slot of a version that is `ready`, and keeps the version there until `unpin`. Ends draining."""
+        resident = self._in_slot(ref)
+        if resident is None or resident.slot is None:
+            assert ref == BASE_ADAPTER
+            return 0
+        resident.pins += 1
+        resident.draining = False
+        resident.used = time.monotonic()
+        return resident.slot
+
+    def unpin(self, ref: AdapterRef) -> None:
+        if resident := self._in_slot(ref):
+            resident.pins -= 1
+            resident.used = time.monotonic()
+
+    def take_failures(self) -> dict[AdapterRef, Exception]:
+        """Returns and clears `failures`."""
+        failed, self.failures = self.failures, {}
+        return failed
+
+    # -- publishing ------------------------------------------------------------------------------
+
+    def stage(
+        self, version: Version, weights: AdapterWeights | None = None, *, urgent: bool = False, goes_live: bool = False
+    ) -> Future[AdapterRef]:
+        """Brings a version into a slot, between decode steps. The future completes when it is there, or fails.
+
+        If every slot is pinned, the future completes anyway. The version is kept as a copy and staged when a row needs
+        it, so that publishing never waits for other adapters' rows.
+
+        Args:
+            weights: NumPy or MLX arrays; None if its files are to be read.
+            urgent: stage it before any other version.
+            goes_live: make it live just before the future completes.
+        """
+        if version.ref == BASE_ADAPTER or self._in_slot(version.ref):
+            if goes_live:
+                self.registry.flip(version.ref)
+            return completed(version.ref)
+        resident, load = self._wait(version)
+        resident.weights = resident.weights or weights
+        load.urgent |= urgent
+        load.goes_live |= goes_live
+        load.futures.append(Future())
+        return load.futures[-1]
+
+    def extract(self, version: Version) -> Future[AdapterWeights | None]:
+        """A version's weights as float32 NumPy arrays, with the ranks and scales it was published with; None if they
+        are neither in a slot nor in memory. Runs between decode steps."""
+        return self._ask(self._extract(version.ref))
+
+    def evict_idle(self) -> Future[None]:
+        """Evicts every version without pins, and frees the bank if no version is left. A row may be admitted between
+        two units; then its version stays in its slot, and the bank is not freed. Runs between decode steps. Evicted
+        versions are staged again on demand."""
+        return self._ask(self._evict_idle())
+
+    def _ask(self, job: Generator[None, None, T]) -> Future[T]:
+        """Queues a job. The future gets its return value, or its error."""
+        done: Future[T] = Future()
+
+        def completing() -> Iterator[None]:
+            try:
+                done.set_result((yield from job))
+            except Exception as error:  # the caller gets it here; the device loop recovers from the fault
+                done.set_exception(error)
+                raise
+
+        self._asked.append(completing())
+        return done
+
+    # -- device work -----------------------------------------------------------------------------
+
+    def waits(self) -> bool:
+        """See `core.DeviceWork.waits`."""
+        for ref, resident in list(self._residents.items()):
+            load = resident.load
+            if load is not None and not load.futures and not self._requests[ref]:
+                self._end_load(resident)
+            elif load is not None and load.reading is not None and load.reading.done():
+                self._take_read(resident, load, load.reading)
+            elif load is None and resident.slot is None and self.unreachable(resident.version):
+                del self._residents[ref]
+        if self._job is None:
+            self._job = self._next_job()
+        return self._job is not None
+
+    @property
+    def urgent(self) -> bool:
+        """Whether an urgent version waits for its slot."""
+        return any(resident.load is not None and resident.load.urgent for resident in self._residents.values())
+
+    def advance(self) -> None:
+        """Runs one unit: one group of linears of one slot."""
+        assert self._job is not None
+        try:
+            next(self._job)
+        except StopIteration:
+            self._job = None
+
+    def reset(self) -> None:
+        """Empties all slots, none of which is pinned, and frees the bank. Versions with copies or files are staged
+        again on demand."""
+        assert not self.pinned
+        self._job = None
+        for resident in self._staged():
+            resident.leave_slot()
+        self._reserved.clear()
+        self.bank.clear()
+        self.bytes_held = 0
+
+    def unload(self) -> None:
+        """Frees the bank and all copies for good, when the base model is unloaded. Loads under way fail."""
+        for resident in list(self._residents.values()):
+            if resident.load is not None:
+                self._fail(resident, AdapterUnavailableError(f"the base model of {resident.version.ref} was unloaded"))
+        self.reset()
+        self._residents.clear()
+
+    def _next_job(self) -> Iterator[None] | None:
+        """A job that a caller has asked for, else the staging of the first load that has its weights in memory and can
+        have a slot, else the growth of the bank. Also starts reading the files of the first loads."""
+        if self._asked:
+            return self._asked.popleft()
+        waiting = sorted(self._waiting(), key=lambda each: (not each[1].urgent, each[1].since))
+        for resident, load in waiting[:READ_AHEAD]:
+            if resident.weights is None and load.reading is None:
+                self._start_read(resident, load)
+        for resident, load in waiting:
+            if resident.weights is None:
+                continue
+            if self._find_slot() is not None:
+                return self._stage(resident)
+            self._finish(resident.version.ref, load)
+            if time.monotonic() - load.since > _PATIENCE_S:
+                self._drain_one(most=sum(other.since <= load.since for _, other in waiting))
+        make_room, self._make_room = self._make_room, False
+        return self._grow() if make_room else None
+
+    # -- slots -----------------------------------------------------------------------------------
+
+    def _find_slot(self) -> int | None:
+        """A free slot. If there is none, the slot of a version without pins: of a forgotten one if there is one, else
+        of the one that was used least recently.
+
+        Returns None if there is neither, because all slots are pinned or reserved.
+        """
+        staged = self._staged()
+        used = self._reserved | {resident.slot for resident in staged}
+        if (free := next((slot for slot in range(1, self.bank.slots + 1) if slot not in used), None)) is not None:
+            return free
+        idle = [resident for resident in staged if not resident.pins]
+        least = min(idle, key=lambda resident: (not resident.version.forgotten, resident.used), default=None)
+        return None if least is None else least.slot
+
+    def _drain_one(self, most: int) -> None:
+        """Makes the version that has been in its slot longest admit no new rows, if fewer than `most` drain."""
+        staged = self._staged()
+        staying = [resident for resident in staged if not resident.draining]
+        if staying and len(staged) - len(staying) < most:
+            min(staying, key=lambda resident: resident.since).draining = True
+
+    def _stage(self, resident: Resident) -> Iterator[None]:
+        """Moves a version that waits into a slot, after evicting the version in it. Looks for the slot when it begins,
+        because rows may have been admitted since the job was chosen."""
+        slot, weights, load = self._find_slot(), resident.weights, resident.load
+        if slot is None or weights is None or load is None:
+            return
+        try:
+            self.bank.check_room(slot, weights)
+        except AdapterTooLargeError as error:
+            self._fail(resident, error)
+            return
+        started = time.monotonic()
+        try:
+            yield from self._evict(slot)
+            yield from self.bank.write(slot, weights)
+        except Exception as error:  # the futures get the error; the device loop recovers
+            load.complete(resident.version.ref, error)
+            load.faults += 1
+            if load.faults > 1:  # its requests have waited for a second attempt; a third would disturb the others again
+                self._fail(resident, error)
+            raise
+        resident = self._residents.setdefault(resident.version.ref, resident)  # it may have been dropped meanwhile
+        load = resident.load or load
+        resident.enter_slot(slot, weights)
+        self._reserved.discard(slot)
+        self.staged_total += 1
+        self.stage_seconds = resident.since - started
+        self.bytes_held = self.bank.nbytes
+        self._make_room = load.urgent
+        self._finish(resident.version.ref, load)
+
+    def _evict(self, slot: int) -> Iterator[None]:
+        """Reserves a slot, and keeps a copy of the version in it. There is no copy if the version is unreachable, or if
+        copies are switched off and its files can be read again."""
+        self._reserved.add(slot)
+        resident = next((resident for resident in self._staged() if resident.slot == slot), None)
+        if resident is None:
+            return
+        resident.leave_slot()
+        self.evicted_total += 1
+        if self.unreachable(resident.version) or (self._most_copies == 0 and resident.version.readable):
+            return
+        pairs: dict[str, LoRAPair] = {}
+        yield from self.bank.read(slot, resident.ranks, pairs)
+        resident.weights = AdapterWeights(pairs)
+        self._limit_copies()
+
+    def _evict_idle(self) -> Generator[None, None, None]:
+        for resident in self._staged():
+            if not resident.pins and resident.slot is not None:
+                slot = resident.slot
+                yield from self._evict(slot)
+                self._reserved.discard(slot)
+        if not self._staged():
+            self.bank.clear()
+            self.bytes_held = 0
+
+    def _grow(self) -> Iterator[None]:
+        """Makes room in the bank before the next version comes, because growing takes longer than writing a slot."""
+        if (slot := self._find_slot()) is not None:
+            yield from self.bank.make_room(slot)
+            self.bytes_held = self.bank.nbytes
+
+    def _extract(self, ref: AdapterRef) -> Generator[None, None, AdapterWeights | None]:
+        resident = self._residents.get(ref)
+        if resident is None:
+            return None
+        pairs: dict[str, LoRAPair] = {}
+        rslora = resident.rslora
+        if resident.slot is not None:
+            yield from self.bank.read(resident.slot, resident.ranks, pairs)
+        elif resident.weights is not None:
+            pairs, rslora = dict(resident.weights.pairs), rslora or resident.weights.rslora
+        exported = {path: _exported(pair, resident.scales.get(path, pair.scale)) for path, pair in pairs.items()}
+        return AdapterWeights(exported, rslora) if pairs else None
+
+    # -- loads and copies ------------------------------------------------------------------------
+
+    def _wait(self, version: Version) -> tuple[Resident, Load]:
+        """The record of a version that is in no slot, and its load, which begins if there is none."""
+        resident = self._residents.get(version.ref)
+        if resident is None or (resident.load is None and resident.version is not version):
+            resident = self._residents[version.ref] = Resident(version)
+        resident.load = resident.load or Load()
+        return resident, resident.load
+
+    def _start_read(self, resident: Resident, load: Load) -> None:
+        """Starts reading a version's files. Fails the load if no file holds its weights any more."""
+        version = resident.version
+        if version.readable:
+            load.reading = self._reader.submit(self._read, version)
+            load.reading.add_done_callback(lambda _: self._wake())
+        else:
+            why = "it was unloaded" if version.forgotten else "no file holds them"
+            self._fail(resident, AdapterUnavailableError(f"the weights of {version.ref} are lost: {why}"))
+
+    def _take_read(self, resident: Resident, load: Load, read: Future[AdapterWeights]) -> None:
+        load.reading = None
+        if error := read.exception():
+            self._fail(resident, AdapterUnavailableError(f"{resident.version.ref} cannot be read again: {error}"))
+        else:
+            resident.weights = read.result()
+
+    def _finish(self, ref: AdapterRef, load: Load) -> None:
+        """Makes the version live if it is to be, and completes the futures."""
+        try:
+            if load.goes_live:
+                self.registry.flip(ref)
+        except UnknownModelError as error:
+            load.complete(ref, error)
+        else:
+            load.complete(ref)
+
+    def _fail(self, resident: Resident, error: Exception) -> None:
+        ref = resident.version.ref
+        if self._requests[ref]:
+            self.failures[ref] = error
+        if resident.load is not None:
+            resident.load.complete(ref, error)
+        self._end_load(resident)
+
+    def _end_load(self, resident: Resident) -> None:
+        """The version waits no more. Its weights stay as a copy if something may still ask for it."""
+        load, resident.load = resident.load, None
+        if load is not None and load.reading is not None:
+            load.reading.cancel()
+        resident.used = time.monotonic()
+        self._limit_copies()
+
+    def _limit_copies(self) -> None:
+        """Drops the least recently used copies, if there are too many, except for the newest one."""
+        copies = sorted(filter(lambda each: each.is_copy, self._residents.values()), key=lambda each: each.used)
+        surplus = len(copies) - self._most_copies
+        for resident in copies[:-1]:
+            if surplus > 0 and (resident.version.readable or not self.registry.needed(resident.version)):
+                resident.weights = None
+                surplus -= 1
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def _in_slot(self, ref: AdapterRef) -> Resident | None:
+        resident = self._residents.get(ref)
+        return None if resident is None or resident.slot is None else resident
+
+    def _staged(self) -> list[Resident]:
+        """The versions in slots. Any thread may ask, as may it for all below."""
+        return [resident for resident in self._residents.copy().values() if resident.slot is not None]
+
+    def _waiting(self) -> list[tuple[Resident, Load]]:
+        return [(resident, load) for resident in self._residents.copy().values() if (load := resident.load) is not None]
+
+    @property
+    def slots_used(self) -> int:
+        """Slots that versions are in."""
+        return len(self._staged())
+
+    @property
+    def pinned(self) -> int:
+        """Slots that live rows use."""
+        return sum(resident.pins > 0 for resident in self._staged())
+
+    @property
+    def copies(self) -> int:
+        """Versions whose weights are in memory, and that wait for no slot."""
+        return sum(resident.is_copy for resident in self._residents.copy().values())
+
+    def version(self, ref: AdapterRef) -> Version | None:
+        """The version that rows of `ref` are computed with: the one in the slot that they pin or would get, even if it
+        was forgotten since. None if it is in no slot and nothing can ask for it any more."""
+        resident = self._in_slot(ref)
+        return resident.version if resident else self.registry.version(ref)
+
+    def unreachable(self, version: Version) -> bool:
+        """Whether nothing can ask for the version any more."""
+        return version.forgotten and not version.leases and not self._requests[version.ref]
+
+    def residence(self, version: Version) -> Residence:
+        """Where a version's weights are."""
+        resident = self._residents.get(version.ref)
+        if resident is not None and resident.slot is not None:
+            return Residence.SLOT
+        return Residence.COPY if resident is not None and resident.weights is not None else Residence.FILE
+
+    def requests(self, ref: AdapterRef) -> int:
+        """How many requests for a version the engine has, rollouts and evaluations among them."""
+        return self._requests[ref]
+
+    def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Adapters that have rows, and adapters that only have waiting requests."""
+        running = {resident.version.ref.name for resident in self._staged() if resident.pins}
+        requested = {ref.name for ref in self._requests.copy() if ref != BASE_ADAPTER}
+        return tuple(sorted(running)), tuple(sorted(requested - running))
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if two versions have one slot, a slot is lost, or pins and requests do not agree."""
+        staged = self._staged()
+        slots = {resident.slot for resident in staged}
+        assert len(slots) == len(staged)
+        assert slots | self._reserved <= set(range(1, self.bank.slots + 1))
+        assert not self._reserved & slots
+        assert self._job is not None or not self._reserved
+        for ref, resident in self._residents.items():
+            assert resident.version.ref == ref
+            assert resident.slot is None or (resident.weights is None and resident.load is None)
+            assert resident.pins == 0 or (resident.slot is not None and resident.pins > 0 and self._requests[ref] > 0)
+        assert all(count > 0 for count in self._requests.values())
+
+
+def _exported(pair: LoRAPair, scale: float) -> LoRAPair:
+    """A pair of MLX or NumPy arrays as float32 NumPy, rescaled to `scale`. With a scale of 0, whose b in a slot is all
+    zeros, it keeps the scale that it has."""
+    a, b = (np.array(mx.array(factor).astype(mx.float32)) for factor in (pair.a, pair.b))
+    if scale in (pair.scale, 0):
+        return LoRAPair(a, b, pair.scale)
+    return LoRAPair(a, b * np.float32(pair.scale / scale), scale)
