@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -20,7 +20,6 @@ from mlx_parallm.adapters.weights import AdapterWeights
 if TYPE_CHECKING:
     from mlx_parallm.adapters.bank import LinearGroup
 
-R = TypeVar("R")
 BaseProduct = Callable[[mx.array], mx.array]
 """A linear of the base model: x [..., in] → [..., out]."""
 
@@ -125,24 +124,31 @@ class _SameSlot:
 @dataclass(frozen=True, slots=True)
 class _OwnSlots:
     """Single tokens from `start` on, each of its own slot: `slots`, uint32 [tokens]. `numbers`: from 0 to tokens, which
-    MLX would otherwise compute again for every linear."""
+    MLX would otherwise compute again for every linear. `gathers`: see the function."""
 
     start: int
     slots: mx.array
     numbers: mx.array
+    gathers: bool
 
     def rows(self, x: mx.array) -> mx.array:
         """x [..., in] in the shape that products take: [tokens, 1, in]."""
-        return x.reshape(len(self.slots), 1, x.shape[-1])
+        return x if x.ndim == 3 and x.shape[1] == 1 else x.reshape(len(self.slots), 1, x.shape[-1])
 
     def down(self, group: LinearGroup, x: mx.array) -> list[mx.array]:
         """x A[slot] of each linear of the group, [tokens, 1, rank]."""
-        return _by_place(gathered(self.rows(x), group.a, self.slots, self.numbers), group)
+        return _by_place(self._product(self.rows(x), group.a), group)
 
     def add(self, y: mx.array, h: list[mx.array], group: LinearGroup, path: str) -> mx.array:
         """y + h B[slot], with h of `down`."""
-        product = gathered(h[group.places[path]], group.b[path], self.slots, self.numbers)
-        return y + product.reshape(y.shape)
+        product = self._product(h[group.places[path]], group.b[path])
+        return y + (product if y.ndim == 3 else product.reshape(y.shape))
+
+    def _product(self, x: mx.array, factors: mx.array) -> mx.array:
+        """x [tokens, 1, k] times the factors [slots, k, m] of each token's slot."""
+        if self.gathers:
+            return mx.gather_mm(x, factors, self.numbers, self.slots)
+        return x @ factors[self.slots]
 
 
 class ForwardContext:
@@ -163,22 +169,24 @@ class ForwardContext:
     def __init__(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
         self._slots, self._lengths = tuple(slots), tuple(lengths)
         self._used = frozenset(slots)
-        self._last: tuple[LinearGroup, mx.array, Any] | None = None
+        self._last: tuple[LinearGroup, mx.array, Any] | None = None  # a group, its input, and what `_down` made of it
         self._parts: dict[tuple[int, int], ForwardContext] = {}
 
     def adapt(self, group: LinearGroup, path: str, x: mx.array, base: BaseProduct) -> mx.array:
         """base(x) + (x A[slot]) B[slot] for the linear at `path`, with x [B, T, in]. B includes the scale."""
-        if not self._is_changed(group, path):
+        if path not in group.places or group.written.isdisjoint(self._used):
             return base(x)
-        rows, h = self._reused(group, x, lambda: self._down(group, x))
+        last = self._last
+        if last is None or last[0] is not group or last[1] is not x:
+            last = self._last = (group, x, self._down(group, x))
+        rows, h = last[2]
         y, runs = base(rows), self._runs
         if len(runs) == 1:
             y = runs[0].add(y, h[0], group, path)
         else:
             ys = mx.split(y, [run.start for run in runs[1:]])
-            changed = [run.add(y, h, group, path) for run, y, h in zip(runs, ys, h, strict=True)]
-            y = mx.concatenate(changed)
-        return y.reshape(*x.shape[:-1], y.shape[-1])
+            y = mx.concatenate([run.add(y, h, group, path) for run, y, h in zip(runs, ys, h, strict=True)])
+        return y if rows is x else y.reshape(*x.shape[:-1], y.shape[-1])
 
     def changes(self, groups: Iterable[LinearGroup]) -> bool:
         """See `AdapterContext.changes`."""
@@ -190,15 +198,18 @@ class ForwardContext:
 
     def adapt_experts(self, group: LinearGroup, path: str, call: ExpertCall, y: mx.array) -> mx.array:
         """See `AdapterContext.adapt_experts`."""
-        if not self._is_changed(group, path):
+        if path not in group.places or group.written.isdisjoint(self._used):
             return y
         pairs = call.experts * group.slots + call.adapters
-        h = self._reused(group, call.x, lambda: _by_place(call.product(call.x, group.a.flatten(0, 1), pairs), group))
-        return y + call.product(h[group.places[path]], group.b[path].flatten(0, 1), pairs)
+        last = self._last
+        if last is None or last[0] is not group or last[1] is not call.x:
+            h = _by_place(call.product(call.x, group.a.flatten(0, 1), pairs), group)
+            last = self._last = (group, call.x, h)
+        return y + call.product(last[2][group.places[path]], group.b[path].flatten(0, 1), pairs)
 
     def adapt_heads(self, group: LinearGroup, path: str, call: HeadsCall, y: mx.array) -> mx.array:
         """See `AdapterContext.adapt_heads`."""
-        if not self._is_changed(group, path):
+        if path not in group.places or group.written.isdisjoint(self._used):
             return y
         starts = [run.start for run in self._runs[1:]]
         xs, ys = mx.split(call.x, starts), mx.split(y, starts)
@@ -223,10 +234,6 @@ class ForwardContext:
     def _runs(self) -> tuple[_SameSlot | _OwnSlots, ...]:
         return _runs(self._slots, self._lengths)
 
-    def _is_changed(self, group: LinearGroup, path: str) -> bool:
-        """Whether an adapter of these rows may change the linear."""
-        return path in group.places and not group.written.isdisjoint(self._used)
-
     def _down(self, group: LinearGroup, x: mx.array) -> tuple[mx.array, list[list[mx.array]]]:
         """x in the shape that products take, and x A[slot] of each run, for each linear of the group."""
         if len(self._runs) == 1:
@@ -235,12 +242,6 @@ class ForwardContext:
         rows = x.reshape(-1, x.shape[-1])
         parts = mx.split(rows, [run.start for run in self._runs[1:]])
         return rows, [run.down(group, part) for run, part in zip(self._runs, parts, strict=True)]
-
-    def _reused(self, group: LinearGroup, x: mx.array, product: Callable[[], R]) -> R:
-        """What `product` returns. It is called once for linears of the group that get the same input."""
-        if self._last is None or self._last[0] is not group or self._last[1] is not x:
-            self._last = (group, x, product())
-        return cast(R, self._last[2])
 
 
 class OneAdapter:
@@ -283,12 +284,12 @@ class OneAdapter:
 
 def gathers() -> bool:
     """Whether `gather_mm` multiplies factors; otherwise they are copied for each part, and a plain product is made."""
-    return _gathers(str(mx.default_device()))
+    return _gathers(mx.default_device() == mx.gpu)
 
 
 @cache
-def _gathers(device: str) -> bool:
-    """Whether `gather_mm` gives the right products on this device, which is tried once.
+def _gathers(on_gpu: bool) -> bool:
+    """Whether `gather_mm` gives the right products on the default device, which is tried once.
 
     With MLX 0.32 on CUDA it gives wrong ones if the matrices on the left are not consecutive in memory. It fails if one
     of them has more than 64 float32 rows, or if the width of the result is no multiple of 8.
@@ -304,13 +305,6 @@ def _gathers(device: str) -> bool:
         return False
 
 
-def gathered(x: mx.array, factors: mx.array, chosen: mx.array, numbers: mx.array) -> mx.array:
-    """x [n, T, k] times factors [slots, k, m], of which `chosen` has the slot of each x. `numbers`: from 0 to n."""
-    if gathers():
-        return mx.gather_mm(x, factors, lhs_indices=numbers, rhs_indices=chosen)
-    return x @ factors[chosen]
-
-
 def _by_place(h: mx.array, group: LinearGroup) -> list[mx.array]:
     """The parts of a product for each linear of the group."""
     return list(mx.split(h, len(group.places), axis=-1)) if len(group.places) > 1 else [h]
@@ -320,20 +314,19 @@ def _slots_of(run: _SameSlot | _OwnSlots) -> mx.array:
     return run.slots if isinstance(run, _OwnSlots) else mx.array([run.slot], mx.uint32)
 
 
-@lru_cache(maxsize=8)
 def _runs(slots: tuple[int, ...], lengths: tuple[int, ...]) -> tuple[_SameSlot | _OwnSlots, ...]:
     """Single tokens with different slots become one run, which gathers each token's factors. Of the other tokens,
-    neighbours with the same slot become one run. The runs of decode steps are kept while their rows stay."""
-    gathered = len({slot for slot, length in zip(slots, lengths, strict=True) if length == 1}) > 1
+    neighbours with the same slot become one run."""
+    mixed = len({slot for slot, length in zip(slots, lengths, strict=True) if length == 1}) > 1
     runs: list[_SameSlot | _OwnSlots] = []
     start = 0
     for (is_single, slot), group in groupby(
-        zip(slots, lengths, strict=True), key=lambda row: (True, 0) if gathered and row[1] == 1 else (False, row[0])
+        zip(slots, lengths, strict=True), key=lambda row: (True, 0) if mixed and row[1] == 1 else (False, row[0])
     ):
         rows = list(group)
         if is_single:
             of_rows = mx.array([slot for slot, _ in rows], mx.uint32)
-            runs.append(_OwnSlots(start, of_rows, mx.array(np.arange(len(rows), dtype=np.uint32))))
+            runs.append(_OwnSlots(start, of_rows, mx.array(np.arange(len(rows), dtype=np.uint32)), gathers()))
         else:
             runs.append(_SameSlot(start, slot))
         start += sum(length for _, length in rows)

@@ -191,7 +191,9 @@ class AdaptedLinear(nn.Module):  # type: ignore[misc]
 
     def __call__(self, x: mx.array) -> mx.array:
         """[B, T, in] → [B, T, out]."""
-        return self._adapted(x, self["base"])
+        if (context := self._bank.context) is None:
+            return cast(mx.array, self["base"](x))
+        return context.adapt(self._group, self.path, x, self["base"])
 
     def _adapted(self, x: mx.array, base: BaseProduct) -> mx.array:
         context = self._bank.context
