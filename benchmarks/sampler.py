@@ -19,9 +19,9 @@ from pathlib import Path
 import mlx_parallm  # before mlx.core: it chooses the BLAS
 
 import mlx.core as mx  # isort: skip
-from mlx_parallm.batch.logit_stages import TokenCounts, has_penalties
-from mlx_parallm.batch.sampler import RowSampling, plan_sampling, sample
+from mlx_parallm.batch.sampling import RowSampling, TokenCounts, has_penalties, plan_sampling, sample
 from mlx_parallm.core import SamplingParams
+from mlx_parallm.model.device import prepare_device
 
 GREEDY = SamplingParams(temperature=0.0)
 CASES: dict[str, tuple[list[SamplingParams], bool]] = {
@@ -42,6 +42,7 @@ CASES: dict[str, tuple[list[SamplingParams], bool]] = {
 
 def main() -> None:
     arguments = _arguments()
+    prepare_device()
     results = {
         str(rows): _medians(_steps(rows, arguments.vocab, arguments.exponent), arguments.repeats)
         for rows in arguments.rows

@@ -27,9 +27,9 @@ from mlx_parallm.batch.block_attention import pairs_work
 from mlx_parallm.batch.forward import Span, in_order
 from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
 from mlx_parallm.batch.layer_cache import ServedPass
+from mlx_parallm.batch.logprobs import PromptScores
 from mlx_parallm.batch.pooling import PooledParts, pool
-from mlx_parallm.batch.readback import Draw, PromptScores, read_draws
-from mlx_parallm.batch.sampler import RowSampling, Sampled, SamplingPlan, plan_sampling, sample
+from mlx_parallm.batch.sampling import Draw, RowSampling, Sampled, SamplingPlan, plan_sampling, sample
 from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.model.caches import Caches
 from mlx_parallm.model.hooks import answered_by
@@ -163,7 +163,7 @@ class BatchRunner:
         """The sampled tokens of a pass, one for each of its rows, in order. Waits for the pass if it has not ended."""
         if launched.sampled is None:
             return []
-        return read_draws(launched.sampled, [row.sampling for row in launched.rows])
+        return launched.sampled.read([row.sampling for row in launched.rows])
 
     def compute(self, spans: Seq[Span[KVRow]], tokens: Seq[int]) -> mx.array:
         """Builds a pass that draws nothing, and returns lazy logits [N, vocab] after each token.

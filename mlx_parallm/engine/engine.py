@@ -30,8 +30,8 @@ import mlx.core as mx
 
 from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.batch.kv.disk import PrefixStore
-from mlx_parallm.batch.readback import Draw
 from mlx_parallm.batch.runner import BatchRunner, Launched, Pending
+from mlx_parallm.batch.sampling import Draw
 from mlx_parallm.core import (
     EngineStats,
     GenerationRequest,

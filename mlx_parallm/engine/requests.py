@@ -7,11 +7,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from mlx_parallm.adapters.residency import AdapterStore
-from mlx_parallm.batch.logit_stages import TokenCounts, has_penalties
 from mlx_parallm.batch.pooling import Vector
-from mlx_parallm.batch.readback import Draw
-from mlx_parallm.batch.sampler import RowSampling
-from mlx_parallm.batch.token_bans import BadWords
+from mlx_parallm.batch.sampling import BadWords, Draw, RowSampling, TokenCounts, has_penalties
 from mlx_parallm.core import (
     AdapterRef,
     Event,

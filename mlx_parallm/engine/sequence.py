@@ -8,7 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from mlx_parallm.batch.kv.row import KVRow
-from mlx_parallm.batch.sampler import RowSampling
+from mlx_parallm.batch.sampling import RowSampling
 from mlx_parallm.core import BASE_ADAPTER, TOP_LOGPROBS, AdapterRef, Pooling, SamplingParams, TokenLogprob, WorkClass
 
 if TYPE_CHECKING:

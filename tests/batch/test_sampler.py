@@ -9,9 +9,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mlx_parallm.batch.logit_stages import TokenCounts, has_penalties
-from mlx_parallm.batch.rowwise import streams, uniforms
-from mlx_parallm.batch.sampler import RowSampling, plan_sampling, sample
+from mlx_parallm.batch.drawing import streams, uniforms
+from mlx_parallm.batch.sampling import RowSampling, TokenCounts, has_penalties, plan_sampling, sample
 from mlx_parallm.core import SamplingParams
 
 NEUTRAL = SamplingParams()
@@ -241,7 +240,7 @@ def test_bfloat16_logits_are_sampled_in_float32():
 
 def test_a_plain_batch_plans_no_stage():
     plan = plan_sampling([RowSampling(GREEDY)] * 3, 100)
-    assert (plan.penalties, plan.edits, plan.drawn, plan.logprobs) == (None,) * 4
+    assert (plan.stages, plan.drawn, plan.logprobs) == ((), None, None)
     assert plan_sampling([RowSampling(GREEDY), RowSampling(NEUTRAL)], 100).drawn.filters is None
     assert len(sample(mx.zeros((3, 100)), plan, [0] * 3).arrays()) == 1
 
@@ -250,7 +249,7 @@ def test_sampling_computes_nothing_until_it_is_asked_for():
     params = SamplingParams(top_k=50, top_p=0.9, presence_penalty=0.5, top_logprobs=5, logit_bias=((1, 1.0),))
     rows = [RowSampling(params, counts=TokenCounts((1, 2), (), FULL), sampling_logprobs=True) for _ in range(8)]
     plan = plan_sampling(rows, FULL)
-    mx.eval(plan.penalties.apply(mx.zeros((8, FULL))))
+    mx.eval(plan.penalties.apply(mx.zeros((8, FULL)), np.zeros(8, np.int64)))
     logits = mx.random.normal((8, FULL))
     held = mx.get_active_memory()
     mx.reset_peak_memory()

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_parallm.batch.rowwise import RowSubset, draw, exp, row_sum, streams, uniforms
-from mlx_parallm.batch.sampler import RowSampling, plan_sampling, sample
+from mlx_parallm.batch.drawing import RowSubset, draw, exp, row_sum, streams, uniforms
+from mlx_parallm.batch.sampling import RowSampling, plan_sampling, sample
 from mlx_parallm.core import SamplingParams
 
 LAST = 1 - 2**-24

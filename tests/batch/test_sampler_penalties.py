@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_parallm.batch.logit_stages import Penalties, TokenCounts, has_penalties
-from mlx_parallm.batch.sampler import RowSampling, plan_sampling, sample
+from mlx_parallm.batch.sampling import Penalties, RowSampling, TokenCounts, has_penalties, plan_sampling, sample
 from mlx_parallm.core import SamplingParams
 
 PROMPT = (1, 1, 4)
@@ -110,7 +109,7 @@ def test_the_tokens_of_all_rows_are_counted_by_one_scatter():
     penalties = Penalties(params, [TokenCounts(PROMPT, (), 12) for _ in params], list(range(8)), 9)
     penalties.count(mx.arange(9, dtype=mx.uint32))
     dot = io.StringIO()
-    mx.export_to_dot(dot, penalties.apply(mx.zeros((9, 12))))
+    mx.export_to_dot(dot, penalties.apply(mx.zeros((9, 12)), np.zeros(9, np.int64)))
     assert dot.getvalue().count("Scatter") == 2, "one counts, and one puts the penalised rows back among the others"
 
 
@@ -141,7 +140,7 @@ def test_penalties_are_numpys_in_every_batch_a_row_is_in(params, batches, seed):
         plan = Penalties([params[row] for row in rows], [counts[row] for row in rows], chosen, len(present))
         for _ in range(rng.integers(1, 4)):
             logits = rng.normal(0, 2, (len(present), 10)).astype(np.float32)
-            got = np.array(plan.apply(mx.array(logits)))
+            got = np.array(plan.apply(mx.array(logits), np.zeros(len(logits), np.int64)))
             for place, row in enumerate(present):
                 want = penalised(logits[place], params[row], generated[row]) if place in chosen else logits[place]
                 np.testing.assert_allclose(got[place], want, rtol=1e-5, atol=1e-5)

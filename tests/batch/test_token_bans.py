@@ -4,8 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.batch.sampler import RowSampling, plan_sampling, sample
-from mlx_parallm.batch.token_bans import BadWords
+from mlx_parallm.batch.sampling import BadWords, RowSampling, plan_sampling, sample
 from mlx_parallm.core import SamplingParams
 
 VOCAB = 20

@@ -1,0 +1,567 @@
+"""Draws one token for every row of a batch in one vectorised pass, with each row's own options.
+
+    raw logits ─ stages: penalties ─ logit_bias, min_tokens ─ allowed tokens ─ grammar ─ bad words ─┐
+               ┌────────────────────────────────────────────────────────────────────────────────────┘
+               ├─ argmax ──────────────────────────────┬─ tokens
+               └─ temperature ─ filters ─ inverse CDF ─┘
+    raw logits, or the processed ones that a row draws from ─ logprobs, top logprobs
+
+`plan_sampling` reads the options once per batch composition, and leaves out the stages that no row uses. `sample` only
+builds a lazy graph: it evaluates nothing and reads nothing back, so the next forward pass can be launched before the
+tokens of this one are known. The exceptions are rows with a grammar or with bad words of several tokens: what they may
+draw depends on the token before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol, cast
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from mlx_parallm.batch.drawing import Filters, RowSubset, draw, exp, streams, uniforms
+from mlx_parallm.batch.logprobs import COLDEST, Reported, ReportedLogprobs, floats
+from mlx_parallm.core import GrammarState, SamplingParams, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """The sampling options and state of one row, which the row keeps until it ends.
+
+    Attributes:
+        params: with the row's own seed.
+        end_ids: tokens that cannot be drawn while the row has generated fewer than `min_tokens`.
+        sampling_logprobs: return the logprobs of the distribution that draws the tokens.
+        counts: exists if `has_penalties(params)`. `sample` adds the tokens that it draws.
+        grammar: its state, which accepts each token after the token has been read back.
+        bad_words: what it must not write, and its tokens that have been read back.
+    """
+
+    params: SamplingParams
+    min_tokens: int = 0
+    end_ids: tuple[int, ...] = ()
+    sampling_logprobs: bool = False
+    counts: TokenCounts | None = None
+    grammar: GrammarState | None = None
+    bad_words: BadWords | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the argmax is drawn. top_k = 1 counts as greedy, so the first of several best tokens is drawn."""
+        return self.params.temperature < COLDEST or self.params.top_k == 1
+
+    def without_grammar(self) -> RowSampling:
+        """The same options without the grammar."""
+        return replace(self, grammar=None)
+
+    def counting(self, prompt: Sequence[int], generated: Sequence[int]) -> RowSampling:
+        """The same options with counts of these tokens for penalties."""
+        assert self.counts is not None
+        return replace(self, counts=TokenCounts(prompt, generated, self.counts.vocab_size))
+
+    def along(self, draft: Sequence[int]) -> list[RowSampling]:
+        """The options after each token of `draft`, which the grammar allows."""
+        if self.counts is None and self.grammar is None and self.bad_words is None:
+            return [self] * len(draft)
+        options, grammar = list[RowSampling](), self.grammar
+        for place, token in enumerate(draft, 1):
+            if grammar is not None:
+                grammar = grammar.copy()
+                grammar.accept(token)
+            counts = self.counts.after(draft[:place]) if self.counts is not None else None
+            bad_words = self.bad_words.after(draft[:place]) if self.bad_words is not None else None
+            options.append(replace(self, counts=counts, grammar=grammar, bad_words=bad_words))
+        return options
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnRows:
+    """The D rows of a batch that are not greedy.
+
+    `numbers`: their numbers in the batch, [D]. `starts`: the starts of their random streams, [D]. `temperature`: fp32
+    [D, 1]. `filters`: None if none of them filters.
+    """
+
+    rows: RowSubset
+    numbers: NDArray[np.int64]
+    starts: NDArray[np.uint64]
+    temperature: mx.array
+    filters: Filters | None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingPlan:
+    """What one batch composition needs. Valid until a row joins or leaves.
+
+    stages: that change the logits, in order
+    penalties: that of them which counts the drawn tokens
+    drawn: None if all rows are greedy
+    logprobs: None if no row reports any
+    """
+
+    rows: int
+    stages: tuple[Stage, ...]
+    penalties: Penalties | None
+    drawn: DrawnRows | None
+    sampling_logprobs: bool
+    logprobs: ReportedLogprobs | None
+
+    @property
+    def needs_previous_tokens(self) -> bool:
+        """Whether tokens can be drawn only after those of the pass before have been read back."""
+        return any(stage.needs_previous_tokens for stage in self.stages)
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One row's token, read back. `logprob` and `sampling_logprob` are None unless the row requested them."""
+
+    token: int
+    logprob: TokenLogprob | None
+    sampling_logprob: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The draws of one forward pass: lazy arrays with R rows in the plan's order.
+
+    Attributes:
+        tokens: uint32 [R].
+        sampling_logprobs: fp32 [R], of the drawn token under the distribution that drew it (after penalties, bias,
+            temperature and filters). 0 in greedy rows, which draw their token with certainty.
+        reported: logprobs under the raw model, or in processed rows under the distribution that drew the token. A row
+            uses the first `params.top_logprobs` of the best tokens.
+    """
+
+    tokens: mx.array
+    sampling_logprobs: mx.array | None = None
+    reported: Reported | None = None
+
+    def arrays(self) -> list[mx.array]:
+        """The arrays that exist, for `mx.async_eval`."""
+        sampling = [] if self.sampling_logprobs is None else [self.sampling_logprobs]
+        return [self.tokens, *sampling, *(self.reported.arrays() if self.reported else ())]
+
+    def read(self, rows: Sequence[RowSampling]) -> list[Draw]:
+        """Waits for the arrays. `rows`: the options of the pass's rows, in order."""
+        tokens = cast(list[int], self.tokens.tolist())
+        params = [row.params for row in rows]
+        logprobs = [None] * len(rows) if self.reported is None else self.reported.read(tokens, params)
+        own = [None] * len(rows) if self.sampling_logprobs is None else floats(self.sampling_logprobs)
+        return [
+            Draw(token, logprob, value if row.sampling_logprobs else None)
+            for row, token, logprob, value in zip(rows, tokens, logprobs, own, strict=True)
+        ]
+
+
+def plan_sampling(rows: Sequence[RowSampling], vocab_size: int) -> SamplingPlan:
+    """The stages that these rows need. The rows are in the order of the logits' rows."""
+    penalties = _plan_penalties(rows)
+    stages: list[Stage | None] = [
+        penalties,
+        _plan_edits(rows),
+        AllowedTokens.of([row.params.allowed_tokens for row in rows], vocab_size),
+        _plan_masks(rows, vocab_size),
+        BadWordBans.of([row.bad_words for row in rows]),
+    ]
+    return SamplingPlan(
+        rows=len(rows),
+        stages=tuple(stage for stage in stages if stage is not None),
+        penalties=penalties,
+        drawn=_plan_drawn(rows, vocab_size),
+        sampling_logprobs=any(row.sampling_logprobs for row in rows),
+        logprobs=ReportedLogprobs.of([row.params for row in rows], vocab_size),
+    )
+
+
+def sample(logits: mx.array, plan: SamplingPlan, positions: Sequence[int]) -> Sampled:
+    """Draws the next token of every row.
+
+    Args:
+        logits: the model's own, [R, V], any float dtype.
+        plan: for these rows, in this order.
+        positions: tokens that each row has generated so far, [R]. Tokens of launched steps count.
+
+    Raises:
+        ValueError: plan, logits and positions disagree in the number of rows.
+    """
+    if len(positions) != plan.rows or logits.shape[0] != plan.rows:
+        raise ValueError(f"a plan of {plan.rows} rows got {len(positions)} positions and logits {logits.shape}")
+    at = np.asarray(positions, np.int64)
+    raw = logits.astype(mx.float32)
+    edited = raw
+    for stage in plan.stages:
+        edited = stage.apply(edited, at)
+    tokens, sampling_logprobs = _choose(edited, plan, at)
+    if plan.penalties is not None:
+        plan.penalties.count(tokens)
+    reported = None if plan.logprobs is None else plan.logprobs.of_tokens(raw, edited, tokens)
+    return Sampled(tokens, sampling_logprobs, reported)
+
+
+def _plan_penalties(rows: Sequence[RowSampling]) -> Penalties | None:
+    chosen = [i for i, row in enumerate(rows) if has_penalties(row.params)]
+    counts = [rows[i].counts for i in chosen]
+    known = [each for each in counts if each is not None]
+    if len(known) < len(counts):
+        raise ValueError("a row with penalties needs TokenCounts")
+    return Penalties([rows[i].params for i in chosen], known, chosen, len(rows)) if chosen else None
+
+
+def _plan_edits(rows: Sequence[RowSampling]) -> LogitEdits | None:
+    edits = [LogitEdit(i, token, value) for i, row in enumerate(rows) for token, value in row.params.logit_bias]
+    edits += [
+        LogitEdit(i, token, -float("inf"), until=row.min_tokens)
+        for i, row in enumerate(rows)
+        if row.min_tokens > 0
+        for token in row.end_ids
+    ]
+    return LogitEdits(edits) if edits else None
+
+
+def _plan_masks(rows: Sequence[RowSampling], vocab_size: int) -> TokenMasks | None:
+    states = {i: row.grammar for i, row in enumerate(rows) if row.grammar is not None}
+    return TokenMasks(list(states.values()), list(states), len(rows), vocab_size) if states else None
+
+
+def _plan_drawn(rows: Sequence[RowSampling], vocab_size: int) -> DrawnRows | None:
+    numbers = [i for i, row in enumerate(rows) if not row.is_greedy]
+    if not numbers:
+        return None
+    params = [rows[i].params for i in numbers]
+    return DrawnRows(
+        rows=RowSubset.of(numbers, len(rows)),
+        numbers=np.array(numbers, np.int64),
+        starts=streams([each.seed for each in params]),
+        temperature=mx.array([[each.temperature] for each in params], mx.float32),
+        filters=Filters.of(params, vocab_size),
+    )
+
+
+def _choose(logits: mx.array, plan: SamplingPlan, positions: NDArray[np.int64]) -> tuple[mx.array, mx.array | None]:
+    """Tokens [R], and their sampling logprobs [R] if requested. In drawn rows, the argmax gives the maximum."""
+    best = logits.argmax(-1, keepdims=True)
+    tokens = best.squeeze(-1)
+    logprobs = mx.zeros(tokens.shape, mx.float32) if plan.sampling_logprobs else None
+    if plan.drawn is None:
+        return tokens, logprobs
+    rows = plan.drawn.rows
+    peak = mx.take_along_axis(logits, best, -1)
+    drawn, drawn_logprobs = _draw(rows.take(logits), rows.take(peak), plan.drawn, positions)
+    if logprobs is not None:
+        logprobs = rows.put(drawn_logprobs, logprobs)
+    return rows.put(drawn, tokens), logprobs
+
+
+def _draw(
+    logits: mx.array, peak: mx.array, drawn: DrawnRows, positions: NDArray[np.int64]
+) -> tuple[mx.array, mx.array]:
+    """Logits [D, V] and their row maxima [D, 1] → tokens [D], and logprobs [D] under the distribution drawn from."""
+    weights = _weights(logits, peak, drawn.temperature)
+    if drawn.filters is not None:
+        weights = drawn.filters.apply(weights)
+    u = mx.array(uniforms(drawn.starts, positions[drawn.numbers]))
+    tokens, total = draw(weights, u[:, None])
+    chosen = mx.take_along_axis(logits, tokens[:, None], -1)
+    return tokens, ((chosen - peak) / drawn.temperature).squeeze(-1) - mx.log(total)
+
+
+@partial(mx.compile, shapeless=True)
+def _weights(logits: mx.array, peak: mx.array, temperature: mx.array) -> mx.array:
+    """Unnormalised probabilities, of which the largest is 1."""
+    return exp((logits - peak) / temperature)
+
+
+# ---- stages ------------------------------------------------------------------------------------
+
+
+class Stage(Protocol):
+    """Changes the logits of a batch. Unless it `needs_previous_tokens`, it applies before they are read back."""
+
+    needs_previous_tokens: bool
+
+    def apply(self, logits: mx.array, positions: NDArray[np.int64]) -> mx.array:
+        """fp32 [R, V] → fp32 [R, V]. `positions` [R]: tokens that each row has generated so far."""
+        ...
+
+
+class _CountTable:
+    """`generated` fp32 [P, V]: how often each of P rows has drawn each token, including tokens not read back yet."""
+
+    __slots__ = ("generated",)
+
+    def __init__(self, generated: mx.array) -> None:
+        self.generated = generated
+
+
+class TokenCounts:
+    """How often a row with penalties has seen each token. The row keeps it from batch to batch.
+
+    The counts live on the device, so a token is counted before its id reaches the host. They start as host data; when
+    a plan first includes the row, they become one row of the plan's table, which later plans copy.
+    """
+
+    __slots__ = ("_generated", "_place", "_prompt", "_table", "vocab_size")
+
+    def __init__(self, prompt: Sequence[int], generated: Sequence[int], vocab_size: int) -> None:
+        """Token ids must be < vocab_size. `generated` is not empty when a preempted row starts again."""
+        self.vocab_size = vocab_size
+        self._prompt = np.unique(np.asarray(prompt, np.int64))
+        self._generated = np.asarray(generated, np.int64)
+        self._table: _CountTable | None = None
+        self._place = 0
+
+    def prompt(self) -> mx.array:
+        """bool [V]: tokens of the prompt."""
+        seen = np.zeros(self.vocab_size, bool)
+        seen[self._prompt] = True
+        return mx.array(seen)
+
+    def generated(self) -> mx.array:
+        """fp32 [V]: how often each token was drawn, including the pass launched last."""
+        if self._table is not None:
+            return self._table.generated[self._place]
+        return mx.array(np.bincount(self._generated, minlength=self.vocab_size).astype(np.float32))
+
+    def after(self, tokens: Sequence[int]) -> TokenCounts:
+        """The counts of the row if it had drawn these tokens too."""
+        following = TokenCounts((), (), self.vocab_size)
+        following._prompt = self._prompt
+        following._table = _CountTable((self.generated().at[mx.array(list(tokens))].add(1.0))[None])
+        return following
+
+    def move(self, table: _CountTable, place: int) -> None:
+        """From now on the counts are row `place` of `table`, which already includes the counts so far."""
+        self._table, self._place = table, place
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    """Whether a row with these options needs `TokenCounts`."""
+    return (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0.0, 0.0, 1.0)
+
+
+class Penalties:
+    """Presence, frequency and repetition penalties of a batch.
+
+    Args:
+        params, counts: of the rows with penalties.
+        rows: the numbers of these rows in the batch, ascending.
+        batch: the number of rows in the batch.
+    """
+
+    needs_previous_tokens = False
+    __slots__ = ("_frequency", "_places", "_presence", "_prompt", "_repetition", "_rows", "_table")
+
+    def __init__(self, params: Sequence[SamplingParams], counts: Sequence[TokenCounts], rows: list[int], batch: int):
+        self._rows = RowSubset.of(rows, batch)
+        self._places = mx.arange(len(counts))
+        self._presence = _column([p.presence_penalty for p in params], neutral=0.0)
+        self._frequency = _column([p.frequency_penalty for p in params], neutral=0.0)
+        self._repetition = _column([p.repetition_penalty for p in params], neutral=1.0)
+        self._prompt = None if self._repetition is None else mx.stack([each.prompt() for each in counts])
+        self._table = _CountTable(mx.stack([each.generated() for each in counts]))
+        for place, each in enumerate(counts):
+            each.move(self._table, place)
+
+    def apply(self, logits: mx.array, _positions: NDArray[np.int64]) -> mx.array:
+        """See `Stage.apply`; with vLLM's arithmetic in vLLM's order.
+
+        The repetition penalty divides positive and multiplies negative logits of tokens in the prompt or the output.
+        Frequency is subtracted once for each occurrence in the output, presence once for each token in the output.
+        """
+        generated = self._table.generated
+        occurs = generated > 0
+        x = self._rows.take(logits)
+        if self._repetition is not None and self._prompt is not None:
+            repeated = mx.maximum(x, 0.0) / self._repetition + mx.minimum(x, 0.0) * self._repetition
+            x = mx.where(self._prompt | occurs, repeated, x)
+        if self._frequency is not None:
+            x = x - self._frequency * generated
+        if self._presence is not None:
+            x = x - self._presence * occurs
+        return self._rows.put(x, logits)
+
+    def count(self, tokens: mx.array) -> None:
+        """Counts the batch's drawn tokens, uint32 [R], each in its own row, with one scatter."""
+        drawn = self._rows.take(tokens)
+        self._table.generated = self._table.generated.at[self._places, drawn].add(1.0)
+
+
+def _column(values: list[float], neutral: float) -> mx.array | None:
+    """fp32 [P, 1], or None if every value is neutral."""
+    return mx.array(values, mx.float32)[:, None] if any(value != neutral for value in values) else None
+
+
+@dataclass(frozen=True, slots=True)
+class LogitEdit:
+    """Adds `value` to the logit of `token` in `row` while the row has generated fewer than `until` tokens."""
+
+    row: int
+    token: int
+    value: float
+    until: float = math.inf
+
+
+class LogitEdits:
+    """All edits of a batch, applied with one scatter. Edits of the same token add up."""
+
+    needs_previous_tokens = False
+    __slots__ = ("_mx_rows", "_rows", "_tokens", "_until", "_values")
+
+    def __init__(self, edits: Sequence[LogitEdit]) -> None:
+        self._rows = np.array([edit.row for edit in edits], np.int32)
+        self._values = np.array([edit.value for edit in edits], np.float32)
+        self._until = np.array([edit.until for edit in edits], np.float64)
+        self._mx_rows = mx.array(self._rows)
+        self._tokens = mx.array([edit.token for edit in edits], mx.int32)
+
+    def apply(self, logits: mx.array, positions: NDArray[np.int64]) -> mx.array:
+        """See `Stage.apply`."""
+        live = positions[self._rows] < self._until
+        if not live.any():
+            return logits
+        return logits.at[self._mx_rows, self._tokens].add(mx.array(np.where(live, self._values, np.float32(0))))
+
+
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_BIAS_OF_BYTE = np.where(_BITS, 0, -np.inf).astype(np.float32)
+"""[256, 8]: the bias of eight tokens for each value of a mask's byte, 0 for a set bit and -inf for a clear one."""
+
+
+def _biased(logits: mx.array, masks: NDArray[np.uint8]) -> mx.array:
+    """fp32 [n, V] → fp32 [n, V], -inf for tokens whose bit of `masks`, [n, ceil(V / 8)] or wider, is clear."""
+    bias = mx.array(_BIAS_OF_BYTE)[mx.array(masks)].flatten(1)
+    return logits + bias[:, : logits.shape[-1]]
+
+
+class AllowedTokens:
+    """The rows that may draw only some tokens, the same ones at each position.
+
+    Args:
+        masks: of these rows, uint8 [n, ceil(V / 8)]; see `SamplingParams.allowed_tokens`.
+        rows: these rows of the batch.
+    """
+
+    needs_previous_tokens = False
+
+    def __init__(self, masks: NDArray[np.uint8], rows: RowSubset) -> None:
+        self._masks = masks
+        self._rows = rows
+
+    @classmethod
+    def of(cls, masks: Sequence[bytes], vocab_size: int) -> AllowedTokens | None:
+        """The stage for rows with these masks; None if no row has one."""
+        chosen = [i for i, mask in enumerate(masks) if mask]
+        size = -(-vocab_size // 8)
+        bits = [np.frombuffer(masks[i], np.uint8, count=size) for i in chosen]
+        return cls(np.stack(bits), RowSubset.of(chosen, len(masks))) if chosen else None
+
+    def apply(self, logits: mx.array, _positions: NDArray[np.int64]) -> mx.array:
+        """See `Stage.apply`; -inf for tokens that are not allowed."""
+        return self._rows.put(_biased(self._rows.take(logits), self._masks), logits)
+
+
+class TokenMasks:
+    """Grammar masks of a batch, computed on the host for every token.
+
+    Args:
+        states: of the rows with grammars. Each must have accepted every token of its row before `apply`.
+        chosen: the numbers of these rows in the batch, ascending.
+        rows: the number of rows in the batch.
+    """
+
+    needs_previous_tokens = True
+
+    def __init__(self, states: Sequence[GrammarState], chosen: Sequence[int], rows: int, vocab_size: int) -> None:
+        self._states = states
+        self._rows = RowSubset.of(chosen, rows)
+        self._vocab_size = vocab_size
+
+    def apply(self, logits: mx.array, _positions: NDArray[np.int64]) -> mx.array:
+        """See `Stage.apply`; -inf for tokens that the grammar does not allow."""
+        words = np.zeros((len(self._states), -(-self._vocab_size // 32)), "<u4")
+        for state, mask in zip(self._states, words, strict=True):
+            state.fill(mask.data)
+        return self._rows.put(_biased(self._rows.take(logits), words.view(np.uint8)), logits)
+
+
+class BadWords:
+    """The token sequences that a row must not write.
+
+    Args:
+        words: none of them empty.
+        tokens: the row's own list, which has its prompt and every token that has been read back.
+        prompt_length: only what comes after the prompt counts.
+    """
+
+    __slots__ = ("_by_end", "_prompt_length", "_single", "_tokens", "needs_previous_tokens")
+
+    def __init__(self, words: Sequence[tuple[int, ...]], tokens: Sequence[int], prompt_length: int) -> None:
+        self._tokens = tokens
+        self._prompt_length = prompt_length
+        self._single = {word[0] for word in words if len(word) == 1}
+        self._by_end: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+        for word in words:
+            if len(word) > 1:
+                self._by_end[word[-2]].append(word)
+        self.needs_previous_tokens = bool(self._by_end)
+
+    def after(self, tokens: Sequence[int]) -> BadWords:
+        """The bad words of the row if it had drawn these tokens too."""
+        following = copy(self)
+        longest = max((len(word) for words in self._by_end.values() for word in words), default=0)
+        first = max(self._prompt_length, len(self._tokens) - longest)
+        following._tokens, following._prompt_length = [*self._tokens[first:], *tokens], 0
+        return following
+
+    def banned(self) -> set[int]:
+        """The tokens that would complete a word now."""
+        written = self._tokens
+        if len(written) <= self._prompt_length:
+            return self._single
+        return self._single.union(
+            word[-1] for word in self._by_end.get(written[-1], ()) if self._ends_with(list(word[:-1]))
+        )
+
+    def _ends_with(self, beginning: list[int]) -> bool:
+        start = len(self._tokens) - len(beginning)
+        return start >= self._prompt_length and self._tokens[start:] == beginning
+
+
+class BadWordBans:
+    """The bad words of a batch.
+
+    Args:
+        words: of the rows that have some.
+        rows: these rows of the batch.
+    """
+
+    def __init__(self, words: Sequence[BadWords], rows: RowSubset) -> None:
+        self._words = words
+        self._rows = rows
+        self.needs_previous_tokens = any(each.needs_previous_tokens for each in words)
+
+    @classmethod
+    def of(cls, words: Sequence[BadWords | None]) -> BadWordBans | None:
+        """The stage for rows with these bad words; None if no row has any."""
+        chosen = {i: each for i, each in enumerate(words) if each is not None}
+        return cls(list(chosen.values()), RowSubset.of(list(chosen), len(words))) if chosen else None
+
+    def apply(self, logits: mx.array, _positions: NDArray[np.int64]) -> mx.array:
+        """See `Stage.apply`; -inf for tokens that would complete a bad word. A row that could draw nothing else may
+        draw them after all."""
+        bans = [(row, token) for row, words in enumerate(self._words) for token in sorted(words.banned())]
+        if not bans:
+            return logits
+        before = self._rows.take(logits)
+        rows, tokens = np.array(bans, np.int32).T
+        after = before.at[mx.array(rows), mx.array(tokens)].add(-mx.inf)
+        any_left = after.max(-1, keepdims=True) > -mx.inf
+        return self._rows.put(mx.where(any_left, after, before), logits)
