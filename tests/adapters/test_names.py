@@ -100,6 +100,18 @@ def test_a_path_relative_to_the_working_directory_must_lead_into_a_root_too(tree
             roots.resolve(path)
 
 
+def test_a_folder_whose_name_cannot_be_compared_is_not_given(tree, monkeypatch):
+    """A root that cannot be listed may still hold it, but perhaps spelled otherwise."""
+    roots = AdapterRoots([tree / "root"])
+
+    def refused(folder):
+        raise PermissionError(folder)
+
+    monkeypatch.setattr("mlx_parallm.adapters.files.disk.os.listdir", refused)
+    with pytest.raises(InvalidRequestError, match="no directory inside the allowed roots"):
+        roots.resolve("good")
+
+
 @pytest.mark.parametrize("folder", ["tone", ".hidden", "a b/ä@1", "checkpoint", "base", "x" * 200, "n\nl"])
 def test_a_folder_has_a_name_of_its_own(folder, tmp_path):
     name = name_of_folder(tmp_path / folder)

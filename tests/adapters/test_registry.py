@@ -44,6 +44,14 @@ def test_a_name_means_its_live_version_and_a_number_that_very_one() -> None:
     assert registry.find("base").ref == BASE_ADAPTER
 
 
+def test_the_time_that_flips_take_is_kept_of_the_last_and_of_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry, clock = AdapterRegistry(), iter([10.0, 10.5, 20.0, 20.25])
+    monkeypatch.setattr("mlx_parallm.adapters.registry.time.perf_counter", lambda: next(clock))
+    publish(registry, "math")
+    publish(registry, "math")
+    assert (registry.flip_s_last, registry.flip_s_max) == (0.25, 0.5)
+
+
 @pytest.mark.parametrize(
     "selector", ["", "tone", "math@", "math@0", "math@99", "math@1.0", "math@-1", "math@+1", "math@१", "math@1@1",
                  "@1", "math@" + "9" * 400, "MATH", "math ", "base@1", "latest", "checkpoint-1", "../math", "math\x00"],

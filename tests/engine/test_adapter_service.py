@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -150,6 +151,28 @@ async def test_the_same_name_again_needs_leave_and_other_content(world: World) -
     card = await world.service.load("math", "m", replace=True)
     assert str(card.ref) == "math@2"
     assert await world.generate("math") == (card.ref, expected(weights))
+
+
+async def test_a_neutral_adapter_changes_nothing_and_names_the_linears_it_is_for(world: World) -> None:
+    await world.service.write_neutral(world.root / "fresh", "mlx-lm", 4, ["q_proj", "v_proj"])
+    card = await world.service.load("fresh", "fresh", replace=False)
+    assert (card.rank, card.targets) == (4, ("q_proj", "v_proj"))
+    ref, tokens = await world.generate("fresh")
+    assert (str(ref), tokens) == ("fresh@1", solo(tiny_model("llama"), PROMPT, 12).tokens)
+
+
+async def test_a_folder_of_the_programs_own_is_published_again_only_if_its_content_changes(
+    world: World, tmp_path: Path
+) -> None:
+    """It may lie anywhere, and go afterwards."""
+    folder = tmp_path / "elsewhere"
+    for seed, number in ((1, 1), (1, 1), (2, 2)):
+        folder.mkdir()
+        weights = random_adapter(LAYOUT, seed)
+        write_mlx_lm(folder, weights, LAYOUT)
+        assert await world.service.publish_folder("math", folder) == AdapterRef("math", number)
+        shutil.rmtree(folder)
+        assert await world.generate("math") == (AdapterRef("math", number), expected(weights))
 
 
 async def test_a_step_that_is_named_is_the_number_of_the_version(world: World) -> None:

@@ -109,6 +109,14 @@ def test_a_unit_of_staging_brings_one_version_though_it_has_time_for_more() -> N
     assert len(harness.tokens("first")) == len(harness.tokens("second")) == 3
 
 
+def test_a_version_is_written_a_short_unit_at_a_time_and_the_bank_grows_in_units_of_its_own() -> None:
+    bank = make_harness().adapters.bank
+    weights = random_adapter(layout_of(tiny_model("llama")), 1)
+    first, second = (len(list(bank.write(1, weights))) for _ in range(2))
+    groups = sum(bool(group.specs.keys() & weights.pairs.keys()) for group in bank.groups.values())
+    assert (first, second) == (2 * groups, groups), "the second one finds room"
+
+
 def test_rows_admitted_before_a_write_begins_keep_their_slot() -> None:
     """What is to be staged was found while the slot was idle."""
     model, row = tiny_model("llama"), [3, 1, 4, 1, 5]
