@@ -7,7 +7,7 @@ slots of the bank. Training has a class of its own, and so has a program that ca
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
@@ -114,7 +114,12 @@ class _SameSlot:
 
     def down(self, group: LinearGroup, x: mx.array) -> list[mx.array]:
         """x A of each linear of the group, [tokens, rank]; nothing if the slot's adapter changes none of them."""
-        return _by_place(x @ group.factors(self.slot)[0], group) if self.slot in group.written else []
+        if self.slot not in group.written:
+            return []
+        h, places = x @ group.factors(self.slot)[0], len(group.places)
+        if len(h) == 1 and places > 1:  # Metal copies a vector that is a part of a longer row
+            return list(mx.split(h.reshape(places, -1), places))
+        return _by_place(h, group)
 
     def add(self, y: mx.array, h: list[mx.array], group: LinearGroup, path: str) -> mx.array:
         """y + h B, with h of `down`."""
@@ -123,32 +128,43 @@ class _SameSlot:
 
 @dataclass(frozen=True, slots=True)
 class _OwnSlots:
-    """Single tokens from `start` on, each of its own slot: `slots`, uint32 [tokens]. `numbers`: from 0 to tokens, which
-    MLX would otherwise compute again for every linear. `gathers`: see the function."""
+    """Single tokens from `start` on, each of its own slot: `slots`, uint32 [tokens]. `gathers`: see the function.
+    `numbers`: what `_numbers` has made."""
 
     start: int
     slots: mx.array
-    numbers: mx.array
     gathers: bool
+    numbers: dict[tuple[int, int], mx.array] = field(default_factory=dict)
 
     def rows(self, x: mx.array) -> mx.array:
         """x [..., in] in the shape that products take: [tokens, 1, in]."""
         return x if x.ndim == 3 and x.shape[1] == 1 else x.reshape(len(self.slots), 1, x.shape[-1])
 
-    def down(self, group: LinearGroup, x: mx.array) -> list[mx.array]:
-        """x A[slot] of each linear of the group, [tokens, 1, rank]."""
-        return _by_place(self._product(self.rows(x), group.a), group)
+    def down(self, group: LinearGroup, x: mx.array) -> mx.array:
+        """x A[slot] of each linear of the group, [tokens · places, 1, rank]: each vector is whole in memory, because
+        Metal copies one that is a part of a longer row."""
+        h = self._product(self.rows(x), self._numbers(1, 0), group.a)
+        return h.reshape(-1, 1, group.rank) if len(group.places) > 1 else h
 
-    def add(self, y: mx.array, h: list[mx.array], group: LinearGroup, path: str) -> mx.array:
+    def add(self, y: mx.array, h: mx.array, group: LinearGroup, path: str) -> mx.array:
         """y + h B[slot], with h of `down`."""
-        product = self._product(h[group.places[path]], group.b[path])
+        numbers = self._numbers(len(group.places), group.places[path])
+        product = self._product(h, numbers, group.b[path])
         return y + (product if y.ndim == 3 else product.reshape(y.shape))
 
-    def _product(self, x: mx.array, factors: mx.array) -> mx.array:
-        """x [tokens, 1, k] times the factors [slots, k, m] of each token's slot."""
+    def _product(self, x: mx.array, numbers: mx.array, factors: mx.array) -> mx.array:
+        """The vectors of x [n, 1, k] with these numbers, one for each token, times the factors [slots, k, m] of each
+        token's slot."""
         if self.gathers:
-            return mx.gather_mm(x, factors, self.numbers, self.slots)
-        return x @ factors[self.slots]
+            return mx.gather_mm(x, factors, numbers, self.slots)
+        return x[numbers] @ factors[self.slots]
+
+    def _numbers(self, places: int, place: int) -> mx.array:
+        """The numbers of each token's vector at this place, where each token has so many vectors: uint32 [tokens]."""
+        if (places, place) not in self.numbers:
+            each = np.arange(place, places * len(self.slots), places, dtype=np.uint32)
+            self.numbers[places, place] = mx.array(each)
+        return self.numbers[places, place]
 
 
 class ForwardContext:
@@ -234,7 +250,7 @@ class ForwardContext:
     def _runs(self) -> tuple[_SameSlot | _OwnSlots, ...]:
         return _runs(self._slots, self._lengths)
 
-    def _down(self, group: LinearGroup, x: mx.array) -> tuple[mx.array, list[list[mx.array]]]:
+    def _down(self, group: LinearGroup, x: mx.array) -> tuple[mx.array, list[Any]]:
         """x in the shape that products take, and x A[slot] of each run, for each linear of the group."""
         if len(self._runs) == 1:
             rows = self._runs[0].rows(x)
@@ -325,8 +341,7 @@ def _runs(slots: tuple[int, ...], lengths: tuple[int, ...]) -> tuple[_SameSlot |
     ):
         rows = list(group)
         if is_single:
-            of_rows = mx.array([slot for slot, _ in rows], mx.uint32)
-            runs.append(_OwnSlots(start, of_rows, mx.array(np.arange(len(rows), dtype=np.uint32)), gathers()))
+            runs.append(_OwnSlots(start, mx.array([slot for slot, _ in rows], mx.uint32), gathers()))
         else:
             runs.append(_SameSlot(start, slot))
         start += sum(length for _, length in rows)
