@@ -1,10 +1,10 @@
-"""Places of blocks in an arena: which are free, how many rows read each one, and which a cached prefix owns.
+"""The allocator of blocks: which are free, how many rows read each one, and which hold a cached prefix.
 
-    used      one or more rows name the place in their tables; a cached prefix may own it as well
-    cached    no row names it, and a cached prefix owns it
+    used      one or more rows have the block in their tables; it may hold a cached prefix as well
+    cached    no row has it, and it holds a cached prefix, so it can be evicted
     free      neither
 
-A place is a number below `total`. This module knows nothing of arrays.
+A block id is a number below `total`. This module knows nothing of arrays.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ FREED = -1
 """Stands in a table for a block that was given back because no later token can attend to it."""
 
 _RUNS_TRIED = 32
-"""How many runs of free places are tried for one that holds a whole request."""
+"""How many runs of free blocks are tried for one that holds a whole request."""
 
-OwnerT = TypeVar("OwnerT", bound=Hashable)
+N = TypeVar("N", bound=Hashable)
+"""A node of the prefix index."""
 
 
 def blocks_for(tokens: int) -> int:
@@ -32,7 +33,7 @@ def blocks_for(tokens: int) -> int:
 
 
 class FreeRuns:
-    """A set of places, stored as sorted runs of consecutive ones. Adding and removing take O(log runs) comparisons."""
+    """A set of block ids, stored as sorted runs of consecutive ones. Adding and removing take O(log runs) comparisons."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -40,7 +41,7 @@ class FreeRuns:
         self._lengths: dict[int, int] = {}
 
     def add(self, start: int, length: int = 1) -> None:
-        """Adds the places [start, start + length), none of which is in the set."""
+        """Adds the ids [start, start + length), none of which is in the set."""
         self.count += length
         at = bisect_left(self._starts, start)
         if at < len(self._starts) and self._starts[at] == start + length:
@@ -53,7 +54,7 @@ class FreeRuns:
             self._lengths[start] = length
 
     def remove(self, start: int, length: int = 1) -> None:
-        """Removes the places [start, start + length), all of which are in the set and so in one run."""
+        """Removes the ids [start, start + length), all of which are in the set and so in one run."""
         self.count -= length
         at = bisect_right(self._starts, start) - 1
         first = self._starts[at]
@@ -69,7 +70,7 @@ class FreeRuns:
             self._lengths[start + length] = after
 
     def consecutive(self, start: int) -> int:
-        """How many places from `start` on are in the set without a gap."""
+        """How many ids from `start` on are in the set without a gap."""
         at = bisect_right(self._starts, start) - 1
         return max(0, self._starts[at] + self._lengths[self._starts[at]] - start) if at >= 0 else 0
 
@@ -83,32 +84,33 @@ class FreeRuns:
         return self._starts[0], self._lengths[self._starts[0]]
 
     def first(self, count: int) -> list[int]:
-        """The `count` lowest places."""
-        places: list[int] = []
+        """The `count` lowest ids."""
+        ids: list[int] = []
         for start in self._starts:
-            places.extend(range(start, start + min(self._lengths[start], count - len(places))))
-            if len(places) == count:
+            ids.extend(range(start, start + min(self._lengths[start], count - len(ids))))
+            if len(ids) == count:
                 break
-        return places
+        return ids
 
-    def places(self) -> set[int]:
-        """All places. For checks."""
-        return {place for start in self._starts for place in range(start, start + self._lengths[start])}
+    def ids(self) -> set[int]:
+        """All ids. For checks."""
+        return {id for start in self._starts for id in range(start, start + self._lengths[start])}
 
 
-class Places(Generic[OwnerT]):
-    """The places of one arena.
+class BlockAllocator(Generic[N]):
+    """The blocks of one arena.
 
     Attributes:
-        references: for each place, how many rows name it.
-        owners: the node of the prefix index that owns a place, for those that have one.
-        idle: the owners of cached places and their places, in the order in which rows let go of them.
+        references: for each block, how many rows have it.
+        cached_by: the node of the prefix index that a block is cached for, for those that are.
+        evictable: the nodes of cached blocks that no row has, and their block ids, in the order in which rows released
+            them.
     """
 
     def __init__(self) -> None:
         self.references: list[int] = []
-        self.owners: dict[int, OwnerT] = {}
-        self.idle: dict[OwnerT, int] = {}
+        self.cached_by: dict[int, N] = {}
+        self.evictable: dict[N, int] = {}
         self._runs = FreeRuns()
 
     @property
@@ -121,79 +123,79 @@ class Places(Generic[OwnerT]):
 
     @property
     def cached(self) -> int:
-        return len(self.idle)
+        return len(self.evictable)
 
     @property
     def used(self) -> int:
         return self.total - self.free - self.cached
 
-    def is_free(self, place: int) -> bool:
-        return not self.references[place] and place not in self.owners
+    def is_free(self, block_id: int) -> bool:
+        return not self.references[block_id] and block_id not in self.cached_by
 
-    def is_private(self, place: int) -> bool:
-        """Whether one row names the place and no cached prefix owns it. Only such a block may be written."""
-        return self.references[place] == 1 and place not in self.owners
+    def is_private(self, block_id: int) -> bool:
+        """Whether one row has the block and it is not cached. Only such a block may be written."""
+        return self.references[block_id] == 1 and block_id not in self.cached_by
 
     # -- rows ------------------------------------------------------------------------------------
 
-    def take(self, count: int, after: int = FREED) -> list[int]:
-        """Takes `count` free places for one row, consecutive ones if possible.
+    def allocate(self, count: int, after: int = FREED) -> list[int]:
+        """Allocates `count` free blocks for one row, consecutive ones if possible.
 
-        They follow `after`, the row's last place, as far as those places are free. The others are a run that holds
-        them all, or else the lowest free places.
+        They follow `after`, the row's last block, as far as those blocks are free. The others are a run that holds
+        them all, or else the lowest free blocks.
         """
         assert count <= self.free, (count, self.free)
-        taken: list[int] = []
+        allocated: list[int] = []
         if after != FREED:
-            self._take_run(after + 1, min(count, self._runs.consecutive(after + 1)), taken)
-        if len(taken) < count and (start := self._runs.find(count - len(taken))) is not None:
-            self._take_run(start, count - len(taken), taken)
-        while len(taken) < count:
+            self._take_run(after + 1, min(count, self._runs.consecutive(after + 1)), allocated)
+        if len(allocated) < count and (start := self._runs.find(count - len(allocated))) is not None:
+            self._take_run(start, count - len(allocated), allocated)
+        while len(allocated) < count:
             start, length = self._runs.lowest()
-            self._take_run(start, min(length, count - len(taken)), taken)
-        return taken
+            self._take_run(start, min(length, count - len(allocated)), allocated)
+        return allocated
 
-    def _take_run(self, start: int, length: int, taken: list[int]) -> None:
+    def _take_run(self, start: int, length: int, allocated: list[int]) -> None:
         if length:
             self._runs.remove(start, length)
-            taken.extend(range(start, start + length))
+            allocated.extend(range(start, start + length))
             self.references[start : start + length] = [1] * length
 
-    def acquire(self, place: int) -> None:
-        """Counts one more row that names the place, which is used or cached."""
-        if not self.references[place]:
-            del self.idle[self.owners[place]]
-        self.references[place] += 1
+    def acquire(self, block_id: int) -> None:
+        """Counts one more row that has the block, which is used or cached."""
+        if not self.references[block_id]:
+            del self.evictable[self.cached_by[block_id]]
+        self.references[block_id] += 1
 
-    def release(self, place: int) -> None:
-        """Counts one row less. Without rows, the place is cached if it has an owner, and free otherwise."""
-        assert self.references[place] > 0, place
-        self.references[place] -= 1
-        if not self.references[place]:
-            if (owner := self.owners.get(place)) is not None:
-                self.idle[owner] = place
+    def release(self, block_id: int) -> None:
+        """Counts one row less. Without rows, the block can be evicted if it is cached, and is free otherwise."""
+        assert self.references[block_id] > 0, block_id
+        self.references[block_id] -= 1
+        if not self.references[block_id]:
+            if (node := self.cached_by.get(block_id)) is not None:
+                self.evictable[node] = block_id
             else:
-                self._runs.add(place)
+                self._runs.add(block_id)
 
     # -- cached prefixes -------------------------------------------------------------------------
 
-    def own(self, place: int, owner: OwnerT) -> None:
-        """Makes `owner` the owner of a used place that has none."""
-        assert self.references[place] > 0, place
-        assert place not in self.owners, place
-        self.owners[place] = owner
+    def cache(self, block_id: int, node: N) -> None:
+        """Caches a used block, which is not cached yet, for `node`."""
+        assert self.references[block_id] > 0, block_id
+        assert block_id not in self.cached_by, block_id
+        self.cached_by[block_id] = node
 
-    def disown(self, place: int) -> None:
-        """Takes a place from its owner. It becomes free if no row names it."""
-        owner = self.owners.pop(place)
-        if not self.references[place]:
-            del self.idle[owner]
-            self._runs.add(place)
+    def uncache(self, block_id: int) -> None:
+        """Caches a block no longer. It becomes free if no row has it."""
+        node = self.cached_by.pop(block_id)
+        if not self.references[block_id]:
+            del self.evictable[node]
+            self._runs.add(block_id)
 
     # -- size ------------------------------------------------------------------------------------
 
     def resize(self, total: int) -> None:
-        """Adds free places at the end, or removes places from the end that are all free."""
+        """Adds free blocks at the end, or removes blocks from the end that are all free."""
         if total > self.total:
             self._runs.add(self.total, total - self.total)
             self.references.extend([0] * (total - self.total))
@@ -202,29 +204,29 @@ class Places(Generic[OwnerT]):
             del self.references[total:]
 
     def moves_below(self, total: int, most: int) -> list[tuple[int, int]]:
-        """Up to `most` moves (source, target) that bring blocks from places at or above `total` into free ones below.
+        """Up to `most` moves (source, target) that bring blocks from ids at or above `total` to free ones below.
 
         Both are in ascending order, so that consecutive blocks stay consecutive where the targets are.
         """
-        sources = [*islice((p for p in range(total, self.total) if not self.is_free(p)), most)]
-        targets = [place for place in self._runs.first(len(sources)) if place < total]
+        sources = [*islice((id for id in range(total, self.total) if not self.is_free(id)), most)]
+        targets = [id for id in self._runs.first(len(sources)) if id < total]
         return list(zip(sources, targets, strict=False))
 
     def move(self, source: int, target: int) -> None:
-        """Gives the rows and the owner of `source` to the free place `target`; `source` becomes free."""
+        """Gives the rows and the node of `source` the free block `target`; `source` becomes free."""
         self._runs.remove(target)
         self._runs.add(source)
         self.references[target], self.references[source] = self.references[source], 0
-        if (owner := self.owners.pop(source, None)) is not None:
-            self.owners[target] = owner
-            if owner in self.idle:
-                self.idle[owner] = target
+        if (node := self.cached_by.pop(source, None)) is not None:
+            self.cached_by[target] = node
+            if node in self.evictable:
+                self.evictable[node] = target
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if the states of the places disagree."""
-        free = {place for place in range(self.total) if self.is_free(place)}
-        assert free == self._runs.places()
+        """Raises AssertionError if the states of the blocks disagree."""
+        free = {id for id in range(self.total) if self.is_free(id)}
+        assert free == self._runs.ids()
         assert len(free) == self.free
-        cached = {p: o for p, o in self.owners.items() if not self.references[p]}
-        assert cached == {place: owner for owner, place in self.idle.items()}
+        cached = {id: node for id, node in self.cached_by.items() if not self.references[id]}
+        assert cached == {id: node for node, id in self.evictable.items()}
         assert all(count >= 0 for count in self.references)

@@ -4,7 +4,7 @@
     row B   [ 0 ][ 1 ][ 3 ]               again. Blocks 2, 3 and 5 each belong to one row.
     cached  [ 0 ][ 4 ]                    no row reads block 4; it is kept until its memory is needed.
 
-Recurrent layers keep a state instead; see `row_states`.
+Recurrent layers keep a state instead; see `states`.
 
 With `KVLayout.bits`, blocks are quantized. A row writes into its tail, a block in full precision; when that is full, it
 is quantized into the row's table. A token attends to its own block in full precision and to the blocks before it as
@@ -19,32 +19,27 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Hashable, Sequence
 
-import mlx.core as mx
-
-from mlx_parallm.batch.kv.arena import Bytes
-from mlx_parallm.batch.kv.block_files import BlockName, HostBlock
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
-from mlx_parallm.batch.kv.groups import LayerGroup, StateGroup, Store
-from mlx_parallm.batch.kv.host_blocks import restore, to_host, to_read, unsaved
-from mlx_parallm.batch.kv.memory import BlockMemory
+from mlx_parallm.batch.kv.memory import KVMemory, LayerGroup
 from mlx_parallm.batch.kv.prefix import Node, first_visible
 from mlx_parallm.batch.kv.row import KVRow
-from mlx_parallm.batch.kv.row_blocks import ancestor, copy_start, fork, holds, kept, make_private, reserve
-from mlx_parallm.batch.kv.row_prefixes import attach, freeze, freeze_tail, take_over
-from mlx_parallm.batch.kv.row_states import begin, reserve_checkpoint
-from mlx_parallm.batch.kv.tidy import tidy
+from mlx_parallm.batch.kv.states import StateCheckpoints
 from mlx_parallm.core import Account, DeviceMemory
 from mlx_parallm.model.layer_state import KVLayout
 
 __all__ = ["KVRow", "LayerGroup", "LoRABatchedKVCache"]
 
+_WORTH_COPYING = 8
+"""Tokens that a partly matching block must save. To compute fewer costs about as much as to copy the block."""
 
-class LoRABatchedKVCache:
+
+class LoRABatchedKVCache(KVMemory):
     """Rows of keys and values within a byte budget, and the prefixes that were computed before.
 
     Attributes:
         longest_row: tokens of the longest row that fits the budget when it is alone.
         group_of: by layer, the number of its group in `groups`, and its own in the group.
+        checkpoints: of recurrent states; None if there are no such layers.
         hits, queries: tokens found in the cache, and tokens of the prompts that were looked up. The caller of `open`
             says which lookups count.
 
@@ -54,7 +49,6 @@ class LoRABatchedKVCache:
         max_length: longest row in tokens.
         keep_prefixes: whether there is a prefix cache. Without one, `open` finds nothing and `freeze` does nothing.
             Opaque caches have none: blocks of several rows would count once what each of them has.
-        memory: the blocks; None: new ones of this layout within the memory of `device`.
         control_ids: tokens that can end a message of a chat.
     """
 
@@ -64,27 +58,27 @@ class LoRABatchedKVCache:
         device: DeviceMemory,
         max_length: int,
         keep_prefixes: bool = True,
-        memory: BlockMemory | None = None,
         control_ids: Collection[int] = frozenset(),
     ) -> None:
-        self.layout = layout
+        self._control_ids = control_ids
+        super().__init__(layout, device)
         self.max_length = max_length
         self.keep_prefixes = keep_prefixes and not layout.opaque
         self.hits = self.queries = 0
-        self.device = device
-        self._memory = memory or BlockMemory(layout, device)
-        self._memory.control_ids = control_ids
         self.group_of = {
-            layer: (number, index)
-            for number, group in enumerate(self.groups)
-            for index, layer in enumerate(group.layers)
+            layer: (group.number, index) for group in self.groups for index, layer in enumerate(group.layers)
         }
-        blocks = max(0, device.budget_bytes - self._memory.own_bytes) // self._memory.block_bytes
+        blocks = max(0, device.budget_bytes - self.own_bytes) // self.block_bytes
         self.longest_row = min(max_length, blocks * BLOCK_TOKENS)
-        device.open_account(Account.ROWS, lambda: self._memory.bytes_used)
-        device.open_account(Account.PREFIXES, lambda: self._memory.bytes_cached)
-        device.open_account(Account.FREE_BLOCKS, lambda: self._memory.bytes_free)
-        device.give_back = lambda: tidy(self._memory, sys.maxsize, quiet=False)
+        device.open_account(Account.ROWS, lambda: self.bytes_used)
+        device.open_account(Account.PREFIXES, lambda: self.bytes_cached)
+        device.open_account(Account.FREE_BLOCKS, lambda: self.bytes_free)
+        device.give_back = lambda: self.tidy(sys.maxsize)
+
+    def clear(self) -> None:
+        """See `KVMemory.clear`."""
+        super().clear()
+        self.checkpoints = StateCheckpoints(self, self.states, self._control_ids) if self.states else None
 
     # -- rows ------------------------------------------------------------------------------------
 
@@ -111,18 +105,16 @@ class LoRABatchedKVCache:
             Exception: the device's own error, in all other cases where it fails. Existing rows are unchanged.
         """
         self._check_length(tokens)
-        alone = not self._memory.rows
-        row = KVRow() if into is None else into
-        self._memory.add(row)
-        looks_up = root is not None and self.keep_prefixes
-        opened = False
+        alone = not self.rows
+        row = self.add(KVRow() if into is None else into)
+        opened, looks_up = False, root is not None and self.keep_prefixes
         try:
-            if looks_up and (partial := attach(self._memory, row, root, ids)) is not None:
-                copy_start(self._memory, row, *partial, tokens, alone)
-            opened = reserve(self._memory, row, tokens, alone) and begin(self._memory, row)
+            if looks_up:
+                self._start_with_prefix(row, root, ids, tokens, alone)
+            opened = self._reserve(row, tokens, alone) and (self.checkpoints is None or self.checkpoints.begin(row))
         finally:
             if not opened:
-                self._memory.close(row)
+                self.remove(row)
         if not opened and alone and looks_up:
             return self.open(tokens, into=into)  # there is no room for a state beside the checkpoint of it
         if opened and looks_up and counts:
@@ -136,9 +128,15 @@ class LoRABatchedKVCache:
         Returns False, and raises, in the same cases as `open` returns None and raises.
         """
         self._check_length(tokens)
-        if row.computed % BLOCK_TOKENS and tokens > row.computed and not make_private(self._memory, row):
+        if row.computed % BLOCK_TOKENS and tokens > row.computed and not self._make_private(row):
             return False
-        return reserve(self._memory, row, tokens, alone=len(self._memory.rows) == 1)
+        return self._reserve(row, tokens, alone=len(self.rows) == 1)
+
+    def missing(self, row: KVRow, tokens: int) -> int:
+        """Bytes that other rows have to give back before `extend` finds room for `tokens`, when all cached prefixes
+        have been evicted; 0 or less if none."""
+        blocks = self.groups[0].lacks(row, blocks_for(tokens))
+        return self.bytes_used + blocks * self.block_bytes - self.device.pool_limit(alone=len(self.rows) == 1)
 
     def truncate(self, row: KVRow, length: int) -> None:
         """Forgets all tokens from `length` on, and gives back the blocks that are not needed for the others.
@@ -150,13 +148,13 @@ class LoRABatchedKVCache:
             ValueError: as in `fork`.
         """
         self._check_held(row, length)
-        length = kept(self._memory, row, length)
+        length = self._kept(row, length)
         for group, table in zip(self.groups, row.tables, strict=True):
             while len(table) > blocks_for(length):
-                if (place := table.pop()) != FREED:
-                    group.places.release(place)
+                if (block_id := table.pop()) != FREED:
+                    group.allocator.release(block_id)
         row.computed = length
-        row.node = ancestor(row.node, length // BLOCK_TOKENS)
+        row.node = _ancestor(row.node, length // BLOCK_TOKENS)
 
     def fork(self, source: KVRow, length: int, tokens: int, *, into: KVRow | None = None) -> KVRow | None:
         """Opens a row as `open` does, which starts with the first `length` tokens of `source`.
@@ -169,208 +167,310 @@ class LoRABatchedKVCache:
         """
         self._check_length(max(tokens, length))
         self._check_held(source, length)
-        row = KVRow() if into is None else into
-        return row if fork(self._memory, source, length, tokens, row) else None
+        length = self._kept(source, length)
+        whole = length // BLOCK_TOKENS
+        row = self.add(KVRow() if into is None else into)
+        if not self.layout.opaque:  # else the blocks count what each row has by itself
+            self.share(row, [table[:whole] for table in source.tables])
+        forked = False
+        try:
+            forked = (
+                self._reserve(row, max(tokens, length), alone=False)
+                and (length % BLOCK_TOKENS == 0 or self._copy_last(source, row, whole))
+                and (self.checkpoints is None or self.checkpoints.copy(source.state, row))
+            )
+        finally:
+            if not forked:
+                self.remove(row)
+        if not forked:
+            return None
+        row.computed, row.node, row.adapter_slot = length, _ancestor(source.node, whole), source.adapter_slot
+        return row
 
     def holds(self, row: KVRow, length: int) -> bool:
         """Whether `row` still has all that its token at position `length` reads: the blocks that it attends to, and the
         recurrent state before it."""
-        return holds(self._memory, row, length)
+        if self.states is not None and length != row.computed:
+            return False
+        length = self._kept(row, length)
+        visible = [(first_visible(length, group.window), group.block_ids(row)) for group in self.groups]
+        return all(first >= blocks_for(length) or table[first] != FREED for first, table in visible)
 
     def release_windows(self, row: KVRow) -> None:
         """Gives back the blocks that no later token can attend to, in groups with a sliding window.
 
         Call it after `freeze`, which registers these blocks so that a later prompt may find them.
         """
-        for group, table in self._memory.tables(row):
+        for group, table in zip(self.groups, row.tables, strict=True):
             block = min(first_visible(row.computed, group.window), len(table)) - 1
             while block >= 0 and table[block] != FREED:
-                group.places.release(table[block])
+                group.allocator.release(table[block])
                 table[block] = FREED
                 block -= 1
 
     def close(self, row: KVRow, root: Hashable | None = None, ids: Sequence[int] = ()) -> None:
         """Removes a row. With `root` and the ids of its tokens, its blocks stay cached, even a partly filled one."""
         if root is not None and self.keep_prefixes:
-            freeze(self._memory, row, root, ids)
-            freeze_tail(self._memory, row, root, ids)
-        self._memory.close(row)
+            self.freeze(row, root, ids)
+            self._freeze_tail(row, root, ids)
+        self.remove(row)
 
-    def clear(self) -> None:
-        """Drops all rows, arrays and cached prefixes. Used after a failed unit, whose arrays may be wrong."""
-        self._memory.clear()
+    # -- blocks of rows --------------------------------------------------------------------------
+
+    def add(self, row: KVRow) -> KVRow:
+        """Adds a row without blocks."""
+        row.reset(len(self.groups))
+        self.rows[row] = None
+        return row
+
+    def remove(self, row: KVRow) -> None:
+        """Removes a row. It releases its last block first, so that a prefix is evicted from its end."""
+        for store in self.stores:
+            for block_id in reversed(store.block_ids(row)):
+                if block_id != FREED:
+                    store.allocator.release(block_id)
+        row.reset(0)
+        del self.rows[row]
+
+    def share(self, row: KVRow, tables: Sequence[list[int]]) -> None:
+        """Appends blocks of other rows or of cached prefixes to a row's tables."""
+        for group, table, block_ids in zip(self.groups, row.tables, tables, strict=True):
+            for block_id in block_ids:
+                if block_id != FREED:
+                    group.allocator.acquire(block_id)
+            table += block_ids
+
+    def _reserve(self, row: KVRow, tokens: int, alone: bool) -> bool:
+        """Appends free blocks to a row until it has room for `tokens`, and gives it a tail and a state if it needs them.
+
+        Returns False, and raises, as `extend` does. `alone`: no other row is open.
+        """
+        needs = {store: need for store in self.stores if (need := store.lacks(row, blocks_for(tokens)))}
+        if not self.make_room(needs, alone):
+            return False
+        for store, need in needs.items():
+            store.allocate(row, need)
+        return True
+
+    def _make_private(self, row: KVRow) -> bool:
+        """Makes the partly filled last block of a row its own, if the row was truncated within a frozen block.
+
+        The block is taken out of the prefix index if no other row reads it; otherwise the row gets a copy. Returns
+        False as `extend` does.
+        """
+        last = [(group, table[row.computed // BLOCK_TOKENS]) for group, table in zip(self.groups, row.tables, strict=True)]
+        if all(group.allocator.is_private(block_id) for group, block_id in last):
+            return True
+        if all(group.allocator.references[block_id] == 1 for group, block_id in last):
+            for group, block_id in last:
+                self.index.remove(block_id, group.number)
+            return True
+        if (copy := self.fork(row, row.computed, row.computed)) is None:
+            return False
+        row.tables, copy.tables = copy.tables, row.tables
+        self.remove(copy)
+        return True
+
+    def _kept(self, row: KVRow, length: int) -> int:
+        """How many of a row's first `length` tokens can be gone on from.
+
+        That is all of them, if full blocks are not quantized. If they are, a block cannot be written any more once the
+        row has tokens after it or has filled it, because its numbers in full precision are gone. Then it is those
+        before it.
+        """
+        if self.tails is None or row.computed // BLOCK_TOKENS == length // BLOCK_TOKENS:
+            return length
+        return length - length % BLOCK_TOKENS
+
+    def _copy_last(self, source: KVRow, row: KVRow, block: int) -> bool:
+        """Copies the partly filled `block` of `source`. Returns False if the device is out of memory."""
+        if self.tails is not None:
+            return self.copy(self.tails, [source.tail], [row.tail])
+        return self._copy_block(source, block, row, block)
+
+    def _copy_block(self, source: KVRow, block: int, row: KVRow, target: int) -> bool:
+        """Copies one block of `source` in all groups. Returns False if the device is out of memory."""
+        pairs = zip(self.groups, source.tables, row.tables, strict=True)
+        return all(self.copy(group, [table[block]], [own[target]]) for group, table, own in pairs)
 
     # -- cached prefixes -------------------------------------------------------------------------
 
+    def cached(self, root: Hashable, ids: Sequence[int]) -> int:
+        """How many tokens a row of `ids` would start with, whole blocks only."""
+        return len(self.index.find(root, ids)) * BLOCK_TOKENS if self.keep_prefixes else 0
+
+    def _start_with_prefix(self, row: KVRow, root: Hashable, ids: Sequence[int], tokens: int, alone: bool) -> None:
+        """Gives a new row the longest cached chain of `ids`, and a copy of the block that begins like the rest of them.
+
+        At least the last id is left to compute.
+        """
+        chain = self.index.find(root, ids)
+        row.computed, row.node = len(chain) * BLOCK_TOKENS, chain[-1] if chain else None
+        firsts = [first_visible(row.computed, group.window) for group in self.groups]
+        self.share(row, [[FREED] * n + [node.block_ids[g] for node in chain[n:]] for g, n in enumerate(firsts)])
+        if self.checkpoints is not None:
+            self.checkpoints.plan(row, root, ids)
+        if self._shares_parts:
+            node, common = self.index.find_partial(root, chain, ids)
+            if node is not None and common >= _WORTH_COPYING:
+                self._copy_start(node, common, row, tokens, alone)
+
+    def _copy_start(self, node: Node, common: int, row: KVRow, tokens: int, alone: bool) -> None:
+        """Copies the first `common` tokens of a cached block to the end of a new row, if there is memory for both."""
+        donor = self.add(KVRow())  # keeps the block meanwhile
+        self.share(donor, [[block_id] for block_id in node.block_ids])
+        try:
+            reserved = self._reserve(row, max(tokens, row.computed + common), alone)
+            if reserved and self._copy_block(donor, 0, row, row.computed // BLOCK_TOKENS):
+                row.computed += common
+        finally:
+            self.remove(donor)
+
     def freeze(self, row: KVRow, root: Hashable, ids: Sequence[int]) -> None:
-        """Registers the row's full blocks, as far as `ids` has their tokens, so that later prompts find them.
+        """Registers the row's full blocks, as far as `ids` has their tokens, so that later prompts find them. O(blocks
+        that are not registered yet).
 
         If the index already has a block of the same tokens, which another row computed, the row uses that block and
-        gives its own back.
+        gives its own back. A row whose last registered block has left the index registers all of its blocks again.
         """
-        if self.keep_prefixes:
-            freeze(self._memory, row, root, ids)
+        node = _last_registered(row)
+        whole = min(row.computed, len(ids)) // BLOCK_TOKENS
+        if not self.keep_prefixes or whole <= (node.depth if node else 0):
+            return
+        node = node or self.index.root(root)
+        for start in range(node.depth * BLOCK_TOKENS, whole * BLOCK_TOKENS, BLOCK_TOKENS):
+            node = self.index.child(node, tuple(ids[start : start + BLOCK_TOKENS]))
+            self._register(row, node)
+            if self.checkpoints is not None:
+                self.checkpoints.register(row, node)
+        row.node = node
+        self.index.prune(node)
+
+    def _freeze_tail(self, row: KVRow, root: Hashable, ids: Sequence[int]) -> None:
+        """Registers the partly filled last block of a row that will not be written again, if rows can go on from
+        one."""
+        whole = row.computed // BLOCK_TOKENS
+        tail = tuple(ids[whole * BLOCK_TOKENS : row.computed])
+        if not tail or len(ids) < row.computed or not self._shares_parts:
+            return
+        parent = _last_registered(row) or self.index.root(root)
+        new = parent.depth == whole and tail not in parent.children
+        pairs = zip(self.groups, row.tables, strict=True)
+        if new and all(group.allocator.is_private(table[whole]) for group, table in pairs):
+            self._register(row, self.index.child(parent, tail))
+        self.index.prune(parent)
+
+    @property
+    def _shares_parts(self) -> bool:
+        """Whether a row can go on from the first tokens of a cached block. They do not have the numbers in full
+        precision if blocks are quantized, and there is no recurrent state within a block."""
+        return self.tails is None and self.states is None
+
+    def _register(self, row: KVRow, node: Node) -> None:
+        """Makes the row and the node of one of its blocks have the same block ids."""
+        block = node.depth - 1
+        for group, table in zip(self.groups, row.tables, strict=True):
+            cached = node.block_ids[group.number]
+            if table[block] == FREED:
+                continue
+            if cached == FREED:
+                self.index.cache(node, group.number, table[block])
+            elif cached != table[block]:
+                group.allocator.acquire(cached)
+                group.allocator.release(table[block])
+                table[block] = cached
 
     def reserve_checkpoint(self, row: KVRow, tokens: int) -> None:
         """Lets the next pass keep the row's recurrent state after `tokens` tokens, where that pass ends, for the prefix
         cache. Does nothing if there is no such state, no memory for it, or no block that ends there."""
-        if self.keep_prefixes:
-            reserve_checkpoint(self._memory, row, tokens)
+        if self.keep_prefixes and self.checkpoints is not None:
+            self.checkpoints.reserve(row, tokens)
 
-    def take_over(self, row: KVRow, root: Hashable, ids: Sequence[int]) -> Hashable:
+    def take_over(self, row: KVRow, root: Hashable, ids: Sequence[int], *, counts: bool = False) -> Hashable:
         """Gives a row, which has not computed all of `ids`, the blocks that other rows have computed since.
 
-        `row.computed` grows by their tokens. At least one id is left to compute.
+        `row.computed` grows by their tokens, which `counts` adds to `hits`. At least one id is left to compute.
 
         Returns:
-            A key that rows have in common if they compute the same block next; None if no whole block is left.
+            A key that rows have in common if they compute the same block next; None if no whole block is left. With
+            recurrent layers it is the same for all blocks before the row's next cut, because only that has a
+            checkpoint; a unit that brings the row there and is not read yet does not count.
         """
-        return take_over(self._memory, row, root, ids) if self.keep_prefixes else None
+        if not self.keep_prefixes:
+            return None
+        before = row.computed
+        node = _last_registered(row) or self.index.existing_root(root)
+        take = self._take_blocks if self.checkpoints is None else self._take_checkpoint
+        key = take(row, node, root, ids)
+        self.hits += counts * (row.computed - before)
+        return key
 
-    def cached(self, root: Hashable, ids: Sequence[int]) -> int:
-        """How many tokens a row of `ids` would start with, whole blocks only."""
-        return len(self._memory.index.find(root, ids)) * BLOCK_TOKENS if self.keep_prefixes else 0
+    def _take_blocks(self, row: KVRow, node: Node | None, root: Hashable, ids: Sequence[int]) -> Hashable:
+        """Gives a row the blocks that follow its last one, `node`. Returns as `take_over` does."""
+        depth = node.depth if node else 0
+        while (following := _ids_of_block(ids, depth)) is not None and depth == row.computed // BLOCK_TOKENS:
+            child = node.children.get(following) if node else None
+            if child is None or FREED in child.block_ids:
+                break
+            self._go_on_from(row, child)
+            node, depth = child, child.depth
+        return None if following is None else (node or root, following)
 
-    def evict(self, blocks: int) -> int:
-        """Drops cached blocks that no row reads, the least recently used first. Returns how many places became free.
-        States at the end of dropped blocks go with them."""
-        freed = 0
-        for number in range(len(self.groups)):
-            freed += self._memory.evict(number, blocks - freed)
-        return freed
+    def _take_checkpoint(self, row: KVRow, node: Node | None, root: Hashable, ids: Sequence[int]) -> Hashable:
+        """Gives a row the blocks that follow its last one, `node`, up to the last checkpoint beyond its own tokens, and
+        the state there. Returns as `take_over` does."""
+        assert self.checkpoints is not None
+        following: list[Node] = []
+        while node is not None and (block := _ids_of_block(ids, node.depth)) is not None:
+            node = node.children.get(block)
+            if node is None or not self.has_block(node):
+                break
+            following.append(node)
+        for taken in self.checkpoints.take_over(row, following):
+            self._go_on_from(row, taken)
+        registered = last.depth * BLOCK_TOKENS if (last := _last_registered(row)) else 0
+        return next((key for cut, key in row.prefix_keys.items() if cut > registered), None)
 
-    def roots(self) -> list[Hashable]:
-        """The roots of all chains."""
-        return self._memory.index.roots()
+    def _go_on_from(self, row: KVRow, node: Node) -> None:
+        """Makes a node the last block of a row."""
+        self._register(row, node)
+        row.node, row.computed = node, node.depth * BLOCK_TOKENS
 
-    def drop(self, root: Hashable) -> int:
-        """Forgets the cached prefixes of a root. Live rows keep their blocks. Returns how many tokens were cached."""
-        return self._memory.index.drop(root)
+    def has_block(self, node: Node) -> bool:
+        """Whether the keys and values of a node's block are in memory in every layer group."""
+        return FREED not in node.block_ids[: len(self.groups)]
 
-    def reset(self) -> int:
-        """Forgets all cached prefixes. Live rows keep their blocks. Returns how many tokens were cached."""
-        return self._memory.index.reset()
-
-    def unsaved(self, most: int) -> list[tuple[Node, bool]]:
-        """See `host_blocks.unsaved`."""
-        return unsaved(self._memory, most)
-
-    def to_host(self, node: Node, is_state: bool) -> list[Bytes]:
-        """Copies a cached block, or the state at its end, in the order of `block_files.HostBlock.arrays`."""
-        return to_host(self._memory, node, is_state)
-
-    def to_read(self, root: Hashable, ids: Sequence[int], names: Sequence[BlockName]) -> list[BlockName]:
-        """See `host_blocks.to_read`."""
-        return to_read(self._memory, root, ids, names)
-
-    def restore(self, root: Hashable, ids: Sequence[int], blocks: Sequence[HostBlock]) -> bool:
-        """Makes what was read from the disk cached prefixes again; see `host_blocks.restore`."""
-        return self.keep_prefixes and restore(self._memory, root, ids, blocks)
-
-    def tidy(self, most_bytes: int, quiet: bool = False, pausing: bool = False) -> bool:
-        """Resizes arenas between units; see `tidy.tidy`. Returns whether more is left to do."""
-        return tidy(self._memory, most_bytes, quiet, pausing)
-
-    # -- figures ---------------------------------------------------------------------------------
-
-    @property
-    def groups(self) -> list[LayerGroup]:
-        return self._memory.groups
-
-    @property
-    def stores(self) -> list[Store]:
-        """All arrays: those of `groups`, and then of `states` and `tails` if there are any."""
-        return self._memory.stores
-
-    @property
-    def tails(self) -> LayerGroup | None:
-        """The last block of each row in full precision, if full blocks are quantized."""
-        return self._memory.tails
-
-    @property
-    def states(self) -> StateGroup | None:
-        """The states of recurrent layers; None if there are no such layers."""
-        return self._memory.states
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block, over all layers."""
-        return self._memory.block_bytes
+    # -- figures and checks ----------------------------------------------------------------------
 
     @property
     def smallest_budget(self) -> int:
         """Bytes that a row of one block needs."""
-        return self._memory.block_bytes + self._memory.own_bytes
-
-    @property
-    def device_refused(self) -> bool:
-        """Whether the device had no memory when more blocks were last wanted."""
-        return self._memory.device_refused
-
-    def missing(self, row: KVRow, tokens: int) -> int:
-        """Bytes that other rows have to give back before `extend` finds room for `tokens`; 0 or less if none."""
-        return self._memory.missing(row, tokens, alone=len(self._memory.rows) == 1)
-
-    @property
-    def bytes_cached(self) -> int:
-        """Bytes of cached blocks that no row reads."""
-        return self._memory.bytes_cached
-
-    @property
-    def bytes_used(self) -> int:
-        """Bytes of blocks that rows read."""
-        return self._memory.bytes_used
-
-    @property
-    def bytes_held(self) -> int:
-        """Bytes of all blocks except those that only cached prefixes need: blocks that rows read, and free ones."""
-        return self._memory.nbytes - self._memory.bytes_cached
-
-    @property
-    def evictions(self) -> int:
-        """Cached blocks that were dropped to make room."""
-        return self._memory.evictions
+        return self.block_bytes + self.own_bytes
 
     @property
     def tokens_used(self) -> int:
         """Tokens in the blocks that rows read. Tokens of a shared block count once."""
         used: dict[int, int] = {}
-        for row in self._memory.rows:
-            for block, place in enumerate(row.tables[0][: blocks_for(row.computed)]):
-                used[place] = max(used.get(place, 0), min(BLOCK_TOKENS, row.computed - block * BLOCK_TOKENS))
+        for row in self.rows:
+            for block, block_id in enumerate(row.tables[0][: blocks_for(row.computed)]):
+                used[block_id] = max(used.get(block_id, 0), min(BLOCK_TOKENS, row.computed - block * BLOCK_TOKENS))
         used.pop(FREED, None)
         return sum(used.values())
 
-    def arrays(self) -> list[mx.array]:
-        """The keys, values and states of all layers."""
-        return [array for group in self._memory.stores for array in group.arena.arrays()]
-
-    def state_arrays(self) -> list[mx.array]:
-        """The recurrent states, and the keys and values that are not in the blocks yet. Not all logits depend on those
-        that a pass makes, so they are evaluated with them."""
-        pending = [array for group in self.groups for array in group.arena.pending_arrays()]
-        return pending if self.states is None else pending + self.states.arena.arrays()
-
-    def rows(self) -> list[KVRow]:
-        """Live rows, in the order in which they were opened."""
-        return list(self._memory.rows)
-
     def check_integrity(self) -> None:
         """Raises AssertionError if rows, blocks, cached prefixes and the budget disagree."""
-        self._memory.check_integrity()
-        for row in self._memory.rows:
+        super().check_integrity()
+        for row in self.rows:
             frozen = row.node.depth if row.node is not None and row.node.alive else 0
             assert frozen * BLOCK_TOKENS <= row.computed
             assert len({len(table) for table in row.tables}) == 1
             assert row.computed <= len(row.tables[0]) * BLOCK_TOKENS
             assert self.holds(row, row.computed)
-            for number, (group, table) in enumerate(self._memory.tables(row)):
+            for group, table in zip(self.groups, row.tables, strict=True):
                 assert FREED not in table[table.count(FREED) :], "blocks are given back from the beginning"
-                assert all(group.places.is_private(place) for place in table[blocks_for(row.computed) :])
+                assert all(group.allocator.is_private(block_id) for block_id in table[blocks_for(row.computed) :])
                 if frozen and row.node is not None:
-                    assert table[frozen - 1] in (FREED, row.node.places[number])
-
-    # -- checks of arguments ---------------------------------------------------------------------
+                    assert table[frozen - 1] in (FREED, row.node.block_ids[group.number])
 
     def _check_length(self, tokens: int) -> None:
         if tokens > self.max_length:
@@ -382,3 +482,20 @@ class LoRABatchedKVCache:
                 f"a row cannot go on after {length} tokens: a sliding window has given back blocks of them, "
                 "or the recurrent state there is gone"
             )
+
+
+def _ancestor(node: Node | None, depth: int) -> Node | None:
+    """The node of a chain at `depth`, or the last one if it is not so deep. None for the root."""
+    while node is not None and node.depth > depth:
+        node = node.parent
+    return node if node is not None and node.depth else None
+
+
+def _last_registered(row: KVRow) -> Node | None:
+    return row.node if row.node is not None and row.node.alive else None
+
+
+def _ids_of_block(ids: Sequence[int], block: int) -> tuple[int, ...] | None:
+    """The ids of a block that leaves at least one id after it; None if there is none."""
+    start = block * BLOCK_TOKENS
+    return tuple(ids[start : start + BLOCK_TOKENS]) if start + BLOCK_TOKENS < len(ids) else None

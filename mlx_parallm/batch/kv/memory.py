@@ -1,39 +1,197 @@
 """The memory of the KV pool: one arena for each layer group, all within the bytes that `core.DeviceMemory` allows.
 
-When a row needs blocks, free places are taken first, then the arena grows, then cached prefixes are evicted, then the
-other groups give up places that they do not need. If that is not enough, rows give way; see `core.memory`.
+When a row needs blocks, free ones are taken first, then the arena grows, then cached prefixes are evicted, then the
+other groups give up blocks that they do not need. If that is not enough, rows give way; see `core.memory`. Between two
+units, `tidy` resizes arenas a part at a time, so that rows wait for it for a short time only.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from mlx_parallm.batch.kv.blocks import FREED, blocks_for
-from mlx_parallm.batch.kv.groups import LayerGroup, Store, layer_groups, state_group, tail_group
+from mlx_parallm.batch.kv.arena import Arena
+from mlx_parallm.batch.kv.blocks import FREED, BlockAllocator
 from mlx_parallm.batch.kv.prefix import LAST_BLOCK, Node, PrefixIndex
 from mlx_parallm.batch.kv.row import KVRow
-from mlx_parallm.batch.kv.sizing import places_kept_in_excess, spare_places
+from mlx_parallm.batch.kv.states import StateArena
 from mlx_parallm.core import DeviceMemory
 from mlx_parallm.model.device import is_out_of_memory
 from mlx_parallm.model.layer_state import KVLayout
 
+_SPARE_BLOCKS, _IDLE_SPARE_BLOCKS = 4, 16
+"""The least number of free blocks for the next rows: while rows run, and without any."""
 
-class BlockMemory:
-    """Arenas, their places, and the prefix index over them.
+_SPARE_BYTES = 256 << 20
+"""The most bytes of these, because a recurrent state can be large. One block is kept in any case."""
+
+_SPARE_BYTES_FOR_CACHE = 1 << 30
+
+_EVICTED_BLOCKS = 512
+"""Cached blocks of each store that are evicted at a time while the machine is short of memory."""
+
+_LARGEST_SLACK = 1 / 8
+"""Free memory that arenas keep then, as a share of what rows use. With less, they would be resized all the time."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Store(ABC):
+    """Arrays of one kind with the same block ids, the allocator of these, and what rows have of them.
+
+    number: of this store in `KVMemory.stores`, and of its group in the prefix index.
+    window: tokens that a token attends to in these layers; None: all.
+    layers: by their indices in the model.
+    """
+
+    number: int
+    arena: Arena | StateArena
+    window: int | None
+    layers: tuple[int, ...]
+    allocator: BlockAllocator[Node] = field(default_factory=BlockAllocator)
+
+    # -- rows ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def block_ids(self, row: KVRow) -> list[int]:
+        """The blocks that a row has here, in order. Some may be FREED."""
+
+    @abstractmethod
+    def lacks(self, row: KVRow, blocks: int) -> int:
+        """How many more blocks a row needs here, if its tokens fill `blocks` blocks."""
+
+    @abstractmethod
+    def allocate(self, row: KVRow, count: int) -> None:
+        """Gives a row so many of the free blocks."""
+
+    @abstractmethod
+    def rename(self, row: KVRow, targets: Mapping[int, int]) -> None:
+        """Replaces the ids of a row's blocks that have moved."""
+
+    # -- size ------------------------------------------------------------------------------------
+
+    def spare_blocks(self) -> int:
+        """How many free blocks the arena gets for the next rows.
+
+        What rows do not use counts against them, so their part is small: a sixteenth, or a few. The cache grows until
+        it fills its memory, and the arena copies itself whenever it grows: so the cache gets as many blocks again, up
+        to a gigabyte or half of what it has. With a fixed number, a large arena would be copied as often as a small
+        one.
+        """
+        used, cached = self.allocator.used, self.allocator.cached
+        for_cache = min(cached, max(_SPARE_BYTES_FOR_CACHE // self.arena.block_bytes, cached // 2))
+        return max(self._few(_SPARE_BLOCKS if used else _IDLE_SPARE_BLOCKS), used // 16 + for_cache)
+
+    def _few(self, blocks: int) -> int:
+        """So many blocks, or as many as `_SPARE_BYTES` hold."""
+        return min(blocks, max(1, _SPARE_BYTES // self.arena.block_bytes))
+
+    def is_short(self) -> bool:
+        """Whether so few blocks are free that the next rows may have to wait for more."""
+        return self.allocator.free < max(self._few(_IDLE_SPARE_BLOCKS), self.spare_blocks() // 16)
+
+    def kept_in_excess(self) -> int:
+        """How many free blocks the arena may keep while the pool takes more than its share of the memory."""
+        return self.allocator.total // 32
+
+    def size_for_next_rows(self, quiet: bool, most: int) -> int:
+        """How many blocks the arena should have, if it may have up to `most`.
+
+        Growth that has begun is completed. The arena grows when an eighth of the spare blocks is left, or half of them
+        if no row runs, and shrinks when it has twice as many, because either copies all of its content.
+
+        Args:
+            quiet: no row has opened for a while. Then rows hold little more than they use, and without rows and cached
+                prefixes nothing is held.
+        """
+        blocks = self.allocator
+        busy = blocks.used + blocks.cached
+        if blocks.total < self.arena.goal <= most:
+            return self.arena.goal
+        if quiet and (blocks.used or not blocks.cached):
+            return min(blocks.total, busy + blocks.used // 16)
+        spare = self.spare_blocks()
+        if blocks.free > max(self._few(_IDLE_SPARE_BLOCKS) if blocks.cached else 0, 2 * spare):
+            return busy + spare
+        if busy and blocks.free < spare // (8 if blocks.used else 2):
+            return max(blocks.total, min(most, busy + spare))
+        return blocks.total
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class LayerGroup(Store):
+    """The layers that have the same sliding window. Rows have the blocks of their tables here."""
+
+    arena: Arena
+
+    def block_ids(self, row: KVRow) -> list[int]:
+        return row.tables[self.number]
+
+    def lacks(self, row: KVRow, blocks: int) -> int:
+        return max(0, blocks - len(row.tables[self.number]))
+
+    def allocate(self, row: KVRow, count: int) -> None:
+        table = row.tables[self.number]
+        table += self.allocator.allocate(count, after=table[-1] if table else FREED)
+
+    def rename(self, row: KVRow, targets: Mapping[int, int]) -> None:
+        row.tables[self.number][:] = [targets.get(block_id, block_id) for block_id in row.tables[self.number]]
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class TailGroup(Store):
+    """All layers, if full blocks are quantized. Each row has its last block here, in full precision."""
+
+    arena: Arena
+
+    def block_ids(self, row: KVRow) -> list[int]:
+        return [row.tail]
+
+    def lacks(self, row: KVRow, blocks: int) -> int:
+        return int(row.tail == FREED)
+
+    def allocate(self, row: KVRow, count: int) -> None:
+        (row.tail,) = self.allocator.allocate(count)
+
+    def rename(self, row: KVRow, targets: Mapping[int, int]) -> None:
+        row.tail = targets.get(row.tail, row.tail)
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class StateGroup(Store):
+    """The recurrent layers or opaque caches. Each row has its state here, and the checkpoints that no node has yet."""
+
+    arena: StateArena
+
+    def block_ids(self, row: KVRow) -> list[int]:
+        return [row.state, *row.checkpoints.values()]
+
+    def lacks(self, row: KVRow, blocks: int) -> int:
+        return int(row.state == FREED)
+
+    def allocate(self, row: KVRow, count: int) -> None:
+        (row.state,) = self.allocator.allocate(count)
+
+    def rename(self, row: KVRow, targets: Mapping[int, int]) -> None:
+        row.state = targets.get(row.state, row.state)
+        row.checkpoints = {depth: targets.get(block_id, block_id) for depth, block_id in row.checkpoints.items()}
+
+
+class KVMemory:
+    """Arenas, their blocks, and the prefix index over them.
 
     Attributes:
-        groups: layer groups.
+        groups: layer groups. The one that attends to all tokens is first; then the widest window. A model without
+            attention has one group without layers.
         states: the states of recurrent layers, one for each row and checkpoint; None if there are no such layers.
         tails: the last block of each row in full precision, if full blocks are quantized; otherwise None.
         stores: `groups`, and `states` and `tails` if there are any: all that takes memory. The index counts `groups`
             and `states`.
         rows: live rows, in the order in which they were opened.
-        tentative: the blocks with a tentative checkpoint, the oldest first; see `row_states`. Some may have lost it.
-        control_ids: tokens that can end a message of a chat.
         evictions: cached blocks that were dropped to make room.
 
     Args:
@@ -45,22 +203,39 @@ class BlockMemory:
         self.layout = layout
         self.device = device
         self.evictions = 0
-        self.control_ids: Collection[int] = frozenset()
         self.clear()
 
     def clear(self) -> None:
-        """Drops all rows, arrays and cached prefixes."""
+        """Drops all rows, arrays and cached prefixes. Used after a failed unit, whose arrays may be wrong."""
         self._refused_at: float = math.inf  # bytes used when the device last refused to grow an arena
         self._refusal: Exception | None = None
         self.rows: dict[KVRow, None] = {}
-        self.tentative: dict[Node, None] = {}
-        self.groups = layer_groups(self.layout)
-        self.states, self.tails = state_group(self.layout), tail_group(self.layout)
+        windows = {spec.window for spec in self.layout.attention.values()} or {None}
+        in_order = sorted(windows, key=lambda window: -math.inf if window is None else -window)
+        self.groups = [self._layer_group(number, window) for number, window in enumerate(in_order)]
+        self.states, self.tails = self._state_group(), self._tail_group()
         self.stores: list[Store] = [*self.groups, *(each for each in (self.states, self.tails) if each is not None)]
-        places, windows = [group.places for group in self.groups], [group.window for group in self.groups]
-        if self.states is not None:
-            places, windows = [*places, self.states.places], [*windows, LAST_BLOCK]
-        self.index = PrefixIndex(places, windows)
+        indexed = [store for store in self.stores if store is not self.tails]
+        self.index = PrefixIndex([store.allocator for store in indexed], [store.window for store in indexed])
+
+    def _layer_group(self, number: int, window: int | None) -> LayerGroup:
+        layers = tuple(layer for layer, spec in self.layout.attention.items() if spec.window == window)
+        stored, bytes_elsewhere = self.layout.stored, 0 if layers else self.layout.bytes_per_token
+        arena = Arena([stored.attention[layer] for layer in layers], stored.dtype, bytes_elsewhere)
+        return LayerGroup(number=number, arena=arena, window=window, layers=layers)
+
+    def _state_group(self) -> StateGroup | None:
+        if not (layers := self.layout.states):
+            return None
+        arena = StateArena(list(layers.values()))
+        return StateGroup(number=len(self.groups), arena=arena, window=LAST_BLOCK, layers=tuple(layers))
+
+    def _tail_group(self) -> TailGroup | None:
+        if self.layout.bits is None:
+            return None
+        layers, number = self.layout.attention, len(self.groups) + (self.states is not None)
+        arena = Arena(list(layers.values()), self.layout.dtype)
+        return TailGroup(number=number, arena=arena, window=None, layers=tuple(layers))
 
     # -- figures ---------------------------------------------------------------------------------
 
@@ -70,92 +245,59 @@ class BlockMemory:
         return sum(group.arena.block_bytes for group in self.groups)
 
     @property
-    def states_number(self) -> int:
-        """The number of `states` in `stores` and in the index."""
-        return len(self.groups)
-
-    @property
-    def _own(self) -> list[Store]:
-        """The stores in which each row has one place of its own."""
-        return self.stores[len(self.groups) :]
-
-    @property
     def own_bytes(self) -> int:
         """Bytes that a row takes beside its blocks: its state, and its last block in full precision."""
-        return sum(store.arena.block_bytes for store in self._own)
+        return sum(store.arena.block_bytes for store in self.stores[len(self.groups) :])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all places."""
-        return sum(group.arena.block_bytes * group.places.total for group in self.stores)
-
-    @property
-    def array_bytes(self) -> int:
-        """Bytes of all arrays: more than `nbytes` while an arena is resized, layer by layer."""
-        return sum(group.arena.array_bytes for group in self.stores)
-
-    @property
-    def bytes_free(self) -> int:
-        """Bytes that neither rows nor cached prefixes use."""
-        return self.array_bytes - self.bytes_used - self.bytes_cached
-
-    @property
-    def bytes_cached(self) -> int:
-        """Bytes of blocks of cached prefixes that no row reads."""
-        return sum(group.arena.block_bytes * group.places.cached for group in self.stores)
+        """Bytes of all blocks."""
+        return sum(store.arena.block_bytes * store.allocator.total for store in self.stores)
 
     @property
     def bytes_used(self) -> int:
         """Bytes of blocks that rows read."""
-        return sum(group.arena.block_bytes * group.places.used for group in self.stores)
+        return sum(store.arena.block_bytes * store.allocator.used for store in self.stores)
 
-    # -- rows ------------------------------------------------------------------------------------
+    @property
+    def bytes_cached(self) -> int:
+        """Bytes of blocks of cached prefixes that no row reads."""
+        return sum(store.arena.block_bytes * store.allocator.cached for store in self.stores)
 
-    def add(self, row: KVRow) -> None:
-        """Adds a row without blocks."""
-        row.reset(len(self.groups))
-        self.rows[row] = None
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of all blocks except those that only cached prefixes need: blocks that rows read, and free ones."""
+        return self.nbytes - self.bytes_cached
 
-    def tables(self, row: KVRow) -> zip[tuple[LayerGroup, list[int]]]:
-        """The layer groups, each with the row's table."""
-        return zip(self.groups, row.tables, strict=True)
+    @property
+    def bytes_free(self) -> int:
+        """Bytes of the arrays that neither rows nor cached prefixes use. While an arena is resized, layer by layer, the
+        arrays have more than `nbytes`."""
+        return sum(store.arena.array_bytes for store in self.stores) - self.bytes_used - self.bytes_cached
 
-    def share(self, row: KVRow, tables: Sequence[list[int]]) -> None:
-        """Appends blocks of other rows or of cached prefixes to a row's tables."""
-        for (group, table), places in zip(self.tables(row), tables, strict=True):
-            for place in places:
-                if place != FREED:
-                    group.places.acquire(place)
-            table += places
+    @property
+    def device_refused(self) -> bool:
+        """Whether the device had no memory when more blocks were last wanted."""
+        return self._refusal is not None or self._refused_at != math.inf
 
-    def close(self, row: KVRow) -> None:
-        """Removes a row. It lets go of its last block first, so that a prefix is evicted from its end."""
-        for group, table in self.tables(row):
-            for place in reversed(table):
-                if place != FREED:
-                    group.places.release(place)
-        for store, places in self._own_places(row):
-            for place in places:
-                store.places.release(place)
-        row.reset(0)
-        del self.rows[row]
+    def arrays(self) -> list[mx.array]:
+        """The keys, values and states of all layers."""
+        return [array for store in self.stores for array in store.arena.arrays()]
 
-    def _own_places(self, row: KVRow) -> Iterator[tuple[Store, list[int]]]:
-        """The places that a row has in `states` and `tails`."""
-        if self.states is not None:
-            yield self.states, [place for place in (row.state, *row.checkpoints.values()) if place != FREED]
-        if self.tails is not None:
-            yield self.tails, [row.tail] if row.tail != FREED else []
+    def state_arrays(self) -> list[mx.array]:
+        """The recurrent states, and the keys and values that are not in the blocks yet. Not all logits depend on those
+        that a pass makes, so they are evaluated with them."""
+        pending = [array for group in self.groups for array in group.arena.pending_arrays()]
+        return pending if self.states is None else pending + self.states.arena.arrays()
 
     # -- room ------------------------------------------------------------------------------------
 
-    def make_room(self, blocks: int, alone: bool, own: int = 0) -> bool:
-        """Makes places free. If that is not possible, no cached prefix is evicted.
+    def make_room(self, needs: Mapping[Store, int], alone: bool = False) -> bool:
+        """Makes blocks free. If that is not possible, no cached prefix is evicted.
 
         Args:
-            blocks: how many places each group needs.
+            needs: how many blocks of each store.
             alone: there is no other row, so all of the budget may be used, and no memory will be freed later.
-            own: how many places `states` and `tails` need.
 
         Returns:
             False if the budget is spent, or if the device is out of memory and other rows will free some.
@@ -163,23 +305,11 @@ class BlockMemory:
         Raises:
             Exception: the device's own error, in all other cases where it fails. Rows are unchanged.
         """
-        return self._make_room([*(blocks for _ in self.groups), *(own for _ in self._own)], alone)
-
-    def make_room_for_checkpoint(self) -> bool:
-        """Makes one place of `states` free, as `make_room` does for a row that is not alone. Returns False if there are
-        no such layers."""
-        return self.states is not None and self._make_room(
-            [int(store is self.states) for store in self.stores], alone=False
-        )
-
-    def _make_room(self, needs: Sequence[int], alone: bool) -> bool:
-        """See `make_room`. `needs`: how many places each of `stores` needs."""
-        each = list(zip(self.stores, needs, strict=True))
-        if all(group.places.free >= need for group, need in each):
+        if all(store.allocator.free >= need for store, need in needs.items()):
             return True
-        missing = sum(max(0, need - group.places.free) * group.arena.block_bytes for group, need in each)
+        missing = sum(max(0, n - store.allocator.free) * store.arena.block_bytes for store, n in needs.items())
         self.device.ask_others(missing, must=False)
-        used = sum((group.places.used + need) * group.arena.block_bytes for group, need in each)
+        used = self.bytes_used + sum(need * store.arena.block_bytes for store, need in needs.items())
         if used > self.device.pool_limit(alone):
             self.device.ask_others(missing, must=True)
         limit = self.device.pool_limit(alone)
@@ -188,49 +318,38 @@ class BlockMemory:
         self._refusal = None
         if alone:
             self._refused_at = math.inf
-        if all(self._make_room_in(number, needs, limit) for number in range(len(self.stores))):
+        if all(self._make_room_in(store, needs, limit) for store in needs):
             return True
         if alone and self._refusal is not None:
             raise self._refusal
         return False
 
-    def missing(self, row: KVRow, tokens: int, alone: bool) -> int:
-        """Bytes that other rows have to give back before `row` has room for `tokens` tokens, when all cached prefixes
-        have been evicted; 0 or less if none."""
-        blocks = max(0, blocks_for(tokens) - len(row.tables[0]))
-        return self.bytes_used + blocks * self.block_bytes - self.device.pool_limit(alone)
+    def _make_room_in(self, store: Store, needs: Mapping[Store, int], limit: int) -> bool:
+        need = needs[store]
+        self._grow(store, need, self.device.pool_limit(alone=False))
+        self.evict(store, need - store.allocator.free)
+        if store.allocator.free < need:
+            self._take_from_others(store, needs, limit)
+            self._grow(store, need, limit)
+        return store.allocator.free >= need
 
-    @property
-    def device_refused(self) -> bool:
-        """Whether the device had no memory when more blocks were last wanted."""
-        return self._refusal is not None or self._refused_at != math.inf
-
-    def _make_room_in(self, number: int, needs: Sequence[int], limit: int) -> bool:
-        group, need = self.stores[number], needs[number]
-        self._grow(group, need, self.device.pool_limit(alone=False))
-        self.evict(number, need - group.places.free)
-        if group.places.free < need:
-            self._take_from_others(number, needs, limit)
-            self._grow(group, need, limit)
-        return group.places.free >= need
-
-    def _grow(self, group: Store, need: int, limit: int) -> None:
-        """Grows an arena so that `need` places are free, or as far as the limit and the device allow."""
-        missing = need - group.places.free
-        room = (limit - self.nbytes) // group.arena.block_bytes
+    def _grow(self, store: Store, need: int, limit: int) -> None:
+        """Grows an arena so that `need` blocks are free, or as far as the limit and the device allow."""
+        missing = need - store.allocator.free
+        room = (limit - self.nbytes) // store.arena.block_bytes
         if missing <= 0 or room <= 0 or self.bytes_used >= self._refused_at:
             return
-        total = group.places.total
-        in_excess = self.nbytes + missing * group.arena.block_bytes > self.device.pool_limit(alone=False)
-        spare = places_kept_in_excess(total) if in_excess else max(0, group.arena.goal - total) or spare_places(group)
+        total = store.allocator.total
+        in_excess = self.nbytes + missing * store.arena.block_bytes > self.device.pool_limit(alone=False)
+        spare = store.kept_in_excess() if in_excess else max(0, store.arena.goal - total) or store.spare_blocks()
         for more in dict.fromkeys((min(room, max(missing, spare)), min(room, missing))):
-            if self.resize(group, total + more):
+            if self.resize(store, total + more):
                 return
 
-    def resize(self, group: Store, total: int, most_bytes: float = math.inf) -> bool:
-        """Grows or shrinks a group. Returns whether it is done. If the device is out of memory, nothing has grown."""
+    def resize(self, store: Store, total: int, most_bytes: float = math.inf) -> bool:
+        """Grows or shrinks an arena. Returns whether it is done. If the device is out of memory, nothing has grown."""
         try:
-            done = group.arena.resize(total, most_bytes)
+            done = store.arena.resize(total, most_bytes)
             if done:
                 self._refused_at, self._refusal = math.inf, None
         except Exception as error:
@@ -239,36 +358,37 @@ class BlockMemory:
             mx.clear_cache()
             self._refused_at, self._refusal, done = self.bytes_used, error, False
             with suppress(RuntimeError, MemoryError):
-                group.arena.resize(group.arena.blocks)  # gives back the layers that have grown
-        group.places.resize(group.arena.blocks)
+                store.arena.resize(store.arena.blocks)  # gives back the layers that have grown
+        store.allocator.resize(store.arena.blocks)
         return done
 
-    def _take_from_others(self, number: int, needs: Sequence[int], limit: int) -> None:
-        """Shrinks the arenas of other groups, so that this one may grow."""
-        group = self.stores[number]
-        short = (needs[number] - group.places.free) * group.arena.block_bytes - (limit - self.nbytes)
-        for other, (donor, need) in enumerate(zip(self.stores, needs, strict=True)):
+    def _take_from_others(self, store: Store, needs: Mapping[Store, int], limit: int) -> None:
+        """Shrinks the arenas of other stores, so that this one may grow."""
+        short = (needs[store] - store.allocator.free) * store.arena.block_bytes - (limit - self.nbytes)
+        for donor in self.stores:
             wanted = -(-short // donor.arena.block_bytes)
-            if donor is group or wanted <= 0:
+            if donor is store or wanted <= 0:
                 continue
-            self.evict(other, wanted - max(0, donor.places.free - need))
-            given = min(wanted, donor.places.free - need)
-            total = donor.places.total - given
-            if given > 0 and self.move_below(donor, total, most=donor.places.total) and self.resize(donor, total):
+            need = needs.get(donor, 0)
+            self.evict(donor, wanted - max(0, donor.allocator.free - need))
+            given = min(wanted, donor.allocator.free - need)
+            total = donor.allocator.total - given
+            if given > 0 and self._move_below(donor, total, donor.allocator.total) and self.resize(donor, total):
                 short -= given * donor.arena.block_bytes
 
-    def evict(self, group: int, count: int) -> int:
-        """Frees up to `count` cached places of one of the `stores`, the least recently used first. Returns how many."""
-        if self.stores[group] is self.tails:
+    def evict(self, store: Store, count: int) -> int:
+        """Frees up to `count` cached blocks of a store, the least recently used first. Returns how many. States at the
+        end of blocks go with them."""
+        if store is self.tails:
             return 0
-        freed = self.index.evict(group, count)
+        freed = self.index.evict(store.number, count)
         self.evictions += freed
         return freed
 
-    def copy(self, group: Store, sources: Sequence[int], targets: Sequence[int]) -> bool:
-        """Copies blocks of a group. Returns False if the device is out of memory."""
+    def copy(self, store: Store, sources: Sequence[int], targets: Sequence[int]) -> bool:
+        """Copies blocks of a store. Returns False if the device is out of memory."""
         try:
-            group.arena.copy(sources, targets)
+            store.arena.copy(sources, targets)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -277,46 +397,97 @@ class BlockMemory:
             return False
         return True
 
-    def move_below(self, group: Store, total: int, most: int) -> bool:
-        """Moves up to `most` blocks from places at or above `total` to lower ones.
+    def _move_below(self, store: Store, total: int, most: int) -> bool:
+        """Moves up to `most` blocks from ids at or above `total` to lower ones, in all tables and nodes that have them.
 
         Returns False if the device is out of memory; then nothing has changed.
         """
-        if moves := group.places.moves_below(total, most):
-            if not self.copy(group, [source for source, _ in moves], [target for _, target in moves]):
-                return False
-            self._rename(group, dict(moves))
+        moves = store.allocator.moves_below(total, most)
+        if moves and not self.copy(store, [source for source, _ in moves], [target for _, target in moves]):
+            return False
+        for row in self.rows if moves else ():
+            store.rename(row, dict(moves))
+        for source, target in moves:
+            store.allocator.move(source, target)
+            if (node := store.allocator.cached_by.get(target)) is not None:
+                node.block_ids[store.number] = target
         return True
 
-    def _rename(self, group: Store, targets: dict[int, int]) -> None:
-        """Replaces the places of moved blocks in all tables and nodes that name them."""
-        number = self.stores.index(group)
-        for row in self.rows:
-            if group is self.tails:
-                row.tail = targets.get(row.tail, row.tail)
-            elif group is self.states:
-                row.state = targets.get(row.state, row.state)
-                row.checkpoints = {at: targets.get(place, place) for at, place in row.checkpoints.items()}
-            else:
-                row.tables[number][:] = [targets.get(place, place) for place in row.tables[number]]
-        for source, target in targets.items():
-            group.places.move(source, target)
-            if (owner := group.places.owners.get(target)) is not None:
-                owner.places[number] = target
+    # -- between units ---------------------------------------------------------------------------
+
+    def tidy(self, most_bytes: int, quiet: bool = False, pausing: bool = False) -> bool:
+        """Grows arenas that are short of free blocks, so that the next row need not wait for that. Shrinks arenas of
+        which much is unused, after the blocks with the highest ids have moved.
+
+        Cached prefixes are evicted first where the arenas hold memory that was reserved meanwhile. While the machine is
+        short of memory, all of them are.
+
+        Args:
+            most_bytes: bytes that may be copied in each store now. At least one block is moved, or one layer resized.
+            quiet: no row has opened for a while.
+            pausing: do only what is urgent, because the last row has ended just now and the next may come at once, or
+                rows have waited already. Urgent: an arena is short of blocks, or memory was reserved meanwhile.
+
+        Returns:
+            Whether more is left to do.
+        """
+        excess = self.nbytes - self.device.pool_limit(alone=False)
+        reserved, evicted = excess > 0, 0
+        if not self.device.keeps_prefixes:
+            evicted = sum(self.evict(store, _EVICTED_BLOCKS) for store in self.stores)
+            quiet = quiet or self.bytes_free > _LARGEST_SLACK * self.bytes_used
+        for store in self.stores:
+            wanted = max(0, -(-excess // store.arena.block_bytes))
+            self.evict(store, wanted - store.allocator.free)
+            excess -= min(wanted, store.allocator.free) * store.arena.block_bytes
+        stores = [store for store in self.stores if reserved or not pausing or store.is_short()]
+        left = [self._tidy_store(store, most_bytes, quiet) for store in stores]
+        return any(left) or evicted > 0
+
+    def _tidy_store(self, store: Store, most_bytes: int, quiet: bool) -> bool:
+        size = self._wanted_size(store, quiet)
+        if size > store.allocator.total:
+            return not self.resize(store, size, most_bytes) and not self.device_refused
+        if not _shrunk(store, most_bytes):
+            return True
+        most_blocks = max(1, most_bytes // store.arena.block_bytes)
+        if size == store.allocator.total or not self._move_below(store, size, most_blocks):
+            return False
+        if store.allocator.moves_below(size, 1):
+            return True
+        store.allocator.resize(size)
+        return not _shrunk(store, most_bytes)
+
+    def _wanted_size(self, store: Store, quiet: bool) -> int:
+        """How many blocks an arena should have now. It does not grow while the device is out of memory."""
+        blocks = store.allocator
+        room = self.device.pool_limit(alone=False) - self.nbytes
+        if room < 0:
+            return blocks.total - blocks.free if blocks.free > store.kept_in_excess() else blocks.total
+        growth = 0 if self.device_refused else room // store.arena.block_bytes
+        return store.size_for_next_rows(quiet, blocks.total + growth)
 
     # -- checks ----------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if tables, places, the index and the arenas disagree."""
-        for number, group in enumerate(self.stores):
-            counts = [0] * group.places.total
-            for row in self.rows:
-                own = dict(self._own_places(row))
-                for place in own[group] if group in own else row.tables[number]:
-                    if place != FREED:
-                        counts[place] += 1
-            assert counts == group.places.references
-            assert group.arena.blocks == group.places.total
-            group.places.check_integrity()
+        """Raises AssertionError if rows, blocks, the index, the arenas and the budget disagree."""
+        for store in self.stores:
+            counts = [0] * store.allocator.total
+            for block_id in (id for row in self.rows for id in store.block_ids(row) if id != FREED):
+                counts[block_id] += 1
+            assert counts == store.allocator.references
+            assert store.arena.blocks == store.allocator.total
+            store.allocator.check_integrity()
         self.index.check_integrity()
         assert self.nbytes <= self.device.budget_bytes, (self.nbytes, self.device.budget_bytes)
+
+
+def _shrunk(store: Store, most_bytes: int) -> bool:
+    """Shrinks some layers of an arena to its blocks. Returns whether no more can be done."""
+    try:
+        return store.arena.resize(store.allocator.total, most_bytes)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        mx.clear_cache()
+        return True

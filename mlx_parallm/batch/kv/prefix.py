@@ -5,14 +5,14 @@
                                  └─ 64 ids
 
 A node stands for the block of tokens that follows its parent's. Nodes are found by comparing ids, never by a hash
-alone. A node has one place for each layer group. A group with a sliding window may have given up its place, so a row
+alone. A node has one block id for each layer group. A group with a sliding window may have evicted its block, so a row
 can start only with a prefix at whose end each window's blocks are still there. The states of recurrent layers are a
-group whose window is the last block: a node's place holds the state at its end, if there is a checkpoint of it.
+group whose window is the last block: its block id is that of the state at the node's end, if there is a checkpoint.
 
 A row releases its blocks from the last to the first. So in a group that attends to all tokens, a node is cached before
 its parent, and the least recently used node has no children, with one exception: two rows share blocks that are not
-registered yet, one of them registers these below a block that the index has already, and the other one keeps its own in
-that block's place. Then the index may evict a node whose children are still read. It forgets them too.
+registered yet, one of them registers these below a block that the index has already, and the other one keeps its own
+instead of that block. Then the index may evict a node whose children are still read. It forgets them too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED, Places
+from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED, BlockAllocator
 
 LAST_BLOCK = BLOCK_TOKENS + 1
 """A window with which the token after a block sees that block and no other whole one."""
@@ -34,7 +34,7 @@ _CHILDREN_TRIED = 16
 class Node:
     """One block of tokens of a cached prefix.
 
-    `places`: its place in each layer group, or FREED. `depth`: blocks from the root to this one, itself included; the
+    `block_ids`: its block in each layer group, or FREED. `depth`: blocks from the root to this one, itself included; the
     root's is 0. `alive`: whether the index still has it. `key`: the name of its file, b"" before it is known; see
     `block_files`. `saved`, `state_saved`: whether the block, and the recurrent state at its end, need not be written to
     the disk.
@@ -43,7 +43,7 @@ class Node:
     root: Hashable
     parent: Node | None
     ids: tuple[int, ...]
-    places: list[int]
+    block_ids: list[int]
     depth: int
     children: dict[tuple[int, ...], Node] = field(default_factory=dict)
     alive: bool = True
@@ -70,12 +70,12 @@ class PrefixIndex:
     """Chains of cached blocks.
 
     Args:
-        places: the places of each layer group.
+        allocators: that of each layer group.
         windows: each group's window in tokens; None if its layers attend to all tokens.
     """
 
-    def __init__(self, places: Sequence[Places[Node]], windows: Sequence[int | None]) -> None:
-        self._places = places
+    def __init__(self, allocators: Sequence[BlockAllocator[Node]], windows: Sequence[int | None]) -> None:
+        self._allocators = allocators
         self._windows = windows
         self._roots: dict[Hashable, Node] = {}
 
@@ -87,7 +87,7 @@ class PrefixIndex:
         return chain[: self._usable(chain)]
 
     def chain(self, root: Hashable, ids: Sequence[int]) -> list[Node]:
-        """All nodes of whole blocks that start `ids`, also where windows have given up their places."""
+        """All nodes of whole blocks that start `ids`, also where windows have evicted theirs."""
         chain: list[Node] = []
         node = self._roots.get(root)
         for start in range(0, len(ids) - BLOCK_TOKENS, BLOCK_TOKENS):
@@ -101,7 +101,7 @@ class PrefixIndex:
         """With how many blocks of `chain` a row can start, because its next token finds every block it attends to."""
         usable, present = 0, [0] * len(self._windows)  # `present`: blocks up to here without a gap, for each group
         for depth, node in enumerate(chain, start=1):
-            present = [0 if place == FREED else n + 1 for n, place in zip(present, node.places, strict=True)]
+            present = [0 if block_id == FREED else n + 1 for n, block_id in zip(present, node.block_ids, strict=True)]
             seen = (depth - first_visible(depth * BLOCK_TOKENS, window) for window in self._windows)
             if all(n >= blocks for n, blocks in zip(present, seen, strict=True)):
                 usable = depth
@@ -115,7 +115,7 @@ class PrefixIndex:
         rest = ids[start : min(start + BLOCK_TOKENS, len(ids) - 1)]
         best, most = None, 0
         for child in islice(reversed(parent.children.values()) if parent else (), _CHILDREN_TRIED):
-            if FREED not in child.places and (common := _common(child.ids, rest)) > most:
+            if FREED not in child.block_ids and (common := _common(child.ids, rest)) > most:
                 best, most = child, common
         return best, most
 
@@ -124,7 +124,7 @@ class PrefixIndex:
     def root(self, key: Hashable) -> Node:
         """The root of a chain, which is made if it is not there."""
         if (root := self._roots.get(key)) is None:
-            root = self._roots[key] = Node(key, None, (), [FREED] * len(self._places), 0)
+            root = self._roots[key] = Node(key, None, (), [FREED] * len(self._allocators), 0)
         return root
 
     def existing_root(self, key: Hashable) -> Node | None:
@@ -132,42 +132,42 @@ class PrefixIndex:
         return self._roots.get(key)
 
     def child(self, parent: Node, ids: tuple[int, ...]) -> Node:
-        """The node of `ids` below `parent`. A new one has no places yet."""
+        """The node of `ids` below `parent`. A new one has no block ids yet."""
         if (node := parent.children.get(ids)) is None:
-            node = Node(parent.root, parent, ids, [FREED] * len(self._places), parent.depth + 1)
+            node = Node(parent.root, parent, ids, [FREED] * len(self._allocators), parent.depth + 1)
             parent.children[ids] = node
         return node
 
-    def own(self, node: Node, group: int, place: int) -> None:
-        """Makes a place that a row uses the node's place in `group`."""
-        node.places[group] = place
-        self._places[group].own(place, node)
+    def cache(self, node: Node, group: int, block_id: int) -> None:
+        """Caches a block of `group`, which a row uses, as the node's."""
+        node.block_ids[group] = block_id
+        self._allocators[group].cache(block_id, node)
 
     def evict(self, group: int, count: int) -> int:
-        """Frees up to `count` cached places of a layer group, the least recently used first. Returns how many.
+        """Frees up to `count` evictable blocks of a layer group, the least recently used first. Returns how many.
 
-        A group without a window drops whole nodes. A group with one gives up its own places.
+        A group without a window drops whole nodes. A group with one drops its own blocks.
         """
-        places = self._places[group]
-        before = places.free
-        while places.idle and places.free - before < count:
-            node = next(iter(places.idle))
+        allocator = self._allocators[group]
+        before = allocator.free
+        while allocator.evictable and allocator.free - before < count:
+            node = next(iter(allocator.evictable))
             if self._windows[group] is None:
                 self._remove(node)
             else:
-                self.give_up(node, group)
-        return places.free - before
+                self.drop_block(node, group)
+        return allocator.free - before
 
-    def give_up(self, node: Node, group: int) -> None:
-        """Frees a node's place in a group with a window, unless a row reads it or it is not there any more."""
-        place = node.places[group]
-        if place != FREED and not self._places[group].references[place]:
-            self._places[group].disown(place)
-            node.places[group] = FREED
+    def drop_block(self, node: Node, group: int) -> None:
+        """Frees a node's block in a group with a window, unless a row reads it or it is not there any more."""
+        block_id = node.block_ids[group]
+        if block_id != FREED and not self._allocators[group].references[block_id]:
+            self._allocators[group].uncache(block_id)
+            node.block_ids[group] = FREED
             self.prune(node)
 
     def _remove(self, node: Node) -> None:
-        """Removes a node with all that follows it, and its ancestors that are left without children and places."""
+        """Removes a node with all that follows it, and its ancestors that are left without children and blocks."""
         parent = node.parent
         assert parent is not None
         del parent.children[node.ids]
@@ -175,8 +175,8 @@ class PrefixIndex:
         self.prune(parent)
 
     def prune(self, node: Node) -> None:
-        """Removes a node without children and places, and its ancestors that are left so."""
-        while not node.children and node.alive and all(place == FREED for place in node.places):
+        """Removes a node without children and blocks, and its ancestors that are left so."""
+        while not node.children and node.alive and all(block_id == FREED for block_id in node.block_ids):
             node.alive = False
             if node.parent is None:
                 del self._roots[node.root]
@@ -184,9 +184,9 @@ class PrefixIndex:
             del node.parent.children[node.ids]
             node = node.parent
 
-    def remove(self, place: int, group: int) -> None:
-        """Removes the node that owns a place, if one does, with all that follows it."""
-        if (node := self._places[group].owners.get(place)) is not None:
+    def remove(self, block_id: int, group: int) -> None:
+        """Removes the node that a block is cached for, if it is, with all that follows it."""
+        if (node := self._allocators[group].cached_by.get(block_id)) is not None:
             self._remove(node)
 
     def roots(self) -> list[Hashable]:
@@ -206,15 +206,15 @@ class PrefixIndex:
         return sum(map(self.drop, self.roots()))
 
     def _forget(self, top: Node) -> int:
-        """Takes the places from a node and from all nodes below it. Returns how many tokens they held."""
+        """Takes the blocks from a node and from all nodes below it. Returns how many tokens they held."""
         nodes = list(_below(top))
         for node in nodes:
             node.alive = False
             node.children = {}
-            for group, place in enumerate(node.places):
-                if place != FREED:
-                    self._places[group].disown(place)
-                    node.places[group] = FREED
+            for group, block_id in enumerate(node.block_ids):
+                if block_id != FREED:
+                    self._allocators[group].uncache(block_id)
+                    node.block_ids[group] = FREED
         return sum(len(node.ids) for node in nodes)
 
     # -- figures ---------------------------------------------------------------------------------
@@ -224,8 +224,8 @@ class PrefixIndex:
         return [node for root in self._roots.values() for node in _below(root) if node.parent is not None]
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if nodes and places disagree."""
-        named: list[dict[int, Node]] = [{} for _ in self._places]
+        """Raises AssertionError if nodes and allocators disagree."""
+        named: list[dict[int, Node]] = [{} for _ in self._allocators]
         for node in self.nodes():
             parent = node.parent
             assert parent is not None
@@ -233,12 +233,12 @@ class PrefixIndex:
             assert parent.children[node.ids] is node
             assert node.depth == parent.depth + 1
             assert len(node.ids) == BLOCK_TOKENS or not node.children, "a tail has children"
-            assert node.children or any(place != FREED for place in node.places)
-            for group, place in enumerate(node.places):
-                if place != FREED:
-                    named[group][place] = node
+            assert node.children or any(block_id != FREED for block_id in node.block_ids)
+            for group, block_id in enumerate(node.block_ids):
+                if block_id != FREED:
+                    named[group][block_id] = node
         assert all(root.children and root.alive for root in self._roots.values())
-        assert named == [places.owners for places in self._places]
+        assert named == [allocator.cached_by for allocator in self._allocators]
 
 
 def _below(top: Node) -> Iterable[Node]:
