@@ -99,7 +99,7 @@ class Pools:
         cache = self.quantized[bits].cache
         row = opened(self.quantized[bits], BLOCK_TOKENS)
         size = sum(
-            array.nbytes // (group.places.total * BLOCK_TOKENS)
+            array.nbytes // (group.allocator.total * BLOCK_TOKENS)
             for group in cache.groups
             for array in group.arena.arrays()
         )

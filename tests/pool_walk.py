@@ -15,12 +15,11 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
-from mlx_parallm.batch.kv import groups as layer_groups
+from mlx_parallm.batch.kv import memory
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
 from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
 from mlx_parallm.batch.kv.prefix import first_visible
 from mlx_parallm.batch.kv.row import KVRow
-from mlx_parallm.batch.kv.sizing import spare_places
 from mlx_parallm.core import Account, DeviceMemory
 from mlx_parallm.model.layer_state import KVLayout, LayerSpec, LayerState, RecurrentSpec
 
@@ -79,8 +78,8 @@ class TagStates(TagArena):
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_groups, "Arena", TagArena)
-    monkeypatch.setattr(layer_groups, "StateArena", TagStates)
+    monkeypatch.setattr(memory, "Arena", TagArena)
+    monkeypatch.setattr(memory, "StateArena", TagStates)
     monkeypatch.setattr(TagArena, "refuse", 0.0)
 
 
@@ -200,7 +199,7 @@ class PoolWalk:
         block, offset = divmod(position, BLOCK_TOKENS)
         tail = None if self.cache.tails is None else self.cache.tails.arena.tags[row.tail]
         for group, table in zip(self.cache.groups, row.tables, strict=True):
-            assert group.places.is_private(table[block]), "a block that others read is written"
+            assert group.allocator.is_private(table[block]), "a block that others read is written"
             if tail is None:
                 group.arena.tags[table[block]][offset] = tag
         if tail is not None:
@@ -260,7 +259,9 @@ class PoolWalk:
 
     def evict(self) -> None:
         before = self.cache.bytes_cached
-        freed = self.cache.evict(self.rng.randint(1, 10))
+        blocks, freed = self.rng.randint(1, 10), 0
+        for group in self.cache.groups:
+            freed += self.cache.evict(group, blocks - freed)
         assert freed <= before
         assert self.cache.bytes_cached < before or not freed
 
@@ -269,7 +270,7 @@ class PoolWalk:
         left = self.cache.tidy(most) or self.cache.tidy(most)  # the first one may complete a growth that was begun
         if not self.refuse and not left:
             for group in self.cache.groups:
-                assert group.places.free <= max(24, 2 * spare_places(group))
+                assert group.allocator.free <= max(24, 2 * group.spare_blocks())
 
     def reserve(self) -> None:
         device = self.cache.device
@@ -281,11 +282,11 @@ class PoolWalk:
 
     def drop(self) -> None:
         root = self.rng.choice(self.roots)
-        self.cache.drop(root)
+        self.cache.index.drop(root)
         assert self.found(root, self.texts[0]) == 0
 
     def reset(self) -> None:
-        self.cache.reset()
+        self.cache.index.reset()
         assert self.cache.bytes_cached == 0
 
     def clear(self) -> None:
@@ -308,7 +309,7 @@ class PoolWalk:
 
     def check(self) -> None:
         self.cache.check_integrity()
-        assert self.cache.rows() == [live.row for live in self.lives]
+        assert list(self.cache.rows) == [live.row for live in self.lives]
         for live in self.lives:
             row = live.row
             if self.cache.states is not None and row.computed:

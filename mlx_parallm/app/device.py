@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.app.model_check import prove_once
-from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Config
 from mlx_parallm.core import (
@@ -61,8 +60,7 @@ def build_runner(
     weights = manager.card.weight_bytes
     device.open_account(Account.WEIGHTS, lambda: weights)
     length = _context_length(manager.card, config, exact_length)
-    memory, control = parts.memory(layout, device), control_ids(manager.tokenizer)
-    cache = LoRABatchedKVCache(layout, device, length, config.server.prefix_cache, memory, control)
+    cache = parts.cache(layout, device, length, config.server.prefix_cache, control_ids(manager.tokenizer))
     if not cache.longest_row:
         raise ConfigError(
             f"kv_cache_memory of {device.budget_bytes} bytes is less than one block of this model; "

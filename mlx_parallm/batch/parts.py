@@ -25,9 +25,9 @@ from mlx_parallm.batch.forward import Span, token_places
 from mlx_parallm.batch.kv.arena import lines_of
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, blocks_for
 from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
-from mlx_parallm.batch.kv.groups import LayerGroup, StateGroup
+from mlx_parallm.batch.kv.memory import LayerGroup, StateGroup
 from mlx_parallm.batch.kv.prefix import first_visible
-from mlx_parallm.batch.kv.state_arena import StateArena, StateBatch
+from mlx_parallm.batch.kv.states import StateArena, StateBatch
 from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.model.caches import arrays_of
 from mlx_parallm.model.layer_state import LayerSpec, OpaqueSpec
@@ -247,7 +247,7 @@ def _cut(pool: LoRABatchedKVCache, spans: Sequence[Span[KVRow]], plan: CachePlan
 def _read_states(group: StateGroup, parts: Sequence[RowsOfPool]) -> None:
     """Lets the parts have their rows' states before the pass, and the rows' places those after it."""
     arena: StateArena = group.arena
-    arena.begin_pass(group.places.is_free)
+    arena.begin_pass(group.allocator.is_free)
     old = arena.batches(_place_before(span) for part in parts for span in part.spans)
     for part in parts:
         part.before = arena.read([_place_before(span) for span in part.spans])

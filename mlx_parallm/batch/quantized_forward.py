@@ -31,7 +31,7 @@ from mlx_parallm.batch.attention_calls import AttentionCalls
 from mlx_parallm.batch.block_attention import RowBlocks
 from mlx_parallm.batch.kv.arena import Lines, lines_of
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
-from mlx_parallm.batch.kv.groups import LayerGroup
+from mlx_parallm.batch.kv.memory import LayerGroup, TailGroup
 from mlx_parallm.batch.kv.prefix import first_visible
 from mlx_parallm.batch.kv.quantized import pack, unpack
 from mlx_parallm.batch.kv.row import KVRow
@@ -77,7 +77,7 @@ class QuantizedGroupForward:
     def __init__(
         self,
         group: LayerGroup,
-        tails: LayerGroup,
+        tails: TailGroup,
         tables: Sequence[Sequence[int]],
         spans: Sequence[Span[KVRow]],
         bits: int,

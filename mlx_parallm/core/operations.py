@@ -40,7 +40,7 @@ class ForwardPass:
 
 @dataclass(frozen=True, slots=True)
 class ResizeArena:
-    """`Arena.resize`. `store`: the number of the arena in `BlockMemory.stores`."""
+    """`Arena.resize`. `store`: the number of the arena in `LoRABatchedKVCache.stores`."""
 
     store: int
     blocks: int
@@ -60,7 +60,7 @@ class CopyBlocks:
 
 @dataclass(frozen=True, slots=True)
 class ClearPool:
-    """`BlockMemory.clear`: drops all keys and values."""
+    """`LoRABatchedKVCache.clear`: drops all keys and values."""
 
     kind: Literal["clear pool"] = "clear pool"
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING
 
-from mlx_parallm.batch.kv.block_files import BlockName, HostBlock, block_key, block_names, root_key
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
-from mlx_parallm.batch.kv.disk import PrefixStore
+from mlx_parallm.batch.kv.disk import BlockName, HostBlock, PrefixStore, block_key, block_names, root_key
+from mlx_parallm.batch.kv.host import HostCopies
 from mlx_parallm.batch.kv.prefix import Node
 from mlx_parallm.core import BASE_ADAPTER
 from mlx_parallm.engine.memory import PrefixRoot
@@ -71,6 +71,7 @@ class DiskPrefixes:
         self.queries = self.hits = 0
         self._store = store
         self._cache = cache
+        self._copies = HostCopies(cache)
         self._root = root
         self._lookups: deque[_Lookup] = deque()  # only the first one reads: it may read what the others want too
         self._part_blocks = max(1, _PART_BYTES // cache.block_bytes)
@@ -112,7 +113,7 @@ class DiskPrefixes:
             self._read(self._lookups[0])
 
     def _read(self, lookup: _Lookup) -> None:
-        names = self._cache.to_read(lookup.root, lookup.leader.tokens, lookup.names)
+        names = self._copies.wanted(lookup.root, lookup.leader.tokens, lookup.names)
         part, lookup.names = names[: self._part_blocks], names[self._part_blocks :]
         if part:
             lookup.part, lookup.asked = self._store.read(part), len(part)
@@ -126,7 +127,7 @@ class DiskPrefixes:
         before = self._cache.cached(root, ids)
         try:
             blocks = part.result()
-            complete = self._cache.restore(root, ids, blocks) and len(blocks) == lookup.asked
+            complete = self._copies.restore(root, ids, blocks) and len(blocks) == lookup.asked
             self.hits += self._cache.cached(root, ids) - before
         finally:
             if not complete:
@@ -145,14 +146,14 @@ class DiskPrefixes:
         whether there were any."""
         if not self._store.may_write:
             return False
-        unsaved = self._cache.unsaved(self._part_blocks)
+        unsaved = self._copies.unsaved(self._part_blocks)
         blocks = []
         for node, is_state in unsaved:
             if key := self._key(node):
                 name = BlockName(key, node.depth, node.ids)
                 name = name.of_state if is_state else name
                 if name.key not in self._store:
-                    blocks.append(HostBlock(name, self._cache.to_host(node, is_state)))
+                    blocks.append(HostBlock(name, self._copies.read(node, is_state)))
         if blocks:
             self._store.write(blocks)
         return bool(unsaved)

@@ -471,7 +471,7 @@ class Engine:
 
         With `files`, the future is done when the files of cached prefixes are removed too.
         """
-        tokens = self._cache.reset()
+        tokens = self._cache.index.reset()
         return then(self._disk.clear(), lambda _: tokens) if files and self._disk is not None else completed(tokens)
 
     def give_back_memory(self) -> None:
@@ -512,5 +512,5 @@ class Engine:
             self._draft_model.check_integrity()
         self._requests.check_integrity()
         rows = self.scheduler.live
-        assert set(map(id, rows)) == set(map(id, self._cache.rows()))
+        assert set(map(id, rows)) == set(map(id, self._cache.rows))
         assert self.adapters.pinned == len({row.adapter_slot for row in rows} - {0})

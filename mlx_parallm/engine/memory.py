@@ -130,9 +130,9 @@ class PoolMemory:
         """
         before = row.computed
         with self._scope.covering([row.request]):
-            key = self._cache.take_over(row, self._root(row), row.prefix_ids)
-        if row.counts_lookup and row.drawn == 0:
-            self._cache.hits += row.computed - before
+            counts = row.counts_lookup and row.drawn == 0
+            key = self._cache.take_over(row, self._root(row), row.prefix_ids, counts=counts)
+        if counts:
             row.request.cached_tokens += row.computed - before
         return key
 
@@ -245,9 +245,9 @@ class PoolMemory:
         """Ends the chains of adapter versions that nothing can ask for any more, and that no row uses."""
         if ended := {version for version in self._versions if self._adapters.unreachable(version)}:
             self._versions -= ended
-            for root in self._cache.roots():
+            for root in self._cache.index.roots():
                 if isinstance(root, PrefixRoot) and root.version in ended:
-                    self._cache.drop(root)
+                    self._cache.index.drop(root)
             self._rows_have_ended = True
 
     def _source(self, row: Sequence) -> Sequence | None:

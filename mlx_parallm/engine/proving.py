@@ -147,7 +147,7 @@ class Prover:
             return ids, found, self._computed([Span(again, found, len(ids) - found)], ids[found:])[0]
         finally:
             cache.close(again)
-            cache.drop("root")
+            cache.index.drop("root")
 
     def _open(self, ids: Sequence[int], root: str | None = None) -> KVRow:
         row = self._runner.cache.open(len(ids), root, ids)

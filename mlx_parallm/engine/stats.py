@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
-from mlx_parallm.batch.kv.groups import Store
+from mlx_parallm.batch.kv.memory import Store
 from mlx_parallm.core import DeviceSchedule, DeviceSeconds, EngineStats, Histogram
 from mlx_parallm.engine.disk_prefixes import DiskPrefixes
 from mlx_parallm.engine.scheduler import RLAwareScheduler
@@ -105,15 +105,15 @@ def snapshot(
             "accepted_draft_tokens_by_source": dict(counters.accepted),
             "prefix_cache_evictions_total": cache.evictions,
             "prefix_cache_dir": disk.describe() if disk else None,
-            "blocks": [{"window": group.window, **_places(group)} for group in cache.groups],
-            "recurrent_states": None if cache.states is None else _places(cache.states),
+            "blocks": [{"window": group.window, **_blocks(group)} for group in cache.groups],
+            "recurrent_states": None if cache.states is None else _blocks(cache.states),
             "sequences": [_describe(sequence) for sequence in sequences],
         },
     )
 
 
-def _places(store: Store) -> dict[str, int]:
-    return {"used": store.places.used, "cached": store.places.cached, "free": store.places.free}
+def _blocks(store: Store) -> dict[str, int]:
+    return {"used": store.allocator.used, "cached": store.allocator.cached, "free": store.allocator.free}
 
 
 _TOTALS = tuple(each.name for each in fields(EngineStats) if each.name.endswith("_total"))

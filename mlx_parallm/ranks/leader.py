@@ -2,7 +2,7 @@
 does the same.
 
     LeadingRunner   forward passes
-    LeadingMemory   the arrays of the KV pool
+    LeadingCache    the arrays of the KV pool
     LeadingGroup    the factors of the adapter bank
 """
 
@@ -13,6 +13,7 @@ from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from select import select
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,11 +24,9 @@ from mlx_parallm.adapters.bank import AdapterBank, ModelSplit, SplitGroup
 from mlx_parallm.adapters.weights import LinearSpec, LoRAPair
 from mlx_parallm.batch.forward import Span
 from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
-from mlx_parallm.batch.kv.groups import Store
-from mlx_parallm.batch.kv.memory import BlockMemory
+from mlx_parallm.batch.kv.memory import Store
 from mlx_parallm.batch.kv.row import KVRow
 from mlx_parallm.batch.runner import BatchRunner
-from mlx_parallm.core import DeviceMemory
 from mlx_parallm.core.operations import (
     ClearGroup,
     ClearPool,
@@ -44,7 +43,6 @@ from mlx_parallm.core.operations import (
 )
 from mlx_parallm.errors import DeviceLostError, RankLostError
 from mlx_parallm.model.cache_plan import CachePlan
-from mlx_parallm.model.layer_state import KVLayout
 from mlx_parallm.ranks.joining import Peer
 from mlx_parallm.ranks.wire import encode
 
@@ -130,27 +128,31 @@ def _row_tokens(span: Span[KVRow]) -> RowTokens:
     return RowTokens([list(table) for table in row.tables], row.tail, row.adapter_slot, span.start, span.tokens)
 
 
-class LeadingMemory(BlockMemory):
-    """The KV pool's memory, whose arrays the other ranks have too, for other heads."""
+class LeadingCache(LoRABatchedKVCache):
+    """The KV pool, whose arrays the other ranks have too, for other heads.
 
-    def __init__(self, layout: KVLayout, device: DeviceMemory, followers: Followers) -> None:
+    Args:
+        settings: those of `LoRABatchedKVCache`.
+    """
+
+    def __init__(self, followers: Followers, *settings: Any) -> None:
         self._followers = followers
-        super().__init__(layout, device)
+        super().__init__(*settings)
 
     def clear(self) -> None:
-        """See `BlockMemory.clear`."""
+        """See `LoRABatchedKVCache.clear`."""
         self._followers.repeat(ClearPool())
         super().clear()
 
-    def resize(self, group: Store, total: int, most_bytes: float = math.inf) -> bool:
-        """See `BlockMemory.resize`."""
-        self._followers.repeat(ResizeArena(self.stores.index(group), total, most_bytes))
-        return super().resize(group, total, most_bytes)
+    def resize(self, store: Store, total: int, most_bytes: float = math.inf) -> bool:
+        """See `KVMemory.resize`."""
+        self._followers.repeat(ResizeArena(store.number, total, most_bytes))
+        return super().resize(store, total, most_bytes)
 
-    def copy(self, group: Store, sources: Sequence[int], targets: Sequence[int]) -> bool:
-        """See `BlockMemory.copy`."""
-        self._followers.repeat(CopyBlocks(self.stores.index(group), list(sources), list(targets)))
-        return super().copy(group, sources, targets)
+    def copy(self, store: Store, sources: Sequence[int], targets: Sequence[int]) -> bool:
+        """See `KVMemory.copy`."""
+        self._followers.repeat(CopyBlocks(store.number, list(sources), list(targets)))
+        return super().copy(store, sources, targets)
 
 
 class LeadingGroup(SplitGroup):

@@ -7,6 +7,7 @@ FollowingParts   another rank
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 
 import mlx.core as mx
@@ -14,13 +15,12 @@ import mlx.nn as nn
 
 from mlx_parallm.adapters.bank import AdapterBank, GroupMaker, LinearGroup, ModelSplit, SplitGroup
 from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
-from mlx_parallm.batch.kv.memory import BlockMemory
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.core import DeviceMemory
 from mlx_parallm.core.operations import Followers
 from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.model.layer_state import KVLayout
-from mlx_parallm.ranks.leader import LeadingGroup, LeadingMemory, LeadingRunner
+from mlx_parallm.ranks.leader import LeadingCache, LeadingGroup, LeadingRunner
 
 
 class Parts:
@@ -37,9 +37,11 @@ class Parts:
         """Makes the groups of linears of an adapter bank. `split`: how the model is divided."""
         return LinearGroup
 
-    def memory(self, layout: KVLayout, device: DeviceMemory) -> BlockMemory:
-        """The memory of the KV pool."""
-        return BlockMemory(layout, device)
+    def cache(
+        self, layout: KVLayout, device: DeviceMemory, max_length: int, keep_prefixes: bool, control_ids: Collection[int]
+    ) -> LoRABatchedKVCache:
+        """The KV pool."""
+        return LoRABatchedKVCache(layout, device, max_length, keep_prefixes, control_ids)
 
     def runner(self, model: nn.Module, cache: LoRABatchedKVCache, bank: AdapterBank, plan: CachePlan) -> BatchRunner:
         """What runs the model; see `BatchRunner`."""
@@ -70,9 +72,11 @@ class LeadingParts(Parts):
         assert split is not None
         return partial(LeadingGroup, split=split, followers=self.followers)
 
-    def memory(self, layout: KVLayout, device: DeviceMemory) -> BlockMemory:
-        """See `Parts.memory`."""
-        return LeadingMemory(layout, device, self.followers)
+    def cache(
+        self, layout: KVLayout, device: DeviceMemory, max_length: int, keep_prefixes: bool, control_ids: Collection[int]
+    ) -> LoRABatchedKVCache:
+        """See `Parts.cache`."""
+        return LeadingCache(self.followers, layout, device, max_length, keep_prefixes, control_ids)
 
     def runner(self, model: nn.Module, cache: LoRABatchedKVCache, bank: AdapterBank, plan: CachePlan) -> BatchRunner:
         """See `Parts.runner`."""

@@ -1,4 +1,4 @@
-"""Places: what is free, how it is given out, and that counts and runs agree."""
+"""The allocator of blocks: what is free, how it is given out, and that counts and runs agree."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import time
 
 import pytest
 
-from mlx_parallm.batch.kv.blocks import FreeRuns, Places, blocks_for
+from mlx_parallm.batch.kv.blocks import BlockAllocator, FreeRuns, blocks_for
 
 
-def places(total: int) -> Places[str]:
-    made = Places[str]()
+def allocator(total: int) -> BlockAllocator[str]:
+    made = BlockAllocator[str]()
     made.resize(total)
     return made
 
@@ -32,7 +32,7 @@ def test_free_runs_are_a_set_of_places() -> None:
         elif span <= model:
             runs.remove(start, length)
             model -= span
-        assert runs.places() == model
+        assert runs.ids() == model
         assert runs.count == len(model)
         assert runs.first(len(model) // 2) == sorted(model)[: len(model) // 2]
         assert runs.consecutive(start) == next(i for i in range(70) if start + i not in model)
@@ -43,28 +43,28 @@ def test_free_runs_are_a_set_of_places() -> None:
 
 
 def test_a_row_goes_on_after_its_last_place() -> None:
-    pool = places(20)
-    first = pool.take(3)
-    pool.take(2)
-    other = pool.take(1, after=4)
+    pool = allocator(20)
+    first = pool.allocate(3)
+    pool.allocate(2)
+    other = pool.allocate(1, after=4)
     assert (first, other) == ([0, 1, 2], [5])
-    assert pool.take(2, after=other[-1]) == [6, 7]
+    assert pool.allocate(2, after=other[-1]) == [6, 7]
 
 
 def test_a_new_row_takes_a_run_that_holds_it_before_scattered_places() -> None:
-    pool = places(20)
-    pool.take(12)
+    pool = allocator(20)
+    pool.allocate(12)
     for place in (1, 3, 4, 7):
         pool.release(place)
-    assert pool.take(2) == [3, 4]
-    assert pool.take(4) == [12, 13, 14, 15]
-    assert pool.take(6) == [1, 7, 16, 17, 18, 19], "no run is long enough, so the lowest places"
+    assert pool.allocate(2) == [3, 4]
+    assert pool.allocate(4) == [12, 13, 14, 15]
+    assert pool.allocate(6) == [1, 7, 16, 17, 18, 19], "no run is long enough, so the lowest places"
     assert pool.free == 0
 
 
 def test_a_shared_place_is_free_after_its_last_row() -> None:
-    pool = places(2)
-    (place,) = pool.take(1)
+    pool = allocator(2)
+    (place,) = pool.allocate(1)
     pool.acquire(place)
     assert not pool.is_private(place)
     pool.release(place)
@@ -76,44 +76,44 @@ def test_a_shared_place_is_free_after_its_last_row() -> None:
 
 
 def test_an_owned_place_without_rows_is_cached_until_it_is_disowned() -> None:
-    pool = places(2)
-    (place,) = pool.take(1)
-    pool.own(place, "node")
+    pool = allocator(2)
+    (place,) = pool.allocate(1)
+    pool.cache(place, "node")
     assert not pool.is_private(place)
     pool.release(place)
     assert (pool.used, pool.cached, pool.free) == (0, 1, 1)
     pool.acquire(place)
     assert (pool.used, pool.cached) == (1, 0)
     pool.release(place)
-    pool.disown(place)
+    pool.uncache(place)
     assert (pool.cached, pool.free) == (0, 2)
     pool.check_integrity()
 
 
 def test_a_place_that_is_disowned_while_rows_read_it_stays_with_them() -> None:
-    pool = places(1)
-    (place,) = pool.take(1)
-    pool.own(place, "node")
-    pool.disown(place)
+    pool = allocator(1)
+    (place,) = pool.allocate(1)
+    pool.cache(place, "node")
+    pool.uncache(place)
     assert (pool.used, pool.is_private(place)) == (1, True)
     pool.check_integrity()
 
 
 def test_idle_owners_are_in_the_order_in_which_rows_let_go_of_them_also_after_a_move() -> None:
-    pool = places(10)
-    taken = pool.take(3)
+    pool = allocator(10)
+    taken = pool.allocate(3)
     for place, owner in zip(taken, "abc", strict=True):
-        pool.own(place, owner)
+        pool.cache(place, owner)
     for place in (1, 0, 2):
         pool.release(place)
     pool.move(1, 7)
-    assert list(pool.idle.items()) == [("b", 7), ("a", 0), ("c", 2)]
+    assert list(pool.evictable.items()) == [("b", 7), ("a", 0), ("c", 2)]
     pool.check_integrity()
 
 
 def test_moves_bring_the_highest_places_down_in_order() -> None:
-    pool = places(12)
-    pool.take(12)
+    pool = allocator(12)
+    pool.allocate(12)
     for place in (1, 2, 3, 6, 9):
         pool.release(place)
     moves = pool.moves_below(7, 10)
@@ -128,20 +128,20 @@ def test_moves_bring_the_highest_places_down_in_order() -> None:
 
 
 def test_growing_adds_free_places_to_the_last_run() -> None:
-    pool = places(4)
-    pool.take(2)
+    pool = allocator(4)
+    pool.allocate(2)
     pool.resize(8)
-    assert pool.take(6) == [2, 3, 4, 5, 6, 7]
+    assert pool.allocate(6) == [2, 3, 4, 5, 6, 7]
 
 
 def test_taking_and_releasing_do_not_slow_down_with_ten_thousand_places() -> None:
     """Every second place is free, so there are 5,000 runs."""
-    pool = places(10_000)
-    pool.take(10_000)
+    pool = allocator(10_000)
+    pool.allocate(10_000)
     for place in range(0, 10_000, 2):
         pool.release(place)
     started = time.thread_time()
     for _ in range(1000):
-        for place in pool.take(4, after=5001):
+        for place in pool.allocate(4, after=5001):
             pool.release(place)
     assert (time.thread_time() - started) / 1000 < 1e-3

@@ -15,10 +15,19 @@ import pytest
 from harness import Inline
 
 from mlx_parallm import atomic
-from mlx_parallm.batch.kv.block_files import BlockName, HostBlock, block_names, encode, model_key, root_key, shapes
 from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
-from mlx_parallm.batch.kv.disk import PrefixStore
-from mlx_parallm.batch.kv.state_arena import StateArena, StateBatch
+from mlx_parallm.batch.kv.disk import (
+    BlockName,
+    HostBlock,
+    PrefixStore,
+    block_names,
+    encode,
+    model_key,
+    root_key,
+    shapes,
+)
+from mlx_parallm.batch.kv.host import HostCopies
+from mlx_parallm.batch.kv.states import StateArena, StateBatch
 from mlx_parallm.core import DeviceMemory
 from mlx_parallm.errors import StorageError
 from mlx_parallm.model.layer_state import KVLayout, LayerSpec, RecurrentSpec
@@ -234,11 +243,11 @@ def cached(cache: LoRABatchedKVCache, ids: Sequence[int]) -> None:
 
 def saved(cache: LoRABatchedKVCache) -> list[HostBlock]:
     """All full blocks of the one chain in the cache."""
-    nodes = [node for node, _ in cache.unsaved(1000)]
+    nodes = [node for node, _ in HostCopies(cache).unsaved(1000)]
     key = root_key(model_key("model", LAYOUT), "root")
     ids = [token for node in nodes for token in node.ids]
     blocks = zip(block_names(key, [*ids, 0]), nodes, strict=True)
-    return [HostBlock(name, cache.to_host(node, is_state=False)) for name, node in blocks]
+    return [HostBlock(name, HostCopies(cache).read(node, is_state=False)) for name, node in blocks]
 
 
 def found(cache: LoRABatchedKVCache, ids: Sequence[int]) -> int:
@@ -251,9 +260,9 @@ def test_blocks_come_back_as_they_were_in_parts_too() -> None:
     cached(cache, TEXT[:400])
     blocks = saved(cache)
     assert [each.name.depth for each in blocks] == [1, 2, 3, 4, 5, 6], "a block comes before the one that follows it"
-    assert other.restore("root", TEXT[:400], blocks[:2])
+    assert HostCopies(other).restore("root", TEXT[:400], blocks[:2])
     assert found(other, TEXT[:400]) == 128
-    assert other.restore("root", TEXT[:400], blocks[2:])
+    assert HostCopies(other).restore("root", TEXT[:400], blocks[2:])
     assert found(other, TEXT[:400]) == 384
     again = saved(other)
     for one, two in zip(blocks, again, strict=True):
@@ -267,16 +276,16 @@ def test_blocks_that_the_pool_has_by_now_are_left_out() -> None:
     cached(other, TEXT[:200])
     held = other.bytes_cached
     blocks = saved(cache)
-    assert other.restore("root", TEXT[:400], blocks[:3])
+    assert HostCopies(other).restore("root", TEXT[:400], blocks[:3])
     assert other.bytes_cached == held
-    assert other.restore("root", TEXT[:400], blocks[2:])
+    assert HostCopies(other).restore("root", TEXT[:400], blocks[2:])
     assert found(other, TEXT[:400]) == 384
 
 
 def test_a_gap_before_the_blocks_restores_nothing() -> None:
     cache, other = pool(), pool()
     cached(cache, TEXT[:400])
-    assert not other.restore("root", TEXT[:400], saved(cache)[1:])
+    assert not HostCopies(other).restore("root", TEXT[:400], saved(cache)[1:])
     assert (found(other, TEXT[:400]), other.bytes_cached) == (0, 0)
 
 
@@ -285,11 +294,11 @@ def test_a_pool_without_room_restores_nothing_and_takes_nothing_from_rows() -> N
     cached(cache, TEXT[:400])
     row, blocks = other.open(300), saved(cache)
     assert row is not None
-    assert not other.restore("root", TEXT[:400], blocks)
+    assert not HostCopies(other).restore("root", TEXT[:400], blocks)
     assert other.rows() == [row]
     assert found(other, TEXT[:400]) == 0
     other.close(row)
-    assert other.restore("root", TEXT[:400], blocks)
+    assert HostCopies(other).restore("root", TEXT[:400], blocks)
     assert found(other, TEXT[:400]) == 384
 
 
@@ -297,9 +306,9 @@ def test_places_that_a_window_gave_up_are_filled_again() -> None:
     cache = pool()
     cached(cache, TEXT[:400])
     blocks = saved(cache)
-    cache._memory.evict(1, 4)
+    cache.evict(cache.groups[1], 4)
     assert found(cache, TEXT[:400]) < 384
-    assert cache.restore("root", TEXT[:400], blocks)
+    assert HostCopies(cache).restore("root", TEXT[:400], blocks)
     assert found(cache, TEXT[:400]) == 384
 
 

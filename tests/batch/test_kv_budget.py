@@ -80,13 +80,13 @@ def test_an_arena_grows_before_a_row_needs_it_and_nothing_grows_for_nobody(tags)
     rows = [cache.open(6400) for _ in range(10)]
     while cache.tidy(4):
         cache.check_integrity()
-    total = cache.groups[0].places.total
+    total = cache.groups[0].allocator.total
     assert total > 1000
-    while cache.groups[0].places.total == total:
+    while cache.groups[0].allocator.total == total:
         rows.append(cache.open(640))
         while cache.tidy(4):
             cache.check_integrity()
-        assert cache.groups[0].places.free >= cache.groups[0].places.total // 140
+        assert cache.groups[0].allocator.free >= cache.groups[0].allocator.total // 140
     for row in rows:
         cache.close(row)
     while cache.tidy(100, quiet=True):
@@ -161,7 +161,7 @@ def test_cached_prefixes_give_way_first_when_more_is_reserved(tags) -> None:
     reserve(cache, 40)
     while cache.tidy(100):
         pass
-    assert cache.rows() == [row]
+    assert list(cache.rows) == [row]
     assert cache.bytes_held + cache.bytes_cached <= 24
     assert cache.bytes_cached >= 8
     cache.check_integrity()
@@ -172,7 +172,7 @@ def test_clear_drops_rows_arrays_and_prefixes(tags) -> None:
     cached(cache, TEXT[:640])
     computed(cache, TEXT[:100])
     cache.clear()
-    assert (cache.rows(), cache.bytes_held, cache.bytes_cached) == ([], 0, 0)
+    assert (list(cache.rows), cache.bytes_held, cache.bytes_cached) == ([], 0, 0)
     assert found(cache, TEXT) == 0
 
 
@@ -205,14 +205,14 @@ def test_a_row_that_is_alone_gets_the_memory_error(tags) -> None:
     tags.refuse = 1.0
     with pytest.raises(RuntimeError, match="malloc"):
         cache.open(10)
-    assert (cache.rows(), cache.bytes_held) == ([], 0)
+    assert (list(cache.rows), cache.bytes_held) == ([], 0)
     tags.refuse = 0.0
     row = cache.open(64)
     assert row is not None
     tags.refuse = 1.0
     with pytest.raises(RuntimeError, match="malloc"):
         cache.extend(row, 17 * 64)
-    assert (cache.rows(), row.tables) == ([row], [[0]])
+    assert (list(cache.rows), row.tables) == ([row], [[0]])
     cache.check_integrity()
 
 
@@ -222,7 +222,7 @@ def test_a_failed_copy_fails_the_fork_and_only_shortens_what_a_prompt_finds(tags
     cache.close(computed(cache, TEXT[:120]), "v1", TEXT[:120])
     tags.refuse = 1.0
     assert cache.fork(source, 90, 90) is None
-    assert cache.rows() == [source]
+    assert list(cache.rows) == [source]
     assert found(cache, TEXT[:150]) == 64
     tags.refuse = 0.0
     assert found(cache, TEXT[:150]) == 120

@@ -76,17 +76,17 @@ def test_a_dropped_root_is_not_found_and_what_live_rows_read_stays(tags) -> None
     cache = pool(100)
     row = computed(cache, TEXT[:300])
     cached(cache, TEXT[:200], root="v2")
-    cache.drop("v1")
+    cache.index.drop("v1")
     assert (found(cache, TEXT), found(cache, TEXT, root="v2")) == (0, 200)
     assert row.tables[0] == [0, 1, 2, 3, 4]
-    cache.reset()
+    cache.index.reset()
     assert (cache.bytes_cached, found(cache, TEXT, root="v2")) == (0, 0)
 
 
 def test_a_row_that_goes_on_after_a_reset_registers_all_of_its_blocks(tags) -> None:
     cache = pool(100)
     row = computed(cache, TEXT[:192])
-    cache.reset()
+    cache.index.reset()
     assert cache.extend(row, 256)
     row.computed = 256
     cache.freeze(row, "v1", TEXT)
@@ -119,7 +119,7 @@ def test_a_row_that_is_closed_within_a_frozen_block_leaves_no_tail(tags) -> None
 def test_a_row_that_shares_its_only_block_leaves_no_empty_root(tags) -> None:
     cache = pool(100)
     row, _reader = computed(cache, TEXT[:64]), computed(cache, TEXT[:65])
-    cache.reset()
+    cache.index.reset()
     cache.truncate(row, 20)
     cache.close(row, "v1", TEXT[:20])
     cache.check_integrity()
@@ -147,7 +147,7 @@ def test_sixteen_samples_of_a_prompt_hold_it_once(tags) -> None:
     forks = [cache.fork(source, 640, 660) for _ in range(15)]
     assert all(forks)
     assert cache.tokens_used == 640
-    assert sum(group.places.used for group in cache.groups) == 10 + 15
+    assert sum(group.allocator.used for group in cache.groups) == 10 + 15
 
 
 # ---- windows ---------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def test_a_window_gives_back_what_no_token_attends_to(tags) -> None:
     assert FREED not in full
     assert windowed[:8] == [FREED] * 8  # token 640 attends to positions from 541 on
     assert FREED not in windowed[8:]
-    assert cache.groups[1].places.used == 2
+    assert cache.groups[1].allocator.used == 2
     cache.check_integrity()
 
 
@@ -178,7 +178,7 @@ def test_blocks_below_a_window_stay_cached_until_their_memory_is_needed(tags) ->
     row = computed(cache, TEXT[:640])
     cache.release_windows(row)
     assert found(cache, [*TEXT[:320], *range(300, 340)]) == 320
-    assert cache.evict(4) == 4
+    assert cache.evict(cache.groups[1], 4) == 4
     assert found(cache, [*TEXT[:256], *range(300, 340)]) < 256
     assert found(cache, [*TEXT[:640], *range(300, 340)]) == 640
     cache.check_integrity()
@@ -207,7 +207,7 @@ def test_blocks_that_a_window_gave_back_before_they_were_registered_leave_no_emp
     cache.freeze(row, "v1", TEXT)
     cache.check_integrity()
     cache.close(row)
-    assert (cache.bytes_cached, cache.reset()) == (0, 0)
+    assert (cache.bytes_cached, cache.index.reset()) == (0, 0)
 
 
 # ---- real arrays -----------------------------------------------------------------------------------

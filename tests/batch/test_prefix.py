@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_parallm.batch.kv.blocks import FREED, Places
+from mlx_parallm.batch.kv.blocks import FREED, BlockAllocator
 from mlx_parallm.batch.kv.prefix import Node, PrefixIndex, first_visible
 
 TEXT = [i % 97 for i in range(640)]
@@ -14,37 +14,37 @@ class Cache:
     """An index with places, and rows that are lists of nodes."""
 
     def __init__(self, *windows: int | None) -> None:
-        self.places = [Places[Node]() for _ in windows]
-        for places in self.places:
-            places.resize(100)
-        self.index = PrefixIndex(self.places, windows)
+        self.allocators = [BlockAllocator[Node]() for _ in windows]
+        for allocator in self.allocators:
+            allocator.resize(100)
+        self.index = PrefixIndex(self.allocators, windows)
 
     def add(self, root: str, ids: list[int]) -> list[Node]:
         """A row that computes `ids` and registers all of them, the partly filled end too."""
         node, row = self.index.root(root), []
         for start in range(0, len(ids), 64):
             node = self.index.child(node, tuple(ids[start : start + 64]))
-            for group, places in enumerate(self.places):
-                if node.places[group] == FREED:
-                    self.index.own(node, group, places.take(1)[0])
+            for group, allocator in enumerate(self.allocators):
+                if node.block_ids[group] == FREED:
+                    self.index.cache(node, group, allocator.allocate(1)[0])
                 else:
-                    places.acquire(node.places[group])
+                    allocator.acquire(node.block_ids[group])
             row.append(node)
         return row
 
     def close(self, row: list[Node]) -> None:
-        for group, places in enumerate(self.places):
+        for group, allocator in enumerate(self.allocators):
             for node in reversed(row):
-                if node.places[group] != FREED:
-                    places.release(node.places[group])
+                if node.block_ids[group] != FREED:
+                    allocator.release(node.block_ids[group])
 
     def found(self, root: str, ids: list[int]) -> int:
         return len(self.index.find(root, ids))
 
     def check(self) -> None:
         self.index.check_integrity()
-        for places in self.places:
-            places.check_integrity()
+        for allocator in self.allocators:
+            allocator.check_integrity()
 
 
 def test_the_longest_chain_is_found_and_the_last_id_is_left() -> None:
@@ -87,7 +87,7 @@ def test_the_least_recently_used_chain_is_evicted_from_its_end() -> None:
     assert cache.found("v1", [*TEXT[:192], 0]) == 1, "the block that both have in common is the last"
     assert cache.found("v1", [*TEXT[:64], *range(200, 329)]) == 2
     assert cache.index.evict(0, 100) == 2
-    assert (cache.index.nodes(), cache.places[0].free) == ([], 100)
+    assert (cache.index.nodes(), cache.allocators[0].free) == ([], 100)
     cache.check()
 
 
@@ -111,7 +111,7 @@ def test_drop_ends_one_root_and_reset_all() -> None:
     assert (cache.found("v2", TEXT), cache.found("v3", TEXT)) == (0, 3)
     assert cache.index.reset() == 128 + 192
     assert (cache.found("v1", TEXT), cache.found("v3", TEXT)) == (0, 0)
-    assert (cache.places[0].used, cache.places[0].free) == (2, 98), "the live row keeps its blocks"
+    assert (cache.allocators[0].used, cache.allocators[0].free) == (2, 98), "the live row keeps its blocks"
     assert not any(node.alive for node in live)
     cache.check()
 
@@ -128,10 +128,10 @@ def test_a_window_that_gave_blocks_up_is_used_only_where_the_rest_is_enough() ->
     cache = Cache(None, 100)  # a token at 64 * n attends to the last two blocks
     row = cache.add("v1", TEXT[:384])
     for node in row[:3]:  # the row is past these
-        cache.places[1].release(node.places[1])
+        cache.allocators[1].release(node.block_ids[1])
     assert cache.found("v1", TEXT) == 6
     assert cache.index.evict(1, 2) == 2
-    assert [node.places[1] == FREED for node in row] == [True, True, False, False, False, False]
+    assert [node.block_ids[1] == FREED for node in row] == [True, True, False, False, False, False]
     assert [cache.found("v1", TEXT[: 64 * n + 1]) for n in range(1, 7)] == [0, 0, 0, 4, 5, 6]
     cache.check()
 
@@ -142,5 +142,5 @@ def test_a_model_of_windows_only_keeps_no_nodes_without_blocks() -> None:
     for n in range(1, 7):
         assert cache.index.evict(0, 1) == 1
         cache.check()
-        assert cache.places[0].free == 94 + n
+        assert cache.allocators[0].free == 94 + n
     assert cache.index.nodes() == []

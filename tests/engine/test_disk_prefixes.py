@@ -150,8 +150,8 @@ def test_a_state_is_written_when_a_second_prompt_has_used_it(tmp_path, recurrent
 def test_blocks_that_the_memory_still_has_are_not_read_again(tmp_path, recurrent, monkeypatch) -> None:
     harness = in_one_chunk(tmp_path, recurrent)
     ask(harness, PROMPT)
-    memory, read = harness.runner.cache._memory, []
-    memory.evict(memory.states_number, 10)
+    cache, read = harness.runner.cache, []
+    cache.evict(cache.states, 10)
     monkeypatch.setattr(PrefixStore, "_read", lambda store, names: read.extend(names) or whole(store, names))
     assert ask(harness, PROMPT, "y") == 256
     assert [(name.depth, name.is_state) for name in read] == [(4, True)]

@@ -36,7 +36,7 @@ def test_a_draft_model_with_the_same_weights_is_always_right(lookahead: bool) ->
     assert counters.accepted.total() == counters.drafted.total() > 60
     assert harness.loop.stats().detail["accepted_draft_tokens_by_source"] == {"model": counters.drafted.total()}
     assert counters.steps < 50, "without a draft model they are at least 99 - 66"
-    assert draft_of(harness).bytes_held == 0 or not draft_of(harness)._cache.rows()
+    assert draft_of(harness).bytes_held == 0 or not list(draft_of(harness)._cache.rows)
 
 
 def test_a_vocabulary_that_is_padded_less_or_more_costs_nothing() -> None:
@@ -113,10 +113,10 @@ def test_an_aborted_row_leaves_no_draft_row() -> None:
     while not harness.tokens("gone"):
         harness.loop.step()
     harness.loop.step()
-    assert len(draft_of(harness)._cache.rows()) == 1
+    assert len(list(draft_of(harness)._cache.rows)) == 1
     harness.loop.abort("gone")
     harness.run()
-    assert not draft_of(harness)._cache.rows()
+    assert not list(draft_of(harness)._cache.rows)
 
 
 def test_a_group_computes_its_prompt_once_in_the_draft_model_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,9 @@ from tiny import save_tiny, tiny_model
 
 from mlx_parallm.app.device import build_runner
 from mlx_parallm.batch.forward import Span
-from mlx_parallm.batch.kv.block_files import HostBlock, block_names, decode, encode, model_key, shapes
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
+from mlx_parallm.batch.kv.disk import HostBlock, block_names, decode, encode, model_key, shapes
+from mlx_parallm.batch.kv.host import HostCopies
 from mlx_parallm.batch.kv.quantized import pack, unpack
 from mlx_parallm.batch.kv.row import KVRow
 from mlx_parallm.config import Config, ServerConfig
@@ -98,10 +99,10 @@ def test_blocks_take_the_bytes_that_the_layout_says(model: nn.Module, bits: int,
     half = plain.bytes_per_token * 2 / plain.dtype.size
     for group in cache.groups:
         arrays = sum(array.nbytes for array in group.arena.arrays())
-        assert arrays == group.places.total * group.arena.block_bytes
+        assert arrays == group.allocator.total * group.arena.block_bytes
         specs = [plain.attention[i] for i in group.layers]
         layers = sum(spec.kv_heads * (spec.head_dim_k + spec.head_dim_v) for spec in specs)
-        assert arrays <= share * 2 * layers * BLOCK_TOKENS * group.places.total
+        assert arrays <= share * 2 * layers * BLOCK_TOKENS * group.allocator.total
     assert cache.layout.bytes_per_token <= share * half
     assert cache.bytes_used == 10 * BLOCK_TOKENS * cache.layout.bytes_per_token + BLOCK_TOKENS * plain.bytes_per_token
 
@@ -241,9 +242,9 @@ def test_quantized_blocks_come_back_from_their_files_to_the_bit(model: nn.Module
     cache = (runner := make_harness(model, kv_bits=4).runner).cache
     row, names = computed(runner, PROMPTS[2]), shapes(cache.layout)
     cache.close(row, "root", PROMPTS[2])
-    ((node, is_state),) = cache.unsaved(1)
+    ((node, is_state),) = HostCopies(cache).unsaved(1)
     (name, *_) = block_names(b"", PROMPTS[2])
-    arrays = cache.to_host(node, is_state)
+    arrays = HostCopies(cache).read(node, is_state)
     saved = encode(HostBlock(name, arrays), names)
     assert all(np.array_equal(*each) for each in zip(decode(saved, name.ids, names), arrays, strict=True))
     keys = [model_key("m", replace(cache.layout, bits=bits)) for bits in (None, 8, 4)]

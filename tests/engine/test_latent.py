@@ -51,7 +51,7 @@ def test_a_token_takes_one_latent_and_one_key_with_positions_in_each_layer(name:
     assert pool.layout.bytes_per_token == expected
     assert pool.bytes_used == 5 * BLOCK_TOKENS * expected
     (group,) = pool.groups
-    assert sum(array.nbytes for array in group.arena.arrays()) == group.places.total * BLOCK_TOKENS * expected
+    assert sum(array.nbytes for array in group.arena.arrays()) == group.allocator.total * BLOCK_TOKENS * expected
 
 
 def test_8_bits_take_half_of_half_precision_and_the_scales() -> None:

@@ -18,7 +18,7 @@ from tiny import tiny_model
 
 from mlx_parallm.app.model_check import check_built
 from mlx_parallm.batch.forward import Span
-from mlx_parallm.batch.kv.state_arena import StateArena
+from mlx_parallm.batch.kv.states import StateArena
 from mlx_parallm.core import RequestFinished
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.cache_plan import prepare
@@ -105,7 +105,7 @@ def test_the_pool_counts_what_the_caches_hold(model: nn.Module) -> None:
     def compare() -> None:
         nonlocal compared
         held = kept(harness)
-        if held and len(held) == len(cache.rows()) and all(row.computed > 256 for row in cache.rows()):
+        if held and len(held) == len(list(cache.rows)) and all(row.computed > 256 for row in list(cache.rows)):
             compared += 1
             nbytes = sum(array.nbytes for arrays in held for array in arrays)
             assert 0.7 * nbytes <= cache.bytes_used <= 1.3 * nbytes

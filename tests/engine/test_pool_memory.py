@@ -9,7 +9,6 @@ from tiny import tiny_model
 
 from mlx_parallm.adapters.registry import KEPT_VERSIONS
 from mlx_parallm.batch.kv.arena import Arena
-from mlx_parallm.batch.kv.sizing import is_short
 from mlx_parallm.core import GenerationRequest, RequestFinished, StopParams
 
 pytestmark = pytest.mark.ci
@@ -135,10 +134,10 @@ def test_blocks_are_kept_for_the_next_rows_while_rows_keep_coming() -> None:
     harness = make_harness(max_batched_tokens=2048)
     harness.submit("first", LONG)
     harness.run()
-    blocks = harness.runner.cache.groups[0].places.total
+    blocks = harness.runner.cache.groups[0].allocator.total
     for _ in range(20):
         harness.loop.step()
-    assert harness.runner.cache.groups[0].places.total == blocks
+    assert harness.runner.cache.groups[0].allocator.total == blocks
 
 
 def test_a_request_after_an_idle_time_finds_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +168,7 @@ def grown_without_need(harness: Harness, patched: pytest.MonkeyPatch) -> int:
 
     def counted(arena: Arena, blocks: int, *most: float) -> bool:
         nonlocal grown
-        grown += blocks > arena.blocks and not group.places.used and not is_short(group)
+        grown += blocks > arena.blocks and not group.allocator.used and not group.is_short()
         return resize(arena, blocks, *most)
 
     with patched.context() as counting:
@@ -186,13 +185,13 @@ def test_a_client_that_asks_again_at_once_does_not_wait_for_an_arena(monkeypatch
     harness = make_harness(max_batched_tokens=2048)
     group = harness.runner.cache.groups[0]
     assert grown_without_need(harness, monkeypatch) == 0
-    blocks = group.places.total
-    harness.runner.cache.evict(blocks)
+    blocks = group.allocator.total
+    harness.runner.cache.evict(harness.runner.cache.groups[0], blocks)
     harness.run()
-    assert group.places.total == blocks
+    assert group.allocator.total == blocks
     have_no_pause(monkeypatch)
     harness.run()
-    assert group.places.total < blocks
+    assert group.allocator.total < blocks
     assert grown_without_need(make_harness(max_batched_tokens=2048), monkeypatch) > 0
 
 
@@ -204,7 +203,7 @@ def test_memory_is_given_back_a_bounded_number_of_bytes_at_a_time(monkeypatch: p
     for number in range(12):
         harness.submit(str(number), [20 + number] * 300, 10)
     harness.run()
-    harness.runner.cache.evict(40)
+    harness.runner.cache.evict(harness.runner.cache.groups[0], 40)
     arrays = harness.runner.cache.groups[0].arena.keys
     before = sizes = [keys.nbytes for keys in arrays]
     while harness.loop.step():
@@ -248,7 +247,7 @@ def test_the_prefixes_of_a_forgotten_version_go(monkeypatch: pytest.MonkeyPatch)
         harness.submit(str(seed), LONG, adapter=ref)
         harness.run()
     kept = set(harness.adapters.registry.versions())
-    assert {root.version for root in harness.runner.cache.roots()} == kept
+    assert {root.version for root in harness.runner.cache.index.roots()} == kept
     assert len(kept) < KEPT_VERSIONS + 3
     be_quiet(monkeypatch)
     harness.run()

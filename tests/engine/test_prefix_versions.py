@@ -213,7 +213,7 @@ def test_no_answer_is_of_a_wrong_version(truth: Truth, changes: int, lookahead: 
     assert harness.runner.cache.hits > 0
     harness.loop.step()
     reachable = {*traffic.registry.versions(), traffic.registry.find("base")}
-    assert {root.version for root in harness.runner.cache.roots()} <= reachable
+    assert {root.version for root in harness.runner.cache.index.roots()} <= reachable
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -243,7 +243,7 @@ def test_any_interleaving_with_a_small_pool_and_faults(
             failures = harness.loop.counters.failed_steps
             traffic.step()
             if harness.loop.counters.failed_steps > failures:
-                assert not harness.runner.cache.roots(), "nothing that a failed unit has written can be found"
+                assert not harness.runner.cache.index.roots(), "nothing that a failed unit has written can be found"
     traffic.run()
     assert traffic.checked > traffic.failed
 
@@ -266,12 +266,12 @@ def test_a_chain_lasts_as_long_as_its_version_is_leased(truth: Truth) -> None:
         harness.run()
         registry.unload("a")
         harness.loop.step()
-        assert [root.version for root in cache.roots()] == [version]
+        assert [root.version for root in cache.index.roots()] == [version]
         harness.submit("s", text(200, 1), 4, adapter=ref)
         harness.run()
         assert harness.terminal("s").cached_tokens == 192
     harness.loop.step()
-    assert cache.roots() == []
+    assert cache.index.roots() == []
     assert cache.bytes_cached == 0
 
 
@@ -305,5 +305,5 @@ def test_salts_without_end_evict_the_oldest_and_take_no_memory_on_the_host() -> 
             harness.submit(f"shared {number}", shared, 1)
             harness.run()
             assert harness.terminal(f"shared {number}").cached_tokens == (192 if number else 0)
-        assert len(cache.roots()) <= 32
+        assert len(cache.index.roots()) <= 32
     assert cache.evictions > 300

@@ -15,7 +15,7 @@ from mixed_batch import text
 from tiny import RECURRENT, tiny_model
 
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED
-from mlx_parallm.batch.kv.state_arena import StateArena
+from mlx_parallm.batch.kv.states import StateArena
 from mlx_parallm.core import RequestFinished, SamplingParams, SequenceOutput
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.cache_plan import prepare
@@ -146,7 +146,7 @@ def test_an_answer_is_found_at_the_last_block_that_it_filled(world: World) -> No
     assert_same_tokens(harness.tokens("turn"), solo(world.model, turn, 4), TINY)
     states = harness.runner.cache.states
     assert states is not None
-    assert states.places.cached == 2, "of the prompt and the answer: the one after two blocks made room for the next"
+    assert states.allocator.cached == 2, "of the prompt and the answer: the one after two blocks made room for the next"
 
 
 END = 256
@@ -208,7 +208,7 @@ def test_what_many_prompts_leave_for_others_stays_small_and_drives_out_nothing_i
     for number in range(50):
         (prompt,) = chats([END, *text(600, seed=100 + number)], 1)
         assert answer(harness, str(number), prompt, 2) == 0
-        held = sum(node.places[-1] != FREED for node in cache._memory.tentative)
+        held = sum(node.block_ids[-1] != FREED for node in cache.checkpoints.tentative)
         most = max(most, held)
         assert held * cache.states.arena.block_bytes <= cache.device.budget_bytes / 8
         harness.loop.check_integrity()

@@ -33,7 +33,7 @@ def array_bytes(harness: Harness) -> int:
 
 
 def test_cached_prefixes_leave_the_process_and_not_only_the_accounts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_parallm.batch.kv.tidy._EVICTED_BLOCKS", 7)
+    monkeypatch.setattr("mlx_parallm.batch.kv.memory._EVICTED_BLOCKS", 7)
     harness = with_cached_prefixes()
     before, active = array_bytes(harness), mx.get_active_memory()
     harness.loop.relieve(Relief.PREFIXES)
@@ -74,7 +74,7 @@ def test_a_draft_model_keeps_no_cached_prefixes_while_a_row_uses_it() -> None:
     harness.loop.relieve(Relief.PREFIXES)
     for _ in range(20):
         harness.loop.step()
-    assert (cache.rows() != [], cache.bytes_cached) == (True, 0)
+    assert (list(cache.rows) != [], cache.bytes_cached) == (True, 0)
 
 
 def test_prefixes_are_cached_again_afterwards() -> None:

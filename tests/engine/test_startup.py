@@ -32,7 +32,7 @@ def test_every_term_is_measured_and_no_row_is_left() -> None:
     cost = calibrate(runner)
     assert min(cost.fixed, cost.per_token) > 0
     assert min(cost.per_draw, cost.per_pair) >= 0
-    assert not runner.cache.rows()
+    assert not list(runner.cache.rows)
     runner.cache.check_integrity()
 
 
@@ -103,7 +103,7 @@ def test_with_versions_that_were_not_tried_tested_families_are_checked_too(
 def test_a_pool_without_memory_for_all_rows_is_measured_nevertheless() -> None:
     runner = make_harness(budget_tokens=128, max_length=2048).runner
     assert calibrate(runner).fixed > 0
-    assert not runner.cache.rows()
+    assert not list(runner.cache.rows)
 
 
 @pytest.mark.parametrize("cpu", [True, False])
@@ -137,7 +137,7 @@ def test_units_of_a_few_tokens_are_timed_for_drafts() -> None:
 def test_units_of_a_few_tokens_are_timed_in_one_block() -> None:
     runner = make_harness(budget_tokens=64).runner
     assert calibrate_steps(runner, CostModel()).steps
-    assert not runner.cache.rows()
+    assert not list(runner.cache.rows)
 
 
 @pytest.mark.parametrize("after", [0, 1, 5])
@@ -158,4 +158,4 @@ def test_measuring_ends_when_the_engine_is_stopped_and_leaves_no_row(after: int)
     with pytest.raises(EngineDeadError, match="stopped while it started"):
         calibrate_steps(runner, calibrate(runner, check) if after < 5 else CostModel(), check)
     assert (stopped.is_set(), units) == (True, after + 1)
-    assert not runner.cache.rows()
+    assert not list(runner.cache.rows)

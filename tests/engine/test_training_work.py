@@ -124,7 +124,7 @@ def test_rows_do_not_wait_for_training_and_a_copy_of_an_arena_in_a_row(monkeypat
     for number in range(40):
         harness.submit(str(number), [20 + number] * 300, 4)
     harness.run()
-    harness.runner.cache.evict(140)
+    harness.runner.cache.evict(harness.runner.cache.groups[0], 140)
     harness.submit("beside", PROMPTS[0], 60)
     units: list[str] = []
     training.watch = lambda: units.append("training")

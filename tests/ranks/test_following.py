@@ -14,7 +14,6 @@ from tiny import tiny_model
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
 from mlx_parallm.batch.forward import Span, in_order
-from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
 from mlx_parallm.batch.kv.row import KVRow
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.core import DeviceMemory
@@ -54,7 +53,7 @@ def engine(parts: Parts) -> tuple[BatchRunner, AdapterBank]:
     bank = AdapterBank(layout, 2, 4, kv.dtype, make_group=parts.linear_group(split))
     install_adapters(model, bank)
     device = DeviceMemory(1 << 24)
-    cache = LoRABatchedKVCache(kv, device, 256, memory=parts.memory(kv, device))
+    cache = parts.cache(kv, device, 256, True, frozenset())
     return parts.runner(model, cache, bank, plan), bank
 
 

@@ -33,7 +33,7 @@ def blocks_for(tokens: int) -> int:
 
 
 class FreeRuns:
-    """A set of block ids, stored as sorted runs of consecutive ones. Adding and removing take O(log runs) comparisons."""
+    """A set of block ids, stored as sorted runs. Adding and removing take O(log runs) comparisons."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -241,7 +241,7 @@ class LoRABatchedKVCache(KVMemory):
             table += block_ids
 
     def _reserve(self, row: KVRow, tokens: int, alone: bool) -> bool:
-        """Appends free blocks to a row until it has room for `tokens`, and gives it a tail and a state if it needs them.
+        """Appends free blocks to a row until it has room for `tokens`, and gives it a tail and a state if it has none.
 
         Returns False, and raises, as `extend` does. `alone`: no other row is open.
         """
@@ -258,7 +258,9 @@ class LoRABatchedKVCache(KVMemory):
         The block is taken out of the prefix index if no other row reads it; otherwise the row gets a copy. Returns
         False as `extend` does.
         """
-        last = [(group, table[row.computed // BLOCK_TOKENS]) for group, table in zip(self.groups, row.tables, strict=True)]
+        last = [
+            (group, table[row.computed // BLOCK_TOKENS]) for group, table in zip(self.groups, row.tables, strict=True)
+        ]
         if all(group.allocator.is_private(block_id) for group, block_id in last):
             return True
         if all(group.allocator.references[block_id] == 1 for group, block_id in last):

@@ -34,9 +34,9 @@ _CHILDREN_TRIED = 16
 class Node:
     """One block of tokens of a cached prefix.
 
-    `block_ids`: its block in each layer group, or FREED. `depth`: blocks from the root to this one, itself included; the
-    root's is 0. `alive`: whether the index still has it. `key`: the name of its file, b"" before it is known; see
-    `block_files`. `saved`, `state_saved`: whether the block, and the recurrent state at its end, need not be written to
+    `block_ids`: its block in each layer group, or FREED. `depth`: blocks from the root to this one, itself included,
+    and 0 of the root. `alive`: whether the index still has it. `key`: the name of its file, b"" before it is known; see
+    `disk`. `saved`, `state_saved`: whether the block, and the recurrent state at its end, need not be written to
     the disk.
     """
 

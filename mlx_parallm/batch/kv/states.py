@@ -1,8 +1,9 @@
-"""Recurrent states, and the checkpoints from which other rows can go on. A state is arrays of every recurrent layer, which are never written again, or else a copy of each
-opaque cache, which no pass uses again.
+"""Recurrent states, and the checkpoints from which other rows can go on.
 
-So a block here is a reference to a state, and to copy a state copies no array. The states after a forward pass over several rows are
-one batch. If the next pass has the same rows, it takes the batch as it is; otherwise the batch is cut up.
+A state is arrays of every recurrent layer, which are never written again, or else a copy of each opaque cache, which no
+pass uses again. So a block here is a reference to a state, and to copy a state copies no array. The states after a
+forward pass over several rows are one batch. If the next pass has the same rows, it takes the batch as it is; otherwise
+the batch is cut up.
 
     block ids   0    1    2    3         pass over rows 0, 1, 2: one batch, [3, ...] for each array
     hold        └────┴────┘    │

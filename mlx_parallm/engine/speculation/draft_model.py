@@ -270,7 +270,7 @@ class DraftModel:
     def check_integrity(self) -> None:
         """Raises AssertionError if its rows and its KV pool disagree."""
         self._cache.check_integrity()
-        assert set(map(id, self._rows.values())) == set(map(id, self._cache.rows()))
+        assert set(map(id, self._rows.values())) == set(map(id, self._cache.rows))
 
 
 _Pass = tuple[list[_DraftRow], mx.array]
