@@ -295,7 +295,7 @@ def test_a_pool_without_room_restores_nothing_and_takes_nothing_from_rows() -> N
     row, blocks = other.open(300), saved(cache)
     assert row is not None
     assert not HostCopies(other).restore("root", TEXT[:400], blocks)
-    assert other.rows() == [row]
+    assert list(other.rows) == [row]
     assert found(other, TEXT[:400]) == 0
     other.close(row)
     assert HostCopies(other).restore("root", TEXT[:400], blocks)
