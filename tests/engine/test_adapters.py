@@ -120,7 +120,7 @@ def slot_bytes(harness: Harness, ref: AdapterRef) -> list[bytes]:
     """Everything the bank has in the slot of a version."""
     slot = harness.adapters.pin(ref)
     harness.adapters.unpin(ref)
-    groups = [group for group in harness.adapters.bank.groups.values() if group.allocator]
+    groups = [group for group in harness.adapters.bank.groups.values() if group.places]
     arrays = [array for group in groups for array in (group.a, *group.b.values())]
     return [np.array(array[slot]).tobytes() for array in arrays]
 

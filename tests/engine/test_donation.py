@@ -184,7 +184,7 @@ def test_a_version_is_staged_in_place_although_rows_read_the_bank() -> None:
         with growth() as grown:
             harness.loop.step()
         assert grown.nbytes < largest / 2
-    assert len({group.slots for group in harness.adapters.bank.groups.values() if group.allocator}) == 1
+    assert len({group.slots for group in harness.adapters.bank.groups.values() if group.places}) == 1
 
 
 @pytest.mark.parametrize("lookahead", [True, False])

@@ -113,7 +113,7 @@ def test_rows_read_no_slot_that_a_group_of_linears_lacks() -> None:
     adapters += [random_adapter(layout, seed, targets=("v_proj",)) for seed in range(2, 8)]
     adapters += [random_adapter(layout, 9, targets=("down_proj",))]
     refs = [harness.publish(f"a{at}", weights) for at, weights in enumerate(adapters)]
-    assert {group.slots for group in harness.adapters.bank.groups.values() if group.allocator} == {9}
+    assert {group.slots for group in harness.adapters.bank.groups.values() if group.places} == {9}
     for at, ref in enumerate(refs):
         harness.submit(str(at), row, 6, adapter=ref)
     harness.run()
@@ -127,7 +127,7 @@ def test_other_slots_stay_bit_identical() -> None:
     harness.publish("kept", random_adapter(layout, 1))
 
     def kept() -> list[bytes]:
-        groups = [group for group in harness.adapters.bank.groups.values() if group.allocator]
+        groups = [group for group in harness.adapters.bank.groups.values() if group.places]
         arrays = [array for group in groups for array in (group.a, *group.b.values())]
         return [np.array(array[..., 1, :, :]).tobytes() for array in arrays]
 

@@ -211,7 +211,7 @@ class LoRABatchedKVCache(KVMemory):
     def close(self, row: KVRow, root: Hashable | None = None, ids: Sequence[int] = ()) -> None:
         """Removes a row. With `root` and the ids of its tokens, its blocks stay cached, even a partly filled one."""
         if root is not None and self.keep_prefixes:
-            self.freeze(row, root, ids)
+            self._freeze_full(row, root, ids)
             self._freeze_tail(row, root, ids)
         self.remove(row)
 
@@ -329,15 +329,20 @@ class LoRABatchedKVCache(KVMemory):
             self.remove(donor)
 
     def freeze(self, row: KVRow, root: Hashable, ids: Sequence[int]) -> None:
-        """Registers the row's full blocks, as far as `ids` has their tokens, so that later prompts find them. O(blocks
-        that are not registered yet).
+        """Registers the row's full blocks, as far as `ids` has their tokens, so that later prompts find them.
 
         If the index already has a block of the same tokens, which another row computed, the row uses that block and
-        gives its own back. A row whose last registered block has left the index registers all of its blocks again.
+        gives its own back.
         """
+        if self.keep_prefixes:
+            self._freeze_full(row, root, ids)
+
+    def _freeze_full(self, row: KVRow, root: Hashable, ids: Sequence[int]) -> None:
+        """See `freeze`. O(blocks that are not registered yet). A row whose last registered block has left the index
+        registers all of its blocks again."""
         node = _last_registered(row)
         whole = min(row.computed, len(ids)) // BLOCK_TOKENS
-        if not self.keep_prefixes or whole <= (node.depth if node else 0):
+        if whole <= (node.depth if node else 0):
             return
         node = node or self.index.root(root)
         for start in range(node.depth * BLOCK_TOKENS, whole * BLOCK_TOKENS, BLOCK_TOKENS):

@@ -213,7 +213,8 @@ class KVMemory:
         windows = {spec.window for spec in self.layout.attention.values()} or {None}
         in_order = sorted(windows, key=lambda window: -math.inf if window is None else -window)
         self.groups = [self._layer_group(number, window) for number, window in enumerate(in_order)]
-        self.states, self.tails = self._state_group(), self._tail_group()
+        self.states = self._state_group()
+        self.tails = self._tail_group()
         self.stores: list[Store] = [*self.groups, *(each for each in (self.states, self.tails) if each is not None)]
         indexed = [store for store in self.stores if store is not self.tails]
         self.index = PrefixIndex([store.allocator for store in indexed], [store.window for store in indexed])
