@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 class KVRow:
     """One sequence's keys and values. Tokens [0, computed) are in the pool; the blocks have room for more.
 
-    `tables`: for each layer group, the place of each block, in order. FREED stands for a block below the group's
+    `tables`: for each layer group, the id of each block, in order. FREED stands for a block below the group's
     sliding window. `adapter_slot`: the slot of the adapter bank that the row's tokens are computed with; 0 is the base
     model. `node`: the last block of the row that is registered in the prefix index.
 
     `tail`: if full blocks are quantized, the place of the row's last block in full precision. The place in the tables
     then stays empty until that block is full.
 
-    Of a model with recurrent layers, see `row_states`: `state` is the place of the row's state. `checkpoints`: the
+    Of a model with recurrent layers, see `states`: `state` is the block of the row's state. `checkpoints`: the
     places of states after so many blocks that no node of the prefix index has got yet. `cuts`: the token counts at
     which a chunk has to end, because a checkpoint is made there, in order. `prefix_keys`: for each of them a key, which
     is the same for rows that have the same tokens up to it. `tentative`: those of them whose checkpoints are tentative.
