@@ -16,7 +16,7 @@ from tiny import RECURRENT, tiny_model
 
 from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED
 from mlx_parallm.batch.kv.states import StateArena
-from mlx_parallm.core import RequestFinished, SamplingParams, SequenceOutput
+from mlx_parallm.core import Account, RequestFinished, SamplingParams, SequenceOutput
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.cache_plan import prepare
 
@@ -216,6 +216,19 @@ def test_what_many_prompts_leave_for_others_stays_small_and_drives_out_nothing_i
             assert answer(harness, f"chat {number}", chat) == 2 * BLOCK_TOKENS
     assert most > 1
     assert_same_tokens(harness.tokens("49"), solo(world.model, prompt, 2), TINY)
+
+
+def test_a_prompt_ends_although_adapters_and_training_hold_more_than_the_budget(world: World) -> None:
+    """They have grown since the row began, so there may be no tentative checkpoint any more."""
+    harness = make_harness(world.model)
+    harness.submit("a", text(700, 1), 4)
+    while not harness.loop.scheduler.live[:1]:
+        harness.loop.step()
+    harness.runner.cache.device.open_account(Account.OPTIMIZER, lambda: 2 * harness.runner.cache.device.budget_bytes)
+    while harness.loop.step():
+        pass
+    assert isinstance(harness.terminal("a"), RequestFinished)
+    assert harness.loop.counters.failed_steps == 0
 
 
 def test_where_there_is_no_room_for_one_more_state_nothing_is_left_for_others(world: World) -> None:

@@ -292,7 +292,7 @@ class StateCheckpoints:
     def _most_tentative(self) -> int:
         """How many tentative checkpoints there may be."""
         limit = self._memory.device.pool_limit(alone=False)
-        return int(_TENTATIVE_SHARE * limit) // self._states.arena.block_bytes
+        return int(_TENTATIVE_SHARE * max(limit, 0)) // self._states.arena.block_bytes
 
     def take_over(self, row: KVRow, nodes: Sequence[Node]) -> Sequence[Node]:
         """Of the nodes that follow a row's registered blocks, those up to the last checkpoint beyond its own tokens,
