@@ -11,7 +11,7 @@ operations: which operations launch and move most, in a step of 16 rows of Llama
 budget: the time of a step of Llama-3.1-8B in 4 bits on an M4 Max, as arithmetic over these counts.
 compared: a whole step of the engine beside one of mlx-lm's batch generator: kernels, nodes of the graph, waits, copies,
     and the time of the host, a step of each in turn. For 1 to 32 rows of 500 and 4,000 tokens of four models without
-    weights, whose layers and widths are the true ones. About 6 minutes, and its record is results/step_compared.json.
+    weights, whose layers and widths are the true ones. About 5 minutes, and its record is results/step_compared.json.
     --quick: 1 and 16 rows of 500 tokens, without a record.
 
 --record-counts writes the counts to the record and does nothing else. Tests fail if a step launches or moves more than
