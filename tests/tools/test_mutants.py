@@ -79,7 +79,7 @@ def test_a_mutant_runs_against_the_tests_that_reach_it_and_leaves_no_trace(comma
     for line in ("init -q", "add -A", "-c user.name=t -c user.email=t@t commit -qm t"):
         subprocess.run(["git", *line.split()], cwd=root, check=True)
     copy = command.Copy(root, tmp_path / "copy")
-    reach = command.reached(copy, tmp_path / "reach.json", ["toy"])
+    reach = command.reached(copy, tmp_path, ["toy"])
     assert [test for _, test in reach["mlx_parallm/toy.py:double"]] == ["tests/toy/test_toy.py::test_double"]
     chosen = command.sample(copy, "toy", seed=1, count=100)
     assert chosen == command.sample(copy, "toy", seed=1, count=100) != command.sample(copy, "toy", seed=2, count=100)
