@@ -256,8 +256,8 @@ class VersionInfo:
 
 @dataclass(eq=False, slots=True)
 class Version:
-    """One version of an adapter. Its weights never change. The registry writes it; where its weights are is told by
-    its `residency.Resident`.
+    """One version of an adapter. Its weights never change. Only the registry writes this record;
+    `residency.Resident` records where the weights are.
 
     Attributes:
         leases: number of requests and other users of it; it is not deleted while there are any.

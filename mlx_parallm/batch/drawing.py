@@ -1,4 +1,4 @@
-"""What tokens are drawn with: filters as one threshold per row, and the inverse of the cumulative distribution.
+"""The arithmetic of sampling: top-k, top-p and min-p as one threshold per row, and inverse-transform sampling.
 
 Arithmetic over logits or weights [R, V], in which a row's result does not depend on the other rows of the batch: every
 reduction runs along a row in a fixed order (sums by blocks of `BLOCK`), so a row that is taken into a smaller batch

@@ -107,7 +107,7 @@ class PoolMemory:
         row.adapter_slot = self._adapters.pin(row.adapter)
         self._versions.add(self._root(row).version)
         self._opened_at = time.monotonic()
-        self._count_blocks(row)
+        self.changed = True
         return True
 
     def _open_with_prefix(self, row: Sequence) -> KVRow | None:
@@ -138,16 +138,11 @@ class PoolMemory:
 
     def extend(self, row: Sequence, tokens: int) -> bool:
         """Makes room for `tokens` tokens in the row, counted from its start. Returns False when the budget is spent."""
-        if tokens <= row.room:
+        if tokens <= len(row.tables[0]) * BLOCK_TOKENS:
             return True
-        with self._scope.covering([row.request]):
-            extended = self._cache.extend(row, tokens)
-        self._count_blocks(row)
-        return extended
-
-    def _count_blocks(self, row: Sequence) -> None:
-        row.room = len(row.tables[0]) * BLOCK_TOKENS
         self.changed = True
+        with self._scope.covering([row.request]):
+            return self._cache.extend(row, tokens)
 
     def to_preempt(self, rows: list[Sequence], growing: Sequence) -> Sequence:
         """The row that gives way when `extend` found no room for all tokens of `growing`. `rows`: all live rows in
@@ -162,7 +157,7 @@ class PoolMemory:
         try:
             self._cache.close(row, self._root(row), row.tokens)
         finally:
-            row.computed = row.room = row.kept_blocks = 0
+            row.computed = row.kept_blocks = 0
             self.changed = True
             self._adapters.unpin(row.adapter)
             self._rows_have_ended = True

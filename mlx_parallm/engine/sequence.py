@@ -64,8 +64,7 @@ class Sequence(KVRow):
         drafted: the number of guessed tokens that the next unit computes and checks. They count as drawn and computed
             from its launch until it is read, as if all of them were right.
 
-    Those of the memory of rows:
-        room: up to so many tokens, the row's blocks may be written without asking for more.
+    That of the memory of rows:
         kept_blocks: how many full blocks it had when they were last registered in the prefix cache.
 
     Those of speculation:
@@ -113,7 +112,6 @@ class Sequence(KVRow):
     keeps_row_until: int = 0
     drafted: int = 0
 
-    room: int = 0
     kept_blocks: int = 0
 
     guesses: RowGuesses | None = None

@@ -20,11 +20,11 @@ class KVRow:
     sliding window. `adapter_slot`: the slot of the adapter bank that the row's tokens are computed with; 0 is the base
     model. `node`: the last block of the row that is registered in the prefix index.
 
-    `tail`: if full blocks are quantized, the place of the row's last block in full precision. The place in the tables
-    then stays empty until that block is full.
+    `tail`: if full blocks are quantized, the id of the row's last block in full precision. The quantized block in the
+    tables then stays empty until that one is full.
 
-    Of a model with recurrent layers, see `states`: `state` is the block of the row's state. `checkpoints`: the
-    places of states after so many blocks that no node of the prefix index has got yet. `cuts`: the token counts at
+    Of a model with recurrent layers, see `states`: `state` is the id of the row's state. `checkpoints`: the
+    ids of states after so many blocks that no node of the prefix index has got yet. `cuts`: the token counts at
     which a chunk has to end, because a checkpoint is made there, in order. `prefix_keys`: for each of them a key, which
     is the same for rows that have the same tokens up to it. `tentative`: those of them whose checkpoints are tentative.
     `newest`: the node that got the row's last checkpoint beside those.
