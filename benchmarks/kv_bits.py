@@ -28,10 +28,10 @@ from lib.report import setting, show, write
 
 from mlx_parallm.app.device import build_runner
 from mlx_parallm.batch.forward import Span
-from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
-from mlx_parallm.batch.kv.row import KVRow
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Setting, resolve
+from mlx_parallm.kv.blocks import BLOCK_TOKENS
+from mlx_parallm.kv.row import KVRow
 from mlx_parallm.model.manager import SharedModelManager
 
 DOCS = Path(__file__).parent.parent / "docs"

@@ -11,10 +11,10 @@ from mlx_parallm import blas
 if TYPE_CHECKING:
     from mlx_parallm.app.retrain import RetrainEngine
     from mlx_parallm.app.server import RLIntegratedServer
-    from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
     from mlx_parallm.config import LoRAConfig, RLConfig
     from mlx_parallm.engine.scheduler import RLAwareScheduler
     from mlx_parallm.engine.thread import ContinuousBatchProcessor
+    from mlx_parallm.kv.cache import LoRABatchedKVCache
     from mlx_parallm.model.manager import CheckpointManager, SharedModelManager
     from mlx_parallm.rl.learn.trainer import GRPOTrainer
 
@@ -45,7 +45,7 @@ _LAZY = {
     "CheckpointManager": "mlx_parallm.model.manager",
     "ContinuousBatchProcessor": "mlx_parallm.engine.thread",
     "GRPOTrainer": "mlx_parallm.rl.learn.trainer",
-    "LoRABatchedKVCache": "mlx_parallm.batch.kv.cache",
+    "LoRABatchedKVCache": "mlx_parallm.kv.cache",
     "LoRAConfig": "mlx_parallm.config",
     "RLAwareScheduler": "mlx_parallm.engine.scheduler",
     "RLConfig": "mlx_parallm.config",

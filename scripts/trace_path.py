@@ -67,7 +67,7 @@ def function(path: str, name: str) -> Marker:
     return lambda code: code.co_name == name and code.co_filename.startswith(PACKAGE + path)
 
 
-REACHES_THE_POOL = function("batch/kv/cache.py", "open")
+REACHES_THE_POOL = function("kv/cache.py", "open")
 LEFT_OUT = (
     "server/",
     "model/",

@@ -17,9 +17,6 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
-from mlx_parallm.batch.kv.arena import Arena
-from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
-from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.core import (
     AdapterRef,
@@ -40,6 +37,9 @@ from mlx_parallm.engine.scheduler import SchedulerConfig
 from mlx_parallm.engine.speculation.draft_model import DraftModel
 from mlx_parallm.engine.speculation.guesses import Source
 from mlx_parallm.engine.text import Vocabulary
+from mlx_parallm.kv.arena import Arena
+from mlx_parallm.kv.blocks import BLOCK_TOKENS
+from mlx_parallm.kv.cache import LoRABatchedKVCache
 from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.linears import adapter_layout, install_adapters
 

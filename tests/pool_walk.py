@@ -15,12 +15,12 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
-from mlx_parallm.batch.kv import memory
-from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
-from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
-from mlx_parallm.batch.kv.prefix import first_visible
-from mlx_parallm.batch.kv.row import KVRow
 from mlx_parallm.core import Account, DeviceMemory
+from mlx_parallm.kv import memory
+from mlx_parallm.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
+from mlx_parallm.kv.cache import LoRABatchedKVCache
+from mlx_parallm.kv.prefix import first_visible
+from mlx_parallm.kv.row import KVRow
 from mlx_parallm.model.layer_state import KVLayout, LayerSpec, LayerState, RecurrentSpec
 
 FULL, WINDOWED = LayerSpec(1, 2, 2), LayerSpec(1, 2, 2, window=100)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import mlx.core as mx
 from pool_walk import FULL, RECURRENT, WINDOWED
 
-from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
-from mlx_parallm.batch.kv.row import KVRow
 from mlx_parallm.core import Account, DeviceMemory
+from mlx_parallm.kv.cache import LoRABatchedKVCache
+from mlx_parallm.kv.row import KVRow
 from mlx_parallm.model.layer_state import KVLayout, LayerState
 
 TEXT = [(i * i) % 251 for i in range(2000)]

@@ -18,7 +18,6 @@ from mlx_parallm.app.adapters import KnownAdapters, find_adapters
 from mlx_parallm.app.base_paths import BasePath, base_of_adapter
 from mlx_parallm.app.device import build_runner, device_schedule, kv_budget, kv_layout, mlx_limits
 from mlx_parallm.app.speculation import build_draft_model, load_draft_model, sources_of
-from mlx_parallm.batch.kv.disk import PrefixStore
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Config
 from mlx_parallm.core import DeviceMemory, ModelCard, TrainingWork
@@ -31,6 +30,7 @@ from mlx_parallm.engine.startup import calibrate, calibrate_steps, choose_attent
 from mlx_parallm.engine.text import Vocabulary
 from mlx_parallm.engine.thread import ContinuousBatchProcessor, Loading
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.kv.disk import PrefixStore
 from mlx_parallm.model.device import on_cpu
 from mlx_parallm.model.loading import LoadedModel, load, materializing
 from mlx_parallm.model.manager import SharedModelManager

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from mlx_parallm.batch.block_attention import RowBlocks
 from mlx_parallm.batch.drawing import exp
-from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
+from mlx_parallm.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.model.device import on_cpu
 from mlx_parallm.model.linears import LatentHeads
 

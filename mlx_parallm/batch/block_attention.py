@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_parallm.batch.drawing import exp
-from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
+from mlx_parallm.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.model.device import on_cpu
 
 _WORTH_A_CALL, _WORTH_A_CALL_ON_CPU = 128, 16

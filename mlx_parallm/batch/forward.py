@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from mlx_parallm.batch.attention_calls import AttentionCalls, kind_of
 from mlx_parallm.batch.block_attention import RowBlocks
-from mlx_parallm.batch.kv.arena import Lines, lines_of
-from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
-from mlx_parallm.batch.kv.cache import KVRow, LayerGroup, LoRABatchedKVCache
 from mlx_parallm.batch.quantized_forward import QuantizedGroupForward
+from mlx_parallm.kv.arena import Lines, lines_of
+from mlx_parallm.kv.blocks import BLOCK_TOKENS
+from mlx_parallm.kv.cache import KVRow, LayerGroup, LoRABatchedKVCache
 from mlx_parallm.model.linears import LatentHeads
 
 R = TypeVar("R", bound=KVRow)

@@ -14,8 +14,8 @@ import mlx.core as mx
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.batch.attention_calls import Kind, kind_of
 from mlx_parallm.batch.forward import Forward, Span
-from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
 from mlx_parallm.batch.parts import PassParts
+from mlx_parallm.kv.cache import KVRow, LoRABatchedKVCache
 from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.model.layer_state import LayerSpec
 from mlx_parallm.model.linears import LatentHeads

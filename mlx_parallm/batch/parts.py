@@ -22,12 +22,12 @@ from mlx_lm.models.cache import ArraysCache
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.batch.forward import Span, token_places
-from mlx_parallm.batch.kv.arena import lines_of
-from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, blocks_for
-from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
-from mlx_parallm.batch.kv.memory import LayerGroup, StateGroup
-from mlx_parallm.batch.kv.prefix import first_visible
-from mlx_parallm.batch.kv.states import StateArena, StateBatch
+from mlx_parallm.kv.arena import lines_of
+from mlx_parallm.kv.blocks import BLOCK_TOKENS, blocks_for
+from mlx_parallm.kv.cache import KVRow, LoRABatchedKVCache
+from mlx_parallm.kv.memory import LayerGroup, StateGroup
+from mlx_parallm.kv.prefix import first_visible
+from mlx_parallm.kv.states import StateArena, StateBatch
 from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.model.caches import arrays_of
 from mlx_parallm.model.layer_state import LayerSpec, OpaqueSpec

@@ -29,12 +29,12 @@ import numpy as np
 
 from mlx_parallm.batch.attention_calls import AttentionCalls
 from mlx_parallm.batch.block_attention import RowBlocks
-from mlx_parallm.batch.kv.arena import Lines, lines_of
-from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
-from mlx_parallm.batch.kv.memory import LayerGroup, TailGroup
-from mlx_parallm.batch.kv.prefix import first_visible
-from mlx_parallm.batch.kv.quantized import pack, unpack
-from mlx_parallm.batch.kv.row import KVRow
+from mlx_parallm.kv.arena import Lines, lines_of
+from mlx_parallm.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
+from mlx_parallm.kv.memory import LayerGroup, TailGroup
+from mlx_parallm.kv.prefix import first_visible
+from mlx_parallm.kv.quantized import pack, unpack
+from mlx_parallm.kv.row import KVRow
 from mlx_parallm.model.linears import LatentHeads
 
 if TYPE_CHECKING:

@@ -25,11 +25,11 @@ import numpy as np
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.batch.block_attention import pairs_work
 from mlx_parallm.batch.forward import Span, in_order
-from mlx_parallm.batch.kv.cache import KVRow, LoRABatchedKVCache
 from mlx_parallm.batch.layer_cache import ServedPass
 from mlx_parallm.batch.logprobs import PromptScores
 from mlx_parallm.batch.pooling import PooledParts, pool
 from mlx_parallm.batch.sampling import Draw, RowSampling, Sampled, SamplingPlan, plan_sampling, sample
+from mlx_parallm.kv.cache import KVRow, LoRABatchedKVCache
 from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.model.caches import Caches
 from mlx_parallm.model.hooks import answered_by

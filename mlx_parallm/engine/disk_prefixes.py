@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING
 
-from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
-from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
-from mlx_parallm.batch.kv.disk import BlockName, HostBlock, PrefixStore, block_key, block_names, root_key
-from mlx_parallm.batch.kv.host import HostCopies
-from mlx_parallm.batch.kv.prefix import Node
 from mlx_parallm.core import BASE_ADAPTER
 from mlx_parallm.engine.memory import PrefixRoot
 from mlx_parallm.engine.sequence import Sequence, SequenceStatus
+from mlx_parallm.kv.blocks import BLOCK_TOKENS
+from mlx_parallm.kv.cache import LoRABatchedKVCache
+from mlx_parallm.kv.disk import BlockName, HostBlock, PrefixStore, block_key, block_names, root_key
+from mlx_parallm.kv.host import HostCopies
+from mlx_parallm.kv.prefix import Node
 
 if TYPE_CHECKING:
     from mlx_parallm.engine.requests import Request

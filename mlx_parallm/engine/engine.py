@@ -29,7 +29,6 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_parallm.adapters.residency import AdapterStore
-from mlx_parallm.batch.kv.disk import PrefixStore
 from mlx_parallm.batch.runner import BatchRunner, Launched, Pending
 from mlx_parallm.batch.sampling import Draw
 from mlx_parallm.core import (
@@ -56,6 +55,7 @@ from mlx_parallm.engine.text import Vocabulary
 from mlx_parallm.engine.trace import UnitTrace
 from mlx_parallm.engine.units import Candidate, ForwardUnit, StagingUnit, TrainingUnit, Unit, WorkKind
 from mlx_parallm.errors import AbortedError, ContextLengthError, InvalidRequestError
+from mlx_parallm.kv.disk import PrefixStore
 from mlx_parallm.model.device import MemoryLimits
 
 

@@ -10,14 +10,14 @@ import mlx.core as mx
 
 from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.adapters.weights import Version
-from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
-from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
-from mlx_parallm.batch.kv.row import KVRow
 from mlx_parallm.core import Account, DeviceMemory, TrainingWork
 from mlx_parallm.engine.faults import FaultScope
 from mlx_parallm.engine.scheduler import gives_way
 from mlx_parallm.engine.sequence import Sequence, SequenceStatus
 from mlx_parallm.engine.speculation.draft_model import DraftModel
+from mlx_parallm.kv.blocks import BLOCK_TOKENS
+from mlx_parallm.kv.cache import LoRABatchedKVCache
+from mlx_parallm.kv.row import KVRow
 from mlx_parallm.model.device import on_cpu
 
 _QUIET_S, _QUIET_WITH_CACHE_S = 10.0, 60.0

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from mlx_parallm.batch.kv.row import KVRow
 from mlx_parallm.batch.sampling import RowSampling
 from mlx_parallm.core import BASE_ADAPTER, TOP_LOGPROBS, AdapterRef, Pooling, SamplingParams, TokenLogprob, WorkClass
+from mlx_parallm.kv.row import KVRow
 
 if TYPE_CHECKING:
     from mlx_parallm.batch.pooling import Vector

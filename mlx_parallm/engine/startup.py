@@ -11,11 +11,11 @@ from itertools import accumulate
 
 from mlx_parallm.batch.attention_times import measure_attention
 from mlx_parallm.batch.forward import Span
-from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.engine.cost import CostModel
 from mlx_parallm.engine.sequence import PromptGroup, Sequence
 from mlx_parallm.engine.speculation.choosing import MOST_TOKENS
+from mlx_parallm.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.model.device import on_cpu
 
 _SHORT = 16

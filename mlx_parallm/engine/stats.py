@@ -11,13 +11,13 @@ from functools import reduce
 
 import mlx.core as mx
 
-from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
-from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
-from mlx_parallm.batch.kv.memory import Store
 from mlx_parallm.core import DeviceSchedule, DeviceSeconds, EngineStats, Histogram
 from mlx_parallm.engine.disk_prefixes import DiskPrefixes
 from mlx_parallm.engine.scheduler import RLAwareScheduler
 from mlx_parallm.engine.sequence import Sequence
+from mlx_parallm.kv.blocks import BLOCK_TOKENS
+from mlx_parallm.kv.cache import LoRABatchedKVCache
+from mlx_parallm.kv.memory import Store
 from mlx_parallm.model.device import MemoryLimits
 
 

@@ -12,7 +12,6 @@ from safetensors.numpy import load
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.weights import LoRAPair
 from mlx_parallm.batch.forward import Span
-from mlx_parallm.batch.kv.row import KVRow
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.core.operations import (
     ClearGroup,
@@ -30,6 +29,7 @@ from mlx_parallm.core.operations import (
     TrainingStage,
     WriteSlot,
 )
+from mlx_parallm.kv.row import KVRow
 from mlx_parallm.ranks.wire import decode, receive
 
 

@@ -23,9 +23,6 @@ from safetensors.numpy import save
 from mlx_parallm.adapters.bank import AdapterBank, ModelSplit, SplitGroup
 from mlx_parallm.adapters.weights import LinearSpec, LoRAPair
 from mlx_parallm.batch.forward import Span
-from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
-from mlx_parallm.batch.kv.memory import Store
-from mlx_parallm.batch.kv.row import KVRow
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.core.operations import (
     ClearGroup,
@@ -42,6 +39,9 @@ from mlx_parallm.core.operations import (
     WriteSlot,
 )
 from mlx_parallm.errors import DeviceLostError, RankLostError
+from mlx_parallm.kv.cache import LoRABatchedKVCache
+from mlx_parallm.kv.memory import Store
+from mlx_parallm.kv.row import KVRow
 from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.ranks.joining import Peer
 from mlx_parallm.ranks.wire import encode

@@ -11,8 +11,8 @@ from harness import make_harness
 from mlx_parallm.batch.attention import DenseSpan
 from mlx_parallm.batch.block_attention import BlockAttention
 from mlx_parallm.batch.forward import Span, in_order
-from mlx_parallm.batch.kv.row import KVRow
 from mlx_parallm.batch.runner import BatchRunner
+from mlx_parallm.kv.row import KVRow
 
 LONG, SHORT = 65, 40
 SIXTEEN = [60 + row for row in range(16)]

@@ -9,7 +9,7 @@ import pytest
 
 from mlx_parallm.batch.attention import DenseSpan
 from mlx_parallm.batch.block_attention import BlockAttention, RowBlocks, calls, folds_of
-from mlx_parallm.batch.kv.arena import BLOCK_TOKENS, Arena
+from mlx_parallm.kv.arena import BLOCK_TOKENS, Arena
 from mlx_parallm.model.device import prepare_device
 from mlx_parallm.model.layer_state import LayerSpec
 

@@ -10,8 +10,6 @@ import pytest
 from harness import Harness, make_harness, solo
 from tiny import tiny_model
 
-from mlx_parallm.batch.kv.arena import Arena
-from mlx_parallm.batch.kv.row import KVRow
 from mlx_parallm.core import (
     Event,
     GenerationRequest,
@@ -28,6 +26,8 @@ from mlx_parallm.engine.scheduler import SchedulerConfig
 from mlx_parallm.engine.text import Vocabulary
 from mlx_parallm.engine.thread import ContinuousBatchProcessor
 from mlx_parallm.errors import DeviceMemoryError, EngineDeadError, StepFailedError
+from mlx_parallm.kv.arena import Arena
+from mlx_parallm.kv.row import KVRow
 
 PROMPTS = [[i, 3, 5, 7, 11, 13] * 4 for i in range(3)]
 

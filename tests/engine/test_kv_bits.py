@@ -17,14 +17,14 @@ from tiny import save_tiny, tiny_model
 
 from mlx_parallm.app.device import build_runner
 from mlx_parallm.batch.forward import Span
-from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
-from mlx_parallm.batch.kv.disk import HostBlock, block_names, decode, encode, model_key, shapes
-from mlx_parallm.batch.kv.host import HostCopies
-from mlx_parallm.batch.kv.quantized import pack, unpack
-from mlx_parallm.batch.kv.row import KVRow
 from mlx_parallm.config import Config, ServerConfig
 from mlx_parallm.core import RequestFinished, SamplingParams, SequenceOutput
 from mlx_parallm.errors import UnsupportedModelError
+from mlx_parallm.kv.blocks import BLOCK_TOKENS
+from mlx_parallm.kv.disk import HostBlock, block_names, decode, encode, model_key, shapes
+from mlx_parallm.kv.host import HostCopies
+from mlx_parallm.kv.quantized import pack, unpack
+from mlx_parallm.kv.row import KVRow
 from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.layer_state import KVLayout, LayerSpec
 from mlx_parallm.model.manager import SharedModelManager

@@ -18,9 +18,9 @@ from tiny import tiny_model
 
 from mlx_parallm.app.model_check import check_built
 from mlx_parallm.batch.forward import Span
-from mlx_parallm.batch.kv.states import StateArena
 from mlx_parallm.core import RequestFinished
 from mlx_parallm.errors import UnsupportedModelError
+from mlx_parallm.kv.states import StateArena
 from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.caches import arrays_of
 

@@ -13,7 +13,6 @@ from lora import layout_of, random_adapter
 from mixed_batch import text
 from tiny import FAMILIES, stages, tiny_model
 
-from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.core import (
     BASE_ADAPTER,
     AdapterRef,
@@ -25,6 +24,7 @@ from mlx_parallm.core import (
     StopParams,
 )
 from mlx_parallm.errors import GrammarError
+from mlx_parallm.kv.blocks import BLOCK_TOKENS
 
 pytestmark = pytest.mark.ci
 

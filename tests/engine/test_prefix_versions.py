@@ -17,7 +17,6 @@ from tiny import tiny_model
 
 from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.weights import Version, VersionInfo
-from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.core import (
     BASE_ADAPTER,
     AdapterRef,
@@ -29,6 +28,7 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.engine.memory import PrefixRoot
 from mlx_parallm.errors import ConflictError
+from mlx_parallm.kv.blocks import BLOCK_TOKENS
 
 pytestmark = pytest.mark.ci
 

@@ -33,7 +33,7 @@ def array_bytes(harness: Harness) -> int:
 
 
 def test_cached_prefixes_leave_the_process_and_not_only_the_accounts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_parallm.batch.kv.memory._EVICTED_BLOCKS", 7)
+    monkeypatch.setattr("mlx_parallm.kv.memory._EVICTED_BLOCKS", 7)
     harness = with_cached_prefixes()
     before, active = array_bytes(harness), mx.get_active_memory()
     harness.loop.relieve(Relief.PREFIXES)

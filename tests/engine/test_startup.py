@@ -14,13 +14,13 @@ from harness import make_harness
 from tiny import FAMILIES, VOCAB_SIZE, tiny_model
 
 from mlx_parallm.batch.forward import Span
-from mlx_parallm.batch.kv.row import KVRow
 from mlx_parallm.engine import proving
 from mlx_parallm.engine.cost import Chunk, CostModel
 from mlx_parallm.engine.proving import prove
 from mlx_parallm.engine.startup import calibrate, calibrate_steps, choose_attention
 from mlx_parallm.engine.thread import ContinuousBatchProcessor
 from mlx_parallm.errors import EngineDeadError
+from mlx_parallm.kv.row import KVRow
 from mlx_parallm.model import families
 from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.checks import Finding

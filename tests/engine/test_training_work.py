@@ -11,9 +11,9 @@ import pytest
 from harness import Harness, make_harness
 from tiny import tiny_model
 
-from mlx_parallm.batch.kv.arena import Arena
 from mlx_parallm.core import DeviceSchedule, RequestFinished, SamplingParams, WorkClass
 from mlx_parallm.errors import DeviceLostError
+from mlx_parallm.kv.arena import Arena
 
 PROMPTS = [[i, 3, 5, 7, 11, 13] * 4 for i in range(4)]
 

@@ -24,7 +24,7 @@ from mlx_lm.utils import MODEL_REMAPPING
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.weights import ALL_LINEAR
 from mlx_parallm.app.training import footprint_of
-from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
+from mlx_parallm.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.linears import adapter_layout, install_adapters
 from mlx_parallm.rl.learn.footprint import Footprint

@@ -20,11 +20,11 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.batch.forward import Span, in_order
-from mlx_parallm.batch.kv.row import KVRow
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.engine.cost import Chunk, CostModel
 from mlx_parallm.engine.sequence import Sequence
 from mlx_parallm.engine.speculation.choosing import LONGEST_DRAFT
+from mlx_parallm.kv.row import KVRow
 
 _log = logging.getLogger(__name__)
 

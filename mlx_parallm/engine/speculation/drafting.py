@@ -16,13 +16,13 @@ from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
-from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.engine.cost import CostModel
 from mlx_parallm.engine.faults import FaultScope
 from mlx_parallm.engine.sequence import Sequence, SequenceStatus
 from mlx_parallm.engine.speculation.choosing import MOST_TOKENS
 from mlx_parallm.engine.speculation.draft_model import DraftModel
 from mlx_parallm.engine.speculation.guesses import Acceptance, RowGuesses, Source
+from mlx_parallm.kv.blocks import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from mlx_parallm.engine.scheduler import RLAwareScheduler

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
+from mlx_parallm.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.selftest.check import Check, Outcome
 from mlx_parallm.selftest.tested import TestedModel
 

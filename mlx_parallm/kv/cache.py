@@ -19,12 +19,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Hashable, Sequence
 
-from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
-from mlx_parallm.batch.kv.memory import KVMemory, LayerGroup
-from mlx_parallm.batch.kv.prefix import Node, first_visible
-from mlx_parallm.batch.kv.row import KVRow
-from mlx_parallm.batch.kv.states import StateCheckpoints
 from mlx_parallm.core import Account, DeviceMemory
+from mlx_parallm.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
+from mlx_parallm.kv.memory import KVMemory, LayerGroup
+from mlx_parallm.kv.prefix import Node, first_visible
+from mlx_parallm.kv.row import KVRow
+from mlx_parallm.kv.states import StateCheckpoints
 from mlx_parallm.model.layer_state import KVLayout
 
 __all__ = ["KVRow", "LayerGroup", "LoRABatchedKVCache"]

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import takewhile
 
-from mlx_parallm.batch.kv.arena import Bytes
-from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
-from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
-from mlx_parallm.batch.kv.disk import BlockName, HostBlock
-from mlx_parallm.batch.kv.prefix import Node, path
-from mlx_parallm.batch.kv.row import KVRow
+from mlx_parallm.kv.arena import Bytes
+from mlx_parallm.kv.blocks import BLOCK_TOKENS
+from mlx_parallm.kv.cache import LoRABatchedKVCache
+from mlx_parallm.kv.disk import BlockName, HostBlock
+from mlx_parallm.kv.prefix import Node, path
+from mlx_parallm.kv.row import KVRow
 
 
 class HostCopies:

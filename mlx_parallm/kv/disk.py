@@ -29,9 +29,9 @@ import numpy as np
 from safetensors.numpy import load, save
 
 from mlx_parallm import atomic
-from mlx_parallm.batch.kv.arena import Bytes
-from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.errors import StorageError
+from mlx_parallm.kv.arena import Bytes
+from mlx_parallm.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.model.layer_state import KVLayout
 
 _log = logging.getLogger(__name__)

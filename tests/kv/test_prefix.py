@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_parallm.batch.kv.blocks import FREED, BlockAllocator
-from mlx_parallm.batch.kv.prefix import Node, PrefixIndex, first_visible
+from mlx_parallm.kv.blocks import FREED, BlockAllocator
+from mlx_parallm.kv.prefix import Node, PrefixIndex, first_visible
 
 TEXT = [i % 97 for i in range(640)]
 

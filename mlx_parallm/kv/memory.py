@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from mlx_parallm.batch.kv.arena import Arena
-from mlx_parallm.batch.kv.blocks import FREED, BlockAllocator
-from mlx_parallm.batch.kv.prefix import LAST_BLOCK, Node, PrefixIndex
-from mlx_parallm.batch.kv.row import KVRow
-from mlx_parallm.batch.kv.states import StateArena
 from mlx_parallm.core import DeviceMemory
+from mlx_parallm.kv.arena import Arena
+from mlx_parallm.kv.blocks import FREED, BlockAllocator
+from mlx_parallm.kv.prefix import LAST_BLOCK, Node, PrefixIndex
+from mlx_parallm.kv.row import KVRow
+from mlx_parallm.kv.states import StateArena
 from mlx_parallm.model.device import is_out_of_memory
 from mlx_parallm.model.layer_state import KVLayout
 

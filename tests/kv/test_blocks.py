@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from mlx_parallm.batch.kv.blocks import BlockAllocator, FreeRuns, blocks_for
+from mlx_parallm.kv.blocks import BlockAllocator, FreeRuns, blocks_for
 
 
 def allocator(total: int) -> BlockAllocator[str]:

@@ -21,7 +21,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED, BlockAllocator
+from mlx_parallm.kv.blocks import BLOCK_TOKENS, FREED, BlockAllocator
 
 LAST_BLOCK = BLOCK_TOKENS + 1
 """A window with which the token after a block sees that block and no other whole one."""

@@ -38,14 +38,14 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.batch.kv.arena import Bytes
-from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS, FREED
-from mlx_parallm.batch.kv.prefix import Node
-from mlx_parallm.batch.kv.row import KVRow
+from mlx_parallm.kv.arena import Bytes
+from mlx_parallm.kv.blocks import BLOCK_TOKENS, FREED
+from mlx_parallm.kv.prefix import Node
+from mlx_parallm.kv.row import KVRow
 from mlx_parallm.model.layer_state import OpaqueSpec, RecurrentSpec
 
 if TYPE_CHECKING:
-    from mlx_parallm.batch.kv.memory import KVMemory, StateGroup
+    from mlx_parallm.kv.memory import KVMemory, StateGroup
 
 _FIRST_TENTATIVE = 4
 """Blocks up to the first tentative checkpoint, unless the first message ends before that."""

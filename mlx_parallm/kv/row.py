@@ -6,10 +6,10 @@ from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mlx_parallm.batch.kv.blocks import FREED
+from mlx_parallm.kv.blocks import FREED
 
 if TYPE_CHECKING:
-    from mlx_parallm.batch.kv.prefix import Node
+    from mlx_parallm.kv.prefix import Node
 
 
 @dataclass(eq=False)

@@ -15,8 +15,10 @@ import pytest
 from harness import Inline
 
 from mlx_parallm import atomic
-from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
-from mlx_parallm.batch.kv.disk import (
+from mlx_parallm.core import DeviceMemory
+from mlx_parallm.errors import StorageError
+from mlx_parallm.kv.cache import LoRABatchedKVCache
+from mlx_parallm.kv.disk import (
     BlockName,
     HostBlock,
     PrefixStore,
@@ -26,10 +28,8 @@ from mlx_parallm.batch.kv.disk import (
     root_key,
     shapes,
 )
-from mlx_parallm.batch.kv.host import HostCopies
-from mlx_parallm.batch.kv.states import StateArena, StateBatch
-from mlx_parallm.core import DeviceMemory
-from mlx_parallm.errors import StorageError
+from mlx_parallm.kv.host import HostCopies
+from mlx_parallm.kv.states import StateArena, StateBatch
 from mlx_parallm.model.layer_state import KVLayout, LayerSpec, RecurrentSpec
 
 TEXT = [(i * i) % 251 for i in range(2000)]

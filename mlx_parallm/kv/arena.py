@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_parallm.batch.kv.blocks import BLOCK_TOKENS
+from mlx_parallm.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.model.layer_state import LayerSpec
 
 Bytes = NDArray[np.uint8]

@@ -8,11 +8,11 @@ import pytest
 from pool_walk import PoolWalk, install
 from pools import MODELS, TEXT, WITH_STATES, cached, computed, found, pool
 
-from mlx_parallm.batch.kv.arena import Arena, lines_of
-from mlx_parallm.batch.kv.blocks import FREED
-from mlx_parallm.batch.kv.cache import LoRABatchedKVCache
-from mlx_parallm.batch.kv.row import KVRow
 from mlx_parallm.core import DeviceMemory
+from mlx_parallm.kv.arena import Arena, lines_of
+from mlx_parallm.kv.blocks import FREED
+from mlx_parallm.kv.cache import LoRABatchedKVCache
+from mlx_parallm.kv.row import KVRow
 from mlx_parallm.model.layer_state import KVLayout, LayerSpec
 
 # ---- the cache of prefixes -----------------------------------------------------------------------
