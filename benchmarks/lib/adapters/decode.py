@@ -16,7 +16,7 @@ from statistics import mean
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 
 import mlx.nn as nn  # isort: skip
-from lib.adapters.files import QV, RANK, fill, layout_of, random_adapter
+from lib.adapters.files import QV, RANK, fill, random_adapter
 from lib.adapters.gather_products import GatherProducts
 from lib.rows import begin, open_row, rewind
 from mlx.utils import tree_unflatten
@@ -177,7 +177,7 @@ def _base_seconds(rig: _Rig) -> float:
 
 
 def _filled_bank(manager: SharedModelManager, targets: Collection[str]) -> AdapterBank:
-    bank = AdapterBank(layout_of(manager), SLOTS, RANK, manager.plan.layout.dtype)
+    bank = AdapterBank(manager.adapter_layout, SLOTS, RANK, manager.plan.layout.dtype)
     weights = random_adapter(bank.layout, seed=0, targets=targets)
     fill(bank, weights)
     return bank

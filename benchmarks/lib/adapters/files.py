@@ -9,7 +9,6 @@ import numpy as np  # isort: skip
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.files.write import write_mlx_lm
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair
-from mlx_parallm.model.linears import adapter_layout
 from mlx_parallm.model.manager import SharedModelManager
 
 RANK = 16
@@ -39,11 +38,6 @@ def fill(bank: AdapterBank, weights: AdapterWeights) -> None:
 
 def write_adapters(folder: Path, names: Sequence[str]) -> None:
     """Writes one adapter folder per name. It loads the bundled model for its shapes, so it needs its own process."""
-    layout = layout_of(SharedModelManager(progress=False))
+    layout = SharedModelManager(progress=False).adapter_layout
     for seed, name in enumerate(names):
         write_mlx_lm(folder / name, random_adapter(layout, seed), layout)
-
-
-def layout_of(manager: SharedModelManager) -> AdapterLayout:
-    """The shapes of the linears of a model that has no adapted linears yet."""
-    return adapter_layout(manager.model)

@@ -10,7 +10,7 @@ from pathlib import Path
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 
 import mlx.core as mx  # isort: skip
-from lib.adapters.files import QV, RANK, layout_of, random_adapter
+from lib.adapters.files import QV, RANK, random_adapter
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.files.write import write_mlx_lm
@@ -46,7 +46,7 @@ RANK_8 = f"all linears, rank {HALF_RANK} in slots of rank {RANK}"
 
 def measure() -> list[AdapterMemory]:
     """In this process."""
-    layout = layout_of(SharedModelManager(progress=False))
+    layout = SharedModelManager(progress=False).adapter_layout
     everything = random_adapter(layout, seed=0)
     return [
         _memory(ALL, layout, everything),

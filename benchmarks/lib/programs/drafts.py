@@ -12,7 +12,7 @@ from pathlib import Path
 
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 
-from lib.adapters.files import layout_of, random_adapter  # isort: skip
+from lib.adapters.files import random_adapter  # isort: skip
 from mlx_lm.utils import save_config, save_model
 
 from mlx_parallm.adapters.files.write import write_mlx_lm
@@ -36,7 +36,7 @@ def write_first_layers(folder: Path, layers: int = LAYERS) -> None:
 
 def write_small_adapter(folder: Path) -> None:
     """Writes an adapter with which most texts begin as without it."""
-    layout = layout_of(SharedModelManager(progress=False))
+    layout = SharedModelManager(progress=False).adapter_layout
     pairs = random_adapter(layout, seed=0).pairs
     small = {path: replace(pair, b=pair.b * _SIZE) for path, pair in pairs.items()}
     write_mlx_lm(folder, AdapterWeights(small), layout)
