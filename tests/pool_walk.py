@@ -186,7 +186,10 @@ class PoolWalk:
         for position in range(row.computed, end):
             self.write(row, position, live.tags[position])
         if self.cache.states is not None and end > row.computed:
-            for place in (row.state, *([row.checkpoints[end // BLOCK_TOKENS]] if self.keeps(row, end) else [])):
+            for place in (
+                self.cache.states.block_of(row),
+                *([row.checkpoints[end // BLOCK_TOKENS]] if self.keeps(row, end) else []),
+            ):
                 self.cache.states.arena.tags[place][0] = live.tags[end - 1]
         row.computed = end
 
@@ -197,15 +200,15 @@ class PoolWalk:
     def write(self, row: KVRow, position: int, tag: int) -> None:
         """Writes a token: into the row's blocks, or into its tail, from which full blocks are copied."""
         block, offset = divmod(position, BLOCK_TOKENS)
-        tail = None if self.cache.tails is None else self.cache.tails.arena.tags[row.tail]
-        for group, table in zip(self.cache.groups, row.tables, strict=True):
+        tail = None if self.cache.tails is None else self.cache.tails.arena.tags[self.cache.tails.block_of(row)]
+        for group, table in zip(self.cache.groups, row.tables, strict=False):
             assert group.allocator.is_private(table[block]), "a block that others read is written"
             if tail is None:
                 group.arena.tags[table[block]][offset] = tag
         if tail is not None:
             tail[offset] = tag
         if tail is not None and offset == BLOCK_TOKENS - 1:
-            for group, table in zip(self.cache.groups, row.tables, strict=True):
+            for group, table in zip(self.cache.groups, row.tables, strict=False):
                 group.arena.tags[table[block]] = list(tail)
 
     def extend(self, live: Live, tokens: int) -> bool:
@@ -313,13 +316,17 @@ class PoolWalk:
         for live in self.lives:
             row = live.row
             if self.cache.states is not None and row.computed:
-                assert self.cache.states.arena.tags[row.state][0] == live.tags[row.computed - 1]
-            for group, table in zip(self.cache.groups, row.tables, strict=True):
+                assert self.cache.states.arena.tags[self.cache.states.block_of(row)][0] == live.tags[row.computed - 1]
+            for group, table in zip(self.cache.groups, row.tables, strict=False):
                 first = first_visible(row.computed, group.window)
                 for block in range(first, blocks_for(row.computed)):
                     assert table[block] != FREED
                     start, end = block * BLOCK_TOKENS, min((block + 1) * BLOCK_TOKENS, row.computed)
                     at_end = self.cache.tails is not None and end % BLOCK_TOKENS
-                    held = self.cache.tails.arena.tags[row.tail] if at_end else group.arena.tags[table[block]]
+                    held = (
+                        self.cache.tails.arena.tags[self.cache.tails.block_of(row)]
+                        if at_end
+                        else group.arena.tags[table[block]]
+                    )
                     tags = held[: end - start]
                     assert tags == live.tags[start:end], f"block {block} of a row has other tokens"

@@ -246,12 +246,12 @@ def _cut(pool: LoRABatchedKVCache, spans: Sequence[Span[KVRow]], plan: CachePlan
 
 def _read_states(group: StateGroup, parts: Sequence[RowsOfPool]) -> None:
     """Lets the parts have their rows' states before the pass, and the rows' places those after it."""
-    arena: StateArena = group.arena
+    arena = group.arena
     arena.begin_pass(group.allocator.is_free)
-    old = arena.batches(_place_before(span) for part in parts for span in part.spans)
+    old = arena.batches(_place_before(group, span) for part in parts for span in part.spans)
     for part in parts:
-        part.before = arena.read([_place_before(span) for span in part.spans])
-        arena.write([span.row.state for span in part.spans], part.after)
+        part.before = arena.read([_place_before(group, span) for span in part.spans])
+        arena.write([group.block_of(span.row) for span in part.spans], part.after)
         for row, span in enumerate(part.spans):
             block, rest = divmod(span.stop, BLOCK_TOKENS)
             if not rest and (place := span.row.checkpoints.get(block)) is not None:
@@ -261,9 +261,9 @@ def _read_states(group: StateGroup, parts: Sequence[RowsOfPool]) -> None:
         arena.cut_up(batch)
 
 
-def _place_before(span: Span[KVRow]) -> int | None:
+def _place_before(group: StateGroup, span: Span[KVRow]) -> int | None:
     """The place of the row's state before its span; None if it has no tokens yet, and the place has another row's."""
-    return span.row.state if span.start else None
+    return group.block_of(span.row) if span.start else None
 
 
 def _filled(places: Sequence[int], blocks: int) -> list[int]:

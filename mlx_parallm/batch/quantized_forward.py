@@ -31,7 +31,7 @@ from mlx_parallm.batch.attention_calls import AttentionCalls
 from mlx_parallm.batch.block_attention import RowBlocks
 from mlx_parallm.kv.arena import Lines, lines_of
 from mlx_parallm.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
-from mlx_parallm.kv.memory import LayerGroup, TailGroup
+from mlx_parallm.kv.memory import LayerGroup
 from mlx_parallm.kv.prefix import first_visible
 from mlx_parallm.kv.quantized import pack, unpack
 from mlx_parallm.kv.row import KVRow
@@ -77,13 +77,17 @@ class QuantizedGroupForward:
     def __init__(
         self,
         group: LayerGroup,
-        tails: TailGroup,
+        tails: LayerGroup,
         tables: Sequence[Sequence[int]],
         spans: Sequence[Span[KVRow]],
         bits: int,
         dense_rows: float,
     ) -> None:
-        pieces = [piece for span, table in zip(spans, tables, strict=True) for piece in _pieces(span, table)]
+        pieces = [
+            piece
+            for span, table in zip(spans, tables, strict=True)
+            for piece in _pieces(span, table, tails.block_of(span.row))
+        ]
         self._blocks, self._tails, self._bits = group.arena, tails.arena, bits
         self._in_tails = [tails.layers.index(layer) for layer in group.layers]
         self._tail_of = mx.array([piece.tail for piece in pieces])
@@ -160,13 +164,13 @@ class QuantizedGroupForward:
         return mx.concatenate([staged, read], axis=1)
 
 
-def _pieces(span: Span[KVRow], table: Sequence[int]) -> list[_Piece]:
+def _pieces(span: Span[KVRow], table: Sequence[int], tail: int) -> list[_Piece]:
     """The new tokens of a row, cut at the ends of blocks."""
     last = blocks_for(span.stop) - 1
     return [
         _Piece(
             table,
-            span.row.tail,
+            tail,
             max(span.start, block * BLOCK_TOKENS),
             min(span.stop, (block + 1) * BLOCK_TOKENS),
             block == last,

@@ -17,12 +17,11 @@ from mlx_parallm.core.branches import Branch
 class RowTokens:
     """The tokens of one row in a forward pass.
 
-    tables, tail: the row's blocks, as `KVRow` has them. slot: of its adapter. start: tokens computed before. tokens:
+    tables: the row's blocks, as `KVRow` has them. slot: of its adapter. start: tokens computed before. tokens:
     how many the pass computes.
     """
 
     tables: list[list[int]]
-    tail: int
     slot: int
     start: int
     tokens: int

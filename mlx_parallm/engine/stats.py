@@ -17,7 +17,7 @@ from mlx_parallm.engine.scheduler import RLAwareScheduler
 from mlx_parallm.engine.sequence import Sequence
 from mlx_parallm.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.kv.cache import LoRABatchedKVCache
-from mlx_parallm.kv.memory import Store
+from mlx_parallm.kv.memory import AnyStore
 from mlx_parallm.model.device import MemoryLimits
 
 
@@ -112,7 +112,7 @@ def snapshot(
     )
 
 
-def _blocks(store: Store) -> dict[str, int]:
+def _blocks(store: AnyStore) -> dict[str, int]:
     return {"used": store.allocator.used, "cached": store.allocator.cached, "free": store.allocator.free}
 
 

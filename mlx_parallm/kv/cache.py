@@ -21,7 +21,7 @@ from collections.abc import Collection, Hashable, Sequence
 
 from mlx_parallm.core import Account, DeviceMemory
 from mlx_parallm.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
-from mlx_parallm.kv.memory import KVMemory, LayerGroup
+from mlx_parallm.kv.memory import AnyStore, KVMemory, LayerGroup
 from mlx_parallm.kv.prefix import Node, first_visible
 from mlx_parallm.kv.row import KVRow
 from mlx_parallm.kv.states import StateCheckpoints
@@ -149,7 +149,7 @@ class LoRABatchedKVCache(KVMemory):
         """
         self._check_held(row, length)
         length = self._kept(row, length)
-        for group, table in zip(self.groups, row.tables, strict=True):
+        for group, table in zip(self.groups, row.tables, strict=False):
             while len(table) > blocks_for(length):
                 if (block_id := table.pop()) != FREED:
                     group.allocator.release(block_id)
@@ -171,13 +171,13 @@ class LoRABatchedKVCache(KVMemory):
         whole = length // BLOCK_TOKENS
         row = self.add(KVRow() if into is None else into)
         if not self.layout.opaque:  # else the blocks count what each row has by itself
-            self.share(row, [table[:whole] for table in source.tables])
+            self.share(row, [table[:whole] for table in source.tables[: len(self.groups)]])
         forked = False
         try:
             forked = (
                 self._reserve(row, max(tokens, length), alone=False)
                 and (length % BLOCK_TOKENS == 0 or self._copy_last(source, row, whole))
-                and (self.checkpoints is None or self.checkpoints.copy(source.state, row))
+                and (self.states is None or self._copy_own(self.states, source, row))
             )
         finally:
             if not forked:
@@ -193,7 +193,7 @@ class LoRABatchedKVCache(KVMemory):
         if self.states is not None and length != row.computed:
             return False
         length = self._kept(row, length)
-        visible = [(first_visible(length, group.window), group.block_ids(row)) for group in self.groups]
+        visible = [(first_visible(length, group.window), row.tables[group.number]) for group in self.groups]
         return all(first >= blocks_for(length) or table[first] != FREED for first, table in visible)
 
     def release_windows(self, row: KVRow) -> None:
@@ -201,7 +201,7 @@ class LoRABatchedKVCache(KVMemory):
 
         Call it after `freeze`, which registers these blocks so that a later prompt may find them.
         """
-        for group, table in zip(self.groups, row.tables, strict=True):
+        for group, table in zip(self.groups, row.tables, strict=False):
             block = min(first_visible(row.computed, group.window), len(table)) - 1
             while block >= 0 and table[block] != FREED:
                 group.allocator.release(table[block])
@@ -219,14 +219,14 @@ class LoRABatchedKVCache(KVMemory):
 
     def add(self, row: KVRow) -> KVRow:
         """Adds a row without blocks."""
-        row.reset(len(self.groups))
+        row.reset(len(self.stores))
         self.rows[row] = None
         return row
 
     def remove(self, row: KVRow) -> None:
         """Removes a row. It releases its last block first, so that a prefix is evicted from its end."""
         for store in self.stores:
-            for block_id in reversed(store.block_ids(row)):
+            for block_id in reversed(self.block_ids(store, row)):
                 if block_id != FREED:
                     store.allocator.release(block_id)
         row.reset(0)
@@ -234,7 +234,7 @@ class LoRABatchedKVCache(KVMemory):
 
     def share(self, row: KVRow, tables: Sequence[list[int]]) -> None:
         """Appends blocks of other rows or of cached prefixes to a row's tables."""
-        for group, table, block_ids in zip(self.groups, row.tables, tables, strict=True):
+        for group, table, block_ids in zip(self.groups, row.tables, tables, strict=False):
             for block_id in block_ids:
                 if block_id != FREED:
                     group.allocator.acquire(block_id)
@@ -259,7 +259,7 @@ class LoRABatchedKVCache(KVMemory):
         False as `extend` does.
         """
         last = [
-            (group, table[row.computed // BLOCK_TOKENS]) for group, table in zip(self.groups, row.tables, strict=True)
+            (group, table[row.computed // BLOCK_TOKENS]) for group, table in zip(self.groups, row.tables, strict=False)
         ]
         if all(group.allocator.is_private(block_id) for group, block_id in last):
             return True
@@ -287,12 +287,16 @@ class LoRABatchedKVCache(KVMemory):
     def _copy_last(self, source: KVRow, row: KVRow, block: int) -> bool:
         """Copies the partly filled `block` of `source`. Returns False if the device is out of memory."""
         if self.tails is not None:
-            return self.copy(self.tails, [source.tail], [row.tail])
+            return self._copy_own(self.tails, source, row)
         return self._copy_block(source, block, row, block)
+
+    def _copy_own(self, store: AnyStore, source: KVRow, row: KVRow) -> bool:
+        """Copies the only block that `source` has in a store. Returns False if the device is out of memory."""
+        return self.copy(store, [store.block_of(source)], [store.block_of(row)])
 
     def _copy_block(self, source: KVRow, block: int, row: KVRow, target: int) -> bool:
         """Copies one block of `source` in all groups. Returns False if the device is out of memory."""
-        pairs = zip(self.groups, source.tables, row.tables, strict=True)
+        pairs = zip(self.groups, source.tables, row.tables, strict=False)
         return all(self.copy(group, [table[block]], [own[target]]) for group, table, own in pairs)
 
     # -- cached prefixes -------------------------------------------------------------------------
@@ -362,7 +366,7 @@ class LoRABatchedKVCache(KVMemory):
             return
         parent = _last_registered(row) or self.index.root(root)
         new = parent.depth == whole and tail not in parent.children
-        pairs = zip(self.groups, row.tables, strict=True)
+        pairs = zip(self.groups, row.tables, strict=False)
         if new and all(group.allocator.is_private(table[whole]) for group, table in pairs):
             self._register(row, self.index.child(parent, tail))
         self.index.prune(parent)
@@ -376,7 +380,7 @@ class LoRABatchedKVCache(KVMemory):
     def _register(self, row: KVRow, node: Node) -> None:
         """Makes the row and the node of one of its blocks have the same block ids."""
         block = node.depth - 1
-        for group, table in zip(self.groups, row.tables, strict=True):
+        for group, table in zip(self.groups, row.tables, strict=False):
             cached = node.block_ids[group.number]
             if table[block] == FREED:
                 continue
@@ -470,10 +474,10 @@ class LoRABatchedKVCache(KVMemory):
         for row in self.rows:
             frozen = row.node.depth if row.node is not None and row.node.alive else 0
             assert frozen * BLOCK_TOKENS <= row.computed
-            assert len({len(table) for table in row.tables}) == 1
+            assert len({len(table) for table in row.tables[: len(self.groups)]}) == 1
             assert row.computed <= len(row.tables[0]) * BLOCK_TOKENS
             assert self.holds(row, row.computed)
-            for group, table in zip(self.groups, row.tables, strict=True):
+            for group, table in zip(self.groups, row.tables, strict=False):
                 assert FREED not in table[table.count(FREED) :], "blocks are given back from the beginning"
                 assert all(group.allocator.is_private(block_id) for block_id in table[blocks_for(row.computed) :])
                 if frozen and row.node is not None:

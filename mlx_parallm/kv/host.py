@@ -131,6 +131,6 @@ class HostCopies:
         first_array = {layer: 2 * number for number, layer in enumerate(self._cache.layout.attention)}
         for group in self._cache.groups:
             group.allocate(row, len(blocks))
-            for block_id, block in zip(group.block_ids(row)[first:], blocks, strict=True):
+            for block_id, block in zip(row.tables[group.number][first:], blocks, strict=True):
                 arrays = [block.arrays[first_array[layer] + part] for layer in group.layers for part in (0, 1)]
                 group.arena.write_block(block_id, arrays)

@@ -8,10 +8,10 @@ units, `tidy` resizes arenas a part at a time, so that rows wait for it for a sh
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import mlx.core as mx
 
@@ -39,38 +39,39 @@ _LARGEST_SLACK = 1 / 8
 """Free memory that arenas keep then, as a share of what rows use. With less, they would be resized all the time."""
 
 
-@dataclass(eq=False, slots=True, kw_only=True)
-class Store(ABC):
-    """Arrays of one kind with the same block ids, the allocator of these, and what rows have of them.
+A = TypeVar("A", bound=Arena | StateArena)
 
-    number: of this store in `KVMemory.stores`, and of its group in the prefix index.
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Store(Generic[A]):
+    """Arrays of one kind with the same block ids, and the allocator of these.
+
+    number: of this store in `KVMemory.stores`, of its table in each row, and of its group in the prefix index.
     window: tokens that a token attends to in these layers; None: all.
     layers: by their indices in the model.
+    one_each: whether a row has one block here, however long it is.
     """
 
     number: int
-    arena: Arena | StateArena
+    arena: A
     window: int | None
     layers: tuple[int, ...]
+    one_each: bool = False
     allocator: BlockAllocator[Node] = field(default_factory=BlockAllocator)
 
-    # -- rows ------------------------------------------------------------------------------------
+    def block_of(self, row: KVRow) -> int:
+        """The only block of a row, if rows have one here."""
+        (block_id,) = row.tables[self.number]
+        return block_id
 
-    @abstractmethod
-    def block_ids(self, row: KVRow) -> list[int]:
-        """The blocks that a row has here, in order. Some may be FREED."""
-
-    @abstractmethod
     def lacks(self, row: KVRow, blocks: int) -> int:
         """How many more blocks a row needs here, if its tokens fill `blocks` blocks."""
+        return max(0, (1 if self.one_each else blocks) - len(row.tables[self.number]))
 
-    @abstractmethod
     def allocate(self, row: KVRow, count: int) -> None:
         """Gives a row so many of the free blocks."""
-
-    @abstractmethod
-    def rename(self, row: KVRow, targets: Mapping[int, int]) -> None:
-        """Replaces the ids of a row's blocks that have moved."""
+        table = row.tables[self.number]
+        table += self.allocator.allocate(count, after=table[-1] if table else FREED)
 
     # -- size ------------------------------------------------------------------------------------
 
@@ -122,63 +123,13 @@ class Store(ABC):
         return blocks.total
 
 
-@dataclass(eq=False, slots=True, kw_only=True)
-class LayerGroup(Store):
-    """The layers that have the same sliding window. Rows have the blocks of their tables here."""
+LayerGroup = Store[Arena]
+"""The layers that have the same sliding window, or all of them in the tails."""
 
-    arena: Arena
+StateGroup = Store[StateArena]
+"""The recurrent layers or opaque caches. Besides its state, each row has the checkpoints here that no node has yet."""
 
-    def block_ids(self, row: KVRow) -> list[int]:
-        return row.tables[self.number]
-
-    def lacks(self, row: KVRow, blocks: int) -> int:
-        return max(0, blocks - len(row.tables[self.number]))
-
-    def allocate(self, row: KVRow, count: int) -> None:
-        table = row.tables[self.number]
-        table += self.allocator.allocate(count, after=table[-1] if table else FREED)
-
-    def rename(self, row: KVRow, targets: Mapping[int, int]) -> None:
-        row.tables[self.number][:] = [targets.get(block_id, block_id) for block_id in row.tables[self.number]]
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class TailGroup(Store):
-    """All layers, if full blocks are quantized. Each row has its last block here, in full precision."""
-
-    arena: Arena
-
-    def block_ids(self, row: KVRow) -> list[int]:
-        return [row.tail]
-
-    def lacks(self, row: KVRow, blocks: int) -> int:
-        return int(row.tail == FREED)
-
-    def allocate(self, row: KVRow, count: int) -> None:
-        (row.tail,) = self.allocator.allocate(count)
-
-    def rename(self, row: KVRow, targets: Mapping[int, int]) -> None:
-        row.tail = targets.get(row.tail, row.tail)
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class StateGroup(Store):
-    """The recurrent layers or opaque caches. Each row has its state here, and the checkpoints that no node has yet."""
-
-    arena: StateArena
-
-    def block_ids(self, row: KVRow) -> list[int]:
-        return [row.state, *row.checkpoints.values()]
-
-    def lacks(self, row: KVRow, blocks: int) -> int:
-        return int(row.state == FREED)
-
-    def allocate(self, row: KVRow, count: int) -> None:
-        (row.state,) = self.allocator.allocate(count)
-
-    def rename(self, row: KVRow, targets: Mapping[int, int]) -> None:
-        row.state = targets.get(row.state, row.state)
-        row.checkpoints = {depth: targets.get(block_id, block_id) for depth, block_id in row.checkpoints.items()}
+AnyStore = LayerGroup | StateGroup
 
 
 class KVMemory:
@@ -188,7 +139,8 @@ class KVMemory:
         groups: layer groups. The one that attends to all tokens is first; then the widest window. A model without
             attention has one group without layers.
         states: the states of recurrent layers, one for each row and checkpoint; None if there are no such layers.
-        tails: the last block of each row in full precision, if full blocks are quantized; otherwise None.
+        tails: all layers, with the last block of each row in full precision, if full blocks are quantized; otherwise
+            None.
         stores: `groups`, and `states` and `tails` if there are any: all that takes memory. The index counts `groups`
             and `states`.
         rows: live rows, in the order in which they were opened.
@@ -215,7 +167,8 @@ class KVMemory:
         self.groups = [self._layer_group(number, window) for number, window in enumerate(in_order)]
         self.states = self._state_group()
         self.tails = self._tail_group()
-        self.stores: list[Store] = [*self.groups, *(each for each in (self.states, self.tails) if each is not None)]
+        own = [store for store in (self.states, self.tails) if store is not None]
+        self.stores: list[AnyStore] = [*self.groups, *own]
         indexed = [store for store in self.stores if store is not self.tails]
         self.index = PrefixIndex([store.allocator for store in indexed], [store.window for store in indexed])
 
@@ -229,14 +182,18 @@ class KVMemory:
         if not (layers := self.layout.states):
             return None
         arena = StateArena(list(layers.values()))
-        return StateGroup(number=len(self.groups), arena=arena, window=LAST_BLOCK, layers=tuple(layers))
+        return StateGroup(number=len(self.groups), arena=arena, window=LAST_BLOCK, layers=tuple(layers), one_each=True)
 
-    def _tail_group(self) -> TailGroup | None:
+    def _tail_group(self) -> LayerGroup | None:
         if self.layout.bits is None:
             return None
         layers, number = self.layout.attention, len(self.groups) + (self.states is not None)
         arena = Arena(list(layers.values()), self.layout.dtype)
-        return TailGroup(number=number, arena=arena, window=None, layers=tuple(layers))
+        return LayerGroup(number=number, arena=arena, window=None, layers=tuple(layers), one_each=True)
+
+    def block_ids(self, store: AnyStore, row: KVRow) -> list[int]:
+        """All blocks that a row has in a store, in order. Some may be FREED."""
+        return [*row.tables[store.number], *(row.checkpoints.values() if store is self.states else ())]
 
     # -- figures ---------------------------------------------------------------------------------
 
@@ -293,7 +250,7 @@ class KVMemory:
 
     # -- room ------------------------------------------------------------------------------------
 
-    def make_room(self, needs: Mapping[Store, int], alone: bool = False) -> bool:
+    def make_room(self, needs: Mapping[AnyStore, int], alone: bool = False) -> bool:
         """Makes blocks free. If that is not possible, no cached prefix is evicted.
 
         Args:
@@ -325,7 +282,7 @@ class KVMemory:
             raise self._refusal
         return False
 
-    def _make_room_in(self, store: Store, needs: Mapping[Store, int], limit: int) -> bool:
+    def _make_room_in(self, store: AnyStore, needs: Mapping[AnyStore, int], limit: int) -> bool:
         need = needs[store]
         self._grow(store, need, self.device.pool_limit(alone=False))
         self.evict(store, need - store.allocator.free)
@@ -334,7 +291,7 @@ class KVMemory:
             self._grow(store, need, limit)
         return store.allocator.free >= need
 
-    def _grow(self, store: Store, need: int, limit: int) -> None:
+    def _grow(self, store: AnyStore, need: int, limit: int) -> None:
         """Grows an arena so that `need` blocks are free, or as far as the limit and the device allow."""
         missing = need - store.allocator.free
         room = (limit - self.nbytes) // store.arena.block_bytes
@@ -347,7 +304,7 @@ class KVMemory:
             if self.resize(store, total + more):
                 return
 
-    def resize(self, store: Store, total: int, most_bytes: float = math.inf) -> bool:
+    def resize(self, store: AnyStore, total: int, most_bytes: float = math.inf) -> bool:
         """Grows or shrinks an arena. Returns whether it is done. If the device is out of memory, nothing has grown."""
         try:
             done = store.arena.resize(total, most_bytes)
@@ -363,7 +320,7 @@ class KVMemory:
         store.allocator.resize(store.arena.blocks)
         return done
 
-    def _take_from_others(self, store: Store, needs: Mapping[Store, int], limit: int) -> None:
+    def _take_from_others(self, store: AnyStore, needs: Mapping[AnyStore, int], limit: int) -> None:
         """Shrinks the arenas of other stores, so that this one may grow."""
         short = (needs[store] - store.allocator.free) * store.arena.block_bytes - (limit - self.nbytes)
         for donor in self.stores:
@@ -377,7 +334,7 @@ class KVMemory:
             if given > 0 and self._move_below(donor, total, donor.allocator.total) and self.resize(donor, total):
                 short -= given * donor.arena.block_bytes
 
-    def evict(self, store: Store, count: int) -> int:
+    def evict(self, store: AnyStore, count: int) -> int:
         """Frees up to `count` cached blocks of a store, the least recently used first. Returns how many. States at the
         end of blocks go with them."""
         if store is self.tails:
@@ -386,7 +343,7 @@ class KVMemory:
         self.evictions += freed
         return freed
 
-    def copy(self, store: Store, sources: Sequence[int], targets: Sequence[int]) -> bool:
+    def copy(self, store: AnyStore, sources: Sequence[int], targets: Sequence[int]) -> bool:
         """Copies blocks of a store. Returns False if the device is out of memory."""
         try:
             store.arena.copy(sources, targets)
@@ -398,7 +355,7 @@ class KVMemory:
             return False
         return True
 
-    def _move_below(self, store: Store, total: int, most: int) -> bool:
+    def _move_below(self, store: AnyStore, total: int, most: int) -> bool:
         """Moves up to `most` blocks from ids at or above `total` to lower ones, in all tables and nodes that have them.
 
         Returns False if the device is out of memory; then nothing has changed.
@@ -406,8 +363,12 @@ class KVMemory:
         moves = store.allocator.moves_below(total, most)
         if moves and not self.copy(store, [source for source, _ in moves], [target for _, target in moves]):
             return False
+        targets = dict(moves)
         for row in self.rows if moves else ():
-            store.rename(row, dict(moves))
+            table = row.tables[store.number]
+            table[:] = [targets.get(block_id, block_id) for block_id in table]
+            if store is self.states:
+                row.checkpoints = {depth: targets.get(kept, kept) for depth, kept in row.checkpoints.items()}
         for source, target in moves:
             store.allocator.move(source, target)
             if (node := store.allocator.cached_by.get(target)) is not None:
@@ -445,7 +406,7 @@ class KVMemory:
         left = [self._tidy_store(store, most_bytes, quiet) for store in stores]
         return any(left) or evicted > 0
 
-    def _tidy_store(self, store: Store, most_bytes: int, quiet: bool) -> bool:
+    def _tidy_store(self, store: AnyStore, most_bytes: int, quiet: bool) -> bool:
         size = self._wanted_size(store, quiet)
         if size > store.allocator.total:
             return not self.resize(store, size, most_bytes) and not self.device_refused
@@ -459,7 +420,7 @@ class KVMemory:
         store.allocator.resize(size)
         return not _shrunk(store, most_bytes)
 
-    def _wanted_size(self, store: Store, quiet: bool) -> int:
+    def _wanted_size(self, store: AnyStore, quiet: bool) -> int:
         """How many blocks an arena should have now. It does not grow while the device is out of memory."""
         blocks = store.allocator
         room = self.device.pool_limit(alone=False) - self.nbytes
@@ -474,7 +435,7 @@ class KVMemory:
         """Raises AssertionError if rows, blocks, the index, the arenas and the budget disagree."""
         for store in self.stores:
             counts = [0] * store.allocator.total
-            for block_id in (id for row in self.rows for id in store.block_ids(row) if id != FREED):
+            for block_id in (id for row in self.rows for id in self.block_ids(store, row) if id != FREED):
                 counts[block_id] += 1
             assert counts == store.allocator.references
             assert store.arena.blocks == store.allocator.total
@@ -483,7 +444,7 @@ class KVMemory:
         assert self.nbytes <= self.device.budget_bytes, (self.nbytes, self.device.budget_bytes)
 
 
-def _shrunk(store: Store, most_bytes: int) -> bool:
+def _shrunk(store: AnyStore, most_bytes: int) -> bool:
     """Shrinks some layers of an arena to its blocks. Returns whether no more can be done."""
     try:
         return store.arena.resize(store.allocator.total, most_bytes)

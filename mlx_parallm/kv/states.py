@@ -247,7 +247,7 @@ class StateCheckpoints:
 
     def copy(self, block_id: int, row: KVRow) -> bool:
         """Copies a state to that of a row. Returns False if the device is out of memory."""
-        return self._memory.copy(self._states, [block_id], [row.state])
+        return self._memory.copy(self._states, [block_id], [self._states.block_of(row)])
 
     def reserve(self, row: KVRow, tokens: int) -> None:
         """Takes a block for the row's state after `tokens` tokens, if these are whole blocks and there is memory. The

@@ -90,4 +90,4 @@ class Follower:
 
 
 def _row(tokens: RowTokens) -> KVRow:
-    return KVRow(tables=tokens.tables, computed=tokens.start, adapter_slot=tokens.slot, tail=tokens.tail)
+    return KVRow(tables=tokens.tables, computed=tokens.start, adapter_slot=tokens.slot)

@@ -40,7 +40,7 @@ from mlx_parallm.core.operations import (
 )
 from mlx_parallm.errors import DeviceLostError, RankLostError
 from mlx_parallm.kv.cache import LoRABatchedKVCache
-from mlx_parallm.kv.memory import Store
+from mlx_parallm.kv.memory import AnyStore
 from mlx_parallm.kv.row import KVRow
 from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.ranks.joining import Peer
@@ -125,7 +125,7 @@ class LeadingRunner(BatchRunner):
 
 def _row_tokens(span: Span[KVRow]) -> RowTokens:
     row = span.row
-    return RowTokens([list(table) for table in row.tables], row.tail, row.adapter_slot, span.start, span.tokens)
+    return RowTokens([list(table) for table in row.tables], row.adapter_slot, span.start, span.tokens)
 
 
 class LeadingCache(LoRABatchedKVCache):
@@ -144,12 +144,12 @@ class LeadingCache(LoRABatchedKVCache):
         self._followers.repeat(ClearPool())
         super().clear()
 
-    def resize(self, store: Store, total: int, most_bytes: float = math.inf) -> bool:
+    def resize(self, store: AnyStore, total: int, most_bytes: float = math.inf) -> bool:
         """See `KVMemory.resize`."""
         self._followers.repeat(ResizeArena(store.number, total, most_bytes))
         return super().resize(store, total, most_bytes)
 
-    def copy(self, store: Store, sources: Sequence[int], targets: Sequence[int]) -> bool:
+    def copy(self, store: AnyStore, sources: Sequence[int], targets: Sequence[int]) -> bool:
         """See `KVMemory.copy`."""
         self._followers.repeat(CopyBlocks(store.number, list(sources), list(targets)))
         return super().copy(store, sources, targets)

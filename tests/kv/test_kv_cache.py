@@ -216,7 +216,7 @@ SPECS = (LayerSpec(2, 4, 3), LayerSpec(1, 2, 2, window=100), LayerSpec(2, 4, 3))
 
 
 def write(cache: LoRABatchedKVCache, row: KVRow, block: int, value: float) -> None:
-    for group, table in zip(cache.groups, row.tables, strict=True):
+    for group, table in zip(cache.groups, row.tables, strict=False):
         shapes = [(SPECS[i].kv_heads, 64, SPECS[i].head_dim_k, SPECS[i].head_dim_v) for i in group.layers]
         pairs = [(np.full((h, t, k), value), np.full((h, t, v), -value)) for h, t, k, v in shapes]
         group.arena.write_block(table[block], [x.astype(np.float32).view(np.uint8) for pair in pairs for x in pair])
@@ -227,7 +227,7 @@ def content(cache: LoRABatchedKVCache, row: KVRow) -> list[set[float]]:
     return [
         {
             number
-            for group, table in zip(cache.groups, row.tables, strict=True)
+            for group, table in zip(cache.groups, row.tables, strict=False)
             for array in group.arena.read(table[block])
             for number in np.abs(array.view(np.float32)).flatten().tolist()
         }
