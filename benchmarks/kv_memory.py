@@ -26,8 +26,8 @@ from lib.machine import describe
 from lib.report import show, write
 from rich.table import Table
 
-from mlx_parallm.core import DeviceMemory
 from mlx_parallm.kv.cache import LoRABatchedKVCache
+from mlx_parallm.kv.device_memory import DeviceMemory
 from mlx_parallm.kv.row import KVRow
 from mlx_parallm.model.layer_state import KVLayout, LayerSpec
 

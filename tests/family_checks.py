@@ -20,11 +20,12 @@ from mlx_lm.utils import MODEL_REMAPPING, quantize_model
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights
 from mlx_parallm.batch.runner import BatchRunner
-from mlx_parallm.core import DeviceMemory, RequestFinished
+from mlx_parallm.core import RequestFinished
 from mlx_parallm.core.branches import Branch, Bucket
 from mlx_parallm.engine.proving import Prover
 from mlx_parallm.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.kv.cache import LoRABatchedKVCache
+from mlx_parallm.kv.device_memory import DeviceMemory
 from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.checks import relative_error
 from mlx_parallm.model.device import on_cpu, prepare_device

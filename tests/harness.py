@@ -20,7 +20,6 @@ from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.core import (
     AdapterRef,
-    DeviceMemory,
     DeviceSchedule,
     Event,
     GenerationRequest,
@@ -40,6 +39,7 @@ from mlx_parallm.engine.text import Vocabulary
 from mlx_parallm.kv.arena import Arena
 from mlx_parallm.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.kv.cache import LoRABatchedKVCache
+from mlx_parallm.kv.device_memory import DeviceMemory
 from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.linears import adapter_layout, install_adapters
 

@@ -15,10 +15,10 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
-from mlx_parallm.core import Account, DeviceMemory
 from mlx_parallm.kv import memory
 from mlx_parallm.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
 from mlx_parallm.kv.cache import LoRABatchedKVCache
+from mlx_parallm.kv.device_memory import Account, DeviceMemory
 from mlx_parallm.kv.prefix import first_visible
 from mlx_parallm.kv.row import KVRow
 from mlx_parallm.model.layer_state import KVLayout, LayerSpec, LayerState, RecurrentSpec

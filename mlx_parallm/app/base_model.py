@@ -20,7 +20,7 @@ from mlx_parallm.app.device import build_runner, device_schedule, kv_budget, kv_
 from mlx_parallm.app.speculation import build_draft_model, load_draft_model, sources_of
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Config
-from mlx_parallm.core import DeviceMemory, ModelCard, TrainingWork
+from mlx_parallm.core import ModelCard, TrainingWork
 from mlx_parallm.engine.cost import CostModel
 from mlx_parallm.engine.engine import EngineParts
 from mlx_parallm.engine.scheduler import SchedulerConfig
@@ -30,6 +30,7 @@ from mlx_parallm.engine.startup import calibrate, calibrate_steps, choose_attent
 from mlx_parallm.engine.text import Vocabulary
 from mlx_parallm.engine.thread import ContinuousBatchProcessor, Loading
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.kv.device_memory import DeviceMemory
 from mlx_parallm.kv.disk import PrefixStore
 from mlx_parallm.model.device import on_cpu
 from mlx_parallm.model.loading import LoadedModel, load, materializing

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from mlx_parallm.config import Config
-from mlx_parallm.core import UNKNOWN_MACHINE, Account, EngineStats, MachineState, Relief, seconds_with_sleep
+from mlx_parallm.core import UNKNOWN_MACHINE, EngineStats, MachineState, Relief, seconds_with_sleep
 from mlx_parallm.engine.thread import ContinuousBatchProcessor
+from mlx_parallm.kv.device_memory import Account
 from mlx_parallm.machine.guard import MemoryGuard
 from mlx_parallm.machine.memory import MemoryReading, read_memory
 from mlx_parallm.machine.power import PowerReading, read_power

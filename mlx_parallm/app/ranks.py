@@ -17,8 +17,8 @@ from mlx_parallm.app.base_paths import base_paths
 from mlx_parallm.app.device import build_runner, kv_budget, mlx_limits
 from mlx_parallm.app.training import following_training
 from mlx_parallm.config import Config
-from mlx_parallm.core import DeviceMemory
 from mlx_parallm.errors import ConfigError, DeviceLostError
+from mlx_parallm.kv.device_memory import DeviceMemory
 from mlx_parallm.model.device import on_cpu, set_limits
 from mlx_parallm.model.loading import load
 from mlx_parallm.model.manager import SharedModelManager

@@ -9,13 +9,13 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.app.model_check import prove_once
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Config, Speculation
-from mlx_parallm.core import Account, DeviceMemory
 from mlx_parallm.engine.cost import CostModel
 from mlx_parallm.engine.speculation.draft_model import DraftModel
 from mlx_parallm.engine.speculation.guesses import Source
 from mlx_parallm.engine.startup import calibrate, calibrate_steps
 from mlx_parallm.errors import ConfigError, UnsupportedModelError
 from mlx_parallm.kv.cache import LoRABatchedKVCache
+from mlx_parallm.kv.device_memory import Account, DeviceMemory
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.model.tokenizer import Tokenizer
 

@@ -110,7 +110,6 @@ from mlx_parallm.core.lessons import (
     RuleKind,
 )
 from mlx_parallm.core.machine import UNKNOWN_MACHINE, MachineState, Relief, seconds_with_sleep
-from mlx_parallm.core.memory import Account, DeviceMemory, default_budget
 from mlx_parallm.core.models import GENERIC_NAME, BaseModels, BaseStatus, ModelState, ServedModel
 from mlx_parallm.core.policies import (
     AdamSettings,

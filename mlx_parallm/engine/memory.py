@@ -1,4 +1,4 @@
-"""PoolMemory gives sequences rows of the KV pool, with what is computed already, within `core.DeviceMemory`."""
+"""PoolMemory gives sequences rows of the KV pool, with what is computed already, within `DeviceMemory`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import mlx.core as mx
 
 from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.adapters.weights import Version
-from mlx_parallm.core import Account, DeviceMemory, TrainingWork
+from mlx_parallm.core import TrainingWork
 from mlx_parallm.engine.faults import FaultScope
 from mlx_parallm.engine.scheduler import gives_way
 from mlx_parallm.engine.sequence import Sequence, SequenceStatus
 from mlx_parallm.engine.speculation.draft_model import DraftModel
 from mlx_parallm.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.kv.cache import LoRABatchedKVCache
+from mlx_parallm.kv.device_memory import Account, DeviceMemory
 from mlx_parallm.kv.row import KVRow
 from mlx_parallm.model.device import on_cpu
 

@@ -11,10 +11,10 @@ import mlx.nn as nn
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.batch.forward import Span, in_order
 from mlx_parallm.batch.runner import BatchRunner
-from mlx_parallm.core import DeviceMemory
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.kv.cache import LoRABatchedKVCache
+from mlx_parallm.kv.device_memory import DeviceMemory
 from mlx_parallm.kv.row import KVRow
 from mlx_parallm.model.cache_plan import CachePlan, prepare
 from mlx_parallm.model.checks import Finding, checked, logits_alone, relative_error, sample_adapter, sample_tokens

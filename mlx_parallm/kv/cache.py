@@ -19,8 +19,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Hashable, Sequence
 
-from mlx_parallm.core import Account, DeviceMemory
 from mlx_parallm.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
+from mlx_parallm.kv.device_memory import Account, DeviceMemory
 from mlx_parallm.kv.memory import AnyStore, KVMemory, LayerGroup
 from mlx_parallm.kv.prefix import Node, first_visible
 from mlx_parallm.kv.row import KVRow

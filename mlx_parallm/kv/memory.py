@@ -1,8 +1,8 @@
-"""The memory of the KV pool: one arena for each layer group, all within the bytes that `core.DeviceMemory` allows.
+"""The memory of the KV pool: one arena for each layer group, all within the bytes that `DeviceMemory` allows.
 
 When a row needs blocks, free ones are taken first, then the arena grows, then cached prefixes are evicted, then the
-other groups give up blocks that they do not need. If that is not enough, rows give way; see `core.memory`. Between two
-units, `tidy` resizes arenas a part at a time, so that rows wait for it for a short time only.
+other groups give up blocks that they do not need. If that is not enough, rows give way; see `device_memory`. Between
+two units, `tidy` resizes arenas a part at a time, so that rows wait for it for a short time only.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Generic, TypeVar
 
 import mlx.core as mx
 
-from mlx_parallm.core import DeviceMemory
 from mlx_parallm.kv.arena import Arena
 from mlx_parallm.kv.blocks import FREED, BlockAllocator
+from mlx_parallm.kv.device_memory import DeviceMemory
 from mlx_parallm.kv.prefix import LAST_BLOCK, Node, PrefixIndex
 from mlx_parallm.kv.row import KVRow
 from mlx_parallm.kv.states import StateArena

@@ -15,9 +15,9 @@ import mlx.nn as nn
 
 from mlx_parallm.adapters.bank import AdapterBank, GroupMaker, LinearGroup, ModelSplit, SplitGroup
 from mlx_parallm.batch.runner import BatchRunner
-from mlx_parallm.core import DeviceMemory
 from mlx_parallm.core.operations import Followers
 from mlx_parallm.kv.cache import LoRABatchedKVCache
+from mlx_parallm.kv.device_memory import DeviceMemory
 from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.model.layer_state import KVLayout
 from mlx_parallm.ranks.leader import LeadingCache, LeadingGroup, LeadingRunner

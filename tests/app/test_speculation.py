@@ -14,16 +14,9 @@ from tiny import save_tiny, tiny_model
 from mlx_parallm.adapters.files.write import write_peft
 from mlx_parallm.app.build import Engine
 from mlx_parallm.config import configure
-from mlx_parallm.core import (
-    Account,
-    EngineStats,
-    GenerationRequest,
-    RequestFinished,
-    SamplingParams,
-    SequenceOutput,
-    StopParams,
-)
+from mlx_parallm.core import EngineStats, GenerationRequest, RequestFinished, SamplingParams, SequenceOutput, StopParams
 from mlx_parallm.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from mlx_parallm.kv.device_memory import Account
 
 PROMPT = tuple(i * i % 251 for i in range(80))
 

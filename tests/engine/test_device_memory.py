@@ -11,11 +11,12 @@ from harness import Harness, make_harness
 from lora import random_adapter
 from tiny import tiny_model
 
-from mlx_parallm.core import Account, DeviceMemory, RequestFailed, RequestFinished, WorkClass, default_budget
+from mlx_parallm.core import RequestFailed, RequestFinished, WorkClass
 from mlx_parallm.engine import memory
 from mlx_parallm.engine.scheduler import gives_way
 from mlx_parallm.engine.sequence import Sequence
 from mlx_parallm.errors import ContextLengthError
+from mlx_parallm.kv.device_memory import Account, DeviceMemory, default_budget
 
 pytestmark = pytest.mark.ci
 

@@ -14,13 +14,14 @@ from harness import GREEDY, Harness, PlainText, assert_same_tokens, make_harness
 from mlx.utils import tree_flatten
 from tiny import tiny_model
 
-from mlx_parallm.core import DeviceMemory, Event, GenerationRequest, PauseMode, RequestFailed, StopParams
+from mlx_parallm.core import Event, GenerationRequest, PauseMode, RequestFailed, StopParams
 from mlx_parallm.engine.cost import CostModel
 from mlx_parallm.engine.engine import EngineParts
 from mlx_parallm.engine.scheduler import SchedulerConfig
 from mlx_parallm.engine.text import Vocabulary
 from mlx_parallm.engine.thread import ContinuousBatchProcessor, Loading
 from mlx_parallm.engine.turns import Turns
+from mlx_parallm.kv.device_memory import DeviceMemory
 
 TOLERANCE = 1e-5
 VOCABULARY = Vocabulary(263, frozenset(), lambda *_: PlainText())

@@ -15,9 +15,9 @@ import pytest
 from harness import Inline
 
 from mlx_parallm import atomic
-from mlx_parallm.core import DeviceMemory
 from mlx_parallm.errors import StorageError
 from mlx_parallm.kv.cache import LoRABatchedKVCache
+from mlx_parallm.kv.device_memory import DeviceMemory
 from mlx_parallm.kv.disk import (
     BlockName,
     HostBlock,

@@ -8,10 +8,10 @@ import pytest
 from pool_walk import PoolWalk, install
 from pools import MODELS, TEXT, WITH_STATES, cached, computed, found, pool
 
-from mlx_parallm.core import DeviceMemory
 from mlx_parallm.kv.arena import Arena, lines_of
 from mlx_parallm.kv.blocks import FREED
 from mlx_parallm.kv.cache import LoRABatchedKVCache
+from mlx_parallm.kv.device_memory import DeviceMemory
 from mlx_parallm.kv.row import KVRow
 from mlx_parallm.model.layer_state import KVLayout, LayerSpec
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from lib.training.releases import Built, Release
 
-from mlx_parallm.core import default_budget
+from mlx_parallm.kv.device_memory import default_budget
 from mlx_parallm.model.bundled import load_bundled
 from mlx_parallm.model.device import MachineMemory, memory_limits, prepare_device
 

@@ -21,7 +21,7 @@ from mlx_parallm.app.device import device_schedule, mlx_limits
 from mlx_parallm.app.training import footprint_of, micro_steps_sized, trainable
 from mlx_parallm.bench.plain_trainer import Gradients
 from mlx_parallm.config import Config, ModelConfig, OptimizerConfig, RLTrainingConfig
-from mlx_parallm.core import default_budget
+from mlx_parallm.kv.device_memory import default_budget
 from mlx_parallm.model.device import machine_memory, on_cpu
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.rl.learn.context import Params

@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query
 from pydantic import Field
 
-from mlx_parallm.core import Account, EngineStats
+from mlx_parallm.core import EngineStats
+from mlx_parallm.kv.device_memory import Account
 from mlx_parallm.server.access.keys import NamedKey
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.fields import INT32_MAX, WireOutput, WireQuery
