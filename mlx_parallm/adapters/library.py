@@ -21,9 +21,9 @@ from pydantic.dataclasses import dataclass
 from mlx_parallm import atomic
 from mlx_parallm.adapters.checkpoints import CheckpointStore, adapter_in
 from mlx_parallm.adapters.files.disk import CONFIG_FILE, AdapterRoots
-from mlx_parallm.adapters.files.peft import PEFT_WEIGHTS
-from mlx_parallm.adapters.files.read import MLX_LM_WEIGHTS, AdapterFile, FormatName, read_adapter
-from mlx_parallm.adapters.files.write import write_mlx_lm, write_peft
+from mlx_parallm.adapters.files.formats import MLX_LM_WEIGHTS, PEFT_WEIGHTS, FormatName
+from mlx_parallm.adapters.files.read import AdapterFile, read_adapter
+from mlx_parallm.adapters.files.write import write_adapter
 from mlx_parallm.adapters.reward_models import is_reward_model
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair, Version, VersionInfo
 from mlx_parallm.atomic import new_folder
@@ -94,10 +94,7 @@ class AdapterLibrary:
     def write(self, weights: AdapterWeights, folder: Path, form: FormatName) -> None:
         """Writes an adapter in one of the two formats. `folder` must not exist."""
         with new_folder(folder) as aside:
-            if form == "peft":
-                write_peft(aside, weights, self.layout, base_model=None)
-            else:
-                write_mlx_lm(aside, weights, self.layout)
+            write_adapter(aside, form, weights, self.layout)
 
     def write_copy(self, weights: AdapterWeights, folder: Path) -> str:
         """Writes a copy of a version into the folder of the run, in place of an incomplete one. Returns its digest.

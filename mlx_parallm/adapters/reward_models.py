@@ -10,26 +10,16 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import mlx_parallm
 from mlx_parallm import atomic
-from mlx_parallm.adapters.files.disk import (
-    CONFIG_FILE,
-    Float32,
-    Header,
-    described,
-    is_spelled_so,
-    open_weights,
-    problem,
-    read_config,
-    read_header,
-)
-from mlx_parallm.adapters.files.peft import PEFT_WEIGHTS, SCORE, SCORE_WEIGHT, PeftFormat, is_scorer
-from mlx_parallm.adapters.files.read import pairs_of, planned, read_factors
-from mlx_parallm.adapters.files.write import write_peft_reward_model
+from mlx_parallm.adapters.files.disk import CONFIG_FILE, Float32, is_spelled_so, problem, read_config
+from mlx_parallm.adapters.files.formats import PEFT_WEIGHTS, SCORE, SCORE_WEIGHT, PeftFormat, described, is_scorer
+from mlx_parallm.adapters.files.read import read_as
+from mlx_parallm.adapters.files.write import write_peft
 from mlx_parallm.adapters.manifest import MANIFEST, MAX_BYTES, Sealed, check_metrics, file_sum, file_sums
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights
 from mlx_parallm.core import check_name, no_reward_model
@@ -108,7 +98,7 @@ class RewardModelFolder:
         path = self.check_new(name)
         try:
             with atomic.new_folder(path) as aside:
-                write_peft_reward_model(aside, weights.adapter, weights.head, layout, base_model=None)
+                write_peft(aside, weights.adapter, layout, None, weights.head)
                 manifest = RewardModelManifest(
                     reward_model=name,
                     base_fingerprint=self._fingerprint or "",
@@ -177,14 +167,16 @@ def read_reward_model(folder: Path, layout: AdapterLayout, max_rank: int) -> Rew
         AdapterFileError: the files are malformed, of another model, or not those of a reward model.
     """
     form = _form_of(read_config(folder, None))
-    with open_weights(folder, PEFT_WEIGHTS, None) as file:
-        header = read_header(file, PEFT_WEIGHTS)
-        _check_head(header, layout)
-        factors = {name: info for name, info in header.tensors.items() if name != SCORE_WEIGHT}
-        plans = planned(form, replace(header, tensors=factors), layout, max_rank)
-        _, tensors = read_factors(form, file, header, plans, layout, [SCORE_WEIGHT])
-    adapter = AdapterWeights(pairs_of(plans, tensors, layout, form.transposed, max_rank), form.rslora)
-    return RewardModelWeights(adapter, tensors[SCORE_WEIGHT][0])
+    file, tensors = read_as(form, folder, layout, max_rank, others=[SCORE_WEIGHT])
+    if SCORE_WEIGHT not in tensors:
+        raise problem(f"{PEFT_WEIGHTS} has no {SCORE_WEIGHT}: a reward model has a head")
+    head, wanted = tensors[SCORE_WEIGHT], (1, layout.hidden)
+    if head.shape != wanted:
+        raise problem(
+            f"{SCORE_WEIGHT} is {list(head.shape)}, but a head that gives one number for this model is {list(wanted)}: "
+            "is it of another base model, or a classifier?"
+        )
+    return RewardModelWeights(file.weights, head[0])
 
 
 def check_reward_model(folder: Path) -> None:
@@ -206,14 +198,3 @@ def _form_of(config: Mapping[str, Any]) -> PeftFormat:
     if not isinstance(heads, list) or SCORE not in heads or not set(heads) <= _HEADS:
         raise problem(f"{CONFIG_FILE}: modules_to_save of a reward model must name its head, {SCORE!r}, and no more")
     return PeftFormat({key: value for key, value in config.items() if key not in _OF_THE_HEAD})
-
-
-def _check_head(header: Header, layout: AdapterLayout) -> None:
-    if SCORE_WEIGHT not in header.tensors:
-        raise problem(f"{PEFT_WEIGHTS} has no {SCORE_WEIGHT}: a reward model has a head")
-    shape, wanted = header.tensors[SCORE_WEIGHT].shape, (1, layout.hidden)
-    if shape != wanted:
-        raise problem(
-            f"{SCORE_WEIGHT} is {list(shape)}, but a head that gives one number for this model is {list(wanted)}: is "
-            "it of another base model, or a classifier?"
-        )

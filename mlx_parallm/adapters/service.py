@@ -17,7 +17,8 @@ from functools import partial
 from pathlib import Path
 
 from mlx_parallm.adapters.checkpoints import adapter_in
-from mlx_parallm.adapters.files.read import AdapterFile, FormatName
+from mlx_parallm.adapters.files.formats import FormatName
+from mlx_parallm.adapters.files.read import AdapterFile
 from mlx_parallm.adapters.library import AdapterLibrary, FolderStamp, has_adapter, info_of_file, name_of_folder
 from mlx_parallm.adapters.registry import AdapterRegistry, Split
 from mlx_parallm.adapters.residency import AdapterStore

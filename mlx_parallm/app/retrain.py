@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save
 
 from mlx_parallm.adapters.files.disk import CONFIG_FILE
-from mlx_parallm.adapters.files.peft import PEFT_WEIGHTS
+from mlx_parallm.adapters.files.formats import PEFT_WEIGHTS
 from mlx_parallm.adapters.library import stamp_of
 from mlx_parallm.app.build import Engine, Served
 from mlx_parallm.config import EngineKind, configure

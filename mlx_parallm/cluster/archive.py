@@ -10,8 +10,7 @@ from pathlib import Path
 
 from mlx_parallm import atomic
 from mlx_parallm.adapters.files.disk import CONFIG_FILE
-from mlx_parallm.adapters.files.peft import PEFT_WEIGHTS
-from mlx_parallm.adapters.files.read import MLX_LM_WEIGHTS
+from mlx_parallm.adapters.files.formats import MLX_LM_WEIGHTS, PEFT_WEIGHTS
 from mlx_parallm.errors import AdapterFileError
 
 _FILES = frozenset({CONFIG_FILE, PEFT_WEIGHTS, MLX_LM_WEIGHTS})

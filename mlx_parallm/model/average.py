@@ -9,8 +9,9 @@ from pathlib import Path
 
 from mlx_parallm.adapters.average import Average, average
 from mlx_parallm.adapters.checkpoints import adapter_in
-from mlx_parallm.adapters.files.read import FormatName, read_adapter
-from mlx_parallm.adapters.files.write import write_mlx_lm, write_peft
+from mlx_parallm.adapters.files.formats import FormatName
+from mlx_parallm.adapters.files.read import read_adapter
+from mlx_parallm.adapters.files.write import write_adapter
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights
 from mlx_parallm.atomic import new_folder
 from mlx_parallm.errors import AdapterFileError, ConfigError
@@ -49,10 +50,7 @@ def write_average(
     members = [_read(folder, layout) for folder in folders]
     mean = average(members, weights, rank)
     with new_folder(output) as folder:
-        if form == "peft":
-            write_peft(folder, mean.weights, layout, model_path)
-        else:
-            write_mlx_lm(folder, mean.weights, layout)
+        write_adapter(folder, form, mean.weights, layout, model_path)
         if check is not None:
             check(folder, max(adapter.rank for adapter in (*members, mean.weights)))
     return mean

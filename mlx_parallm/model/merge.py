@@ -17,8 +17,9 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import save_config, save_model
 
 from mlx_parallm.adapters.checkpoints import adapter_in
+from mlx_parallm.adapters.files.formats import FormatName
 from mlx_parallm.adapters.files.read import read_adapter
-from mlx_parallm.adapters.files.write import write_mlx_lm, write_peft
+from mlx_parallm.adapters.files.write import write_adapter
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LinearSpec, LoRAPair
 from mlx_parallm.atomic import new_folder
 from mlx_parallm.errors import ConfigError, UnsupportedModelError
@@ -70,7 +71,7 @@ def merge(model_path: str | None, adapter: Path, output: Path, *, dequantize: bo
             shutil.copy(base.source / _GENERATION_CONFIG, folder)
 
 
-def convert(model_path: str | None, adapter: Path, output: Path, form: str) -> None:
+def convert(model_path: str | None, adapter: Path, output: Path, form: FormatName) -> None:
     """Writes a new directory with the adapter in another format. The write is atomic.
 
     Args:
@@ -86,10 +87,7 @@ def convert(model_path: str | None, adapter: Path, output: Path, form: str) -> N
     layout = adapter_layout(base.model, base.source)
     weights = read_adapter(adapter_in(adapter), layout, max_rank=sys.maxsize).weights
     with new_folder(output) as folder:
-        if form == "peft":
-            write_peft(folder, weights, layout, model_path)
-        else:
-            write_mlx_lm(folder, weights, layout)
+        write_adapter(folder, form, weights, layout, model_path)
 
 
 def _load_for(output: Path, model_path: str | None) -> LoadedModel:

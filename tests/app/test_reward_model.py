@@ -16,7 +16,7 @@ from lora import layout_of, merged, random_adapter
 from tiny import EOS_ID, save_tiny, tiny_model
 
 from mlx_parallm import RLIntegratedServer
-from mlx_parallm.adapters.files.write import write_peft_reward_model
+from mlx_parallm.adapters.files.write import write_peft
 from mlx_parallm.cli.main import main
 from mlx_parallm.errors import ConfigError
 
@@ -80,7 +80,7 @@ async def test_a_server_scores_answers_with_a_reward_model(tmp_path: Path) -> No
     layout = layout_of(model)
     adapter = random_adapter(layout, 1, targets=("q_proj", "down_proj"))
     head = np.random.default_rng(2).normal(size=layout.hidden).astype(np.float32)
-    write_peft_reward_model(tmp_path / "adapters" / "mine", adapter, head, layout, None)
+    write_peft(tmp_path / "adapters" / "mine", adapter, layout, None, head)
     server = RLIntegratedServer(
         *(tmp_path / "model", LORA, RL),
         server__kv_cache_memory="16MB",

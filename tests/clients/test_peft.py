@@ -9,7 +9,7 @@ from clients.running import PYTHON, SCRIPTS, UV, Report, printed
 from lora import layout_of, merged, random_adapter
 from tiny import save_tiny, tiny_model
 
-from mlx_parallm.adapters.files.write import write_peft_reward_model
+from mlx_parallm.adapters.files.write import write_peft
 from mlx_parallm.adapters.reward_models import RewardModelWeights, read_reward_model
 
 ROWS = [[1, 5, 9, 33, 77, 2, 250, 100], [1, 5, 9, 33, 4], [7, 8]]
@@ -20,7 +20,7 @@ def test_both_give_the_same_rewards(tmp_path: Path, report: Report) -> None:
     layout = layout_of(save_tiny("llama", tmp_path / "model"))
     head = np.random.default_rng(2).normal(size=layout.hidden).astype(np.float32)
     ours = RewardModelWeights(random_adapter(layout, 1, targets=("q_proj", "down_proj")), head)
-    write_peft_reward_model(tmp_path / "ours", ours.adapter, ours.head, layout, None)
+    write_peft(tmp_path / "ours", ours.adapter, layout, None, ours.head)
     folders = [str(tmp_path / name) for name in ("model", "ours", "theirs")]
     script = (*UV, "run", *PYTHON, "--script", str(SCRIPTS / "with_peft.py"))
     of_ours, of_theirs = json.loads(printed(*script, *folders, json.dumps(ROWS)).splitlines()[-1])

@@ -14,7 +14,7 @@ import os
 import stat
 import struct
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, deserialize
 
+from mlx_parallm.adapters.weights import plain_path
 from mlx_parallm.errors import AdapterFileError, InvalidRequestError, shown
 
 Float32 = NDArray[np.float32]
@@ -30,9 +31,7 @@ Float32 = NDArray[np.float32]
 CONFIG_FILE = "adapter_config.json"
 _MAX_PATH = 4096
 _CONFIG_BYTES, _HEADER_BYTES = 2**20, 2**23
-ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-_LARGEST = float(np.finfo(np.float32).max)
-_LARGEST_RANK = 2**20
+_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".npz")
 _DAMAGED = "is truncated or damaged: copy or export it again"
 # O_NONBLOCK: opening a pipe must not block the thread. O_NOFOLLOW: the path is resolved already.
@@ -107,7 +106,7 @@ def _real(path: Path) -> Path | None:
         return None
 
 
-def open_file(path: Path, roots: AdapterRoots | None) -> BinaryIO:
+def _open(path: Path, roots: AdapterRoots | None) -> BinaryIO:
     """Opens a regular file inside the roots, or anywhere if `roots` is None.
 
     Raises:
@@ -126,29 +125,12 @@ def open_file(path: Path, roots: AdapterRoots | None) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
-def open_weights(folder: Path, name: str, roots: AdapterRoots | None) -> BinaryIO:
-    """Opens the weights file `name`.
-
-    Raises:
-        AdapterFileError: see `open_file`; also if the folder only has weights in another format.
-    """
-    if not os.path.lexists(folder / name):
-        raise problem(_missing(folder, name))
-    return open_file(folder / name, roots)
-
-
-def _missing(folder: Path, name: str) -> str:
-    pickles = sorted(entry for entry in _entries(folder) if entry.endswith(_PICKLES))
-    if pickles:
-        return f"{shown(pickles[0])} is not read, because it may run code: convert it to safetensors ({name})"
-    return f"there is no {name} beside {CONFIG_FILE}: the weights must be in safetensors, in one file of that name"
-
-
-def _entries(folder: Path) -> list[str]:
+def _read(file: BinaryIO, size: int, what: str) -> bytes:
+    """Reads at most `size` bytes, fewer at the end of the file. `what` names the file in errors."""
     try:
-        return os.listdir(folder)
-    except OSError:  # the message has less detail then
-        return []
+        return file.read(size)
+    except OSError as error:
+        raise problem(f"{what} cannot be read: {error.strerror}") from error
 
 
 def read_config(folder: Path, roots: AdapterRoots | None) -> dict[str, Any]:
@@ -160,22 +142,14 @@ def read_config(folder: Path, roots: AdapterRoots | None) -> dict[str, Any]:
     path = folder / CONFIG_FILE
     if not os.path.lexists(path):
         raise problem(f"there is no {CONFIG_FILE}: is it the directory of an mlx-lm or PEFT adapter?")
-    with open_file(path, roots) as file:
-        data = read_bytes(file, _CONFIG_BYTES + 1, CONFIG_FILE)
+    with _open(path, roots) as file:
+        data = _read(file, _CONFIG_BYTES + 1, CONFIG_FILE)
     if len(data) > _CONFIG_BYTES:
         raise problem(f"{CONFIG_FILE} is larger than {_CONFIG_BYTES} bytes: it is no adapter's config")
-    return parse_object(data.removeprefix(codecs.BOM_UTF8), CONFIG_FILE)  # editors on Windows write that mark
+    return _parsed(data.removeprefix(codecs.BOM_UTF8), CONFIG_FILE)  # editors on Windows write that mark
 
 
-def read_bytes(file: BinaryIO, size: int, what: str) -> bytes:
-    """Reads at most `size` bytes, fewer at the end of the file. `what` names the file in errors."""
-    try:
-        return file.read(size)
-    except OSError as error:
-        raise problem(f"{what} cannot be read: {error.strerror}") from error
-
-
-def parse_object(data: bytes, what: str) -> dict[str, Any]:
+def _parsed(data: bytes, what: str) -> dict[str, Any]:
     """Parses a JSON object in UTF-8.
 
     Raises:
@@ -198,53 +172,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-# -- numbers of the config ------------------------------------------------------------------------
-
-
-def rank_of(value: Any, key: str) -> int:
-    """A rank: a whole number from 1 to 2^20. Later checks compare it with the model's shapes and --max-lora-rank.
-
-    `key`: the full name of the config's key, such as `lora_parameters.rank`, for errors.
-
-    Raises:
-        AdapterFileError: it is not a rank.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST_RANK:
-        raise problem(f"{CONFIG_FILE}: {key} must be a whole number from 1 to {_LARGEST_RANK}, got {described(value)}")
-    return value
-
-
-def number_of(value: Any, key: str) -> float:
-    """A number that float32 can hold.
-
-    Raises:
-        AdapterFileError: it is not a number, or not finite.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise problem(f"{CONFIG_FILE}: {key} must be a number, got {described(value)}")
-    if not abs(value) <= _LARGEST:
-        raise problem(f"{CONFIG_FILE}: {key} must be finite in float32, got {described(value)}")
-    return float(value)
-
-
-def flag_of(value: Any, key: str) -> bool:
-    """Raises AdapterFileError unless the value is true or false."""
-    if not isinstance(value, bool):
-        raise problem(f"{CONFIG_FILE}: {key} must be true or false, got {described(value)}")
-    return value
-
-
-def described(value: Any) -> str:
-    """A JSON value for an error message, of limited length."""
-    if isinstance(value, str):
-        return shown(value)
-    if isinstance(value, list | dict):
-        return f"a {'list' if isinstance(value, list) else 'object'} of {len(value)}"
-    if isinstance(value, int) and abs(value) >= 10**20:
-        return "a huge whole number"
-    return "nothing" if value is None else str(value)
-
-
 # -- safetensors ----------------------------------------------------------------------------------
 
 
@@ -257,71 +184,88 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """The header of a file: its bytes, and the tensors that it declares."""
+class WeightsFile:
+    """An open safetensors file, of which the header has been read. Use it as a context manager.
 
-    raw: bytes
-    tensors: Mapping[str, TensorInfo]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors as stored."""
-        return sum(info.nbytes for info in self.tensors.values())
-
-
-def read_header(file: BinaryIO, what: str) -> Header:
-    """Reads the header of a safetensors file. `what` names the file in errors.
+    `tensors`: what the header declares, by name. `data`: all bytes of the file, after `read`.
 
     Raises:
-        AdapterFileError: it is not a safetensors file, or a tensor has an unsupported type.
+        AdapterFileError: it is missing, no safetensors file, or a tensor has an unsupported type.
     """
-    prefix = read_bytes(file, 8, what)
-    if len(prefix) < 8:
-        raise problem(f"{what} {_DAMAGED}")
-    (length,) = struct.unpack("<Q", prefix)
-    if length > _HEADER_BYTES:
-        raise problem(f"{what} is no safetensors file: its header would be {length} bytes long")
-    body = read_bytes(file, length, what)
-    if len(body) < length:
-        raise problem(f"{what} {_DAMAGED}")
-    entries = parse_object(body, f"the header of {what}")
-    entries.pop("__metadata__", None)
-    return Header(prefix + body, {name: _info(name, entry) for name, entry in entries.items()})
+
+    def __init__(self, folder: Path, name: str, roots: AdapterRoots | None) -> None:
+        if not os.path.lexists(folder / name):
+            raise problem(_missing(folder, name))
+        self._name = name
+        self._file = _open(folder / name, roots)
+        try:
+            self.data = self._header()
+            entries = _parsed(self.data[8:], f"the header of {name}")
+            entries.pop("__metadata__", None)
+            self.tensors = {tensor: _info(tensor, entry) for tensor, entry in entries.items()}
+        except AdapterFileError:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> WeightsFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def _header(self) -> bytes:
+        """The header, with its length before it."""
+        prefix = _read(self._file, 8, self._name)
+        if len(prefix) < 8:
+            raise problem(f"{self._name} {_DAMAGED}")
+        (length,) = struct.unpack("<Q", prefix)
+        if length > _HEADER_BYTES:
+            raise problem(f"{self._name} is no safetensors file: its header would be {length} bytes long")
+        body = _read(self._file, length, self._name)
+        if len(body) < length:
+            raise problem(f"{self._name} {_DAMAGED}")
+        return prefix + body
+
+    def read(self, names: Collection[str]) -> dict[str, Float32]:
+        """Reads the rest of the file. Returns those of these tensors that it has, as float32.
+
+        Raises:
+            AdapterFileError: data and header do not agree, or a value is not finite.
+        """
+        nbytes = sum(info.nbytes for info in self.tensors.values())
+        size = len(self.data) + nbytes
+        # Check the file's length first, so that a false header cannot make us allocate what it claims.
+        if os.fstat(self._file.fileno()).st_size == size:
+            self.data += _read(self._file, nbytes, self._name)
+        if len(self.data) != size:
+            raise problem(f"{self._name} {_DAMAGED}; its tensors are not as long as its header says")
+        try:
+            stored = dict(deserialize(self.data))  # type: ignore[no-untyped-call]
+        except SafetensorError as error:
+            raise problem(f"{self._name} {_DAMAGED} ({error})") from error
+        return {name: _widened(name, self.tensors[name], stored[name]["data"]) for name in names if name in stored}
+
+
+def _missing(folder: Path, name: str) -> str:
+    pickles = sorted(entry.name for entry in folder.glob("*") if entry.name.endswith(_PICKLES))
+    if pickles:
+        return f"{shown(pickles[0])} is not read, because it may run code: convert it to safetensors ({name})"
+    return f"there is no {name} beside {CONFIG_FILE}: the weights must be in safetensors, in one file of that name"
 
 
 def _info(name: str, entry: Any) -> TensorInfo:
     dtype, shape = (entry.get("dtype"), entry.get("shape")) if isinstance(entry, dict) else (None, None)
     if not isinstance(dtype, str) or not isinstance(shape, list) or not all(type(side) is int for side in shape):
         raise problem(f"the header's entry of {shown(name)} is malformed: export the file again")
-    if dtype not in ITEM_BYTES:
+    if dtype not in _ITEM_BYTES:
         raise problem(f"{shown(name)} has dtype {shown(dtype)}: store it as F32, F16 or BF16")
     return TensorInfo(dtype, tuple(shape))
 
 
-def read_tensors(file: BinaryIO, header: Header, names: Collection[str], what: str) -> tuple[bytes, dict[str, Float32]]:
-    """Reads the rest of a file, after `read_header`. Returns all bytes of the file, and these tensors as float32.
-
-    Raises:
-        AdapterFileError: data and header do not agree, or a value is not finite.
-    """
-    size = len(header.raw) + header.nbytes
-    # Check the file's length first, so that a false header cannot make us allocate what it claims.
-    data = header.raw + read_bytes(file, header.nbytes, what) if os.fstat(file.fileno()).st_size == size else b""
-    if len(data) != size:
-        raise problem(f"{what} {_DAMAGED}; its tensors are not as long as its header says")
-    try:
-        stored = deserialize(data)  # type: ignore[no-untyped-call]
-    except SafetensorError as error:
-        raise problem(f"{what} {_DAMAGED} ({error})") from error
-    wanted = set(names)
-    return data, {name: widened(name, header.tensors[name], entry["data"]) for name, entry in stored if name in wanted}
-
-
-def widened(name: str, info: TensorInfo, data: bytearray) -> Float32:
+def _widened(name: str, info: TensorInfo, data: bytearray) -> Float32:
     if info.dtype == "BF16":  # the upper half of a float32
         array = (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
     else:
@@ -329,3 +273,21 @@ def widened(name: str, info: TensorInfo, data: bytearray) -> Float32:
     if not np.isfinite(array).all():
         raise problem(f"{shown(name)} has values that are not finite: the training run diverged, use an earlier save")
     return array.reshape(info.shape)
+
+
+def stored_tensor(file: Path, plain: str) -> tuple[str, Float32] | None:
+    """Type and values of the tensor with this plain path in a file of the base model, None if it has no such floats.
+
+    Raises:
+        OSError, ValueError, struct.error: it is gone, or no safetensors file.
+    """
+    with file.open("rb") as opened:
+        (length,) = struct.unpack("<Q", opened.read(8))
+        tensors = json.loads(opened.read(length))
+        floats = (name for name, tensor in tensors.items() if tensor.get("dtype") in _ITEM_BYTES)
+        name = next((name for name in floats if plain_path(name) == plain), None)
+        if name is None:
+            return None
+        info = TensorInfo(tensors[name]["dtype"], tuple(tensors[name]["shape"]))
+        opened.seek(8 + length + tensors[name]["data_offsets"][0])
+        return info.dtype, _widened(name, info, bytearray(opened.read(info.nbytes)))

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,9 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
+from mlx_parallm import atomic
 from mlx_parallm.adapters.files.disk import CONFIG_FILE, problem
-from mlx_parallm.adapters.files.peft import PEFT_WEIGHTS, PREFIX, SCORE, SCORE_WEIGHT, SCORER_TASK
-from mlx_parallm.adapters.files.read import MLX_LM_WEIGHTS, block_of, transformers_path
+from mlx_parallm.adapters.files.formats import (
+    MLX_LM_WEIGHTS,
+    PEFT_WEIGHTS,
+    PREFIX,
+    SCORE,
+    SCORE_WEIGHT,
+    SCORER_TASK,
+    FormatName,
+    block_of,
+    transformers_path,
+)
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, Array, LinearSpec, LoRAPair, lora_alpha
 
 Float = NDArray[np.floating[Any]]
@@ -47,27 +56,31 @@ def write_mlx_lm(
     _write(folder, MLX_LM_WEIGHTS, save(tensors, {"format": "mlx"}), config)
 
 
-def write_peft(folder: Path, weights: AdapterWeights, layout: AdapterLayout, base_model: str | None) -> None:
+def write_peft(
+    folder: Path, weights: AdapterWeights, layout: AdapterLayout, base_model: str | None, head: Float | None = None
+) -> None:
     """Writes `adapter_model.safetensors` and a LoraConfig that PEFT, Transformers and vLLM read.
 
-    `base_model`: the hub id or directory for `base_model_name_or_path`.
+    Args:
+        base_model: the hub id or directory for `base_model_name_or_path`.
+        head: of a reward model, [hidden]: the weight of Transformers' `score`, a linear without a bias.
     """
     spelled = _in_transformers(weights, layout)
-    config = _lora_config(spelled, layout, base_model)
-    _write(folder, PEFT_WEIGHTS, save(_factors(spelled), {"format": "pt"}), config)
-
-
-def write_peft_reward_model(
-    folder: Path, weights: AdapterWeights, head: Float, layout: AdapterLayout, base_model: str | None
-) -> None:
-    """Writes a reward model as PEFT saves one: the files of `write_peft`, with the scalar head beside the factors.
-
-    `head`: [hidden], the weight of Transformers' `score`, a linear without a bias.
-    """
-    spelled = _in_transformers(weights, layout)
-    tensors = _factors(spelled) | {SCORE_WEIGHT: np.ascontiguousarray(head, np.float32)[None]}
-    config = _lora_config(spelled, layout, base_model) | {"task_type": SCORER_TASK, "modules_to_save": [SCORE]}
+    tensors, config = _factors(spelled), _lora_config(spelled, layout, base_model)
+    if head is not None:
+        tensors[SCORE_WEIGHT] = np.ascontiguousarray(head, np.float32)[None]
+        config |= {"task_type": SCORER_TASK, "modules_to_save": [SCORE]}
     _write(folder, PEFT_WEIGHTS, save(tensors, {"format": "pt"}), config)
+
+
+def write_adapter(
+    folder: Path, form: FormatName, weights: AdapterWeights, layout: AdapterLayout, base_model: str | None = None
+) -> None:
+    """Writes an adapter in one of the two formats; see `write_mlx_lm` and `write_peft`."""
+    if form == "peft":
+        write_peft(folder, weights, layout, base_model)
+    else:
+        write_mlx_lm(folder, weights, layout)
 
 
 def _in_transformers(weights: AdapterWeights, layout: AdapterLayout) -> AdapterWeights:
@@ -110,8 +123,9 @@ def _factors(weights: AdapterWeights) -> dict[str, Float]:
 
 def _lora_config(weights: AdapterWeights, layout: AdapterLayout, base_model: str | None) -> dict[str, Any]:
     ranks = {path: pair.rank for path, pair in weights.pairs.items()}
-    alphas = {path: _alpha(pair, weights.rslora) for path, pair in weights.pairs.items()}
-    rank, alpha = _most_common(ranks), _most_common(alphas)
+    alphas = {path: lora_alpha(pair.scale, pair.rank, weights.rslora) for path, pair in weights.pairs.items()}
+    alphas = {path: int(alpha) if alpha.is_integer() else alpha for path, alpha in alphas.items()}  # PEFT has an int
+    rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -140,16 +154,6 @@ def _target_modules(weights: AdapterWeights, layout: AdapterLayout) -> list[str]
     return sorted((names - partial) | {path for path in weights.pairs if path.rpartition(".")[2] in partial})
 
 
-def _alpha(pair: LoRAPair, rslora: bool) -> int | float:
-    """The pair's alpha, as an int if it is a whole number, because PEFT declares an int."""
-    alpha = lora_alpha(pair.scale, pair.rank, rslora)
-    return int(alpha) if alpha.is_integer() else alpha
-
-
-def _most_common(values: Mapping[str, Any]) -> Any:
-    return Counter(values.values()).most_common(1)[0][0]
-
-
 def _stored(array: Array) -> Float:
     """A NumPy array: float16 stays as it is, everything else becomes float32."""
     plain: Float = np.asarray(array)
@@ -175,12 +179,5 @@ def _of_mlx_lm(factor: Float) -> Float:
 
 def _write(folder: Path, name: str, data: bytes, config: Mapping[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    _write_file(folder / name, data)
-    _write_file(folder / CONFIG_FILE, (json.dumps(config, indent=2) + "\n").encode())
-
-
-def _write_file(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    atomic.write_file(folder / name, data)
+    atomic.write_file(folder / CONFIG_FILE, (json.dumps(config, indent=2) + "\n").encode())

@@ -1,0 +1,370 @@
+"""The two formats of adapters: which tensors are factors of which linears, and what their configs say.
+
+    mlx-lm   adapters.safetensors       `<path>.lora_a` [in, rank], `<path>.lora_b` [rank, out]; one rank and scale.
+                                        Those of experts are [experts, rank, in] and [experts, out, rank]
+    PEFT     adapter_model.safetensors  `base_model.model.<path>.lora_A.weight` [rank, in], `lora_B.weight` [out, rank]
+
+The keys of PEFT's config are those of `LoraConfig` (https://huggingface.co/docs/peft/package_reference/lora).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, Literal, TypeVar
+
+import numpy as np
+
+from mlx_parallm.adapters.files.disk import CONFIG_FILE, problem
+from mlx_parallm.adapters.weights import AdapterLayout, LinearSpec, lora_scale
+from mlx_parallm.errors import shown
+
+Value = TypeVar("Value", int, float)
+FormatName = Literal["mlx-lm", "peft"]
+Factor = Literal["a", "b"]
+
+MLX_LM_WEIGHTS = "adapters.safetensors"
+PEFT_WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+
+SCORE = "score"
+"""Transformers' name for the head of a reward model, a linear from hidden states to one number."""
+SCORE_WEIGHT = f"{PREFIX}{SCORE}.weight"
+SCORER_TASK = "SEQ_CLS"
+"""The `task_type` of a reward model."""
+
+_USED = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"})
+_CHECKED = frozenset({"bias", "init_lora_weights"})
+_WITHOUT_EFFECT = frozenset(
+    {
+        # These say where the adapter came from and how it was trained.
+        *("auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "peft_version", "revision"),
+        *("task_type", "eva_config", "loftq_config", "corda_config", "lora_ga_config", "velora_config"),
+        *("megatron_config", "megatron_core", "merge_weights", "runtime_config"),
+        # These say which modules have factors, as the names of the tensors do.
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+        # These matter only together with features that are refused. An adapter for a tied head and embedding together
+        # has factors of the embedding, which are refused.
+        *("ensure_weight_tying", "qalora_group_size"),
+    }
+)
+_REFUSED = {
+    "use_dora": "DoRA",
+    "use_qalora": "QALoRA",
+    "use_bdlora": "block-diagonal LoRA",
+    "modules_to_save": "training whole modules (modules_to_save)",
+    "fan_in_fan_out": "fan_in_fan_out, of models with transposed weights,",
+    "trainable_token_indices": "training of token embeddings (trainable_token_indices)",
+    "lora_bias": "a bias on the factors (lora_bias)",
+    "layer_replication": "layer replication",
+    "target_parameters": "LoRA on parameters (target_parameters), such as those of experts,",
+    "alora_invocation_tokens": "activated LoRA (aLoRA)",
+    "arrow_config": "Arrow routing",
+    "kasa_config": "KaSA",
+    "monteclora_config": "MonteCLoRA",
+}
+# Other kinds of initialization change the base model's weights too, and the adapter fits the changed model only.
+_PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+
+_FACTOR = re.compile(re.escape(PREFIX) + r"(.+)\.lora_([AB])(?:\.default)?\.weight", re.DOTALL)
+# With save_embedding_layers, PEFT saves weights of the base model beside the factors: the head below its factors, which
+# is not trained, and the whole embedding and head if the vocabulary may have been changed.
+FROZEN = ".base_layer."
+_BASE_COPY = re.compile(
+    re.escape(PREFIX) + r"((?:[^.]+\.){0,3}(?:embed_tokens|lm_head))(?:(?<=lm_head)\.base_layer)?\.weight"
+)
+_TENSOR_KINDS = {
+    "lora_magnitude_vector": "DoRA",
+    "lora_embedding_A": "embedding LoRA",
+    "lora_embedding_B": "embedding LoRA",
+    "modules_to_save": "training whole modules (modules_to_save)",
+    "token_adapter": "training of token embeddings (trainable_token_indices)",
+    "bias": "a trained bias",
+}
+
+# Limits on the regular expressions of rank_pattern and alpha_pattern, because the file is not trusted. Within these
+# limits, matching a pattern takes a few thousand backtracking steps at most.
+_LONGEST_PATTERN = 256
+_MOST_PATTERNS = 4096
+_MOST_COMPLEX = 16
+_MOST_OPERATORS = {"*+?": 3, "|": 8, "(": 2, "{": 0}
+_PLAIN_PATTERN = re.compile(r"[\w.\-^$\\]*", re.ASCII)
+_REPEATED_GROUP = re.compile(r"\)[*+?{]|\(\?")
+
+_MLX_LM_KINDS = {"dora": "DoRA", "full": "full fine-tuning"}
+_LARGEST = float(np.finfo(np.float32).max)
+_LARGEST_RANK = 2**20
+
+
+def format_of(config: Mapping[str, Any]) -> Format:
+    """The format of a config. Raises AdapterFileError if it has neither or both, or needs an unsupported feature."""
+    is_peft = "peft_type" in config
+    is_mlx_lm = "fine_tune_type" in config or "lora_parameters" in config
+    if is_peft and is_mlx_lm:
+        raise problem(f"{CONFIG_FILE} has keys of both formats, PEFT's peft_type and mlx-lm's: keep those of one")
+    if is_peft:
+        return PeftFormat(config)
+    if is_mlx_lm:
+        return MlxLmFormat(config)
+    raise problem(f"{CONFIG_FILE} has neither peft_type (PEFT) nor lora_parameters (mlx-lm): what wrote it?")
+
+
+class PeftFormat:
+    """The config of a PEFT adapter, and the names of its tensors.
+
+    `transposed`: a is stored as [rank, in] and b as [out, rank]. `rslora`: whether the adapter is rank-stabilised.
+
+    Raises:
+        AdapterFileError: the config is malformed or needs an unsupported feature.
+    """
+
+    name: FormatName = "peft"
+    weights_file = PEFT_WEIGHTS
+    transposed = True
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        _refuse_unsupported(config)
+        self._rank = rank_of(config.get("r"), "r")
+        self._alpha = number_of(config.get("lora_alpha"), "lora_alpha")
+        self.rslora = flag_of(config.get("use_rslora") or False, "use_rslora")
+        self._ranks = Patterns("rank_pattern", config.get("rank_pattern"), rank_of)
+        self._alphas = Patterns("alpha_pattern", config.get("alpha_pattern"), number_of)
+
+    def base_copy(self, tensor: str) -> str | None:
+        """The module path in the name of a tensor that repeats the base model's weight; None for any other tensor."""
+        match = _BASE_COPY.fullmatch(tensor)
+        return match[1] if match else None
+
+    def factor(self, tensor: str) -> tuple[str, Factor]:
+        """The module path in a tensor's name, and which factor it is.
+
+        Raises:
+            AdapterFileError: it is not a factor of a LoRA pair.
+        """
+        match = _FACTOR.fullmatch(tensor)
+        if match:
+            return match[1], "a" if match[2] == "A" else "b"
+        for part in tensor.split("."):
+            if part in _TENSOR_KINDS:
+                raise problem(f"{_TENSOR_KINDS[part]} is not supported: {shown(tensor)}; train without it")
+        raise problem(f"{shown(tensor)} is no factor of a LoRA pair: only {PREFIX}<module>.lora_A.weight and lora_B")
+
+    def declared(self, path: str) -> tuple[int, float]:
+        """Rank and scale of a module, from the config."""
+        rank = self._ranks.find(path, self._rank)
+        alpha = self._alphas.find(path, self._alpha)
+        return rank, lora_scale(alpha, rank, self.rslora)
+
+    def contradiction(self, paths: Iterable[str], layout: AdapterLayout) -> str:
+        """How the config contradicts that these linears have factors; "" if it does not. PEFT's does not say."""
+        return ""
+
+
+def is_scorer(config: Mapping[str, Any]) -> bool:
+    """Whether a config is that of a reward model: an adapter with a head that gives numbers in place of tokens."""
+    return config.get("task_type") == SCORER_TASK
+
+
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    if is_scorer(config):
+        raise problem("this is a reward model, which draws no text: name it as the scorer reward_model:NAME")
+    kind = config["peft_type"]
+    if kind != "LORA":
+        raise problem(f"{CONFIG_FILE}: only peft_type LORA is supported, got {described(kind)}")
+    if config.get("bias") not in (None, "none"):
+        raise problem(f"{CONFIG_FILE}: a trained bias is not supported: bias must be 'none'")
+    start = config.get("init_lora_weights")
+    if not any(start is plain or (isinstance(plain, str) and start == plain) for plain in _PLAIN_STARTS):
+        raise problem(
+            f"{CONFIG_FILE}: init_lora_weights {described(start)} changes the base model too: save the adapter with "
+            "path_initial_model_for_weight_conversion, which makes a plain LoRA of it"
+        )
+    if key := next((key for key in sorted(config.keys() - _USED - _CHECKED - _WITHOUT_EFFECT) if config[key]), None):
+        raise problem(
+            f"{CONFIG_FILE}: {_REFUSED[key]} is not supported: train the adapter without {key}"
+            if key in _REFUSED
+            else f"{CONFIG_FILE}: {shown(key)} is not known here and may change the result: take it out if it does not"
+        )
+
+
+class Patterns(Generic[Value]):
+    """PEFT's `rank_pattern` or `alpha_pattern`: values by regular expression. A module gets the value of the first
+    pattern that matches its path, or the rest of its path after one of the dots.
+
+    Raises:
+        AdapterFileError: it is not an object, a value or pattern is malformed, or a pattern is too complex to be safe.
+    """
+
+    def __init__(self, key: str, patterns: Any, value_of: Callable[[Any, str], Value]) -> None:
+        patterns = patterns or {}
+        if not isinstance(patterns, dict) or len(patterns) > _MOST_PATTERNS:
+            raise problem(f"{CONFIG_FILE}: {key} must be an object of at most {_MOST_PATTERNS} patterns")
+        if sum(not _PLAIN_PATTERN.fullmatch(text) for text in patterns) > _MOST_COMPLEX:
+            raise problem(f"{CONFIG_FILE}: {key} has over {_MOST_COMPLEX} regular expressions: use plain module names")
+        self._patterns: list[tuple[re.Pattern[str], Value]] = [
+            (_compiled(key, text), value_of(value, f"{key}.{shown(text)}")) for text, value in patterns.items()
+        ]
+
+    def find(self, path: str, default: Value) -> Value:
+        """The value for a module path as the file spells it, `default` if no pattern matches."""
+        return next((value for pattern, value in self._patterns if pattern.match(path)), default)
+
+
+def _compiled(key: str, text: str) -> re.Pattern[str]:
+    too_many = any(sum(map(text.count, characters)) > most for characters, most in _MOST_OPERATORS.items())
+    if len(text) > _LONGEST_PATTERN or too_many or _REPEATED_GROUP.search(text):
+        raise problem(f"{CONFIG_FILE}: the pattern {shown(text)} of {key} is too complex: use plain module names")
+    try:
+        return re.compile(rf"(.*\.)?({text})$")
+    except (re.error, OverflowError, RecursionError) as error:
+        raise problem(f"{CONFIG_FILE}: the pattern {shown(text)} of {key} is no regular expression: {error}") from error
+
+
+class MlxLmFormat:
+    """The config of an mlx-lm adapter, and the names of its tensors. Its methods are those of `PeftFormat`.
+
+    Raises:
+        AdapterFileError: `fine_tune_type` is not lora, or `lora_parameters` are malformed.
+    """
+
+    name: FormatName = "mlx-lm"
+    weights_file = MLX_LM_WEIGHTS
+    transposed = False
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        kind = config.get("fine_tune_type", "lora")
+        if kind != "lora":
+            called = _MLX_LM_KINDS.get(kind) if isinstance(kind, str) else None
+            raise problem(
+                f"{CONFIG_FILE}: {called or 'this kind of adapter'} is not supported: "
+                f"fine_tune_type must be 'lora', got {described(kind)}"
+            )
+        parameters = config.get("lora_parameters")
+        if not isinstance(parameters, dict):
+            raise problem(f"{CONFIG_FILE}: lora_parameters must be an object with rank and scale")
+        if "scale" not in parameters and "alpha" in parameters:
+            raise problem(f"{CONFIG_FILE}: lora_parameters has alpha but no scale: give scale, alpha / rank")
+        self._rank = rank_of(parameters.get("rank"), "lora_parameters.rank")
+        self._scale = number_of(parameters.get("scale"), "lora_parameters.scale")
+        self.rslora = flag_of(parameters.get("use_rslora") or False, "lora_parameters.use_rslora")
+        self._keys, self._layers = parameters.get("keys"), config.get("num_layers")
+
+    def base_copy(self, tensor: str) -> None:
+        """mlx-lm saves no copies."""
+
+    def factor(self, tensor: str) -> tuple[str, Factor]:
+        path, _, part = tensor.rpartition(".")
+        if part == "lora_a":
+            return path, "a"
+        if part == "lora_b":
+            return path, "b"
+        if part == "m":
+            raise problem(f"DoRA is not supported: {shown(tensor)} is its magnitude; train with fine_tune_type lora")
+        raise problem(f"{shown(tensor)} is no lora_a or lora_b: only LoRA factors are supported")
+
+    def declared(self, path: str) -> tuple[int, float]:
+        return self._rank, self._scale
+
+    def contradiction(self, paths: Iterable[str], layout: AdapterLayout) -> str:
+        """mlx-lm makes the linears of `keys` in the last `num_layers` blocks; with 0 or less, in all. The tensors were
+        trained, so all of them count."""
+        blocks = [(index, key) for index, key in map(block_of, paths) if index is not None]
+        if isinstance(self._keys, list) and (other := next((key for _, key in blocks if key not in self._keys), None)):
+            fault = f"keys do not name {other}"
+        elif type(self._layers) is int and any(0 < self._layers < layout.layers - index for index, _ in blocks):
+            fault = f"num_layers is {self._layers} of {layout.layers}, but an earlier layer has factors too"
+        else:
+            return ""
+        return f"{CONFIG_FILE} contradicts {self.weights_file}: {fault}. All factors are used; correct the config"
+
+
+Format = PeftFormat | MlxLmFormat
+
+_TEXT, _HEAD = "language_model", "lm_head"
+_EXPERTS = re.compile(r"(^|\.)(experts|switch_mlp)(\.|$)")
+_REFUSED_KINDS = {"embed_tokens": "embedding LoRA"}
+
+
+def locate(path: str, layout: AdapterLayout) -> Sequence[LinearSpec]:
+    """The model's linears that a path in a file names, in any of the spellings in use; see `AdapterLayout.spelled`.
+
+    Raises:
+        AdapterFileError: the model has no such linear, or adapters may not change that module.
+    """
+    if specs := layout.spelled(path):
+        return specs
+    if kind := _refusal(path, layout):
+        raise problem(f"{kind} is not supported: {shown(path)[1:-1]}; train the adapter without it")
+    raise problem(f"the model has no such linear: {shown(path)[1:-1]}; is the adapter of another base model?")
+
+
+def transformers_path(path: str, layout: AdapterLayout) -> str:
+    """Transformers' spelling of a path in the model: the text part of a multimodal model is inside `model`, and its
+    head beside that."""
+    path = layout.transformers.get(path, path)
+    if path == f"{_TEXT}.{_HEAD}":
+        return _HEAD
+    inner = path.removeprefix(f"{_TEXT}.model.")
+    return path if inner == path else f"model.{_TEXT}.{inner}"
+
+
+def _refusal(path: str, layout: AdapterLayout) -> str:
+    if refusal := layout.refusal(path):
+        return refusal
+    if _EXPERTS.search(path):
+        return "expert LoRA in another format than mlx-lm's" if any(spec.experts for spec in layout) else "expert LoRA"
+    return _REFUSED_KINDS.get(path.rpartition(".")[2], "")
+
+
+def block_of(path: str) -> tuple[int | None, str]:
+    """The index of a path's transformer block, and the path inside the block, which mlx-lm lists in `keys`."""
+    parts = path.split(".")
+    index = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
+    return (None, path) if index is None else (int(parts[index]), ".".join(parts[index + 1 :]))
+
+
+# -- numbers of the config ------------------------------------------------------------------------
+
+
+def rank_of(value: Any, key: str) -> int:
+    """A rank: a whole number from 1 to 2^20. Later checks compare it with the model's shapes and --max-lora-rank.
+
+    `key`: the full name of the config's key, such as `lora_parameters.rank`, for errors.
+
+    Raises:
+        AdapterFileError: it is not a rank.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST_RANK:
+        raise problem(f"{CONFIG_FILE}: {key} must be a whole number from 1 to {_LARGEST_RANK}, got {described(value)}")
+    return value
+
+
+def number_of(value: Any, key: str) -> float:
+    """A number that float32 can hold.
+
+    Raises:
+        AdapterFileError: it is not a number, or not finite.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise problem(f"{CONFIG_FILE}: {key} must be a number, got {described(value)}")
+    if not abs(value) <= _LARGEST:
+        raise problem(f"{CONFIG_FILE}: {key} must be finite in float32, got {described(value)}")
+    return float(value)
+
+
+def flag_of(value: Any, key: str) -> bool:
+    """Raises AdapterFileError unless the value is true or false."""
+    if not isinstance(value, bool):
+        raise problem(f"{CONFIG_FILE}: {key} must be true or false, got {described(value)}")
+    return value
+
+
+def described(value: Any) -> str:
+    """A JSON value for an error message, of limited length."""
+    if isinstance(value, str):
+        return shown(value)
+    if isinstance(value, list | dict):
+        return f"a {'list' if isinstance(value, list) else 'object'} of {len(value)}"
+    if isinstance(value, int) and abs(value) >= 10**20:
+        return "a huge whole number"
+    return "nothing" if value is None else str(value)
