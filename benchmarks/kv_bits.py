@@ -27,8 +27,8 @@ from lib.machine import describe, warn_if_busy
 from lib.report import setting, show, write
 
 from mlx_parallm.app.device import build_runner
-from mlx_parallm.batch.forward import Span
 from mlx_parallm.batch.runner import BatchRunner
+from mlx_parallm.batch.spans import Span
 from mlx_parallm.config import Setting, resolve
 from mlx_parallm.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.kv.row import KVRow

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import mlx.core as mx
 
-from mlx_parallm.batch.block_attention import RowBlocks
 from mlx_parallm.batch.drawing import exp
+from mlx_parallm.batch.spans import RowBlocks
 from mlx_parallm.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.model.device import on_cpu
 from mlx_parallm.model.linears import LatentHeads
@@ -27,6 +28,11 @@ class DenseSpan:
         self._window = window
         self._indices: dict[tuple[int, int], mx.array] = {}
         self._masks: dict[mx.Dtype, mx.array] = {}
+
+    def advance(self) -> None:
+        """See `attention_calls.Attention.advance`."""
+        self.row = replace(self.row, start=self.row.start + 1)
+        self._masks.clear()
 
     def attend(
         self,

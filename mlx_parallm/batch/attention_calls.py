@@ -4,33 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from enum import IntEnum
 from itertools import groupby
 from typing import Protocol
 
 import mlx.core as mx
 
 from mlx_parallm.batch.attention import DenseSpan, are_consecutive
-from mlx_parallm.batch.block_attention import BlockAttention, RowBlocks, calls, folds_work
+from mlx_parallm.batch.block_attention import BlockAttention, calls, folds_work
+from mlx_parallm.batch.spans import Kind, RowBlocks, kind_of
 from mlx_parallm.model.linears import LatentHeads
-
-SHORT_CHUNK = 64
-"""Chunks of at most this many tokens are padded to the same length and share one attention call."""
-
-
-class Kind(IntEnum):
-    """The length of a span decides how it attends. The kinds are in the order in which a pass has them."""
-
-    SINGLE = 1
-    SHORT = 2
-    LONG = 3
-
-
-def kind_of(tokens: int) -> Kind:
-    """The kind of a span with so many new tokens."""
-    if tokens == 1:
-        return Kind.SINGLE
-    return Kind.SHORT if tokens <= SHORT_CHUNK else Kind.LONG
 
 
 class Attention(Protocol):
@@ -43,6 +25,9 @@ class Attention(Protocol):
         [kv_heads, places, 64, head_dim]."""
         ...
 
+    def advance(self) -> None:
+        """Moves on to the next token of each row, in the same blocks."""
+
 
 class AttentionCalls:
     """The attention of all tokens of a pass in one layer group, in as few calls as pay.
@@ -54,6 +39,11 @@ class AttentionCalls:
 
     def __init__(self, rows: Sequence[RowBlocks], window: int | None, dense_rows: float) -> None:
         self._calls = list(_calls(rows, window, dense_rows))
+
+    def advance(self) -> None:
+        """See `Attention.advance`."""
+        for _, call in self._calls:
+            call.advance()
 
     def attend(
         self,

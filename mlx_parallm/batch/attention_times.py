@@ -14,7 +14,8 @@ from functools import partial
 import mlx.core as mx
 
 from mlx_parallm.batch.attention_calls import AttentionCalls
-from mlx_parallm.batch.block_attention import RowBlocks, pairs_work
+from mlx_parallm.batch.block_attention import pairs_work
+from mlx_parallm.batch.spans import RowBlocks
 from mlx_parallm.kv.arena import Arena
 from mlx_parallm.model.device import on_cpu
 from mlx_parallm.model.layer_state import LayerSpec

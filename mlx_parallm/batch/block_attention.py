@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_parallm.batch.drawing import exp
+from mlx_parallm.batch.spans import Indices, RowBlocks
 from mlx_parallm.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.model.device import on_cpu
 
@@ -39,30 +40,8 @@ _WORTH_A_CALL, _WORTH_A_CALL_ON_CPU = 128, 16
 _WORTH_FOLDING = 32
 """A fold of several sequences must save the reading of at least so many blocks, because it takes kernels of its own."""
 
-_NEVER_SEEN = 1 << 30
+_NEVER_SEEN = 1 << 24
 """The number of a block that only fills a rectangle: it is after every token."""
-
-Indices = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class RowBlocks:
-    """The tokens of one sequence in a forward pass, and the blocks that they attend to.
-
-    places: the blocks, in the sequence's order
-    first: the position of the first token in these blocks
-    start: the position of the first new token. A token sees the positions up to its own.
-    tokens: the number of new tokens
-    """
-
-    places: Sequence[int]
-    first: int
-    start: int
-    tokens: int = 1
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.tokens
 
 
 def pairs_work(dtype: mx.Dtype) -> bool:
@@ -174,6 +153,11 @@ class BlockAttention:
         self._rectangles = [_Rectangle(each, positions, window) for each in folds]
         self._merge = _Merge.of(self._rectangles, len(positions))
 
+    def advance(self) -> None:
+        """See `attention_calls.Attention.advance`."""
+        for rectangle in self._rectangles:
+            rectangle.advance()
+
     def attend(
         self, keys: mx.array, values: mx.array, queries: mx.array, scale: float, sinks: mx.array | None = None
     ) -> mx.array:
@@ -187,6 +171,8 @@ class BlockAttention:
         Returns:
             [N, heads, 1, head_dim of values], in the queries' dtype.
         """
+        if self._merge is None and sinks is None:
+            return self._rectangles[0].attend(keys, values, queries, scale, with_sums=False)[0]
         with_sums = sinks is not None or len(self._rectangles) > 1
         parts = [each.attend(keys, values, queries, scale, with_sums) for each in self._rectangles]
         outputs, sums = parts[0] if self._merge is None else self._merge(parts)
@@ -266,40 +252,49 @@ class _Rectangle:
         most = max(len(fold.places) for fold in folds)
         self._places = _filled((fold.places for fold in folds), most)
         first = _filled((fold.numbers for fold in folds), most, _NEVER_SEEN) * BLOCK_TOKENS
-        self._last = positions[self.tokens][:, :, None] - first[:, None]
+        self._last = (positions[self.tokens][:, :, None] - first[:, None])[..., None].astype(np.int32)
         self._window = window
+        self._in_block = mx.arange(BLOCK_TOKENS)
+        self._on_cpu = on_cpu()
         self._masks: dict[tuple[mx.Dtype, int], mx.array] = {}
         self._operands: dict[tuple[int, int], _Operands] = {}
         self._queries: dict[int, mx.array] = {}
 
+    def advance(self) -> None:
+        """Lets each token be the next one of its sequence."""
+        self._last += 1
+        self._masks.clear()
+
     def attend(self, keys: mx.array, values: mx.array, queries: mx.array, scale: float, with_sums: bool) -> Part:
         """See `BlockAttention.attend`; of these tokens, with the sums of exponents if they are wanted."""
-        kv_heads, places = keys.shape[:2]
+        kv_heads, places, _, _ = keys.shape
+        _, heads, _, head_dim = queries.shape
         folds, blocks = self._places.shape
-        heads, dtype = queries.shape[1], queries.dtype
-        operands = self._operands_for(kv_heads, places, dtype)
-        if on_cpu() or dtype == mx.float16:  # where one kernel would not do both, or products could overflow
+        dtype = queries.dtype
+        operands = self._operands.get((kv_heads, places)) or self._operands_for(kv_heads, places, dtype)
+        kind = mx.float32 if with_sums else dtype, heads // kv_heads
+        mask = self._masks.get(kind)
+        if mask is None:
+            mask = self._mask(*kind)
+        if self._on_cpu or dtype == mx.float16:  # where one kernel would not do both, or products could overflow
             queries, scale = queries * scale, 1.0
-        matrices, turned = self._matrices(queries, kv_heads), keys.swapaxes(-1, -2)
-        products = mx.gather_mm(matrices, turned, lhs_indices=operands.queries, rhs_indices=operands.blocks)
-        mask = self._mask(mx.float32 if with_sums else dtype, heads // kv_heads)
-        scores = _scores(products.transpose(0, 2, 3, 1, 4), mask, scale).flatten(3)
-        weights, sums = _softmax(scores, with_sums)
+        if self.tokens.shape[1] > 1:
+            queries = self._taken(queries, kv_heads)
+        matrices = queries.reshape(folds, kv_heads, -1, head_dim)
+        products = mx.gather_mm(matrices, keys.swapaxes(-1, -2), operands.queries, operands.blocks)
+        scores = products.transpose(0, 2, 3, 1, 4)
+        scores = scores + mask if scale == 1.0 else _scaled(scores, mask, scale)
+        weights, sums = _softmax(scores.flatten(3), with_sums, self._on_cpu)
         weights = weights.astype(dtype).reshape(folds, kv_heads, -1, blocks, BLOCK_TOKENS).transpose(0, 3, 1, 2, 4)
-        products = mx.gather_mm(weights, values, lhs_indices=operands.weights, rhs_indices=operands.blocks)
+        products = mx.gather_mm(weights, values, operands.weights, operands.blocks)
         outputs = operands.ones @ products.flatten(2)
         return self._by_token(outputs, kv_heads, heads), None if sums is None else self._by_token(sums, kv_heads, heads)
 
-    def _matrices(self, queries: mx.array, kv_heads: int) -> mx.array:
-        """Queries [N, heads, 1, head_dim] → one matrix [w * group, head_dim] for each fold and head of keys."""
-        heads, head_dim = queries.shape[1], queries.shape[3]
-        folds, width = self.tokens.shape
-        if width == 1:
-            return queries.reshape(folds, kv_heads, -1, head_dim)
+    def _taken(self, queries: mx.array, kv_heads: int) -> mx.array:
+        """Queries [N, heads, 1, head_dim] → those of each fold's tokens: [folds, kv_heads, w, group * head_dim]."""
         if kv_heads not in self._queries:  # [folds, kv_heads, w]
             self._queries[kv_heads] = _uint32(self.tokens[:, None] * kv_heads + np.arange(kv_heads)[:, None])
-        taken = queries.reshape(-1, heads // kv_heads * head_dim)[self._queries[kv_heads]]
-        return taken.reshape(folds, kv_heads, -1, head_dim)
+        return queries.reshape(-1, queries.shape[1] // kv_heads * queries.shape[3])[self._queries[kv_heads]]
 
     def _by_token(self, array: mx.array, kv_heads: int, heads: int) -> mx.array:
         """[folds, ..., kv_heads * w * group * width] → [folds * w, heads, 1, width]."""
@@ -310,50 +305,40 @@ class _Rectangle:
         return array.reshape(folds * width, heads, 1, -1)
 
     def _operands_for(self, kv_heads: int, places: int, dtype: mx.Dtype) -> _Operands:
-        if (kv_heads, places) not in self._operands:
-            folds, blocks = self._places.shape
-            heads, each = np.arange(kv_heads), (folds, blocks, kv_heads)
-            queries = np.arange(folds)[:, None, None] * kv_heads + heads
-            self._operands[kv_heads, places] = _Operands(
-                _uint32(np.broadcast_to(queries, each)),
-                _uint32(self._places[..., None] + heads * places),
-                _uint32(np.arange(folds * blocks * kv_heads).reshape(each)),
-                mx.ones((folds, 1, blocks), dtype),
-            )
-        return self._operands[kv_heads, places]
+        folds, blocks = self._places.shape
+        heads, each = np.arange(kv_heads), (folds, blocks, kv_heads)
+        queries = np.arange(folds)[:, None, None] * kv_heads + heads
+        made = self._operands[kv_heads, places] = _Operands(
+            _uint32(np.broadcast_to(queries, each)),
+            _uint32(self._places[..., None] + heads * places),
+            _uint32(np.arange(folds * blocks * kv_heads).reshape(each)),
+            mx.ones((folds, 1, blocks), dtype),
+        )
+        return made
 
     def _mask(self, dtype: mx.Dtype, group: int) -> mx.array:
         """Added to the scores, [folds, 1, 1 or w * group, blocks, 64]: 0 for the keys that a token sees.
 
         The others get a finite number, so that a token which sees nothing in a rectangle has no NaN there.
         """
-        if (dtype, group) not in self._masks:
-            at = mx.arange(BLOCK_TOKENS)
-            seen = at <= self._bound(self._last)
-            if self._window is not None:
-                seen = seen & (at > self._bound(self._last - self._window))
-            mask = mx.where(seen, mx.array(0, dtype), mx.array(mx.finfo(dtype).min / 2, dtype))[:, None]
-            self._masks[dtype, group] = mask if mask.shape[2] == 1 else mx.repeat(mask, group, axis=2)
-        return self._masks[dtype, group]
-
-    @staticmethod
-    def _bound(offsets: Indices) -> mx.array:
-        return mx.array(offsets.clip(-1, BLOCK_TOKENS).astype(np.int32))[..., None]
-
-
-def _scores(products: mx.array, mask: mx.array, scale: float) -> mx.array:
-    """One kernel on a GPU, which also puts a view in order."""
-    return products + mask if scale == 1.0 else _scaled(products, mask, scale)
+        seen = self._in_block <= mx.array(self._last)
+        if self._window is not None:
+            seen = seen & (self._in_block > mx.array(self._last - self._window))
+        mask = mx.where(seen, mx.array(0, dtype), mx.array(mx.finfo(dtype).min / 2, dtype))[:, None]
+        made = self._masks[dtype, group] = mask if mask.shape[2] == 1 else mx.repeat(mask, group, axis=2)
+        return made
 
 
 @partial(mx.compile, shapeless=True)
 def _scaled(products: mx.array, mask: mx.array, scale: float) -> mx.array:
+    """One kernel on a GPU, which also puts a view in order."""
     return products * scale + mask
 
 
-def _softmax(scores: mx.array, with_sums: bool) -> tuple[mx.array, mx.array | None]:
-    """Softmax over the last axis, and if wanted the logarithms of the sums of exponents."""
-    if not on_cpu():
+def _softmax(scores: mx.array, with_sums: bool, by_steps: bool) -> tuple[mx.array, mx.array | None]:
+    """Softmax over the last axis, and if wanted the logarithms of the sums of exponents. `by_steps`: faster on a
+    CPU."""
+    if not by_steps:
         weights = mx.softmax(scores, axis=-1, precise=True)
         return weights, mx.logsumexp(scores, axis=-1, keepdims=True) if with_sums else None
     peak = scores.max(-1, keepdims=True)

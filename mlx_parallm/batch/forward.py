@@ -5,146 +5,220 @@ tokens      [N, 1]           to the model, a batch of N single tokens, each at i
 write       one scatter per layer for all N
 attention   one call for all single tokens and one for all short chunks (by pairs of row and block), or a few calls if
             their lengths differ much, and one for each long chunk (dense and causal)
+
+For each layer, a model file calls `cache.offset` (RoPE positions), `cache.make_mask(...)`,
+`cache.update_and_fetch(k, v)`, and then attention, which asks the pass: it reads the pool in place. What uses a cache
+in another way is a mixer, and gets caches of the rows of one part after the other; see `parts`.
+
+Layers of one group share their index arrays. While the same rows decode, those of the pass before move on by one token;
+they are made anew when a row joins, leaves, or needs another block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
 import numpy as np
-from numpy.typing import NDArray
 
-from mlx_parallm.batch.attention_calls import AttentionCalls, kind_of
-from mlx_parallm.batch.block_attention import RowBlocks
-from mlx_parallm.batch.quantized_forward import QuantizedGroupForward
+from mlx_parallm.adapters.bank import AdapterBank
+from mlx_parallm.batch.attention_calls import AttentionCalls
+from mlx_parallm.batch.parts import PassParts
+from mlx_parallm.batch.quantized_forward import QuantizedGroup
+from mlx_parallm.batch.spans import Kind, Span, kind_of, new_places, positions_of, seen_blocks
 from mlx_parallm.kv.arena import Lines, lines_of
 from mlx_parallm.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.kv.cache import KVRow, LayerGroup, LoRABatchedKVCache
+from mlx_parallm.kv.prefix import first_visible
+from mlx_parallm.model.cache_plan import CachePlan
+from mlx_parallm.model.layer_state import LayerSpec
 from mlx_parallm.model.linears import LatentHeads
-
-R = TypeVar("R", bound=KVRow)
-R_co = TypeVar("R_co", bound=KVRow, covariant=True)
+from mlx_parallm.model.mixers import Part, PassCache, PassMask
 
 
-@dataclass(frozen=True, slots=True)
-class Span(Generic[R_co]):
-    """The next `tokens` tokens of a row, after the `start` tokens that are computed. The row has room for them."""
-
-    row: R_co
-    start: int
-    tokens: int
-
-    @property
-    def stop(self) -> int:
-        """The row's computed tokens after the forward pass."""
-        return self.start + self.tokens
-
-
-def in_order(spans: Sequence[Span[R]]) -> list[Span[R]]:
-    """Single tokens first, then short chunks, then long ones; of each kind, those that attend to few tokens first."""
-    return sorted(spans, key=lambda span: (kind_of(span.tokens), span.stop))
-
-
-class Forward:
-    """One forward pass over rows of the pool, shared by its layers.
-
-    `offset`: the position of each token, int32 [N].
-
-    Args:
-        spans: `in_order`.
-        dense_rows: up to so many single tokens attend row by row instead of in one call, if the blocks of each row are
-            consecutive. Infinite: all rows attend one by one, because the device has no `gather_mm` for their type.
-    """
-
-    def __init__(self, cache: LoRABatchedKVCache, spans: Sequence[Span[KVRow]], dense_rows: float) -> None:
-        positions = np.concatenate([np.arange(span.start, span.stop) for span in spans])
-        self.offset = mx.array(positions.astype(np.int32))
-        self._cache, self._spans, self._dense_rows = cache, spans, dense_rows
-        self._groups: dict[int, _GroupForward | QuantizedGroupForward] = {}
-
-    def write(self, layer: int, keys: mx.array, values: mx.array) -> None:
-        """Writes the new tokens' keys and values, [N, kv_heads, 1, head_dim], into the pool."""
-        group, index = self._of(layer)
-        group.write(index, keys, values)
-
-    def attend(
-        self, layer: int, queries: mx.array, scale: float, sinks: mx.array | None, heads: LatentHeads | None = None
-    ) -> mx.array:
-        """Attention of queries [N, heads, 1, head_dim] over all written tokens of their rows, the new ones included.
-        `heads`: see `AttentionCalls.attend`."""
-        group, index = self._of(layer)
-        return group.attend(index, queries, scale, sinks, heads)
-
-    def _of(self, layer: int) -> tuple[_GroupForward | QuantizedGroupForward, int]:
-        """The forward pass in the layer's group, made when it is first used, and the layer's number in the group."""
-        number, index = self._cache.group_of[layer]
-        if number not in self._groups:
-            tables = [span.row.tables[number] for span in self._spans]
-            group = self._cache.groups[number]
-            self._groups[number] = _group_forward(self._cache, group, tables, self._spans, self._dense_rows)
-        return self._groups[number], index
-
-
-def _group_forward(
-    cache: LoRABatchedKVCache,
-    group: LayerGroup,
-    tables: Sequence[Sequence[int]],
-    spans: Sequence[Span[KVRow]],
-    dense_rows: float,
-) -> _GroupForward | QuantizedGroupForward:
-    if cache.tails is None or cache.layout.bits is None:
-        return _GroupForward(group, tables, spans, dense_rows)
-    return QuantizedGroupForward(group, cache.tails, tables, spans, cache.layout.bits, dense_rows)
-
-
-class _GroupForward:
-    """The forward pass in one layer group: index arrays that its layers share."""
+class GroupPass:
+    """The forward pass in one layer group: index arrays that its layers share. `dense_rows`: see `Forward`."""
 
     def __init__(
-        self,
-        group: LayerGroup,
-        tables: Sequence[Sequence[int]],
-        spans: Sequence[Span[KVRow]],
-        dense_rows: float,
+        self, group: LayerGroup, spans: Sequence[Span[KVRow]], tables: Sequence[Sequence[int]], dense_rows: float
     ) -> None:
-        self._arena = group.arena
-        self._targets = token_places(spans, tables)
-        self._lines: dict[int, Lines] = {}
+        self._arena, self._window = group.arena, group.window
         rows = [seen_blocks(span, table, group.window) for span, table in zip(spans, tables, strict=True)]
+        self._seen = [(row.first // BLOCK_TOKENS, row.places) for row in rows]
+        self._next = [(span.stop, 1) for span in spans if span.tokens == 1]
+        self._places, self._offsets = new_places(spans, tables)
+        self._lines: dict[int, Lines] = {}
         self._calls = AttentionCalls(rows, group.window, dense_rows)
 
+    def advance(self, spans: Sequence[Span[KVRow]], tables: Sequence[Sequence[int]]) -> bool:
+        """Moves the index arrays on to the next token of each row. False if the spans are not those, or if the rows see
+        other blocks; nothing has changed then."""
+        if self._next != [(span.start, span.tokens) for span in spans]:
+            return False
+        firsts = [first_visible(start, self._window) for start, _ in self._next]
+        stops = [start // BLOCK_TOKENS + 1 for start, _ in self._next]
+        if self._seen != [(first, table[first:stop]) for first, table, stop in zip(firsts, tables, stops, strict=True)]:
+            return False
+        self._next = [(start + 1, 1) for start, _ in self._next]
+        self._offsets += 1
+        self._lines = {kv_heads: self._moved(lines) for kv_heads, lines in self._lines.items()}
+        self._calls.advance()
+        return True
+
+    def _moved(self, lines: Lines) -> Lines:
+        heads, places, offsets = lines
+        return heads, places, mx.array(np.broadcast_to(self._offsets[:, None, None], offsets.shape).astype(np.uint32))
+
     def write(self, index: int, keys: mx.array, values: mx.array) -> None:
+        """Writes the new tokens' keys and values, [N, kv_heads, 1, head_dim], into the pool."""
         kv_heads = keys.shape[1]
         if kv_heads not in self._lines:
-            self._lines[kv_heads] = lines_of(*self._targets, kv_heads)
+            self._lines[kv_heads] = lines_of(self._places, self._offsets, kv_heads)
         self._arena.write(index, self._lines[kv_heads], keys, values)
 
     def attend(
         self, index: int, queries: mx.array, scale: float, sinks: mx.array | None, heads: LatentHeads | None
     ) -> mx.array:
+        """See `LayerCache.attend`."""
         return self._calls.attend(self._arena.keys[index], self._arena.values[index], queries, scale, sinks, heads)
 
 
-def seen_blocks(span: Span[KVRow], table: Sequence[int], window: int | None) -> RowBlocks:
-    """The blocks of a row that its span's tokens attend to."""
-    first = 0 if window is None else max(0, span.start - window + 1) // BLOCK_TOKENS
-    places = table[first : -(-span.stop // BLOCK_TOKENS)]
-    return RowBlocks(places, first * BLOCK_TOKENS, span.start, span.tokens)
+KeptGroups = dict[tuple[int, float], GroupPass]
+"""The last pass in each layer group, by its number and `dense_rows`."""
 
 
-Targets = tuple[NDArray[np.int64], NDArray[np.int64]]
+class Forward:
+    """One forward pass over rows of the pool, shared by its layers. Implements `hooks.Attention`: the cache that has
+    returned the keys answers, whichever layer asks, so layers may share keys and values.
+
+    `offset`: the position of each token, int32 [N].
+
+    Args:
+        spans: `in_order`.
+        bank: the adapter bank that the mixers' linears read.
+        dense_rows: up to so many single tokens attend row by row instead of in one call, if the blocks of each row are
+            consecutive. Infinite: all rows attend one by one, because the device has no `gather_mm` for their type.
+        kept: what the passes before have left, which is used again and renewed.
+    """
+
+    def __init__(
+        self,
+        pool: LoRABatchedKVCache,
+        spans: Sequence[Span[KVRow]],
+        bank: AdapterBank,
+        plan: CachePlan,
+        dense_rows: float,
+        kept: KeptGroups,
+    ) -> None:
+        self.offset = mx.array(positions_of(spans).astype(np.int32))
+        self.parts = PassParts(pool, spans, bank, plan) if plan.mixers else None
+        whole = pool.layout.is_latent and pool.layout.bits is None  # a chunk of quantized blocks is cut into blocks
+        self.takes_heads = whole and any(kind_of(span.tokens) is Kind.LONG for span in spans)
+        self.heads: LatentHeads | None = None
+        self.owners: dict[int, tuple[mx.array, LayerCache]] = {}
+        self._pool, self._spans, self._dense_rows, self._kept = pool, spans, dense_rows, kept
+        self._groups: dict[int, GroupPass | QuantizedGroup] = {}
+
+    def caches(self) -> list[LayerCache]:
+        """What the model gets in place of its caches, in order."""
+        layers = enumerate(self._pool.layout.layers)
+        return [LayerCache(self, number, spec.latent if isinstance(spec, LayerSpec) else 0) for number, spec in layers]
+
+    def finish(self) -> None:
+        """Keeps the states after the pass, and drops all keys, whose caches hold the pass. Call it when it is built."""
+        if self.parts is not None:
+            self.parts.finish()
+        self.owners.clear()
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        cache: object,
+        scale: float,
+        mask: object,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """See `hooks.Attention.attend`. Keys that the model has changed, such as their type, are those of `cache`.
+
+        Raises:
+            TypeError: no cache has returned these keys, or the model made an attention mask of its own.
+        """
+        _, owner = self.owners.get(id(keys), (keys, cache))
+        if not isinstance(owner, LayerCache):
+            raise TypeError("the model attends to keys that no cache has returned; it cannot be batched")
+        return owner.attend(queries, scale, mask, sinks)
+
+    def group(self, layer: int) -> tuple[GroupPass | QuantizedGroup, int]:
+        """The pass in the layer's group, made when it is first used, and the layer's number in the group."""
+        number, index = self._pool.group_of[layer]
+        if number not in self._groups:
+            self._groups[number] = self._group(number)
+        return self._groups[number], index
+
+    def _group(self, number: int) -> GroupPass | QuantizedGroup:
+        pool, spans, tables = self._pool, self._spans, [span.row.tables[number] for span in self._spans]
+        group = pool.groups[number]
+        if pool.tails is not None and pool.layout.bits is not None:
+            return QuantizedGroup(group, pool.tails, tables, spans, pool.layout.bits, self._dense_rows)
+        kept = self._kept.get((number, self._dense_rows))
+        if kept is None or not kept.advance(spans, tables):
+            kept = self._kept[number, self._dense_rows] = GroupPass(group, spans, tables, self._dense_rows)
+        return kept
 
 
-def token_places(spans: Sequence[Span[KVRow]], tables: Sequence[Sequence[int]]) -> Targets:
-    """For each new token, the place of its block and its position in the block: both int64 [N]."""
-    positions = [np.arange(span.start, span.stop) for span in spans]
-    places = [
-        np.asarray(table[span.start // BLOCK_TOKENS : -(-span.stop // BLOCK_TOKENS)])[
-            at // BLOCK_TOKENS - span.start // BLOCK_TOKENS
-        ]
-        for span, table, at in zip(spans, tables, positions, strict=True)
-    ]
-    return np.concatenate(places), np.concatenate(positions) % BLOCK_TOKENS
+class LayerCache(PassCache):
+    """One cache of a forward pass.
+
+    With latent attention, a layer stores keys [latent, part with positions] and no values. In place of that part,
+    mlx-lm's code gets the identity: what it computes as the scores of the part are then the queries of the part,
+    scaled, and they arrive as the mask. So attention is one call over whole keys. They are the values too, and the
+    output is cut: a view of the latents alone would be copied, with all blocks, before each product on a CPU.
+
+    Args:
+        latent: see `LayerSpec`.
+    """
+
+    def __init__(self, of_pass: Forward, number: int, latent: int) -> None:
+        self.number = number
+        self.offset = of_pass.offset
+        self._pass = of_pass
+        self._latent = latent
+        self._returned: tuple[mx.array, mx.array] | None = None
+
+    def parts(self) -> Iterator[Part]:
+        """See `PassCache.parts`."""
+        assert self._pass.parts is not None
+        return iter(self._pass.parts)
+
+    def make_mask(self, _tokens: int, return_array: bool = False, window_size: int | None = None) -> PassMask | None:
+        return None if self._latent else PassMask(self.number, window_size)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Writes the new keys and values and returns them unchanged, because attention reads the pool."""
+        group, index = self._pass.group(self.number)
+        if self._latent:
+            group.write(index, mx.concatenate([keys, values], -1), keys[..., :0])
+            values = mx.eye(values.shape[-1], dtype=values.dtype)[None, None]
+        else:
+            group.write(index, keys, values)
+        self._pass.owners[id(keys)] = keys, self  # the keys are kept, so that no others get their id
+        self._returned = keys, values
+        return keys, values
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """What `update_and_fetch` has returned, for a layer that shares it."""
+        assert self._returned is not None
+        return self._returned
+
+    def attend(self, queries: mx.array, scale: float, mask: object, sinks: mx.array | None) -> mx.array:
+        """Attention of queries [N, heads, 1, head_dim] over all written tokens of their rows, the new ones included."""
+        heads, self._pass.heads = self._pass.heads, None
+        group, index = self._pass.group(self.number)
+        if self._latent and isinstance(mask, mx.array):
+            outputs = group.attend(index, mx.concatenate([queries * scale, mask], -1), 1.0, sinks, heads)
+            return outputs if heads is not None else outputs[..., : self._latent]
+        if mask is not None and not isinstance(mask, PassMask):
+            raise TypeError("the model makes its own attention mask; it cannot be batched")
+        return group.attend(index, queries, scale, sinks, None)

@@ -21,7 +21,7 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache
 
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.batch.forward import Span, token_places
+from mlx_parallm.batch.spans import Span, new_places
 from mlx_parallm.kv.arena import lines_of
 from mlx_parallm.kv.blocks import BLOCK_TOKENS, blocks_for
 from mlx_parallm.kv.cache import KVRow, LoRABatchedKVCache
@@ -152,7 +152,7 @@ class _RowsOfGroup:
             _filled(table[first : blocks_for(span.start)], blocks)
             for span, table, first in zip(spans, tables, self._firsts, strict=True)
         ])  # fmt: skip
-        self._targets = token_places(spans, tables)
+        self._targets = new_places(spans, tables)
         self._masks: dict[int | None, mx.array | None] = {}
 
     def before(self, index: int) -> tuple[mx.array, mx.array] | None:

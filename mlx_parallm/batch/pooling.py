@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_parallm.batch.forward import Span
+from mlx_parallm.batch.spans import Span
 from mlx_parallm.core import Pooling
 
 if TYPE_CHECKING:

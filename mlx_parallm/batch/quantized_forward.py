@@ -22,13 +22,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.batch.attention_calls import AttentionCalls
-from mlx_parallm.batch.block_attention import RowBlocks
+from mlx_parallm.batch.spans import RowBlocks, Span
 from mlx_parallm.kv.arena import Lines, lines_of
 from mlx_parallm.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
 from mlx_parallm.kv.memory import LayerGroup
@@ -36,9 +35,6 @@ from mlx_parallm.kv.prefix import first_visible
 from mlx_parallm.kv.quantized import pack, unpack
 from mlx_parallm.kv.row import KVRow
 from mlx_parallm.model.linears import LatentHeads
-
-if TYPE_CHECKING:
-    from mlx_parallm.batch.forward import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +67,8 @@ class _Piece:
         return range(min(first_visible(self.start, window), self.block), self.block)
 
 
-class QuantizedGroupForward:
-    """The forward pass in one layer group: index arrays that its layers share. See `forward.Forward`."""
+class QuantizedGroup:
+    """The forward pass in one layer group: index arrays that its layers share. See `forward.GroupPass`."""
 
     def __init__(
         self,

@@ -24,11 +24,11 @@ import numpy as np
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.batch.block_attention import pairs_work
-from mlx_parallm.batch.forward import Span, in_order
-from mlx_parallm.batch.layer_cache import ServedPass
+from mlx_parallm.batch.forward import Forward, KeptGroups
 from mlx_parallm.batch.logprobs import PromptScores
 from mlx_parallm.batch.pooling import PooledParts, pool
 from mlx_parallm.batch.sampling import Draw, RowSampling, Sampled, SamplingPlan, plan_sampling, sample
+from mlx_parallm.batch.spans import Span, in_order
 from mlx_parallm.kv.cache import KVRow, LoRABatchedKVCache
 from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.model.caches import Caches
@@ -103,6 +103,7 @@ class BatchRunner:
         self._plan = plan
         self._expected = Caches(model)
         self._planned: tuple[list[RowSampling], SamplingPlan] | None = None
+        self._groups: KeptGroups = {}
 
     @property
     def pools(self) -> bool:
@@ -112,6 +113,7 @@ class BatchRunner:
     def clear(self) -> None:
         """Drops all rows and arrays. Used after a failed unit, whose arrays may be wrong."""
         self._planned = None
+        self._groups.clear()
         self.cache.clear()
 
     # -- one pass --------------------------------------------------------------------------------
@@ -240,10 +242,10 @@ class BatchRunner:
     def run_trunk(self, inputs: mx.array, spans: Seq[Span[KVRow]]) -> mx.array:
         """The trunk's outputs [N, hidden] for tokens [N], or the logits [N, vocab] of a model without a trunk."""
         model = self._model if self._trunk is None else self._trunk
-        run = ServedPass(self.cache, spans, self._bank, self._plan, self.dense_rows)
+        run = Forward(self.cache, spans, self._bank, self._plan, self.dense_rows, self._groups)
         slots, lengths = [span.row.adapter_slot for span in spans], [span.tokens for span in spans]
         with answered_by(run), self._bank.forward(slots, lengths):
-            outputs: mx.array = model(inputs[:, None], cache=self._expected.nested(run.caches))
+            outputs: mx.array = model(inputs[:, None], cache=self._expected.nested(run.caches()))
         run.finish()
         return outputs.reshape(-1, outputs.shape[-1])
 

@@ -9,8 +9,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.batch.forward import Span, in_order
 from mlx_parallm.batch.runner import BatchRunner
+from mlx_parallm.batch.spans import Span, in_order
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.kv.cache import LoRABatchedKVCache

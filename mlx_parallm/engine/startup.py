@@ -10,8 +10,8 @@ from dataclasses import replace
 from itertools import accumulate
 
 from mlx_parallm.batch.attention_times import measure_attention
-from mlx_parallm.batch.forward import Span
 from mlx_parallm.batch.runner import BatchRunner
+from mlx_parallm.batch.spans import Span
 from mlx_parallm.engine.cost import CostModel
 from mlx_parallm.engine.sequence import PromptGroup, Sequence
 from mlx_parallm.engine.speculation.choosing import MOST_TOKENS

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-from mlx_parallm.batch.forward import Span
+from mlx_parallm.batch.spans import Span
 from mlx_parallm.engine.cost import Chunk
 from mlx_parallm.engine.sequence import Sequence
 

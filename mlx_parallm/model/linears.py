@@ -191,9 +191,9 @@ class AdaptedLinear(nn.Module):  # type: ignore[misc]
 
     def __call__(self, x: mx.array) -> mx.array:
         """[B, T, in] → [B, T, out]."""
-        if (context := self._bank.context) is None:
-            return cast(mx.array, self["base"](x))
-        return context.adapt(self._group, self.path, x, self["base"])
+        context, base = self._bank.context, self["base"]
+        y: mx.array = base(x) if context is None else context.adapt(self._group, self.path, x, base)
+        return y
 
     def _adapted(self, x: mx.array, base: BaseProduct) -> mx.array:
         context = self._bank.context

@@ -11,8 +11,8 @@ from safetensors.numpy import load
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.weights import LoRAPair
-from mlx_parallm.batch.forward import Span
 from mlx_parallm.batch.runner import BatchRunner
+from mlx_parallm.batch.spans import Span
 from mlx_parallm.core.operations import (
     ClearGroup,
     ClearPool,

@@ -22,8 +22,8 @@ from safetensors.numpy import save
 
 from mlx_parallm.adapters.bank import AdapterBank, ModelSplit, SplitGroup
 from mlx_parallm.adapters.weights import LinearSpec, LoRAPair
-from mlx_parallm.batch.forward import Span
 from mlx_parallm.batch.runner import BatchRunner
+from mlx_parallm.batch.spans import Span
 from mlx_parallm.core.operations import (
     ClearGroup,
     ClearPool,

@@ -10,8 +10,8 @@ from harness import make_harness
 
 from mlx_parallm.batch.attention import DenseSpan
 from mlx_parallm.batch.block_attention import BlockAttention
-from mlx_parallm.batch.forward import Span, in_order
 from mlx_parallm.batch.runner import BatchRunner
+from mlx_parallm.batch.spans import Span, in_order
 from mlx_parallm.kv.row import KVRow
 
 LONG, SHORT = 65, 40

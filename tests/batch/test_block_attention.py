@@ -8,7 +8,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_parallm.batch.attention import DenseSpan
-from mlx_parallm.batch.block_attention import BlockAttention, RowBlocks, calls, folds_of
+from mlx_parallm.batch.block_attention import BlockAttention, calls, folds_of
+from mlx_parallm.batch.spans import RowBlocks
 from mlx_parallm.kv.arena import BLOCK_TOKENS, Arena
 from mlx_parallm.model.device import prepare_device
 from mlx_parallm.model.layer_state import LayerSpec

@@ -8,9 +8,9 @@ import mlx.core as mx
 import pytest
 from family_checks import Served
 
-from mlx_parallm.batch.forward import Span
-from mlx_parallm.batch.layer_cache import LayerCache
+from mlx_parallm.batch.forward import LayerCache
 from mlx_parallm.batch.parts import RowsOfPool
+from mlx_parallm.batch.spans import Span
 
 
 @pytest.mark.parametrize("name", ["olmo2", "gemma4_text", "glm4_moe_lite", "gemma2", "gpt_bigcode", "qwen3_5"])

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import KVCache
 from tiny import save_tiny, tiny_model
 
 from mlx_parallm.app.device import build_runner
-from mlx_parallm.batch.forward import Span
+from mlx_parallm.batch.spans import Span
 from mlx_parallm.config import Config, ServerConfig
 from mlx_parallm.core import RequestFinished, SamplingParams, SequenceOutput
 from mlx_parallm.errors import UnsupportedModelError

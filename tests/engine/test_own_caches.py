@@ -17,7 +17,7 @@ from mlx_lm.models.llama import Model
 from tiny import tiny_model
 
 from mlx_parallm.app.model_check import check_built
-from mlx_parallm.batch.forward import Span
+from mlx_parallm.batch.spans import Span
 from mlx_parallm.core import RequestFinished
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.kv.states import StateArena

@@ -13,7 +13,7 @@ import pytest
 from harness import make_harness
 from tiny import FAMILIES, VOCAB_SIZE, tiny_model
 
-from mlx_parallm.batch.forward import Span
+from mlx_parallm.batch.spans import Span
 from mlx_parallm.engine import proving
 from mlx_parallm.engine.cost import Chunk, CostModel
 from mlx_parallm.engine.proving import prove

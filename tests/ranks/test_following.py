@@ -13,8 +13,8 @@ from tiny import tiny_model
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
-from mlx_parallm.batch.forward import Span, in_order
 from mlx_parallm.batch.runner import BatchRunner
+from mlx_parallm.batch.spans import Span, in_order
 from mlx_parallm.core.operations import Operation
 from mlx_parallm.kv.device_memory import DeviceMemory
 from mlx_parallm.kv.row import KVRow

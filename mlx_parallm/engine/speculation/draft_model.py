@@ -19,8 +19,8 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.batch.forward import Span, in_order
 from mlx_parallm.batch.runner import BatchRunner
+from mlx_parallm.batch.spans import Span, in_order
 from mlx_parallm.engine.cost import Chunk, CostModel
 from mlx_parallm.engine.sequence import Sequence
 from mlx_parallm.engine.speculation.choosing import LONGEST_DRAFT

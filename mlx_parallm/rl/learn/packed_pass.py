@@ -91,7 +91,7 @@ class LearnedPass:
             at += inner.tokens
 
     def own_latent(self, latent: mx.array, positions: mx.array) -> None:
-        """Adds, to keys that are the latent, the part that has positions. See `batch.layer_cache.LayerCache`."""
+        """Adds, to keys that are the latent, the part that has positions. See `batch.forward.LayerCache`."""
         self._positions[id(latent)] = latent, positions
 
     def attend(
