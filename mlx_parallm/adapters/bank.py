@@ -6,11 +6,13 @@ with zeros to max_rank, and an adapter's scale is multiplied into its b. Arrays 
 them and grow by doubling, so a server without adapters allocates none, and one whose adapters do not change the head,
 or experts, allocates none for these.
 
-    a  [slots, in, columns]     max_rank columns for each linear that some adapter changes, in order of first use
-    b  [slots, max_rank, out]   one for each of these linears
+    a  [slots, in, columns]             max_rank columns for each linear that adapters change, in order of first use
+    b  [slots, tiles, max_rank, width]  one or more tiles for each of these linears, each for `width` of its outputs
 
-Experts have one linear each, so their arrays have an axis more: a is [experts, slots, in, columns]. The slots of an
-expert lie together, so that tokens that are sorted by expert, and then by slot, read the factors in order.
+All linears of a group have tiles of the same width, so that one `gather_mm` makes the products of all of them, whatever
+the numbers of their outputs. Experts have one linear each, so their arrays have an axis more: a is [experts, slots, in,
+columns]. The slots of an expert lie together, so that tokens that are sorted by expert, and then by slot, read the
+factors in order.
 
 If the model is split over several machines, each rank holds a part of the bank:
 
@@ -40,20 +42,36 @@ from mlx_parallm.errors import AdapterTooLargeError
 class LinearGroup:
     """The factors of linears that get the same input, in all slots.
 
-    In slot s, the linear at place p has the factors a[..., s, :, p·rank : (p+1)·rank] and b[path][..., s, :, :].
-    `places`: the place of each linear that has factors, by path. `written`: slots that may hold values other than zero.
-    `kept`: what `factors` returned since the arrays were changed last.
+    In slot s, the linear at place p has the factors a[..., s, :, p·rank : (p+1)·rank] and b[..., s, tiles[p], :, :].
+
+    Attributes:
+        width: outputs of a tile of `b`. It divides the outputs of every linear.
+        places: the place of each linear that has factors, by path.
+        tiles: of the linear at each place, its part of the second axis of `b`.
+        written: slots that may hold values other than zero.
+        kept: what `factors` has returned since the arrays were changed last.
     """
 
     def __init__(self, specs: Sequence[LinearSpec], rank: int, dtype: mx.Dtype) -> None:
         self.specs = {spec.path: spec for spec in specs}
         self.rank = rank
-        self.places: dict[str, int] = {}
-        self.b: dict[str, mx.array] = {}
-        self.written: set[int] = set()
-        self.kept: dict[int, tuple[mx.array, dict[str, mx.array]]] = {}
+        self.width = math.gcd(*(spec.out_features for spec in specs))
+        self._experts = specs[0].expert_axis
+        self._in_features = specs[0].in_features
         self._dtype = dtype
-        self.a = self._empty()
+        self._make_empty()
+
+    def clear(self) -> None:
+        """Frees the arrays."""
+        self._make_empty()
+
+    def _make_empty(self) -> None:
+        self.places: dict[str, int] = {}
+        self.tiles: list[slice] = []
+        self.written: set[int] = set()
+        self.kept: dict[int, tuple[mx.array, list[mx.array]]] = {}
+        self.a = mx.zeros((*self._experts, 0, self._in_features, 0), self._dtype)
+        self.b = mx.zeros((*self._experts, 0, 0, self.rank, self.width), self._dtype)
 
     @property
     def slots(self) -> int:
@@ -62,37 +80,38 @@ class LinearGroup:
 
     @property
     def nbytes(self) -> int:
-        return int(self.a.nbytes) + sum(int(b.nbytes) for b in self.b.values())
+        return int(self.a.nbytes + self.b.nbytes)
 
-    def factors(self, slot: int) -> tuple[mx.array, dict[str, mx.array]]:
-        """Views of one slot: a [in, columns], and b [max_rank, out] by path. Not of experts."""
+    def factors(self, slot: int) -> tuple[mx.array, list[mx.array]]:
+        """The factors of one slot: a [in, columns], and b [max_rank, out] of each place. Not of experts. All are views,
+        except for the b of a linear of several tiles."""
         if slot not in self.kept:
-            b = {path: b[slot : slot + 1].squeeze(0) for path, b in self.b.items()}
-            self.kept[slot] = self.a[slot : slot + 1].squeeze(0), b
+            tiles = self.b[slot : slot + 1].squeeze(0)
+            self.kept[slot] = self.a[slot : slot + 1].squeeze(0), [_joined(tiles[each]) for each in self.tiles]
         return self.kept[slot]
 
     def nbytes_with(self, slots: int, paths: Iterable[str]) -> int:
         """The size in bytes after `fit` with the same arguments."""
         widths = [self.specs[path].out_features for path in {*self.places, *paths}]
-        numbers = len(widths) * self._spec.in_features + sum(widths)
-        return math.prod(self._spec.expert_axis) * max(slots, self.slots) * self.rank * numbers * self._dtype.size
+        numbers = len(widths) * self._in_features + sum(widths)
+        return math.prod(self._experts) * max(slots, self.slots) * self.rank * numbers * self._dtype.size
 
     def fit(self, slots: int, paths: Sequence[str]) -> bool:
         """Makes room for at least `slots` slots and for the linears at `paths`. Values stay as they are.
 
         Returns False if there was room already.
         """
-        new = [path for path in paths if path not in self.b]
-        held = self.slots
-        more = max(slots - held, 0)
+        new = [path for path in paths if path not in self.places]
+        more, before = max(slots - self.slots, 0), int(self.b.shape[-3])
         if not more and not new:
             return False
+        for path in new:
+            self.places[path], start = len(self.places), self.tiles[-1].stop if self.tiles else 0
+            self.tiles.append(slice(start, start + self.specs[path].out_features // self.width))
         self.kept.clear()
         self.a = mx.pad(self.a, [*self._experts_stay, (0, more), (0, 0), (0, len(new) * self.rank)])
-        self.b = {path: mx.pad(b, [*self._experts_stay, (0, more), (0, 0), (0, 0)]) for path, b in self.b.items()}
-        for path in new:
-            self.places[path] = len(self.places)
-            self.b[path] = self._zeros(held + more, self.rank, self.specs[path].out_features)
+        added = (0, self.tiles[-1].stop - before)
+        self.b = mx.pad(self.b, [*self._experts_stay, (0, more), added, (0, 0), (0, 0)])
         mx.eval(self.a, self.b)
         return True
 
@@ -104,16 +123,17 @@ class LinearGroup:
         """
         self.kept.clear()  # views are references
         for path, place in self.places.items():
-            columns = slice(place * self.rank, (place + 1) * self.rank)
+            columns, tiles = slice(place * self.rank, (place + 1) * self.rank), self.tiles[place]
             pair = pairs.get(path)
             if pair is None:
-                self.a[..., slot, :, columns], self.b[path][..., slot, :, :] = 0, 0
+                self.a[..., slot, :, columns], self.b[..., slot, tiles, :, :] = 0, 0
             else:
                 missing, whole = (0, self.rank - pair.rank), self._experts_stay
-                b = mx.array(pair.b).astype(mx.float32) * pair.scale
+                b = (mx.array(pair.b).astype(mx.float32) * pair.scale).astype(self._dtype)
                 a = mx.array(pair.a).astype(self._dtype)
                 self.a[..., slot, :, columns] = mx.pad(a, [*whole, (0, 0), missing])
-                self.b[path][..., slot, :, :] = mx.pad(b.astype(self._dtype), [*whole, missing, (0, 0)])
+                b = mx.pad(b, [*whole, missing, (0, 0)]).reshape(*self._experts, self.rank, -1, self.width)
+                self.b[..., slot, tiles, :, :] = b.swapaxes(-3, -2)
         mx.eval(self.a, self.b)
         self.written.add(slot)
         if not pairs:
@@ -124,34 +144,24 @@ class LinearGroup:
 
         Writing them again restores the slot bit for bit.
         """
-        pairs = {path: self._unpadded(slot, path, rank) for path, rank in ranks.items()}
+        pairs = {path: self._unpadded(slot, self.places[path], rank) for path, rank in ranks.items()}
         mx.eval([(pair.a, pair.b) for pair in pairs.values()])
         return pairs
-
-    def clear(self) -> None:
-        """Frees the arrays."""
-        self.places, self.b, self.written, self.kept = {}, {}, set(), {}
-        self.a = self._empty()
-
-    def _empty(self) -> mx.array:
-        return self._zeros(0, self._spec.in_features, 0)
-
-    def _zeros(self, slots: int, rows: int, columns: int) -> mx.array:
-        return mx.zeros((*self._spec.expert_axis, slots, rows, columns), self._dtype)
-
-    @property
-    def _spec(self) -> LinearSpec:
-        return next(iter(self.specs.values()))
 
     @property
     def _experts_stay(self) -> list[tuple[int, int]]:
         """How arrays are padded along the axis of experts, if they have one."""
-        return [(0, 0)] * len(self._spec.expert_axis)
+        return [(0, 0)] * len(self._experts)
 
-    def _unpadded(self, slot: int, path: str, rank: int) -> LoRAPair:
-        column = self.rank * self.places[path]
+    def _unpadded(self, slot: int, place: int, rank: int) -> LoRAPair:
+        column = self.rank * place
         a = mx.contiguous(self.a[..., slot, :, column : column + rank])
-        return LoRAPair(a, mx.contiguous(self.b[path][..., slot, :rank, :]), 1.0)
+        return LoRAPair(a, mx.contiguous(_joined(self.b[..., slot, self.tiles[place], :rank, :])), 1.0)
+
+
+def _joined(tiles: mx.array) -> mx.array:
+    """Tiles [..., n, rank, width] as [..., rank, n · width]."""
+    return tiles.squeeze(-3) if tiles.shape[-3] == 1 else tiles.swapaxes(-3, -2).flatten(-2, -1)
 
 
 GroupMaker = Callable[[Sequence[LinearSpec], int, mx.Dtype], LinearGroup]
@@ -188,6 +198,7 @@ class AdapterBank:
         self.dtype = dtype
         self.limit = limit
         self.context: AdapterContext | None = None
+        self._forward: ForwardContext | None = None
         by_group: dict[str, list[LinearSpec]] = {}
         for spec in layout:
             by_group.setdefault(spec.group, []).append(spec)
@@ -197,10 +208,26 @@ class AdapterBank:
     def nbytes(self) -> int:
         return sum(group.nbytes for group in self.groups.values())
 
-    def forward(self, slots: Sequence[int], lengths: Sequence[int]) -> AbstractContextManager[None]:
+    @contextmanager
+    def forward(self, slots: Sequence[int], lengths: Sequence[int]) -> Iterator[None]:
         """While the block runs, the model's adapted linears use slot `slots[i]` for the `lengths[i]` tokens of row i.
-        If all rows use the base model, adapted linears add nothing."""
-        return self.using(ForwardContext(slots, lengths) if any(slots) else None)
+        If all rows use the base model, adapted linears add nothing.
+
+        The context is kept for the next pass, which most often has the same rows.
+        """
+        rows = tuple(slots), tuple(lengths)
+        if not any(slots):
+            context = None
+        elif self._forward is not None and self._forward.rows == rows:
+            context = self._forward
+        else:
+            context = self._forward = ForwardContext(*rows)
+        with self.using(context):
+            try:
+                yield
+            finally:
+                if context is not None:
+                    context.end()
 
     @contextmanager
     def using(self, context: AdapterContext | None) -> Iterator[None]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -108,11 +108,15 @@ class _SameSlot:
     start: int
     slot: int
 
+    @property
+    def slots(self) -> mx.array:
+        return mx.array([self.slot], mx.uint32)
+
     def rows(self, x: mx.array) -> mx.array:
         """x [..., in] in the shape that products take: [tokens, in]."""
         return x.reshape(-1, x.shape[-1])
 
-    def down(self, group: LinearGroup, x: mx.array) -> list[mx.array]:
+    def change(self, group: LinearGroup, x: mx.array) -> list[mx.array]:
         """x A of each linear of the group, [tokens, rank]; nothing if the slot's adapter changes none of them."""
         if self.slot not in group.written:
             return []
@@ -121,50 +125,73 @@ class _SameSlot:
             return list(mx.split(h.reshape(places, -1), places))
         return _by_place(h, group)
 
-    def add(self, y: mx.array, h: list[mx.array], group: LinearGroup, path: str) -> mx.array:
-        """y + h B, with h of `down`."""
-        return mx.addmm(y, h[group.places[path]], group.factors(self.slot)[1][path]) if h else y
+    def add(self, y: mx.array, change: list[mx.array], group: LinearGroup, place: int) -> mx.array:
+        """y + x A B, with x A of `change`."""
+        return mx.addmm(y, change[place], group.factors(self.slot)[1][place]) if change else y
 
 
 @dataclass(frozen=True, slots=True)
 class _OwnSlots:
-    """Single tokens from `start` on, each of its own slot: `slots`, uint32 [tokens]. `gathers`: see the function.
-    `numbers`: what `_numbers` has made."""
+    """Single tokens from `start` on, each of its own slot.
+
+    `tokens`, `slots`: 0, 1, 2, … and the slots: uint32 [tokens]. `gathers`: see the function. `indices`: what
+    `_indices` has made.
+    """
 
     start: int
+    tokens: mx.array
     slots: mx.array
     gathers: bool
-    numbers: dict[tuple[int, int], mx.array] = field(default_factory=dict)
+    indices: dict[tuple[int, ...], tuple[mx.array, mx.array]] = field(default_factory=dict)
 
     def rows(self, x: mx.array) -> mx.array:
         """x [..., in] in the shape that products take: [tokens, 1, in]."""
-        return x if x.ndim == 3 and x.shape[1] == 1 else x.reshape(len(self.slots), 1, x.shape[-1])
+        return x if x.ndim == 3 and x.shape[1] == 1 else x.reshape(-1, 1, x.shape[-1])
 
-    def down(self, group: LinearGroup, x: mx.array) -> mx.array:
-        """x A[slot] of each linear of the group, [tokens · places, 1, rank]: each vector is whole in memory, because
-        Metal copies one that is a part of a longer row."""
-        h = self._product(self.rows(x), self._numbers(1, 0), group.a)
-        return h.reshape(-1, 1, group.rank) if len(group.places) > 1 else h
+    def change(self, group: LinearGroup, x: mx.array) -> list[mx.array]:
+        """x A[slot] B[slot] of each linear of the group, [tokens, 1, out], by two products.
 
-    def add(self, y: mx.array, h: mx.array, group: LinearGroup, path: str) -> mx.array:
-        """y + h B[slot], with h of `down`."""
-        numbers = self._numbers(len(group.places), group.places[path])
-        product = self._product(h, numbers, group.b[path])
-        return y + (product if y.ndim == 3 else product.reshape(y.shape))
-
-    def _product(self, x: mx.array, numbers: mx.array, factors: mx.array) -> mx.array:
-        """The vectors of x [n, 1, k] with these numbers, one for each token, times the factors [slots, k, m] of each
-        token's slot."""
+        Each vector of x A is whole in memory between them, [tokens · places, 1, rank], because Metal copies one that
+        is a part of a longer row.
+        """
+        vectors, tiles = self._indices(group)
         if self.gathers:
-            return mx.gather_mm(x, factors, numbers, self.slots)
-        return x[numbers] @ factors[self.slots]
+            h = mx.gather_mm(x, group.a, self.tokens, self.slots)
+            h = h.reshape(-1, 1, group.rank) if len(group.places) > 1 else h
+            y = mx.gather_mm(h, group.b, vectors, tiles)
+        else:
+            h = (x @ group.a[self.slots]).reshape(-1, 1, group.rank)
+            y = h[vectors] @ group.b.flatten(0, 1)[tiles]
+        y = y if y.ndim == 3 else y.reshape(len(x), 1, -1)
+        starts = [tiles.start * group.width for tiles in group.tiles[1:]]
+        return list(mx.split(y, starts, -1)) if starts else [y]
 
-    def _numbers(self, places: int, place: int) -> mx.array:
-        """The numbers of each token's vector at this place, where each token has so many vectors: uint32 [tokens]."""
-        if (places, place) not in self.numbers:
-            each = np.arange(place, places * len(self.slots), places, dtype=np.uint32)
-            self.numbers[places, place] = mx.array(each)
-        return self.numbers[places, place]
+    def add(self, y: mx.array, change: list[mx.array], group: LinearGroup, place: int) -> mx.array:
+        """y + x A[slot] B[slot], of `change`."""
+        return y + (change[place] if y.ndim == 3 else change[place].squeeze(1))
+
+    def _indices(self, group: LinearGroup) -> tuple[mx.array, mx.array]:
+        """For each token and tile, the number of its vector among those of all places, and of its tile among those of
+        all slots: uint32 [tokens, tiles] each, or [tokens] if there is one tile."""
+        counts = tuple(tiles.stop - tiles.start for tiles in group.tiles)
+        if counts not in self.indices:
+            places, tiles = np.repeat(np.arange(len(counts)), counts), np.arange(sum(counts))
+            tokens, slots = np.array(self.tokens)[:, None], np.array(self.slots)[:, None]
+            both = (tokens * len(counts) + places, slots * len(tiles) + tiles)
+            vectors, chosen = (mx.array((each[:, 0] if len(tiles) == 1 else each).astype(np.uint32)) for each in both)
+            self.indices[counts] = vectors, chosen
+        return self.indices[counts]
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupInput:
+    """The input x of a group of linears: in the shape that products take, and what each run of tokens has made of it
+    for each linear."""
+
+    group: LinearGroup
+    x: mx.array
+    rows: mx.array
+    changes: list[list[mx.array]]
 
 
 class ForwardContext:
@@ -180,29 +207,36 @@ class ForwardContext:
     Args:
         slots: the slot of each row.
         lengths: the number of tokens of each row.
+
+    Attributes:
+        rows: slots and lengths.
     """
 
     def __init__(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        self._slots, self._lengths = tuple(slots), tuple(lengths)
+        self.rows = self._slots, self._lengths = tuple(slots), tuple(lengths)
         self._used = frozenset(slots)
-        self._last: tuple[LinearGroup, mx.array, Any] | None = None  # a group, its input, and what `_down` made of it
+        self._last: _GroupInput | None = None
         self._parts: dict[tuple[int, int], ForwardContext] = {}
+
+    def end(self) -> None:
+        """Drops what belongs to one pass. What depends on slots and lengths alone stays, for the next pass."""
+        self._last = None
+        self._parts.clear()
 
     def adapt(self, group: LinearGroup, path: str, x: mx.array, base: BaseProduct) -> mx.array:
         """base(x) + (x A[slot]) B[slot] for the linear at `path`, with x [B, T, in]. B includes the scale."""
-        if path not in group.places or group.written.isdisjoint(self._used):
+        place, last = group.places.get(path), self._last
+        if place is None or group.written.isdisjoint(self._used):
             return base(x)
-        last = self._last
-        if last is None or last[0] is not group or last[1] is not x:
-            last = self._last = (group, x, self._down(group, x))
-        rows, h = last[2]
-        y, runs = base(rows), self._runs
+        if last is None or last.x is not x or last.group is not group:
+            last = self._last = self._input(group, x)
+        y, runs = base(last.rows), self._runs
         if len(runs) == 1:
-            y = runs[0].add(y, h[0], group, path)
+            y = runs[0].add(y, last.changes[0], group, place)
         else:
-            ys = mx.split(y, [run.start for run in runs[1:]])
-            y = mx.concatenate([run.add(y, h, group, path) for run, y, h in zip(runs, ys, h, strict=True)])
-        return y if rows is x else y.reshape(*x.shape[:-1], y.shape[-1])
+            ys = zip(runs, mx.split(y, [run.start for run in runs[1:]]), last.changes, strict=True)
+            y = mx.concatenate([run.add(part, change, group, place) for run, part, change in ys])
+        return y if last.rows is x else y.reshape(*x.shape[:-1], y.shape[-1])
 
     def changes(self, groups: Iterable[LinearGroup]) -> bool:
         """See `AdapterContext.changes`."""
@@ -213,26 +247,25 @@ class ForwardContext:
         return self._token_slots
 
     def adapt_experts(self, group: LinearGroup, path: str, call: ExpertCall, y: mx.array) -> mx.array:
-        """See `AdapterContext.adapt_experts`."""
-        if path not in group.places or group.written.isdisjoint(self._used):
+        """See `AdapterContext.adapt_experts`. Each linear of a group of experts has one tile."""
+        place, last = group.places.get(path), self._last
+        if place is None or group.written.isdisjoint(self._used):
             return y
         pairs = call.experts * group.slots + call.adapters
-        last = self._last
-        if last is None or last[0] is not group or last[1] is not call.x:
+        if last is None or last.x is not call.x or last.group is not group:
             h = _by_place(call.product(call.x, group.a.flatten(0, 1), pairs), group)
-            last = self._last = (group, call.x, h)
-        return y + call.product(last[2][group.places[path]], group.b[path].flatten(0, 1), pairs)
+            last = self._last = _GroupInput(group, call.x, call.x, [h])
+        tiles = pairs if len(group.tiles) == 1 else pairs * len(group.tiles) + place
+        return y + call.product(last.changes[0][place], group.b.flatten(0, 2), tiles)
 
     def adapt_heads(self, group: LinearGroup, path: str, call: HeadsCall, y: mx.array) -> mx.array:
-        """See `AdapterContext.adapt_heads`."""
+        """See `AdapterContext.adapt_heads`. The linear is the only one of its group."""
         if path not in group.places or group.written.isdisjoint(self._used):
             return y
         starts = [run.start for run in self._runs[1:]]
-        xs, ys = mx.split(call.x, starts), mx.split(y, starts)
-        return mx.concatenate([
-            y + call.change(x, group.a[slots], group.b[path][slots])
-            for slots, x, y in zip(map(_slots_of, self._runs), xs, ys, strict=True)
-        ])  # fmt: skip
+        runs = zip(self._runs, mx.split(call.x, starts), mx.split(y, starts), strict=True)
+        changed = [y + call.change(x, group.a[run.slots], group.b[run.slots].squeeze(1)) for run, x, y in runs]
+        return mx.concatenate(changed)
 
     def part(self, start: int, stop: int) -> ForwardContext:
         """See `AdapterContext.part`. It is made once for all layers."""
@@ -250,14 +283,13 @@ class ForwardContext:
     def _runs(self) -> tuple[_SameSlot | _OwnSlots, ...]:
         return _runs(self._slots, self._lengths)
 
-    def _down(self, group: LinearGroup, x: mx.array) -> tuple[mx.array, list[Any]]:
-        """x in the shape that products take, and x A[slot] of each run, for each linear of the group."""
+    def _input(self, group: LinearGroup, x: mx.array) -> _GroupInput:
         if len(self._runs) == 1:
             rows = self._runs[0].rows(x)
-            return rows, [self._runs[0].down(group, rows)]
+            return _GroupInput(group, x, rows, [self._runs[0].change(group, rows)])
         rows = x.reshape(-1, x.shape[-1])
-        parts = mx.split(rows, [run.start for run in self._runs[1:]])
-        return rows, [run.down(group, part) for run, part in zip(self._runs, parts, strict=True)]
+        parts = zip(self._runs, mx.split(rows, [run.start for run in self._runs[1:]]), strict=True)
+        return _GroupInput(group, x, rows, [run.change(group, run.rows(part)) for run, part in parts])
 
 
 class OneAdapter:
@@ -326,10 +358,6 @@ def _by_place(h: mx.array, group: LinearGroup) -> list[mx.array]:
     return list(mx.split(h, len(group.places), axis=-1)) if len(group.places) > 1 else [h]
 
 
-def _slots_of(run: _SameSlot | _OwnSlots) -> mx.array:
-    return run.slots if isinstance(run, _OwnSlots) else mx.array([run.slot], mx.uint32)
-
-
 def _runs(slots: tuple[int, ...], lengths: tuple[int, ...]) -> tuple[_SameSlot | _OwnSlots, ...]:
     """Single tokens with different slots become one run, which gathers each token's factors. Of the other tokens,
     neighbours with the same slot become one run."""
@@ -341,7 +369,9 @@ def _runs(slots: tuple[int, ...], lengths: tuple[int, ...]) -> tuple[_SameSlot |
     ):
         rows = list(group)
         if is_single:
-            runs.append(_OwnSlots(start, mx.array([slot for slot, _ in rows], mx.uint32), gathers()))
+            tokens = np.arange(len(rows), dtype=np.uint32)
+            own = np.array([slot for slot, _ in rows], np.uint32)
+            runs.append(_OwnSlots(start, mx.array(tokens), mx.array(own), gathers()))
         else:
             runs.append(_SameSlot(start, slot))
         start += sum(length for _, length in rows)

@@ -36,6 +36,8 @@ _EXPERT_LAYERS = (SwitchGLU, SwitchMLP)
 _TOKENS = (7, 11, 13)
 """Tokens of the traced passes. A linear that gets another number of them in one of these, such as an expert that a
 model calls for its own tokens, does not know whose they are."""
+_TILE = 8
+"""Linears of a group have outputs that this divides, so that their factors fall into few tiles of the same width."""
 _HEAD = "lm_head"
 _KEYS_AND_VALUES = "kv_b_proj"
 """Transformers' name for the linear from latents to the keys and values of all heads."""
@@ -47,8 +49,9 @@ _KEYS_AND_VALUES = "kv_b_proj"
 def adapter_layout(model: nn.Module, source: Path | None = None) -> AdapterLayout:
     """The linears that adapters may change: all that get every token of a pass, those of experts too, and the head.
 
-    Linears that are called one after the other with the same input are a group. `AdapterLayout.refused` names the
-    other modules that an adapter file might ask for, with the reason. `source`: where the model was read from.
+    Linears that are called one after the other with the same input are a group, except for those of odd widths.
+    `AdapterLayout.refused` names the other modules that an adapter file might ask for, with the reason. `source`: where
+    the model was read from.
 
     Raises:
         UnsupportedModelError: the model does not run.
@@ -137,6 +140,7 @@ def _spec(
     if isinstance(modules[path], EXPERT_LINEARS):
         return LinearSpec(path, inputs, outputs, group, int(modules[path].num_experts), product.vectors // _TOKENS[0])
     block = next((at for at in experts if path.startswith(f"{at}.")), None)
+    group = path if outputs % _TILE else group
     return LinearSpec(path, inputs, outputs, group, chooses=block is not None and outputs in (1, experts[block]))
 
 

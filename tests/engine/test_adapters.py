@@ -121,7 +121,7 @@ def slot_bytes(harness: Harness, ref: AdapterRef) -> list[bytes]:
     slot = harness.adapters.pin(ref)
     harness.adapters.unpin(ref)
     groups = [group for group in harness.adapters.bank.groups.values() if group.places]
-    arrays = [array for group in groups for array in (group.a, *group.b.values())]
+    arrays = [array for group in groups for array in (group.a, group.b)]
     return [np.array(array[slot]).tobytes() for array in arrays]
 
 
