@@ -42,7 +42,7 @@ class GroupPass:
     def __init__(
         self, group: LayerGroup, spans: Sequence[Span[KVRow]], tables: Sequence[Sequence[int]], dense_rows: float
     ) -> None:
-        self._arena, self._window = group.arena, group.window
+        self.arena, self._window = group.arena, group.window
         rows = [seen_blocks(span, table, group.window) for span, table in zip(spans, tables, strict=True)]
         self._seen = [(row.first // BLOCK_TOKENS, row.places) for row in rows]
         self._next = [(span.stop, 1) for span in spans if span.tokens == 1]
@@ -74,13 +74,13 @@ class GroupPass:
         kv_heads = keys.shape[1]
         if kv_heads not in self._lines:
             self._lines[kv_heads] = lines_of(self._places, self._offsets, kv_heads)
-        self._arena.write(index, self._lines[kv_heads], keys, values)
+        self.arena.write(index, self._lines[kv_heads], keys, values)
 
     def attend(
         self, index: int, queries: mx.array, scale: float, sinks: mx.array | None, heads: LatentHeads | None
     ) -> mx.array:
         """See `LayerCache.attend`."""
-        return self._calls.attend(self._arena.keys[index], self._arena.values[index], queries, scale, sinks, heads)
+        return self._calls.attend(self.arena.keys[index], self.arena.values[index], queries, scale, sinks, heads)
 
 
 KeptGroups = dict[tuple[int, float], GroupPass]
@@ -163,7 +163,7 @@ class Forward:
         if pool.tails is not None and pool.layout.bits is not None:
             return QuantizedGroup(group, pool.tails, tables, spans, pool.layout.bits, self._dense_rows)
         kept = self._kept.get((number, self._dense_rows))
-        if kept is None or not kept.advance(spans, tables):
+        if kept is None or kept.arena is not group.arena or not kept.advance(spans, tables):
             kept = self._kept[number, self._dense_rows] = GroupPass(group, spans, tables, self._dense_rows)
         return kept
 

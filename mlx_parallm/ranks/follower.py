@@ -60,7 +60,7 @@ class Follower:
             case CopyBlocks(store, sources, targets):
                 self._runner.cache.stores[store].arena.copy(sources, targets)
             case ClearPool():
-                self._runner.cache.clear()
+                self._runner.clear()
             case FitSlots(group, slots, paths):
                 self._bank.groups[group].fit(slots, paths)
             case WriteSlot():

@@ -26,3 +26,18 @@ def test_its_caches_and_keys_are_freed_at_once(name: str) -> None:
     finally:
         gc.enable()
     assert left == []
+
+
+def test_a_pass_after_the_pool_was_cleared_writes_into_the_new_arrays() -> None:
+    runner = Served("llama").runner
+
+    def step(start: int) -> None:
+        row = runner.cache.open(start + 1)
+        assert row is not None
+        mx.eval(runner.compute([Span(row, start, 1)], [7]), runner.cache.arrays())
+
+    step(0)
+    runner.cache.clear()
+    step(1)
+    keys = runner.cache.groups[0].arena.keys[0]
+    assert mx.any(keys != 0).item()
