@@ -41,8 +41,9 @@ class AdapterRegistry:
         model_names: names of the served model, for the error about an unknown name. They are not selectors.
         default_takes_over: the default adapter's first live version becomes the route if that is the base model alone.
 
-    Attributes: `swaps` says how often the live version of a name, or the route, has changed; `flip_s_last` and
-    `flip_s_max` how many seconds the last and the slowest `flip` took.
+    Attributes: `swaps` says how often the live version of a name, or the route, has changed; `gone_total` how many
+    versions have been forgotten and lost their last lease; `flip_s_last` and `flip_s_max` how many seconds the last and
+    the slowest `flip` took.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class AdapterRegistry:
         default_takes_over: bool = False,
     ) -> None:
         self.default_adapter = default_adapter
-        self.swaps = 0
+        self.swaps = self.gone_total = 0
         self.flip_s_last = self.flip_s_max = 0.0
         self._find_checkpoint = find_checkpoint
         self._first_version = first_version
@@ -385,3 +386,4 @@ class AdapterRegistry:
         live[:] = [other for other in live if other is not version]
         if not version.leases and self._versions.get(version.ref) is version:
             del self._versions[version.ref]
+            self.gone_total += 1

@@ -38,10 +38,19 @@ _PATIENCE_S = 1.0
 
 
 @dataclass(eq=False, slots=True)
-class Load:
-    """A version's wait for a slot since `since` (`time.monotonic`).
+class Resident:
+    """Where the weights of a version are, and its wait for a slot. With neither `slot` nor `weights`, they are in its
+    files only.
 
     Attributes:
+        slot: the slot that it is in, None if it is in none.
+        since: when it entered its slot or, while it waits, when it began to wait (`time.monotonic`).
+        weights: in memory and unpadded, while it is in no slot: those that it was published with, that were read from
+            its files, or that it had in its slot.
+        ranks, scales, rslora: of its pairs, by path, when it was published. In a slot, each scale is 1.
+        used: when a row used its slot last, or when it left the slot.
+        pins: number of live rows that use its slot.
+        draining: it admits no new rows, so that another version can have the slot.
         urgent: it is staged before others that wait.
         goes_live: it becomes the live version of its name as soon as it is staged.
         reading: the read of its files that is under way.
@@ -49,68 +58,30 @@ class Load:
         faults: how often staging it has failed on the device.
     """
 
-    since: float = field(default_factory=time.monotonic)
+    version: Version
+    slot: int | None = None
+    since: float = 0.0
+    weights: AdapterWeights | None = None
+    ranks: dict[str, int] = field(default_factory=dict)
+    scales: dict[str, float] = field(default_factory=dict)
+    rslora: bool = False
+    used: float = 0.0
+    pins: int = 0
+    draining: bool = False
     urgent: bool = False
     goes_live: bool = False
     reading: Future[AdapterWeights] | None = None
     futures: list[Future[AdapterRef]] = field(default_factory=list)
     faults: int = 0
 
-    def complete(self, ref: AdapterRef, error: Exception | None = None) -> None:
-        """Completes the futures, with `error` if there is one. From then on, the load makes no version live."""
+    def complete(self, error: Exception | None = None) -> None:
+        """Completes the futures, with `error` if there is one. Afterwards, its staging makes it live no more."""
         futures, self.futures, self.goes_live = self.futures, [], False
         for future in futures:
             if error is None:
-                future.set_result(ref)
+                future.set_result(self.version.ref)
             else:
                 future.set_exception(error)
-
-
-@dataclass(eq=False, slots=True)
-class Resident:
-    """Where the weights of a version are. With neither `slot` nor `weights` they are in its files only.
-
-    Attributes:
-        slot: the slot that it has been in since `since`, None if it is in none.
-        weights: in memory and unpadded, while it is in no slot: those that it was published with, that were read from
-            its files, or that it had in its slot.
-        load: its wait for a slot, if it waits.
-        ranks, scales, rslora: of its pairs, by path, when it was published. In a slot, each scale is 1.
-        used: when a row used its slot last, or when it left the slot.
-        pins: number of live rows that use its slot.
-        draining: it admits no new rows, so that another version can have the slot.
-    """
-
-    version: Version
-    slot: int | None = None
-    weights: AdapterWeights | None = None
-    load: Load | None = None
-    ranks: dict[str, int] = field(default_factory=dict)
-    scales: dict[str, float] = field(default_factory=dict)
-    rslora: bool = False
-    since: float = 0.0
-    used: float = 0.0
-    pins: int = 0
-    draining: bool = False
-
-    def enter_slot(self, slot: int, weights: AdapterWeights) -> None:
-        """Its weights were written into a slot; they are in memory no more, and it waits no more."""
-        if not self.ranks:  # its first weights are those that it was published with
-            self.ranks = {path: pair.rank for path, pair in weights.pairs.items()}
-            self.scales = {path: pair.scale for path, pair in weights.pairs.items()}
-            self.rslora = weights.rslora
-        self.slot, self.weights, self.load = slot, None, None
-        self.since = self.used = time.monotonic()
-
-    def leave_slot(self) -> None:
-        """Its slot is for another version, or empty."""
-        self.slot, self.pins, self.draining = None, 0, False
-        self.used = time.monotonic()
-
-    @property
-    def is_copy(self) -> bool:
-        """Whether its weights are only kept in case that it is needed again."""
-        return self.weights is not None and self.load is None
 
 
 class AdapterStore:
@@ -150,27 +121,35 @@ class AdapterStore:
         self._most_copies = copies
         self._wake = wake
         self._residents: dict[AdapterRef, Resident] = {}
+        self._waiting: dict[AdapterRef, Resident] = {}  # those of them that wait for a slot
+        self._slots: dict[int, Resident] = {}  # those of them that are in one
         self._reserved: set[int] = set()  # slots whose content is being written or copied out
         self._requests: Counter[AdapterRef] = Counter()
         self._asked: deque[Iterator[None]] = deque()  # jobs that a caller has asked for
         self._job: Iterator[None] | None = None
+        self._gone = (
+            0  # how many versions the registry had dropped when the copies of dropped ones were last looked for
+        )
         self._make_room = False  # the last version was urgent: grow the bank before the next one comes
 
     # -- requests and rows -----------------------------------------------------------------------
 
     def add_request(self, ref: AdapterRef) -> None:
-        """Counts a request for this version. Loads that no request waits for are dropped."""
+        """Counts a request for this version. A wait for a slot ends when no request and no future needs it."""
         self._requests[ref] += 1
 
     def remove_request(self, ref: AdapterRef) -> None:
-        self._requests -= Counter([ref])  # which removes counts of zero
+        self._requests[ref] -= 1
+        if not self._requests[ref]:
+            del self._requests[ref]
+            self._gone = -1
 
     def ready(self, ref: AdapterRef) -> bool:
         """Whether a row with this version may be admitted now. A version that is in no slot is queued for staging."""
         if ref == BASE_ADAPTER:
             return True
         if (resident := self._in_slot(ref)) is not None:
-            return not (resident.draining and self._waiting())
+            return not (resident.draining and self._waiting)
         if ref not in self.failures:
             if (version := self.registry.version(ref)) is not None:
                 self._wait(version)
@@ -218,12 +197,12 @@ class AdapterStore:
             if goes_live:
                 self.registry.flip(version.ref)
             return completed(version.ref)
-        resident, load = self._wait(version)
+        resident = self._wait(version)
         resident.weights = resident.weights or weights
-        load.urgent |= urgent
-        load.goes_live |= goes_live
-        load.futures.append(Future())
-        return load.futures[-1]
+        resident.urgent |= urgent
+        resident.goes_live |= goes_live
+        resident.futures.append(Future())
+        return resident.futures[-1]
 
     def extract(self, version: Version) -> Future[AdapterWeights | None]:
         """A version's weights as float32 NumPy arrays, with the ranks and scales it was published with; None if they
@@ -253,15 +232,15 @@ class AdapterStore:
     # -- device work -----------------------------------------------------------------------------
 
     def waits(self) -> bool:
-        """See `core.DeviceWork.waits`."""
-        for ref, resident in list(self._residents.items()):
-            load = resident.load
-            if load is not None and not load.futures and not self._requests[ref]:
-                self._end_load(resident)
-            elif load is not None and load.reading is not None and load.reading.done():
-                self._take_read(resident, load, load.reading)
-            elif load is None and resident.slot is None and self.unreachable(resident.version):
-                del self._residents[ref]
+        """See `core.DeviceWork.waits`. It looks at the versions that wait, and not at others."""
+        for ref, resident in [*self._waiting.items()]:
+            if not resident.futures and not self._requests[ref]:
+                self._end_wait(resident)
+            elif resident.reading is not None and resident.reading.done():
+                self._take_read(resident, resident.reading)
+        if self._gone != self.registry.gone_total:
+            self._gone = self.registry.gone_total
+            self._drop_unreachable()
         if self._job is None:
             self._job = self._next_job()
         return self._job is not None
@@ -269,7 +248,7 @@ class AdapterStore:
     @property
     def urgent(self) -> bool:
         """Whether an urgent version waits for its slot."""
-        return any(resident.load is not None and resident.load.urgent for resident in self._residents.values())
+        return any(resident.urgent for resident in self._waiting.values())
 
     def advance(self) -> None:
         """Runs one unit: one group of linears of one slot."""
@@ -284,37 +263,35 @@ class AdapterStore:
         again on demand."""
         assert not self.pinned
         self._job = None
-        for resident in self._staged():
-            resident.leave_slot()
+        for slot in [*self._slots]:
+            self._leave(slot)
         self._reserved.clear()
         self.bank.clear()
         self.bytes_held = 0
 
     def unload(self) -> None:
         """Frees the bank and all copies for good, when the base model is unloaded. Loads under way fail."""
-        for resident in list(self._residents.values()):
-            if resident.load is not None:
-                self._fail(resident, AdapterUnavailableError(f"the base model of {resident.version.ref} was unloaded"))
+        for ref, resident in [*self._waiting.items()]:
+            self._fail(resident, AdapterUnavailableError(f"the base model of {ref} was unloaded"))
         self.reset()
         self._residents.clear()
 
     def _next_job(self) -> Iterator[None] | None:
-        """A job that a caller has asked for, else the staging of the first load that has its weights in memory and can
-        have a slot, else the growth of the bank. Also starts reading the files of the first loads."""
+        """A job that a caller has asked for; else, if there is a slot, the staging of the first version that waits and
+        whose weights are in memory; else the growth of the bank. Also starts reading the files of the first ones."""
         if self._asked:
             return self._asked.popleft()
-        waiting = sorted(self._waiting(), key=lambda each: (not each[1].urgent, each[1].since))
-        for resident, load in waiting[:READ_AHEAD]:
-            if resident.weights is None and load.reading is None:
-                self._start_read(resident, load)
-        for resident, load in waiting:
-            if resident.weights is None:
-                continue
-            if self._find_slot() is not None:
-                return self._stage(resident)
-            self._finish(resident.version.ref, load)
-            if time.monotonic() - load.since > _PATIENCE_S:
-                self._drain_one(most=sum(other.since <= load.since for _, other in waiting))
+        waiting = sorted(self._waiting.values(), key=lambda resident: (not resident.urgent, resident.since))
+        for resident in waiting[:READ_AHEAD]:
+            if resident.weights is None and resident.reading is None:
+                self._start_read(resident)
+        loaded = [resident for resident in waiting if resident.weights is not None]
+        if loaded and self._find_slot() is not None:
+            return self._stage(loaded[0])
+        for resident in loaded:
+            self._finish(resident)
+            if time.monotonic() - resident.since > _PATIENCE_S:
+                self._drain_one(most=sum(other.since <= resident.since for other in waiting))
         make_room, self._make_room = self._make_room, False
         return self._grow() if make_room else None
 
@@ -326,26 +303,26 @@ class AdapterStore:
 
         Returns None if there is neither, because all slots are pinned or reserved.
         """
-        staged = self._staged()
-        used = self._reserved | {resident.slot for resident in staged}
-        if (free := next((slot for slot in range(1, self.bank.slots + 1) if slot not in used), None)) is not None:
-            return free
-        idle = [resident for resident in staged if not resident.pins]
+        free = (
+            slot for slot in range(1, self.bank.slots + 1) if slot not in self._slots and slot not in self._reserved
+        )
+        if (slot := next(free, None)) is not None:
+            return slot
+        idle = [resident for resident in self._slots.values() if not resident.pins]
         least = min(idle, key=lambda resident: (not resident.version.forgotten, resident.used), default=None)
         return None if least is None else least.slot
 
     def _drain_one(self, most: int) -> None:
         """Makes the version that has been in its slot longest admit no new rows, if fewer than `most` drain."""
-        staged = self._staged()
-        staying = [resident for resident in staged if not resident.draining]
-        if staying and len(staged) - len(staying) < most:
+        staying = [resident for resident in self._slots.values() if not resident.draining]
+        if staying and len(self._slots) - len(staying) < most:
             min(staying, key=lambda resident: resident.since).draining = True
 
     def _stage(self, resident: Resident) -> Iterator[None]:
         """Moves a version that waits into a slot, after evicting the version in it. Looks for the slot when it begins,
         because rows may have been admitted since the job was chosen."""
-        slot, weights, load = self._find_slot(), resident.weights, resident.load
-        if slot is None or weights is None or load is None:
+        slot, weights, ref = self._find_slot(), resident.weights, resident.version.ref
+        if slot is None or weights is None or ref not in self._waiting:
             return
         try:
             self.bank.check_room(slot, weights)
@@ -357,31 +334,47 @@ class AdapterStore:
             yield from self._evict(slot)
             yield from self.bank.write(slot, weights)
         except Exception as error:  # the futures get the error; the device loop recovers
-            load.complete(resident.version.ref, error)
-            load.faults += 1
-            if load.faults > 1:  # its requests have waited for a second attempt; a third would disturb the others again
+            resident.complete(error)
+            resident.faults += 1
+            if resident.faults > 1:  # its requests have waited for a second attempt; a third would disturb the others
                 self._fail(resident, error)
             raise
-        resident = self._residents.setdefault(resident.version.ref, resident)  # it may have been dropped meanwhile
-        load = resident.load or load
-        resident.enter_slot(slot, weights)
+        self._enter(slot, self._residents.setdefault(ref, resident), weights)  # it may have been dropped meanwhile
+        self.stage_seconds = time.monotonic() - started
+
+    def _enter(self, slot: int, resident: Resident, weights: AdapterWeights) -> None:
+        """The weights were written into the slot. They are in memory no more, and the version waits no more."""
+        if not resident.ranks:  # its first weights are those that it was published with
+            resident.ranks = {path: pair.rank for path, pair in weights.pairs.items()}
+            resident.scales = {path: pair.scale for path, pair in weights.pairs.items()}
+            resident.rslora = weights.rslora
         self._reserved.discard(slot)
+        self._slots[slot], resident.slot, resident.weights = resident, slot, None
+        resident.since = resident.used = time.monotonic()
         self.staged_total += 1
-        self.stage_seconds = resident.since - started
         self.bytes_held = self.bank.nbytes
-        self._make_room = load.urgent
-        self._finish(resident.version.ref, load)
+        self._make_room = resident.urgent
+        self._finish(resident)
+        self._waiting.pop(resident.version.ref, None)
+        resident.urgent, resident.faults = False, 0
+
+    def _leave(self, slot: int) -> Resident:
+        """The slot is for another version, or empty."""
+        resident = self._slots.pop(slot)
+        resident.slot, resident.pins, resident.draining = None, 0, False
+        resident.used = time.monotonic()
+        return resident
 
     def _evict(self, slot: int) -> Iterator[None]:
         """Reserves a slot, and keeps a copy of the version in it. There is no copy if the version is unreachable, or if
         copies are switched off and its files can be read again."""
         self._reserved.add(slot)
-        resident = next((resident for resident in self._staged() if resident.slot == slot), None)
-        if resident is None:
+        if slot not in self._slots:
             return
-        resident.leave_slot()
+        resident = self._leave(slot)
         self.evicted_total += 1
         if self.unreachable(resident.version) or (self._most_copies == 0 and resident.version.readable):
+            self._gone = -1
             return
         pairs: dict[str, LoRAPair] = {}
         yield from self.bank.read(slot, resident.ranks, pairs)
@@ -389,12 +382,11 @@ class AdapterStore:
         self._limit_copies()
 
     def _evict_idle(self) -> Generator[None, None, None]:
-        for resident in self._staged():
-            if not resident.pins and resident.slot is not None:
-                slot = resident.slot
+        for slot, resident in [*self._slots.items()]:
+            if not resident.pins and resident.slot == slot:
                 yield from self._evict(slot)
                 self._reserved.discard(slot)
-        if not self._staged():
+        if not self._slots:
             self.bank.clear()
             self.bytes_held = 0
 
@@ -417,67 +409,80 @@ class AdapterStore:
         exported = {path: _exported(pair, resident.scales.get(path, pair.scale)) for path, pair in pairs.items()}
         return AdapterWeights(exported, rslora) if pairs else None
 
-    # -- loads and copies ------------------------------------------------------------------------
+    # -- waiting, and copies ---------------------------------------------------------------------
 
-    def _wait(self, version: Version) -> tuple[Resident, Load]:
-        """The record of a version that is in no slot, and its load, which begins if there is none."""
+    def _wait(self, version: Version) -> Resident:
+        """The record of a version that is in no slot, which waits for one from now on."""
         resident = self._residents.get(version.ref)
-        if resident is None or (resident.load is None and resident.version is not version):
-            resident = self._residents[version.ref] = Resident(version)
-        resident.load = resident.load or Load()
-        return resident, resident.load
+        if version.ref not in self._waiting:
+            if resident is None or resident.version is not version:
+                resident = self._residents[version.ref] = Resident(version)
+            self._waiting[version.ref] = resident
+            resident.since = time.monotonic()
+        return self._waiting[version.ref]
 
-    def _start_read(self, resident: Resident, load: Load) -> None:
-        """Starts reading a version's files. Fails the load if no file holds its weights any more."""
+    def _start_read(self, resident: Resident) -> None:
+        """Starts reading a version's files. Fails the wait if no file holds its weights any more."""
         version = resident.version
         if version.readable:
-            load.reading = self._reader.submit(self._read, version)
-            load.reading.add_done_callback(lambda _: self._wake())
+            resident.reading = self._reader.submit(self._read, version)
+            resident.reading.add_done_callback(lambda _: self._wake())
         else:
             why = "it was unloaded" if version.forgotten else "no file holds them"
             self._fail(resident, AdapterUnavailableError(f"the weights of {version.ref} are lost: {why}"))
 
-    def _take_read(self, resident: Resident, load: Load, read: Future[AdapterWeights]) -> None:
-        load.reading = None
+    def _take_read(self, resident: Resident, read: Future[AdapterWeights]) -> None:
+        resident.reading = None
         if error := read.exception():
             self._fail(resident, AdapterUnavailableError(f"{resident.version.ref} cannot be read again: {error}"))
         else:
             resident.weights = read.result()
 
-    def _finish(self, ref: AdapterRef, load: Load) -> None:
+    def _finish(self, resident: Resident) -> None:
         """Makes the version live if it is to be, and completes the futures."""
+        error = None
         try:
-            if load.goes_live:
-                self.registry.flip(ref)
-        except UnknownModelError as error:
-            load.complete(ref, error)
-        else:
-            load.complete(ref)
+            if resident.goes_live:
+                self.registry.flip(resident.version.ref)
+        except UnknownModelError as unloaded:
+            error = unloaded
+        resident.complete(error)
 
     def _fail(self, resident: Resident, error: Exception) -> None:
-        ref = resident.version.ref
-        if self._requests[ref]:
-            self.failures[ref] = error
-        if resident.load is not None:
-            resident.load.complete(ref, error)
-        self._end_load(resident)
+        if self._requests[resident.version.ref]:
+            self.failures[resident.version.ref] = error
+        resident.complete(error)
+        self._end_wait(resident)
 
-    def _end_load(self, resident: Resident) -> None:
+    def _end_wait(self, resident: Resident) -> None:
         """The version waits no more. Its weights stay as a copy if something may still ask for it."""
-        load, resident.load = resident.load, None
-        if load is not None and load.reading is not None:
-            load.reading.cancel()
-        resident.used = time.monotonic()
+        self._waiting.pop(resident.version.ref, None)
+        if resident.reading is not None:
+            resident.reading.cancel()
+        resident.urgent, resident.reading, resident.faults = False, None, 0
+        resident.used, self._gone = time.monotonic(), -1
         self._limit_copies()
+
+    def _copies(self) -> list[Resident]:
+        """Versions whose weights are in memory only in case that they are needed again, least recently used first. Any
+        thread may ask, as may it for all below."""
+        kept = (each for ref, each in self._residents.copy().items() if each.weights and ref not in self._waiting)
+        return sorted(kept, key=lambda resident: resident.used)
 
     def _limit_copies(self) -> None:
         """Drops the least recently used copies, if there are too many, except for the newest one."""
-        copies = sorted(filter(lambda each: each.is_copy, self._residents.values()), key=lambda each: each.used)
+        copies = self._copies()
         surplus = len(copies) - self._most_copies
         for resident in copies[:-1]:
             if surplus > 0 and (resident.version.readable or not self.registry.needed(resident.version)):
                 resident.weights = None
                 surplus -= 1
+
+    def _drop_unreachable(self) -> None:
+        """Drops what is kept of versions in no slot that nothing can ask for any more."""
+        for ref, resident in [*self._residents.items()]:
+            if ref not in self._waiting and resident.slot is None and self.unreachable(resident.version):
+                del self._residents[ref]
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -485,27 +490,20 @@ class AdapterStore:
         resident = self._residents.get(ref)
         return None if resident is None or resident.slot is None else resident
 
-    def _staged(self) -> list[Resident]:
-        """The versions in slots. Any thread may ask, as may it for all below."""
-        return [resident for resident in self._residents.copy().values() if resident.slot is not None]
-
-    def _waiting(self) -> list[tuple[Resident, Load]]:
-        return [(resident, load) for resident in self._residents.copy().values() if (load := resident.load) is not None]
-
     @property
     def slots_used(self) -> int:
         """Slots that versions are in."""
-        return len(self._staged())
+        return len(self._slots)
 
     @property
     def pinned(self) -> int:
         """Slots that live rows use."""
-        return sum(resident.pins > 0 for resident in self._staged())
+        return sum(resident.pins > 0 for resident in self._slots.copy().values())
 
     @property
     def copies(self) -> int:
         """Versions whose weights are in memory, and that wait for no slot."""
-        return sum(resident.is_copy for resident in self._residents.copy().values())
+        return len(self._copies())
 
     def version(self, ref: AdapterRef) -> Version | None:
         """The version that rows of `ref` are computed with: the one in the slot that they pin or would get, even if it
@@ -530,22 +528,22 @@ class AdapterStore:
 
     def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Adapters that have rows, and adapters that only have waiting requests."""
-        running = {resident.version.ref.name for resident in self._staged() if resident.pins}
+        running = {resident.version.ref.name for resident in self._slots.copy().values() if resident.pins}
         requested = {ref.name for ref in self._requests.copy() if ref != BASE_ADAPTER}
         return tuple(sorted(running)), tuple(sorted(requested - running))
 
     def check_integrity(self) -> None:
         """Raises AssertionError if two versions have one slot, a slot is lost, or pins and requests do not agree."""
-        staged = self._staged()
-        slots = {resident.slot for resident in staged}
-        assert len(slots) == len(staged)
-        assert slots | self._reserved <= set(range(1, self.bank.slots + 1))
-        assert not self._reserved & slots
+        assert self._slots.keys() | self._reserved <= set(range(1, self.bank.slots + 1))
+        assert not self._reserved & self._slots.keys()
         assert self._job is not None or not self._reserved
+        assert all(self._slots[slot].slot == slot for slot in self._slots)
         for ref, resident in self._residents.items():
             assert resident.version.ref == ref
-            assert resident.slot is None or (resident.weights is None and resident.load is None)
+            assert resident.slot is None or self._slots[resident.slot] is resident
+            assert resident.slot is None or (resident.weights is None and ref not in self._waiting)
             assert resident.pins == 0 or (resident.slot is not None and resident.pins > 0 and self._requests[ref] > 0)
+        assert all(self._residents[ref] is resident for ref, resident in self._waiting.items())
         assert all(count > 0 for count in self._requests.values())
 
 
