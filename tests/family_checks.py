@@ -27,10 +27,10 @@ from mlx_parallm.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.kv.cache import LoRABatchedKVCache
 from mlx_parallm.kv.device_memory import DeviceMemory
 from mlx_parallm.model.cache_plan import prepare
-from mlx_parallm.model.checks import relative_error
 from mlx_parallm.model.device import on_cpu, prepare_device
+from mlx_parallm.model.families import relative_error
 from mlx_parallm.model.linears import adapter_layout, install_adapters
-from mlx_parallm.model.loading import to_float32
+from mlx_parallm.model.packing import to_float32
 from mlx_parallm.rl.learn.context import Params
 from mlx_parallm.rl.learn.context import Span as Trained
 from mlx_parallm.rl.learn.model import TrainableModel
@@ -97,7 +97,7 @@ def true_model(release: str, bits: int) -> nn.Module:
     if bits < 16:
         model, _ = quantize_model(model, config, None, bits)
     if on_cpu():
-        model = to_float32(model)
+        to_float32(model)
     mx.eval(model.parameters())
     return model
 

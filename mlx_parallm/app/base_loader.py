@@ -90,7 +90,7 @@ def build_base_set(engine: Engine, templates: Mapping[str, str], deletion: Delet
     config, shared, first = engine.config, engine.shared, engine.bases[0]
     loader = DeviceLoader(engine.bases, shared, _adapters_by_base(config.adapters.adapter_dir, shared), templates)
     residents, now = [Resident(base.name) for base in engine.bases], time.monotonic()
-    is_split = shared.parts.group is not None  # the other ranks do not load again
+    is_split = shared.parts.split is not None  # the other ranks do not load again
     residents[0].loaded, residents[0].pinned = True, config.rl_training.enabled or is_split
     residents[0].loaded_at, residents[0].used_at, residents[0].load_seconds = now, now, engine.load_seconds
     residents[0].weight_bytes = first.card.weight_bytes

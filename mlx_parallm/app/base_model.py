@@ -165,7 +165,7 @@ class BaseModel:
             reasoning_parser=model.reasoning_parser,
             progress=loaded is None and self._config.server.log_format == "text",
             loaded=loaded,
-            group=self._shared.parts.group,
+            split=self._shared.parts.split,
         )
 
     def _describe(self, manager: SharedModelManager, bank: AdapterBank, runner: BatchRunner) -> AdapterStore:
@@ -214,7 +214,7 @@ class BaseModel:
     @property
     def _lookahead(self) -> bool:
         """See `EngineParts`. Several ranks get the tokens of each pass from the host, so they cannot look ahead."""
-        if self._shared.parts.group is not None:
+        if self._shared.parts.split is not None:
             return False
         return not on_cpu() if self._config.debug.lookahead is None else self._config.debug.lookahead
 

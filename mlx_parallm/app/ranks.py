@@ -111,7 +111,7 @@ def _build(config: Config, parts: FollowingParts) -> Follower:
     (base,) = base_paths(config)
     model = config.model
     loaded = load(base.path, dequantize=on_cpu(), trust_remote_code=model.trust_remote_code, progress=False)
-    manager = SharedModelManager(base.path, progress=False, loaded=loaded, group=parts.group)
+    manager = SharedModelManager(base.path, progress=False, loaded=loaded, split=parts.split)
     adapters = config.adapters
     bank = manager.install_bank(
         adapters.max_loras, adapters.max_lora_rank, make_group=parts.linear_group(manager.split)

@@ -29,8 +29,7 @@ from mlx_parallm.kv.memory import LayerGroup, StateGroup
 from mlx_parallm.kv.prefix import first_visible
 from mlx_parallm.kv.states import StateArena, StateBatch
 from mlx_parallm.model.cache_plan import CachePlan
-from mlx_parallm.model.caches import arrays_of
-from mlx_parallm.model.layer_state import LayerSpec, OpaqueSpec
+from mlx_parallm.model.layer_state import LayerSpec, OpaqueSpec, arrays_of
 from mlx_parallm.model.mixers import Part, PassMask
 
 

@@ -31,8 +31,8 @@ from mlx_parallm.batch.sampling import Draw, RowSampling, Sampled, SamplingPlan,
 from mlx_parallm.batch.spans import Span, in_order
 from mlx_parallm.kv.cache import KVRow, LoRABatchedKVCache
 from mlx_parallm.model.cache_plan import CachePlan
-from mlx_parallm.model.caches import Caches
 from mlx_parallm.model.hooks import answered_by
+from mlx_parallm.model.layer_state import Caches
 from mlx_parallm.model.split import Head, trunk_of
 
 if TYPE_CHECKING:

@@ -54,9 +54,9 @@ def average_adapters(args: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: an argument or a setting cannot be used.
-        ParaLLMError: see `model.average.write_average` and `app.compare.Comparison`.
+        ParaLLMError: see `model.merge.write_average` and `app.compare.Comparison`.
     """
-    from mlx_parallm.model.average import write_average
+    from mlx_parallm.model.merge import write_average
 
     comparison = _comparison(args)
     evaluations: list[EvaluationResult] = []

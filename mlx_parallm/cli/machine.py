@@ -138,7 +138,7 @@ def pull(args: Namespace) -> int:
 
 def save_tokenizer(args: Namespace) -> int:
     """Writes the tokenizer of a model into a folder of its own."""
-    from mlx_parallm.model.tokenizer_folder import save_tokenizer as save
+    from mlx_parallm.model.loading import save_tokenizer as save
 
     save(args.model_path, args.output, trust_remote_code=args.trust_remote_code)
     print(f"wrote {args.output}; read it with transformers.AutoTokenizer.from_pretrained({str(args.output)!r})")

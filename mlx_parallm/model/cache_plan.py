@@ -25,9 +25,8 @@ from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 
 from mlx_parallm.errors import UnsupportedModelError
-from mlx_parallm.model.caches import Caches, arrays_of
 from mlx_parallm.model.hooks import answered_by, hook_model
-from mlx_parallm.model.layer_state import KVLayout, LayerSpec, LayerState, OpaqueSpec, RecurrentSpec
+from mlx_parallm.model.layer_state import Caches, KVLayout, LayerSpec, LayerState, OpaqueSpec, RecurrentSpec, arrays_of
 from mlx_parallm.model.mixers import PassMask, install_mixers
 from mlx_parallm.model.split import trunk_of
 

@@ -28,7 +28,6 @@ from mlx_parallm.model.experts import EXPERT_LINEARS, AdaptedExpertLinear, Adapt
 from mlx_parallm.model.hooks import InPart, answering
 from mlx_parallm.model.names import transformers_paths
 from mlx_parallm.model.packing import as_dense
-from mlx_parallm.model.sharding import SummedLinear
 from mlx_parallm.model.split import owner_of
 from mlx_parallm.model.trace import EMBEDDINGS, HEAD_LINEARS, LINEARS, Product, Trace, traced
 
@@ -199,18 +198,10 @@ class AdaptedLinear(nn.Module):  # type: ignore[misc]
         y: mx.array = base(x) if context is None else context.adapt(self._group, self.path, x, base)
         return y
 
-    def _adapted(self, x: mx.array, base: BaseProduct) -> mx.array:
+    def adapted(self, x: mx.array, base: BaseProduct) -> mx.array:
+        """What `base` gives for x, with the LoRA product of each row's adapter."""
         context = self._bank.context
         return base(x) if context is None else context.adapt(self._group, self.path, x, base)
-
-
-class AdaptedSummedLinear(AdaptedLinear):
-    """A linear that is split by input among ranks. Each adds its part of the LoRA product before the ranks' outputs are
-    added."""
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """[B, T, in / ranks] → [B, T, out]."""
-        return cast(mx.array, self.base.total(self._adapted(x, self.base.part)))
 
 
 class AdaptedEmbedding(AdaptedLinear):
@@ -223,7 +214,7 @@ class AdaptedEmbedding(AdaptedLinear):
 
     def as_linear(self, x: mx.array) -> mx.array:
         """[B, T, hidden] → [B, T, vocab]."""
-        return self._adapted(x, self.base.as_linear)
+        return self.adapted(x, self.base.as_linear)
 
 
 class AdaptedHeads(AdaptedLinear):
@@ -326,8 +317,7 @@ def _adapted(
         if spec.embedding:
             yield at, AdaptedEmbedding(base, bank, spec)
         else:
-            kind = AdaptedSummedLinear if isinstance(base, SummedLinear) else AdaptedLinear
-            yield at, kind(base, bank, spec)
+            yield at, getattr(base, "adapted_kind", AdaptedLinear)(base, bank, spec)
 
 
 def _install_expert_adapters(model: nn.Module, modules: Mapping[str, nn.Module], bank: AdapterBank) -> None:

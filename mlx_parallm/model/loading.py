@@ -1,4 +1,5 @@
-"""Loads a model with mlx-lm (from a directory, from the hub, or the bundled one), and fingerprints its files.
+"""Loads a model with mlx-lm (from a directory, from the hub, or the bundled one), fingerprints its files, and reads the
+sampling options that its authors recommend.
 
 Errors of mlx-lm and the hub are raised as `ModelNotFoundError` or `UnsupportedModelError`.
 """
@@ -6,11 +7,14 @@ Errors of mlx-lm and the hub are raised as `ModelNotFoundError` or `UnsupportedM
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
+import math
+import os
 import re
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +25,7 @@ import mlx.nn as nn
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils import disable_progress_bars
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, load_model, load_tokenizer
@@ -29,9 +33,12 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedConfig
 
-from mlx_parallm.errors import ModelNotFoundError, UnsupportedModelError
-from mlx_parallm.model.bundled import BUNDLED_NAME, bundled_path, load_bundled
-from mlx_parallm.model.packing import dequantize as dequantize_layers
+from mlx_parallm.atomic import new_folder
+from mlx_parallm.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from mlx_parallm.model.bundled import BUNDLED_NAME, bundled_path, bundled_tokenizer, load_bundled
+from mlx_parallm.model.packing import to_float32
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +83,11 @@ def load(
         wrapped = TokenizerWrapper(tokenizer, eos_token_ids=[config["eos_token_id"]])
         return LoadedModel(BUNDLED_NAME, model, wrapped, config, bundled_path())
     source = find_model(path_or_id, progress)
-    return LoadedModel(name_of(path_or_id), *_load_directory(source, dequantize, trust_remote_code), source)
+    model, config = _model_in(source, trust_remote_code)
+    wrapped = tokenizer_in(source, trust_remote_code, config.get("eos_token_id"))
+    if dequantize:
+        to_float32(model)
+    return LoadedModel(name_of(path_or_id), model, wrapped, config, source)
 
 
 def name_of(path_or_id: str | None) -> str:
@@ -131,16 +142,6 @@ def _download(hub_id: str, progress: bool) -> Path:
         ) from error
 
 
-def _load_directory(
-    folder: Path, dequantize: bool, trust_remote_code: bool
-) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
-    model, config = _model_in(folder, trust_remote_code)
-    tokenizer = tokenizer_in(folder, trust_remote_code, config.get("eos_token_id"))
-    if dequantize:
-        model = to_float32(model)
-    return model, tokenizer, config
-
-
 def _model_in(folder: Path, trust_remote_code: bool) -> tuple[nn.Module, dict[str, Any]]:
     try:
         return load_model(folder, lazy=True, trust_remote_code=trust_remote_code)  # type: ignore[no-any-return]
@@ -166,7 +167,8 @@ def load_few_layers(folder: Path, dequantize: bool, trust_remote_code: bool) -> 
         )
         shorter(mx.array([[0]]), cache=make_prompt_cache(shorter))
         model, few = shorter, wanted
-    model = to_float32(model) if dequantize else model
+    if dequantize:
+        to_float32(model)
     materialize(model, folder.name, False)
     return model, few, layers
 
@@ -211,28 +213,7 @@ def tokenizer_in(
         raise UnsupportedModelError(f"the tokenizer of {folder} cannot be loaded: {error}") from error
 
 
-def to_float32(model: nn.Module) -> nn.Module:
-    """Dequantizes quantized layers and widens all others to float32, lazily."""
-    _widen_all(model)  # scales too: with 16-bit scales, the dequantized weights would be rounded to 16 bits
-    dequantize_layers(model)
-    _widen_all(model)
-    return model
-
-
-def _widen_all(model: nn.Module) -> None:
-    model.update(tree_map(_widen, model.parameters()))
-
-
-def _widen(array: mx.array) -> mx.array:
-    return array.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else array
-
-
 # -- progress ------------------------------------------------------------------------------------
-
-_LINE_INTERVAL_S = 5.0
-
-Advance = Callable[[int], None]
-"""Called with the number of bytes that were just loaded."""
 
 
 def materialize(model: nn.Module, name: str, show: bool) -> None:
@@ -245,49 +226,16 @@ def materializing(model: nn.Module, name: str, show: bool) -> Iterator[None]:
     """Evaluates the weights one tensor at a time, so that the arrays from which a tensor is made are freed at once.
     Yields after each.
 
-    With `show`, reports on stderr: a bar on a terminal, otherwise a line every few seconds.
+    With `show`, reports on stderr: a bar on a terminal, otherwise a line at the end.
     """
     tensors = [array for _, array in tree_flatten(model.parameters())]
-    report = _no_report if not show else _bar if sys.stderr.isatty() else _lines
-    with report(name, len(tensors), sum(array.nbytes for array in tensors)) as advance:
+    columns = (TextColumn("loading {task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not show) as progress:
+        task = progress.add_task(name, total=sum(array.nbytes for array in tensors))
         for array in tensors:
             mx.eval(array)
-            advance(array.nbytes)
+            progress.advance(task, array.nbytes)
             yield
-
-
-@contextmanager
-def _no_report(*_: object) -> Iterator[Advance]:
-    yield lambda size: None
-
-
-@contextmanager
-def _bar(name: str, tensors: int, total_bytes: int) -> Iterator[Advance]:
-    columns = (TextColumn("loading {task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(name, total=total_bytes)
-        yield lambda size: progress.advance(task, size)
-
-
-@contextmanager
-def _lines(name: str, tensors: int, total_bytes: int) -> Iterator[Advance]:
-    started = last_line = time.monotonic()
-    done = done_bytes = 0
-
-    def advance(size: int) -> None:
-        nonlocal done, done_bytes, last_line
-        done, done_bytes = done + 1, done_bytes + size
-        if time.monotonic() - last_line > _LINE_INTERVAL_S:
-            last_line = time.monotonic()
-            write("loading")
-
-    def write(verb: str) -> None:
-        megabytes = f"{done_bytes / 1e6:.0f}/{total_bytes / 1e6:.0f} MB"
-        seconds = f"{time.monotonic() - started:.1f} s"
-        print(f"{verb} {name}: {done}/{tensors} tensors, {megabytes}, {seconds}", file=sys.stderr, flush=True)
-
-    yield advance
-    write("loaded")
 
 
 # -- fingerprints --------------------------------------------------------------------------------
@@ -342,3 +290,75 @@ def _spans(size: int) -> Iterator[tuple[int, int]]:
     for index in range(_BLOCKS):
         yield _MIB + room * index // (_BLOCKS - 1), _BLOCK
     yield size - _MIB, _MIB
+
+
+# -- recommended sampling options ----------------------------------------------------------------
+
+GENERATION_CONFIG = "generation_config.json"
+"""Transformers' file with the sampling options that a model's authors recommend."""
+BOUNDS: Mapping[str, tuple[float, float]] = {
+    "temperature": (0, 2),
+    "top_k": (-1, 2**31 - 1),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (math.ulp(0), 10),
+    "max_new_tokens": (1, 2**31 - 1),
+}
+"""The options that are read, with their smallest and largest values."""
+WHOLE = frozenset({"top_k", "max_new_tokens"})
+
+
+def generation_defaults(source: Path) -> dict[str, float]:
+    """The options in the file of a model's folder; none if there is no file, as for a model that is one file itself.
+    Those that cannot be used are logged and left out."""
+    try:
+        options = json.loads((source / GENERATION_CONFIG).read_text("utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        log.warning("%s is not used: %s", GENERATION_CONFIG, error)
+        return {}
+    found: dict[str, float] = {}
+    for name, (low, high) in BOUNDS.items():
+        value: Any = options.get(name) if isinstance(options, dict) else None
+        if type(value) in ((int,) if name in WHOLE else (int, float)) and low <= value <= high:
+            found[name] = value
+        elif value is not None:
+            text = "%s: %s is not used: %r is not a number from %g to %g"
+            log.warning(text, GENERATION_CONFIG, name, value, low, high)
+    return found
+
+
+# -- a folder with the tokenizer alone -----------------------------------------------------------
+
+_FAST_CLASS = "PreTrainedTokenizerFast"
+"""The name of the class of fast tokenizers that Transformers 4 and 5 both know. Version 5 writes another one."""
+
+
+def save_tokenizer(model_path: str | None, output: Path, *, trust_remote_code: bool = False) -> None:
+    """Writes the tokenizer and the chat template of a model into a new folder, which Transformers' AutoTokenizer reads
+    without a network. The write is atomic.
+
+    Args:
+        model_path: a model directory or a hub id; None means the bundled model.
+        trust_remote_code: whether Python code that comes with the model may run.
+
+    Raises:
+        ConfigError: `output` exists.
+        ModelNotFoundError: there is no such model.
+        UnsupportedModelError: its tokenizer cannot be loaded.
+    """
+    if os.path.lexists(output):
+        raise ConfigError(f"{output} exists: name a directory that does not")
+    tokenizer: Any = (
+        bundled_tokenizer() if model_path is None else tokenizer_in(find_model(model_path), trust_remote_code)
+    )
+    with new_folder(output) as folder:
+        tokenizer.save_pretrained(folder)
+        path = folder / "tokenizer_config.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if config.get("tokenizer_class") == "TokenizersBackend":
+            config["tokenizer_class"] = _FAST_CLASS
+            path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

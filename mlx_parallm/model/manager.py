@@ -9,18 +9,18 @@ checkpoints.hot_swap(manager, "checkpoint-1")
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
 
-from mlx_parallm.adapters.bank import AdapterBank, GroupMaker, LinearGroup
+from mlx_parallm.adapters.bank import AdapterBank, GroupMaker, LinearGroup, ModelSplit
 from mlx_parallm.adapters.checkpoints import CheckpointStore, adapter_in
 from mlx_parallm.adapters.files.read import read_adapter
 from mlx_parallm.adapters.forward_context import OneAdapter
@@ -32,11 +32,9 @@ from mlx_parallm.model.cache_plan import CachePlan, prepare
 from mlx_parallm.model.cpu import adapt_to_cpu
 from mlx_parallm.model.device import on_cpu, prepare_device
 from mlx_parallm.model.families import family_of
-from mlx_parallm.model.generation_defaults import generation_defaults
 from mlx_parallm.model.layer_state import KVLayout
 from mlx_parallm.model.linears import adapter_layout, install_adapters
-from mlx_parallm.model.loading import LoadedModel, load, materialize
-from mlx_parallm.model.sharding import split_model
+from mlx_parallm.model.loading import LoadedModel, generation_defaults, load, materialize
 from mlx_parallm.model.tokenizer import Tokenizer
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
@@ -70,8 +68,8 @@ class SharedModelManager:
         reasoning_parser: see `Tokenizer`.
         progress: whether to report progress on stderr.
         loaded: the model of `path_or_id` as `load` returns it; None: it is loaded here.
-        group: the ranks that the model is split among, of which each makes a manager at the same time; None: it is
-            whole.
+        split: keeps this machine's part of a model that is divided among several, of which each makes a manager at the
+            same time; None: the model is whole.
 
     Raises:
         ModelNotFoundError: there is no such directory or hub model.
@@ -88,7 +86,7 @@ class SharedModelManager:
         reasoning_parser: str | None = None,
         progress: bool = True,
         loaded: LoadedModel | None = None,
-        group: mx.distributed.Group | None = None,
+        split: Callable[[nn.Module], ModelSplit] | None = None,
     ) -> None:
         prepare_device()
         loaded = loaded or load(
@@ -101,7 +99,7 @@ class SharedModelManager:
         self.family = family_of(self.model)
         self.adapter_layout = adapter_layout(self.model, loaded.source)
         parameters = get_total_parameters(self.model)
-        self.split = None if group is None else split_model(self.model, group)
+        self.split = None if split is None else split(self.model)
         with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as beside:  # its vocabulary takes a second
             tokenizer = beside.submit(Tokenizer, loaded.tokenizer, allow_special_tokens, tool_parser, reasoning_parser)
             materialize(self.model, loaded.name, progress)

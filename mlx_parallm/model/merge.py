@@ -1,38 +1,37 @@
-"""`mlx_parallm adapters merge` and `convert`: add an adapter to a model's weights, or write it in another format."""
+"""`mlx_parallm adapters merge`, `convert` and `average`: add an adapter to a model's weights, write it in another
+format, or write the weighted mean of several."""
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
-from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
-from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import save_config, save_model
 
+from mlx_parallm.adapters.average import Average, average
 from mlx_parallm.adapters.checkpoints import adapter_in
 from mlx_parallm.adapters.files.formats import FormatName
 from mlx_parallm.adapters.files.read import read_adapter
 from mlx_parallm.adapters.files.write import write_adapter
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LinearSpec, LoRAPair
 from mlx_parallm.atomic import new_folder
-from mlx_parallm.errors import ConfigError, UnsupportedModelError
+from mlx_parallm.errors import AdapterFileError, ConfigError, UnsupportedModelError
 from mlx_parallm.model.device import prepare_device
 from mlx_parallm.model.linears import adapter_layout
-from mlx_parallm.model.loading import LoadedModel, load
-from mlx_parallm.model.packing import dense_weight, packed_like
+from mlx_parallm.model.loading import GENERATION_CONFIG, LoadedModel, load
 from mlx_parallm.model.packing import dequantize as dequantize_layers
+from mlx_parallm.model.packing import packed_like
 from mlx_parallm.model.split import owner_of
 
-_GENERATION_CONFIG = "generation_config.json"
 _TIED = "tie_word_embeddings"
-_PER_HEAD = (MultiLinear, QuantizedMultiLinear)
 _PACKINGS = ("quantization", "quantization_config")
 """Keys of a config that say how weights are packed, by path if they differ."""
 
@@ -53,9 +52,8 @@ def merge(model_path: str | None, adapter: Path, output: Path, *, dequantize: bo
         ModelNotFoundError, UnsupportedModelError: the base cannot be loaded, or cannot have a head of its own.
         AdapterFileError: the adapter cannot be read, or is not for this model.
     """
-    base = _load_for(output, model_path)
-    layout = adapter_layout(base.model, base.source)
-    weights = read_adapter(adapter_in(adapter), layout, max_rank=sys.maxsize).weights
+    base, layout = _base_for(output, model_path)
+    weights = _read(adapter, layout)
     model, config, head = base.model, base.config, layout.head
     if head is not None and head.embedding and head.path in weights.pairs:
         config = untie(model, head, config)
@@ -67,8 +65,8 @@ def merge(model_path: str | None, adapter: Path, output: Path, *, dequantize: bo
         save_model(folder, model)
         save_config(config, folder / "config.json")
         base.tokenizer.save_pretrained(folder)
-        if (base.source / _GENERATION_CONFIG).is_file():
-            shutil.copy(base.source / _GENERATION_CONFIG, folder)
+        if (base.source / GENERATION_CONFIG).is_file():
+            shutil.copy(base.source / GENERATION_CONFIG, folder)
 
 
 def convert(model_path: str | None, adapter: Path, output: Path, form: FormatName) -> None:
@@ -76,26 +74,66 @@ def convert(model_path: str | None, adapter: Path, output: Path, form: FormatNam
 
     Args:
         model_path: the adapter's base model; None means the bundled one. PEFT's format names it.
-        form: `peft` or `mlx-lm`.
 
     Raises:
         ConfigError: `output` exists.
         ModelNotFoundError, UnsupportedModelError: the base cannot be loaded.
         AdapterFileError: the adapter cannot be read, or is not for this model.
     """
-    base = _load_for(output, model_path)
-    layout = adapter_layout(base.model, base.source)
-    weights = read_adapter(adapter_in(adapter), layout, max_rank=sys.maxsize).weights
+    _, layout = _base_for(output, model_path)
+    weights = _read(adapter, layout)
     with new_folder(output) as folder:
         write_adapter(folder, form, weights, layout, model_path)
 
 
-def _load_for(output: Path, model_path: str | None) -> LoadedModel:
-    """The base model as it is stored. Raises ConfigError: `output` exists."""
+def write_average(
+    model_path: str | None,
+    folders: Sequence[Path],
+    output: Path,
+    form: FormatName,
+    weights: Sequence[float] | None = None,
+    rank: int | None = None,
+    check: Callable[[Path, int], None] | None = None,
+) -> Average:
+    """Writes a new directory with the mean of the adapters in `folders`. The write is atomic.
+
+    Args:
+        model_path: the adapters' base model; None means the bundled one.
+        form: of the files.
+        weights, rank: see `adapters.average.average`.
+        check: called with the average's files and the largest rank of all adapters, before `output` is there. If it
+            raises, nothing is written.
+
+    Raises:
+        ConfigError: `output` exists, or weights or rank do not fit the adapters.
+        ModelNotFoundError, UnsupportedModelError: the base cannot be loaded.
+        AdapterFileError: an adapter cannot be read, or is not for this model. The message names its folder.
+        Exception: what `check` raises.
+    """
+    _, layout = _base_for(output, model_path)
+    members = [_read(folder, layout) for folder in folders]
+    mean = average(members, weights, rank)
+    with new_folder(output) as folder:
+        write_adapter(folder, form, mean.weights, layout, model_path)
+        if check is not None:
+            check(folder, max(adapter.rank for adapter in (*members, mean.weights)))
+    return mean
+
+
+def _base_for(output: Path, model_path: str | None) -> tuple[LoadedModel, AdapterLayout]:
+    """The base model as it is stored, and its linears. Raises ConfigError: `output` exists."""
     if os.path.lexists(output):
         raise ConfigError(f"{output} exists: name a directory that does not")
     prepare_device()
-    return load(model_path, dequantize=False)
+    base = load(model_path, dequantize=False)
+    return base, adapter_layout(base.model, base.source)
+
+
+def _read(folder: Path, layout: AdapterLayout) -> AdapterWeights:
+    try:
+        return read_adapter(adapter_in(folder), layout, max_rank=sys.maxsize).weights
+    except AdapterFileError as error:
+        raise AdapterFileError(f"{folder}: {error}", "lora_path") from error
 
 
 def untie(model: nn.Module, head: LinearSpec, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,12 +184,7 @@ def _changes(spec: LinearSpec | None, path: str, pair: LoRAPair) -> Iterator[tup
 
 
 def _fused(linear: nn.Module, change: mx.array, dequantize: bool) -> nn.Module:
-    dense = dense_weight(linear)
-    if isinstance(linear, _PER_HEAD):
-        fused = MultiLinear(1, 1, 1)
-    else:
-        fused = SwitchLinear(1, 1, 1, bias=False) if dense.ndim == 3 else nn.Linear(1, 1, bias=False)
-    fused.weight = (dense.astype(mx.float32) + change).astype(dense.dtype)
-    if "bias" in linear:
-        fused.bias = linear.bias
+    fused = copy.copy(linear)
+    dequantize_layers(fused)
+    fused.weight = (fused.weight.astype(mx.float32) + change).astype(fused.weight.dtype)
     return fused if dequantize else packed_like(linear, fused)

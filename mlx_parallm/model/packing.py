@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_map
 from mlx_lm.models.bitlinear_layers import BitLinear
 
 from mlx_parallm.errors import UnsupportedModelError
@@ -31,6 +32,21 @@ def dequantize(model: nn.Module) -> None:
                 vars(layer).pop(name, None)
             layer.__class__ = kind
             layer.weight = weight
+
+
+def to_float32(model: nn.Module) -> None:
+    """Dequantizes quantized layers and widens all others to float32, in place and lazily."""
+    _widen_all(model)  # scales too: with 16-bit scales, the dequantized weights would be rounded to 16 bits
+    dequantize(model)
+    _widen_all(model)
+
+
+def _widen_all(model: nn.Module) -> None:
+    model.update(tree_map(_widen, model.parameters()))
+
+
+def _widen(array: mx.array) -> mx.array:
+    return array.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else array
 
 
 @contextmanager

@@ -1,23 +1,25 @@
-"""The model's tokenizer: text to token ids and back on any thread, and generated ids to text as they arrive."""
+"""The model's tokenizer: text to token ids and back on any thread, conversations to token ids by the chat template, and
+generated ids to text as they arrive."""
 
 from __future__ import annotations
 
 import codecs
+import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_parallm.core import Reasoning, ToolFormat
+from mlx_parallm.core.tool_text import TemplateMessage, calls_as_text
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.model.control_text import ControlText
 from mlx_parallm.model.hf_tokenizer import FastCodec, codec_of, length_bound_of, parts_of, token_bytes_of
-from mlx_parallm.model.tools.formats import tool_format_of
-from mlx_parallm.model.tools.messages import TemplateFields
-from mlx_parallm.model.tools.reasoning import reasoning_of
+from mlx_parallm.model.tools.formats import FamilyToolFormat, tool_format_of
+from mlx_parallm.model.tools.syntax import reasoning_of
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MAX_HELD_TOKENS = 16
@@ -266,3 +268,64 @@ Detokenizer = ByteDetokenizer | PrefixDetokenizer
 def detokenizer_for(tokenizer: Tokenizer) -> Callable[[Sequence[int], frozenset[int]], Detokenizer]:
     """Makes the detokenizer of one sequence, from the ids of its prompt and the special tokens to write as text."""
     return partial(ByteDetokenizer if tokenizer.text_bytes is not None else PrefixDetokenizer, tokenizer)
+
+
+# -- earlier messages in the form that a model's own template takes --------------------------------
+
+
+_LOOKED_FOR = {"content": "'thinking'"}
+"""Text of the templates that read a field, where its name is not enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateFields:
+    """How the templates of a family take calls, tools and reasoning."""
+
+    tool_format: FamilyToolFormat
+    reasoning: Reasoning | None
+
+    def fit(
+        self, messages: Sequence[TemplateMessage], variables: Mapping[str, Any], template: str
+    ) -> Sequence[TemplateMessage]:
+        """The messages for `template`, which gets `variables` too."""
+        fitted = list(self._fitted(messages, template))
+        if self.tool_format.family.system_tools and variables.get("tools"):
+            tools = json.dumps([tool["function"] for tool in variables["tools"]], ensure_ascii=False)
+            if not fitted or fitted[0].get("role") != "system":
+                fitted.insert(0, {"role": "system", "content": ""})
+            fitted[0] = {**fitted[0], "tools": tools}
+        return fitted
+
+    def _fitted(self, messages: Sequence[TemplateMessage], template: str) -> Iterator[TemplateMessage]:
+        for message in messages:
+            yield self._of_assistant(message, template) if message.get("role") == "assistant" else message
+
+    def _of_assistant(self, message: TemplateMessage, template: str) -> TemplateMessage:
+        family, calls = self.tool_format.family, message.get("tool_calls")
+        if calls and family.in_content:
+            message = calls_as_text(message, self.tool_format)
+        if calls and family.text_arguments:
+            message = {**message, "tool_calls": list(map(_as_text, calls))}
+        thought, reasoning = message.get("reasoning_content"), self.reasoning
+        if not thought or reasoning is None or _LOOKED_FOR.get(reasoning.field, reasoning.field) not in template:
+            return message
+        return _with_thought(message, thought, reasoning.field)
+
+
+def _as_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    """The call with its arguments as JSON text."""
+    arguments = call["function"]["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": text}}
+
+
+def _with_thought(message: TemplateMessage, thought: str, field: str) -> TemplateMessage:
+    """The message with its reasoning in this field."""
+    others = {name: value for name, value in message.items() if name != "reasoning_content"}
+    if field == "content":
+        text = [{"type": "text", "text": message["content"]}] if message.get("content") else []
+        return {**others, "content": [{"type": "thinking", "thinking": thought}, *text]}
+    if field == "thinking" and others.get("tool_calls") and others.get("content"):
+        # gpt-oss' template refuses a message that has thinking, content and calls.
+        return {**others, "content": "", "thinking": f"{thought}\n{others['content']}"}
+    return {**others, field: thought}

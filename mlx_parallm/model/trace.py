@@ -1,13 +1,17 @@
 """Which of a model's products a pass calls, in which order and for how many tokens.
 
-A pass is built and never computed, so weights that have not been read yet stay so. Products are linears, those of all
+A pass is built and never computed, so weights that have not been read yet stay so. Its graph shows which products have
+no gradient. Products are linears, those of all
 heads or experts too, and embeddings that make logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import StringIO
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +21,6 @@ from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.experts import EXPERT_LINEARS
-from mlx_parallm.model.gradients import without_gradient
 
 LINEARS = (nn.Linear, nn.QuantizedLinear, nn.QQLinear)
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
@@ -130,3 +133,49 @@ def _watched(kind: Any, path: str, trace: Trace) -> Any:
 
     methods = {name: own(name) for name in ("__call__", product)}
     return type(kind.__name__, (kind,), {**methods, "__getattr__": get, "__setattr__": put})
+
+
+# -- what has no gradient --------------------------------------------------------------------------
+
+
+_STEPS = frozenset({
+    *("ArgPartition", "ArgReduce", "ArgSort", "StopGradient", "Floor", "Ceil", "Round", "Sign"),
+    *("Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual"),
+})  # fmt: skip
+"""MLX's names for operations whose result does not change with small changes of their inputs."""
+_RESULT = "result"
+_OPERATION = re.compile(r'^\{ (\d+) \[label ="(\w+)"', re.MULTILINE)
+_EDGE = re.compile(r'^"?(\w+)"? -> "?(\w+)"?$', re.MULTILINE)
+
+
+def without_gradient(result: mx.array, arrays: Mapping[str, Sequence[mx.array]]) -> set[str]:
+    """Those of `arrays`, by name, none of which can change `result` by a small change: it does not depend on them, or
+    on what they choose alone, as on the tokens that an indexer selects. None if the pass computed some of them, because
+    MLX forgets what arrays were computed of."""
+    names: dict[str, str] = {}
+    given: dict[str, mx.array] = {}
+    for name, calls in arrays.items():
+        for each in calls:
+            key = f"array_{len(given)}"
+            names[key], given[key] = name, each
+    text = StringIO()
+    mx.export_to_dot(text, **given, **{_RESULT: result + 0})
+    above = defaultdict(list)
+    for source, target in _EDGE.findall(text.getvalue()):
+        above[target].append(source)
+    if not all(above[key] for key in given):
+        return set()
+    reached = _reached(above, dict(_OPERATION.findall(text.getvalue())))
+    return arrays.keys() - {names[node] for node in reached if node in names}
+
+
+def _reached(above: Mapping[str, Sequence[str]], operations: Mapping[str, str]) -> set[str]:
+    """The nodes that a gradient of the result reaches. `above`: of what each node is computed. `operations`: the kind
+    of those that are no arrays."""
+    reached, left = set(), [_RESULT]
+    while left:
+        node = left.pop()
+        if node not in reached and operations.get(node) not in _STEPS:
+            reached.add(node)
+            left += above.get(node, ())
+    return reached

@@ -7,7 +7,7 @@ FollowingParts   another rank
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 
 import mlx.core as mx
@@ -21,16 +21,17 @@ from mlx_parallm.kv.device_memory import DeviceMemory
 from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.model.layer_state import KVLayout
 from mlx_parallm.ranks.leader import LeadingCache, LeadingGroup, LeadingRunner
+from mlx_parallm.ranks.tensor_parallel import split_model
 
 
 class Parts:
     """Makes the parts for a whole model.
 
-    `group`: the ranks that the model is split among; None if it is whole. `followers`: on rank 0 of several, the
+    `split`: keeps this rank's part of a model; None if the model is whole. `followers`: on rank 0 of several, the
     others.
     """
 
-    group: mx.distributed.Group | None = None
+    split: Callable[[nn.Module], ModelSplit] | None = None
     followers: Followers | None = None
 
     def linear_group(self, split: ModelSplit | None) -> GroupMaker:
@@ -52,7 +53,7 @@ class FollowingParts(Parts):
     """Makes the parts of a rank that repeats what rank 0 does."""
 
     def __init__(self, group: mx.distributed.Group) -> None:
-        self.group = group
+        self.split = partial(split_model, group=group)
 
     def linear_group(self, split: ModelSplit | None) -> GroupMaker:
         """See `Parts.linear_group`."""
@@ -64,7 +65,7 @@ class LeadingParts(Parts):
     """Makes the parts of rank 0."""
 
     def __init__(self, group: mx.distributed.Group, followers: Followers) -> None:
-        self.group = group
+        self.split = partial(split_model, group=group)
         self.followers: Followers = followers
 
     def linear_group(self, split: ModelSplit | None) -> GroupMaker:

@@ -15,7 +15,7 @@ from mlx_parallm import RetrainEngine
 from mlx_parallm.adapters.files.write import write_peft
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
 from mlx_parallm.cli.main import main
-from mlx_parallm.model.average import write_average
+from mlx_parallm.model.merge import write_average
 
 pytestmark = pytest.mark.ci
 

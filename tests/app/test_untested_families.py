@@ -22,7 +22,7 @@ from mlx_parallm.config import configure
 from mlx_parallm.core import GivenTrajectory
 from mlx_parallm.engine.proving import Prover
 from mlx_parallm.errors import AdapterFileError, UnsupportedModelError
-from mlx_parallm.model.checks import Finding
+from mlx_parallm.model.families import Finding
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.rl.learn.model import TrainableModel
 

@@ -22,7 +22,7 @@ from mlx_parallm.core import RequestFinished
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.kv.states import StateArena
 from mlx_parallm.model.cache_plan import prepare
-from mlx_parallm.model.caches import arrays_of
+from mlx_parallm.model.layer_state import arrays_of
 
 TINY = 1e-5
 

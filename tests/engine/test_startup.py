@@ -23,8 +23,7 @@ from mlx_parallm.errors import EngineDeadError
 from mlx_parallm.kv.row import KVRow
 from mlx_parallm.model import families
 from mlx_parallm.model.cache_plan import prepare
-from mlx_parallm.model.checks import Finding
-from mlx_parallm.model.families import family_of
+from mlx_parallm.model.families import Finding, family_of
 
 
 def test_every_term_is_measured_and_no_row_is_left() -> None:

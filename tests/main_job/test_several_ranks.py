@@ -17,7 +17,7 @@ from main_job.serving import Said, Server, asking, in_thread
 
 from mlx_parallm.adapters.files.write import write_peft
 from mlx_parallm.model.bundled import load_bundled
-from mlx_parallm.model.sharding import SPLIT_FAMILIES
+from mlx_parallm.ranks.tensor_parallel import SPLIT_FAMILIES
 
 pytestmark = pytest.mark.slow
 

@@ -19,8 +19,8 @@ from mlx_parallm.adapters.files.read import read_adapter
 from mlx_parallm.adapters.files.write import write_mlx_lm, write_peft
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
 from mlx_parallm.errors import AdapterFileError, ConfigError, ModelNotFoundError
-from mlx_parallm.model.average import write_average
-from mlx_parallm.model.checks import relative_error
+from mlx_parallm.model.families import relative_error
+from mlx_parallm.model.merge import write_average
 
 TOKENS = mx.array([[1, 5, 9, 33, 77, 2, 250, 100, 30, 4, 66, 7]])
 SHARES = [0.5, 0.3, 0.2]

@@ -5,7 +5,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_parallm.errors import ModelNotFoundError
 from mlx_parallm.model import bundled
-from mlx_parallm.model.checks import relative_error
+from mlx_parallm.model.families import relative_error
 from mlx_parallm.model.manager import SharedModelManager
 
 pytestmark = pytest.mark.ci

@@ -8,8 +8,8 @@ import pytest
 from mlx.utils import tree_flatten
 from tiny import FAMILIES, tiny_model
 
-from mlx_parallm.model.checks import relative_error
 from mlx_parallm.model.cpu import CPUGatedMLP, CPULinear, CPURoPE, RotationTable, adapt_to_cpu
+from mlx_parallm.model.families import relative_error
 
 
 @pytest.mark.parametrize("family", FAMILIES)

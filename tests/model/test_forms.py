@@ -21,8 +21,7 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.grammar.compiler import LLCompiler
 from mlx_parallm.model.tokenizer import Tokenizer, detokenizer_for
 from mlx_parallm.model.tools.formats import HERMES, family_format
-from mlx_parallm.model.tools.reasoning import REASONINGS
-from mlx_parallm.model.tools.syntax import FAMILIES
+from mlx_parallm.model.tools.syntax import FAMILIES, REASONINGS
 from mlx_parallm.server.api.chat.messages import Conversation, GivenCall, GivenFunction, Message
 
 ARGUMENTS = json.dumps(ASKED[1], ensure_ascii=False)

@@ -15,7 +15,7 @@ from mlx_lm.models.mla import MultiLinear
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.forward_context import OneAdapter
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, HeadParts, LinearSpec
-from mlx_parallm.model.checks import relative_error
+from mlx_parallm.model.families import relative_error
 from mlx_parallm.model.linears import AdaptedHeads, adapter_layout, install_adapters
 from mlx_parallm.rl.learn.context import Span, TrainingContext
 

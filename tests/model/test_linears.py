@@ -15,9 +15,9 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.forward_context import OneAdapter
 from mlx_parallm.adapters.weights import ALL_LINEAR
 from mlx_parallm.errors import UnsupportedModelError
-from mlx_parallm.model.checks import relative_error
-from mlx_parallm.model.gradients import without_gradient
+from mlx_parallm.model.families import relative_error
 from mlx_parallm.model.linears import adapter_layout, install_adapters
+from mlx_parallm.model.trace import without_gradient
 
 LAYER = "model.layers.0"
 

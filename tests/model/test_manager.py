@@ -25,10 +25,10 @@ from transformers import AutoTokenizer
 
 from mlx_parallm.errors import ModelNotFoundError, UnsupportedModelError
 from mlx_parallm.model.cache_plan import prepare
-from mlx_parallm.model.checks import relative_error
+from mlx_parallm.model.families import relative_error
 from mlx_parallm.model.layer_state import LayerSpec
+from mlx_parallm.model.loading import save_tokenizer
 from mlx_parallm.model.manager import SharedModelManager
-from mlx_parallm.model.tokenizer_folder import save_tokenizer
 
 TOKENS = mx.array([[1, 5, 9, 33, 77, 2, 250, 100, 30, 4, 66, 7]])
 

@@ -18,7 +18,7 @@ from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
 from mlx_parallm.errors import AdapterFileError, ConfigError, ModelNotFoundError, UnsupportedModelError
 from mlx_parallm.model import merge as merging
 from mlx_parallm.model.bundled import load_bundled
-from mlx_parallm.model.checks import relative_error
+from mlx_parallm.model.families import relative_error
 from mlx_parallm.model.linears import adapter_layout, install_adapters
 from mlx_parallm.model.merge import merge
 

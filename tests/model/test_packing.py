@@ -23,7 +23,7 @@ from tiny import VOCAB_SIZE, build_model, tiny_config, tiny_model, tiny_tokenize
 from mlx_parallm.adapters.files.write import write_mlx_lm
 from mlx_parallm.adapters.weights import AdapterLayout
 from mlx_parallm.errors import UnsupportedModelError
-from mlx_parallm.model.checks import relative_error
+from mlx_parallm.model.families import relative_error
 from mlx_parallm.model.linears import adapter_layout
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.model.merge import merge

@@ -13,7 +13,7 @@ from tiny import tiny_model
 from mlx_parallm.adapters import forward_context
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.weights import AdapterWeights
-from mlx_parallm.model.checks import relative_error
+from mlx_parallm.model.families import relative_error
 from mlx_parallm.model.linears import install_adapters
 
 TOKENS = mx.arange(1, 6)[None]

@@ -12,7 +12,7 @@ from tiny import save_tiny
 from mlx_parallm import SharedModelManager
 from mlx_parallm.adapters.files.write import write_mlx_lm
 from mlx_parallm.errors import AdapterFileError, UnknownModelError
-from mlx_parallm.model.checks import relative_error
+from mlx_parallm.model.families import relative_error
 
 TOKENS = mx.array([[1, 5, 9, 33], [77, 2, 250, 100]])
 

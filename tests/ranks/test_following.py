@@ -20,7 +20,6 @@ from mlx_parallm.kv.device_memory import DeviceMemory
 from mlx_parallm.kv.row import KVRow
 from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.linears import adapter_layout, install_adapters
-from mlx_parallm.model.sharding import split_model
 from mlx_parallm.ranks.follower import Follower
 from mlx_parallm.ranks.parts import FollowingParts, LeadingParts, Parts
 from mlx_parallm.ranks.wire import decode, encode
@@ -47,7 +46,7 @@ class Inside:
 def engine(parts: Parts) -> tuple[BatchRunner, AdapterBank]:
     model = tiny_model("llama")
     layout = adapter_layout(model)
-    split = None if parts.group is None else split_model(model, parts.group)
+    split = None if parts.split is None else parts.split(model)
     plan = prepare(model)
     kv = plan.layout
     bank = AdapterBank(layout, 2, 4, kv.dtype, make_group=parts.linear_group(split))

@@ -22,8 +22,8 @@ from mlx_parallm.core.branches import Branch, Bucket
 from mlx_parallm.core.operations import Operation, TrainedSpan, TrainingPass, TrainingStage
 from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.linears import adapter_layout, install_adapters
-from mlx_parallm.model.sharding import split_model
 from mlx_parallm.ranks.parts import FollowingParts
+from mlx_parallm.ranks.tensor_parallel import split_model
 from mlx_parallm.ranks.wire import decode, encode
 from mlx_parallm.rl.learn.several_ranks import FollowingTraining, LeadingTrainableModel
 from mlx_parallm.rl.learn.trainer import GRPOTrainer

@@ -20,11 +20,11 @@ from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import OptimizerConfig, ResolvedTraining
 from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.linears import adapter_layout, install_adapters
-from mlx_parallm.model.sharding import split_model
 from mlx_parallm.ranks.follower import Follower
 from mlx_parallm.ranks.joining import Ranks, join
 from mlx_parallm.ranks.leader import Leader
 from mlx_parallm.ranks.parts import FollowingParts, LeadingParts
+from mlx_parallm.ranks.tensor_parallel import split_model
 from mlx_parallm.rl.learn.policy import Policy
 from mlx_parallm.rl.learn.several_ranks import FollowingTraining, LeadingTrainableModel
 from mlx_parallm.rl.learn.trainer import GRPOTrainer

@@ -10,7 +10,7 @@ from family_checks import Served
 from mlx_lm.models import kimi_k3
 
 from mlx_parallm.core.branches import Branch
-from mlx_parallm.model.checks import Finding
+from mlx_parallm.model.families import Finding
 from mlx_parallm.rl.learn import packed_pass
 from mlx_parallm.rl.learn.check import gradients
 from mlx_parallm.rl.learn.context import Params, Span

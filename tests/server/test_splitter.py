@@ -10,7 +10,7 @@ from tool_families import ASKED, ENDINGS, FAMILIES, OTHER_TEXTS, TEXTS, TOOLS
 
 from mlx_parallm.core import Reasoning
 from mlx_parallm.core.splitter import AnswerSyntax, Splitter, join_parts
-from mlx_parallm.model.tools.reasoning import REASONINGS
+from mlx_parallm.model.tools.syntax import REASONINGS
 
 THINK = Reasoning("<think>", "</think>")
 XTML = Reasoning(

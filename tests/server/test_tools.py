@@ -11,7 +11,7 @@ from walks import follows
 
 from mlx_parallm.core import Reasoning
 from mlx_parallm.model.tools.formats import HERMES
-from mlx_parallm.model.tools.reasoning import REASONINGS
+from mlx_parallm.model.tools.syntax import REASONINGS
 
 URL = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]

@@ -17,11 +17,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_parallm.core import CallReader, JsonPosition, RepairedCalls, Tool, ToolCall, UnwritableToolError
 from mlx_parallm.model.tools.grammar import call_grammar, parameters_of, properties_of, value_types
-from mlx_parallm.model.tools.pieces import EnforcedCalls
-from mlx_parallm.model.tools.reading import cut_off_calls, whole_calls, written
-from mlx_parallm.model.tools.reasoning import named
+from mlx_parallm.model.tools.reading import EnforcedCalls, cut_off_calls, whole_calls, written
 from mlx_parallm.model.tools.repair import may_begin_call, plain_json, repaired_calls
-from mlx_parallm.model.tools.syntax import FAMILIES, JSON, OTHER_NAMES, CallSyntax, Family
+from mlx_parallm.model.tools.syntax import FAMILIES, JSON, OTHER_NAMES, CallSyntax, Family, named
 
 Parser = Callable[[str, Any], Any]
 """A parser of mlx-lm: (text between the marks, tools) → one call or a list of calls."""

@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_parallm.core.branches import Branch, Bucket
-from mlx_parallm.model.checks import Finding, checked, logits_alone, sample_adapter, sample_tokens
+from mlx_parallm.model.families import Finding, checked, logits_alone, sample_adapter, sample_tokens
 from mlx_parallm.model.mixers import training_mode
 from mlx_parallm.rl.learn.context import Params, Span, TrainingContext
 from mlx_parallm.rl.learn.model import TrainableModel

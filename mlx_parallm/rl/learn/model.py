@@ -27,8 +27,8 @@ from mlx_parallm.adapters.weights import AdapterLayout
 from mlx_parallm.core.branches import Branch
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.cache_plan import CachePlan
-from mlx_parallm.model.caches import Caches
 from mlx_parallm.model.hooks import answered_by
+from mlx_parallm.model.layer_state import Caches
 from mlx_parallm.model.mixers import training_mode
 from mlx_parallm.model.split import Head, trunk_of, with_layers
 from mlx_parallm.rl.learn.context import Params, Span, TrainingContext, adapted_paths

@@ -23,6 +23,7 @@ from mlx.utils import tree_unflatten
 
 from mlx_parallm.adapters.bank import LinearSplit, ModelSplit, SplitBy
 from mlx_parallm.errors import UnsupportedModelError
+from mlx_parallm.model.linears import AdaptedLinear
 
 SPLIT_FAMILIES = ("llama", "qwen2", "qwen3")
 """mlx-lm model files for which the tests compare several ranks with one. mistral uses mlx-lm's `llama`."""
@@ -38,8 +39,20 @@ _BY = {
 }
 
 
+class AdaptedSummedLinear(AdaptedLinear):
+    """A linear that is split by input among ranks. Each adds its part of the LoRA product before the ranks' outputs are
+    added."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """[B, T, in / ranks] → [B, T, out]."""
+        return cast(mx.array, self.base.total(self.adapted(x, self.base.part)))
+
+
 class SummedLinear(nn.Module):  # type: ignore[misc]
-    """A linear that is split by input: the outputs of the ranks are added. `part`: this rank's part, without a bias."""
+    """A linear that is split by input: the outputs of the ranks are added. `part`: this rank's part, without a bias.
+    `adapted_kind`: the class that takes its place when adapters are installed."""
+
+    adapted_kind = AdaptedSummedLinear
 
     def __init__(self, part: nn.Module, bias: mx.array | None, group: mx.distributed.Group) -> None:
         super().__init__()
