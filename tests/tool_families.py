@@ -4,11 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlx_parallm.model.tools import syntax
-from mlx_parallm.model.tools.formats import family_format
-
-FAMILIES = {name: family_format(family) for name, family in syntax.FAMILIES.items()}
-
 
 def tool(name: str, **parameters: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": {"type": "object", **parameters}}}

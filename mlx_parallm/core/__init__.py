@@ -156,7 +156,6 @@ from mlx_parallm.core.signals import (
 )
 from mlx_parallm.core.text import (
     CallPiece,
-    CallReader,
     JsonPosition,
     Reasoning,
     RepairedCalls,
@@ -164,7 +163,6 @@ from mlx_parallm.core.text import (
     TextTokenizer,
     Tool,
     ToolCall,
-    ToolFormat,
     UnwritableToolError,
     control_ids,
     end_id,

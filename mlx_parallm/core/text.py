@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    from mlx_parallm.model.tools.formats import ToolFormat
 
 Tool = Mapping[str, Any]
 """A tool as chat templates take it: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
@@ -94,87 +97,6 @@ class JsonPosition:
             else:
                 self.in_string = char == '"'
                 self.depth += (char in "{[") - (char in "}]")
-
-
-class CallReader(Protocol):
-    """Reads the text after a start mark while a model writes it, if a grammar of `ToolFormat.grammar` enforces it."""
-
-    @property
-    def rest(self) -> str | None:
-        """The text after the end mark; None until the end mark was read."""
-
-    def feed(self, text: str) -> Iterator[CallPiece]:
-        """The pieces of calls that the next part of the text makes certain. Consume all of them before the next call
-        of this method."""
-
-
-class ToolFormat(Protocol):
-    """How a model family writes tool calls. Safe to use from any thread."""
-
-    @property
-    def starts(self) -> tuple[str, ...]:
-        """The marks before calls. Grammars write the first."""
-
-    @property
-    def end(self) -> str:
-        """The mark after the calls; empty if they extend to the end of the text."""
-
-    @property
-    def around(self) -> tuple[str, ...]:
-        """Marks that belong to calls and are removed from the text."""
-
-    @property
-    def in_template(self) -> bool:
-        """Whether the chat template describes tools, calls and results to the model. If it does not, the messages
-        must."""
-
-    @property
-    def visible_specials(self) -> frozenset[int]:
-        """Ids of the special tokens that calls are written with."""
-
-    def inside_value(self, position: JsonPosition) -> bool:
-        """Whether a text that follows the start mark ends inside a value. An end mark there is part of the value.
-
-        Args:
-            position: where the text ends, if calls are JSON.
-        """
-
-    def parse(self, text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
-        """The calls in a text between two marks, at least one.
-
-        Raises:
-            ValueError: there is no call, or it is malformed.
-        """
-
-    def may_begin_call(self, text: str, tools: Sequence[Tool]) -> bool:
-        """Whether a text whose beginning is `text`, at the beginning of a line, may be a call for `repaired`. False
-        stays false when more text comes."""
-
-    def repaired(self, text: str, tools: Sequence[Tool]) -> RepairedCalls | None:
-        """The calls of a text that is not valid in the family's form, if it can only mean these calls, and nothing
-        else is in it."""
-
-    def written(self, calls: Sequence[Mapping[str, Any]]) -> str:
-        """The text of calls, each with a name and arguments, as the model writes them."""
-
-    def unfinished(self, text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
-        """The calls in a text that was cut off after a start mark.
-
-        Only the last call may be incomplete. It is left out while its name is incomplete.
-
-        Raises:
-            ValueError: the text is not the beginning of a call.
-        """
-
-    def reader(self, tools: Sequence[Tool]) -> CallReader:
-        """Reads one text after a start mark that follows the `grammar` of these tools."""
-
-    def grammar(self, tools: Sequence[Tool], most: int, free: bool) -> str:
-        """Lark source for texts of 1 to `most` calls and nothing else; with `free`, for any text with valid calls.
-
-        Raises:
-            UnwritableToolError: the family cannot write a tool's arguments unambiguously.
-        """
 
 
 class UnwritableToolError(ValueError):

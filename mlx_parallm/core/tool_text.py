@@ -9,9 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mlx_parallm.core.text import TextTokenizer, Tool, ToolFormat
+from mlx_parallm.core.text import TextTokenizer, Tool
+
+if TYPE_CHECKING:
+    from mlx_parallm.model.tools.formats import ToolFormat
 
 TemplateMessage = Mapping[str, Any]
 """A message as chat templates take it."""

@@ -3,7 +3,7 @@
 Adding a model family that mlx-lm has: add the name of its model file to `TESTED` here and a tiny configuration to
 `tests/tiny.py`; the parity tests then run for it. A model of another family must pass checks before it serves: what it
 gives in a batch is compared with what it gives alone, by mlx-lm's own caches. If a family has its own way to write tool
-calls, see `tools/syntax.py`.
+calls, see `tools/formats.py`.
 """
 
 from __future__ import annotations

@@ -13,13 +13,13 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_parallm.core import Reasoning, ToolFormat
+from mlx_parallm.core import Reasoning
 from mlx_parallm.core.tool_text import TemplateMessage, calls_as_text
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.model.control_text import ControlText
 from mlx_parallm.model.hf_tokenizer import FastCodec, codec_of, length_bound_of, parts_of, token_bytes_of
-from mlx_parallm.model.tools.formats import FamilyToolFormat, tool_format_of
-from mlx_parallm.model.tools.syntax import reasoning_of
+from mlx_parallm.model.tools.formats import ToolFormat, tool_format_of
+from mlx_parallm.model.tools.thinking import reasoning_of
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MAX_HELD_TOKENS = 16
@@ -63,11 +63,11 @@ class Tokenizer:
         templates = wrapped.chat_template
         template = "".join(templates.values()) if isinstance(templates, dict) else templates or ""
         tool_format = tool_format_of(wrapped, template, tool_parser)
-        self.eos_token_ids: frozenset[int] = frozenset(wrapped.eos_token_ids) | self._ids_of(tool_format.family.stops)
+        self.eos_token_ids: frozenset[int] = frozenset(wrapped.eos_token_ids) | self._ids_of(tool_format.stops)
         self.text_bytes: list[bytes] | None = self._without_special_tokens()
         """The bytes that each id adds to a text, none for special tokens. None if they depend on other ids."""
         self.tool_format: ToolFormat = replace(
-            tool_format, visible_specials=self._special_ids_in(tool_format.family.all_marks)
+            tool_format, visible_specials=self._special_ids_in(tool_format.all_marks)
         )
         reasoning = reasoning_of(wrapped, template, reasoning_parser)
         self.reasoning: Reasoning | None = reasoning and replace(
@@ -156,11 +156,11 @@ class Tokenizer:
             text: str = self._hf.apply_chat_template(turns, **{**variables, **options, "tokenize": False})
         except Exception as error:  # a template is the model author's program: it may raise anything
             raise InvalidRequestError(f"the chat template refused the messages: {error}", param="messages") from error
-        as_written = self._fields.tool_format.family.as_written
+        as_written = self._fields.tool_format.as_written
         return re.sub(*as_written, text) if as_written else text
 
     def _make_control_text(self) -> ControlText:
-        family, added = self._fields.tool_format.family, self._hf.added_tokens_decoder
+        family, added = self._fields.tool_format, self._hf.added_tokens_decoder
         marks = [*family.starts, family.end]
         marks += [self.reasoning.start, self.reasoning.end] if self.reasoning and not self.reasoning.repeats else []
         if family.in_content:
@@ -281,7 +281,7 @@ _LOOKED_FOR = {"content": "'thinking'"}
 class TemplateFields:
     """How the templates of a family take calls, tools and reasoning."""
 
-    tool_format: FamilyToolFormat
+    tool_format: ToolFormat
     reasoning: Reasoning | None
 
     def fit(
@@ -289,7 +289,7 @@ class TemplateFields:
     ) -> Sequence[TemplateMessage]:
         """The messages for `template`, which gets `variables` too."""
         fitted = list(self._fitted(messages, template))
-        if self.tool_format.family.system_tools and variables.get("tools"):
+        if self.tool_format.system_tools and variables.get("tools"):
             tools = json.dumps([tool["function"] for tool in variables["tools"]], ensure_ascii=False)
             if not fitted or fitted[0].get("role") != "system":
                 fitted.insert(0, {"role": "system", "content": ""})
@@ -301,7 +301,7 @@ class TemplateFields:
             yield self._of_assistant(message, template) if message.get("role") == "assistant" else message
 
     def _of_assistant(self, message: TemplateMessage, template: str) -> TemplateMessage:
-        family, calls = self.tool_format.family, message.get("tool_calls")
+        family, calls = self.tool_format, message.get("tool_calls")
         if calls and family.in_content:
             message = calls_as_text(message, self.tool_format)
         if calls and family.text_arguments:

@@ -33,8 +33,8 @@ from mlx_parallm.core.device import MODE_SHARES
 from mlx_parallm.core.models import ModelState
 from mlx_parallm.core.policies import TokenLoss
 from mlx_parallm.model.families import TESTED
-from mlx_parallm.model.tools.formats import HERMES
-from mlx_parallm.model.tools.syntax import FAMILIES, OTHER_NAMES, REASONINGS
+from mlx_parallm.model.tools.formats import FAMILIES, HERMES, OTHER_NAMES
+from mlx_parallm.model.tools.thinking import REASONINGS
 from mlx_parallm.ranks.tensor_parallel import SPLIT_FAMILIES
 from mlx_parallm.rl.collect.group_rewards import MAX_PEOPLE
 from mlx_parallm.rl.collect.groups import DropReason

@@ -15,7 +15,7 @@ from walks import walk
 from mlx_parallm.core import GrammarKind, GrammarSpec, Tool
 from mlx_parallm.core.splitter import AnswerPart, AnswerSyntax, CallPart, Splitter, join_parts
 from mlx_parallm.grammar.compiler import LLCompiler
-from mlx_parallm.model.tools.formats import FamilyToolFormat
+from mlx_parallm.model.tools.formats import ToolFormat
 
 MOST = 3
 
@@ -27,7 +27,7 @@ def compiler() -> Iterator[LLCompiler]:
     made.close()
 
 
-def syntax_of(family: FamilyToolFormat, tools: tuple[Tool, ...], most: int = MOST) -> AnswerSyntax:
+def syntax_of(family: ToolFormat, tools: tuple[Tool, ...], most: int = MOST) -> AnswerSyntax:
     return AnswerSyntax(calls=family, tools=tools, max_calls=most, enforced=True)
 
 
@@ -71,7 +71,7 @@ def test_a_call_that_is_cut_off_anywhere_has_what_was_certain(compiler: LLCompil
     text = next(text for seed in range(99) if "days" in (text := walk(grammar, seed, pull(family))))
     (whole,) = join_parts(split_in_pieces(text, syntax, rng)).calls
     lengths = []
-    for end in range(len(family.start), len(text)):
+    for end in range(len(family.starts[0]), len(text)):
         joined = join_parts(split_in_pieces(text[:end], syntax, rng, cut=True))
         assert joined.text == ""
         for call in joined.calls:
@@ -114,7 +114,7 @@ def test_a_long_text_is_not_held_back() -> None:
 def test_calls_beyond_the_limit_are_dropped() -> None:
     family = FAMILIES["kimi_k2"]
     call = "<|tool_call_begin|>functions.now:{}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
-    text = family.start + call.format(0) + call.format(1) + family.end
+    text = family.starts[0] + call.format(0) + call.format(1) + family.end
     joined = join_parts(split_in_pieces(text, syntax_of(family, TOOLS, most=1), random.Random(0)))
     assert [call.call_id for call in joined.calls] == ["functions.now:0"]
     assert joined.text == ""

@@ -20,8 +20,8 @@ from mlx_parallm.core.splitter import AnswerSyntax, split
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.grammar.compiler import LLCompiler
 from mlx_parallm.model.tokenizer import Tokenizer, detokenizer_for
-from mlx_parallm.model.tools.formats import HERMES, family_format
-from mlx_parallm.model.tools.syntax import FAMILIES, REASONINGS
+from mlx_parallm.model.tools.formats import FAMILIES, HERMES
+from mlx_parallm.model.tools.thinking import REASONINGS
 from mlx_parallm.server.api.chat.messages import Conversation, GivenCall, GivenFunction, Message
 
 ARGUMENTS = json.dumps(ASKED[1], ensure_ascii=False)
@@ -225,7 +225,7 @@ def tokenizer_of(name: str) -> Tokenizer:
     hf.add_special_tokens({"additional_special_tokens": sorted(tokens)})
     hf.chat_template = form.template
     if name == "magistral":  # as mlx-lm loads it
-        parser = family_format(FAMILIES["mistral"]).parser
+        parser = FAMILIES["mistral"].parser
         return Tokenizer(TokenizerWrapper(hf, tool_call_start="[TOOL_CALLS]", tool_call_end="", tool_parser=parser))
     return Tokenizer(TokenizerWrapper(hf))
 
@@ -234,7 +234,7 @@ def tokenizer_of(name: str) -> Tokenizer:
 def test_a_family_is_found_from_its_template_and_its_vocabulary(name: str) -> None:
     tokenizer, form = tokenizer_of(name), FORMS[name]
     assert tokenizer.tool_format.in_template
-    assert tokenizer.tool_format.family == family_format(FAMILIES[form.tool_parser]).family
+    assert replace(tokenizer.tool_format, visible_specials=frozenset()) == FAMILIES[form.tool_parser]
     expected = REASONINGS[form.reasoning_parser] if form.reasoning_parser else None
     found = tokenizer.reasoning
     assert (found and (found.start, found.end)) == (expected and (expected.start, expected.end))

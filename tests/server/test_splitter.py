@@ -10,7 +10,7 @@ from tool_families import ASKED, ENDINGS, FAMILIES, OTHER_TEXTS, TEXTS, TOOLS
 
 from mlx_parallm.core import Reasoning
 from mlx_parallm.core.splitter import AnswerSyntax, Splitter, join_parts
-from mlx_parallm.model.tools.syntax import REASONINGS
+from mlx_parallm.model.tools.thinking import REASONINGS
 
 THINK = Reasoning("<think>", "</think>")
 XTML = Reasoning(
@@ -78,7 +78,7 @@ def test_a_call_that_the_model_left_unfinished_is_text_or_a_call_and_never_lost(
 def test_nothing_of_a_call_that_was_cut_off_is_text(name, before):
     family, whole = FAMILIES[name], json.dumps(ASKED[1], ensure_ascii=False)
     named = None
-    for end in range(len(family.start) // 2 + 1, len(TEXTS[name])):
+    for end in range(len(family.starts[0]) // 2 + 1, len(TEXTS[name])):
         text = before + TEXTS[name][:end]
         said = parts_of(list(text), cut=True, **tools(family))
         assert said.text == before.rstrip(), text

@@ -11,7 +11,7 @@ from walks import follows
 
 from mlx_parallm.core import Reasoning
 from mlx_parallm.model.tools.formats import HERMES
-from mlx_parallm.model.tools.syntax import REASONINGS
+from mlx_parallm.model.tools.thinking import REASONINGS
 
 URL = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -135,7 +135,7 @@ async def test_a_call_that_is_cut_off_is_an_unfinished_call(make, engine, name):
     client = make(FAMILIES[name])
     engine.text = TEXTS[name]
     most = len(TEXTS[name].encode()) - len(FAMILIES[name].end.encode()) - 4
-    for limit in range(len(FAMILIES[name].start), most, 7):
+    for limit in range(len(FAMILIES[name].starts[0]), most, 7):
         (whole,), (stream,) = await ask(client, max_tokens=limit), await streamed(client, max_tokens=limit)
         assert (whole["finish_reason"], whole["message"]["content"] or "") == ("length", "")
         assert (stream["finish_reason"], stream["message"]["content"] or "") == ("length", "")

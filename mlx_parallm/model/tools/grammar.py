@@ -1,4 +1,5 @@
-"""Grammars of tool calls in llguidance's Lark: calls that a family's parser reads back, with valid arguments.
+"""How a family writes calls, as data, and grammars of such calls in llguidance's Lark: calls that the family's parser
+reads back, with valid arguments.
 
 The rules, for tool 0 and its third argument:
 
@@ -14,10 +15,59 @@ import json
 import keyword
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mlx_parallm.core import COMPACT_JSON, Tool, UnwritableToolError, enforceable_schema
-from mlx_parallm.model.tools.syntax import CallSyntax
+
+
+@dataclass(frozen=True, slots=True)
+class CallSyntax:
+    """Pairs are (text before, text after). `$name` stands for a tool's name, `$key` for an argument's, and `$index` for
+    a call's number.
+
+    call:      around a call's arguments
+    argument:  around the value of each argument; None: the arguments are one JSON object
+    comma:     between arguments
+    bare:      around a value whose schema allows a string; such a value is written as it is, without quotes. None:
+               every value is written as JSON
+    plain:     before any other value, in families that say whether a value is JSON
+    forbidden: texts that a bare value must not contain, besides the text that ends it
+    scalars:   no value may be an array or an object
+    names:     regular expressions for the names of tools and of arguments that the parser reads back
+    block:     around all calls between one start mark and one end mark
+    between:   between two calls inside a block; None: each call has its own marks, with `join` between them
+    lead:      before a call that must come; the prompt or a mark has it in any other case
+    single:    one answer has one call
+    native:    other forms that models of the family may write when nothing is enforced
+    """
+
+    call: tuple[str, str]
+    argument: tuple[str, str] | None = None
+    comma: str = ""
+    bare: tuple[str, str] | None = None
+    plain: str = ""
+    forbidden: tuple[str, ...] = ()
+    scalars: bool = False
+    names: tuple[str, str] = (r"[\w-]+", r"[^\s<>\"'=]+")
+    block: tuple[str, str] = ("", "")
+    between: str | None = None
+    join: str = "\n"
+    lead: str = ""
+    single: bool = False
+    native: tuple[CallSyntax, ...] = ()
+
+    @property
+    def prefix(self) -> str:
+        """The text before the name of a tool."""
+        return self.call[0].partition("$name")[0]
+
+    @property
+    def all_marks(self) -> str:
+        """All fixed texts, joined."""
+        fixed = [*self.call, *self.block, *(self.argument or ()), *(self.bare or ()), self.between or "", self.lead]
+        return "".join([*fixed, *(form.all_marks for form in self.native)])
+
 
 _TEXT = r"/[^\x00-\x08\x0b-\x1f\x7f]*/"
 _TRIMMED = r"/([^\s\x00-\x1f\x7f]((?s:.*)[^\s\x00-\x1f\x7f])?)?/"
@@ -42,7 +92,12 @@ _TYPE_NAMES: Mapping[type, str] = {
 def call_grammar(
     syntax: CallSyntax, starts: Sequence[str], end: str, tools: Sequence[Tool], most: int, free: bool
 ) -> str:
-    """See `core.ToolFormat.grammar`. `starts` and `end` are the marks; only the first start mark may be written."""
+    """Lark source for texts of 1 to `most` calls and nothing else; with `free`, for any text with valid calls. `starts`
+    and `end` are the marks; only the first start mark may be written.
+
+    Raises:
+        UnwritableToolError: a tool's arguments cannot be written unambiguously.
+    """
     most = 1 if syntax.single else most
     calls = "call" if syntax.between is None else _repeated("call", syntax.between, most)
     body = _sequence(_literal(syntax.block[0]), calls, _literal(syntax.block[1] + end))

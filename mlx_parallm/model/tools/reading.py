@@ -15,8 +15,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from mlx_parallm.core import CallPiece, JsonPosition, Tool, ToolCall, overlap
-from mlx_parallm.model.tools.grammar import parameters_of, properties_of, value_types
-from mlx_parallm.model.tools.syntax import CallSyntax
+from mlx_parallm.model.tools.grammar import CallSyntax, parameters_of, properties_of, value_types
 
 _DECODER = json.JSONDecoder()
 _STANDS_FOR = {"$name": r"(?P<name>[\w.-]*)", "$index": r"\d+", "$key": r"(?P<key>[^\"]+)"}

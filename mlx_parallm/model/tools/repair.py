@@ -19,7 +19,7 @@ from mlx_parallm.model.tools.grammar import parameters_of, properties_of
 from mlx_parallm.model.tools.reading import written
 
 if TYPE_CHECKING:
-    from mlx_parallm.model.tools.formats import FamilyToolFormat
+    from mlx_parallm.model.tools.formats import ToolFormat
 
 _FENCE = re.compile(r"`{3,}[\w-]*\s*")
 _JSON_BEGINS = re.compile(r'[\[{](?=\s*["\'{\[}\]])')
@@ -31,14 +31,14 @@ _NAMES, _ARGUMENTS = ("name", "tool_name", "function"), ("arguments", "parameter
 _OTHER_FIELDS = {"type", "id", "tool_call_id"}
 _LONGEST_OPENING = 512
 
-Reading = tuple["FamilyToolFormat", str]
+Reading = tuple["ToolFormat", str]
 """A text, and the format that may read it."""
 
 
 # -- where a call may begin ----------------------------------------------------------------------
 
 
-def may_begin_call(text: str, names: frozenset[str], formats: tuple[FamilyToolFormat, ...]) -> bool:
+def may_begin_call(text: str, names: frozenset[str], formats: tuple[ToolFormat, ...]) -> bool:
     """Whether a line that begins like this may begin a call. False stays false when more text comes."""
     while text:
         fence = _FENCE.match(text)
@@ -51,7 +51,7 @@ def may_begin_call(text: str, names: frozenset[str], formats: tuple[FamilyToolFo
 
 
 @lru_cache(maxsize=64)
-def _openings(names: frozenset[str], formats: tuple[FamilyToolFormat, ...]) -> tuple[str, ...]:
+def _openings(names: frozenset[str], formats: tuple[ToolFormat, ...]) -> tuple[str, ...]:
     """What calls of these tools begin with, without white space. JSON begins a call only with the name of a tool."""
     openings = {"```", '{"type":"function"', '[{"type":"function"'}
     fields = ['{"name":"', '{"function":"', '{"function":{"name":"']
@@ -86,7 +86,7 @@ def _squeezed(text: str) -> str:
 # -- repairs -------------------------------------------------------------------------------------
 
 
-def repaired_calls(text: str, tools: Sequence[Tool], formats: Sequence[FamilyToolFormat]) -> RepairedCalls | None:
+def repaired_calls(text: str, tools: Sequence[Tool], formats: Sequence[ToolFormat]) -> RepairedCalls | None:
     """The calls that a text means; None if it may mean anything else."""
     inner = _unfenced(text)
     kind: RepairKind = "form" if inner == text else "fence"
@@ -128,7 +128,7 @@ def _right(token: re.Match[str]) -> str:
     return '"' + re.sub(r'(?<!\\)"', r"\"", token[1].replace("\\'", "'")) + '"'
 
 
-def _ended(text: str, formats: Sequence[FamilyToolFormat]) -> Iterator[Reading]:
+def _ended(text: str, formats: Sequence[ToolFormat]) -> Iterator[Reading]:
     """The text with the brackets and the marks that its end lacks."""
     for closed in {text, _with_brackets(text)}:
         for each in formats:
@@ -160,7 +160,7 @@ def _with_brackets(text: str) -> str:
 # -- readings ------------------------------------------------------------------------------------
 
 
-def _read(each: FamilyToolFormat, text: str, tools: Sequence[Tool]) -> Iterator[tuple[ToolCall, ...]]:
+def _read(each: ToolFormat, text: str, tools: Sequence[Tool]) -> Iterator[tuple[ToolCall, ...]]:
     """The calls of a text that has nothing else, with or without the marks of a format."""
     for mark in each.around:
         text = text.replace(mark, "")
@@ -186,7 +186,7 @@ def _fit(calls: Sequence[ToolCall], tools: Sequence[Tool]) -> bool:
     return True
 
 
-def _all_read(each: FamilyToolFormat, calls: Sequence[ToolCall], text: str) -> bool:
+def _all_read(each: ToolFormat, calls: Sequence[ToolCall], text: str) -> bool:
     """Whether the calls, written in the form of the format, have all characters of the text; parsers may skip some."""
     if each.parser is plain_json or each.syntax is None:
         return each.parser is plain_json

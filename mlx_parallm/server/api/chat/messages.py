@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from mlx_parallm.core import TextTokenizer, Tool, ToolFormat
+from mlx_parallm.core import TextTokenizer, Tool
 from mlx_parallm.core.tool_text import (
     TemplateMessage,
     calls_as_text,
@@ -30,6 +30,9 @@ from mlx_parallm.errors import InvalidRequestError, shown
 from mlx_parallm.server.api.chat.fitting import fitted
 from mlx_parallm.server.api.fields import Neutral, Validate, WireInput, check_text_parts, read_nested, refused
 from mlx_parallm.server.api.grammar_fields import is_shallow
+
+if TYPE_CHECKING:
+    from mlx_parallm.model.tools.formats import ToolFormat
 
 MAX_MESSAGES = 4096
 MAX_CALLS = 128
