@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,7 @@ from mlx_parallm.kv.device_memory import Account
 from mlx_parallm.machine.guard import MemoryGuard
 from mlx_parallm.machine.memory import MemoryReading, read_memory
 from mlx_parallm.machine.power import PowerReading, read_power
-from mlx_parallm.machine.processors import BlasThreads, OtherPrograms, usable_cores
+from mlx_parallm.machine.processors import BlasThreads
 from mlx_parallm.model.device import machine_memory
 
 T = TypeVar("T")
@@ -38,34 +37,6 @@ _log = logging.getLogger(__name__)
 def footprint_limit(configured: int | None, ram: int) -> int:
     """Bytes that this process may take; 0 if it is not watched. `configured`: `server.memory_guard`."""
     return int(_RAM_SHARE * ram) if configured is None else configured
-
-
-def machine_facts() -> dict[str, str]:
-    """What the watch of a server sees of this machine now, for `mlx_parallm doctor`."""
-    facts = {"memory guard": _said(_memory_fact), "power": _said(_power_fact)}
-    return facts | ({"cores": _said(_cores_fact)} if sys.platform == "linux" else {})
-
-
-def _said(fact: Callable[[], str]) -> str:
-    try:
-        return fact()
-    except Exception as error:  # noqa: BLE001 - a system may say anything; the rest of the report is still of use
-        return f"cannot be read, so it is not watched: {error!r}"
-
-
-def _memory_fact() -> str:
-    limit, pressure = footprint_limit(None, machine_memory().ram), read_memory().pressure
-    return f"acts when a server takes more than {limit / 2**30:.1f} GiB; memory pressure is {pressure.name.lower()} now"
-
-
-def _cores_fact() -> str:
-    return f"other programs use {OtherPrograms().cores():.1f} of {usable_cores()}"
-
-
-def _power_fact() -> str:
-    power = read_power()
-    extras = [text for text, on in (("Low Power Mode", power.low_power), ("hot", power.hot)) if on]
-    return ", ".join(["battery" if power.on_battery else "mains", *extras])
 
 
 @dataclass(frozen=True, slots=True)

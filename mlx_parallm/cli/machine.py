@@ -73,11 +73,9 @@ def doctor(args: Namespace) -> int:
     self_test.check_arguments(args)
     if args.self_test:
         return self_test.self_test(args)
-    from mlx_parallm.app.machine import machine_facts
-    from mlx_parallm.batch.attention_times import typical_attention
-    from mlx_parallm.model.device import report
+    from mlx_parallm.app.doctor import report
 
-    found = report({**machine_facts(), "attention": typical_attention().text})
+    found = report()
     return show(args, {**found.facts, "warnings": list(found.warnings)}, lambda: found.text)
 
 

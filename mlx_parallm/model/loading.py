@@ -13,6 +13,7 @@ import math
 import os
 import re
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -228,14 +229,19 @@ def materializing(model: nn.Module, name: str, show: bool) -> Iterator[None]:
 
     With `show`, reports on stderr: a bar on a terminal, otherwise a line at the end.
     """
-    tensors = [array for _, array in tree_flatten(model.parameters())]
+    started, tensors = time.monotonic(), [array for _, array in tree_flatten(model.parameters())]
+    total = sum(array.nbytes for array in tensors)
     columns = (TextColumn("loading {task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not show) as progress:
-        task = progress.add_task(name, total=sum(array.nbytes for array in tensors))
+    on_terminal = sys.stderr.isatty()
+    with Progress(*columns, console=Console(stderr=True), disable=not (show and on_terminal)) as progress:
+        task = progress.add_task(name, total=total)
         for array in tensors:
             mx.eval(array)
             progress.advance(task, array.nbytes)
             yield
+    if show and not on_terminal:
+        size = f"{len(tensors)} tensors, {total / 1e6:.0f} MB, {time.monotonic() - started:.1f} s"
+        print(f"loaded {name}: {size}", file=sys.stderr, flush=True)
 
 
 # -- fingerprints --------------------------------------------------------------------------------

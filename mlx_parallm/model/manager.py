@@ -29,8 +29,7 @@ from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef, CheckpointCard, ModelCard
 from mlx_parallm.errors import UnknownModelError, UnsupportedModelError
 from mlx_parallm.model.cache_plan import CachePlan, prepare
-from mlx_parallm.model.cpu import adapt_to_cpu
-from mlx_parallm.model.device import on_cpu, prepare_device
+from mlx_parallm.model.device import adapt_to_cpu, on_cpu, prepare_device
 from mlx_parallm.model.families import family_of
 from mlx_parallm.model.layer_state import KVLayout
 from mlx_parallm.model.linears import adapter_layout, install_adapters

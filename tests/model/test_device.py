@@ -1,18 +1,13 @@
-"""What MLX may take, from the figures of devices that are not here, and the report of `mlx_parallm doctor`."""
-
-import re
+"""What MLX may take, from the figures of devices that are not here."""
 
 import mlx.core as mx
 import pytest
 
-import mlx_parallm
 from mlx_parallm.model.device import (
     MachineMemory,
     MemoryLimits,
-    is_slow,
     machine_memory,
     memory_limits,
-    report,
     set_limits,
 )
 
@@ -73,35 +68,3 @@ def test_the_wired_limit_of_metal_is_set_only_on_request(restored, monkeypatch):
     assert wired == []
     set_limits(memory_limits(MAC_16, wire=True))
     assert wired == [MAC_16.recommended]
-
-
-# -- the report ------------------------------------------------------------------------------------
-
-
-def test_matmul_is_fast_here_and_the_report_says_so():
-    text = report().text
-    speed = re.search(r"^1024³ matmul +(\d+) GFLOP/s.* \(NumPy: (\d+)\)$", text, re.MULTILINE)
-    assert speed
-    assert int(speed[1]) >= 100 or int(speed[1]) >= int(speed[2]) / 2
-    assert "warning" not in text
-    assert mlx_parallm.BLAS.name in text
-    assert "SmolLM2-135M-Instruct" in text
-    limit = memory_limits(machine_memory()).memory
-    assert f"{limit / 2**30:.1f} GiB, 32 MiB of it cached buffers, none wired" in text
-
-
-@pytest.mark.parametrize(("ours", "numpys", "slow"), [(6, 200, True), (120, 400, False), (60, 100, False)])
-def test_slow_means_under_100_and_under_half_of_numpys(ours, numpys, slow):
-    assert is_slow(ours, numpys) is slow
-
-
-def test_a_slow_blas_and_a_missing_model_are_warned_of(monkeypatch):
-    monkeypatch.setattr("mlx_parallm.model.device.matmul_gflops", lambda: 6.0)
-    monkeypatch.setattr("mlx_parallm.model.device.numpy_gflops", lambda: 200.0)
-    monkeypatch.setattr("mlx_parallm.model.bundled.PACKAGES", ("no_such_package",))
-    *facts, blas, model = report().text.splitlines()
-    assert facts[-1].split() == ["bundled", "model", "not", "installed"]
-    assert blas.startswith("warning: ")
-    assert "libopenblas" in blas
-    assert model.startswith("warning: ")
-    assert "pip install" in model
