@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from mlx_parallm.model.tools.formats import FAMILIES
+
+__all__ = ["ASKED", "ENDINGS", "FAMILIES", "OTHER_TEXTS", "TEXTS", "TOOLS", "tool"]
+
 
 def tool(name: str, **parameters: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": {"type": "object", **parameters}}}

@@ -15,7 +15,6 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from threading import Lock
@@ -25,7 +24,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.model.hf_tokenizer import FastCodec
+from mlx_parallm.model.hf_tokenizer import Codec, FastCodec
 
 _PRIVATE_USE = range(0xE000, 0xF900)
 _STRETCH = 64 * 1024
@@ -34,75 +33,70 @@ _LOOKS_LIKE_CONTROL = re.compile(r"<[|｜].+[|｜]>", re.DOTALL)
 """Some tokenizers do not mark their role tokens as special, but write them like this."""
 
 
-def control_texts(added: Mapping[int, AddedToken]) -> dict[str, int]:
-    """Texts and ids of the added tokens that a client must not write: special ones, and others that look like them.
-
-    Other added tokens, such as runs of spaces or a `<think>` that is not special, are ordinary words.
-    """
-    control = {i: token for i, token in added.items() if token.special or _LOOKS_LIKE_CONTROL.fullmatch(token.content)}
-    return {token.content: i for i, token in control.items() if token.content}
-
-
 StandIns = Mapping[str, str]
 """The first character of a control token → its stand-in."""
-
-
-@dataclass(frozen=True, slots=True)
-class Guarded:
-    """The messages and variables for the template, with stand-ins in them."""
-
-    messages: Sequence[Mapping[str, Any]]
-    variables: Mapping[str, Any]
-    stand_ins: StandIns
 
 
 class ControlText:
     """Keeps the text of control tokens in client strings from becoming tokens. Safe on any thread.
 
+    Control tokens are the added tokens that a client must not write: special ones, and others that look like them.
+    Other added tokens, such as runs of spaces or a `<think>` that is not special, are ordinary words.
+
     Args:
         added: the tokenizer's added tokens.
-        backend: the Rust tokenizer. None: there is none, and messages with the text of a control token are refused.
+        codec: the tokenizer's. With one written in Python, messages with the text of a control token are refused.
         marks: control tokens that an assistant's message may contain: the marks of reasoning and of tool calls.
     """
 
-    def __init__(
-        self, added: Mapping[int, AddedToken], backend: tokenizers.Tokenizer | None, marks: Collection[str]
-    ) -> None:
-        self._backend = backend
-        self._ids = control_texts(added)
+    def __init__(self, added: Mapping[int, AddedToken], codec: Codec, marks: Collection[str]) -> None:
+        self._codec = codec
+        self._ids = {
+            token.content: i
+            for i, token in added.items()
+            if token.content and (token.special or _LOOKS_LIKE_CONTROL.fullmatch(token.content))
+        }
         self._all = _Finder(self._ids)
         self._all_but_marks = _Finder(self._ids.keys() - set(marks))
         self._normalized = frozenset(i for i in self._ids.values() if added[i].normalized)
-        self._aliased: _AliasedTokenizer | None = None
+        self._aliased: tuple[Codec, Mapping[str, str]] | None = None
         self._lock = Lock()
 
-    def guard(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> Guarded | None:
-        """Puts stand-ins into the strings. None: no string spells a control token.
+    def guard(
+        self, messages: Sequence[Mapping[str, Any]], variables: dict[str, Any]
+    ) -> tuple[Sequence[Mapping[str, Any]], dict[str, Any], StandIns]:
+        """The messages and variables for the template, with stand-ins in their strings; as they are if no string spells
+        a control token.
 
         Raises:
             InvalidRequestError: the strings use every private-use character.
         """
-        parts = [*((turn, self._finder_for(turn)) for turn in messages), (variables, self._all)]
+        finders = [self._all_but_marks if each.get("role") == "assistant" else self._all for each in messages]
+        parts = [*zip(messages, finders, strict=True), (variables, self._all)]
         if not any(finder.finds(text) for part, finder in parts for text in _strings(part)):
-            return None
+            return messages, variables, {}
         all_text = "\0".join(text for part, _ in parts for text in _strings(part))
         stand_ins = _choose_stand_ins({text[0] for text in self._ids}, all_text)
-        *turns, others = [_map_strings(part, partial(finder.guard, stand_ins=stand_ins)) for part, finder in parts]
-        return Guarded(turns, others, stand_ins)
-
-    def _finder_for(self, turn: Mapping[str, Any]) -> _Finder:
-        return self._all_but_marks if turn.get("role") == "assistant" else self._all
+        *guarded, others = [_map_strings(part, partial(finder.guard, stand_ins=stand_ins)) for part, finder in parts]
+        return guarded, others, stand_ins
 
     def encode(self, rendered: str, stand_ins: StandIns) -> list[int]:
         """Token ids of a rendered text. Raises InvalidRequestError: this kind of tokenizer cannot be copied."""
+        if not stand_ins:
+            ids = self._codec.encode(rendered, add_special_tokens=False)
+            if not self._misread(ids, rendered):
+                return ids
         with self._lock:
             if self._aliased is None:
-                self._aliased = _AliasedTokenizer(self._backend, self._ids)
-        aliases = self._aliased.aliases
+                self._aliased = _aliased_codec(self._codec, self._ids)
+        codec, aliases = self._aliased
         text = self._all.pattern.sub(lambda found: aliases[found[0]], rendered)
-        return self._aliased.codec.encode(_restore(text, stand_ins), add_special_tokens=False)
+        for first, stand_in in stand_ins.items():
+            escaped = json.dumps(stand_in)[1:-1]  # a template may write JSON in ASCII
+            text = text.replace(stand_in, first).replace(escaped, json.dumps(first)[1:-1])
+        return codec.encode(text, add_special_tokens=False)
 
-    def misread(self, ids: Sequence[int], rendered: str) -> bool:
+    def _misread(self, ids: Sequence[int], rendered: str) -> bool:
         """Whether the tokenizer's normalizer has turned other text of `rendered` into a control token."""
         if not self._normalized:
             return False
@@ -155,63 +149,45 @@ class _Finder:
         return next((length for length in lengths if text[-length:] in self._prefixes), 0)
 
 
-class _AliasedTokenizer:
-    """A copy of a tokenizer with other texts for its control tokens, and the same ids.
+def _aliased_codec(codec: Codec, ids: Mapping[str, int]) -> tuple[Codec, Mapping[str, str]]:
+    """A copy of a tokenizer with other texts for its control tokens and the same ids, and these texts.
+
+    Control tokens are renamed in the vocabulary too, and merges into them are dropped, so that no text becomes one.
 
     Raises:
         InvalidRequestError: this kind of tokenizer cannot be copied like that.
     """
-
-    def __init__(self, backend: tokenizers.Tokenizer | None, ids: Mapping[str, int]) -> None:
-        secret = secrets.token_hex(16)
-        self.aliases = {text: f"|{secret}{token_id:08d}|" for text, token_id in ids.items()}
-        copy = self._copy(backend) if backend is not None else None
-        if copy is None:
-            raise InvalidRequestError(
-                "a message has the text of a control token, which this model's tokenizer cannot encode as text; leave "
-                "it out (or start the server with --allow-special-tokens)",
-                param="messages",
-            )
-        self.codec = FastCodec(copy)
-
-    def _copy(self, backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer | None:
-        """None: an added token has another id in the copy."""
-        copy = tokenizers.Tokenizer.from_str(json.dumps(self._rename_parts(json.loads(backend.to_str()))))
-        before, after = backend.get_added_tokens_decoder(), copy.get_added_tokens_decoder()
-        expected = {i: self._alias(token.content) for i, token in before.items()}
-        return copy if expected == {i: token.content for i, token in after.items()} else None
-
-    def _rename_parts(self, parts: dict[str, Any]) -> dict[str, Any]:
-        added = [{**token, "content": self._alias(token["content"])} for token in parts["added_tokens"]]
-        return {**parts, "added_tokens": added, "model": self._rename_model(parts["model"]), "post_processor": None}
-
-    def _rename_model(self, model: dict[str, Any]) -> dict[str, Any]:
-        """Also renames control tokens in the vocabulary and drops merges into them, so that no text becomes one."""
-        vocab: Any = model["vocab"]
-        if isinstance(vocab, dict):
-            vocab = {self._alias(text): i for text, i in vocab.items()}
-        else:
-            vocab = [[self._alias(text), score] for text, score in vocab]
-        changed = {"vocab": vocab}
-        if model.get("unk_token") is not None:
-            changed["unk_token"] = self._alias(model["unk_token"])
-        if "merges" in model:
-            changed["merges"] = [merge for merge in model["merges"] if not self._makes_control_token(merge)]
-        return {**model, **changed}
-
-    def _makes_control_token(self, merge: str | list[str]) -> bool:
-        pair = merge.split(" ") if isinstance(merge, str) else merge
-        return any(text in self.aliases for text in (*pair, "".join(pair)))
-
-    def _alias(self, text: str) -> str:
-        return self.aliases.get(text, text)
+    secret = secrets.token_hex(16)
+    aliases = {text: f"|{secret}{token_id:08d}|" for text, token_id in ids.items()}
+    if isinstance(codec, FastCodec):
+        parts = json.loads(codec.backend.to_str())
+        parts["post_processor"] = None
+        for token in parts["added_tokens"]:
+            token["content"] = aliases.get(token["content"], token["content"])
+        _rename_in_model(parts["model"], aliases)
+        copy = tokenizers.Tokenizer.from_str(json.dumps(parts))
+        before, after = codec.backend.get_added_tokens_decoder(), copy.get_added_tokens_decoder()
+        expected = {i: aliases.get(token.content, token.content) for i, token in before.items()}
+        if expected == {i: token.content for i, token in after.items()}:
+            return FastCodec(copy), aliases
+    raise InvalidRequestError(
+        "a message has the text of a control token, which this model's tokenizer cannot encode as text; leave it out "
+        "(or start the server with --allow-special-tokens)",
+        param="messages",
+    )
 
 
-def _restore(text: str, stand_ins: StandIns) -> str:
-    for first, stand_in in stand_ins.items():
-        escaped = json.dumps(stand_in)[1:-1]  # a template may write JSON in ASCII
-        text = text.replace(stand_in, first).replace(escaped, json.dumps(first)[1:-1])
-    return text
+def _rename_in_model(model: dict[str, Any], aliases: Mapping[str, str]) -> None:
+    vocab: Any = model["vocab"]
+    if isinstance(vocab, dict):
+        model["vocab"] = {aliases.get(text, text): i for text, i in vocab.items()}
+    else:
+        model["vocab"] = [[aliases.get(text, text), score] for text, score in vocab]
+    if model.get("unk_token") is not None:
+        model["unk_token"] = aliases.get(model["unk_token"], model["unk_token"])
+    if "merges" in model:
+        pairs = [(merge, merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
+        model["merges"] = [merge for merge, pair in pairs if aliases.keys().isdisjoint((*pair, "".join(pair)))]
 
 
 def _strings(value: Any) -> Iterator[str]:

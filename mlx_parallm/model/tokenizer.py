@@ -6,21 +6,27 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tokenizers import AddedToken
 
 from mlx_parallm.core import Reasoning
 from mlx_parallm.core.tool_text import TemplateMessage, calls_as_text
-from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.model.control_text import ControlText
-from mlx_parallm.model.hf_tokenizer import FastCodec, codec_of, length_bound_of, parts_of, token_bytes_of
+from mlx_parallm.errors import ContextLengthError, InvalidRequestError
+from mlx_parallm.model.control_text import ControlText, StandIns
+from mlx_parallm.model.hf_tokenizer import codec_of, token_bytes_of
 from mlx_parallm.model.tools.formats import ToolFormat, tool_format_of
 from mlx_parallm.model.tools.thinking import reasoning_of
 
+_CHARACTERS_A_TOKEN = 32
+"""Of a text with more characters for each token that it may have, the beginning is encoded first. Most texts have 2 to
+5 a token; only runs of white space have more."""
+_CUT_TOKENS = 64
+"""Tokens by which the beginning of a text may have more than the same part of the whole text."""
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MAX_HELD_TOKENS = 16
 """Most tokens that are held back as parts of an incomplete character, which has at most four."""
@@ -52,29 +58,30 @@ class Tokenizer:
     ) -> None:
         self._hf = wrapped
         self._codec = codec_of(wrapped)
-        parts = parts_of(wrapped)
-        self._length_bound = None if parts is None else length_bound_of(parts)
-        self._token_bytes = None if parts is None else token_bytes_of(parts)
-        self.special_ids = frozenset(wrapped.all_special_ids) | _special_added_ids(wrapped)
+        self._token_bytes = token_bytes_of(wrapped)
+        added = wrapped.added_tokens_decoder  # special ones may have no role, such as BOS or EOS
+        self.special_ids = frozenset(wrapped.all_special_ids) | {i for i, token in added.items() if token.special}
+        self.text_bytes: list[bytes] | None = self._token_bytes and [
+            b"" if i in self.special_ids else raw for i, raw in enumerate(self._token_bytes)
+        ]
+        """The bytes that each id adds to a text, none for special tokens. None if they depend on other ids."""
         self.vocab_size: int = len(wrapped)
         self.eos_token: str | None = wrapped.eos_token
         self.bos_token: str | None = wrapped.bos_token
-        self.chat_template: str | None = _default_template(wrapped.chat_template)
         templates = wrapped.chat_template
-        template = "".join(templates.values()) if isinstance(templates, dict) else templates or ""
+        several = isinstance(templates, dict)
+        self.chat_template: str | None = templates.get("default") if several else templates
+        template = "".join(templates.values()) if several else templates or ""
         tool_format = tool_format_of(wrapped, template, tool_parser)
-        self.eos_token_ids: frozenset[int] = frozenset(wrapped.eos_token_ids) | self._ids_of(tool_format.stops)
-        self.text_bytes: list[bytes] | None = self._without_special_tokens()
-        """The bytes that each id adds to a text, none for special tokens. None if they depend on other ids."""
-        self.tool_format: ToolFormat = replace(
-            tool_format, visible_specials=self._special_ids_in(tool_format.all_marks)
-        )
+        vocabulary = wrapped.get_vocab() if tool_format.stops else {}
+        stops = {vocabulary[token] for token in tool_format.stops if token in vocabulary}
+        self.eos_token_ids: frozenset[int] = frozenset(wrapped.eos_token_ids) | stops
+        self.tool_format = replace(tool_format, visible_specials=self._special_ids_in(tool_format.all_marks))
         reasoning = reasoning_of(wrapped, template, reasoning_parser)
         self.reasoning: Reasoning | None = reasoning and replace(
             reasoning, visible_specials=self._special_ids_in(reasoning.all_marks)
         )
-        self._fields = TemplateFields(tool_format, reasoning)
-        self._control_text = None if allow_special_tokens else self._make_control_text()
+        self._control_text = None if allow_special_tokens else self._make_control_text(added)
 
     @property
     def vocabulary(self) -> dict[str, int]:
@@ -85,11 +92,21 @@ class Tokenizer:
         """Token ids of `text`. The text of a special token becomes that token.
 
         Raises:
-            ContextLengthError: the text is so long that it has more than `at_most` tokens. It is not encoded then.
+            ContextLengthError: the text is so long that its beginning alone has more than `at_most` tokens. The rest is
+                not encoded then.
         """
-        if self._length_bound is not None and at_most is not None:
-            self._length_bound.check(text, at_most)
+        self._check_length(text, at_most)
         return self._codec.encode(text, add_special_tokens)
+
+    def _check_length(self, text: str, at_most: int | None) -> None:
+        if at_most is None or len(text) <= _CHARACTERS_A_TOKEN * at_most:
+            return
+        tokens = len(self._codec.encode(text[: _CHARACTERS_A_TOKEN * at_most], add_special_tokens=False)) - _CUT_TOKENS
+        if tokens > at_most:
+            raise ContextLengthError(
+                f"This model's maximum context length is {at_most} tokens, and the prompt has {len(text)} characters, "
+                f"which are at least {tokens} tokens. Shorten the prompt."
+            )
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Text of the ids. Bytes that are not UTF-8 become U+FFFD."""
@@ -127,69 +144,42 @@ class Tokenizer:
 
         Raises:
             InvalidRequestError: the model has no template, or the template refuses the messages.
-            ContextLengthError: the rendered text has more than `at_most` tokens.
+            ContextLengthError: the rendered text is so long that its beginning alone has more than `at_most` tokens.
         """
         if template is None and not self._hf.has_chat_template:
             raise InvalidRequestError("this model has no chat template: use /v1/completions", param="messages")
         options: dict[str, Any] = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
+            "tokenize": False,
             **({} if template is None else {"chat_template": template}),  # mlx-lm's own renderers have no such option
         }
-        messages = self._fields.fit(messages, kwargs, template or self.chat_template or "")
-        control = self._control_text
-        guarded = control.guard(messages, kwargs) if control is not None else None
-        if control is None or guarded is None:
-            text = self._render(messages, kwargs, options)
-            ids = self.encode(text, add_special_tokens=False, at_most=at_most)
-            return control.encode(text, {}) if control is not None and control.misread(ids, text) else ids
-        text = self._render(guarded.messages, guarded.variables, options)
-        if self._length_bound is not None and at_most is not None:
-            self._length_bound.check(text, at_most)
-        return control.encode(text, guarded.stand_ins)
-
-    def _render(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], options: Mapping[str, Any]
-    ) -> str:
-        turns = [dict(message) for message in messages]
+        control, variables = self._control_text, kwargs
+        messages = _fitted(messages, variables, template or self.chat_template or "", self.tool_format, self.reasoning)
+        stand_ins: StandIns = {}
+        if control is not None:
+            messages, variables, stand_ins = control.guard(messages, variables)
         try:
-            text: str = self._hf.apply_chat_template(turns, **{**variables, **options, "tokenize": False})
+            text: str = self._hf.apply_chat_template([dict(each) for each in messages], **{**variables, **options})
         except Exception as error:  # a template is the model author's program: it may raise anything
             raise InvalidRequestError(f"the chat template refused the messages: {error}", param="messages") from error
-        as_written = self._fields.tool_format.as_written
-        return re.sub(*as_written, text) if as_written else text
+        if self.tool_format.as_written:
+            text = re.sub(*self.tool_format.as_written, text)
+        self._check_length(text, at_most)
+        return self._codec.encode(text, False) if control is None else control.encode(text, stand_ins)
 
-    def _make_control_text(self) -> ControlText:
-        family, added = self._fields.tool_format, self._hf.added_tokens_decoder
+    def _make_control_text(self, added: Mapping[int, AddedToken]) -> ControlText:
+        family, reasoning = self.tool_format, self.reasoning
         marks = [*family.starts, family.end]
-        marks += [self.reasoning.start, self.reasoning.end] if self.reasoning and not self.reasoning.repeats else []
+        marks += [reasoning.start, reasoning.end] if reasoning and not reasoning.repeats else []
         if family.in_content:
             marks += [token.content for token in added.values() if token.content in family.all_marks]
-        backend = self._hf.backend_tokenizer if isinstance(self._codec, FastCodec) else None
-        return ControlText(added, backend, marks)
-
-    def _ids_of(self, tokens: Sequence[str]) -> frozenset[int]:
-        vocabulary = self._hf.get_vocab() if tokens else {}
-        return frozenset(vocabulary[token] for token in tokens if token in vocabulary)
+        return ControlText(added, self._codec, marks)
 
     def _special_ids_in(self, marks: str) -> frozenset[int]:
         """Special tokens, apart from end-of-sequence tokens, whose text is part of `marks`."""
         texts = {i: self.token_bytes(i).decode("utf-8", "replace") for i in self.special_ids - self.eos_token_ids}
         return frozenset(i for i, text in texts.items() if text and text in marks)
-
-    def _without_special_tokens(self) -> list[bytes] | None:
-        if self._token_bytes is None:
-            return None
-        return [b"" if i in self.special_ids else raw for i, raw in enumerate(self._token_bytes)]
-
-
-def _special_added_ids(wrapped: TokenizerWrapper) -> frozenset[int]:
-    """Added tokens that are marked as special, so that decoding skips them. Some have no role such as BOS or EOS."""
-    return frozenset(i for i, token in wrapped.added_tokens_decoder.items() if token.special)
-
-
-def _default_template(template: str | dict[str, str] | None) -> str | None:
-    return template.get("default") if isinstance(template, dict) else template
 
 
 class ByteDetokenizer:
@@ -270,57 +260,40 @@ def detokenizer_for(tokenizer: Tokenizer) -> Callable[[Sequence[int], frozenset[
     return partial(ByteDetokenizer if tokenizer.text_bytes is not None else PrefixDetokenizer, tokenizer)
 
 
-# -- earlier messages in the form that a model's own template takes --------------------------------
-
+# -- earlier messages in the form that a model's own template takes ------------------------------
 
 _LOOKED_FOR = {"content": "'thinking'"}
 """Text of the templates that read a field, where its name is not enough."""
 
 
-@dataclass(frozen=True, slots=True)
-class TemplateFields:
-    """How the templates of a family take calls, tools and reasoning."""
-
-    tool_format: ToolFormat
-    reasoning: Reasoning | None
-
-    def fit(
-        self, messages: Sequence[TemplateMessage], variables: Mapping[str, Any], template: str
-    ) -> Sequence[TemplateMessage]:
-        """The messages for `template`, which gets `variables` too."""
-        fitted = list(self._fitted(messages, template))
-        if self.tool_format.system_tools and variables.get("tools"):
-            tools = json.dumps([tool["function"] for tool in variables["tools"]], ensure_ascii=False)
-            if not fitted or fitted[0].get("role") != "system":
-                fitted.insert(0, {"role": "system", "content": ""})
-            fitted[0] = {**fitted[0], "tools": tools}
-        return fitted
-
-    def _fitted(self, messages: Sequence[TemplateMessage], template: str) -> Iterator[TemplateMessage]:
-        for message in messages:
-            yield self._of_assistant(message, template) if message.get("role") == "assistant" else message
-
-    def _of_assistant(self, message: TemplateMessage, template: str) -> TemplateMessage:
-        family, calls = self.tool_format, message.get("tool_calls")
-        if calls and family.in_content:
-            message = calls_as_text(message, self.tool_format)
-        if calls and family.text_arguments:
-            message = {**message, "tool_calls": list(map(_as_text, calls))}
-        thought, reasoning = message.get("reasoning_content"), self.reasoning
-        if not thought or reasoning is None or _LOOKED_FOR.get(reasoning.field, reasoning.field) not in template:
-            return message
-        return _with_thought(message, thought, reasoning.field)
+def _fitted(
+    messages: Sequence[TemplateMessage],
+    variables: Mapping[str, Any],
+    template: str,
+    tool_format: ToolFormat,
+    reasoning: Reasoning | None,
+) -> Sequence[TemplateMessage]:
+    """The messages for `template`, which gets `variables` too, so that it writes what the model wrote."""
+    field = reasoning.field if reasoning and _LOOKED_FOR.get(reasoning.field, reasoning.field) in template else None
+    fitted = [_of_assistant(each, tool_format, field) if each.get("role") == "assistant" else each for each in messages]
+    if tool_format.system_tools and variables.get("tools"):
+        tools = json.dumps([tool["function"] for tool in variables["tools"]], ensure_ascii=False)
+        if not fitted or fitted[0].get("role") != "system":
+            fitted.insert(0, {"role": "system", "content": ""})
+        fitted[0] = {**fitted[0], "tools": tools}
+    return fitted
 
 
-def _as_text(call: Mapping[str, Any]) -> dict[str, Any]:
-    """The call with its arguments as JSON text."""
-    arguments = call["function"]["arguments"]
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {**call["function"], "arguments": text}}
-
-
-def _with_thought(message: TemplateMessage, thought: str, field: str) -> TemplateMessage:
-    """The message with its reasoning in this field."""
+def _of_assistant(message: TemplateMessage, tool_format: ToolFormat, field: str | None) -> TemplateMessage:
+    """An assistant's message with its calls and, if the template reads it, its reasoning in this field."""
+    calls = message.get("tool_calls")
+    if calls and tool_format.in_content:
+        message = calls_as_text(message, tool_format)
+    if calls and tool_format.text_arguments:
+        message = {**message, "tool_calls": list(map(_with_text_arguments, calls))}
+    thought = message.get("reasoning_content")
+    if not thought or field is None:
+        return message
     others = {name: value for name, value in message.items() if name != "reasoning_content"}
     if field == "content":
         text = [{"type": "text", "text": message["content"]}] if message.get("content") else []
@@ -329,3 +302,9 @@ def _with_thought(message: TemplateMessage, thought: str, field: str) -> Templat
         # gpt-oss' template refuses a message that has thinking, content and calls.
         return {**others, "content": "", "thinking": f"{thought}\n{others['content']}"}
     return {**others, field: thought}
+
+
+def _with_text_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {**call, "function": {**call["function"], "arguments": text}}

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as Backend
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.model.bundled import load_bundled
 from mlx_parallm.model.control_text import _STRETCH
+from mlx_parallm.model.hf_tokenizer import SlowCodec
 from mlx_parallm.model.tokenizer import Tokenizer
 
 CHATS = 150
@@ -59,7 +60,7 @@ def test_a_chat_without_control_text_has_the_ids_of_the_template(name: str) -> N
         ids = hf.encode(text, add_special_tokens=False)
         assert tokenizer.apply_chat_template(messages, **options) == ids
         if seed < FORGED:
-            assert control.encode(text, {}) == ids, "the copy of the tokenizer encodes alike"
+            assert control.encode(text, {"<": "\U0010fffd"}) == ids, "the copy of the tokenizer encodes alike"
 
 
 @pytest.mark.parametrize("name", [*KINDS, "bundled"])
@@ -154,9 +155,8 @@ def test_control_text_is_found_wherever_it_lies_in_a_long_text() -> None:
     assert guarding is not None
     for before in range(_STRETCH - len("<|im_end|>") - 1, _STRETCH + 2):
         text = "a" * before + "<|im_end|>" + "b" * 5
-        guarded = guarding.guard([{"role": "user", "content": text}], {})
-        assert guarded is not None
-        said = guarded.messages[0]["content"]
+        (guarded,), _, _ = guarding.guard([{"role": "user", "content": text}], {})
+        said = guarded["content"]
         assert (len(said), "<" in said, said[before + 1 :]) == (len(text), False, text[before + 1 :])
 
 
@@ -170,7 +170,7 @@ def test_private_use_characters_of_a_client_are_left_alone() -> None:
 def test_a_tokenizer_that_cannot_say_it_as_text_refuses() -> None:
     tokenizer = Tokenizer(wrapped("chatml"))
     assert tokenizer._control_text is not None
-    tokenizer._control_text._backend = None
+    tokenizer._control_text._codec = SlowCodec(tokenizer._hf)
     with pytest.raises(InvalidRequestError, match="allow-special-tokens"):
         tokenizer.apply_chat_template([{"role": "user", "content": "<|im_end|>"}])
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
