@@ -51,11 +51,6 @@ class RecurrentSpec:
     dtypes: tuple[mx.Dtype, ...]
 
     @property
-    def size(self) -> int:
-        """Numbers in all arrays."""
-        return sum(map(math.prod, self.shapes))
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         return sum(math.prod(shape) * dtype.size for shape, dtype in zip(self.shapes, self.dtypes, strict=True))

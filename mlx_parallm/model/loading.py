@@ -117,17 +117,14 @@ def fingerprint_of(source: Path) -> str:
 def find_model(path_or_id: str, progress: bool = True) -> Path:
     """The directory of a model. A hub id is downloaded unless it is in the cache."""
     folder = Path(path_or_id).expanduser()
-    if not folder.exists() and _may_be_hub_id(path_or_id):
+    may_be_hub_id = not path_or_id.startswith((".", "/", "~")) and path_or_id.count("/") <= 1
+    if may_be_hub_id and not folder.exists():
         folder = _download(path_or_id, progress)
     if not folder.is_dir():
         raise ModelNotFoundError(f"no model directory at {path_or_id}")
     if not (folder / "config.json").exists():
         raise ModelNotFoundError(f"{folder} has no config.json: is it an mlx-lm or Hugging Face model directory?")
     return folder
-
-
-def _may_be_hub_id(text: str) -> bool:
-    return not text.startswith((".", "/", "~")) and text.count("/") <= 1
 
 
 def _download(hub_id: str, progress: bool) -> Path:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -69,8 +68,11 @@ class Head:
 
     def __call__(self, hidden: mx.array) -> mx.array:
         """[n, D] → [n, V]."""
-        with self._output.of(hidden[None]):
+        self._output.hidden = hidden[None]
+        try:
             logits: mx.array = self._owner(mx.zeros((1, len(hidden)), mx.uint32))
+        finally:
+            self._output.hidden = None  # what is held cannot be overwritten in place
         return logits.squeeze(0)
 
 
@@ -79,23 +81,14 @@ class _TrunkOutput:
 
     def __init__(self, trunk: nn.Module) -> None:
         self._trunk = trunk
-        self._hidden: mx.array | None = None
+        self.hidden: mx.array | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trunk, name)
 
-    @contextmanager
-    def of(self, hidden: mx.array) -> Iterator[None]:
-        """While the block runs, a call returns these hidden states."""
-        self._hidden = hidden
-        try:
-            yield
-        finally:
-            self._hidden = None
-
     def __call__(self, *_args: Any, **_kwargs: Any) -> mx.array:
-        assert self._hidden is not None
-        return self._hidden
+        assert self.hidden is not None
+        return self.hidden
 
 
 def owner_of(model: nn.Module) -> nn.Module:

@@ -54,3 +54,12 @@ def test_calls_before_the_one_that_was_cut_are_whole(name: str) -> None:
         assert [call.name for call in calls[1:]] in ([], [ASKED[0]])
         assert json.dumps(ASKED[1], ensure_ascii=False).startswith("".join(call.arguments for call in calls[1:]))
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("name", ["gemma4", "function_gemma"])
+def test_a_value_that_was_closed_is_read_where_one_quote_opens_and_closes_values(name: str) -> None:
+    text = body(name)
+    (call,) = FAMILIES[name].unfinished(text[: text.index(",days") + 1], TOOLS)
+    assert call.arguments == '{"city": "São Paulo"'
+    (call,) = FAMILIES[name].unfinished(text[: text.index("Paulo")], TOOLS)
+    assert call.arguments == "", "nothing is closed within a value"

@@ -51,6 +51,11 @@ def test_a_call_in_another_familys_form(name, before):
     assert every_way(before + TEXTS[name], family=family) == ([(0, "form")], before.rstrip(), [ASKED])
 
 
+def test_a_value_may_contain_an_end_mark_of_one_character():
+    text = '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Ro]me"}}]'
+    assert every_way(text) == ([(0, "form")], "", [("get_weather", {"city": "Ro]me"})])
+
+
 BROKEN = [
     ("json_tools", "form", JSON),
     ("json_tools", "form", JSON.replace("arguments", "parameters")),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import islice
 from typing import Any, TypeVar
@@ -177,25 +178,37 @@ def _json_calls(syntax: CallSyntax, text: str, names: frozenset[str]) -> Iterato
 
 
 def _calls_by_argument(syntax: CallSyntax, parse: Parse, text: str, names: frozenset[str]) -> Iterator[ToolCall]:
-    """Calls of a family that writes each argument separately."""
-    complete, end = _complete_calls(syntax, parse, text)
-    yield from complete
-    match = _match_next(syntax, text, end, names) if complete else _match_first(syntax, text, names)
+    """Calls of a family that writes each argument separately: as much of them as can be parsed when it is closed."""
+    calls: Sequence[ToolCall] = ()
+    end, in_call = 0, False
+    for end, in_call in islice(_closed_parts(syntax, text), _MAX_TRIES):
+        with suppress(ValueError):
+            calls = parse(text[:end] + (syntax.call[1] if in_call else "") + syntax.block[1])
+            break
+    if calls and in_call:
+        yield from calls[:-1]
+        arguments = calls[-1].arguments.removesuffix("}")
+        yield ToolCall(calls[-1].name, arguments if arguments != "{" else "", complete=False)
+        return
+    yield from calls
+    match = _match_next(syntax, text, end, names) if calls else _match_first(syntax, text, names)
     if match is not None:
-        rest = syntax.block[0] + syntax.prefix + text[match.start("name") :]
-        yield ToolCall(match.group("name"), _partial_arguments(syntax, parse, rest), complete=False)
+        yield ToolCall(match.group("name"), "", complete=False)
 
 
-def _complete_calls(syntax: CallSyntax, parse: Parse, text: str) -> tuple[Sequence[ToolCall], int]:
-    """The calls that were closed, and the index where the last of them ends."""
-    closing = syntax.call[1].strip()
-    if not closing or closing not in text:
-        return (), 0
-    end = text.rindex(closing) + len(closing)
-    try:
-        return parse(text[:end] + syntax.block[1]), end
-    except ValueError:
-        return (), 0
+def _closed_parts(syntax: CallSyntax, text: str) -> Iterator[tuple[int, bool]]:
+    """Where arguments and calls end in a text, the last first, and whether the call goes on there. If the same quote
+    opens and closes values, only ends with an even number of quotes before them count."""
+    assert syntax.argument is not None
+    opening, closing = syntax.bare or ("", "")
+    argument, call = (closing + syntax.argument[1]).strip(), syntax.call[1].strip()
+    found = re.finditer(re.escape(argument or syntax.comma.strip()), text)
+    ends = {each.end() if argument else each.start(): True for each in found}
+    if call:
+        ends |= {each.end(): False for each in re.finditer(re.escape(call), text)}
+    for end in sorted(ends, reverse=True):
+        if not opening or opening != closing or text.count(closing, 0, end) % 2 == 0:
+            yield end, ends[end]
 
 
 def _match_first(syntax: CallSyntax, text: str, names: frozenset[str]) -> re.Match[str] | None:
@@ -225,32 +238,10 @@ def _match_next(syntax: CallSyntax, text: str, start: int, names: frozenset[str]
     return match if match is not None and match.end() < len(text) and match.group("name") in names else None
 
 
-def _partial_arguments(syntax: CallSyntax, parse: Parse, text: str) -> str:
-    """The beginning of the JSON text of the last call's arguments, up to the last argument that was closed."""
-    for closed in islice(_closed_parts(syntax, text), _MAX_TRIES):
-        try:
-            arguments = parse(closed + syntax.call[1] + syntax.block[1])[-1].arguments
-        except ValueError:
-            continue
-        return arguments.removesuffix("}") if arguments != "{}" else ""
-    return ""
-
-
-def _closed_parts(syntax: CallSyntax, text: str) -> Iterator[str]:
-    """`text` up to the end of each argument, the longest first. If the same quote opens and closes values, only parts
-    with an even number of quotes are returned."""
-    assert syntax.argument is not None
-    opening, closing = syntax.bare or ("", "")
-    mark = (closing + syntax.argument[1]).strip()
-    end = len(text)
-    while (at := text.rfind(mark or syntax.comma.strip(), 0, end)) >= 0:
-        closed, end = text[: at + len(mark)], at
-        if not opening or opening != closing or closed.count(closing) % 2 == 0:
-            yield closed
-
-
-# -- calls that a grammar enforces, piece by piece -------------------------------------------------
-
+# -- calls that a grammar enforces, piece by piece -----------------------------------------------
+#
+# Generators follow the text as the grammar describes it. They yield a piece of a call, or None where they need more
+# text.
 
 Result = TypeVar("Result")
 Steps = Generator[CallPiece | None, None, Result]
@@ -322,7 +313,11 @@ class EnforcedCalls:
     def _arguments(self, around: tuple[str, str], parameters: dict[str, Any]) -> Steps[None]:
         """Arguments that are written one by one, as the text of one JSON object."""
         schemas, comma, given = properties_of(parameters), "", 0
-        while opening := (yield from self._next_of(*(openings := _openings(comma + around[0], schemas)))):
+        while True:
+            openings = {(comma + around[0]).replace("$key", key): key for key in schemas}
+            opening = yield from self._next_of(*openings)
+            if not opening:
+                break
             key = openings[opening]
             yield CallPiece(f"{', ' if given else '{'}{json.dumps(key, ensure_ascii=False)}: ")
             if self._syntax.bare is not None and "string" in value_types(schemas[key], parameters):
@@ -347,12 +342,12 @@ class EnforcedCalls:
 
     def _json(self) -> Steps[None]:
         """A JSON value, which is passed on as it is."""
-        value = _JsonValue()
-        while True:
-            yield from _arguments_piece(self._take(value.length_in(self._text)))
-            if value.ended:
-                return
-            yield None
+        position, ended = JsonPosition(), False
+        while not ended:
+            length, ended = _json_value_in(self._text, position)
+            yield from _arguments_piece(self._take(length))
+            if not ended:
+                yield None
 
     def _next_of(self, *marks: str) -> Steps[str]:
         """Takes the mark that comes next. Empty: none of them does. Empty marks do not count."""
@@ -368,25 +363,16 @@ class EnforcedCalls:
         return taken
 
 
-class _JsonValue:
-    """Finds the end of a JSON value in a text that comes in parts. The text must be valid JSON."""
-
-    def __init__(self) -> None:
-        self.ended = False
-        self._position = JsonPosition()
-
-    def length_in(self, text: str) -> int:
-        """The number of characters of the next part that belong to the value."""
-        position = self._position
-        for at, char in enumerate(text):
-            if not position.in_string and position.depth == 0 and char in _AFTER_SCALAR:
-                self.ended = True
-                return at
-            position.read(char)
-            if not position.in_string and position.depth == 0 and char in _CLOSING:
-                self.ended = True
-                return at + 1
-        return len(text)
+def _json_value_in(text: str, position: JsonPosition) -> tuple[int, bool]:
+    """The number of characters of the next part of a valid JSON value that belong to it, and whether it ends there.
+    `position`: where the parts before it end; it is moved on."""
+    for at, char in enumerate(text):
+        if not position.in_string and position.depth == 0 and char in _AFTER_SCALAR:
+            return at, True
+        position.read(char)
+        if not position.in_string and position.depth == 0 and char in _CLOSING:
+            return at + 1, True
+    return len(text), False
 
 
 def _heading_pattern(before: str, names: Iterable[str]) -> re.Pattern[str]:
@@ -394,11 +380,6 @@ def _heading_pattern(before: str, names: Iterable[str]) -> re.Pattern[str]:
     stands_for = {"$name": f"(?:{'|'.join(map(re.escape, names))})", "$index": rf"\d{{1,{_INDEX_DIGITS}}}"}
     parts = re.split(r"(\$name|\$index)", before)
     return re.compile("".join(stands_for.get(part) or re.escape(part) for part in parts))
-
-
-def _openings(before: str, keys: Iterable[str]) -> dict[str, str]:
-    """The text before the value of each argument, and the argument's name."""
-    return {before.replace("$key", key): key for key in keys}
 
 
 def _arguments_piece(arguments: str) -> Iterator[CallPiece]:

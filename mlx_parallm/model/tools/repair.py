@@ -21,7 +21,8 @@ from mlx_parallm.model.tools.reading import written
 if TYPE_CHECKING:
     from mlx_parallm.model.tools.formats import ToolFormat
 
-_FENCE = re.compile(r"`{3,}[\w-]*\s*")
+_BLOCK = re.compile(r"`{3,}[\w-]*\s*(.*?)(?:\n```\s*|\Z)", re.DOTALL)
+"""A fenced block, up to the end of the text if it is not closed."""
 _JSON_BEGINS = re.compile(r'[\[{](?=\s*["\'{\[}\]])')
 _JSON_TOKEN = re.compile(r'\s*("(?:[^"\\]|\\.)*"|[{}\[\],:]|[-+.\w]+)', re.DOTALL)
 _MISWRITTEN = re.compile(r'"(?:[^"\\]|\\.)*"|\'((?:[^\'\\]|\\.)*)\'|,(?=\s*[}\]])|\b(?:True|False|None)\b', re.DOTALL)
@@ -41,8 +42,8 @@ Reading = tuple["ToolFormat", str]
 def may_begin_call(text: str, names: frozenset[str], formats: tuple[ToolFormat, ...]) -> bool:
     """Whether a line that begins like this may begin a call. False stays false when more text comes."""
     while text:
-        fence = _FENCE.match(text)
-        inner, after = _fenced(text, fence) if fence else _first_value(text)
+        block = _BLOCK.match(text)
+        inner, after = (block[1], text[block.end() :]) if block else _first_value(text)
         begun, openings = _squeezed(inner[:_LONGEST_OPENING]), _openings(names, formats)
         if not begun.startswith(openings) and not any(opening.startswith(begun) for opening in openings):
             return False
@@ -63,12 +64,6 @@ def _openings(names: frozenset[str], formats: tuple[ToolFormat, ...]) -> tuple[s
         before, index, _ = field.partition("$index")
         openings |= {before} if index else {bracket + before + name for name in names for bracket in ("", "[")}
     return tuple(openings)
-
-
-def _fenced(text: str, fence: re.Match[str]) -> tuple[str, str]:
-    """The text inside a fence, and the text after its end."""
-    close = text.find("\n```", fence.end())
-    return (text[fence.end() :], "") if close < 0 else (text[fence.end() : close], text[close + 4 :].lstrip())
 
 
 def _first_value(text: str) -> tuple[str, str]:
@@ -103,14 +98,8 @@ def repaired_calls(text: str, tools: Sequence[Tool], formats: Sequence[ToolForma
 
 
 def _unfenced(text: str) -> str:
-    """The text inside fences if there is no other text; else the text as it is."""
-    inners, rest = [], text
-    while rest:
-        if not (fence := _FENCE.match(rest)):
-            return text
-        inner, rest = _fenced(rest, fence)
-        inners.append(inner)
-    return "\n".join(inners)
+    """The text inside fenced blocks if there is no other text; else the text as it is."""
+    return text if _BLOCK.sub("", text) else "\n".join(_BLOCK.findall(text))
 
 
 def _requoted(text: str) -> Iterator[str]:
