@@ -16,9 +16,8 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from pydantic import TypeAdapter
 
@@ -28,7 +27,6 @@ from mlx_parallm.adapters.files.write import write_mlx_lm
 from mlx_parallm.adapters.manifest import (
     MANIFEST,
     Manifest,
-    SavedVersion,
     check_metrics,
     check_step,
     checkpoint_name,
@@ -53,32 +51,41 @@ LATEST = "latest"
 TAGS = "tags.json"
 WEIGHTS = "adapters.safetensors"
 
-TAGS_TYPE = TypeAdapter(dict[str, str])
+_TAGS = TypeAdapter(dict[str, str])
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointIndex:
-    """The checkpoints in one adapter's folder at `path`; frozen, so that other threads can read it without a lock.
+class CheckpointFolder:
+    """The checkpoints of one adapter, in its folder at `path`. Reads what is there.
 
-    `manifests`: by checkpoint name. `tags`: tag → checkpoint name. `latest`: the name of the checkpoint that a request
-    for `latest` gets, None only if there is none. `newest_version`: the largest adapter version saved here, including
-    those of checkpoints that this process has pruned.
+    Each change replaces a whole attribute, so that other threads can read without a lock.
+
+    Attributes:
+        manifests: by checkpoint name.
+        tags: tag → checkpoint name.
+        latest: the name of the checkpoint that a request for `latest` gets, None only if there is none.
+        newest_version: the largest adapter version saved here, including those of checkpoints that this process has
+            pruned.
     """
 
-    path: Path
-    manifests: Mapping[str, Manifest] = field(default_factory=dict)
-    tags: Mapping[str, str] = field(default_factory=dict)
-    latest: str | None = None
-    newest_version: int = 0
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.manifests: Mapping[str, Manifest] = {}
+        self.newest_version = 0
+        for name in self._names():
+            try:
+                self._add(name, read_manifest(path / name))
+            except (ValueError, OSError) as error:
+                _log.warning("%s is skipped, its manifest cannot be used: %s", path / name, error)
+        self.tags: Mapping[str, str] = self._read_tags()
+        self.latest = self._read_latest()
 
-    def resolve(self, which: str) -> str | None:
-        """The name of the checkpoint that `which` means (a name, a tag or `latest`), None if there is none."""
-        name = self.latest if which == LATEST else self.tags.get(which, which)
-        return name if name in self.manifests else None
+    def resolve(self, which: str) -> Manifest | None:
+        """The manifest of the checkpoint that `which` means (a name, a tag or `latest`), None if there is none."""
+        return self.manifests.get((self.latest or "") if which == LATEST else self.tags.get(which, which))
 
-    def card(self, name: str) -> CheckpointCard:
-        manifest = self.manifests[name]
+    def card(self, manifest: Manifest) -> CheckpointCard:
+        name = checkpoint_name(manifest.step)
         tags = [tag for tag, target in self.tags.items() if target == name]
         return CheckpointCard(
             name=name,
@@ -94,34 +101,98 @@ class CheckpointIndex:
             bytes=manifest.files[WEIGHTS].bytes if WEIGHTS in manifest.files else 0,
         )
 
-    def oldest_first(self) -> list[str]:
-        return sorted(self.manifests, key=lambda name: self.manifests[name].order)
-
-    def surplus(self, keep: int) -> list[str]:
-        """Checkpoints to prune: all except the newest `keep`, the tagged ones, and the one that `latest` means."""
-        names = self.oldest_first()
-        kept = {*names[max(0, len(names) - keep) :], *self.tags.values(), self.latest}
-        return [name for name in names if name not in kept]
-
-    def adding(self, name: str, manifest: Manifest) -> CheckpointIndex:
-        return replace(
-            self,
-            manifests={**self.manifests, name: manifest},
-            latest=self.latest or name,
-            newest_version=max(self.newest_version, manifest.version),
-        )
-
-    def without(self, name: str) -> CheckpointIndex:
-        return replace(self, manifests={key: value for key, value in self.manifests.items() if key != name})
-
     def next_step(self) -> int:
         """One more than the largest step on disk, damaged checkpoints included."""
-        return 1 + max((step for step in map(step_of, _names(self.path)) if step is not None), default=0)
+        return 1 + max((step for step in map(step_of, self._names()) if step is not None), default=0)
+
+    def place(self, aside: Path, manifest: Manifest) -> bool:
+        """Renames `aside` to the checkpoint's name. Returns False if one with the same content is there."""
+        name = checkpoint_name(manifest.step)
+        there = self.manifests.get(name)
+        if there is not None and there.files == manifest.files:
+            return False
+        if (self.path / name).exists():
+            raise ConflictError(
+                f"{manifest.adapter} has a {name} with other content: save under another step, or without one"
+            )
+        os.rename(aside, self.path / name)
+        self._add(name, manifest)
+        self.latest = self.latest or name
+        return True
+
+    def tag(self, name: str, tags: Sequence[str]) -> None:
+        """Gives a checkpoint these tags, and takes them from those that had them."""
+        changed = {**self.tags, **dict.fromkeys(tags, name)}
+        if changed != self.tags:
+            atomic.replace_file(self.path / TAGS, (json.dumps(changed, indent=2, sort_keys=True) + "\n").encode())
+            self.tags = changed
+
+    def set_latest(self, name: str) -> None:
+        atomic.replace_file(self.path / LATEST, f"{name}\n".encode())
+        self.latest = name
+
+    def prune(self, keep: int, in_use: Callable[[str], bool]) -> None:
+        """Removes all checkpoints but the newest `keep`, the tagged ones, the latest, and those in use. Disk errors are
+        only logged."""
+        oldest_first = sorted(self.manifests, key=lambda name: self.manifests[name].order)
+        kept = {*oldest_first[max(0, len(oldest_first) - keep) :], *self.tags.values(), self.latest}
+        for name in oldest_first:
+            path = self.path / name
+            if name in kept or in_use(str(path)):
+                continue
+            try:
+                trash = atomic.hide(path) if path.exists() else None
+            except OSError as error:
+                _log.warning("%s could not be pruned: %s", path, error.strerror)
+                continue
+            self.manifests = {other: manifest for other, manifest in self.manifests.items() if other != name}
+            if trash is not None:
+                atomic.remove(trash)
+
+    def _add(self, name: str, manifest: Manifest) -> None:
+        self.manifests = {**self.manifests, name: manifest}
+        self.newest_version = max(self.newest_version, manifest.version)
+
+    def _names(self) -> list[str]:
+        """The names of folders that are named like checkpoints."""
+        return [entry.name for entry in self.path.iterdir() if step_of(entry.name) is not None and entry.is_dir()]
+
+    def _read_tags(self) -> dict[str, str]:
+        """The tags of checkpoints that exist. If the file is damaged, all checkpoints get a tag, so that none is
+        pruned."""
+        path = self.path / TAGS
+        try:
+            stored = _TAGS.validate_json(path.read_bytes(), strict=True)
+        except FileNotFoundError:
+            return {}
+        except (ValueError, OSError) as error:
+            _log.warning("%s cannot be used, so every checkpoint there gets a tag kept-<step>: %s", path, error)
+            return {f"kept-{manifest.step}": name for name, manifest in self.manifests.items()}
+        tags = {tag: name for tag, name in stored.items() if name in self.manifests and _is_tag(tag)}
+        for tag in stored.keys() - tags.keys():
+            _log.warning("%s: tag %r is dropped: it is not valid, or %r is no checkpoint", path, tag, stored[tag])
+        return tags
+
+    def _read_latest(self) -> str | None:
+        """The checkpoint that the file `latest` names. If that one is missing or damaged, the undamaged checkpoint with
+        the highest step is taken; if all are damaged, the one with the highest step."""
+        named = _stored_latest(self.path / LATEST)
+        by_step = sorted(self.manifests, key=lambda name: self.manifests[name].step, reverse=True)
+        for name in sorted(by_step, key=lambda name: name != named):
+            try:
+                verify(self.path / name, self.manifests[name])
+            except AdapterFileError as error:
+                _log.warning("%s", error)
+                continue
+            if name != named:
+                _log.warning("%s names no checkpoint that can be used: %s is used instead", self.path / LATEST, name)
+            return name
+        return by_step[0] if by_step else None
 
 
-def read_indexes(folder: Path) -> Iterator[CheckpointIndex]:
-    """Reads the index of each adapter's folder in `folder`, and removes what interrupted saves left there. Folders of
-    other runs are left alone.
+def read_folders(folder: Path) -> Iterator[CheckpointFolder]:
+    """Reads the folder of each adapter in `folder`, and removes what interrupted saves left there. Folders of other
+    runs are left alone.
 
     Raises:
         OSError: a folder cannot be read.
@@ -135,42 +206,7 @@ def read_indexes(folder: Path) -> Iterator[CheckpointIndex]:
             _log.warning("%s is skipped: its name is not one that an adapter can have", path)
             continue
         atomic.sweep(path)
-        yield _read_index(path)
-
-
-def render_tags(tags: Mapping[str, str]) -> bytes:
-    return (json.dumps(tags, indent=2, sort_keys=True) + "\n").encode()
-
-
-def _read_index(path: Path) -> CheckpointIndex:
-    index = CheckpointIndex(path)
-    for name in _names(path):
-        try:
-            index = index.adding(name, read_manifest(path / name))
-        except (ValueError, OSError) as error:
-            _log.warning("%s is skipped, its manifest cannot be used: %s", path / name, error)
-    return replace(index, tags=_read_tags(index), latest=_read_latest(index))
-
-
-def _names(path: Path) -> list[str]:
-    """The names of folders that are named like checkpoints."""
-    return [entry.name for entry in path.iterdir() if step_of(entry.name) is not None and entry.is_dir()]
-
-
-def _read_tags(index: CheckpointIndex) -> dict[str, str]:
-    """The tags of checkpoints that exist. If the file is damaged, all checkpoints get a tag, so that none is pruned."""
-    path = index.path / TAGS
-    try:
-        stored = TAGS_TYPE.validate_json(path.read_bytes(), strict=True)
-    except FileNotFoundError:
-        return {}
-    except (ValueError, OSError) as error:
-        _log.warning("%s cannot be used, so every checkpoint there gets a tag kept-<step>: %s", path, error)
-        return {f"kept-{manifest.step}": name for name, manifest in index.manifests.items()}
-    tags = {tag: name for tag, name in stored.items() if name in index.manifests and _is_tag(tag)}
-    for tag in stored.keys() - tags.keys():
-        _log.warning("%s: tag %r is dropped: it is not valid, or %r is no checkpoint", path, tag, stored[tag])
-    return tags
+        yield CheckpointFolder(path)
 
 
 def _is_tag(tag: str) -> bool:
@@ -181,41 +217,13 @@ def _is_tag(tag: str) -> bool:
     return True
 
 
-def _read_latest(index: CheckpointIndex) -> str | None:
-    """The checkpoint that the file `latest` names. If that one is missing or damaged, the undamaged checkpoint with the
-    highest step is taken; if all are damaged, the one with the highest step."""
-    named = stored_latest(index.path / LATEST)
-    by_step = sorted(index.manifests, key=lambda name: index.manifests[name].step, reverse=True)
-    for name in sorted(by_step, key=lambda name: name != named):
-        if _is_whole(index, name):
-            if name != named:
-                _log.warning("%s names no checkpoint that can be used: %s is used instead", index.path / LATEST, name)
-            return name
-    return by_step[0] if by_step else None
-
-
-def stored_latest(path: Path) -> str:
+def _stored_latest(path: Path) -> str:
     """The name in the file `latest`, empty if the file is missing or incomplete."""
     try:
         name, newline, rest = path.read_bytes().decode().partition("\n")
     except (ValueError, OSError):
         return ""
     return name if newline and not rest else ""
-
-
-def _is_whole(index: CheckpointIndex, name: str) -> bool:
-    try:
-        verify(index.path / name, index.manifests[name])
-    except AdapterFileError as error:
-        _log.warning("%s", error)
-        return False
-    return True
-
-
-T = TypeVar("T")
-Extra = Callable[[Path], None]
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,8 +238,7 @@ class LoadedCheckpoint:
 class CheckpointStore:
     """Saves, finds, loads and prunes checkpoints. Weights are NumPy arrays. Safe to call from any thread.
 
-    `find`, `cards` and `newest_version` read frozen indexes and never wait. All other methods touch the disk and hold a
-    lock.
+    `find`, `cards` and `newest_version` never wait. All other methods touch the disk and hold a lock.
 
     Attributes:
         in_use: says of a card's `path` whether a version is served from the files there. Such a checkpoint is not
@@ -259,7 +266,7 @@ class CheckpointStore:
         self._lock = threading.Lock()
         try:
             atomic.make_folder(folder)
-            self._indexes = {index.path.name: index for index in read_indexes(folder)}
+            self._folders = {adapter.path.name: adapter for adapter in read_folders(folder)}
         except OSError as error:
             raise ConfigError(
                 f"checkpoints cannot be kept in {folder} ({error.strerror}): give --checkpoint-dir a folder that this "
@@ -270,20 +277,20 @@ class CheckpointStore:
 
     def find(self, adapter_name: str, which: str) -> CheckpointCard | None:
         """The checkpoint named `which`: `checkpoint-<step>`, a tag or `latest`. None if there is none."""
-        index = self._indexes.get(adapter_name)
-        name = index.resolve(which) if index else None
-        return index.card(name) if index and name else None
+        folder = self._folders.get(adapter_name)
+        manifest = folder.resolve(which) if folder else None
+        return folder.card(manifest) if folder and manifest else None
 
     def cards(self, adapter_name: str | None = None) -> tuple[CheckpointCard, ...]:
         """All checkpoints, or those of one adapter, oldest first."""
-        indexes = [index for name, index in self._indexes.items() if adapter_name in (None, name)]
-        cards = [index.card(name) for index in indexes for name in index.manifests]
+        folders = [folder for name, folder in self._folders.items() if adapter_name in (None, name)]
+        cards = [folder.card(manifest) for folder in folders for manifest in folder.manifests.values()]
         return tuple(sorted(cards, key=lambda card: (card.created, card.step, card.adapter.name)))
 
     def newest_version(self, adapter_name: str) -> int:
         """The largest version of that adapter known to have been saved, 0 if none."""
-        index = self._indexes.get(adapter_name)
-        return index.newest_version if index else 0
+        folder = self._folders.get(adapter_name)
+        return folder.newest_version if folder else 0
 
     def load_checkpoint(self, adapter_name: str, which: str = LATEST) -> LoadedCheckpoint:
         """Reads a checkpoint's weights, after checking all checksums and the base model's fingerprint.
@@ -293,20 +300,16 @@ class CheckpointStore:
             AdapterFileError: a file is damaged, or the checkpoint belongs to another base model.
         """
         with self._lock:
-            index, name = self._named(adapter_name, which)
-            folder, manifest = index.path / name, index.manifests[name]
-            verify(folder, manifest)
-            self._check_base(f"{adapter_name}/{name}", manifest)
-            file = read_adapter(folder, self._layout, self._max_rank)
-            return LoadedCheckpoint(index.card(name), file.weights, file.digest)
-
-    def hot_swap(self, adapter_name: str, which: str, publish: Callable[[LoadedCheckpoint], T]) -> T:
-        """Loads a checkpoint and calls `publish` with it, which makes it live. Returns what `publish` returns.
-
-        Raises:
-            UnknownModelError, AdapterFileError: see `load_checkpoint`; `publish` is not called.
-        """
-        return publish(self.load_checkpoint(adapter_name, which))
+            folder, manifest = self._named(adapter_name, which)
+            card = folder.card(manifest)
+            verify(Path(card.path), manifest)
+            if manifest.base_fingerprint != self._fingerprint:
+                raise AdapterFileError(
+                    f"{adapter_name}/{card.name} was made for the base model {manifest.base_fingerprint}, and "
+                    f"{self._fingerprint} is served: serve that model, or name another checkpoint"
+                )
+            file = read_adapter(Path(card.path), self._layout, self._max_rank)
+            return LoadedCheckpoint(card, file.weights, file.digest)
 
     # ---- writing ------------------------------------------------------------------------------------
 
@@ -317,7 +320,7 @@ class CheckpointStore:
         step: int | None = None,
         tags: Sequence[str] = (),
         metrics: Mapping[str, float] | None = None,
-        extra: Extra | None = None,
+        extra: Callable[[Path], None] | None = None,
     ) -> CheckpointCard:
         """Writes a version as checkpoint `step` (None: the next free step), then prunes old checkpoints.
 
@@ -336,20 +339,28 @@ class CheckpointStore:
             StorageError: the disk failed; earlier checkpoints are untouched.
         """
         check_name(adapter.name)
-        tags = [check_tag(tag) for tag in tags]
-        numbers = check_metrics(metrics or {})
+        tags, numbers = [check_tag(tag) for tag in tags], check_metrics(metrics or {})
         with self._lock:
             with _disk(f"a checkpoint of {adapter.name} was not saved"):
-                index = self._index_of(adapter.name)
-                what = SavedVersion(adapter, check_step(index.next_step() if step is None else step), numbers)
-                name = checkpoint_name(what.step)
-                with atomic.folder_aside(index.path) as aside:
-                    manifest = self._fill(aside, what, weights, extra)
-                    index = self._place(aside, index, name, manifest)
-            new = index.manifests[name] is manifest
+                folder = self._opened(adapter.name)
+                step = check_step(folder.next_step() if step is None else step)
+                with atomic.folder_aside(folder.path) as aside:
+                    write_mlx_lm(aside, weights, self._layout)
+                    read_adapter(aside, self._layout, self._max_rank)
+                    if extra is not None:
+                        extra(aside)
+                    new = folder.place(aside, seal(aside, adapter, step, weights, numbers, self._fingerprint))
+                self.saves_total += new
+            name = checkpoint_name(step)
             with _disk(f"{name} of {adapter.name} is saved, but its tags or `latest` may not be"):
-                index = self._point(index, name, tags, new)
-            return (self._prune(index) if new else index).card(name)
+                atomic.sync(folder.path)
+                folder.tag(name, tags)
+                latest = folder.resolve(LATEST)  # an earlier one if this checkpoint's save was interrupted
+                if new or latest is None or latest.order < folder.manifests[name].order:
+                    folder.set_latest(name)
+            if new:
+                folder.prune(self._keep, self.in_use)
+            return folder.card(folder.manifests[name])
 
     def tag(self, adapter_name: str, which: str, tag: str) -> CheckpointCard:
         """Gives a checkpoint a tag, and takes it from the one that had it. Tagged checkpoints are not pruned.
@@ -361,8 +372,9 @@ class CheckpointStore:
         """
         check_tag(tag)
         with self._lock, _disk(f"the tag {tag} of {adapter_name} was not written"):
-            index, name = self._named(adapter_name, which)
-            return self._write_tags(index, name, [tag]).card(name)
+            folder, manifest = self._named(adapter_name, which)
+            folder.tag(checkpoint_name(manifest.step), [tag])
+            return folder.card(manifest)
 
     def set_latest(self, adapter_name: str, which: str) -> CheckpointCard:
         """Makes `latest` mean an older checkpoint, from which training continues.
@@ -372,98 +384,33 @@ class CheckpointStore:
             StorageError: the disk failed; `latest` is unchanged.
         """
         with self._lock, _disk(f"`latest` of {adapter_name} was not written"):
-            index, name = self._named(adapter_name, which)
-            return self._write_latest(index, name).card(name)
+            folder, manifest = self._named(adapter_name, which)
+            folder.set_latest(checkpoint_name(manifest.step))
+            return folder.card(manifest)
 
     def forget(self, adapter_name: str) -> None:
         """Forgets the checkpoints of an adapter, whose folder is being removed."""
         with self._lock:
-            self._indexes = {name: index for name, index in self._indexes.items() if name != adapter_name}
+            self._folders = {name: folder for name, folder in self._folders.items() if name != adapter_name}
 
-    def _fill(self, aside: Path, what: SavedVersion, weights: AdapterWeights, extra: Extra | None) -> Manifest:
-        """Writes all files into `aside`, the manifest last. Raises AdapterFileError if they cannot be read back."""
-        write_mlx_lm(aside, weights, self._layout)
-        read_adapter(aside, self._layout, self._max_rank)
-        if extra is not None:
-            extra(aside)
-        return seal(aside, what, weights, self._fingerprint)
-
-    def _place(self, aside: Path, index: CheckpointIndex, name: str, manifest: Manifest) -> CheckpointIndex:
-        """Renames `aside` to `name`, unless a checkpoint with the same content is there."""
-        there = index.manifests.get(name)
-        if there is not None and there.files == manifest.files:
-            return index
-        if (index.path / name).exists():
-            raise ConflictError(
-                f"{manifest.adapter} has a {name} with other content: save under another step, or without one"
-            )
-        os.rename(aside, index.path / name)
-        self.saves_total += 1
-        return self._set_index(index.adding(name, manifest))
-
-    def _point(self, index: CheckpointIndex, name: str, tags: Sequence[str], new: bool) -> CheckpointIndex:
-        """Writes the tags, and `latest` if the checkpoint is new or its save was interrupted before it did so."""
-        atomic.sync(index.path)
-        index = self._write_tags(index, name, tags)
-        latest = index.manifests.get(index.latest or "")
-        if not new and latest is not None and latest.order >= index.manifests[name].order:
-            return index
-        return self._write_latest(index, name)
-
-    def _write_latest(self, index: CheckpointIndex, name: str) -> CheckpointIndex:
-        atomic.replace_file(index.path / LATEST, f"{name}\n".encode())
-        return self._set_index(replace(index, latest=name))
-
-    def _write_tags(self, index: CheckpointIndex, name: str, tags: Sequence[str]) -> CheckpointIndex:
-        changed = {**index.tags, **dict.fromkeys(tags, name)}
-        if changed == index.tags:
-            return index
-        atomic.replace_file(index.path / TAGS, render_tags(changed))
-        return self._set_index(replace(index, tags=changed))
-
-    def _prune(self, index: CheckpointIndex) -> CheckpointIndex:
-        """Removes surplus checkpoints. Disk errors are only logged, because the save itself has succeeded."""
-        for name in index.surplus(self._keep):
-            path = index.path / name
-            if self.in_use(str(path)):
-                continue
-            try:
-                trash = atomic.hide(path) if path.exists() else None
-            except OSError as error:
-                _log.warning("%s could not be pruned: %s", path, error.strerror)
-                continue
-            index = self._set_index(index.without(name))
-            if trash is not None:
-                atomic.remove(trash)
-        return index
-
-    def _index_of(self, adapter_name: str) -> CheckpointIndex:
-        """The adapter's index. Makes its folder if needed, and removes what interrupted saves left there."""
-        index = self._indexes.get(adapter_name) or CheckpointIndex(self._folder / adapter_name)
-        for other in self._indexes:
+    def _opened(self, adapter_name: str) -> CheckpointFolder:
+        """The adapter's folder, which is made if needed. Removes what interrupted saves left there."""
+        for other in self._folders:
             if other != adapter_name and other.casefold() == adapter_name.casefold():
                 raise ConflictError(f"{adapter_name} and {other} would share a folder on some disks: use another name")
-        atomic.make_folder(index.path)
-        atomic.sweep(index.path)
-        return index
+        path = self._folder / adapter_name
+        atomic.make_folder(path)
+        atomic.sweep(path)
+        if adapter_name not in self._folders:
+            self._folders = {**self._folders, adapter_name: CheckpointFolder(path)}
+        return self._folders[adapter_name]
 
-    def _set_index(self, index: CheckpointIndex) -> CheckpointIndex:
-        self._indexes = {**self._indexes, index.path.name: index}
-        return index
-
-    def _named(self, adapter_name: str, which: str) -> tuple[CheckpointIndex, str]:
-        index = self._indexes.get(adapter_name)
-        name = index.resolve(which) if index else None
-        if index is None or name is None:
+    def _named(self, adapter_name: str, which: str) -> tuple[CheckpointFolder, Manifest]:
+        folder = self._folders.get(adapter_name)
+        manifest = folder.resolve(which) if folder else None
+        if folder is None or manifest is None:
             raise UnknownModelError(f"{adapter_name!r} has no checkpoint {which!r}: GET /v1/checkpoints lists them")
-        return index, name
-
-    def _check_base(self, what: str, manifest: Manifest) -> None:
-        if manifest.base_fingerprint != self._fingerprint:
-            raise AdapterFileError(
-                f"{what} was made for the base model {manifest.base_fingerprint}, and {self._fingerprint} is served: "
-                "serve that model, or name another checkpoint"
-            )
+        return folder, manifest
 
 
 @contextmanager
@@ -494,7 +441,7 @@ def _latest_of(adapter: Path) -> Path | None:
     """The checkpoint that `latest` names or, if that one is gone, the one with the highest step."""
     found = {entry.name: entry for entry in adapter.glob("checkpoint-*") if (entry / MANIFEST).is_file()}
     steps = {name: step for name in found if (step := step_of(name)) is not None}
-    name = stored_latest(adapter / LATEST)
+    name = _stored_latest(adapter / LATEST)
     return found[name if name in steps else max(steps, key=lambda name: steps[name])] if steps else None
 
 
@@ -514,7 +461,7 @@ def _tagged(path: Path) -> Path | None:
     if not tags.is_file():
         return None
     try:
-        name = TAGS_TYPE.validate_json(tags.read_bytes(), strict=True).get(path.name, "")
+        name = _TAGS.validate_json(tags.read_bytes(), strict=True).get(path.name, "")
     except ValueError:
         return None
     return path.with_name(name) if step_of(name) is not None else None

@@ -9,7 +9,6 @@ import re
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -40,15 +39,6 @@ def step_of(name: str) -> int | None:
     """The step in a checkpoint's name, None if `name` is not `checkpoint-<step>`."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
-
-
-@dataclass(frozen=True, slots=True)
-class SavedVersion:
-    """The version, step and metrics of a checkpoint to be saved. They have been checked."""
-
-    adapter: AdapterRef
-    step: int
-    metrics: dict[str, float]
 
 
 class FileSum(BaseModel):
@@ -111,25 +101,31 @@ class Manifest(Sealed):
         return self.created, self.step
 
 
-def seal(folder: Path, what: SavedVersion, weights: AdapterWeights, fingerprint: str) -> Manifest:
-    """Fsyncs all files in `folder`, then writes the manifest there.
+def seal(
+    folder: Path,
+    version: AdapterRef,
+    step: int,
+    weights: AdapterWeights,
+    metrics: dict[str, float],
+    fingerprint: str,
+) -> Manifest:
+    """Fsyncs all files in `folder`, then writes the manifest there. Step and metrics have been checked.
 
     Raises:
         ValueError: an entry of `folder` is not a plain file, or has a name that `FileName` does not allow.
     """
-    files = file_sums(folder)
     data = Manifest(
-        adapter=what.adapter.name,
-        version=what.adapter.version,
-        step=what.step,
+        adapter=version.name,
+        version=version.version,
+        step=step,
         base_fingerprint=fingerprint,
         rank=weights.rank,
         alpha=weights.alpha,
         targets=weights.targets,
-        metrics=what.metrics,
+        metrics=metrics,
         created=int(time.time()),
         mlx_parallm=mlx_parallm.__version__,
-        files=files,
+        files=file_sums(folder),
     ).render()
     atomic.write_file(folder / MANIFEST, data)
     atomic.sync(folder)

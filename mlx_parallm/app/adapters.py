@@ -6,11 +6,10 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.adapters.checkpoints import CheckpointStore, LoadedCheckpoint
+from mlx_parallm.adapters.checkpoints import CheckpointStore
 from mlx_parallm.adapters.files.read import AdapterFile
 from mlx_parallm.adapters.library import AdapterLibrary, KeptVersions, LoadedVersions, info_of_checkpoint, info_of_file
 from mlx_parallm.adapters.registry import AdapterRegistry
@@ -89,14 +88,12 @@ def _restore(checkpoints: CheckpointStore, registry: AdapterRegistry) -> None:
     """Makes each adapter's latest checkpoint live. One that cannot be used is left out with a warning."""
     for name in sorted({card.adapter.name for card in checkpoints.cards()}):
         try:
-            checkpoints.hot_swap(name, "latest", publish=partial(_publish, registry))
+            checkpoint = checkpoints.load_checkpoint(name)
         except InvalidRequestError as error:
             _log.warning("the latest checkpoint of %s is not restored: %s", name, error)
-
-
-def _publish(registry: AdapterRegistry, checkpoint: LoadedCheckpoint) -> None:
-    version = registry.restore(checkpoint.card.adapter, info_of_checkpoint(checkpoint.card, checkpoint.digest))
-    registry.flip(version.ref)
+        else:
+            info = info_of_checkpoint(checkpoint.card, checkpoint.digest)
+            registry.flip(registry.restore(checkpoint.card.adapter, info).ref)
 
 
 def _add(library: AdapterLibrary, registry: AdapterRegistry, name: str, file: AdapterFile) -> None:

@@ -19,17 +19,14 @@ from saves import (
     hidden,
     manager,
     names,
-    one_checkpoint,
     ref,
     weights,
     write_optimizer,
 )
 
-from mlx_parallm.adapters.checkpoints import LoadedCheckpoint
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
 from mlx_parallm.core import CheckpointCard
 from mlx_parallm.errors import (
-    AdapterFileError,
     ConflictError,
     InvalidRequestError,
     UnknownModelError,
@@ -229,22 +226,6 @@ def test_extra_files_are_plain(tmp_path: Path, name: str) -> None:
         checkpoints.save_checkpoint(ref(1), weights(1), extra=extra)
     assert checkpoints.cards() == ()
     assert hidden(tmp_path / NAME) == []
-
-
-def test_hot_swap_publishes_what_loads_and_nothing_else(tmp_path: Path) -> None:
-    checkpoints = one_checkpoint(tmp_path)
-    published: list[LoadedCheckpoint] = []
-
-    def publish(loaded: LoadedCheckpoint) -> str:
-        published.append(loaded)
-        return checkpoints.save_checkpoint(ref(2), loaded.weights).name  # the lock is free by now
-
-    assert checkpoints.hot_swap(NAME, "latest", publish) == "checkpoint-2"
-    assert_holds(published[0], seed=1)
-    (tmp_path / NAME / "checkpoint-1" / "adapters.safetensors").write_bytes(b"")
-    with pytest.raises(AdapterFileError):
-        checkpoints.hot_swap(NAME, "checkpoint-1", publish)
-    assert len(published) == 1
 
 
 # ---- against a simple model --------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_parallm.adapters.checkpoints import read_indexes
+from mlx_parallm.adapters.checkpoints import read_folders
 from mlx_parallm.adapters.manifest import MANIFEST
 from mlx_parallm.adapters.runs import ROOT, open_run
 from mlx_parallm.errors import ConfigError
@@ -81,7 +81,7 @@ def test_a_folder_of_runs_is_no_runs_folder_and_runs_in_one_are_no_adapters() ->
     saved(ROOT)  # a folder that was used before runs had folders
     older = open_run(ROOT, False, wanted=True)
     assert older.resumed
-    assert [index.path.name for index in read_indexes(ROOT)] == ["default"]
+    assert [folder.path.name for folder in read_folders(ROOT)] == ["default"]
     older.close()
 
 
