@@ -48,6 +48,8 @@ class LinearGroup:
         width: outputs of a tile of `b`. It divides the outputs of every linear.
         places: the place of each linear that has factors, by path.
         tiles: of the linear at each place, its part of the second axis of `b`.
+        places_of_tiles: the place of the linear that each tile belongs to.
+        starts: where the outputs of each linear but the first begin among those of all tiles.
         written: slots that may hold values other than zero.
         kept: what `factors` has returned since the arrays were changed last.
     """
@@ -68,6 +70,8 @@ class LinearGroup:
     def _make_empty(self) -> None:
         self.places: dict[str, int] = {}
         self.tiles: list[slice] = []
+        self.places_of_tiles: tuple[int, ...] = ()
+        self.starts: list[int] = []
         self.written: set[int] = set()
         self.kept: dict[int, tuple[mx.array, list[mx.array]]] = {}
         self.a = mx.zeros((*self._experts, 0, self._in_features, 0), self._dtype)
@@ -105,15 +109,22 @@ class LinearGroup:
         more, before = max(slots - self.slots, 0), int(self.b.shape[-3])
         if not more and not new:
             return False
-        for path in new:
-            self.places[path], start = len(self.places), self.tiles[-1].stop if self.tiles else 0
-            self.tiles.append(slice(start, start + self.specs[path].out_features // self.width))
+        self.add_places(new)
         self.kept.clear()
         self.a = mx.pad(self.a, [*self._experts_stay, (0, more), (0, 0), (0, len(new) * self.rank)])
-        added = (0, self.tiles[-1].stop - before)
+        added = (0, len(self.places_of_tiles) - before)
         self.b = mx.pad(self.b, [*self._experts_stay, (0, more), added, (0, 0), (0, 0)])
         mx.eval(self.a, self.b)
         return True
+
+    def add_places(self, paths: Iterable[str]) -> None:
+        """Gives linears a place and tiles, after those that have some. The arrays stay as they are."""
+        for path in paths:
+            place, start = len(self.places), len(self.places_of_tiles)
+            self.places_of_tiles += (place,) * (self.specs[path].out_features // self.width)
+            self.places[path] = place
+            self.tiles.append(slice(start, len(self.places_of_tiles)))
+        self.starts = [tiles.start * self.width for tiles in self.tiles[1:]]
 
     def write(self, slot: int, pairs: dict[str, LoRAPair]) -> None:
         """Writes one slot, and waits until it is written. Linears without a pair get zeros. Call `fit` first.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -114,7 +114,7 @@ class _SameSlot:
 
     def rows(self, x: mx.array) -> mx.array:
         """x [..., in] in the shape that products take: [tokens, in]."""
-        return x.reshape(-1, x.shape[-1])
+        return mx.reshape(x, (-1, x.shape[-1]))
 
     def change(self, group: LinearGroup, x: mx.array) -> list[mx.array]:
         """x A of each linear of the group, [tokens, rank]; nothing if the slot's adapter changes none of them."""
@@ -135,7 +135,7 @@ class _OwnSlots:
     """Single tokens from `start` on, each of its own slot.
 
     `tokens`, `slots`: 0, 1, 2, … and the slots: uint32 [tokens]. `gathers`: see the function. `indices`: what
-    `_indices` has made.
+    `_indices` has made, by `LinearGroup.places_of_tiles`.
     """
 
     start: int
@@ -157,14 +157,13 @@ class _OwnSlots:
         vectors, tiles = self._indices(group)
         if self.gathers:
             h = mx.gather_mm(x, group.a, self.tokens, self.slots)
-            h = h.reshape(-1, 1, group.rank) if len(group.places) > 1 else h
+            h = mx.reshape(h, (-1, 1, group.rank)) if group.starts else h
             y = mx.gather_mm(h, group.b, vectors, tiles)
         else:
             h = (x @ group.a[self.slots]).reshape(-1, 1, group.rank)
             y = h[vectors] @ group.b.flatten(0, 1)[tiles]
-        y = y if y.ndim == 3 else y.reshape(len(x), 1, -1)
-        starts = [tiles.start * group.width for tiles in group.tiles[1:]]
-        return list(mx.split(y, starts, -1)) if starts else [y]
+        y = y if y.ndim == 3 else mx.reshape(y, (len(x), 1, -1))
+        return list(mx.split(y, group.starts, -1)) if group.starts else [y]
 
     def add(self, y: mx.array, change: list[mx.array], group: LinearGroup, place: int) -> mx.array:
         """y + x A[slot] B[slot], of `change`."""
@@ -173,18 +172,16 @@ class _OwnSlots:
     def _indices(self, group: LinearGroup) -> tuple[mx.array, mx.array]:
         """For each token and tile, the number of its vector among those of all places, and of its tile among those of
         all slots: uint32 [tokens, tiles] each, or [tokens] if there is one tile."""
-        counts = tuple(tiles.stop - tiles.start for tiles in group.tiles)
-        if counts not in self.indices:
-            places, tiles = np.repeat(np.arange(len(counts)), counts), np.arange(sum(counts))
+        places = group.places_of_tiles
+        if places not in self.indices:
             tokens, slots = np.array(self.tokens)[:, None], np.array(self.slots)[:, None]
-            both = (tokens * len(counts) + places, slots * len(tiles) + tiles)
-            vectors, chosen = (mx.array((each[:, 0] if len(tiles) == 1 else each).astype(np.uint32)) for each in both)
-            self.indices[counts] = vectors, chosen
-        return self.indices[counts]
+            both = tokens * len(group.places) + np.array(places), slots * len(places) + np.arange(len(places))
+            vectors, tiles = (mx.array((each[:, 0] if len(places) == 1 else each).astype(np.uint32)) for each in both)
+            self.indices[places] = vectors, tiles
+        return self.indices[places]
 
 
-@dataclass(frozen=True, slots=True)
-class _GroupInput:
+class _GroupInput(NamedTuple):
     """The input x of a group of linears: in the shape that products take, and what each run of tokens has made of it
     for each linear."""
 
@@ -236,7 +233,7 @@ class ForwardContext:
         else:
             ys = zip(runs, mx.split(y, [run.start for run in runs[1:]]), last.changes, strict=True)
             y = mx.concatenate([run.add(part, change, group, place) for run, part, change in ys])
-        return y if last.rows is x else y.reshape(*x.shape[:-1], y.shape[-1])
+        return y if last.rows is x else mx.reshape(y, (*x.shape[:-1], -1))
 
     def changes(self, groups: Iterable[LinearGroup]) -> bool:
         """See `AdapterContext.changes`."""

@@ -5,7 +5,6 @@ Only their graphs can be built, inside `gpu_graphs`.
 
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -165,12 +164,10 @@ def _filled_bank(model: nn.Module, dtype: mx.Dtype) -> AdapterBank:
         if not specs:  # those of the head, or of experts
             continue
         group.written = set(range(1, SLOTS + 1))
-        group.places = {spec.path: place for place, spec in enumerate(specs)}
-        stops = list(accumulate(spec.out_features // group.width for spec in specs))
-        group.tiles = [slice(*each) for each in pairwise([0, *stops])]
+        group.add_places(spec.path for spec in specs)
         a = specs[0].in_features, len(specs) * RANK
         group.a = placeholder((SLOTS + 1, *a), dtype, Kind.ADAPTERS)
-        group.b = placeholder((SLOTS + 1, stops[-1], RANK, group.width), dtype, Kind.ADAPTERS)
+        group.b = placeholder((SLOTS + 1, len(group.places_of_tiles), RANK, group.width), dtype, Kind.ADAPTERS)
         for slot in group.written:  # as after a pass that has used the slot alone
             b = [placeholder((RANK, spec.out_features), dtype, Kind.ADAPTERS) for spec in specs]
             group.kept[slot] = placeholder(a, dtype, Kind.ADAPTERS), b
