@@ -86,8 +86,7 @@ def average(adapters: Sequence[AdapterWeights], weights: Sequence[float] | None,
     pairs: dict[str, LoRAPair] = {}
     reductions: dict[str, Reduction] = {}
     for path, of_path in members.items():
-        mean = _mean if of_path[0][1].a.ndim == 2 else _mean_of_experts
-        pairs[path], reductions[path] = mean(path, of_path, rank or full_rank)
+        pairs[path], reductions[path] = _mean(path, of_path, rank or full_rank)
     return Average(AdapterWeights(pairs), full_rank, reductions)
 
 
@@ -113,37 +112,25 @@ def _shares(count: int, weights: Sequence[float] | None) -> list[float]:
 
 
 def _mean(path: str, members: Sequence[tuple[float, LoRAPair]], rank: int) -> tuple[LoRAPair, Reduction]:
-    """The mean of one linear's products, of this rank at most.
+    """The mean of one linear's products, or of each expert's, of this rank at most.
 
-    With the factors of all members side by side it is `left` [in, R] times `right` [R, out]. QR of both leaves a core
-    of R x R at most, whose singular value decomposition is that of the mean.
+    With the factors of all members side by side it is `left` [..., in, R] times `right` [..., R, out]. QR of both
+    leaves a core of R x R at most, whose singular value decomposition is that of the mean.
     """
-    left = np.concatenate([_float64(pair.a) for _, pair in members], axis=1)
-    right = np.concatenate([share * pair.scale * _float64(pair.b) for share, pair in members], axis=0)
+    left = np.concatenate([_float64(pair.a) for _, pair in members], axis=-1)
+    right = np.concatenate([share * pair.scale * _float64(pair.b) for share, pair in members], axis=-2)
     if not np.isfinite(right).all():
         raise _too_large(path)
     q_left, r_left = np.linalg.qr(left)
-    q_right, r_right = np.linalg.qr(right.T)
-    u, values, vt = np.linalg.svd(r_left @ r_right.T, full_matrices=False)
-    a = (q_left @ u[:, :rank]).astype(np.float32)
+    q_right, r_right = np.linalg.qr(right.swapaxes(-1, -2))
+    u, values, vt = np.linalg.svd(r_left @ r_right.swapaxes(-1, -2), full_matrices=False)
+    a = (q_left @ u[..., :rank]).astype(np.float32)
     with np.errstate(over="ignore"):
-        b = (values[:rank, None] * (vt[:rank] @ q_right.T)).astype(np.float32)
+        b = (values[..., :rank, None] * (vt[..., :rank, :] @ q_right.swapaxes(-1, -2))).astype(np.float32)
     if not np.isfinite(b).all():
         raise _too_large(path)
-    lost, norm = np.linalg.norm(values[rank:]), np.linalg.norm(values)
+    lost, norm = np.linalg.norm(values[..., rank:]), np.linalg.norm(values)
     return LoRAPair(a, np.ascontiguousarray(b), 1.0), Reduction(float(norm), float(lost))
-
-
-def _mean_of_experts(path: str, members: Sequence[tuple[float, LoRAPair]], rank: int) -> tuple[LoRAPair, Reduction]:
-    """The mean of each expert's products, and what it loses of them together."""
-    count = members[0][1].a.shape[0]
-    means = [
-        _mean(path, [(share, LoRAPair(pair.a[at], pair.b[at], pair.scale)) for share, pair in members], rank)
-        for at in range(count)
-    ]
-    lost, norm = (math.hypot(*values) for values in zip(*((each.lost, each.norm) for _, each in means), strict=True))
-    a, b = np.stack([pair.a for pair, _ in means]), np.stack([pair.b for pair, _ in means])
-    return LoRAPair(a, b, 1.0), Reduction(norm, lost)
 
 
 def _float64(array: Any) -> Float64:

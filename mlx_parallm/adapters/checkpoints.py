@@ -16,7 +16,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -36,7 +36,7 @@ from mlx_parallm.adapters.manifest import (
     verify,
 )
 from mlx_parallm.adapters.runs import is_run
-from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights
+from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, VersionInfo
 from mlx_parallm.core import AdapterRef, CheckpointCard, check_name, check_tag
 from mlx_parallm.errors import (
     AdapterFileError,
@@ -228,11 +228,11 @@ def _stored_latest(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LoadedCheckpoint:
-    """A checkpoint's weights, which have passed every check. `digest`: see `AdapterFile`."""
+    """A checkpoint's weights, which have passed every check. `info`: of the version, with the digest of its files."""
 
     card: CheckpointCard
     weights: AdapterWeights
-    digest: str
+    info: VersionInfo
 
 
 class CheckpointStore:
@@ -309,7 +309,8 @@ class CheckpointStore:
                     f"{self._fingerprint} is served: serve that model, or name another checkpoint"
                 )
             file = read_adapter(Path(card.path), self._layout, self._max_rank)
-            return LoadedCheckpoint(card, file.weights, file.digest)
+            info = replace(VersionInfo.of_checkpoint(card), digest=file.info.digest)
+            return LoadedCheckpoint(card, file.weights, info)
 
     # ---- writing ------------------------------------------------------------------------------------
 

@@ -10,30 +10,28 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import field, replace
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import ConfigDict, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from mlx_parallm import atomic
 from mlx_parallm.adapters.checkpoints import CheckpointStore, adapter_in
-from mlx_parallm.adapters.files.disk import CONFIG_FILE, AdapterRoots
-from mlx_parallm.adapters.files.formats import MLX_LM_WEIGHTS, PEFT_WEIGHTS, FormatName
+from mlx_parallm.adapters.files.disk import CONFIG_FILE, AdapterRoots, read_config
+from mlx_parallm.adapters.files.formats import FormatName, is_scorer
 from mlx_parallm.adapters.files.read import AdapterFile, read_adapter
 from mlx_parallm.adapters.files.write import write_adapter
-from mlx_parallm.adapters.reward_models import is_reward_model
-from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair, Version, VersionInfo
+from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, Version, VersionInfo
 from mlx_parallm.atomic import new_folder
-from mlx_parallm.core import AdapterRef, CheckpointCard, check_name
+from mlx_parallm.core import AdapterRef, check_name
 from mlx_parallm.errors import AdapterFileError, ConfigError, ConflictError, InvalidRequestError, StorageError
 
 _log = logging.getLogger(__name__)
 
-FolderStamp = tuple[tuple[int, int, int] | None, ...]
-"""Inode, size and time of change of each file that an adapter's directory may have; None for one that it has not."""
+FolderStamp = tuple[tuple[str, int, int, int], ...]
+"""Name, inode, size and time of change of each file of an adapter's directory."""
 
 
 class AdapterLibrary:
@@ -64,7 +62,7 @@ class AdapterLibrary:
         self.max_rank = max_rank
         self.checkpoints = checkpoints
         self._folder = folder
-        self._roots = AdapterRoots([*([folder] if folder else []), *roots], adapter_in)
+        self.roots = AdapterRoots([*([folder] if folder else []), *roots], adapter_in)
 
     def read(self, path: str) -> AdapterFile:
         """Reads the adapter at a path that a client gave.
@@ -73,23 +71,14 @@ class AdapterLibrary:
             InvalidRequestError: the path is not inside an allowed root.
             AdapterFileError: its files cannot be used.
         """
-        file = read_adapter(self.resolve(path), self.layout, self.max_rank, self._roots)
-        if file.warning:
-            _log.warning("adapter %s: %s", file.path, file.warning)
+        file = read_adapter(self.roots.resolve(path), self.layout, self.max_rank, self.roots)
+        if file.info.warning:
+            _log.warning("adapter %s: %s", file.info.root, file.info.warning)
         return file
 
     def read_anywhere(self, folder: Path) -> AdapterFile:
         """Reads the adapter in a folder that this program itself names. Raises AdapterFileError as `read` does."""
         return read_adapter(adapter_in(folder), self.layout, self.max_rank)
-
-    def resolve_stamped(self, path: str) -> tuple[Path, FolderStamp]:
-        """The adapter's directory (see `AdapterRoots.resolve`), and what changes whenever its files are written."""
-        folder = self._roots.resolve(path)
-        return folder, stamp_of(folder)
-
-    def resolve(self, path: str) -> Path:
-        """The real path of the adapter that a path means; see `AdapterRoots.resolve` and `adapter_in`."""
-        return self._roots.resolve(path)
 
     def write(self, weights: AdapterWeights, folder: Path, form: FormatName) -> None:
         """Writes an adapter in one of the two formats. `folder` must not exist."""
@@ -107,7 +96,7 @@ class AdapterLibrary:
             self.write(weights, folder, "mlx-lm")
         except OSError as error:
             raise StorageError(f"{folder.name} of {folder.parent.name} was not written: {error.strerror}") from error
-        return self.read_anywhere(folder).digest
+        return self.read_anywhere(folder).info.digest
 
     def read_again(self, version: Version) -> AdapterWeights:
         """Reads a version's weights again, as they were when it was added.
@@ -118,16 +107,10 @@ class AdapterLibrary:
         if version.info.checkpoint and self.checkpoints:
             return self.checkpoints.load_checkpoint(version.ref.name, version.info.checkpoint).weights
         folder = Path(version.info.root)
-        file = read_adapter(folder, self.layout, self.max_rank, None if self.kept.holds(folder) else self._roots)
-        if file.digest != version.info.digest:
+        file = read_adapter(folder, self.layout, self.max_rank, None if self.kept.holds(folder) else self.roots)
+        if file.info.digest != version.info.digest:
             raise AdapterFileError(f"the files of {version.ref} have changed: load them again as a new version")
         return file.weights
-
-    def neutral(self, rank: int, targets: Sequence[str]) -> AdapterWeights:
-        """Weights of zeros, for the linears whose last names are among the targets."""
-        specs = [spec for spec in self.layout.named(targets) if spec is not self.layout.head]
-        pairs = {spec.path: LoRAPair(_zeros(spec.a_shape(rank)), _zeros(spec.b_shape(rank)), 1.0) for spec in specs}
-        return AdapterWeights(pairs)
 
     def discover(self) -> Iterator[tuple[str, AdapterFile]]:
         """Yields the name and the content of each adapter in the folder. Skips reward models, which are scorers, and
@@ -136,7 +119,7 @@ class AdapterLibrary:
             if not has_adapter(path) or not self._belongs(path):
                 continue
             try:
-                if is_reward_model(path):
+                if is_scorer(read_config(path, None)):
                     continue
                 yield check_name(path.name), self.read(path.name)
             except InvalidRequestError as error:
@@ -145,7 +128,7 @@ class AdapterLibrary:
     def find_checkpoint(self, adapter: str, which: str) -> tuple[AdapterRef, VersionInfo] | None:
         """The version in the checkpoint `which` (a name, a tag, or `latest`), None if there is none. Reads no file."""
         card = self.checkpoints.find(adapter, which) if self.checkpoints else None
-        return (card.adapter, info_of_checkpoint(card)) if card else None
+        return (card.adapter, VersionInfo.of_checkpoint(card)) if card else None
 
     def forget(self, adapter: str) -> None:
         """Forgets an adapter, whose files are being removed."""
@@ -161,11 +144,11 @@ class AdapterLibrary:
         """
         cards = self.checkpoints.cards(ref.name) if self.checkpoints else ()
         if card := next((card for card in reversed(cards) if card.adapter == ref), None):
-            return info_of_checkpoint(card)
+            return VersionInfo.of_checkpoint(card)
         folder = self.kept.copy_of(ref)
         if folder is None or not folder.is_dir():
             raise AdapterFileError(f"the run has no copy of it: load {ref.name} again")
-        return info_of_file(self.read_anywhere(folder))
+        return self.read_anywhere(folder).info
 
     def newest_save(self, adapter: str) -> int:
         """When the newest checkpoint of an adapter was saved, in Unix time; 0 if there is none."""
@@ -186,10 +169,6 @@ class AdapterLibrary:
         return next((version.ref.version for version in in_folder if version.ref.name == adapter), None)
 
 
-def _zeros(shape: tuple[int, ...]) -> NDArray[np.float32]:
-    return np.zeros(shape, np.float32)
-
-
 def has_adapter(folder: Path) -> bool:
     """Whether a folder seems to be an adapter's."""
     return (folder / CONFIG_FILE).is_file()
@@ -197,32 +176,18 @@ def has_adapter(folder: Path) -> bool:
 
 def stamp_of(folder: Path) -> FolderStamp:
     """What changes whenever the files of an adapter's directory are written."""
-    return tuple(map(_stamp, (folder / CONFIG_FILE, folder / PEFT_WEIGHTS, folder / MLX_LM_WEIGHTS)))
-
-
-def _stamp(file: Path) -> tuple[int, int, int] | None:
-    try:
-        facts = file.stat()
-    except OSError:
-        return None
-    return facts.st_ino, facts.st_size, facts.st_mtime_ns
+    stamp = []
+    for file in sorted(folder.glob("adapter*")):  # the names of all of them begin so
+        with suppress(FileNotFoundError):
+            facts = file.stat()
+            stamp.append((file.name, facts.st_ino, facts.st_size, facts.st_mtime_ns))
+    return tuple(stamp)
 
 
 def name_of_folder(folder: Path) -> str:
     """The name that the adapter in `folder` gets if nobody names it. It is plain, and different for every folder."""
     digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:8]
     return f"{re.sub('[^A-Za-z0-9_-]', '_', folder.name)[:48]}.{digest}"
-
-
-def info_of_file(file: AdapterFile) -> VersionInfo:
-    weights = file.weights
-    facts = (weights.rank, weights.alpha, weights.targets, file.nbytes, file.digest, str(file.path))
-    return VersionInfo(*facts, warning=file.warning)
-
-
-def info_of_checkpoint(card: CheckpointCard, digest: str = "") -> VersionInfo:
-    """Facts about a checkpoint's version. `digest`: `AdapterFile.digest` if the files have been read."""
-    return VersionInfo(card.rank, card.alpha, card.targets, card.bytes, digest, card.path, card.name)
 
 
 VERSIONS_FILE = "versions.json"

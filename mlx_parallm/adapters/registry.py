@@ -101,7 +101,7 @@ class AdapterRegistry:
 
     @contextmanager
     def lease(self, selector: str | None, key: str | None = None) -> Iterator[Version]:
-        """The version that `selector` means. If `selector` is None, one is drawn from the route, whose shares are the
+        """The version that `selector` means. If `selector` is None, one is chosen by the route, whose shares are the
         probabilities. The version is not deleted while the block runs.
 
         `key`: of a request; if the name is split, it decides which version answers. None: the live version.
@@ -212,16 +212,12 @@ class AdapterRegistry:
         self.flip_s_last = time.perf_counter() - started
         self.flip_s_max = max(self.flip_s_max, self.flip_s_last)
 
-    def set_checkpoint(self, version: Version, root: str, checkpoint: str) -> None:
-        """Records that a checkpoint holds the version's weights, and is to be read when they are needed again."""
+    def set_files(self, version: Version, root: str, digest: str = "", checkpoint: str | None = None) -> None:
+        """Records that a checkpoint or a copy holds the version's weights, to be read when they are needed again. See
+        `VersionInfo`; what is left out stays as it is."""
         with self._lock:
-            version.info = replace(version.info, root=root, checkpoint=checkpoint)
-            version.superseded = False
-
-    def set_copy(self, version: Version, root: str, digest: str) -> None:
-        """Records that a folder holds a copy of the version, and is to be read when its weights are needed again."""
-        with self._lock:
-            version.info = replace(version.info, root=root, digest=digest)
+            old = version.info
+            version.info = replace(old, root=root, digest=digest or old.digest, checkpoint=checkpoint or old.checkpoint)
             version.superseded = False
 
     def live(self, adapter: str) -> Version | None:

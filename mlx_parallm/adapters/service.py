@@ -8,21 +8,23 @@ load ─▶ read and check (worker) ─▶ add the version (registry) ─▶ sta
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from mlx_parallm.adapters.checkpoints import adapter_in
 from mlx_parallm.adapters.files.formats import FormatName
 from mlx_parallm.adapters.files.read import AdapterFile
-from mlx_parallm.adapters.library import AdapterLibrary, FolderStamp, has_adapter, info_of_file, name_of_folder
+from mlx_parallm.adapters.library import AdapterLibrary, FolderStamp, has_adapter, name_of_folder, stamp_of
 from mlx_parallm.adapters.registry import AdapterRegistry, Split
 from mlx_parallm.adapters.residency import AdapterStore
-from mlx_parallm.adapters.weights import AdapterWeights, Version, VersionInfo
+from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair, Version, VersionInfo
 from mlx_parallm.core import (
     BASE_ADAPTER,
     AdapterCard,
@@ -154,9 +156,9 @@ class AdapterService:
                 raise InvalidRequestError(
                     f"{name!r} is loaded already; load_inplace true replaces it.", param="lora_name"
                 )
-            same = loaded is not None and loaded.info.digest == file.digest
+            same = loaded is not None and loaded.info.digest == file.info.digest
             if loaded is None or not same:
-                loaded = await self.publish(adapter, file.weights, info_of_file(file), number=number)
+                loaded = await self.publish(adapter, file.weights, file.info, number=number)
             elif loaded is not live:
                 await self.flip(loaded.ref)
             if loaded is not live:
@@ -190,21 +192,25 @@ class AdapterService:
         if folder is not None and version.info.root != str(folder):
             weights = await self.weights(version)
             digest = await asyncio.to_thread(self._library.write_copy, weights, folder)
-            self._registry.set_copy(version, str(folder), digest)
+            self._registry.set_files(version, root=str(folder), digest=digest)
 
     async def load_folder(self, path: str) -> str:
         """See `core.AdapterClient.load_folder`."""
-        folder, stamp = await asyncio.to_thread(self._library.resolve_stamped, path)
+        folder, stamp = await asyncio.to_thread(self._stamped, path)
         if name := self._unchanged(folder, stamp):
             return name
         async with self._loading_folder:  # requests that name the folder meanwhile wait, and read no file
             if name := self._unchanged(folder, stamp):
                 return name
             file = await asyncio.to_thread(self._library.read, str(folder))
-            if (name := self._live_from(file.path, file.digest)) is None:
+            if (name := self._live_from(folder, file.info.digest)) is None:
                 name = (await self._load_file(name_of_folder(folder), file, replace=True)).ref.name
             self._folders[folder] = (stamp, name)
             return name
+
+    def _stamped(self, path: str) -> tuple[Path, FolderStamp]:
+        folder = self._library.roots.resolve(path)
+        return folder, stamp_of(folder)
 
     def _unchanged(self, folder: Path, stamp: FolderStamp) -> str | None:
         """The name of the adapter of a folder that was loaded with this stamp, if the name is still live with it."""
@@ -221,7 +227,7 @@ class AdapterService:
     async def loaded_folder(self, path: str) -> str | None:
         """See `core.AdapterClient.loaded_folder`."""
         try:
-            folder = await asyncio.to_thread(self._library.resolve, path)
+            folder = await asyncio.to_thread(self._library.roots.resolve, path)
         except InvalidRequestError:
             return None
         return self._live_from(folder)
@@ -247,8 +253,8 @@ class AdapterService:
         file = await asyncio.to_thread(self._library.read_anywhere, folder)
         async with self._publishing:
             live = self._registry.live(name)
-            if live is None or live.info.digest != file.digest:
-                live = await self.publish(name, file.weights, dataclasses.replace(info_of_file(file), root=""))
+            if live is None or live.info.digest != file.info.digest:
+                live = await self.publish(name, file.weights, replace(file.info, root=""))
             return live.ref
 
     async def hold(self, ref: AdapterRef, folder: Path) -> None:
@@ -263,8 +269,8 @@ class AdapterService:
         file = await asyncio.to_thread(self._library.read_anywhere, folder)
         async with self._publishing:
             known = self._registry.known(ref)
-            if known is None or known.info.digest != file.digest:
-                info = dataclasses.replace(info_of_file(file), root="")
+            if known is None or known.info.digest != file.info.digest:
+                info = replace(file.info, root="")
                 await self.publish(ref.name, file.weights, info, goes_live=False, number=ref.version)
             if ref not in self._held:
                 self._held[ref] = ExitStack()
@@ -398,7 +404,7 @@ class AdapterService:
             weights = await self.weights(version)
             save = partial(checkpoints.save_checkpoint, version.ref, weights, step, tags, metrics)
             card = await asyncio.to_thread(save)
-            self._registry.set_checkpoint(version, card.path, card.name)
+            self._registry.set_files(version, root=card.path, checkpoint=card.name)
             return card
 
     async def weights(self, version: Version) -> AdapterWeights:
@@ -428,5 +434,10 @@ class AdapterService:
             await asyncio.to_thread(self._library.write, weights, folder, form)
 
     async def write_neutral(self, folder: Path, form: FormatName, rank: int, targets: Sequence[str]) -> None:
-        """Writes the files of an adapter that changes nothing, of this rank, for the linears with these names."""
-        await asyncio.to_thread(lambda: self._library.write(self._library.neutral(rank, targets), folder, form))
+        """Writes the files of an adapter that changes nothing, of this rank, for the linears with these names, without
+        the head."""
+        layout = self._library.layout
+        specs = [spec for spec in layout.named(targets) if spec is not layout.head]
+        zeros = partial(np.zeros, dtype=np.float32)
+        pairs = {spec.path: LoRAPair(zeros(spec.a_shape(rank)), zeros(spec.b_shape(rank)), 1.0) for spec in specs}
+        await asyncio.to_thread(self._library.write, AdapterWeights(pairs), folder, form)

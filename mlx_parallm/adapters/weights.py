@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.core import AdapterRef
+from mlx_parallm.core import AdapterRef, CheckpointCard
 
 Array = Any
 """A float array of NumPy or MLX. Files, and threads other than the device thread, use NumPy only."""
@@ -235,8 +235,8 @@ class AdapterWeights:
 class VersionInfo:
     """Facts about the content of a version; see `core.AdapterCard`.
 
-    `root`: the directory of its files, "" if it has none. `digest`: identifies the content of the files, "" if they
-    have not been read. `checkpoint`: the checkpoint's name if `root` is one. `warning`: see `AdapterFile`.
+    `nbytes`: of the factors as stored. `root`: the directory of its files, "" if it has none. `digest`: identifies the
+    content of the files, "" if they have not been read. `checkpoint`: the checkpoint's name if `root` is one.
     """
 
     rank: int
@@ -252,6 +252,11 @@ class VersionInfo:
     def of(cls, weights: AdapterWeights) -> VersionInfo:
         """The facts about weights that are in no file."""
         return cls(weights.rank, weights.alpha, weights.targets, weights.nbytes)
+
+    @classmethod
+    def of_checkpoint(cls, card: CheckpointCard) -> VersionInfo:
+        """The facts about a checkpoint's version, whose files have not been read."""
+        return cls(card.rank, card.alpha, card.targets, card.bytes, "", card.path, card.name)
 
 
 @dataclass(eq=False, slots=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.checkpoints import CheckpointStore
 from mlx_parallm.adapters.files.read import AdapterFile
-from mlx_parallm.adapters.library import AdapterLibrary, KeptVersions, LoadedVersions, info_of_checkpoint, info_of_file
+from mlx_parallm.adapters.library import AdapterLibrary, KeptVersions, LoadedVersions
 from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.adapters.runs import Run
@@ -92,18 +92,17 @@ def _restore(checkpoints: CheckpointStore, registry: AdapterRegistry) -> None:
         except InvalidRequestError as error:
             _log.warning("the latest checkpoint of %s is not restored: %s", name, error)
         else:
-            info = info_of_checkpoint(checkpoint.card, checkpoint.digest)
-            registry.flip(registry.restore(checkpoint.card.adapter, info).ref)
+            registry.flip(registry.restore(checkpoint.card.adapter, checkpoint.info).ref)
 
 
 def _add(library: AdapterLibrary, registry: AdapterRegistry, name: str, file: AdapterFile) -> None:
     """Makes the adapter of a folder live, under the number that its content has."""
-    before, version = library.kept.of(name), registry.add(name, info_of_file(file))
+    before, version = library.kept.of(name), registry.add(name, file.info)
     try:
-        library.kept.number(version.ref, file.digest)
+        library.kept.number(version.ref, file.info.digest)
     except (StorageError, ConflictError) as error:
         _log.warning("another start may give the number of %s to other weights: %s", version.ref, error)
-    if before.last and file.digest not in before.numbers:
+    if before.last and file.info.digest not in before.numbers:
         _log.info("%s: its folder has new files, which are %s", name, version.ref)
     registry.flip(version.ref)
 

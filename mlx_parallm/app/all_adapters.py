@@ -117,7 +117,7 @@ class AllAdapters:
 
     async def folder_of(self, path: str) -> str:
         """See `core.AdapterClient.folder_of`."""
-        return str(await asyncio.to_thread(self._first.known.library.resolve, path))
+        return str(await asyncio.to_thread(self._first.known.library.roots.resolve, path))
 
     async def load_folder(self, path: str) -> str:
         """See `core.AdapterClient.load_folder`. The adapter is for the first base model."""

@@ -41,7 +41,11 @@ A, B = f"{Q0}.lora_a", f"{Q0}.lora_b"
 def test_mlx_lm_factors_are_read_as_they_are(tmp_path):
     tensors = mlx_lm_tensors(rank=4, path=DOWN0, shape=(MLP, HIDDEN)) | mlx_lm_tensors(rank=4)
     file = read(mlx_lm_folder(tmp_path, tensors, lora_parameters={"scale": 20.0}))
-    assert (file.format, file.path, file.nbytes) == ("mlx-lm", tmp_path, sum(t.nbytes for t in tensors.values()))
+    assert (file.format, file.info.root, file.info.nbytes) == (
+        "mlx-lm",
+        str(tmp_path),
+        sum(t.nbytes for t in tensors.values()),
+    )
     assert list(file.weights.pairs) == [Q0, DOWN0]
     pair = file.weights.pairs[DOWN0]
     assert (pair.scale, pair.rank) == (20.0, 4)
@@ -90,8 +94,8 @@ def test_a_config_that_contradicts_its_tensors_is_warned_of_and_all_tensors_coun
     tensors = mlx_lm_tensors() | mlx_lm_tensors(path=DOWN1, shape=(MLP, HIDDEN))
     file = read(mlx_lm_folder(tmp_path, tensors, **changes))
     assert list(file.weights.pairs) == [Q0, DOWN1]
-    assert told in file.warning
-    assert bool(file.warning) == bool(told)
+    assert told in file.info.warning
+    assert bool(file.info.warning) == bool(told)
 
 
 def test_alpha_without_scale_is_explained(tmp_path):
@@ -248,7 +252,7 @@ def test_the_copy_of_the_head_that_peft_saves_beside_its_factors_is_not_read(tmp
     copy = {"base_model.model.lm_head.base_layer.weight": np.full((VOCABULARY, HIDDEN), np.nan, np.float16)}
     file = read(peft_folder(tmp_path, tensors | copy))
     assert list(file.weights.pairs) == ["lm_head"]
-    assert file.nbytes == sum(tensor.nbytes for tensor in tensors.values())
+    assert file.info.nbytes == sum(tensor.nbytes for tensor in tensors.values())
     resized = {name: np.zeros((VOCABULARY + 2, HIDDEN), np.float16) for name in copy}
     assert "or of a resized one" in refusal(peft_folder(tmp_path, tensors | resized))
     assert "holds no tensors of an adapter" in refusal(peft_folder(tmp_path, copy))
@@ -278,7 +282,7 @@ def test_copies_of_the_base_models_embedding_and_head_are_taken(theirs, tmp_path
     folder = peft_folder(tmp_path / "a", peft_tensors() | copies)
     file = read(folder, based_on(tmp_path / "base"))
     assert list(file.weights.pairs) == [Q0]
-    assert file.nbytes == sum(tensor.nbytes for tensor in peft_tensors().values())
+    assert file.info.nbytes == sum(tensor.nbytes for tensor in peft_tensors().values())
     assert read(folder, based_on(tmp_path / "rounded", dtype=np.float16)).weights.pairs
     tied = peft_folder(tmp_path / "b", peft_tensors() | {"base_model.model.lm_head.weight": EMBEDDING})
     assert read(tied, based_on(tmp_path / "tied", tied=True)).weights.pairs
@@ -394,7 +398,7 @@ def test_bfloat16_is_the_upper_half_of_float32(tmp_path):
 
 def test_the_digest_is_of_what_the_weights_are(tmp_path):
     def digest(name, tensors, **changes):
-        return read(mlx_lm_folder(tmp_path / name, tensors, **changes)).digest
+        return read(mlx_lm_folder(tmp_path / name, tensors, **changes)).info.digest
 
     first = digest("a", mlx_lm_tensors())
     assert first == digest("b", mlx_lm_tensors(), data="other data", iters=7)

@@ -110,7 +110,7 @@ def test_half_precision_is_stored_as_it_is(write, tmp_path):
     half = {path: LoRAPair(np.float16(p.a), np.float16(p.b), p.scale) for path, p in pairs.items()}
     write(tmp_path, AdapterWeights(half), LAYOUT)
     assert_equal(read(tmp_path).weights.pairs, half)
-    assert read(tmp_path).nbytes == AdapterWeights(half).nbytes
+    assert read(tmp_path).info.nbytes == AdapterWeights(half).nbytes
 
 
 def test_mlx_lm_pads_ranks_and_folds_scales(tmp_path):

@@ -217,7 +217,7 @@ def test_files_that_get_new_content_supersede_what_was_read_from_them() -> None:
     assert (first.readable, other.readable, published.readable) == (True, True, False)
     publish(registry, "math", "/a", "3")
     assert (first.readable, other.readable) == (False, True)
-    registry.set_checkpoint(first, "/ckpt/math/checkpoint-1", "checkpoint-1")
+    registry.set_files(first, root="/ckpt/math/checkpoint-1", checkpoint="checkpoint-1")
     assert first.readable
 
 

@@ -39,7 +39,7 @@ def run(tmp_path: Path) -> Path:
 def test_a_path_into_a_run_means_a_checkpoint(run: Path, path: str, checkpoint: str) -> None:
     assert adapter_in(run / path) == run / NAME / checkpoint
     library = AdapterLibrary(LAYOUT, 8, roots=[run.parent])
-    assert library.read(str(run / path)).path == (run / NAME / checkpoint).resolve()
+    assert library.read(str(run / path)).info.root == str((run / NAME / checkpoint).resolve())
 
 
 def test_without_a_usable_latest_the_highest_step_counts(run: Path) -> None:

@@ -15,7 +15,7 @@ import math
 import struct
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +30,14 @@ from mlx_parallm.adapters.files.disk import (
     stored_tensor,
 )
 from mlx_parallm.adapters.files.formats import FROZEN, Factor, Format, FormatName, format_of, locate
-from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LinearSpec, LoRAPair, plain_path
+from mlx_parallm.adapters.weights import (
+    AdapterLayout,
+    AdapterWeights,
+    LinearSpec,
+    LoRAPair,
+    VersionInfo,
+    plain_path,
+)
 from mlx_parallm.errors import shown
 
 _ROUNDING = 2.0**-8
@@ -43,17 +50,13 @@ _ADVICE = "save the adapter without it (save_embedding_layers=False)"
 class AdapterFile:
     """An adapter that was read from files and fits the model.
 
-    `weights`: C-contiguous float32 NumPy arrays. `digest`: SHA-256 (hex) of the weights file and the scales; the other
-    keys of the config do not change it. `nbytes`: bytes of the factors as stored. `warning`: how the config contradicts
-    the tensors; "" if it does not.
+    `weights`: C-contiguous float32 NumPy arrays. `info`: its digest is the SHA-256 (hex) of the weights file and the
+    scales; the other keys of the config do not change it. Its warning says how the config contradicts the tensors.
     """
 
     weights: AdapterWeights
-    digest: str
+    info: VersionInfo
     format: FormatName
-    path: Path
-    nbytes: int
-    warning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +109,8 @@ def read_as(
     weights = AdapterWeights(pairs, form.rslora)
     nbytes = sum(file.tensors[name].nbytes for plan in plans.values() for name in (plan.a, plan.b))
     digest, warning = _digest(file.data, plans), form.contradiction(plans, layout)
-    read = AdapterFile(weights, digest, form.name, folder, nbytes, warning)
-    return read, {name: tensors[name] for name in others if name in tensors}
+    info = replace(VersionInfo.of(weights), nbytes=nbytes, digest=digest, root=str(folder), warning=warning)
+    return AdapterFile(weights, info, form.name), {name: tensors[name] for name in others if name in tensors}
 
 
 # -- plans -----------------------------------------------------------------------------------------

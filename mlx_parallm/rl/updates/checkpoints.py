@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 
 from mlx_parallm.adapters.checkpoints import CheckpointStore
-from mlx_parallm.adapters.library import info_of_checkpoint
 from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.service import AdapterService
+from mlx_parallm.adapters.weights import VersionInfo
 from mlx_parallm.config import CheckpointingConfig
 from mlx_parallm.core import BASE_ADAPTER, BEST, AdapterRef, CheckpointCard
 from mlx_parallm.errors import AdapterFileError, ConflictError, UnknownModelError
@@ -68,7 +68,7 @@ class PolicyCheckpoints:
                 raise
             card = await asyncio.to_thread(save)
         if version := self._registry.version(ref):
-            self._registry.set_checkpoint(version, card.path, card.name)
+            self._registry.set_files(version, root=card.path, checkpoint=card.name)
         return card
 
     def cards(self, name: str) -> tuple[CheckpointCard, ...]:
@@ -84,7 +84,7 @@ class PolicyCheckpoints:
         card = self._store.find(name, which)
         if card is None:
             raise UnknownModelError(f"{name!r} has no checkpoint {which!r}")
-        return self._registry.restore(card.adapter, info_of_checkpoint(card)).ref
+        return self._registry.restore(card.adapter, VersionInfo.of_checkpoint(card)).ref
 
     async def tag(self, name: str, checkpoint: str, tag: str) -> None:
         """Gives a checkpoint a tag, and takes it from the one that had it. A tagged one is not pruned."""
@@ -104,7 +104,7 @@ class PolicyCheckpoints:
         """
         loaded = await asyncio.to_thread(self._store.load_checkpoint, name, which)
         policy = await asyncio.to_thread(PolicySnapshot.load, Path(loaded.card.path), loaded.weights)
-        return self._registry.restore(loaded.card.adapter, info_of_checkpoint(loaded.card, loaded.digest)).ref, policy
+        return self._registry.restore(loaded.card.adapter, loaded.info).ref, policy
 
 
 @dataclass(frozen=True, slots=True)
