@@ -30,7 +30,7 @@ from lib.prompts import short_prompts
 from lib.throughput import body, warm_up
 
 from mlx_parallm.core import AdapterRef
-from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.scheduler import RLAwareScheduler, SchedulerConfig
 from mlx_parallm.engine.sequence import PromptGroup, Sequence
 
@@ -197,7 +197,7 @@ def _crowded(waiting: int) -> tuple[RLAwareScheduler, list[Sequence]]:
     """A scheduler with full memory, and the sequences that wait."""
     scheduler = RLAwareScheduler(SchedulerConfig(), FullMemory(LIVE), CostModel(0.05, 0.002, 1e-6))
     rows = [
-        Sequence(sequence_id=number, tokens=[0] * 60, max_tokens=100, arrived_at=float(number), group=PromptGroup())
+        Sequence(tokens=[0] * 60, max_tokens=100, arrived_at=float(number), group=PromptGroup())
         for number in range(LIVE + waiting)
     ]
     for row in rows:

@@ -6,10 +6,10 @@ from collections.abc import Hashable
 from dataclasses import fields
 
 from mlx_parallm.core import AdapterRef, DeviceSchedule
-from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.scheduler import RLAwareScheduler, SchedulerConfig, gives_way
 from mlx_parallm.engine.sequence import PromptGroup, Sequence, SequenceStatus
-from mlx_parallm.engine.units import Candidate, ForwardUnit, StagingUnit, TrainingUnit, Unit, WorkKind
+from mlx_parallm.engine.units import ForwardUnit, StagingUnit, TrainingUnit, Unit
 
 STEP = 0.05
 """Seconds of a unit of decode rows alone."""
@@ -22,7 +22,7 @@ class TokenBudget:
     def __init__(self, budget: int, prefix: int = 0) -> None:
         self.budget = budget
         self.prefix = prefix
-        self.held: dict[int, int] = {}
+        self.held: dict[Sequence, int] = {}
         self.not_ready: set[AdapterRef] = set()
 
     def ready(self, adapter: AdapterRef) -> bool:
@@ -39,8 +39,8 @@ class TokenBudget:
     def open(self, sequence: Sequence) -> bool:
         if sum(self.held.values()) + sequence.length > self.budget:
             return False
-        assert sequence.sequence_id not in self.held
-        self.held[sequence.sequence_id] = sequence.length
+        assert sequence not in self.held
+        self.held[sequence] = sequence.length
         sequence.computed = self.present(sequence)
         return True
 
@@ -48,22 +48,21 @@ class TokenBudget:
         return None
 
     def extend(self, sequence: Sequence, tokens: int) -> bool:
-        more = max(0, tokens - self.held[sequence.sequence_id])
+        more = max(0, tokens - self.held[sequence])
         if sum(self.held.values()) + more > self.budget:
             return False
-        self.held[sequence.sequence_id] += more
+        self.held[sequence] += more
         return True
 
     def to_preempt(self, rows: list[Sequence], growing: Sequence) -> Sequence:
         return gives_way(rows)
 
     def close(self, sequence: Sequence) -> None:
-        del self.held[sequence.sequence_id]
+        del self.held[sequence]
         sequence.computed = 0
 
 
 def new_sequence(
-    number: int,
     tokens: list[int],
     max_tokens: int,
     arrived_at: float = 0.0,
@@ -71,7 +70,7 @@ def new_sequence(
     **fields: object,
 ) -> Sequence:
     """A sequence of no request."""
-    asked = {"sequence_id": number, "tokens": tokens, "max_tokens": max_tokens, "arrived_at": arrived_at}
+    asked = {"tokens": tokens, "max_tokens": max_tokens, "arrived_at": arrived_at}
     return Sequence(**asked, group=group or PromptGroup(), **fields)
 
 
@@ -119,15 +118,13 @@ class Driver:
         self.now = 0.0
         self.unread: tuple[Sequence, ...] = ()
         self.finished: list[Sequence] = []
-        self.count = 0
         self.staging = 0
         self.micro_steps = 0
         self.micro_step = 0.5
         self.training_seconds = 0.0
 
     def add(self, tokens: int, max_tokens: int = 4, group: PromptGroup | None = None, **fields: object) -> Sequence:
-        self.count += 1
-        sequence = new_sequence(self.count, [0] * tokens, max_tokens, self.now, group, **fields)
+        sequence = new_sequence([0] * tokens, max_tokens, self.now, group, **fields)
         self.scheduler.add(sequence)
         return sequence
 
@@ -147,8 +144,7 @@ class Driver:
     def step(self) -> Unit | None:
         """Runs the next unit, or reads the last one if that has to be first."""
         self.scheduler.admit()
-        waiting = {WorkKind.STAGING: self.staging, WorkKind.TRAINING: self.micro_steps}
-        unit = self.scheduler.next_unit(self.now, [Candidate(kind) for kind, units in waiting.items() if units])
+        unit = self.scheduler.next_unit(self.now, staging=self.staging > 0, training=self.micro_steps > 0)
         if isinstance(unit, ForwardUnit):
             self._forward(unit)
         elif self.unread:

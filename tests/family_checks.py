@@ -22,7 +22,7 @@ from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.core import RequestFinished
 from mlx_parallm.core.branches import Branch, Bucket
-from mlx_parallm.engine.proving import Prover
+from mlx_parallm.engine.startup import Prover
 from mlx_parallm.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.kv.cache import LoRABatchedKVCache
 from mlx_parallm.kv.device_memory import DeviceMemory

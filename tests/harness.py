@@ -30,11 +30,11 @@ from mlx_parallm.core import (
     StopParams,
     TrainingWork,
 )
-from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.budget import CostModel
+from mlx_parallm.engine.draft_model import DraftModel
 from mlx_parallm.engine.engine import Engine, EngineParts
 from mlx_parallm.engine.scheduler import SchedulerConfig
-from mlx_parallm.engine.speculation.draft_model import DraftModel
-from mlx_parallm.engine.speculation.guesses import Source
+from mlx_parallm.engine.speculate import Source
 from mlx_parallm.engine.text import Vocabulary
 from mlx_parallm.kv.arena import Arena
 from mlx_parallm.kv.blocks import BLOCK_TOKENS
@@ -185,7 +185,7 @@ def make_harness(
         own = _draft_runner(draft, bank if draft is model else None, memory, max_length)
         cheap = FixedCost(0.001, 1e-5, 1e-9)
         switches["draft_model"] = DraftModel(own, cheap, plan.vocab_size, plan.vocab_size, for_adapters=draft is model)
-    switches["guesses_from"] = frozenset(sources)
+    switches["draft_sources"] = frozenset(sources)
     cost = (FixedCost if sources else CostModel)(0.01, 1e-4, 1e-8)
     parts = EngineParts(runner, store, vocabulary, scheduler, cost, training, **switches)
     events: list[tuple[str, Event]] = []

@@ -12,7 +12,7 @@ from mlx_parallm.engine.sequence import PromptGroup, Sequence
 
 def open_row(runner: BatchRunner, context: int, room: int, slot: int, sampling: SamplingParams, token: int) -> Sequence:
     """A row with `context` tokens in the KV pool and room for `room` more. The keys and values are never computed."""
-    row = Sequence(sequence_id=0, tokens=[], max_tokens=room, arrived_at=0.0, group=PromptGroup())
+    row = Sequence(tokens=[], max_tokens=room, arrived_at=0.0, group=PromptGroup())
     row.sampling = RowSampling(sampling)
     opened = runner.cache.open(context + room, into=row)
     assert opened is not None, "the KV pool is too small"

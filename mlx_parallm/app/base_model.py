@@ -21,11 +21,11 @@ from mlx_parallm.app.speculation import build_draft_model, load_draft_model, sou
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Config
 from mlx_parallm.core import ModelCard, TrainingWork
-from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.budget import CostModel
+from mlx_parallm.engine.draft_model import DraftModel
 from mlx_parallm.engine.engine import EngineParts
 from mlx_parallm.engine.scheduler import SchedulerConfig
-from mlx_parallm.engine.speculation.draft_model import DraftModel
-from mlx_parallm.engine.speculation.guesses import Source
+from mlx_parallm.engine.speculate import Source
 from mlx_parallm.engine.startup import calibrate, calibrate_steps, choose_attention
 from mlx_parallm.engine.text import Vocabulary
 from mlx_parallm.engine.thread import ContinuousBatchProcessor, Loading
@@ -68,7 +68,7 @@ class SharedDevice:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What a base model has on the device while it is loaded. `sources`: where guessed tokens come from. `draft`: its
+    """What a base model has on the device while it is loaded. `sources`: where drafts come from. `draft`: its
     draft model, if that is another model."""
 
     manager: SharedModelManager
@@ -201,7 +201,7 @@ class BaseModel:
             cost,
             work,
             lookahead=self._lookahead,
-            guesses_from=sources,
+            draft_sources=sources,
             draft_model=self._draft_model(built, cost) if Source.MODEL in sources else None,
             trace=config.debug.trace if self.first else None,
             check_every_unit=config.debug.check_every_unit,

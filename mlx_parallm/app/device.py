@@ -6,8 +6,14 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.app.model_check import prove_once
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Config
-from mlx_parallm.core import MODE_SHARES, DeviceSchedule, ModelCard, WorkClass, control_ids
-from mlx_parallm.engine.proving import prove
+from mlx_parallm.core import (
+    MODE_SHARES,
+    DeviceSchedule,
+    ModelCard,
+    WorkClass,
+    control_ids,
+)
+from mlx_parallm.engine.startup import prove
 from mlx_parallm.errors import ConfigError, UnsupportedModelError
 from mlx_parallm.kv.device_memory import Account, DeviceMemory, default_budget
 from mlx_parallm.model.device import MemoryLimits, machine_memory, memory_limits, on_cpu

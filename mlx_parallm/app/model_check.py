@@ -25,7 +25,7 @@ import mlx.nn as nn
 from mlx_parallm import __version__
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.atomic import replace_file
-from mlx_parallm.engine.proving import Prover, prove
+from mlx_parallm.engine.startup import Prover, prove
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.bundled import load_bundled
 from mlx_parallm.model.cache_plan import CachePlan, prepare

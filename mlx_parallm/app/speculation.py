@@ -1,4 +1,4 @@
-"""Speculation of one base model: where its guesses come from, and its draft model."""
+"""Speculation of one base model: where its drafts come from, and its draft model."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.app.model_check import prove_once
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Config, Speculation
-from mlx_parallm.engine.cost import CostModel
-from mlx_parallm.engine.speculation.draft_model import DraftModel
-from mlx_parallm.engine.speculation.guesses import Source
+from mlx_parallm.engine.budget import CostModel
+from mlx_parallm.engine.draft_model import DraftModel
+from mlx_parallm.engine.speculate import Source
 from mlx_parallm.engine.startup import calibrate, calibrate_steps
 from mlx_parallm.errors import ConfigError, UnsupportedModelError
 from mlx_parallm.kv.cache import LoRABatchedKVCache
@@ -33,11 +33,11 @@ _SOURCES = {
 
 
 def sources_of(config: Config, base: SharedModelManager) -> frozenset[Source]:
-    """Where guesses come from; nothing without speculation.
+    """Where drafts come from; nothing without speculation.
 
     Raises:
         UnsupportedModelError: speculation is asked for, and not `auto` without a draft model, and this model cannot
-            forget wrong guesses.
+            forget wrong drafts.
     """
     speculation, draft = config.server.speculation, config.model.draft_model
     sources = _SOURCES[speculation] if draft is not None else _SOURCES[speculation] - {Source.MODEL}
@@ -51,7 +51,7 @@ def sources_of(config: Config, base: SharedModelManager) -> frozenset[Source]:
 
 
 def _check_forgets(model: SharedModelManager, asked: str) -> None:
-    """Raises UnsupportedModelError if the model cannot forget wrong guesses. `asked`: the flag that needs it."""
+    """Raises UnsupportedModelError if the model cannot forget wrong drafts. `asked`: the flag that needs it."""
     if not model.plan.layout.rolls_back:
         raise UnsupportedModelError(
             f"{asked} needs models that can forget wrong guesses, and {model.card.name} ({model.family.name}) has "
@@ -63,7 +63,7 @@ def load_draft_model(base: SharedModelManager, config: Config) -> SharedModelMan
     """Loads the draft model. None if there is none, or if it is the base model itself.
 
     Raises:
-        ModelError: it cannot be loaded or batched, or cannot forget wrong guesses.
+        ModelError: it cannot be loaded or batched, or cannot forget wrong drafts.
         ConfigError: it has another vocabulary, or there are several base models.
     """
     path = config.model.draft_model
@@ -109,7 +109,7 @@ def build_draft_model(
 
     Args:
         bank, runner, cost: of the base model.
-        draft: None: the base model itself guesses, without an adapter.
+        draft: None: the base model itself drafts, without an adapter.
         sharing: the memories that share the budget.
         keep_prefixes: whether draft rows of the same prompt compute it once.
     """
@@ -129,6 +129,6 @@ def build_draft_model(
         memory.leave()
         raise
     weights = 0 if draft is None else draft.card.weight_bytes
-    guesses = DraftModel(own, replace(cost), base.card.vocab_size, model.card.vocab_size, for_adapters=draft is None)
-    runner.cache.device.open_account(Account.DRAFT_MODEL, lambda: weights + guesses.bytes_held)
-    return guesses
+    drafts = DraftModel(own, replace(cost), base.card.vocab_size, model.card.vocab_size, for_adapters=draft is None)
+    runner.cache.device.open_account(Account.DRAFT_MODEL, lambda: weights + drafts.bytes_held)
+    return drafts

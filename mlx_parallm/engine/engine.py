@@ -15,7 +15,6 @@ one unit later, so there each unit is read before the next one is built (`lookah
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
@@ -40,20 +39,18 @@ from mlx_parallm.core import (
     completed,
     then,
 )
-from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.disk_prefixes import DiskPrefixes
-from mlx_parallm.engine.faults import FaultScope, Recovery
-from mlx_parallm.engine.memory import PoolMemory, open_accounts
+from mlx_parallm.engine.draft_model import DraftModel
+from mlx_parallm.engine.faults import Affecting, Recovery
+from mlx_parallm.engine.memory import PoolMemory
 from mlx_parallm.engine.requests import PublishEvents, Request, Requests
 from mlx_parallm.engine.scheduler import RLAwareScheduler, SchedulerConfig
 from mlx_parallm.engine.sequence import Sequence, SequenceStatus
-from mlx_parallm.engine.speculation.draft_model import DraftModel
-from mlx_parallm.engine.speculation.drafting import Drafting, compare, plan_draft
-from mlx_parallm.engine.speculation.guesses import Source
-from mlx_parallm.engine.stats import snapshot
+from mlx_parallm.engine.speculate import Source, Speculation
+from mlx_parallm.engine.stats import UnitTrace, snapshot
 from mlx_parallm.engine.text import Vocabulary
-from mlx_parallm.engine.trace import UnitTrace
-from mlx_parallm.engine.units import Candidate, ForwardUnit, StagingUnit, TrainingUnit, Unit, WorkKind
+from mlx_parallm.engine.units import ForwardUnit, StagingUnit, TrainingUnit, Unit
 from mlx_parallm.errors import AbortedError, ContextLengthError, InvalidRequestError
 from mlx_parallm.kv.disk import PrefixStore
 from mlx_parallm.model.device import MemoryLimits
@@ -65,7 +62,7 @@ class EngineParts:
 
     `base`: the base model's name. `training`: None if this server does not train. `lookahead`: build each unit while
     the unit before it runs, and launch it before the tokens of that one are read, unless it has drafts.
-    `guesses_from`: where the tokens of drafts come from; nothing: there are no drafts. `draft_model`: the one that
+    `draft_sources`: where the tokens of drafts come from; nothing: there are no drafts. `draft_model`: the one that
     `Source.MODEL` means.
     `queue_timeout_s`: longest time that an inference request may wait for its first forward unit; None for no limit.
     `limits`: the limits set on MLX's memory, for `/debug/state`. `prefix_store`: None if cached prefixes are kept in
@@ -79,7 +76,7 @@ class EngineParts:
     cost: CostModel
     training: TrainingWork | None = None
     lookahead: bool = True
-    guesses_from: frozenset[Source] = frozenset()
+    draft_sources: frozenset[Source] = frozenset()
     draft_model: DraftModel | None = None
     queue_timeout_s: float | None = None
     limits: MemoryLimits | None = None
@@ -107,6 +104,7 @@ class Engine:
     """Owns scheduler, runner and requests of one base model. Every method runs on the device thread.
 
     Args:
+        publish: publishes the events of one unit of work, in order, each with the id of its request.
         others_run: whether another base model has rows, so that training may not take all time which the rows here
             leave.
     """
@@ -114,27 +112,22 @@ class Engine:
     def __init__(
         self, parts: EngineParts, publish: PublishEvents, others_run: Callable[[], bool] = lambda: False
     ) -> None:
+        self.runner = parts.runner
+        self.adapters = parts.adapters
+        self.training = parts.training
+        self.draft_model = parts.draft_model
+        self._parts = parts
         self._others_run = others_run
-        self._scope = scope = FaultScope()
-        self._runner = runner = parts.runner
-        self._cache = cache = runner.cache
-        self.adapters = adapters = parts.adapters
-        self._training = parts.training
-        self._lookahead = parts.lookahead
-        self._queue_timeout_s = parts.queue_timeout_s
-        self._limits = parts.limits
-        self._memory = memory = PoolMemory(cache, adapters, scope, parts.draft_model)
-        open_accounts(cache.device, adapters, parts.training)
-        self.scheduler = scheduler = RLAwareScheduler(parts.scheduler, memory, parts.cost)
-        self._requests = requests = Requests(scope, parts.vocabulary, scheduler, adapters, publish)
-        self.counters = requests.counters
-        self._disk = DiskPrefixes(parts.prefix_store, cache, memory.prefix_root) if parts.prefix_store else None
+        self._cache = cache = parts.runner.cache
+        self._memory = PoolMemory(cache, parts.adapters, parts.training, parts.draft_model)
+        self.scheduler = RLAwareScheduler(parts.scheduler, self._memory, parts.cost)
+        self.requests = Requests(parts.vocabulary, self.scheduler, parts.adapters, publish)
+        self.counters = self.requests.counters
+        self._disk = DiskPrefixes(parts.prefix_store, cache, self._memory.prefix_root) if parts.prefix_store else None
         self._trace = UnitTrace(parts.trace)
-        self._check_every_unit = parts.check_every_unit
-        self._draft_model = parts.draft_model
-        drafting = Drafting(parts.guesses_from, scope, parts.draft_model, in_block=cache.tails is not None)
-        self._drafting = drafting if parts.guesses_from else None
-        self._recovery = Recovery(self, scope, runner, requests, scheduler, parts.training, parts.draft_model)
+        speculation = Speculation(parts.draft_sources, parts.draft_model, in_block=cache.tails is not None)
+        self._speculation = speculation if parts.draft_sources else None
+        self._recovery = Recovery(self)
         self._in_flight: _InFlight | None = None
         self._ended: _InFlight | None = None  # its tokens are not read yet
         self._ended_at = 0.0  # when the last forward unit ended
@@ -152,13 +145,14 @@ class Engine:
             with self.surviving():
                 busy = self._tidy(others_wait=trained > 0 and self._cache.bytes_used > 0) or busy
                 busy = busy or (self._disk is not None and self._disk.save())
-        if busy and self._check_every_unit:
+        if busy and self._parts.check_every_unit:
             self.check_integrity()
         return busy
 
     @contextmanager
     def surviving(self) -> Iterator[None]:
-        """Hands the errors of the block to `Recovery`, so that the thread continues. MLX is called in such blocks only.
+        """Hands the errors of the block to `Recovery`, so that the thread continues, and publishes the block's events.
+        MLX is called in such blocks only.
 
         Raises:
             DeviceLostError: the device keeps failing.
@@ -167,6 +161,8 @@ class Engine:
             yield
         except Exception as error:  # noqa: BLE001 - MLX may raise anything, and one fault must not stop all clients
             self._recovery.survive(error)
+        finally:
+            self.requests.flush()
 
     def _admit(self) -> float:
         """Gives rows to waiting sequences. Returns the time."""
@@ -183,35 +179,41 @@ class Engine:
     def _run_next(self, now: float) -> bool:
         """Chooses a unit and runs it. While a forward unit is in flight, any other unit waits until its tokens are
         read, and is chosen anew then. False if there is nothing to do."""
-        if self._drafting is not None and self._reads_before_guessing(self._drafting):
+        if self._speculation is not None and self._reads_before_drafting(self._speculation):
             return True  # the next call admits and schedules again, with the tokens that were drawn
-        unit = self.scheduler.next_unit(now, self._candidates(now), self._others_run())
+        unit = self.scheduler.next_unit(
+            now,
+            staging=self.adapters.waits(),
+            urgent=self.adapters.urgent,
+            training=self._training_waits,
+            others_run=self._others_run(),
+        )
         if self.in_flight and not isinstance(unit, ForwardUnit):
             with self._trace.span("read tokens"):
                 self.commit()
         elif unit is not None:
-            with self._trace.unit(unit):
-                self._run(unit)
+            self._run(unit)
         else:
             return bool(self.adapters.failures)  # which the next call publishes
-        self._requests.flush()
         return True
 
-    def _candidates(self, now: float) -> Iterator[Candidate]:
-        """The work that waits for the device beside requests. Training waits until the KV pool has given it memory."""
-        if self.adapters.waits():
-            yield Candidate(WorkKind.STAGING, due=now if self.adapters.urgent else math.inf)
-        if self._training is not None and self._training.waits() and not self._memory.gives_way:
-            yield Candidate(WorkKind.TRAINING)
+    @property
+    def _training_waits(self) -> bool:
+        """Whether training has a unit to run, and the KV pool has given it memory."""
+        return self.training is not None and self.training.waits() and not self._memory.gives_way
 
     def _run(self, unit: Unit) -> None:
         match unit:
-            case ForwardUnit():
-                self._forward(unit)
+            case ForwardUnit(spans=spans, decodes=rows, chunks=chunks):
+                tokens = sum(chunk.tokens for chunk in chunks)
+                with self._trace.span("forward", rows=rows, prompts=len(spans) - rows, tokens=tokens):
+                    self._forward(unit)
             case StagingUnit():
-                self._stage(unit)
+                with self._trace.span("stage adapters"):
+                    self._stage(unit)
             case TrainingUnit():
-                self._train(unit)
+                with self._trace.span("train"):
+                    self._train(unit)
 
     # -- forward units ---------------------------------------------------------------------------
 
@@ -230,7 +232,7 @@ class Engine:
         finally:
             self._read()  # the unit before has ended, and is read even if this one fails
         self._in_flight = launched  # set last, so that this unit is dropped if reading the one before it fails
-        if unit.drafts or unit.delayed or not self._lookahead:
+        if unit.drafts or unit.delayed or not self._parts.lookahead:
             self.commit()  # else waiting work, or these tokens, would wait for another unit
 
     def commit(self) -> None:
@@ -247,14 +249,15 @@ class Engine:
         rows = [span.row for span in unit.spans]
         for span in unit.spans:
             if span.row.drafted:
-                plan_draft(span.row, self._scope)
+                with Affecting([span.row.request]):
+                    span.row.draft_sampling = span.row.sampling.along(span.row.draft)
             if self._cache.states is not None:
                 self._memory.reserve_checkpoint(span.row, span.stop)
         before = self._in_flight or self._ended
-        with self._scope.covering({row.request for row in rows}):
-            pending = self._runner.begin(unit.spans, unit.draws, before.launched if before else None)
+        with Affecting({row.request for row in rows}):
+            pending = self.runner.begin(unit.spans, unit.draws, before.launched if before else None)
             self.scheduler.record_launch(unit, now)
-            self._requests.started(rows)
+            self.requests.started(rows)
         return pending
 
     def _wait(self) -> None:
@@ -262,8 +265,8 @@ class Engine:
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is None:
             return
-        with self._scope.covering(in_flight.requests):
-            self._runner.wait()
+        with Affecting(in_flight.requests):
+            self.runner.wait()
         now = time.monotonic()
         seconds = now - max(in_flight.at, self._ended_at)
         prefill = seconds * self.scheduler.prefill_share(in_flight.unit)
@@ -273,11 +276,11 @@ class Engine:
         self._ended, self._ended_at = replace(in_flight, at=now), now
 
     def _launch(self, unit: ForwardUnit, pending: Pending, started: float) -> _InFlight:
-        with self._scope.covering({span.row.request for span in unit.spans}):
+        with Affecting({span.row.request for span in unit.spans}):
             if pending.needs_previous_tokens:
-                self._runner.launch(pending)
+                self.runner.launch(pending)
                 self._read()
-            launched = self._runner.draw(pending)
+            launched = self.runner.draw(pending)
         self.counters.steps += bool(unit.draws)
         self.counters.prefilled_tokens += sum(chunk.tokens for chunk in unit.chunks)
         return _InFlight(unit, launched, started)
@@ -288,40 +291,41 @@ class Engine:
         if ended is None:
             return
         launched = ended.launched
-        with self._scope.covering(ended.requests):
-            draws = self._runner.read(launched)
+        with Affecting(ended.requests):
+            draws = self.runner.read(launched)
             scores = [(row, start, part.read()) for row, start, part in launched.scores]
             pooled = launched.pooled.read() if launched.pooled else []
         for row, start, part in scores:
-            self._requests.add_scores(row, start, part)
+            self.requests.add_scores(row, start, part)
         for span, vector in pooled:
-            self._requests.add_pooled(span.row, span.start, span.stop, vector)
+            self.requests.add_pooled(span.row, span.start, span.stop, vector)
         for row, of_row in groupby(zip(launched.rows, draws, strict=True), key=itemgetter(0)):
             self._deliver(row, [draw for _, draw in of_row], ended.at)
         for span in ended.unit.spans:
             self._after(span.row, span.stop)
 
     def _deliver(self, row: Sequence, draws: Seq[Draw], now: float) -> None:
-        """Gives a sequence its tokens, up to the first one that differs from the guess after which the next one was
+        """Gives a sequence its tokens, up to the first one that differs from the draft after which the next one was
         drawn.
 
         At each moment the sequence is as if its tokens had come one by one, because any of them may end it.
         """
-        guess, row.guess, row.drafted, row.draft_sampling = row.guess, (), 0, ()
-        source = "" if row.guesses is None else row.guesses.source.value
-        if len(draws) > 1:
-            self.counters.drafted[source] += len(draws) - 1
-        row.take_back(len(draws) - 1)
+        drafter, draft, drafted = row.drafter, row.proposed, len(draws) - 1
+        source = "" if drafter is None else drafter.source.value
+        row.proposed, row.drafted, row.draft_sampling = (), 0, ()
+        row.take_back(drafted)
+        if drafted:
+            self.counters.drafted[source] += drafted
         for place, draw in enumerate(draws):
             if row.status is SequenceStatus.FINISHED:
                 return
             if place:
-                row.take_guessed()
+                row.keep_drafted()
                 self.counters.accepted[source] += 1
-            self._requests.accept(row, draw, now)
-            if place == len(guess) or not compare(row, guess[place], draw.token):
+            self.requests.accept(row, draw, now)
+            if drafter is None or place == len(draft) or not drafter.add(draft[place] == draw.token):
                 break
-        if len(draws) > 1:
+        if drafted:
             row.count_again()
 
     def _after(self, row: Sequence, computed: int) -> None:
@@ -331,21 +335,20 @@ class Engine:
         if row.status in (SequenceStatus.PREFILLING, SequenceStatus.RUNNING):
             self._memory.keep(row)
             if row.max_tokens == 0 and row.to_compute == 0 and row.computed == computed:
-                self._requests.prefilled(row)
+                self.requests.finish_prompt(row)
 
     # -- drafts ----------------------------------------------------------------------------------
 
-    def _reads_before_guessing(self, drafting: Drafting) -> bool:
-        """Guesses the next tokens of the rows. If drafts would gain much, reads the unit in flight, so that the next
+    def _reads_before_drafting(self, speculation: Speculation) -> bool:
+        """Proposes the next tokens of the rows. If drafts would gain much, reads the unit in flight, so that the next
         one can have them, and returns True."""
-        drafting.guess(self.scheduler.live)
+        speculation.propose(self.scheduler.live)
         if not self.in_flight:
-            self.counters.decode_seconds += drafting.draw_where_it_pays(self.scheduler)
+            self.counters.decode_seconds += speculation.run_draft_model(self.scheduler)
             return False
-        if not self.scheduler.waits_for_tokens(drafting.model_cost):
+        if not speculation.worth_waiting(self.scheduler):
             return False
         self.commit()
-        self._requests.flush()
         return True
 
     # -- adapters and training -------------------------------------------------------------------
@@ -355,7 +358,7 @@ class Engine:
         otherwise two versions competing for one slot would evict each other forever."""
         adapters, started = self.adapters, time.monotonic()
         staged = adapters.staged_total
-        with self._scope.covering(work=adapters):
+        with Affecting(work=adapters):
             adapters.advance()
             while time.monotonic() - started < unit.seconds and adapters.staged_total == staged and adapters.waits():
                 adapters.advance()
@@ -366,12 +369,12 @@ class Engine:
 
     def _train(self, unit: TrainingUnit) -> None:
         """Runs one unit of an update. Its time counts even if it fails."""
-        assert self._training is not None
+        assert self.training is not None
         started = time.monotonic()
         try:
-            with self._scope.covering(work=self._training):
-                self._training.pace(unit.seconds)
-                self._training.advance()
+            with Affecting(work=self.training):
+                self.training.pace(unit.seconds)
+                self.training.advance()
         finally:
             now = time.monotonic()
             self._memory.changed = True
@@ -382,9 +385,8 @@ class Engine:
     def _fail_without_adapter(self) -> None:
         """Fails requests whose adapter cannot be staged. They hold no row."""
         for ref, error in self.adapters.take_failures().items():
-            for request in self._requests.of_adapter(ref):
-                self._requests.fail(request, error)
-        self._requests.flush()
+            for request in self.requests.of_adapter(ref):
+                self.requests.fail(request, error)
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -392,33 +394,32 @@ class Engine:
         """Queues a request. A request that can never fit in the KV pool fails at once."""
         longest_row = self._cache.longest_row
         with self.surviving():
-            request = self._requests.open(asked)
+            request = self.requests.open(asked)
             tokens = max(map(len, asked.prompts)) + asked.stopping.max_tokens
             if tokens > longest_row:
                 message = (
                     f"prompt and max_tokens need {tokens} tokens of KV memory, the server has room for {longest_row}; "
                     "shorten them or raise --kv-cache-memory"
                 )
-                self._requests.fail(request, ContextLengthError(message))
-            if asked.pooling is not None and not self._runner.pools:
+                self.requests.fail(request, ContextLengthError(message))
+            if asked.pooling is not None and not self.runner.pools:
                 message = "this model's architecture gives no hidden states that could be pooled to a vector"
-                self._requests.fail(request, InvalidRequestError(message, param="model"))
+                self.requests.fail(request, InvalidRequestError(message, param="model"))
             if self._disk is not None:
                 self._disk.look_up(request)
             for sequence in tuple(request.unfinished):
-                self._requests.finish_if_nothing_to_do(sequence)
-            self._requests.flush()
+                self.requests.finish_prompt(sequence)
 
     def fail_overdue(self, now: float) -> None:
         """Fails requests that have waited in the queue for longer than `queue_timeout_s`."""
-        if self._queue_timeout_s is not None:
-            self._requests.fail_overdue(now - self._queue_timeout_s)
-            self._requests.flush()
+        if self._parts.queue_timeout_s is not None:
+            with self.surviving():
+                self.requests.fail_overdue(now - self._parts.queue_timeout_s)
 
     def abort(self, request_id: str) -> None:
         """Frees everything that a request holds. Publishes nothing, because its client is gone."""
         with self.surviving():
-            self._requests.abort(request_id)
+            self.requests.abort(request_id)
 
     # -- between units ---------------------------------------------------------------------------
 
@@ -427,7 +428,6 @@ class Engine:
         engine can show there."""
         with self.surviving():
             self.commit()
-            self._requests.flush()
 
     def after_call(self, seconds: float) -> None:
         """Call this when the device thread has done something else for `seconds`, between two units."""
@@ -442,14 +442,14 @@ class Engine:
             return
         self.rest()  # its tokens are published
         if mode is PauseMode.ABORT:
-            self._requests.fail_all(AbortedError("the server was paused"))
-        self._requests.flush()
+            with self.surviving():
+                self.requests.fail_all(AbortedError("the server was paused"))
 
     def forget_speed(self) -> None:
         """Has the next units say how fast the machine is."""
         self.scheduler.cost.forget()
-        if self._draft_model is not None:
-            self._draft_model.cost.forget()
+        if self.draft_model is not None:
+            self.draft_model.cost.forget()
 
     # -- memory ----------------------------------------------------------------------------------
 
@@ -486,8 +486,8 @@ class Engine:
         """Empties the adapter bank, and ends the sharing of memory. There must be no request. Nothing may be called
         afterwards, and the arrays are freed with this object."""
         self._cache.device.leave()
-        if self._draft_model is not None:
-            self._draft_model.leave()
+        if self.draft_model is not None:
+            self.draft_model.leave()
         self.adapters.unload()
         self.close()
 
@@ -499,18 +499,18 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and gauges now."""
-        peak = mx.get_peak_memory() if self._training is None else self._training.peak_bytes
-        sequences = self._requests.sequences()
-        return snapshot(self.counters, self.scheduler, self._cache, self._disk, sequences, peak, self._limits)
+        peak = mx.get_peak_memory() if self.training is None else self.training.peak_bytes
+        sequences, limits = self.requests.sequences, self._parts.limits
+        return snapshot(self.counters, self.scheduler, self._cache, self._disk, sequences, peak, limits)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if scheduler, KV pool, adapter slots and requests do not agree."""
         self.scheduler.check_integrity()
         self._memory.check_integrity()
         self.adapters.check_integrity()
-        if self._draft_model is not None:
-            self._draft_model.check_integrity()
-        self._requests.check_integrity()
+        if self.draft_model is not None:
+            self.draft_model.check_integrity()
+        self.requests.check_integrity()
         rows = self.scheduler.live
         assert set(map(id, rows)) == set(map(id, self._cache.rows))
         assert self.adapters.pinned == len({row.adapter_slot for row in rows} - {0})

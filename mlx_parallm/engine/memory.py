@@ -11,13 +11,13 @@ import mlx.core as mx
 from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.adapters.weights import Version
 from mlx_parallm.core import TrainingWork
-from mlx_parallm.engine.faults import FaultScope
+from mlx_parallm.engine.draft_model import DraftModel
+from mlx_parallm.engine.faults import Affecting
 from mlx_parallm.engine.scheduler import gives_way
 from mlx_parallm.engine.sequence import Sequence, SequenceStatus
-from mlx_parallm.engine.speculation.draft_model import DraftModel
 from mlx_parallm.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.kv.cache import LoRABatchedKVCache
-from mlx_parallm.kv.device_memory import Account, DeviceMemory
+from mlx_parallm.kv.device_memory import Account
 from mlx_parallm.kv.row import KVRow
 from mlx_parallm.model.device import on_cpu
 
@@ -44,14 +44,6 @@ class PrefixRoot(NamedTuple):
     salt: str
 
 
-def open_accounts(device: DeviceMemory, adapters: AdapterStore, training: TrainingWork | None) -> None:
-    """Opens the accounts of the adapter bank and of training."""
-    device.open_account(Account.ADAPTERS, lambda: adapters.bytes_held)
-    if training is not None:
-        device.open_account(Account.OPTIMIZER, lambda: training.bytes_held)
-        device.open_account(Account.MICRO_STEP, lambda: training.bytes_of_updates)
-
-
 class PoolMemory:
     """The KV pool and the adapter bank, as the scheduler sees them: rows within a byte budget.
 
@@ -70,9 +62,13 @@ class PoolMemory:
         self,
         cache: LoRABatchedKVCache,
         adapters: AdapterStore,
-        scope: FaultScope,
+        training: TrainingWork | None = None,
         draft_model: DraftModel | None = None,
     ) -> None:
+        cache.device.open_account(Account.ADAPTERS, lambda: adapters.bytes_held)
+        if training is not None:
+            cache.device.open_account(Account.OPTIMIZER, lambda: training.bytes_held)
+            cache.device.open_account(Account.MICRO_STEP, lambda: training.bytes_of_updates)
         self.ready = adapters.ready
         self.changed = self.gives_way = False
         self._tidies_on = False  # the last `tidy` has left more to do
@@ -80,7 +76,6 @@ class PoolMemory:
         self._draft_model = draft_model
         self._cache = cache
         self._adapters = adapters
-        self._scope = scope
         self._tidy_bytes = _TIDY_BYTES_ON_CPU if on_cpu() else _TIDY_BYTES
         self._rows_have_ended = False  # since the arenas were last as small as they can be
         self._opened_at = self._ended_at = 0.0
@@ -98,7 +93,7 @@ class PoolMemory:
         the prompt of another row of its group, or what the prefix cache has of its tokens. Returns False when the
         budget is spent."""
         source = self._source(row)
-        with self._scope.covering([row.request]):
+        with Affecting([row.request]):
             if source is not None and row.prompt_length - 1 >= self._found(row):
                 opened = self._cache.fork(source, row.prompt_length - 1, row.length, into=row)
             else:
@@ -130,7 +125,7 @@ class PoolMemory:
             A key that prompts have in common if they compute the same block next; None if no other prompt can have it.
         """
         before = row.computed
-        with self._scope.covering([row.request]):
+        with Affecting([row.request]):
             counts = row.counts_lookup and row.drawn == 0
             key = self._cache.take_over(row, self._root(row), row.prefix_ids, counts=counts)
         if counts:
@@ -142,7 +137,7 @@ class PoolMemory:
         if tokens <= len(row.tables[0]) * BLOCK_TOKENS:
             return True
         self.changed = True
-        with self._scope.covering([row.request]):
+        with Affecting([row.request]):
             return self._cache.extend(row, tokens)
 
     def to_preempt(self, rows: list[Sequence], growing: Sequence) -> Sequence:
@@ -210,7 +205,7 @@ class PoolMemory:
 
     def reserve_checkpoint(self, row: Sequence, computed: int) -> None:
         """Lets the next unit keep the row's recurrent state after `computed` tokens, if it is of use to later rows."""
-        with self._scope.covering([row.request]):
+        with Affecting([row.request]):
             self._cache.reserve_checkpoint(row, computed)
 
     def keep(self, row: Sequence) -> None:

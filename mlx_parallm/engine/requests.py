@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from mlx_parallm.adapters.residency import AdapterStore
@@ -24,7 +24,7 @@ from mlx_parallm.core import (
     TokenLogprob,
     WorkClass,
 )
-from mlx_parallm.engine.faults import FaultScope
+from mlx_parallm.engine.faults import Affecting
 from mlx_parallm.engine.scheduler import RLAwareScheduler
 from mlx_parallm.engine.sequence import PromptGroup, Sequence, SequenceStatus
 from mlx_parallm.engine.stats import Counters
@@ -71,30 +71,22 @@ class Request:
 
 
 class Requests:
-    """Holds requests and sequences by id, and the events of the current unit of work. Device thread only.
-
-    Args:
-        scope: records for which requests MLX is being called, so that a fault fails only those.
-    """
+    """Holds requests by id, with their sequences, and the events of the current unit of work. Device thread only."""
 
     def __init__(
         self,
-        scope: FaultScope,
         vocabulary: Vocabulary,
         scheduler: RLAwareScheduler,
         adapters: AdapterStore,
         publish: PublishEvents,
     ) -> None:
         self.counters = Counters()
-        self.scope = scope
-        self._sequences: dict[int, Sequence] = {}
         self._vocabulary = vocabulary
         self._scheduler = scheduler
         self._adapters = adapters
         self._publish = publish
         self._requests: dict[str, Request] = {}
         self._events: list[tuple[str, Event]] = []
-        self._next_id = 0
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -103,16 +95,14 @@ class Requests:
         opened = Request(request, time.monotonic())
         self._requests[request.request_id] = opened
         groups = [PromptGroup() for _ in request.prompts]
-        with self.scope.covering([opened]):
+        with Affecting([opened]):
             opened.unfinished = [
-                _sequence(opened, index, self._next_id + index, groups[index // request.n], self._vocabulary)
+                _sequence(opened, index, groups[index // request.n], self._vocabulary)
                 for index in range(request.sequences)
             ]
-        self._next_id += request.sequences
         self._adapters.add_request(request.adapter)
         self.counters.prompt_tokens += sum(map(len, request.prompts))
         for sequence in opened.unfinished:
-            self._sequences[sequence.sequence_id] = sequence
             self._scheduler.add(sequence)
         return opened
 
@@ -147,8 +137,10 @@ class Requests:
         for request in tuple(self._requests.values()):
             self.fail(request, error)
 
-    def sequences(self) -> Collection[Sequence]:
-        return self._sequences.values()
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Those that have not ended."""
+        return [sequence for request in self._requests.values() for sequence in request.unfinished]
 
     def of_adapter(self, ref: AdapterRef) -> list[Request]:
         return [request for request in self._requests.values() if request.spec.adapter == ref]
@@ -173,7 +165,7 @@ class Requests:
         request.completion_tokens += 1
         request.recomputed = 0
         self.counters.generation_tokens += 1
-        with self.scope.covering([request]):
+        with Affecting([request]):
             try:
                 delta = sequence.text.accept(draw.token)
             except GrammarError as error:
@@ -184,11 +176,6 @@ class Requests:
             self._end(sequence)
         else:
             sequence.drop_free_grammar()
-
-    def prefilled(self, sequence: Sequence) -> None:
-        """Call this when a prompt is computed from which no token is drawn. Sends its scores and ends the sequence."""
-        self._send_scores(sequence)
-        self.finish_if_nothing_to_do(sequence)
 
     def add_scores(self, sequence: Sequence, start: int, scores: list[TokenLogprob]) -> None:
         """Keeps the logprobs of the prompt tokens from `start` on. A preempted prompt is scored again."""
@@ -210,10 +197,10 @@ class Requests:
             )
             self._end(sequence)
 
-    def finish_if_nothing_to_do(self, sequence: Sequence) -> None:
-        """Ends a sequence if its `max_tokens` is 0, unless its prompt has yet to be scored. If none of its tokens is to
-        be, as in a prompt of one token, it is scored already."""
-        if sequence.scores is not None and sequence.scored_from >= sequence.prompt_length:
+    def finish_prompt(self, sequence: Sequence) -> None:
+        """Sends the scores of a prompt if all of its tokens are computed, or none is to be scored. Then it ends a
+        sequence that samples no token. Call it at the start too, because a prompt of one token is scored already."""
+        if sequence.to_compute == 0 or sequence.scored_from >= sequence.prompt_length:
             self._send_scores(sequence)
         if sequence.max_tokens == 0 and sequence.scores is None:
             self._emit(sequence.request, SequenceOutput(sequence.index, (), "", finish_reason=FinishReason.LENGTH))
@@ -229,11 +216,10 @@ class Requests:
     def _end(self, sequence: Sequence) -> None:
         """Ends a sequence and frees its row. If it was the last one of its request, the request ends too."""
         request = sequence.request
-        del self._sequences[sequence.sequence_id]
         request.unfinished.remove(sequence)
         if not request.unfinished:
             self._adapters.remove_request(request.spec.adapter)
-        with self.scope.covering([request]):
+        with Affecting([request]):
             self._scheduler.finish(sequence)
         if not request.unfinished and self._requests.pop(request.request_id, None) is not None:
             self._emit(request, request.finished(time.monotonic()))
@@ -250,12 +236,11 @@ class Requests:
         self._events.append((request.spec.request_id, event))
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if requests and sequences do not agree."""
-        assert {s.sequence_id for s in self._scheduler.sequences()} == set(self._sequences)
-        assert sum(len(request.unfinished) for request in self._requests.values()) == len(self._sequences)
+        """Raises AssertionError if requests and the scheduler have different sequences."""
+        assert set(self._scheduler.sequences()) == set(self.sequences)
 
 
-def _sequence(owner: Request, index: int, sequence_id: int, group: PromptGroup, vocabulary: Vocabulary) -> Sequence:
+def _sequence(owner: Request, index: int, group: PromptGroup, vocabulary: Vocabulary) -> Sequence:
     """Choice `index` of a request, with everything that it needs to be computed and turned into text."""
     request = owner.spec
     stopping, prompt, sample = request.stopping, request.prompts[index // request.n], index % request.n
@@ -264,7 +249,6 @@ def _sequence(owner: Request, index: int, sequence_id: int, group: PromptGroup, 
     scored = request.prompt_logprobs is not None and sample == 0
     tokens, scored_from = list(prompt), max(1, request.scored_from)
     sequence = Sequence(
-        sequence_id=sequence_id,
         tokens=tokens,
         max_tokens=stopping.max_tokens if request.pooling is None else 1,  # the vector counts as a draw
         arrived_at=owner.arrived_at,

@@ -6,11 +6,11 @@
 
 A forward unit computes a token of every row that can draw one, and chunks of prompts. The chunks make it longer by
 about `DecodeGap.chunk_s` seconds at most; the prompt with the least left goes first, and waiting counts in its favour.
-Prompts whose hidden states are pooled get a smaller share of the time beside decode rows (`PoolingShare`).
+Prompts whose hidden states are pooled get a smaller share of the time beside decode rows (`DecodeGap.pooling_s`).
 Between two forward units, staging, which copies adapters into the bank, gets a share of the time, and a training unit
 runs when its share of time is due. Both use all the time that no row can use. Rollouts yield to live requests: they get
 their share of a unit's decode rows, or one row while training waits, their prompts come last, and their rows are
-preempted first. Within a class and a priority, API keys get rows in turns, by their tokens (`fairness`). A key that
+preempted first. Within a class and a priority, API keys get rows in turns, by their tokens (`TokenShares`). A key that
 holds none gets its first row at once, and one that holds far less than another gets rows from it.
 
 Invariants:
@@ -30,34 +30,24 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mlx_parallm.core import DeviceSchedule, WorkClass
-from mlx_parallm.engine.cost import CostModel
-from mlx_parallm.engine.fairness import ROW_TOKENS, TokenShares
-from mlx_parallm.engine.prefill import (
+from mlx_parallm.engine.budget import ROW_TOKENS, CostModel, DecodeGap, TokenShares, TrainingShare
+from mlx_parallm.engine.sequence import Sequence, SequenceStatus
+from mlx_parallm.engine.speculate import choose_drafts
+from mlx_parallm.engine.units import (
     EVEN,
     LATE,
     MOST_IN_PREFILL,
     MOST_POOLED,
     MOST_POOLED_BESIDE_ROWS,
     ChunkPacker,
-    overdue,
-)
-from mlx_parallm.engine.sequence import Sequence, SequenceStatus
-from mlx_parallm.engine.speculation.choosing import choose_drafts, is_worth_waiting, tokens_to_draw
-from mlx_parallm.engine.timing import PoolingShare, WorkBesideRequests
-from mlx_parallm.engine.units import (
-    Candidate,
     ForwardUnit,
+    StagingUnit,
+    TrainingUnit,
     Unit,
     UnitSpan,
-    forward_unit,
+    overdue,
 )
-from mlx_parallm.engine.waiting import (
-    Lane,
-    PromptKind,
-    PromptOrder,
-    WaitingQueue,
-    prompt_kind,
-)
+from mlx_parallm.engine.waiting import Lane, PromptKind, Urgency, WaitingQueue, prompt_kind
 
 if TYPE_CHECKING:
     from mlx_parallm.engine.memory import PoolMemory
@@ -76,6 +66,8 @@ class RLAwareScheduler:
     """Owns the waiting queue and the live rows. Device thread only.
 
     Attributes:
+        gap: the time since the last forward unit, and the budget of what delays the next one.
+        training: when training units are due, and the share of time that they got.
         holds_rollouts: no further rollout gets a row. Those that have one continue.
 
     Args:
@@ -87,25 +79,22 @@ class RLAwareScheduler:
         self.config = config
         self.cost = cost
         self.schedule = config.schedule
-        self._beside = beside = WorkBesideRequests(config.schedule)
-        self.gap, self.share_meter, self.record_training = beside.gap, beside.share_meter, beside.record_training
+        self.gap = DecodeGap(config.schedule.max_decode_stall_s)
+        self.training = TrainingShare(config.schedule.training_time_share)
         self.preemptions = 0
         self.paused = False
         self.holds_rollouts = False
         self._memory = memory
         self._shares = TokenShares()
-        self._order = PromptOrder(cost, self._memory, self._shares)
-        self._waiting = WaitingQueue(self._order.rank, self._shares)
+        self._waiting = WaitingQueue(cost, memory, self._shares)
         self._rows: list[Sequence] = []  # in order of admission: the last one is the youngest
-        self._packer = ChunkPacker(cost, config.max_batched_tokens)
-        self._pooling = PoolingShare()
         self._frozen = False
         self._memory_is_short = False  # True from a preemption for memory until a sequence ends
 
     def reschedule(self, schedule: DeviceSchedule) -> None:
         """Applies a new schedule from the next unit on."""
         self.schedule = schedule
-        self._beside.reschedule(schedule)
+        self.gap.stall_s, self.training.share = schedule.max_decode_stall_s, schedule.training_time_share
 
     def pause(self, freeze: bool) -> None:
         """Holds back sequences that are added until `resume`. With `freeze`, the others get no rows and no units."""
@@ -204,26 +193,67 @@ class RLAwareScheduler:
 
     # -- the next unit ---------------------------------------------------------------------------
 
-    def next_unit(self, now: float, candidates: Iterable[Candidate] = (), others_run: bool = False) -> Unit | None:
+    def next_unit(
+        self,
+        now: float,
+        *,
+        staging: bool = False,
+        urgent: bool = False,
+        training: bool = False,
+        others_run: bool = False,
+    ) -> Unit | None:
         """Chooses the next unit of device work. Call `admit` before.
 
         Args:
             now: `time.monotonic()`.
-            candidates: the work that waits beside requests.
+            staging: adapters wait to be copied into the bank. If that is `urgent`, it may use the whole stall budget.
+            training: an update waits.
             others_run: rows of another base model use the device too, so training takes its share of time only.
 
         Returns:
             None when there is nothing to do but wait.
         """
-        self._beside.update(now, candidates, others_run or (bool(self._rows) and not self._frozen))
-        if self._frozen:
-            return self._beside.idle_unit(others_run)
-        prompts = prefilling(self._rows)
-        followers = self._share_prefixes(prompts) if prompts else set()
-        rows = decoding(self._rows, self.schedule.row_shares, self._beside.training_waits)
-        prompts = prefilling(prompts)  # without those that others have computed
-        before = self._beside.next_unit(now, bool(self._rows), rows, prompts)
-        return before or self._next_forward(rows, prompts, followers) or self._beside.idle_unit(others_run)
+        due = self.training.is_due(now, training, others_run or (bool(self._rows) and not self._frozen))
+        unit: Unit | None = None
+        if not self._frozen:
+            prompts = prefilling(self._rows)
+            followers = self._share_prefixes(prompts) if prompts else set()
+            rows = decoding(self._rows, self.schedule.row_shares, training)
+            prompts = prefilling(prompts)  # without those that others have computed
+            unit = self._unit_before_rows(rows, prompts, staging, urgent, due)
+            unit = unit or self._next_forward(rows, prompts, followers)
+        return unit or self._unit_while_idle(staging, training and (due or not others_run))
+
+    def _unit_before_rows(
+        self, rows: list[Sequence], prompts: list[Sequence], staging: bool, urgent: bool, training: bool
+    ) -> StagingUnit | TrainingUnit | None:
+        """The unit that runs before the next forward unit, which would decode these rows, or None."""
+        if staging and (not self._rows or self.gap.may_stage(urgent, bool(rows))):
+            return StagingUnit(self.gap.staging_left(urgent))
+        if training and self._training_fits(bool(rows), prompts):
+            return TrainingUnit(self.gap.remaining_s if rows else self.gap.stall_s)
+        return None
+
+    def _training_fits(self, rows_wait: bool, prompts: list[Sequence]) -> bool:
+        """Whether a training unit that is due runs now.
+
+        While rows decode, it needs a fresh gap, so that no gap holds two training units. It gives way to overdue
+        prompts, but not in two gaps in a row. While no row can decode, it takes turns with prefill.
+        """
+        if not rows_wait:
+            return not (self.gap.trained and prompts)
+        if not self.gap.is_fresh:
+            return False
+        if not self.gap.training_gave_way_before and overdue(prompts, EVEN):
+            self.gap.training_gave_way = True
+        return not self.gap.training_gave_way
+
+    def _unit_while_idle(self, staging: bool, training: bool) -> StagingUnit | TrainingUnit | None:
+        """The unit to run when no request of this base model can use the time, or None."""
+        self.gap.idle()
+        if staging:
+            return StagingUnit(0.0)
+        return TrainingUnit(self.gap.stall_s) if training else None
 
     def _share_prefixes(self, prompts: list[Sequence]) -> set[Sequence]:
         """Gives prompts in prefill what others have computed of them.
@@ -241,26 +271,26 @@ class RLAwareScheduler:
                 followers.add(prompt)
         return followers
 
-    def waits_for_tokens(self, draft_model: CostModel | None = None) -> bool:
-        """Whether the unit in flight should be read before the next one is chosen, so that the next one has drafts.
-        `draft_model`: predicts the passes of the draft model, if there is one."""
-        return is_worth_waiting(decoding(self._rows, self.schedule.row_shares), self.cost, draft_model)
-
-    def tokens_to_draw(self, draft_model: CostModel) -> Mapping[Sequence, int]:
-        """How many tokens the draft model should draw for each row before the next unit."""
-        rows = [] if self._frozen else decoding(self._rows, self.schedule.row_shares)
-        return tokens_to_draw(rows, self.cost, draft_model)
+    @property
+    def decode_rows(self) -> list[Sequence]:
+        """The decode rows of the next forward unit, as far as they are known now."""
+        return [] if self._frozen else decoding(self._rows, self.schedule.row_shares)
 
     def _next_forward(
         self, rows: list[Sequence], prompts: list[Sequence], followers: set[Sequence]
     ) -> ForwardUnit | None:
         """The next forward unit: a token of each of these rows, and chunks of prompts."""
-        if any(row.guess for row in rows):
+        if any(row.proposed for row in rows):
             choose_drafts(rows, self.cost)
         rows = self._with_room(rows)
         prompts = prefilling(prompts)  # without those that gave way
         chunks = self._next_chunks(prompts, bool(rows), followers) if prompts else []
-        return forward_unit(rows, chunks, self.gap.interrupted) if rows or chunks else None
+        if not rows and not chunks:
+            return None
+        spans = [UnitSpan(row, row.computed, 1 + row.drafted) for row in rows]
+        last_chunks = (chunk.row for chunk in chunks if chunk.tokens == chunk.row.pending)
+        drafts = sum(row.drafted for row in rows)
+        return ForwardUnit((*spans, *chunks), (*rows, *last_chunks), len(rows), self.gap.interrupted, drafts)
 
     def _with_room(self, rows: list[Sequence]) -> list[Sequence]:
         """Makes room for a token in every row, and for its draft if there is memory, oldest first. Preempts rows if
@@ -279,15 +309,24 @@ class RLAwareScheduler:
         Beside decode rows, a chunk that is predicted to exceed the allowance is taken only in a fresh gap, or for
         prompts that are overdue.
         """
-        prompts.sort(key=self._order.in_prefill)
+        prompts.sort(key=self._order_in_prefill)
         ready = [prompt for prompt in prompts if prompt not in followers]
+        most = self.config.max_batched_tokens
         if not rows_wait:
-            return self._packer.pack(ready, [], self.gap.chunk_s - self.cost.seconds(), at_least_one=True)
+            packer = ChunkPacker(self.cost, most, self.gap.chunk_s - self.cost.seconds())
+            return packer.pack(ready, [], at_least_one=True)
         fresh = self.gap.is_fresh
         # If training comes next, prompts that would be overdue in the next step are served in this one.
         late = overdue(prompts, EVEN if fresh else LATE, steps=2 if self.gap.training_gave_way else 1)
-        left = self.gap.chunk_s - self.gap.waited_s
-        return self._packer.pack(ready, late, left, at_least_one=fresh, pooling=self._pooling.seconds)
+        packer = ChunkPacker(self.cost, most, self.gap.chunk_s - self.gap.waited_s, self.gap.pooling_s)
+        return packer.pack(ready, late, at_least_one=fresh)
+
+    def _order_in_prefill(self, prompt: Sequence) -> tuple[bool, int, int, Urgency]:
+        """The place of a prompt among those in prefill: rollouts come last. Then it is its priority that counts, then
+        what its key has got, then its urgency."""
+        got = self._shares.tokens((prompt.work_class, prompt.key))
+        rollout = prompt.work_class is WorkClass.TRAINING
+        return rollout, prompt.priority, got, self._waiting.urgency(prompt, prompt.computed)
 
     # -- records of what ran ---------------------------------------------------------------------
 
@@ -323,11 +362,15 @@ class RLAwareScheduler:
         else:
             self.cost.observe([span.work for span in unit.spans], unit.tokens_drawn, seconds, now)
         if unit.decodes:
-            self.gap.add_step(seconds, now)
             pooled = (span.work for span in unit.chunks if span.row.pooling is not None)
-            self._pooling.add_step(seconds, sum(map(self.cost.chunk_seconds, pooled)), self.gap.chunk_s)
+            self.gap.add_step(seconds, now, sum(map(self.cost.chunk_seconds, pooled)))
         else:
             self.gap.no_row_waited()
+
+    def record_training(self, seconds: float, now: float) -> None:
+        """Records a training unit that took `seconds` and ended at `now`."""
+        self.training.add_unit(seconds, now)
+        self.gap.add_training(seconds)
 
     def prefill_share(self, unit: ForwardUnit) -> float:
         """The share of a unit's time that its chunks of prompts take, as the cost model predicts it; 1 without decode

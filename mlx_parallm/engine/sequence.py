@@ -14,7 +14,7 @@ from mlx_parallm.kv.row import KVRow
 if TYPE_CHECKING:
     from mlx_parallm.batch.pooling import Vector
     from mlx_parallm.engine.requests import Request
-    from mlx_parallm.engine.speculation.guesses import RowGuesses
+    from mlx_parallm.engine.speculate import Drafter
     from mlx_parallm.engine.text import TextStream
 
 
@@ -61,18 +61,17 @@ class Sequence(KVRow):
         served_at: when it last got a chunk in its turn; before the first chunk, `arrived_at`.
         keeps_row_until: the number of drawn tokens below which its row is not taken for another key's share.
         steps_waited: steps that were launched since its last chunk, while it is being prefilled.
-        drafted: the number of guessed tokens that the next unit computes and checks. They count as drawn and computed
+        drafted: the number of draft tokens that the next unit computes and checks. They count as drawn and computed
             from its launch until it is read, as if all of them were right.
 
     That of the memory of rows:
         kept_blocks: how many full blocks it had when they were last registered in the prefix cache.
 
     Those of speculation:
-        guesses: where its guesses come from; None until the first one.
-        guess: the tokens that may follow the last one, as they are guessed without the base model; see
-            `speculation.drafting`.
-        acceptance: the share of tokens like those of `guess` that were right lately.
-        model_acceptance: the same of guesses of the draft model; 0.0 if it cannot guess for this sequence now.
+        drafter: where its drafts come from; None until the first one.
+        proposed: the tokens that may follow the last one, as they are proposed without the base model; see `speculate`.
+        acceptance: the share of tokens like those of `proposed` that were right lately.
+        model_acceptance: the same of drafts of the draft model; 0.0 if it makes none for this sequence now.
 
     Those of sampling:
         sampling: its options.
@@ -88,7 +87,6 @@ class Sequence(KVRow):
             before, for another sequence or before a preemption.
     """
 
-    sequence_id: int
     tokens: list[int]
     max_tokens: int
     arrived_at: float
@@ -114,8 +112,8 @@ class Sequence(KVRow):
 
     kept_blocks: int = 0
 
-    guesses: RowGuesses | None = None
-    guess: Seq[int] = ()
+    drafter: Drafter | None = None
+    proposed: Seq[int] = ()
     acceptance: float = 0.0
     model_acceptance: float = 0.0
 
@@ -185,16 +183,16 @@ class Sequence(KVRow):
 
     @property
     def draft(self) -> Seq[int]:
-        """The guessed tokens that the next unit computes after the last token."""
-        return self.guess[: self.drafted]
+        """The proposed tokens that the next unit computes after the last token."""
+        return self.proposed[: self.drafted]
 
     def take_back(self, tokens: int) -> None:
-        """Uncounts so many tokens at the end, which were guessed. Their keys and values may be written over."""
+        """Uncounts so many tokens at the end, which were drafted. Their keys and values may be written over."""
         self.drawn -= tokens
         self.computed -= tokens
 
-    def take_guessed(self) -> None:
-        """Counts a guessed token again, because it was right, and with it the token that was drawn after it."""
+    def keep_drafted(self) -> None:
+        """Counts a token of the draft again, because it was right, and with it the token that was drawn after it."""
         self.drawn += 1
         self.computed += 1
 

@@ -1,22 +1,228 @@
-"""Runs the loaded model before the server takes requests, and measures its times."""
+"""What is done with a model before a server takes requests: rows of one batch, with adapters and from cached prefixes,
+are compared with what the model gives for each alone, and the times of units are measured."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from itertools import accumulate
 
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_parallm.adapters.bank import AdapterBank
+from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.batch.attention_times import measure_attention
 from mlx_parallm.batch.runner import BatchRunner
-from mlx_parallm.batch.spans import Span
-from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.batch.spans import Span, in_order
+from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.sequence import PromptGroup, Sequence
-from mlx_parallm.engine.speculation.choosing import MOST_TOKENS
+from mlx_parallm.engine.speculate import MOST_TOKENS
+from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.kv.blocks import BLOCK_TOKENS
+from mlx_parallm.kv.cache import LoRABatchedKVCache
+from mlx_parallm.kv.device_memory import DeviceMemory
+from mlx_parallm.kv.row import KVRow
+from mlx_parallm.model.cache_plan import CachePlan, prepare
 from mlx_parallm.model.device import on_cpu
+from mlx_parallm.model.families import (
+    Finding,
+    checked,
+    logits_alone,
+    relative_error,
+    sample_adapter,
+    sample_tokens,
+    untried_packages,
+)
+from mlx_parallm.model.layer_state import KVLayout
+from mlx_parallm.model.manager import SharedModelManager
+
+_log = logging.getLogger(__name__)
+
+# ---- is it right -------------------------------------------------------------------------------
+
+_PASSES = ((3, 0, 0), (1, 40, 0), (1, 70, 0), (1, 1, 1), (1, 1, 5), (0, 1, 1), (1, 1, 1))
+"""Tokens of three rows in each pass: chunks beside single tokens, and more than one block of a row."""
+_WINDOW = 2048
+"""The widest sliding window that rows are made longer than."""
+_CACHED, _MORE = 2 * BLOCK_TOKENS, 22
+"""Tokens of a cached prefix, and of a row after it."""
+_RANK = 2
+_POOL_BYTES, _LONGEST = 1 << 30, 4096
+"""Of the pool that the checks use: the most memory that it may take, and the longest row in tokens."""
+
+
+class Prover:
+    """Runs a model over a small KV pool of its own, or with the `runner` of ranks that share a model. `layout`: of that
+    pool, if it is another one than the plan's."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        bank: AdapterBank,
+        plan: CachePlan,
+        runner: BatchRunner | None = None,
+        layout: KVLayout | None = None,
+    ) -> None:
+        self._model, self._bank, self._plan = model, bank, plan
+        if runner is None:
+            pool = LoRABatchedKVCache(layout or plan.layout, DeviceMemory(_POOL_BYTES), _LONGEST)
+            runner = BatchRunner(model, pool, bank, plan)
+        self._runner = runner
+
+    def batch(self, beyond_windows: bool = False) -> Finding:
+        """Rows of the base model. `beyond_windows`: one of them is longer than its sliding windows."""
+        rows = self.rows(beyond_windows)
+        return self._checked("batch", lambda: self._difference(rows, (0, 0, 0), {}))
+
+    def adapters(self) -> Finding:
+        """Rows with two adapters, and one of the base model, in a bank that is empty before and after."""
+        return self._checked("adapters", self._difference_with_adapters)
+
+    def prefix(self) -> Finding:
+        """A row that goes on from what an equal one has left in the prefix cache."""
+        return self._checked("prefix cache", self._difference_after_reuse)
+
+    def _checked(self, check: str, measure: Callable[[], float]) -> Finding:
+        return checked(check, self._plan.layout.dtype, measure)
+
+    def _difference_with_adapters(self) -> float:
+        slots, rank = range(1, min(2, self._bank.slots) + 1), min(_RANK, self._bank.max_rank)
+        adapters = {slot: sample_adapter(self._bank.layout, rank, seed) for seed, slot in enumerate(slots)}
+        if not any(weights.pairs for weights in adapters.values()):
+            raise UnsupportedModelError("no linear of this model may have an adapter")
+        try:
+            for slot, weights in adapters.items():
+                for _ in self._bank.write(slot, weights):
+                    pass
+            return self._difference(self.rows(), (1, len(slots), 0), adapters)
+        finally:
+            self._bank.clear()
+
+    def _difference(self, rows: Seq[list[int]], slots: Seq[int], adapters: Mapping[int, AdapterWeights]) -> float:
+        """The largest error of three rows with the adapters in these slots."""
+        got = self.logits(rows, slots)
+        want = (
+            logits_alone(self._model, row, self._bank, adapters.get(at)) for row, at in zip(rows, slots, strict=True)
+        )
+        return max(relative_error(one, other) for one, other in zip(got, want, strict=True))
+
+    def rows(self, beyond_windows: bool = False) -> list[list[int]]:
+        """The tokens of three rows, for `logits`."""
+        lengths = [sum(tokens) for tokens in zip(*_PASSES, strict=True)]
+        windows = [spec.window for spec in self._plan.layout.attention.values() if spec.window is not None]
+        if beyond_windows:
+            lengths[1] = max([lengths[1], *(window + 8 for window in windows if window <= _WINDOW)])
+        return [sample_tokens(length, self._plan.vocab_size, 7 + 31 * n) for n, length in enumerate(lengths)]
+
+    def logits(self, rows: Seq[Seq[int]], slots: Seq[int]) -> list[mx.array]:
+        """Logits [T, vocab] of three rows, computed in `_PASSES`. `slots`: of the bank. What is more of the second row
+        comes in its first pass."""
+        opened: list[KVRow | None] = [None] * len(rows)
+        got: list[list[mx.array]] = [[] for _ in rows]
+        more = len(rows[1]) - sum(tokens[1] for tokens in _PASSES)
+        try:
+            for sizes in _PASSES:
+                spans = []
+                for number, size in enumerate(sizes):
+                    row = opened[number] = opened[number] or (self._open(rows[number]) if size else None)
+                    if row is not None and size:
+                        row.adapter_slot = slots[number]
+                        spans.append(Span(row, row.computed, size + (0 if row.computed or number != 1 else more)))
+                spans = in_order(spans)
+                numbers = [opened.index(span.row) for span in spans]
+                ids = [id for at, span in zip(numbers, spans, strict=True) for id in rows[at][span.start : span.stop]]
+                for at, logits in zip(numbers, self._computed(spans, ids), strict=True):
+                    got[at].append(logits)
+        finally:
+            for row in opened:
+                if row is not None:
+                    self._runner.cache.close(row)
+        return [mx.concatenate(each) for each in got]
+
+    def _difference_after_reuse(self) -> float:
+        ids, found, got = self.reused()
+        if found < BLOCK_TOKENS:
+            why = " because the caches of this model are of a class of its own" if self._plan.layout.opaque else ""
+            raise UnsupportedModelError(f"of {_CACHED} cached tokens, {found} are found{why}")
+        return relative_error(got, logits_alone(self._model, ids)[found:])
+
+    def reused(self) -> tuple[list[int], int, mx.array]:
+        """The tokens of a row, how many of them it has from an equal row before it, and the logits of the rest."""
+        ids, cache = sample_tokens(_CACHED + _MORE, self._plan.vocab_size), self._runner.cache
+        first = self._open(ids, "root")
+        for stop in range(BLOCK_TOKENS, _CACHED + 1, BLOCK_TOKENS):
+            cache.reserve_checkpoint(first, stop)
+            self._computed([Span(first, first.computed, stop - first.computed)], ids[first.computed : stop])
+            cache.freeze(first, "root", ids)
+        cache.close(first)
+        again = self._open(ids, "root")
+        found = again.computed
+        try:
+            return ids, found, self._computed([Span(again, found, len(ids) - found)], ids[found:])[0]
+        finally:
+            cache.close(again)
+            cache.index.drop("root")
+
+    def _open(self, ids: Seq[int], root: str | None = None) -> KVRow:
+        row = self._runner.cache.open(len(ids), root, ids)
+        if row is None:
+            raise MemoryError("the device has no memory for the rows that are compared; lower --kv-cache-memory")
+        return row
+
+    def _computed(self, spans: Seq[Span[KVRow]], ids: Seq[int]) -> list[mx.array]:
+        """Computes the next tokens of some rows, and returns the logits of each."""
+        cache, logits = self._runner.cache, self._runner.compute(spans, ids)
+        mx.eval(logits, cache.arrays(), cache.state_arrays())
+        parts, start = [], 0
+        for span in spans:
+            parts.append(logits[start : start + span.tokens])
+            start, span.row.computed = start + span.tokens, span.stop
+        return parts
+
+
+def prove(manager: SharedModelManager, bank: AdapterBank, runner: BatchRunner | None = None) -> None:
+    """Checks that a model of an untested family has the same outputs in a batch as alone, with adapters too.
+
+    A tested family is checked only with a version of MLX or mlx-lm that was not tried. A model that does not run in a
+    batch gets a compatible plan; one that fails with adapters only is served without.
+
+    Args:
+        bank: the adapter bank that the model's linears read.
+        runner: of a model that is split, the ranks' own; None: the model is whole.
+
+    Raises:
+        UnsupportedModelError: the outputs differ, or the model does not run.
+    """
+    untried = untried_packages()
+    if untried:
+        _log.info(
+            "%s was not tried with this program; the model is compared with itself in a batch", " and ".join(untried)
+        )
+    elif manager.family.tested:
+        return
+    found = Prover(manager.model, bank, manager.plan, runner).batch()
+    if found.problem and runner is None:
+        _log.warning(
+            "%s is served row by row, which is slow with many requests: in a batch, %s",
+            manager.card.name,
+            found.problem,
+        )
+        manager.plan = prepare(manager.model, compatible=True)
+        found = Prover(manager.model, bank, manager.plan).batch()
+    if found.problem:
+        raise UnsupportedModelError(f"this model cannot be batched: {found.problem}")
+    if bank.slots:
+        found = Prover(manager.model, bank, manager.plan, runner).adapters()
+        if found.problem:
+            _log.warning("%s is served without adapters: %s", manager.card.name, found.problem)
+            manager.refuse_adapters(f"LoRA on a {manager.family.name} model")
+
+
+# ---- how long it takes --------------------------------------------------------------------------
 
 _SHORT = 16
 _LONG, _CONTEXT = 128, 1024
@@ -36,8 +242,6 @@ _STEPS = (1, 2, 4, 8, 16, MOST_TOKENS)
 
 Check = Callable[[], None]
 """Raises what ends the measurements early."""
-
-_log = logging.getLogger(__name__)
 
 
 def choose_attention(runner: BatchRunner) -> None:
@@ -120,7 +324,7 @@ def _seconds(runner: BatchRunner, check: Check, chunks: Seq[int], context: int, 
 def _open(runner: BatchRunner, context: int, tokens: int) -> Sequence:
     """A row whose context counts as computed. Raises MemoryError if the device has no memory for it."""
     total = context + tokens
-    row = Sequence(sequence_id=0, tokens=[0] * total, max_tokens=1, arrived_at=0.0, group=PromptGroup())
+    row = Sequence(tokens=[0] * total, max_tokens=1, arrived_at=0.0, group=PromptGroup())
     if runner.cache.open(total, into=row) is None:
         raise MemoryError("the device has no memory for the rows that are timed; lower --kv-cache-memory")
     row.computed = context

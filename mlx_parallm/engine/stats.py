@@ -1,13 +1,17 @@
-"""The engine's statistics: counters, gauges, and the JSON of `/debug/state`."""
+"""The engine's statistics: counters, gauges, the JSON of `/debug/state`, and a timeline of the device thread."""
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import reduce
+from pathlib import Path
 
 import mlx.core as mx
 
@@ -15,6 +19,7 @@ from mlx_parallm.core import DeviceSchedule, DeviceSeconds, EngineStats, Histogr
 from mlx_parallm.engine.disk_prefixes import DiskPrefixes
 from mlx_parallm.engine.scheduler import RLAwareScheduler
 from mlx_parallm.engine.sequence import Sequence
+from mlx_parallm.errors import ConfigError
 from mlx_parallm.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.kv.cache import LoRABatchedKVCache
 from mlx_parallm.kv.memory import AnyStore
@@ -87,8 +92,8 @@ def snapshot(
         failed_steps_total=counters.failed_steps,
         schedule=scheduler.schedule,
         decode_gaps=scheduler.gap.lengths,
-        training_shares=scheduler.share_meter.contended,
-        training_share=scheduler.share_meter.last,
+        training_shares=scheduler.training.contended,
+        training_share=scheduler.training.last,
         device_seconds=counters.device_seconds,
         taken_at=time.monotonic(),
         paused=scheduler.paused,
@@ -185,3 +190,51 @@ def _describe(sequence: Sequence) -> dict[str, object]:
         "computed_tokens": sequence.computed,
         "generated_tokens": sequence.text.generated,
     }
+
+
+# ---- the timeline ------------------------------------------------------------------------------
+
+
+class UnitTrace:
+    """Writes a timeline of the device thread in Chrome's trace event format: one event for each unit of device work.
+    Device thread only.
+
+    chrome://tracing and Perfetto (https://ui.perfetto.dev) open the file. They accept an array without its closing
+    bracket, so the file can be opened after every unit, also while the server runs and after a crash.
+
+    Args:
+        path: the file, which is overwritten. None: nothing is recorded.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = None
+        if path is not None:
+            try:
+                self._file = path.open("w", buffering=1)  # flushed at every newline
+            except OSError as error:
+                raise ConfigError(f"debug.trace: {path} cannot be written: {error.strerror}") from error
+            self._write("[", name="thread_name", ph="M", args={"name": "device"})
+
+    @contextmanager
+    def span(self, name: str, **numbers: int) -> Iterator[None]:
+        """Records the time of a block under this name. `numbers` are shown with it."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - started
+            self._write(",", name=name, ph="X", ts=started * 1e6, dur=seconds * 1e6, args=numbers)
+
+    def close(self) -> None:
+        """Closes the file. Nothing is recorded afterwards."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, separator: str, **event: object) -> None:
+        """Appends one event. Times are in microseconds."""
+        if self._file is not None:
+            self._file.write(f"{separator}\n{json.dumps({'pid': os.getpid(), 'tid': 1, **event})}")

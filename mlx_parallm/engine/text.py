@@ -5,18 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from mlx_parallm.core import FinishReason, GrammarState, StopParams
-from mlx_parallm.engine.repetition import CHECK_EVERY, repeats
+from mlx_parallm.core import FinishReason, GrammarState, RepetitionLimits, StopParams
 
-
-class Detokenizes(Protocol):
-    """An incremental detokenizer for one sequence. The results of `add` and `finish`, joined, are the text."""
-
-    def add(self, token_id: int) -> str: ...
-
-    def finish(self) -> str: ...
+if TYPE_CHECKING:
+    from mlx_parallm.model.tokenizer import Detokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +22,7 @@ class Vocabulary:
 
     size: int
     eos_ids: frozenset[int]
-    detokenizer: Callable[[tuple[int, ...], frozenset[int]], Detokenizes]
+    detokenizer: Callable[[tuple[int, ...], frozenset[int]], Detokenizer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +108,7 @@ class TextStream:
     the one that is taken; without them, repetition is not found. `generated`: tokens taken so far.
     """
 
-    detokenizer: Detokenizes
+    detokenizer: Detokenizer
     matcher: StopMatcher
     stopping: StopParams
     end_ids: frozenset[int]
@@ -168,3 +162,40 @@ class TextStream:
     def _rest(self) -> str:
         """The text still held back: an incomplete character, and text that looked like a stop string."""
         return self.matcher.flush() + self.detokenizer.finish()
+
+
+# ---- repetition without end ---------------------------------------------------------------------
+
+CHECK_EVERY = 31
+"""Tokens between two checks of repetition. It is prime, so the checks of a loop see different places of its period."""
+FEW_TOKENS = 8
+"""Up to so many different tokens, a period may well be meant, as in a matrix of zeros or a table of empty cells."""
+_FIRST = 16
+"""Tokens that are compared before all of them are, because most texts differ there."""
+
+
+def repeats(tokens: Sequence[int], start: int, limits: RepetitionLimits) -> bool:
+    """Whether the tokens from `start` on end with a sequence that is repeated for as long as `limits` say.
+
+    The shortest period decides. All longer ones are its multiples if `min_tokens` is at least twice `max_period` (Fine
+    and Wilf, 1965).
+    """
+    generated = len(tokens) - start
+    if generated < limits.min_tokens:
+        return False
+    for period in range(limits.min_period, min(limits.max_period, generated // limits.min_count) + 1):
+        if tokens[-1 - period] != tokens[-1]:
+            continue
+        length = max(limits.min_tokens, limits.min_count * period)
+        if _has_period(tokens, period, min(length, period + _FIRST)) and _has_period(tokens, period, length):
+            meant = 1 < len(set(tokens[-period:])) <= FEW_TOKENS
+            least = limits.min_tokens_of_few if meant else length
+            return least <= generated and _has_period(tokens, period, least)
+    return False
+
+
+def _has_period(tokens: Sequence[int], period: int, length: int) -> bool:
+    """Whether the last tokens, `length` of them, have this period: each but the first ones is equal to the one `period`
+    places before it."""
+    end = len(tokens)
+    return tokens[end - length : end - period] == tokens[end - length + period :]

@@ -5,9 +5,9 @@
         ▲                                  │
         └─ one asyncio.Queue per request ◀─┘ call_soon_threadsafe(events of one unit)
 
-A unit is one piece of device work, such as a forward pass. Each base model that is loaded has an `Engine`; they take
-turns. Besides requests and events, the threads share only the last snapshot of the statistics. All of these are frozen,
-and only the device thread reads arrays.
+A unit is one piece of device work, such as a forward pass. Each base model that is loaded has an `Engine`; they share
+the device's time. Besides requests and events, the threads share only the last snapshot of the statistics. All of these
+are frozen, and only the device thread reads arrays.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Generator
+from collections.abc import AsyncIterator, Callable, Generator, Hashable
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, overload
 
 import mlx.core as mx
@@ -37,12 +37,9 @@ from mlx_parallm.core import (
     RequestFailed,
     RequestFinished,
     complete,
-    completed,
-    then,
 )
 from mlx_parallm.engine.engine import Engine, EngineParts
 from mlx_parallm.engine.stats import StatsOfBases
-from mlx_parallm.engine.turns import Turns
 from mlx_parallm.errors import EngineDeadError, ModelUnavailableError, RankLostError
 
 T = TypeVar("T")
@@ -54,6 +51,8 @@ _ALIVE_CHECK_S = 1.0
 _DRAIN_CHECK_S = 0.05
 _SNAPSHOT_S = 0.1
 """While the loop is busy, it takes a new snapshot for `stats` when the last one is older than this, in seconds."""
+_ASK_AGAIN_S = 0.05
+"""While others have work, a base model without any is asked again for work after so many seconds."""
 _DEAD = "the device thread has stopped; restart the server"
 
 _Message = Callable[[], object]
@@ -61,6 +60,87 @@ _Message = Callable[[], object]
 
 Loading = Generator[None, None, EngineParts]
 """Builds the parts of a base model on the device thread, in short parts of work."""
+
+
+@dataclass(eq=False, slots=True)
+class _Member:
+    """An engine, or a load.
+
+    Attributes:
+        step: runs one unit. False if there is none.
+        rest: called before somebody else's unit runs.
+        seconds: device time so far. What was idle for a while counts as having had as much as the others.
+        ask_at: when it is asked for work again, if it had none.
+    """
+
+    step: Callable[[], bool]
+    rest: Callable[[], None]
+    seconds: float
+    busy: bool = True
+    ask_at: float = 0.0
+
+
+class FairShare:
+    """Divides the device between base models: the next unit is of the one that has had the least device time among
+    those with work. A base model that is being loaded is a member, too. Device thread only."""
+
+    def __init__(self) -> None:
+        self._members: dict[Hashable, _Member] = {}
+        self._current: _Member | None = None
+
+    def add(self, key: Hashable, step: Callable[[], bool], rest: Callable[[], None] = lambda: None) -> None:
+        """Adds a member. `step` runs one unit, or returns False if there is none; `rest` is called before a unit of
+        another one."""
+        self._members[key] = _Member(step, rest, self._least_seconds())
+
+    def remove(self, key: Hashable) -> None:
+        """Removes a member, which may be the one that runs now."""
+        if self._members.pop(key) is self._current:
+            self._current = None
+
+    def wake(self, key: Hashable) -> None:
+        """Notes that a member has work again."""
+        member = self._members[key]
+        if not member.busy:
+            member.busy, member.seconds = True, max(member.seconds, self._least_seconds())
+
+    def step(self) -> bool:
+        """Runs the next unit of device work. False if there is none."""
+        now, members = time.monotonic(), sorted(self._members.items(), key=lambda item: item[1].seconds)
+        due = [key for key, member in members if member.busy or member.ask_at <= now]
+        return any(map(self._run, due)) or any(self._run(key) for key, _ in members if key not in due)
+
+    def interrupt(self) -> None:
+        """Lets the member that ran last rest, because something else runs now, which may make work for any of them."""
+        if self._current is not None:
+            self._current.rest()
+        for member in self._members.values():
+            member.ask_at = 0.0
+
+    def _run(self, key: Hashable) -> bool:
+        member = self._members[key]
+        if self._current is not None and self._current is not member:
+            self._current.rest()
+        self._current, started = member, time.monotonic()
+        worked = member.step()
+        now = time.monotonic()
+        if worked and key in self._members:
+            self.wake(key)
+        member.busy, member.ask_at = worked, now + _ASK_AGAIN_S
+        member.seconds += now - started
+        return worked
+
+    def _least_seconds(self) -> float:
+        return min((member.seconds for member in self._members.values() if member.busy), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Controls:
+    """What was asked of all engines. It is asked of base models that are loaded later, too."""
+
+    schedule: DeviceSchedule
+    paused: PauseMode | None = None
+    relief: Relief = Relief.NONE
 
 
 class ContinuousBatchProcessor:
@@ -81,18 +161,15 @@ class ContinuousBatchProcessor:
         self._queues: dict[str, asyncio.Queue[Event]] = {}
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._pauses = 0  # calls of `pause` and `resume` so far; a later call ends the wait of an earlier one
-        self._engines: dict[str, Engine] = {}  # by base model; this and the next five are the device thread's alone
+        self._engines: dict[str, Engine] = {}  # by base model; this and the next four are the device thread's alone
         self._first = ""  # the base model that the process started with
-        self._turns = Turns()
+        self._fair_share = FairShare()
         self._bases = StatsOfBases()
-        self._schedule = DeviceSchedule()
-        self._paused: PauseMode | None = None
-        self._relief = Relief.NONE
+        self._controls = _Controls(DeviceSchedule())
         self._stats = EngineStats(alive=True, ready=False)
         self._machine = MachineState()
         self._lost_rank = ""  # which rank of a model over several machines is lost, in words
-        self._started, self._stopped = threading.Event(), threading.Event()
-        self._start_error: BaseException | None = None
+        self._started, self._stopped = Future[None](), threading.Event()
         self._thread = threading.Thread(target=self._main, name="device", daemon=True)
 
     # -- any thread ------------------------------------------------------------------------------
@@ -101,10 +178,9 @@ class ContinuousBatchProcessor:
         """Starts the device thread and waits until the model is loaded. Raises the exception of `build`, if any."""
         self._thread.start()
         atexit.register(self.stop)  # a process that ends while a thread uses MLX aborts
-        self._started.wait()
-        if self._start_error is not None:
+        if self._started.exception() is not None:
             self._thread.join()  # it must clear MLX's streams before the process may end
-            raise self._start_error
+        self._started.result()
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """Ends the device thread after its current unit, or a start that is under way. Running requests fail. Safe to
@@ -130,7 +206,8 @@ class ContinuousBatchProcessor:
     def heed(self, machine: MachineState) -> None:
         """Does what a new reading of the machine asks for, between two units."""
         if machine.relief is not self._machine.relief:
-            self._inbox.put(lambda: self._relieve(machine.relief))
+            relief = machine.relief
+            self._inbox.put(lambda: self._control(lambda engine: engine.relieve(relief), relief=relief))
         self._machine = machine
 
     def forget_speed(self) -> None:
@@ -170,20 +247,20 @@ class ContinuousBatchProcessor:
 
     async def reschedule(self, schedule: DeviceSchedule) -> None:
         """See `core.EngineClient.reschedule`. Applies to base models that are loaded later, too."""
-        await self._change(lambda: self._reschedule_all(schedule))
+        await self._change(lambda engine: engine.scheduler.reschedule(schedule), schedule=schedule)
 
     async def pause(self, mode: PauseMode) -> None:
         """See `core.EngineClient.pause`."""
         self._pauses += 1
         this_pause, under_way = self._pauses, set(self._queues)
-        await self._change(lambda: self._pause_all(mode))
+        await self._change(lambda engine: engine.pause(mode), paused=mode)
         while mode is PauseMode.WAIT and this_pause == self._pauses and under_way & self._queues.keys():
             await asyncio.sleep(_DRAIN_CHECK_S)
 
     async def resume(self) -> None:
         """See `core.EngineClient.resume`."""
         self._pauses += 1
-        await self._change(self._resume_all)
+        await self._change(lambda engine: engine.scheduler.resume(), paused=None)
 
     async def reset_prefix_cache(self, files: bool = False) -> int:
         """See `core.EngineClient.reset_prefix_cache`."""
@@ -196,7 +273,7 @@ class ContinuousBatchProcessor:
         if bank:
             await self._run_all(lambda engine: engine.adapters.evict_idle())
         await self.reset_prefix_cache()
-        await self._change(lambda: self._each(Engine.give_back_memory))
+        await self._change(Engine.give_back_memory)
 
     @overload
     async def run(self, call: Callable[[], Future[T]]) -> T: ...
@@ -209,37 +286,41 @@ class ContinuousBatchProcessor:
         return await self._run(call)
 
     async def load(self, building: Loading) -> None:
-        """Loads another base model, in turn with the units of those that are loaded.
+        """Loads another base model, between the units of those that are loaded.
 
         Raises:
             Exception: what `building` raises; others are not affected.
             EngineDeadError: the device thread has stopped.
         """
-
         await self._run(lambda: self._load(building))
 
     async def unload(self, base: str) -> None:
         """Unloads a base model without requests, and frees its memory."""
-        await self._change(lambda: self._unload(base))
+        await self._run(lambda: self._unload(base))
 
-    async def _change(self, change: Callable[[], object]) -> None:
-        """Applies `change` between two units. When it returns, `stats` shows the change."""
+    async def _change(self, change: Callable[[Engine], object], **controls: Any) -> None:
+        """Changes every engine between two units. When it returns, `stats` shows the change. `controls`: the fields of
+        `_Controls` that base models which are loaded later need for it."""
 
         def change_and_measure() -> None:
-            change()
-            self._stats = self._read_stats()
+            self._control(change, **controls)
+            self._refresh()
 
         await self._run(change_and_measure)
 
     async def _run_all(self, function: Callable[[Engine], Future[T]]) -> list[T]:
         """Calls a function for every engine between two units, and waits for what it returns."""
-        results: list[T] = await self._run(lambda: _all([function(engine) for engine in self._engines.values()]))
-        return results
+        futures: list[Future[T]] = await self._run(lambda: [function(engine) for engine in self._engines.values()])
+        return [await self._wait(future) for future in futures]
 
     async def _run(self, function: Callable[[], Any]) -> Any:
         done: Future[Any] = Future()
         self._inbox.put(lambda: self._call(function, done))
-        waiting = asyncio.wrap_future(done)
+        return await self._wait(done)
+
+    async def _wait(self, future: Future[T]) -> T:
+        """The result of what the device thread does. Raises EngineDeadError if it stops before that."""
+        waiting = asyncio.wrap_future(future)
         waiting.add_done_callback(asyncio.Future.exception)  # so that asyncio does not warn if the caller is cancelled
         while not waiting.done():
             if not self._stats.alive:
@@ -268,11 +349,10 @@ class ContinuousBatchProcessor:
         try:
             self._add_first(self._build())
         except BaseException as error:  # noqa: BLE001 - handed to the thread that called start(), which raises it
-            self._start_error = error
             self._stats = EngineStats(alive=False, ready=False)
+            self._started.set_exception(error)
             return
-        finally:
-            self._started.set()
+        self._started.set_result(None)
         try:
             self._serve()
         except RankLostError as error:
@@ -287,8 +367,7 @@ class ContinuousBatchProcessor:
     def _end(self) -> None:
         """Fails all requests, because the device thread has ended or hangs."""
         self._stats = replace(self._stats, alive=False, ready=False)
-        if self._event_loop is not None and not self._event_loop.is_closed():
-            self._event_loop.call_soon_threadsafe(self._fail_all, self._dead())
+        self._call_on_event_loop(lambda: self._fail_all(self._dead()))
 
     def _dead(self) -> EngineDeadError:
         return RankLostError(self._lost_rank) if self._lost_rank else EngineDeadError(_DEAD)
@@ -296,10 +375,13 @@ class ContinuousBatchProcessor:
     def _serve(self) -> None:
         taken_at, busy = 0.0, True
         while self._take_messages(wait_s=0.0 if busy else _IDLE_WAIT_S):
-            busy = self._turns.step()
+            busy = self._fair_share.step()
             now = time.monotonic()
             if not busy or now - taken_at > _SNAPSHOT_S:
-                self._stats, taken_at = self._refresh(now), now
+                taken_at = now
+                for engine in self._engines.values():
+                    engine.fail_overdue(now)
+                self._refresh()
             if self._debug and not busy:
                 self._each(Engine.check_integrity)
 
@@ -318,7 +400,7 @@ class ContinuousBatchProcessor:
     def _submit(self, request: GenerationRequest) -> None:
         base = request.base or self._first
         if base in self._engines:
-            self._turns.wake(base)
+            self._fair_share.wake(base)
             self._engines[base].submit(request)
         else:
             error = ModelUnavailableError(f"the base model {base} is not loaded")
@@ -327,7 +409,7 @@ class ContinuousBatchProcessor:
     def _call(self, function: Callable[[], Any], done: Future[Any]) -> None:
         """Runs `function` and completes `done`. An error concerns the caller only, because no row's arrays are written
         and no forward unit is in flight whose error could show here."""
-        self._turns.interrupt()
+        self._fair_share.interrupt()
         started = time.monotonic()
         complete(done, function)
         self._each(lambda engine: engine.after_call(time.monotonic() - started))
@@ -335,26 +417,25 @@ class ContinuousBatchProcessor:
     # -- base models -----------------------------------------------------------------------------
 
     def _add_first(self, parts: EngineParts) -> None:
-        self._first, self._schedule = parts.base, parts.scheduler.schedule
+        self._first, self._controls = parts.base, _Controls(parts.scheduler.schedule)
         self._add(parts)
-        self._stats = self._read_stats()
+        self._refresh()
 
     def _add(self, parts: EngineParts) -> None:
-        parts = replace(parts, scheduler=replace(parts.scheduler, schedule=self._schedule))
-        base = parts.base
-        engine = Engine(parts, self._publish_events, lambda: self._others_run(base))
-        self._engines[base] = engine
-        self._turns.add(base, engine.step, engine.rest)
-        engine.relieve(self._relief)
-        if self._paused is not None:
-            engine.pause(self._paused)
+        base, controls = parts.base, self._controls
+        parts = replace(parts, scheduler=replace(parts.scheduler, schedule=controls.schedule))
+        engine = self._engines[base] = Engine(parts, self._publish_events, lambda: self._others_run(base))
+        self._fair_share.add(base, engine.step, engine.rest)
+        engine.relieve(controls.relief)
+        if controls.paused is not None:
+            engine.pause(controls.paused)
 
     def _others_run(self, base: str) -> bool:
         """Whether another base model than this one has rows."""
         return any(other.has_rows for name, other in self._engines.items() if name != base)
 
     def _load(self, building: Loading) -> Future[None]:
-        """Lets a load take turns with the engines. The future is done when the base model takes requests."""
+        """Lets a load share the device with the engines. The future is done when the base model takes requests."""
         key, loaded = object(), Future[None]()
 
         def step() -> bool:
@@ -362,11 +443,11 @@ class ContinuousBatchProcessor:
             try:
                 next(building)
             except StopIteration as built:
-                self._turns.remove(key)
+                self._fair_share.remove(key)
                 parts = built.value
                 complete(loaded, lambda: self._add(parts))
             except Exception as error:  # noqa: BLE001 - a file or the device: it concerns this load only
-                self._turns.remove(key)
+                self._fair_share.remove(key)
                 building.close()
                 loaded.set_exception(error.with_traceback(None))  # its frames hold arrays
                 _free()
@@ -374,17 +455,18 @@ class ContinuousBatchProcessor:
                 self._bases.add_load_time(time.monotonic() - started)
             return True
 
-        self._turns.add(key, step)
+        self._fair_share.add(key, step)
         return loaded
 
     def _unload(self, base: str) -> None:
         engine = self._engines.pop(base)
-        self._turns.remove(base)
+        self._fair_share.remove(base)
         engine.rest()
         self._bases.unloaded(base, engine.stats())
         engine.unload()
         del engine
         _free()
+        self._refresh()
 
     # -- all engines -----------------------------------------------------------------------------
 
@@ -392,55 +474,27 @@ class ContinuousBatchProcessor:
         for engine in self._engines.values():
             call(engine)
 
-    def _pause_all(self, mode: PauseMode) -> None:
-        self._paused = mode
-        self._each(lambda engine: engine.pause(mode))
+    def _control(self, ask: Callable[[Engine], object], **controls: Any) -> None:
+        """Asks something of every engine, and remembers it as these fields of `_Controls` for those that come later."""
+        self._controls = replace(self._controls, **controls)
+        self._each(ask)
 
-    def _resume_all(self) -> None:
-        self._paused = None
-        self._each(lambda engine: engine.scheduler.resume())
-
-    def _reschedule_all(self, schedule: DeviceSchedule) -> None:
-        self._schedule = schedule
-        self._each(lambda engine: engine.scheduler.reschedule(schedule))
-
-    def _relieve(self, relief: Relief) -> None:
-        self._relief = relief
-        self._each(lambda engine: engine.relieve(relief))
-
-    # -- statistics ------------------------------------------------------------------------------
-
-    def _refresh(self, now: float) -> EngineStats:
-        """Fails requests that have waited too long, and returns the statistics, which survive a fault of the device."""
+    def _refresh(self) -> EngineStats:
+        """Takes a new snapshot of the statistics, and survives a fault of the device."""
         for base, engine in self._engines.items():
             with engine.surviving():
-                engine.fail_overdue(now)
                 self._bases.update(base, engine.stats())
-        return self._bases.total(self._paused is not None, self._schedule)
-
-    def _read_stats(self) -> EngineStats:
-        """The statistics now."""
-        for base, engine in self._engines.items():
-            self._bases.update(base, engine.stats())
-        return self._bases.total(self._paused is not None, self._schedule)
+        self._stats = self._bases.total(self._controls.paused is not None, self._controls.schedule)
+        return self._stats
 
     # -- events ----------------------------------------------------------------------------------
 
     def _publish_events(self, events: list[tuple[str, Event]]) -> None:
+        self._call_on_event_loop(lambda: self._deliver(events))
+
+    def _call_on_event_loop(self, call: Callable[[], object]) -> None:
         if self._event_loop is not None and not self._event_loop.is_closed():
-            self._event_loop.call_soon_threadsafe(self._deliver, events)
-
-
-def _all(futures: list[Future[T]]) -> Future[list[T]]:
-    """Is done when all of these are."""
-    done: Future[list[T]] = completed([])
-    for future in futures:
-        done = _appended(done, future)
-    return done
-
-
-def _appended(results: Future[list[T]], last: Future[T]) -> Future[list[T]]:
-    return then(results, lambda before: then(last, lambda result: [*before, result]))
+            self._event_loop.call_soon_threadsafe(call)
 
 
 def _free() -> None:

@@ -17,14 +17,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from enum import Enum
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 from mlx_parallm.core import AdapterRef, WorkClass
-from mlx_parallm.engine.cost import Chunk, CostModel
-from mlx_parallm.engine.fairness import TokenShares
+from mlx_parallm.engine.budget import Chunk, CostModel, Owner, TokenShares
 from mlx_parallm.engine.sequence import PromptGroup, Sequence, SequenceStatus
 
 if TYPE_CHECKING:
@@ -71,6 +70,16 @@ class Lane(NamedTuple):
     kind: PromptKind
     pools: bool = False
 
+    @property
+    def owner(self) -> Owner:
+        """Whose rows its sequences get, as `TokenShares` counts them."""
+        return self.work_class, self.key, self.adapter.name
+
+
+_WAIT_CREDIT = 10.0
+"""Seconds of remaining prefill that one second of waiting outweighs. A chunk served in turn restarts the wait, so a
+long prompt beside a stream of short ones gets a chunk now and then, and not all the time."""
+
 
 class _Entry(NamedTuple):
     """A group's place in its lane. `order` is unique, so a comparison never reaches `group`."""
@@ -80,24 +89,18 @@ class _Entry(NamedTuple):
     group: PromptGroup
 
 
-class _Head(NamedTuple):
-    """The first group of a lane. `tier`: whether its class is over its share, and its priority."""
-
-    tier: tuple[bool, int]
-    lane: Lane
-    entry: _Entry
-
-
 class WaitingQueue:
     """Sequences without a row. Adding and removing one takes few comparisons: logarithmic in the length of its lane.
 
     Args:
-        rank: the kind of a sequence's prompt, and its urgency; called once each time that a group enters a lane.
+        cost: predicts what is left to compute of a prompt.
+        memory: knows how much of it is computed already.
         shares: what keys and adapters have got.
     """
 
-    def __init__(self, rank: Callable[[Sequence], tuple[PromptKind, Urgency]], shares: TokenShares) -> None:
-        self._rank = rank
+    def __init__(self, cost: CostModel, memory: PoolMemory, shares: TokenShares) -> None:
+        self._cost = cost
+        self._memory = memory
         self._shares = shares
         self._order = count()
         self._waiting: Counter[PromptGroup] = Counter()  # sequences that wait
@@ -140,13 +143,24 @@ class WaitingQueue:
         """Begins a pass of admission: moves groups that are no longer blocked into lanes, and returns all lanes."""
         for group in list(self._blocked):
             if first := _first(group):
-                kind, urgency = self._rank(first)
+                cached = self._memory.cached(first)
+                kind = prompt_kind(first, cached)
                 lane = Lane(first.work_class, first.key, first.adapter, kind, first.pooling is not None)
-                entry = _Entry(urgency, next(self._order), group)
+                entry = _Entry(self.urgency(first, cached), next(self._order), group)
                 insort(self._lanes.setdefault(lane, []), entry)
                 self._places[group] = (lane, entry)
                 del self._blocked[group]
         return list(self._lanes)
+
+    def urgency(self, sequence: Sequence, computed: int) -> Urgency:
+        """Orders prompts: by priority, then by seconds of prefill left, minus a credit for the time waited.
+
+        Instead of subtracting the time waited, which changes all the time, it adds the time since which the sequence
+        waits. The order is the same, because all sequences age at the same rate. What counts is what is left to
+        compute, not the length.
+        """
+        left = self._cost.chunk_seconds(Chunk(sequence.length - computed, computed))
+        return sequence.priority, left + _WAIT_CREDIT * sequence.served_at
 
     def best(self, lanes: Iterable[Lane], over_share: Container[WorkClass]) -> Sequence | None:
         """The next sequence to admit from these lanes, or None.
@@ -154,28 +168,21 @@ class WaitingQueue:
         Classes that are not `over_share` come first, then the best priority. Of each class, it is the turn of the key
         that is behind, then of that key's adapter that is behind, then of the most urgent sequence.
         """
-        heads: list[_Head] = []
+        heads: dict[Lane, _Entry] = {}
         for lane in lanes:
             while (entries := self._lanes.get(lane)) and _first(entries[0].group) is None:
                 self._block(entries[0].group)
             if entries:
-                heads.append(_Head((lane.work_class in over_share, entries[0].urgency[0]), lane, entries[0]))
+                heads[lane] = entries[0]
         if not heads:
             return None
-        best = min(head.tier for head in heads)
-        in_turn = self._in_turn([head for head in heads if head.tier == best])
-        return _first(min(head.entry for head in in_turn).group)
-
-    def _in_turn(self, heads: list[_Head]) -> list[_Head]:
-        """Those of the heads that belong to the adapters whose turn it is, of each class."""
-        turn: list[_Head] = []
-        for work_class in {head.lane.work_class for head in heads}:
-            own = [head for head in heads if head.lane.work_class is work_class]
-            keys = self._shares.behind(own, lambda head: head.lane[:2])
-            for key in {head.lane.key for head in keys}:
-                of_key = [head for head in keys if head.lane.key == key]
-                turn += self._shares.behind(of_key, lambda head: (*head.lane[:2], head.lane.adapter.name))
-        return turn
+        tiers = {lane: (lane.work_class in over_share, head.urgency[0]) for lane, head in heads.items()}
+        best = min(tiers.values())
+        in_turn = [lane for lane in heads if tiers[lane] == best]
+        for depth in (2, 3):  # the keys of each class, then the adapters of each key
+            behind = self._shares.behind({lane.owner[:depth] for lane in in_turn})
+            in_turn = [lane for lane in in_turn if lane.owner[:depth] in behind]
+        return _first(min(heads[lane] for lane in in_turn).group)
 
     def _block(self, group: PromptGroup) -> None:
         self._blocked[group] = None
@@ -214,40 +221,3 @@ def _first(group: PromptGroup) -> Sequence | None:
     prompt_pending = leader.status in (SequenceStatus.WAITING, SequenceStatus.PREFILLING) and not leader.drawn
     members = [leader] if prompt_pending else group.members
     return next((s for s in members if s.status is SequenceStatus.WAITING and s.unread == 0), None)
-
-
-# ---- the order of prompts -----------------------------------------------------------------------
-
-_WAIT_CREDIT = 10.0
-"""Seconds of remaining prefill that one second of waiting outweighs. A chunk served in turn restarts the wait, so a
-long prompt beside a stream of short ones gets a chunk now and then, and not all the time."""
-
-
-class PromptOrder:
-    """Ranks prompts by what is left to compute of them, how long they have waited, and what their key has got."""
-
-    def __init__(self, cost: CostModel, memory: PoolMemory, shares: TokenShares) -> None:
-        self._cost = cost
-        self._memory = memory
-        self._shares = shares
-
-    def rank(self, sequence: Sequence) -> tuple[PromptKind, Urgency]:
-        """The place of a waiting sequence in the queue. It depends on what is left to compute, not on the length."""
-        cached = self._memory.cached(sequence)
-        return prompt_kind(sequence, cached), self.urgency(sequence, cached)
-
-    def in_prefill(self, prompt: Sequence) -> tuple[bool, int, int, Urgency]:
-        """The place of a prompt among those in prefill: rollouts come last. Then it is its priority that counts, then
-        what its key has got, then its urgency."""
-        got = self._shares.tokens((prompt.work_class, prompt.key))
-        rollout = prompt.work_class is WorkClass.TRAINING
-        return rollout, prompt.priority, got, self.urgency(prompt, prompt.computed)
-
-    def urgency(self, sequence: Sequence, computed: int) -> Urgency:
-        """Orders prompts: by priority, then by seconds of prefill left, minus a credit for the time waited.
-
-        Instead of subtracting the time waited, which changes all the time, it adds the time since which the sequence
-        waits. The order is the same, because all sequences age at the same rate.
-        """
-        left = self._cost.chunk_seconds(Chunk(sequence.length - computed, computed))
-        return (sequence.priority, left + _WAIT_CREDIT * sequence.served_at)

@@ -48,7 +48,7 @@ class SharedModelManager:
     """A loaded model with its tokenizer and description. Serving, training and the KL reference share one of them.
 
     Its arrays belong to the thread that created it. A model whose `family` is not tested must pass
-    `engine.proving.prove` before it serves. On a CPU the weights become float32; on Metal and CUDA they stay as they
+    `engine.startup.prove` before it serves. On a CPU the weights become float32; on Metal and CUDA they stay as they
     are stored.
 
     model: the mlx-lm module

@@ -24,7 +24,7 @@ from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
 from mlx_parallm.core import AdapterRef, GenerationRequest, Residence, SamplingParams, SequenceOutput, StopParams
-from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.engine import EngineParts
 from mlx_parallm.engine.scheduler import SchedulerConfig
 from mlx_parallm.engine.text import Vocabulary

@@ -7,7 +7,7 @@ import pytest
 from harness import make_harness
 
 from mlx_parallm.core import WorkClass
-from mlx_parallm.engine.trace import UnitTrace
+from mlx_parallm.engine.stats import UnitTrace
 from mlx_parallm.errors import ConfigError
 
 
@@ -48,7 +48,7 @@ def test_times_in_the_trace_are_microseconds(tmp_path, monkeypatch):
     path = tmp_path / "trace.json"
     trace = UnitTrace(path)
     clock = iter([2.0, 5.0])
-    monkeypatch.setattr("mlx_parallm.engine.trace.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("mlx_parallm.engine.stats.time.perf_counter", lambda: next(clock))
     with trace.span("train"):
         pass
     unit = read_trace(path)[-1]

@@ -58,7 +58,7 @@ def accounts(budget: int = 100, **held: int) -> DeviceMemory:
 
 
 def rows(*classes: WorkClass) -> list[Sequence]:
-    return [new_sequence(at, [1], 8, work_class=work_class) for at, work_class in enumerate(classes)]
+    return [new_sequence([1], 8, work_class=work_class) for work_class in classes]
 
 
 LIVE, ROLLOUT = WorkClass.INFERENCE, WorkClass.TRAINING

@@ -25,7 +25,7 @@ from mlx_parallm.core import (
     completed,
     then,
 )
-from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.engine import EngineParts
 from mlx_parallm.engine.scheduler import SchedulerConfig
 from mlx_parallm.engine.text import Vocabulary
@@ -235,12 +235,12 @@ async def test_a_base_model_that_is_loaded_while_memory_is_short_keeps_no_prefix
     first, second = ("first", make_harness()), ("second", make_harness())
     device = ContinuousBatchProcessor(lambda: pytest.fail("it is not started"))
     device._add(parts_of(*first))
-    device._relieve(Relief.PREFIXES)
+    device._control(lambda engine: engine.relieve(Relief.PREFIXES), relief=Relief.PREFIXES)
     done = device._load(loading(parts_of(*second)))
     while not done.done():
-        device._turns.step()
+        device._fair_share.step()
     assert not any(each.runner.cache.device.keeps_prefixes for _, each in (first, second))
-    device._relieve(Relief.NONE)
+    device._control(lambda engine: engine.relieve(Relief.NONE), relief=Relief.NONE)
     assert all(each.runner.cache.device.keeps_prefixes for _, each in (first, second))
 
 

@@ -79,12 +79,12 @@ def test_no_step_takes_the_memory_of_an_array_of_the_pool(kind: str) -> None:
 
 
 def test_no_pass_of_a_draft_model_takes_the_memory_of_an_array_of_its_pool() -> None:
-    """One pass for each guess."""
+    """One pass for each token of a draft."""
     harness = made(draft=FewOperations(), lookahead=False)
-    own = harness.loop._draft_model._runner
+    own = harness.loop.draft_model._runner
     own.dense_rows = math.inf
     grown = []
-    draw = harness.loop._draft_model._draw
+    draw = harness.loop.draft_model._run
 
     def measured(drafts, counts):
         with growth() as taken:
@@ -92,7 +92,7 @@ def test_no_pass_of_a_draft_model_takes_the_memory_of_an_array_of_its_pool() -> 
         if max(counts) > 1:
             grown.append(taken.nbytes / min(array.nbytes for array in own.cache.arrays()))
 
-    harness.loop._draft_model._draw = measured
+    harness.loop.draft_model._run = measured
     harness.submit("row", PROMPT, 24)
     harness.run()
     assert len(grown) > 3

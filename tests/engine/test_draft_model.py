@@ -1,4 +1,4 @@
-"""A draft model guesses for rows, and changes nothing but the number of passes."""
+"""A draft model proposes tokens, and changes nothing but the number of passes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from lora import layout_of, random_adapter
 from tiny import VOCAB_SIZE, tiny_model
 
 from mlx_parallm.core import RequestFinished, SamplingParams
-from mlx_parallm.engine.speculation import draft_model
-from mlx_parallm.engine.speculation.draft_model import DraftModel
-from mlx_parallm.engine.speculation.guesses import Acceptance, RowGuesses, Source
+from mlx_parallm.engine import draft_model
+from mlx_parallm.engine.draft_model import DraftModel
+from mlx_parallm.engine.speculate import EXPECTED, Drafter, Source
 
 PROMPT = [i * i % 251 for i in range(40)]
 
 
 def draft_of(harness: Harness) -> DraftModel:
-    model = harness.loop._draft_model
+    model = harness.loop.draft_model
     assert model is not None
     return model
 
@@ -49,7 +49,7 @@ def test_a_vocabulary_that_is_padded_less_or_more_costs_nothing() -> None:
         assert harness.loop.counters.drafted.total() > 0
 
 
-def test_the_base_guesses_for_its_adapters_only() -> None:
+def test_the_base_drafts_for_its_adapters_only() -> None:
     model, found = tiny_model("llama"), []
     weights = random_adapter(layout_of(model), seed=3, size=0.03)
     for draft in (None, model):
@@ -68,7 +68,7 @@ def test_the_base_guesses_for_its_adapters_only() -> None:
     assert harness.loop.counters.accepted.total() > 10
 
 
-def test_a_fault_of_the_draft_model_costs_its_guesses_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_the_draft_model_costs_its_drafts_only(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = make_harness(draft=tiny_model("llama"), lookahead=False)
     runner = draft_of(harness)._runner
     works, passes = runner.last_logits, []
@@ -133,26 +133,26 @@ def test_a_group_computes_its_prompt_once_in_the_draft_model_too(monkeypatch: py
 
 
 def test_a_draft_model_that_was_wrong_is_tried_again_after_a_while() -> None:
-    of_all, sources = Acceptance(), frozenset({Source.MODEL})
-    row = RowGuesses([1, 2, 3], sources, of_all)
+    of_all, sources = dict(EXPECTED), frozenset({Source.MODEL})
+    row = Drafter([1, 2, 3], sources, of_all)
     first = row.model_acceptance
     for _ in range(200):
         row.take_from_model([7], None)
         row.add(False)
     wrong = row.model_acceptance
     assert wrong < 0.01 * first
-    assert RowGuesses([1], sources, of_all).model_acceptance < 0.1 * first, "new rows begin with what others have seen"
+    assert Drafter([1], sources, of_all).model_acceptance < 0.1 * first, "new rows begin with what others have seen"
     for _ in range(20_000):
-        row.guess(None)
+        row.propose(None)
     assert row.model_acceptance > 0.9 * first
 
 
-def test_the_share_of_right_guesses_is_that_of_the_row_and_of_all_rows() -> None:
-    of_all = Acceptance()
-    good, bad = (RowGuesses([1, 2, 3], frozenset({Source.TEXT}), of_all) for _ in range(2))
+def test_the_share_of_right_tokens_is_that_of_the_row_and_of_all_rows() -> None:
+    of_all = dict(EXPECTED)
+    good, bad = (Drafter([1, 2, 3], frozenset({Source.TEXT}), of_all) for _ in range(2))
     for _ in range(30):
         good.add(True)
         bad.add(False)
     assert good.acceptance > 0.9
     assert bad.acceptance < 0.1
-    np.testing.assert_allclose(of_all.shares[Source.TEXT], 0.4, atol=0.1)
+    np.testing.assert_allclose(of_all[Source.TEXT], 0.4, atol=0.1)

@@ -296,11 +296,11 @@ METHODS = [
     "loop.scheduler._memory.ready",
     "adapters.pin",
     "adapters.advance",
-    "loop._training.waits",
-    "loop._training.pace",
-    "loop._training.advance",
+    "loop.training.waits",
+    "loop.training.pace",
+    "loop.training.advance",
 ]
-RECOVERING = ["runner.clear", "adapters.reset", "loop._training.reset"]
+RECOVERING = ["runner.clear", "adapters.reset", "loop.training.reset"]
 
 
 def break_method(
@@ -347,7 +347,7 @@ def test_a_fault_of_the_recovery_is_one_fault_more(
 ) -> None:
     harness = make()
     break_method(monkeypatch, harness, path, RuntimeError(NO_MEMORY), range(2))
-    for method in ("runner.draw", "adapters.advance", "loop._training.advance"):
+    for method in ("runner.draw", "adapters.advance", "loop.training.advance"):
         break_method(monkeypatch, harness, method, RuntimeError(NO_MEMORY), range(3, 4))
     play(harness)
     assert_others_unharmed(harness, undisturbed, failed(harness))

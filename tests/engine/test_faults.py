@@ -20,7 +20,7 @@ from mlx_parallm.core import (
     SequenceOutput,
     StopParams,
 )
-from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.engine import EngineParts
 from mlx_parallm.engine.scheduler import SchedulerConfig
 from mlx_parallm.engine.text import Vocabulary

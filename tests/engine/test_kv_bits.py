@@ -200,20 +200,20 @@ def test_samples_of_a_prompt_share_it(model: nn.Module, length: int) -> None:
 
 @pytest.mark.parametrize("by_model", [False, True], ids=["text", "draft model"])
 def test_drafts_end_with_their_block(model: nn.Module, by_model: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong guesses of the next block would have replaced the row's tail. A draft model's own keys stay as they are."""
-    monkeypatch.setattr("mlx_parallm.engine.speculation.choosing._LEAST_GAIN", 1.0)  # random text gains little
+    """Wrong drafts of the next block would have replaced the row's tail. A draft model's own keys stay as they are."""
+    monkeypatch.setattr("mlx_parallm.engine.speculate._LEAST_GAIN", 1.0)  # random text gains little
     prompts = [(PROMPTS[1][:9] * 7)[:length] for length in range(50, 64)]
     want = answers(make_harness(model, kv_bits=8, lookahead=False), prompts)
     draft = tiny_model("llama", head_dim=32) if by_model else None
-    guessing, ends = make_harness(model, kv_bits=8, lookahead=False, speculates=not by_model, draft=draft), []
-    begin = guessing.runner.begin
+    drafting, ends = make_harness(model, kv_bits=8, lookahead=False, speculates=not by_model, draft=draft), []
+    begin = drafting.runner.begin
 
     def watched(spans, *rest):
         ends.extend((span.start // BLOCK_TOKENS, (span.stop - 1) // BLOCK_TOKENS) for span in spans if span.row.drafted)
         return begin(spans, *rest)
 
-    monkeypatch.setattr(guessing.runner, "begin", watched)
-    for got, expected in zip(answers(guessing, prompts), want, strict=True):
+    monkeypatch.setattr(drafting.runner, "begin", watched)
+    for got, expected in zip(answers(drafting, prompts), want, strict=True):
         assert_close(got, expected)
     assert ends
     assert all(first == last for first, last in ends)

@@ -1,4 +1,4 @@
-"""Base models that are loaded side by side: turns on the device, one budget of memory, loads that come and go."""
+"""Base models that are loaded side by side: shares of the device, one budget of memory, loads that come and go."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from mlx.utils import tree_flatten
 from tiny import tiny_model
 
 from mlx_parallm.core import Event, GenerationRequest, PauseMode, RequestFailed, StopParams
-from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.engine import EngineParts
 from mlx_parallm.engine.scheduler import SchedulerConfig
 from mlx_parallm.engine.text import Vocabulary
-from mlx_parallm.engine.thread import ContinuousBatchProcessor, Loading
-from mlx_parallm.engine.turns import Turns
+from mlx_parallm.engine.thread import ContinuousBatchProcessor, FairShare, Loading
 from mlx_parallm.kv.device_memory import DeviceMemory
 
 TOLERANCE = 1e-5
@@ -54,7 +53,7 @@ class Two:
     def load(self, base: str, **options: Any) -> None:
         done = self.device._load(loading(parts(base, self.models[base], self.sharing, **options)))
         while not done.done():
-            self.device._turns.step()
+            self.device._fair_share.step()
         done.result()
 
     def submit(self, base: str, name: str, prompt: Sequence[int], max_tokens: int = 8) -> None:
@@ -62,7 +61,7 @@ class Two:
         self.device._submit(GenerationRequest(name, (tuple(prompt),), GREEDY, stopping, base=base))
 
     def run(self) -> None:
-        while self.device._turns.step():
+        while self.device._fair_share.step():
             for engine in self.device._engines.values():
                 engine.check_integrity()
 
@@ -84,10 +83,10 @@ def test_rows_of_two_base_models_equal_their_solo_runs() -> None:
         assert_same_tokens(two.tokens(f"{number}"), expected, TOLERANCE)
 
 
-def test_they_take_turns_by_device_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_share_the_device_by_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """However much one of them has had while the other was idle. A unit of b takes as long as two of a."""
-    turns, ran, clock, idle = Turns(), list[str](), [0.0], {"b"}
-    monkeypatch.setattr("mlx_parallm.engine.turns.time.monotonic", lambda: clock[0])
+    shares, ran, clock, idle = FairShare(), list[str](), [0.0], {"b"}
+    monkeypatch.setattr("mlx_parallm.engine.thread.time.monotonic", lambda: clock[0])
 
     def unit(member: str) -> bool:
         if member in idle:
@@ -97,14 +96,14 @@ def test_they_take_turns_by_device_time(monkeypatch: pytest.MonkeyPatch) -> None
         return True
 
     for member in "ab":
-        turns.add(member, partial(unit, member))
+        shares.add(member, partial(unit, member))
     for _ in range(1000):
-        turns.step()
+        shares.step()
     idle.clear()
     ran.clear()
-    turns.wake("b")
+    shares.wake("b")
     for _ in range(30):
-        turns.step()
+        shares.step()
     assert (ran.count("a"), ran.count("b")) == (20, 10)
 
 
@@ -120,14 +119,14 @@ def test_what_is_unloaded_frees_its_memory_and_counts_on() -> None:
     two = Two()
     two.submit("b", "one", prompt(1), 8)
     two.run()
-    before, held = two.device._read_stats(), mx.get_active_memory()
+    before, held = two.device._refresh(), mx.get_active_memory()
     weights = sum(array.nbytes for _, array in tree_flatten(two.models["b"].parameters()))
     del two.models["b"]
     two.device._unload("b")
     gc.collect()
     assert held - mx.get_active_memory() >= weights
     assert len(two.sharing) == 1
-    after = two.device._read_stats()
+    after = two.device._refresh()
     assert after.generation_tokens_total == before.generation_tokens_total == 8
     assert {base: each.generation_tokens_total for base, each in after.bases.items()} == {"a": 0, "b": 8}
     assert after.device_seconds == before.device_seconds
@@ -140,13 +139,13 @@ def test_a_row_gets_the_memory_of_another_base_models_cached_prefixes() -> None:
     for number in range(7):
         two.submit("a", f"{number}", prompt(number, 120), 4)
         two.run()
-    cached = two.device._read_stats().kv_bytes_cached
+    cached = two.device._refresh().kv_bytes_cached
     assert cached > two.sharing[0].budget_bytes // 2
     two.submit("b", "long", prompt(9, 800), 4)
     two.run()
     assert len(two.tokens("long")) == 4
     assert sum(memory._held for memory in two.sharing) <= two.sharing[0].budget_bytes
-    assert two.device._read_stats().preemptions_total == 0
+    assert two.device._refresh().preemptions_total == 0
 
 
 def test_a_row_waits_for_the_rows_of_another_base_model() -> None:
@@ -174,13 +173,13 @@ def test_a_load_that_fails_leaves_the_others_serving() -> None:
 def test_a_pause_holds_what_is_loaded_meanwhile() -> None:
     two = Two()
     two.device._unload("b")
-    two.device._pause_all(PauseMode.KEEP)
+    two.device._control(lambda engine: engine.pause(PauseMode.KEEP), paused=PauseMode.KEEP)
     two.load("b")
     two.submit("b", "b", prompt(1), 3)
     two.run()
-    assert two.device._read_stats().paused
+    assert two.device._refresh().paused
     assert not two.tokens("b")
-    two.device._resume_all()
+    two.device._control(lambda engine: engine.scheduler.resume(), paused=None)
     two.run()
     assert len(two.tokens("b")) == 3
 
@@ -188,8 +187,8 @@ def test_a_pause_holds_what_is_loaded_meanwhile() -> None:
 def test_a_base_model_knows_whether_others_have_rows() -> None:
     two = Two()
     two.submit("b", "b", prompt(1), 3)
-    two.device._turns.step()
-    two.device._turns.step()
+    two.device._fair_share.step()
+    two.device._fair_share.step()
     assert two.device._others_run("a")
     assert not two.device._others_run("b")
     two.run()

@@ -11,7 +11,7 @@ from harness import PlainText, make_harness, solo
 from tiny import tiny_model
 
 from mlx_parallm.core import GenerationRequest, PauseMode, SamplingParams, SequenceOutput, StopParams
-from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.engine import EngineParts
 from mlx_parallm.engine.scheduler import SchedulerConfig
 from mlx_parallm.engine.text import Vocabulary

@@ -11,7 +11,7 @@ from tiny import save_directory
 
 from mlx_parallm.batch.forward import Forward
 from mlx_parallm.batch.runner import BatchRunner
-from mlx_parallm.engine.proving import Prover, prove
+from mlx_parallm.engine.startup import Prover, prove
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.manager import SharedModelManager
 

@@ -66,7 +66,7 @@ def test_running_rows_go_on_and_leave_nothing_behind() -> None:
 
 def test_a_draft_model_keeps_no_cached_prefixes_while_a_row_uses_it() -> None:
     harness = with_cached_prefixes(draft=tiny_model("llama"))
-    cache = harness.loop._draft_model._cache
+    cache = harness.loop.draft_model._cache
     assert cache.bytes_cached > 0
     harness.submit("long", PROMPTS[0], 1000)
     for _ in range(20):

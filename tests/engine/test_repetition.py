@@ -12,7 +12,7 @@ from harness import make_harness
 from word_grammar import END, Words
 
 from mlx_parallm.core import FinishReason, RepetitionLimits, SamplingParams, SequenceOutput, StopParams
-from mlx_parallm.engine.repetition import CHECK_EVERY, repeats
+from mlx_parallm.engine.text import CHECK_EVERY, repeats
 from mlx_parallm.model.bundled import bundled_tokenizer
 
 LIMITS = RepetitionLimits()

@@ -14,10 +14,9 @@ from harness import make_harness
 from tiny import FAMILIES, VOCAB_SIZE, tiny_model
 
 from mlx_parallm.batch.spans import Span
-from mlx_parallm.engine import proving
-from mlx_parallm.engine.cost import Chunk, CostModel
-from mlx_parallm.engine.proving import prove
-from mlx_parallm.engine.startup import calibrate, calibrate_steps, choose_attention
+from mlx_parallm.engine import startup
+from mlx_parallm.engine.budget import Chunk, CostModel
+from mlx_parallm.engine.startup import calibrate, calibrate_steps, choose_attention, prove
 from mlx_parallm.engine.thread import ContinuousBatchProcessor
 from mlx_parallm.errors import EngineDeadError
 from mlx_parallm.kv.row import KVRow
@@ -85,9 +84,9 @@ def test_with_versions_that_were_not_tried_tested_families_are_checked_too(
     monkeypatch.setattr(families, "TRIED", {"mlx": ("0.1", "0.2"), "mlx-lm": families.TRIED["mlx-lm"]})
     compared: list[Finding] = []
     for name in ("batch", "adapters"):
-        check = getattr(proving.Prover, name)
+        check = getattr(startup.Prover, name)
         monkeypatch.setattr(
-            proving.Prover, name, lambda prover, check=check: compared.append(check(prover)) or compared[-1]
+            startup.Prover, name, lambda prover, check=check: compared.append(check(prover)) or compared[-1]
         )
     model = tiny_model(family)
     bank, card = make_harness(model).runner._bank, SimpleNamespace(vocab_size=VOCAB_SIZE)

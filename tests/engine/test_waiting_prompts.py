@@ -6,7 +6,7 @@ import pytest
 from harness import make_harness
 
 from mlx_parallm.core import RequestFinished, RequestStarted
-from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.scheduler import RLAwareScheduler
 from mlx_parallm.engine.units import ForwardUnit
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_parallm.engine.cost import Chunk, CostModel
+from mlx_parallm.engine.budget import Chunk, CostModel
 
 PROMPT, ROWS = [Chunk(100, 0)], [Chunk(1, 50)] * 4
 

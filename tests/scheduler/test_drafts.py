@@ -1,4 +1,4 @@
-"""How many guessed tokens a unit checks, by what they cost and how often they are right."""
+"""How many draft tokens a unit checks, by what they cost and how often they are right."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 from driver import new_sequence
 
-from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.sequence import Sequence
-from mlx_parallm.engine.speculation.choosing import choose_drafts, tokens_to_draw
+from mlx_parallm.engine.speculate import choose_drafts, tokens_to_draft
 
 CHEAP = CostModel(fixed=0.05, per_token=0.001, per_pair=0.0, per_draw=0.001)
 DEAR = CostModel(fixed=0.001, per_token=0.05, per_pair=0.0, per_draw=0.01)
 
 
-def row(acceptance: float, guessed: int = 8, max_tokens: int = 100, drawn: int = 1) -> Sequence:
-    sequence = new_sequence(0, [0] * (20 + drawn), max_tokens)
+def row(acceptance: float, proposed: int = 8, max_tokens: int = 100, drawn: int = 1) -> Sequence:
+    sequence = new_sequence([0] * (20 + drawn), max_tokens)
     sequence.prompt_length, sequence.drawn, sequence.computed = 20, drawn, 20 + drawn - 1
-    sequence.guess, sequence.acceptance = [1] * guessed, acceptance
+    sequence.proposed, sequence.acceptance = [1] * proposed, acceptance
     return sequence
 
 
@@ -27,7 +27,7 @@ def drafted(cost: CostModel, *rows: Sequence) -> list[int]:
     return [each.drafted for each in rows]
 
 
-def test_the_better_the_guesses_the_longer_the_drafts() -> None:
+def test_the_better_the_tokens_the_longer_the_drafts() -> None:
     lengths = [drafted(CHEAP, row(acceptance))[0] for acceptance in (0.02, 0.3, 0.6, 0.9, 1.0)]
     assert lengths == sorted(lengths)
     assert (lengths[0], lengths[-1]) == (0, 8)
@@ -45,7 +45,7 @@ def test_the_rows_that_are_right_more_often_get_the_longer_drafts() -> None:
 
 def test_a_row_does_not_make_the_others_wait_for_less_than_it_gains() -> None:
     alone = drafted(CHEAP, row(0.5))[0]
-    beside = drafted(CHEAP, *[row(0.5, guessed=0) for _ in range(15)], row(0.5))[-1]
+    beside = drafted(CHEAP, *[row(0.5, proposed=0) for _ in range(15)], row(0.5))[-1]
     assert beside < alone
 
 
@@ -54,7 +54,7 @@ def test_no_token_is_drafted_beyond_the_last_one(max_tokens: int, drawn: int, mo
     assert drafted(CHEAP, row(1.0, max_tokens=max_tokens, drawn=drawn)) == [most]
 
 
-def test_a_guess_after_a_token_that_was_not_read_is_not_drafted() -> None:
+def test_a_draft_after_a_token_that_was_not_read_is_not_drafted() -> None:
     unread = row(1.0)
     unread.tokens.pop()
     assert drafted(CHEAP, unread) == [0]
@@ -78,41 +78,43 @@ def test_drafts_and_rows_stay_within_what_a_device_computes_at_once() -> None:
 QUICK = CostModel(fixed=0.002, per_token=0.0001, per_pair=0.0)
 
 
-def to_draw(model: CostModel, *rows: Sequence, cost: CostModel = CHEAP) -> list[int]:
-    tokens = tokens_to_draw(rows, cost, model)
+def to_draft(model: CostModel, *rows: Sequence, cost: CostModel = CHEAP) -> list[int]:
+    tokens = tokens_to_draft(rows, cost, model)
     return [tokens.get(each, 0) for each in rows]
 
 
-def modelled(acceptance: float, guessed: int = 0, of_guess: float = 0.0, **counts: int) -> Sequence:
-    sequence = row(of_guess, guessed, **counts)
+def modelled(acceptance: float, proposed: int = 0, of_draft: float = 0.0, **counts: int) -> Sequence:
+    sequence = row(of_draft, proposed, **counts)
     sequence.model_acceptance = acceptance
     return sequence
 
 
-def test_the_better_a_draft_model_guesses_the_more_it_draws() -> None:
-    lengths = [to_draw(QUICK, modelled(acceptance))[0] for acceptance in (0.0, 0.05, 0.5, 0.7, 1.0)]
+def test_the_better_a_draft_model_is_the_more_it_drafts() -> None:
+    lengths = [to_draft(QUICK, modelled(acceptance))[0] for acceptance in (0.0, 0.05, 0.5, 0.7, 1.0)]
     assert lengths == sorted(lengths)
     assert (lengths[0], lengths[-1]) == (0, 7)
 
 
-def test_a_draft_model_draws_nothing_where_its_passes_take_longer_than_they_gain() -> None:
-    assert to_draw(CHEAP, modelled(0.9)) == [0], "it is as slow as the model itself"
-    assert to_draw(QUICK, modelled(0.9), cost=DEAR) == [0]
+def test_a_draft_model_drafts_nothing_where_its_passes_take_longer_than_they_gain() -> None:
+    assert to_draft(CHEAP, modelled(0.9)) == [0], "it is as slow as the model itself"
+    assert to_draft(QUICK, modelled(0.9), cost=DEAR) == [0]
 
 
-def test_a_guess_that_costs_nothing_is_taken_before_that_of_a_draft_model() -> None:
-    assert to_draw(QUICK, modelled(0.8, guessed=7, of_guess=0.8)) == [0]
-    free, drawn = to_draw(QUICK, modelled(0.6, guessed=7, of_guess=0.8), modelled(0.8, guessed=7, of_guess=0.1))
+def test_a_draft_that_costs_nothing_is_taken_before_that_of_a_draft_model() -> None:
+    assert to_draft(QUICK, modelled(0.8, proposed=7, of_draft=0.8)) == [0]
+    free, drafted_by_model = to_draft(
+        QUICK, modelled(0.6, proposed=7, of_draft=0.8), modelled(0.8, proposed=7, of_draft=0.1)
+    )
     assert free == 0
-    assert drawn > 0
+    assert drafted_by_model > 0
 
 
-def test_a_draft_model_draws_no_token_beyond_the_last_one() -> None:
-    assert to_draw(QUICK, modelled(1.0, max_tokens=4, drawn=1)) == [2]
-    assert to_draw(QUICK, modelled(1.0, max_tokens=2, drawn=1)) == [0]
+def test_a_draft_model_drafts_no_token_beyond_the_last_one() -> None:
+    assert to_draft(QUICK, modelled(1.0, max_tokens=4, drawn=1)) == [2]
+    assert to_draft(QUICK, modelled(1.0, max_tokens=2, drawn=1)) == [0]
 
 
 def test_a_load_on_the_machine_slows_both_models() -> None:
     """So it changes nothing."""
     loaded = [replace(cost, scale=5.0) for cost in (QUICK, CHEAP)]
-    assert to_draw(loaded[0], modelled(0.7), cost=loaded[1]) == to_draw(QUICK, modelled(0.7))
+    assert to_draft(loaded[0], modelled(0.7), cost=loaded[1]) == to_draft(QUICK, modelled(0.7))

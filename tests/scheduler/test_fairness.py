@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_parallm.core import AdapterRef, WorkClass
-from mlx_parallm.engine.fairness import ROW_TOKENS, TokenShares
+from mlx_parallm.engine.budget import ROW_TOKENS, TokenShares
 from mlx_parallm.engine.sequence import Sequence, SequenceStatus
 from mlx_parallm.engine.units import ForwardUnit
 
@@ -145,10 +145,10 @@ def test_one_key_alone_keeps_the_order_of_urgency() -> None:
 def test_what_is_counted_is_bounded() -> None:
     """Names of adapters come and go; counts that cannot matter any more are dropped."""
     shares = TokenShares()
-    sequences = [new_sequence(number, [0], 1, key="k", adapter=AdapterRef(f"a{number}", 1)) for number in range(10_000)]
+    sequences = [new_sequence([0], 1, key="k", adapter=AdapterRef(f"a{number}", 1)) for number in range(10_000)]
     shares.hold(sequences[0])
     for sequence in sequences:
-        shares.behind([sequence], lambda s: (s.work_class, s.key, s.adapter.name))
+        shares.behind([(sequence.work_class, sequence.key, sequence.adapter.name)])
         shares.charge(sequence, 5)
     assert len(shares._tokens) <= 4096
     assert shares.tokens((WorkClass.INFERENCE, "k")) == 50_000

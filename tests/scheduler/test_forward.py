@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from driver import Driver, new_scheduler, new_sequence
 
-from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.scheduler import RLAwareScheduler
 from mlx_parallm.engine.sequence import PromptGroup, Sequence, SequenceStatus
 from mlx_parallm.engine.units import ForwardUnit
@@ -21,7 +21,7 @@ def launched(scheduler: RLAwareScheduler, now: float = 0.0) -> ForwardUnit:
 
 
 def added(scheduler: RLAwareScheduler, tokens: int, group: PromptGroup | None = None) -> Sequence:
-    sequence = new_sequence(0, [0] * tokens, 100, group=group)
+    sequence = new_sequence([0] * tokens, 100, group=group)
     scheduler.add(sequence)
     return sequence
 

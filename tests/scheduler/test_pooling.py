@@ -6,10 +6,9 @@ import pytest
 from driver import STEP, Driver
 
 from mlx_parallm.core import Pooling
-from mlx_parallm.engine.cost import CostModel
-from mlx_parallm.engine.prefill import MOST_POOLED
+from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.sequence import SequenceStatus
-from mlx_parallm.engine.units import ForwardUnit
+from mlx_parallm.engine.units import MOST_POOLED, ForwardUnit
 
 ENDLESS = 10**9
 

@@ -8,11 +8,10 @@ import pytest
 from driver import STEP, Driver, TokenBudget, new_sequence
 
 from mlx_parallm.core import AdapterRef, DeviceSchedule, Pooling, WorkClass
-from mlx_parallm.engine.cost import CostModel
-from mlx_parallm.engine.prefill import MAX_CHUNKS, MAX_STEPS_WITHOUT_CHUNK
+from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.scheduler import RLAwareScheduler, SchedulerConfig
 from mlx_parallm.engine.sequence import PromptGroup, Sequence, SequenceStatus
-from mlx_parallm.engine.units import Candidate, ForwardUnit, StagingUnit, TrainingUnit, WorkKind
+from mlx_parallm.engine.units import MAX_CHUNKS, MAX_STEPS_WITHOUT_CHUNK, ForwardUnit, StagingUnit, TrainingUnit
 from mlx_parallm.engine.waiting import PromptKind, prompt_kind
 
 ENDLESS = 10**9
@@ -49,8 +48,7 @@ class Interleaving:
     def add(self) -> None:
         group, rng = PromptGroup(), self.rng
         for member in range(rng.choice([1, 1, 1, 3])):
-            sequence = new_sequence(0, [0] * rng.choice([1, 20, 200]), rng.choice([2, 100]), self.now, group)
-            sequence.sequence_id = id(sequence)
+            sequence = new_sequence([0] * rng.choice([1, 20, 200]), rng.choice([2, 100]), self.now, group)
             sequence.work_class, sequence.priority = rng.choice(list(WorkClass)), rng.choice([0, 0, 5])
             sequence.adapter, sequence.scored = rng.choice(ADAPTERS), member == 0 and rng.random() < 0.15
             if not sequence.scored and rng.random() < 0.15:
@@ -80,7 +78,7 @@ class Interleaving:
         self.scheduler.admit()
         self.waits.update((sequence, 0) for sequence in self.scheduler.live if sequence not in before)
         self.scheduler.gap.add_wait_time(between(self.rng, -6, 0) if self.rng.random() < 0.5 else 0.0)
-        unit = self.scheduler.next_unit(self.now, self.candidates())
+        unit = self.scheduler.next_unit(self.now, **self.waiting_work())
         seconds = between(self.rng, -6, 2)
         self.now += seconds
         if isinstance(unit, ForwardUnit):
@@ -92,11 +90,9 @@ class Interleaving:
         elif isinstance(unit, TrainingUnit):
             self.scheduler.record_training(seconds, self.now)
 
-    def candidates(self) -> list[Candidate]:
-        rng = self.rng
-        due = self.now + rng.choice([-1.0, 1.0])
-        chances = {WorkKind.STAGING: 0.2, WorkKind.TRAINING: 0.3}
-        return [Candidate(kind, due, between(rng, -3, 1)) for kind in WorkKind if rng.random() < chances[kind]]
+    def waiting_work(self) -> dict[str, bool]:
+        chances = {"staging": 0.2, "urgent": 0.5, "training": 0.3}
+        return {kind: self.rng.random() < chance for kind, chance in chances.items()}
 
     def launch(self, unit: ForwardUnit) -> None:
         """Launches a unit before the last one is read, or after that."""

@@ -149,7 +149,7 @@ def test_a_new_schedule_takes_effect_at_once() -> None:
 def test_gaps_and_shares_are_measured() -> None:
     driver = beside_rows(0.2)
     run_for(driver, 100)
-    gaps, shares = driver.scheduler.gap.lengths, driver.scheduler.share_meter
+    gaps, shares = driver.scheduler.gap.lengths, driver.scheduler.training
     assert STEP < gaps.largest <= 0.4 + STEP + 1e-6
     micro_steps = round(driver.training_seconds / driver.micro_step)
     longer = sum(count for bound, count in zip(gaps.bounds, gaps.counts, strict=False) if bound > 0.3)
@@ -163,8 +163,8 @@ def test_a_window_in_which_training_had_nothing_to_do_says_nothing_of_its_share(
     driver = Driver()
     driver.add(5, max_tokens=ENDLESS)
     run_for(driver, 50)
-    assert sum(driver.scheduler.share_meter.contended.counts) == 0
-    assert driver.scheduler.share_meter.last == 0.0
+    assert sum(driver.scheduler.training.contended.counts) == 0
+    assert driver.scheduler.training.last == 0.0
 
 
 def test_idle_time_between_requests_is_no_gap() -> None:

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from mlx_parallm.core import AdapterRef, WorkClass
-from mlx_parallm.engine.cost import CostModel
-from mlx_parallm.engine.prefill import ChunkPacker
+from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.sequence import PromptGroup, Sequence, SequenceStatus
-from mlx_parallm.engine.units import Candidate, ForwardUnit, StagingUnit, TrainingUnit, Unit, WorkKind
+from mlx_parallm.engine.units import ChunkPacker, ForwardUnit, StagingUnit, TrainingUnit, Unit
 
 ABSENT = AdapterRef("absent", 1)
 
@@ -56,24 +55,23 @@ def test_staging_gets_a_share_between_two_steps_and_all_that_is_idle() -> None:
     assert all(isinstance(driver.step(), StagingUnit) for _ in range(5))
 
 
-def test_staging_that_is_due_may_use_the_whole_stall_budget() -> None:
+def test_urgent_staging_may_use_the_whole_stall_budget() -> None:
     driver = Driver(max_decode_stall_s=0.2)
     driver.add(2, max_tokens=40)
     for _ in range(20):
         driver.step()
-    units = [driver.scheduler.next_unit(5.0, [Candidate(WorkKind.STAGING, due)]) for due in (6.0, 5.0)]
+    units = [driver.scheduler.next_unit(5.0, staging=True, urgent=urgent) for urgent in (False, True)]
     assert units == [StagingUnit(pytest.approx(0.12 * STEP, rel=0.05)), StagingUnit(0.2)]
 
 
 @pytest.mark.parametrize("rows", [0, 1])
-def test_a_unit_beside_requests_is_not_longer_than_its_work(rows: int) -> None:
+def test_a_unit_of_training_may_use_the_whole_stall_budget(rows: int) -> None:
     driver = Driver()
     for _ in range(rows):
         driver.add(2, max_tokens=40)
     driver.step()
     driver.step()
-    assert driver.scheduler.next_unit(5.0, [Candidate(WorkKind.TRAINING, seconds=0.07)]) == TrainingUnit(0.07)
-    assert driver.scheduler.next_unit(5.0, [Candidate(WorkKind.TRAINING)]) == TrainingUnit(0.5)
+    assert driver.scheduler.next_unit(5.0, training=True) == TrainingUnit(0.5)
 
 
 def test_staging_without_end_keeps_no_prompt_from_being_computed() -> None:
@@ -223,10 +221,10 @@ def test_the_very_first_unit_holds_a_row_that_decodes_and_a_prompt() -> None:
 
 def test_overdue_prompts_share_what_little_a_unit_holds() -> None:
     """In a unit for fewer tokens than there are such prompts, each gets one."""
-    prompts = [new_sequence(number, [0] * 30, 1) for number in range(16)]
+    prompts = [new_sequence([0] * 30, 1) for _ in range(16)]
 
     def shares(max_tokens: int, late: int) -> list[int]:
-        spans = ChunkPacker(CostModel(), max_tokens).pack(prompts, prompts[:late], 0.0, at_least_one=False)
+        spans = ChunkPacker(CostModel(), max_tokens, 0.0).pack(prompts, prompts[:late], at_least_one=False)
         return [span.tokens for span in spans]
 
     assert shares(8, late=4) == [2] * 4
@@ -301,7 +299,7 @@ def test_preempted_rows_are_recomputed_and_the_oldest_is_kept() -> None:
 def test_a_scheduler_with_its_defaults_runs_without_an_engine() -> None:
     scheduler = new_scheduler()
     group = PromptGroup()
-    rows = [new_sequence(number, [1, 2, 3], 2, group=group) for number in range(2)]
+    rows = [new_sequence([1, 2, 3], 2, group=group) for _ in range(2)]
     for row in rows:
         scheduler.add(row)
     units: list[ForwardUnit] = []
@@ -357,10 +355,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def rows_and_memory_agree(self) -> None:
         live = self.driver.scheduler.live
-        assert set(self.driver.memory.held) == {s.sequence_id for s in live}
+        assert set(self.driver.memory.held) == set(live)
         assert sum(self.driver.memory.held.values()) <= 300
         for sequence in live:
-            assert sequence.computed <= self.driver.memory.held[sequence.sequence_id]
+            assert sequence.computed <= self.driver.memory.held[sequence]
 
     def teardown(self) -> None:
         self.driver.run()

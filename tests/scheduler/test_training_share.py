@@ -6,10 +6,9 @@ import pytest
 from driver import STEP, Driver, new_scheduler
 
 from mlx_parallm.core import AdapterRef
-from mlx_parallm.engine.prefill import MAX_STEPS_WITHOUT_CHUNK
+from mlx_parallm.engine.budget import DecodeGap
 from mlx_parallm.engine.sequence import Sequence, SequenceStatus
-from mlx_parallm.engine.timing import DecodeGap
-from mlx_parallm.engine.units import Candidate, ForwardUnit, StagingUnit, TrainingUnit, WorkKind
+from mlx_parallm.engine.units import MAX_STEPS_WITHOUT_CHUNK, ForwardUnit, StagingUnit, TrainingUnit
 
 ENDLESS = 10**9
 
@@ -184,10 +183,10 @@ def test_an_idle_time_ends_the_gap_and_what_it_has_held() -> None:
 
 
 def test_without_rows_training_takes_its_share_only_while_another_base_model_has_some() -> None:
-    scheduler, waits = new_scheduler(), [Candidate(WorkKind.TRAINING)]
+    scheduler = new_scheduler()
     share = scheduler.schedule.training_time_share
-    assert isinstance(scheduler.next_unit(10.0, waits, others_run=True), TrainingUnit)
+    assert isinstance(scheduler.next_unit(10.0, training=True, others_run=True), TrainingUnit)
     scheduler.record_training(1.0, now=11.0)
-    assert scheduler.next_unit(12.0, waits, others_run=True) is None
-    assert isinstance(scheduler.next_unit(12.0, waits), TrainingUnit)
-    assert isinstance(scheduler.next_unit(10.1 + 1.0 / share, waits, others_run=True), TrainingUnit)
+    assert scheduler.next_unit(12.0, training=True, others_run=True) is None
+    assert isinstance(scheduler.next_unit(12.0, training=True), TrainingUnit)
+    assert isinstance(scheduler.next_unit(10.1 + 1.0 / share, training=True, others_run=True), TrainingUnit)

@@ -8,9 +8,9 @@ import pytest
 from driver import Driver
 
 from mlx_parallm.core import AdapterRef, WorkClass
-from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.sequence import PromptGroup, Sequence, SequenceStatus
-from mlx_parallm.engine.waiting import PromptOrder, WaitingQueue
+from mlx_parallm.engine.waiting import WaitingQueue
 
 LIVE, ROLLOUT = WorkClass.INFERENCE, WorkClass.TRAINING
 ADAPTERS = [AdapterRef(name, 1) for name in ("one", "two", "three")]
@@ -30,7 +30,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         monkeypatch.setattr(owner, name, count)
 
-    counted(PromptOrder, "urgency")
+    counted(WaitingQueue, "urgency")
     counted(WaitingQueue, "best")
     counted(CostModel, "chunk_seconds")
     return counts

@@ -24,7 +24,7 @@ from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair, VersionInfo
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef, DeviceSchedule, GenerationRequest, SamplingParams, StopParams
-from mlx_parallm.engine.cost import CostModel
+from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.engine import Engine, EngineParts
 from mlx_parallm.engine.scheduler import SchedulerConfig
 from mlx_parallm.engine.text import Vocabulary
