@@ -80,7 +80,7 @@ LEFT_OUT = (
 )
 GOES_LIVE = function("adapters/", "flip")
 DRAWS_THE_LAST_TOKEN = RequestFinished.__init__.__code__
-STEPS = function("engine/turns.py", "step")
+STEPS = function("engine/thread.py", "step")
 TAKES_STATISTICS = function("engine/thread.py", "_refresh")
 
 
