@@ -73,7 +73,9 @@ class CostModel:
 
     def seconds(self, chunks: Iterable[Chunk] = (), draws: int = 0) -> float:
         """Predicted seconds of a unit of these chunks."""
-        return self.scale * (self.fixed + self.per_draw * draws) + sum(map(self.chunk_seconds, chunks))
+        pairs = self.per_pair
+        terms = (tokens * (self.per_token + pairs * (context + tokens / 2)) for tokens, context in chunks)
+        return self.scale * (self.fixed + self.per_draw * draws + sum(terms))
 
     def chunk_seconds(self, chunk: Chunk) -> float:
         """Predicted seconds by which this chunk makes a unit longer."""
@@ -376,8 +378,9 @@ class TokenShares:
 
     def charge(self, sequence: Sequence, tokens: int) -> None:
         """Counts tokens that are computed for the sequence."""
-        for owner in owners(sequence)[1:]:
-            self._tokens[owner] = self.tokens(owner) + tokens
+        key, adapter = (sequence.work_class, sequence.key), sequence.adapter.name
+        for owner in (key, (*key, adapter)):
+            self._tokens[owner] = self._tokens.get(owner, 0) + tokens
         if len(self._tokens) > _MOST_COUNTS:
             self._tokens = {owner: got for owner, got in self._tokens.items() if owner in self.rows}
             self._least = {owner: got for owner, got in self._least.items() if owner in self.rows}

@@ -107,8 +107,9 @@ class DiskPrefixes:
         read, and those that have waited too long, wait no longer."""
         if self._lookups and (part := self._lookups[0].part) and part.done():
             self._restore(self._lookups[0], part)
-        for lookup in [each for each in self._lookups if _is_over(each, now)]:
-            self._end(lookup)
+        for lookup in tuple(self._lookups):
+            if now >= lookup.gives_up_at or lookup.leader.status is SequenceStatus.FINISHED:
+                self._end(lookup)
         while self._lookups and self._lookups[0].part is None:
             self._read(self._lookups[0])
 
@@ -192,7 +193,3 @@ class DiskPrefixes:
             "damaged_files": self._store.damaged,
             "writes": self._store.writes,
         }
-
-
-def _is_over(lookup: _Lookup, now: float) -> bool:
-    return now >= lookup.gives_up_at or lookup.leader.status is SequenceStatus.FINISHED

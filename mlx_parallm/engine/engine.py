@@ -119,11 +119,11 @@ class Engine:
         self._parts = parts
         self._others_run = others_run
         self._cache = cache = parts.runner.cache
-        self._memory = PoolMemory(cache, parts.adapters, parts.training, parts.draft_model)
-        self.scheduler = RLAwareScheduler(parts.scheduler, self._memory, parts.cost)
+        self.memory = PoolMemory(cache, parts.adapters, parts.training, parts.draft_model)
+        self.scheduler = RLAwareScheduler(parts.scheduler, self.memory, parts.cost)
         self.requests = Requests(parts.vocabulary, self.scheduler, parts.adapters, publish)
         self.counters = self.requests.counters
-        self._disk = DiskPrefixes(parts.prefix_store, cache, self._memory.prefix_root) if parts.prefix_store else None
+        self._disk = DiskPrefixes(parts.prefix_store, cache, self.memory.prefix_root) if parts.prefix_store else None
         self._trace = UnitTrace(parts.trace)
         speculation = Speculation(parts.draft_sources, parts.draft_model, in_block=cache.tails is not None)
         self._speculation = speculation if parts.draft_sources else None
@@ -140,7 +140,7 @@ class Engine:
         with self.surviving():
             busy = self._run_next(self._admit())
             self._recovery.went_well()
-        if not busy or self._memory.is_untidy:
+        if not busy or self.memory.is_untidy:
             trained = self.counters.training_units - trained
             with self.surviving():
                 busy = self._tidy(others_wait=trained > 0 and self._cache.bytes_used > 0) or busy
@@ -177,15 +177,18 @@ class Engine:
         return admitted
 
     def _run_next(self, now: float) -> bool:
-        """Chooses a unit and runs it. While a forward unit is in flight, any other unit waits until its tokens are
-        read, and is chosen anew then. False if there is nothing to do."""
+        """Chooses a unit and runs it. False if there is nothing to do.
+
+        While a forward unit is in flight, any other unit waits until its tokens are read, and is chosen anew then.
+        Training waits until the KV pool has given it memory.
+        """
         if self._speculation is not None and self._reads_before_drafting(self._speculation):
             return True  # the next call admits and schedules again, with the tokens that were drawn
         unit = self.scheduler.next_unit(
             now,
             staging=self.adapters.waits(),
             urgent=self.adapters.urgent,
-            training=self._training_waits,
+            training=self.training is not None and self.training.waits() and not self.memory.gives_way,
             others_run=self._others_run(),
         )
         if self.in_flight and not isinstance(unit, ForwardUnit):
@@ -196,11 +199,6 @@ class Engine:
         else:
             return bool(self.adapters.failures)  # which the next call publishes
         return True
-
-    @property
-    def _training_waits(self) -> bool:
-        """Whether training has a unit to run, and the KV pool has given it memory."""
-        return self.training is not None and self.training.waits() and not self._memory.gives_way
 
     def _run(self, unit: Unit) -> None:
         match unit:
@@ -252,7 +250,7 @@ class Engine:
                 with Affecting([span.row.request]):
                     span.row.draft_sampling = span.row.sampling.along(span.row.draft)
             if self._cache.states is not None:
-                self._memory.reserve_checkpoint(span.row, span.stop)
+                self.memory.reserve_checkpoint(span.row, span.stop)
         before = self._in_flight or self._ended
         with Affecting({row.request for row in rows}):
             pending = self.runner.begin(unit.spans, unit.draws, before.launched if before else None)
@@ -269,10 +267,8 @@ class Engine:
             self.runner.wait()
         now = time.monotonic()
         seconds = now - max(in_flight.at, self._ended_at)
-        prefill = seconds * self.scheduler.prefill_share(in_flight.unit)
-        self.counters.decode_seconds += seconds - prefill
-        self.counters.prefill_seconds += prefill
-        self.scheduler.record_done(in_flight.unit, seconds, now)
+        prefill_s = self.scheduler.record_done(in_flight.unit, seconds, now)
+        self.counters.add_seconds(decode=seconds - prefill_s, prefill=prefill_s)
         self._ended, self._ended_at = replace(in_flight, at=now), now
 
     def _launch(self, unit: ForwardUnit, pending: Pending, started: float) -> _InFlight:
@@ -313,8 +309,8 @@ class Engine:
         drafter, draft, drafted = row.drafter, row.proposed, len(draws) - 1
         source = "" if drafter is None else drafter.source.value
         row.proposed, row.drafted, row.draft_sampling = (), 0, ()
-        row.take_back(drafted)
         if drafted:
+            row.take_back(drafted)
             self.counters.drafted[source] += drafted
         for place, draw in enumerate(draws):
             if row.status is SequenceStatus.FINISHED:
@@ -333,7 +329,7 @@ class Engine:
         sequence whose prompt is computed and that draws no token. Does nothing if the sequence has ended or was
         preempted meanwhile."""
         if row.status in (SequenceStatus.PREFILLING, SequenceStatus.RUNNING):
-            self._memory.keep(row)
+            self.memory.keep(row)
             if row.max_tokens == 0 and row.to_compute == 0 and row.computed == computed:
                 self.requests.finish_prompt(row)
 
@@ -344,7 +340,7 @@ class Engine:
         one can have them, and returns True."""
         speculation.propose(self.scheduler.live)
         if not self.in_flight:
-            self.counters.decode_seconds += speculation.run_draft_model(self.scheduler)
+            self.counters.add_seconds(decode=speculation.run_draft_model(self.scheduler))
             return False
         if not speculation.worth_waiting(self.scheduler):
             return False
@@ -363,8 +359,8 @@ class Engine:
             while time.monotonic() - started < unit.seconds and adapters.staged_total == staged and adapters.waits():
                 adapters.advance()
         seconds = time.monotonic() - started
-        self._memory.changed = True
-        self.counters.other_seconds += seconds
+        self.memory.changed = True
+        self.counters.add_seconds(other=seconds)
         self.scheduler.gap.add_staging(seconds)
 
     def _train(self, unit: TrainingUnit) -> None:
@@ -377,16 +373,15 @@ class Engine:
                 self.training.advance()
         finally:
             now = time.monotonic()
-            self._memory.changed = True
+            self.memory.changed = True
             self.counters.training_units += 1
-            self.counters.training_seconds += now - started
+            self.counters.add_seconds(training=now - started)
             self.scheduler.record_training(now - started, now)
 
     def _fail_without_adapter(self) -> None:
         """Fails requests whose adapter cannot be staged. They hold no row."""
         for ref, error in self.adapters.take_failures().items():
-            for request in self.requests.of_adapter(ref):
-                self.requests.fail(request, error)
+            self.requests.fail_all(error, ref)
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -456,14 +451,14 @@ class Engine:
     def _tidy(self, others_wait: bool = False) -> bool:
         """See `PoolMemory.tidy`. Rows wait for it."""
         started = time.monotonic()
-        more = self._memory.tidy(others_wait)
+        more = self.memory.tidy(others_wait)
         self.scheduler.gap.add_wait_time(time.monotonic() - started)
         return more
 
     def relieve(self, relief: Relief) -> None:
         """Holds less memory, as this step says, or as much as before."""
         self._cache.device.keep_prefixes(relief < Relief.PREFIXES)
-        self._memory.changed = True
+        self.memory.changed = True
         self.scheduler.holds_rollouts = relief >= Relief.ROLLOUTS
 
     def reset_prefix_cache(self, files: bool = False) -> Future[int]:
@@ -473,10 +468,6 @@ class Engine:
         """
         tokens = self._cache.index.reset()
         return then(self._disk.clear(), lambda _: tokens) if files and self._disk is not None else completed(tokens)
-
-    def give_back_memory(self) -> None:
-        """Gives all memory back to the device that nothing uses. The next rows allocate it again."""
-        self._memory.give_back()
 
     def close(self) -> None:
         """Closes the debug trace. Called once, after the last step."""
@@ -493,10 +484,6 @@ class Engine:
 
     # -- state -----------------------------------------------------------------------------------
 
-    @property
-    def has_rows(self) -> bool:
-        return bool(self.scheduler.live)
-
     def stats(self) -> EngineStats:
         """Counters and gauges now."""
         peak = mx.get_peak_memory() if self.training is None else self.training.peak_bytes
@@ -506,7 +493,7 @@ class Engine:
     def check_integrity(self) -> None:
         """Raises AssertionError if scheduler, KV pool, adapter slots and requests do not agree."""
         self.scheduler.check_integrity()
-        self._memory.check_integrity()
+        self.memory.check_integrity()
         self.adapters.check_integrity()
         if self.draft_model is not None:
             self.draft_model.check_integrity()

@@ -54,7 +54,8 @@ class PoolMemory:
 
     Attributes:
         ready: whether rows of an adapter may be admitted now. If the adapter is not in the bank, staging is requested.
-        changed: blocks were taken or given back since `tidy` was last called, or others hold more or less memory now.
+        changed: blocks were taken or given back since `tidy` was last called, or others hold more or less memory now;
+            or it has left more to do.
         gives_way: cached prefixes are giving memory to adapters or training.
     """
 
@@ -71,7 +72,6 @@ class PoolMemory:
             cache.device.open_account(Account.MICRO_STEP, lambda: training.bytes_of_updates)
         self.ready = adapters.ready
         self.changed = self.gives_way = False
-        self._tidies_on = False  # the last `tidy` has left more to do
         self._tidied_at = 0.0
         self._draft_model = draft_model
         self._cache = cache
@@ -163,7 +163,7 @@ class PoolMemory:
     def is_untidy(self) -> bool:
         """Whether memory may have to be given back, or made ready for the next rows. Decode steps in between which take
         no block need not ask."""
-        return self.changed or self._tidies_on or time.monotonic() - self._tidied_at > _TIDY_EVERY_S
+        return self.changed or time.monotonic() - self._tidied_at > _TIDY_EVERY_S
 
     def tidy(self, others_wait: bool = False) -> bool:
         """Makes room for the next rows, and gives memory back to the device: what ended rows have left, what adapters
@@ -181,7 +181,7 @@ class PoolMemory:
         if self._draft_model is not None and self._draft_model.tidy():
             left = True
         self.gives_way = left and self._cache.device.excess > 0
-        self.changed, self._tidies_on, self._tidied_at = False, left, now
+        self.changed, self._tidied_at = left, now
         return left or waited
 
     def _tidy_pool(self, now: float, others_wait: bool) -> bool:
@@ -198,7 +198,8 @@ class PoolMemory:
         return left
 
     def give_back(self) -> None:
-        """Gives all memory back to the device at once that neither rows nor cached prefixes need."""
+        """Gives all memory back to the device that neither rows nor cached prefixes need. The next rows allocate it
+        again."""
         while self._cache.tidy(self._tidy_bytes, quiet=True):
             pass
         mx.clear_cache()

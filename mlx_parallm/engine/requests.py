@@ -28,7 +28,7 @@ from mlx_parallm.engine.faults import Affecting
 from mlx_parallm.engine.scheduler import RLAwareScheduler
 from mlx_parallm.engine.sequence import PromptGroup, Sequence, SequenceStatus
 from mlx_parallm.engine.stats import Counters
-from mlx_parallm.engine.text import StopMatcher, TextDelta, TextStream, Vocabulary
+from mlx_parallm.engine.text import StopMatcher, TextStream, Vocabulary
 from mlx_parallm.errors import GrammarError, QueueTimeoutError
 
 PublishEvents = Callable[[list[tuple[str, Event]]], None]
@@ -53,21 +53,6 @@ class Request:
     recomputed: int = 0
     looked_up: set[int] = field(default_factory=set)
     cached_tokens: int = 0
-
-    @property
-    def request_id(self) -> str:
-        return self.spec.request_id
-
-    def finished(self, now: float) -> RequestFinished:
-        return RequestFinished(
-            prompt_tokens=sum(map(len, self.spec.prompts)),
-            completion_tokens=self.completion_tokens,
-            arrived_at=self.arrived_at,
-            started_at=self.started_at or now,
-            first_token_at=self.first_token_at or now,
-            finished_at=now,
-            cached_tokens=self.cached_tokens,
-        )
 
 
 class Requests:
@@ -117,7 +102,7 @@ class Requests:
 
     def fail(self, request: Request, error: Exception) -> bool:
         """Ends a request with `error` and frees its rows. Returns False if it has ended already."""
-        running = self._requests.pop(request.request_id, None) is not None
+        running = self._requests.pop(request.spec.request_id, None) is not None
         if running:
             self._emit(request, RequestFailed(error))
         for sequence in tuple(request.unfinished):  # some are left if a fault has ended an earlier call
@@ -133,17 +118,16 @@ class Requests:
                 waited = time.monotonic() - request.arrived_at
                 self.fail(request, QueueTimeoutError(f"The request waited {waited:.0f} s in the queue; try again."))
 
-    def fail_all(self, error: Exception) -> None:
+    def fail_all(self, error: Exception, adapter: AdapterRef | None = None) -> None:
+        """Fails all requests, or those of one adapter."""
         for request in tuple(self._requests.values()):
-            self.fail(request, error)
+            if adapter in (None, request.spec.adapter):
+                self.fail(request, error)
 
     @property
     def sequences(self) -> list[Sequence]:
         """Those that have not ended."""
         return [sequence for request in self._requests.values() for sequence in request.unfinished]
-
-    def of_adapter(self, ref: AdapterRef) -> list[Request]:
-        return [request for request in self._requests.values() if request.spec.adapter == ref]
 
     # -- sequences -------------------------------------------------------------------------------
 
@@ -160,7 +144,8 @@ class Requests:
         sequence fails, the request fails."""
         request = sequence.request
         sequence.tokens.append(draw.token)
-        self._send_scores(sequence)
+        if sequence.scores is not None:
+            self._send_scores(sequence)
         request.first_token_at = request.first_token_at or now
         request.completion_tokens += 1
         request.recomputed = 0
@@ -171,10 +156,19 @@ class Requests:
             except GrammarError as error:
                 self.fail(request, error)
                 return
-        self._emit(request, _output(sequence.index, draw, delta))
+        output = SequenceOutput(
+            index=sequence.index,
+            token_ids=(draw.token,),
+            text=delta.text,
+            logprobs=() if draw.logprob is None else (draw.logprob,),
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+            sampling_logprobs=() if draw.sampling_logprob is None else (draw.sampling_logprob,),
+        )
+        self._events.append((request.spec.request_id, output))
         if delta.finish_reason is not None:
             self._end(sequence)
-        else:
+        elif sequence.sampling.grammar is not None:
             sequence.drop_free_grammar()
 
     def add_scores(self, sequence: Sequence, start: int, scores: list[TokenLogprob]) -> None:
@@ -200,18 +194,17 @@ class Requests:
     def finish_prompt(self, sequence: Sequence) -> None:
         """Sends the scores of a prompt if all of its tokens are computed, or none is to be scored. Then it ends a
         sequence that samples no token. Call it at the start too, because a prompt of one token is scored already."""
-        if sequence.to_compute == 0 or sequence.scored_from >= sequence.prompt_length:
+        is_scored = sequence.to_compute == 0 or sequence.scored_from >= sequence.prompt_length
+        if sequence.scores is not None and is_scored:
             self._send_scores(sequence)
         if sequence.max_tokens == 0 and sequence.scores is None:
             self._emit(sequence.request, SequenceOutput(sequence.index, (), "", finish_reason=FinishReason.LENGTH))
             self._end(sequence)
 
     def _send_scores(self, sequence: Sequence) -> None:
-        if sequence.scores is not None:
-            sequence.scored = False
-            prompt_index = sequence.index // sequence.request.spec.n
-            self._emit(sequence.request, PromptScored(prompt_index, tuple(sequence.scores)))
-            sequence.scores = None
+        prompt_index = sequence.index // sequence.request.spec.n
+        self._emit(sequence.request, PromptScored(prompt_index, tuple(sequence.scores or ())))
+        sequence.scored, sequence.scores = False, None
 
     def _end(self, sequence: Sequence) -> None:
         """Ends a sequence and frees its row. If it was the last one of its request, the request ends too."""
@@ -221,8 +214,18 @@ class Requests:
             self._adapters.remove_request(request.spec.adapter)
         with Affecting([request]):
             self._scheduler.finish(sequence)
-        if not request.unfinished and self._requests.pop(request.request_id, None) is not None:
-            self._emit(request, request.finished(time.monotonic()))
+        if not request.unfinished and self._requests.pop(request.spec.request_id, None) is not None:
+            now = time.monotonic()
+            finished = RequestFinished(
+                prompt_tokens=sum(map(len, request.spec.prompts)),
+                completion_tokens=request.completion_tokens,
+                arrived_at=request.arrived_at,
+                started_at=request.started_at or now,
+                first_token_at=request.first_token_at or now,
+                finished_at=now,
+                cached_tokens=request.cached_tokens,
+            )
+            self._emit(request, finished)
 
     # -- events ----------------------------------------------------------------------------------
 
@@ -283,15 +286,3 @@ def _sequence(owner: Request, index: int, group: PromptGroup, vocabulary: Vocabu
         tokens=tokens,
     )
     return sequence
-
-
-def _output(index: int, draw: Draw, delta: TextDelta) -> SequenceOutput:
-    return SequenceOutput(
-        index=index,
-        token_ids=(draw.token,),
-        text=delta.text,
-        logprobs=() if draw.logprob is None else (draw.logprob,),
-        finish_reason=delta.finish_reason,
-        stop_reason=delta.stop_reason,
-        sampling_logprobs=() if draw.sampling_logprob is None else (draw.sampling_logprob,),
-    )

@@ -185,7 +185,7 @@ class RLAwareScheduler:
         if len(self._rows) >= self.config.max_rows or not self._memory.open(sequence):
             return False
         sequence.steps_waited = 0
-        advance(sequence, 0)
+        sequence.advance(0)
         self._waiting.remove(sequence)
         self._rows.append(sequence)
         self._shares.hold(sequence)
@@ -266,7 +266,7 @@ class RLAwareScheduler:
         followers: set[Sequence] = set()
         for prompt in sorted(prompts, key=lambda prompt: -prompt.computed):
             key = self._memory.share(prompt)
-            advance(prompt, 0)
+            prompt.advance(0)
             if key is not None and first.setdefault(key, prompt) is not prompt:
                 followers.add(prompt)
         return followers
@@ -342,7 +342,7 @@ class RLAwareScheduler:
         for span in unit.spans:
             span.row.started_at = span.row.started_at or now
             self._shares.charge(span.row, span.tokens)
-            advance(span.row, span.tokens)
+            span.row.advance(span.tokens)
         if unit.decodes:
             for prompt in prefilling(self._rows):
                 prompt.steps_waited += 1
@@ -350,37 +350,35 @@ class RLAwareScheduler:
             chunk.row.steps_waited = 0
             chunk.row.served_at = now if chunk.in_turn else chunk.row.served_at
 
-    def record_done(self, unit: ForwardUnit, seconds: float, now: float) -> None:
+    def record_done(self, unit: ForwardUnit, seconds: float, now: float) -> float:
         """Records that a launched unit ended at `now`, when its tokens were read.
 
         Args:
             seconds: how long the device took: since the launch of the unit, or since the end of the unit before it if
                 that was later.
+
+        Returns:
+            How many of these seconds its chunks of prompts took, as the cost model predicts it.
         """
+        work, prefill_s = [span.work for span in unit.spans], 0.0 if unit.decodes else seconds
+        if unit.decodes and unit.chunks:
+            chunks_s = sum(self.cost.chunk_seconds(chunk.work) for chunk in unit.chunks)
+            prefill_s = seconds * chunks_s / self.cost.seconds(work, unit.tokens_drawn)
         if unit.drafts and not unit.chunks:
-            self.cost.observe_drafts([span.work._replace(tokens=1) for span in unit.rows], unit.drafts, seconds)
+            self.cost.observe_drafts([span._replace(tokens=1) for span in work], unit.drafts, seconds)
         else:
-            self.cost.observe([span.work for span in unit.spans], unit.tokens_drawn, seconds, now)
+            self.cost.observe(work, unit.tokens_drawn, seconds, now)
         if unit.decodes:
-            pooled = (span.work for span in unit.chunks if span.row.pooling is not None)
-            self.gap.add_step(seconds, now, sum(map(self.cost.chunk_seconds, pooled)))
+            pooled = (self.cost.chunk_seconds(span.work) for span in unit.chunks if span.row.pooling is not None)
+            self.gap.add_step(seconds, now, sum(pooled))
         else:
             self.gap.no_row_waited()
+        return prefill_s
 
     def record_training(self, seconds: float, now: float) -> None:
         """Records a training unit that took `seconds` and ended at `now`."""
         self.training.add_unit(seconds, now)
         self.gap.add_training(seconds)
-
-    def prefill_share(self, unit: ForwardUnit) -> float:
-        """The share of a unit's time that its chunks of prompts take, as the cost model predicts it; 1 without decode
-        rows."""
-        if not unit.decodes:
-            return 1.0
-        if not unit.chunks:
-            return 0.0
-        chunks = sum(self.cost.chunk_seconds(chunk.work) for chunk in unit.chunks)
-        return chunks / self.cost.seconds((span.work for span in unit.spans), unit.tokens_drawn)
 
     # -- what the engine asks --------------------------------------------------------------------
 
@@ -401,19 +399,17 @@ class RLAwareScheduler:
     def check_integrity(self) -> None:
         """Raises AssertionError if the queue, the rows and the sequences' states disagree."""
         self._waiting.check_integrity()
-        check_rows(self._rows)
+        for row in self._rows:
+            assert row.status in (SequenceStatus.PREFILLING, SequenceStatus.RUNNING), row.status
+            assert (row.status is SequenceStatus.PREFILLING) == (row.pending > 1)
+            assert 0 <= row.computed < row.length
+            assert row.unread >= 0
         self._shares.check_integrity(self._rows)
         assert len(self._rows) <= self.config.max_rows
         assert not set(self._rows) & set(self._waiting)
 
 
 # ---- sequences that hold a row, in order of admission ------------------------------------------
-
-
-def advance(sequence: Sequence, tokens: int) -> None:
-    """Counts `tokens` more computed tokens of a sequence that holds a row. It runs when only one token is pending."""
-    sequence.computed += tokens
-    sequence.status = SequenceStatus.PREFILLING if sequence.pending > 1 else SequenceStatus.RUNNING
 
 
 def prefilling(rows: Iterable[Sequence]) -> list[Sequence]:
@@ -431,9 +427,9 @@ def decoding(
     others keep their rows and wait. If training wants the device too, rollouts get one row: live requests give way to
     one of the two at a time.
     """
-    rows = [row for row in rows if row.status is SequenceStatus.RUNNING and row.may_draw]
-    later = set([row for row in rows if row.draws_alone][1:])
-    rows = [row for row in rows if row not in later]
+    rows = [row for row in rows if row.status is SequenceStatus.RUNNING and row.drawn < row.max_tokens]
+    later = [row for row in rows if row.draws_alone][1:]
+    rows = [row for row in rows if row not in later] if later else rows
     live = sum(row.work_class is WorkClass.INFERENCE for row in rows)
     if live == 0 or live == len(rows) or shares[WorkClass.INFERENCE] == 0:
         return rows
@@ -448,12 +444,3 @@ def gives_way(rows: Seq[Sequence]) -> Sequence:
     all live rows, in order of admission."""
     rollouts = [row for row in rows if row.work_class is WorkClass.TRAINING]
     return (rollouts or rows)[-1]
-
-
-def check_rows(rows: Iterable[Sequence]) -> None:
-    """Raises AssertionError if a row's counts and its status disagree."""
-    for row in rows:
-        assert row.status in (SequenceStatus.PREFILLING, SequenceStatus.RUNNING), row.status
-        assert (row.status is SequenceStatus.PREFILLING) == (row.pending > 1)
-        assert 0 <= row.computed < row.length
-        assert row.unread >= 0

@@ -179,6 +179,12 @@ class Sequence(KVRow):
         """Whether another token may be drawn before `max_tokens` is reached."""
         return self.drawn < self.max_tokens
 
+    def advance(self, tokens: int) -> None:
+        """Counts `tokens` more computed tokens of a sequence that holds a row. It runs when only one is pending."""
+        self.computed += tokens
+        pending = self.prompt_length + self.drawn - self.computed
+        self.status = SequenceStatus.PREFILLING if pending > 1 else SequenceStatus.RUNNING
+
     # -- drafts ----------------------------------------------------------------------------------
 
     @property

@@ -109,6 +109,7 @@ class Drafter:
 
     Attributes:
         source: of the last draft.
+        acceptance: the share of right tokens of each source lately.
 
     Args:
         tokens: the sequence's own list, which grows at its end.
@@ -116,29 +117,19 @@ class Drafter:
         of_all: the share of right tokens of each source lately, over all sequences. A new one begins with it.
     """
 
-    __slots__ = ("_lookup", "_of_all", "_shares", "source")
+    __slots__ = ("_lookup", "_of_all", "acceptance", "source")
 
     def __init__(self, tokens: Seq[int], sources: frozenset[Source], of_all: dict[Source, float]) -> None:
         self.source = Source.TEXT
         self._lookup = PromptLookup(tokens) if Source.TEXT in sources else None
         self._of_all = of_all
-        self._shares = dict(of_all)
-
-    @property
-    def acceptance(self) -> float:
-        """The share of right tokens of the source of the last draft."""
-        return self._shares[self.source]
-
-    @property
-    def model_acceptance(self) -> float:
-        """The share of right tokens of the draft model."""
-        return self._shares[Source.MODEL]
+        self.acceptance = dict(of_all)
 
     def propose(self, grammar: GrammarState | None) -> Seq[int]:
         """The tokens that may come next, all of which the grammar allows; none if there is no draft."""
         if self.source is not Source.MODEL:
             model, of_all = Source.MODEL, self._of_all
-            self._shares[model] += _UNUSED * (of_all[model] - self._shares[model])
+            self.acceptance[model] += _UNUSED * (of_all[model] - self.acceptance[model])
             of_all[model] += _UNUSED_OF_ALL * (EXPECTED[model] - of_all[model])
         forced = () if grammar is None else grammar.forced()[:LONGEST_DRAFT]
         self.source = Source.GRAMMAR if forced else Source.TEXT
@@ -155,7 +146,7 @@ class Drafter:
 
     def add(self, right: bool) -> bool:
         """Remembers whether a token of the last draft was right, and returns it."""
-        self._shares[self.source] += _NEWEST * (right - self._shares[self.source])
+        self.acceptance[self.source] += _NEWEST * (right - self.acceptance[self.source])
         self._of_all[self.source] += _NEWEST_OF_ALL * (right - self._of_all[self.source])
         return right
 
@@ -214,11 +205,11 @@ class Speculation:
         self._set(sequence, drafter, drafter.propose(sequence.sampling.grammar))
         forced = sequence.proposed and drafter.source is Source.GRAMMAR
         if self._model is not None and not forced and self._model.may_draft(sequence):
-            sequence.model_acceptance = drafter.model_acceptance
+            sequence.model_acceptance = drafter.acceptance[Source.MODEL]
 
     def _set(self, sequence: Sequence, drafter: Drafter, draft: Seq[int]) -> None:
         most = BLOCK_TOKENS - 1 - sequence.computed % BLOCK_TOKENS if self._in_block else len(draft)
-        sequence.proposed, sequence.acceptance = draft[:most], drafter.acceptance
+        sequence.proposed, sequence.acceptance = draft[:most], drafter.acceptance[drafter.source]
 
     def worth_waiting(self, scheduler: RLAwareScheduler) -> bool:
         """Whether the unit in flight should be read before the next one is chosen, so that the next one has drafts."""

@@ -8,14 +8,14 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import reduce
 from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_parallm.core import DeviceSchedule, DeviceSeconds, EngineStats, Histogram
+from mlx_parallm.core import NO_TIME, DeviceSchedule, DeviceSeconds, EngineStats, Histogram
 from mlx_parallm.engine.disk_prefixes import DiskPrefixes
 from mlx_parallm.engine.scheduler import RLAwareScheduler
 from mlx_parallm.engine.sequence import Sequence
@@ -32,8 +32,8 @@ class Counters:
 
     `steps`: forward units that drew tokens. `prefilled_tokens`: tokens computed in chunks of prompts. Tokens taken from
     another row or from the prefix cache do not count; tokens computed again after a preemption do. `training_units` and
-    `training_seconds` include failed units of training; for the other seconds see `core.DeviceSeconds`. `drafted`,
-    `accepted`: guessed tokens that were computed, and those of them that were right, by `Source`.
+    `device_seconds.training` include failed units of training. `drafted`, `accepted`: tokens of drafts that were
+    computed, and those of them that were right, by `Source`.
     """
 
     steps: int = 0
@@ -44,16 +44,13 @@ class Counters:
     failed_steps: int = 0
     training_units: int = 0
     failed_training_units: int = 0
-    decode_seconds: float = 0.0
-    prefill_seconds: float = 0.0
-    training_seconds: float = 0.0
-    other_seconds: float = 0.0
+    device_seconds: DeviceSeconds = NO_TIME
     drafted: Counter[str] = field(default_factory=Counter)
     accepted: Counter[str] = field(default_factory=Counter)
 
-    @property
-    def device_seconds(self) -> DeviceSeconds:
-        return DeviceSeconds(self.decode_seconds, self.prefill_seconds, self.training_seconds, self.other_seconds)
+    def add_seconds(self, **seconds: float) -> None:
+        """Adds seconds of the device's time, by the fields of `DeviceSeconds`."""
+        self.device_seconds = self.device_seconds.plus(DeviceSeconds(**seconds))
 
 
 def snapshot(
@@ -103,7 +100,7 @@ def snapshot(
             "prefilled_tokens_total": counters.prefilled_tokens,
             "training_units_total": counters.training_units,
             "failed_training_units_total": counters.failed_training_units,
-            "training_seconds_total": counters.training_seconds,
+            "training_seconds_total": counters.device_seconds.training,
             "memory_budget_bytes": cache.device.budget_bytes,
             "memory_excess_bytes": cache.device.excess,
             "draft_tokens_by_source": dict(counters.drafted),
@@ -182,7 +179,7 @@ def _sum(each: Seq[EngineStats]) -> EngineStats:
 
 def _describe(sequence: Sequence) -> dict[str, object]:
     return {
-        "request_id": sequence.request.request_id,
+        "request_id": sequence.request.spec.request_id,
         "index": sequence.index,
         "status": sequence.status.value,
         "class": sequence.work_class.value,
@@ -218,9 +215,12 @@ class UnitTrace:
                 raise ConfigError(f"debug.trace: {path} cannot be written: {error.strerror}") from error
             self._write("[", name="thread_name", ph="M", args={"name": "device"})
 
-    @contextmanager
-    def span(self, name: str, **numbers: int) -> Iterator[None]:
+    def span(self, name: str, **numbers: int) -> AbstractContextManager[None]:
         """Records the time of a block under this name. `numbers` are shown with it."""
+        return nullcontext() if self._file is None else self._recording(name, numbers)
+
+    @contextmanager
+    def _recording(self, name: str, numbers: dict[str, int]) -> Iterator[None]:
         started = time.perf_counter()
         try:
             yield

@@ -100,15 +100,13 @@ class FairShare:
 
     def wake(self, key: Hashable) -> None:
         """Notes that a member has work again."""
-        member = self._members[key]
-        if not member.busy:
-            member.busy, member.seconds = True, max(member.seconds, self._least_seconds())
+        self._wake(self._members[key])
 
     def step(self) -> bool:
         """Runs the next unit of device work. False if there is none."""
-        now, members = time.monotonic(), sorted(self._members.items(), key=lambda item: item[1].seconds)
-        due = [key for key, member in members if member.busy or member.ask_at <= now]
-        return any(map(self._run, due)) or any(self._run(key) for key, _ in members if key not in due)
+        now, members = time.monotonic(), sorted(self._members.values(), key=lambda member: member.seconds)
+        due = [member for member in members if member.busy or member.ask_at <= now]
+        return any(map(self._run, due)) or any(self._run(member) for member in members if member not in due)
 
     def interrupt(self) -> None:
         """Lets the member that ran last rest, because something else runs now, which may make work for any of them."""
@@ -117,18 +115,21 @@ class FairShare:
         for member in self._members.values():
             member.ask_at = 0.0
 
-    def _run(self, key: Hashable) -> bool:
-        member = self._members[key]
+    def _run(self, member: _Member) -> bool:
         if self._current is not None and self._current is not member:
             self._current.rest()
         self._current, started = member, time.monotonic()
         worked = member.step()
         now = time.monotonic()
-        if worked and key in self._members:
-            self.wake(key)
+        if worked:
+            self._wake(member)
         member.busy, member.ask_at = worked, now + _ASK_AGAIN_S
         member.seconds += now - started
         return worked
+
+    def _wake(self, member: _Member) -> None:
+        if not member.busy:
+            member.busy, member.seconds = True, max(member.seconds, self._least_seconds())
 
     def _least_seconds(self) -> float:
         return min((member.seconds for member in self._members.values() if member.busy), default=0.0)
@@ -273,7 +274,7 @@ class ContinuousBatchProcessor:
         if bank:
             await self._run_all(lambda engine: engine.adapters.evict_idle())
         await self.reset_prefix_cache()
-        await self._change(Engine.give_back_memory)
+        await self._change(lambda engine: engine.memory.give_back())
 
     @overload
     async def run(self, call: Callable[[], Future[T]]) -> T: ...
@@ -432,7 +433,7 @@ class ContinuousBatchProcessor:
 
     def _others_run(self, base: str) -> bool:
         """Whether another base model than this one has rows."""
-        return any(other.has_rows for name, other in self._engines.items() if name != base)
+        return any(other.scheduler.live for name, other in self._engines.items() if name != base)
 
     def _load(self, building: Loading) -> Future[None]:
         """Lets a load share the device with the engines. The future is done when the base model takes requests."""

@@ -93,7 +93,7 @@ def test_the_youngest_rollout_gives_way_before_the_youngest_row(classes: tuple[W
 
 def test_a_row_that_gave_way_before_cached_prefixes_is_found() -> None:
     harness = make_harness()
-    memory, held = harness.loop._memory, rows(LIVE)
+    memory, held = harness.loop.memory, rows(LIVE)
     held[0].tables = [[] for _ in harness.runner.cache.groups]
     memory.check_integrity()
     memory.to_preempt(held, held[0])

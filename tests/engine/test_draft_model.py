@@ -135,16 +135,18 @@ def test_a_group_computes_its_prompt_once_in_the_draft_model_too(monkeypatch: py
 def test_a_draft_model_that_was_wrong_is_tried_again_after_a_while() -> None:
     of_all, sources = dict(EXPECTED), frozenset({Source.MODEL})
     row = Drafter([1, 2, 3], sources, of_all)
-    first = row.model_acceptance
+    first = row.acceptance[Source.MODEL]
     for _ in range(200):
         row.take_from_model([7], None)
         row.add(False)
-    wrong = row.model_acceptance
+    wrong = row.acceptance[Source.MODEL]
     assert wrong < 0.01 * first
-    assert Drafter([1], sources, of_all).model_acceptance < 0.1 * first, "new rows begin with what others have seen"
+    assert Drafter([1], sources, of_all).acceptance[Source.MODEL] < 0.1 * first, (
+        "new rows begin with what others have seen"
+    )
     for _ in range(20_000):
         row.propose(None)
-    assert row.model_acceptance > 0.9 * first
+    assert row.acceptance[Source.MODEL] > 0.9 * first
 
 
 def test_the_share_of_right_tokens_is_that_of_the_row_and_of_all_rows() -> None:
@@ -153,6 +155,6 @@ def test_the_share_of_right_tokens_is_that_of_the_row_and_of_all_rows() -> None:
     for _ in range(30):
         good.add(True)
         bad.add(False)
-    assert good.acceptance > 0.9
-    assert bad.acceptance < 0.1
+    assert good.acceptance[Source.TEXT] > 0.9
+    assert bad.acceptance[Source.TEXT] < 0.1
     np.testing.assert_allclose(of_all[Source.TEXT], 0.4, atol=0.1)

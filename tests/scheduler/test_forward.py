@@ -114,6 +114,6 @@ def test_prompts_get_their_predicted_part_of_a_unit_with_rows() -> None:
     added(scheduler, 4)
     mixed = launched(scheduler)
     assert [unit.decodes for unit in (prefill, decode, mixed)] == [0, 1, 1]
-    assert (scheduler.prefill_share(prefill), scheduler.prefill_share(decode)) == (1.0, 0.0)
-    assert scheduler.prefill_share(mixed) == pytest.approx(2.0 / (1.0 + 0.5 + 2.0)), "4 tokens of 0.5 s"
+    parts = [scheduler.record_done(unit, 7.0, now) for now, unit in enumerate((prefill, decode, mixed))]
+    assert parts == [7.0, 0.0, pytest.approx(7.0 * 2.0 / (1.0 + 0.5 + 2.0))], "4 tokens of 0.5 s"
     assert row.status is SequenceStatus.RUNNING
