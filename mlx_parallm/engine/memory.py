@@ -80,7 +80,6 @@ class PoolMemory:
         self._rows_have_ended = False  # since the arenas were last as small as they can be
         self._opened_at = self._ended_at = 0.0
         self._preempted_needlessly = False  # although it was enough to evict cached prefixes
-        self._versions: set[Version] = set()  # those that may have cached prefixes
 
     def cached(self, row: Sequence) -> int:
         """How many tokens of a waiting sequence would be computed already if its row was opened now. It ranks the
@@ -101,7 +100,6 @@ class PoolMemory:
         if opened is None:
             return False
         row.adapter_slot = self._adapters.pin(row.adapter)
-        self._versions.add(self._root(row).version)
         self._opened_at = time.monotonic()
         self.changed = True
         return True
@@ -221,11 +219,9 @@ class PoolMemory:
 
     def prefix_root(self, row: Sequence) -> PrefixRoot | None:
         """Where blocks of a waiting sequence's prompt may be registered. None if its version is forgotten and in no
-        slot."""
-        if (version := self._adapters.version(row.adapter)) is None:
-            return None
-        self._versions.add(version)
-        return self._root(row)
+        slot, and so has no prefixes."""
+        version = self._adapters.version(row.adapter)
+        return None if version is None else PrefixRoot(version, row.request.spec.cache_salt)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the KV pool is inconsistent, or if a row gave way before all cached prefixes."""
@@ -235,12 +231,10 @@ class PoolMemory:
 
     def _drop_unreachable(self) -> None:
         """Ends the chains of adapter versions that nothing can ask for any more, and that no row uses."""
-        if ended := {version for version in self._versions if self._adapters.unreachable(version)}:
-            self._versions -= ended
-            for root in self._cache.index.roots():
-                if isinstance(root, PrefixRoot) and root.version in ended:
-                    self._cache.index.drop(root)
-            self._rows_have_ended = True
+        for root in self._cache.index.roots():
+            if isinstance(root, PrefixRoot) and self._adapters.unreachable(root.version):
+                self._cache.index.drop(root)
+                self._rows_have_ended = True
 
     def _source(self, row: Sequence) -> Sequence | None:
         """A row that has computed the prompt of this sequence's group, and still holds it. None for a sequence that has
@@ -252,12 +246,11 @@ class PoolMemory:
         return next((m for m in members if m is not row and self._cache.holds(m, length)), None)
 
     def _found(self, row: Sequence) -> int:
-        """How many tokens of a waiting sequence its row can get from the prefix cache. A version that is forgotten and
-        in no slot has no prefixes."""
-        known = self._adapters.version(row.adapter) is not None
-        return self._cache.cached(self._root(row), row.prefix_ids) if known else 0
+        """How many tokens of a waiting sequence its row can get from the prefix cache."""
+        root = self.prefix_root(row)
+        return 0 if root is None else self._cache.cached(root, row.prefix_ids)
 
     def _root(self, row: Sequence) -> PrefixRoot:
-        version = self._adapters.version(row.adapter)
-        assert version is not None, "a row's version is in a slot, or the base model"
-        return PrefixRoot(version, row.request.spec.cache_salt)
+        root = self.prefix_root(row)
+        assert root is not None, "a row's version is in a slot, or the base model"
+        return root
