@@ -1,18 +1,30 @@
-"""Dense attention: one product over all keys of a row. `DenseSpan` reads them from the row's blocks."""
+"""The attention of a pass over the blocks of its rows: its calls, and dense attention, one product over a row's keys.
+
+`block_attention` has the other kind of call. Which of the two is faster for single tokens is measured at the start:
+dense attention of a row is one fused kernel on a GPU, and attention by blocks takes five for any number of rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from itertools import pairwise
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby, pairwise
 
 import mlx.core as mx
 
+from mlx_parallm.batch.block_attention import BlockAttention, calls, folds_work, pairs_work
 from mlx_parallm.batch.drawing import exp
-from mlx_parallm.batch.spans import RowBlocks
+from mlx_parallm.batch.spans import Kind, RowBlocks, kind_of
+from mlx_parallm.kv.arena import Arena
 from mlx_parallm.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.model.device import on_cpu
+from mlx_parallm.model.layer_state import LayerSpec
 from mlx_parallm.model.linears import LatentHeads
+
+# ---- dense attention ----------------------------------------------------------------------------
 
 
 class DenseSpan:
@@ -30,7 +42,7 @@ class DenseSpan:
         self._masks: dict[mx.Dtype, mx.array] = {}
 
     def advance(self) -> None:
-        """See `attention_calls.Attention.advance`."""
+        """See `AttentionCalls.advance`."""
         self.row = replace(self.row, start=self.row.start + 1)
         self._masks.clear()
 
@@ -43,7 +55,7 @@ class DenseSpan:
         sinks: mx.array | None = None,
         heads: LatentHeads | None = None,
     ) -> mx.array:
-        """See `attention_calls.Attention.attend`. `heads`: expand what the tokens see."""
+        """See `BlockAttention.attend`. `heads`: expand what the tokens see."""
         dense = self._dense(keys)
         values = dense if values is keys else self._dense(values)
         dense, values = (dense, values) if heads is None else heads.expanded(dense)
@@ -88,9 +100,6 @@ def _band(row: RowBlocks, window: int | None) -> mx.array:
     queries = mx.arange(row.start, row.stop)[:, None]
     keys = mx.arange(row.first, row.stop)[None]
     return (keys <= queries) & (queries < keys + (window or row.stop))
-
-
-# ---- the product -------------------------------------------------------------------------------
 
 
 def attention(
@@ -143,3 +152,159 @@ def _on_cpu(queries: mx.array, keys: mx.array, values: mx.array, scale: float, m
     weights = exp(scores - scores.max(-1, keepdims=True))
     outputs: mx.array = (weights @ values) / weights.sum(-1, keepdims=True)
     return outputs.reshape(batch, heads, tokens, -1)
+
+
+# ---- the calls of a pass ------------------------------------------------------------------------
+
+
+Call = DenseSpan | BlockAttention
+
+
+class AttentionCalls:
+    """The attention of all tokens of a pass in one layer group, in as few calls as pay.
+
+    Args:
+        rows: the tokens of the pass in order, with the blocks that they see.
+        dense_rows: see `Forward`.
+    """
+
+    def __init__(self, rows: Sequence[RowBlocks], window: int | None, dense_rows: float) -> None:
+        self._calls = list(_calls(rows, window, dense_rows))
+
+    def advance(self) -> None:
+        """Moves on to the next token of each row, in the same blocks."""
+        for _, call in self._calls:
+            call.advance()
+
+    def attend(
+        self,
+        keys: mx.array,
+        values: mx.array,
+        queries: mx.array,
+        scale: float,
+        sinks: mx.array | None,
+        heads: LatentHeads | None = None,
+    ) -> mx.array:
+        """See `BlockAttention.attend`; of all tokens. A layer that keeps no values attends to the keys as values.
+
+        `heads`: of latent attention, if their products are left to it. Queries and outputs are then those of heads.
+        """
+        if heads is not None:
+            return mx.concatenate([_of_heads(call, keys, queries, heads, tokens) for tokens, call in self._calls])
+        values = values if values.size else keys
+        if len(self._calls) == 1:
+            return self._calls[0][1].attend(keys, values, queries, scale, sinks)
+        outputs = [call.attend(keys, values, queries[tokens], scale, sinks) for tokens, call in self._calls]
+        return mx.concatenate(outputs)
+
+
+def _of_heads(call: Call, keys: mx.array, queries: mx.array, heads: LatentHeads, tokens: slice) -> mx.array:
+    """Latent attention of one call's tokens, in the form that is less work."""
+    with heads.bank.using_part(tokens.start, tokens.stop):
+        if isinstance(call, DenseSpan) and heads.is_expanded(call.row.tokens, call.row.stop, keys.shape[-1]):
+            return call.attend(keys, keys, queries[tokens], 1.0, None, heads)
+        return heads.absorbed(queries[tokens], lambda absorbed: call.attend(keys, keys, absorbed, 1.0, None))
+
+
+def _calls(rows: Sequence[RowBlocks], window: int | None, dense_rows: float) -> Iterator[tuple[slice, Call]]:
+    """The attention calls, each with its tokens."""
+    start = 0
+    for kind, group in groupby(rows, key=lambda row: kind_of(row.tokens)):
+        together = list(group)
+        dense = _is_dense(kind, together, dense_rows)
+        for each in [[row] for row in together] if dense else calls(together):
+            stop = start + sum(row.tokens for row in each)
+            yield slice(start, stop), DenseSpan(each[0], window) if dense else BlockAttention(each, window)
+            start = stop
+
+
+def _is_dense(kind: Kind, rows: Sequence[RowBlocks], dense_rows: float) -> bool:
+    """Whether rows of one kind attend one by one, each to dense keys, and not in one call by pairs."""
+    if math.isinf(dense_rows) or kind is Kind.LONG:
+        return True
+    if kind is Kind.SHORT:
+        return len(rows) == 1 or not folds_work()
+    return len(rows) <= dense_rows and all(are_consecutive(row.places) for row in rows)
+
+
+# ---- which is faster ----------------------------------------------------------------------------
+
+_ROWS = (1, 4, 8)
+_TOKENS, _BLOCKS = 500, 8
+"""The length of each row, in tokens and in blocks."""
+_LAYERS = 4
+_REPEATS = 5
+_MARGIN = 1.1
+"""Dense attention is used if it takes at most so many times as long, because it needs no index arrays."""
+_GROUP = 4
+"""Query heads for each head of keys and values, as most models have."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTimes:
+    """Milliseconds of one layer's attention, for some numbers of rows of 500 tokens."""
+
+    dense: dict[int, float]
+    by_blocks: dict[int, float]
+
+    @property
+    def dense_rows(self) -> float:
+        """Up to how many rows dense attention is faster, as far as measured; 0 if it is not faster for one row.
+        Infinite if the device cannot attend by blocks."""
+        if not self.by_blocks:
+            return math.inf
+        faster = 0
+        for rows, milliseconds in self.dense.items():
+            if milliseconds > _MARGIN * self.by_blocks[rows]:
+                break
+            faster = rows
+        return faster
+
+    @property
+    def text(self) -> str:
+        if not self.by_blocks:
+            return "each row alone: no gather_mm for this type here"
+        times = (f"{rows} {self.dense[rows]:.2f} / {self.by_blocks[rows]:.2f}" for rows in self.dense)
+        return f"dense up to {self.dense_rows} rows (ms a layer, dense / by blocks, for rows: {', '.join(times)})"
+
+
+def typical_attention() -> AttentionTimes:
+    """The times of a layer as many models of 8 billion parameters have it. In half-precision, but not on a CPU."""
+    return measure_attention(LayerSpec(8, 128, 128), mx.float32 if on_cpu() else mx.bfloat16)
+
+
+def measure_attention(spec: LayerSpec, dtype: mx.Dtype) -> AttentionTimes:
+    """Measures layers of this shape, in up to half a second on a CPU."""
+    if not pairs_work(dtype):
+        return AttentionTimes({}, {})
+    arena = _filled_arena(spec, dtype)
+    dense, by_blocks = {}, {}
+    for count in _ROWS:
+        rows = [RowBlocks(range(row * _BLOCKS, (row + 1) * _BLOCKS), 0, _TOKENS - 1) for row in range(count)]
+        queries = mx.random.normal((count, _GROUP * spec.kv_heads, 1, spec.head_dim_k)).astype(dtype)
+        alone, together = (AttentionCalls(rows, None, dense_rows) for dense_rows in (math.inf, 0))
+        dense[count], by_blocks[count] = _milliseconds([
+            partial(_attend, calls, arena, queries) for calls in (alone, together)
+        ])  # fmt: skip
+    return AttentionTimes(dense, by_blocks)
+
+
+def _attend(calls: AttentionCalls, arena: Arena, queries: mx.array, layer: int) -> mx.array:
+    return calls.attend(arena.keys[layer], arena.values[layer], queries, 1.0, None)
+
+
+def _filled_arena(spec: LayerSpec, dtype: mx.Dtype) -> Arena:
+    arena = Arena([spec] * _LAYERS, dtype)
+    arena.resize(max(_ROWS) * _BLOCKS)
+    return arena
+
+
+def _milliseconds(attentions: Sequence[Callable[..., mx.array]]) -> list[float]:
+    """The least time of one layer for each of these, which take turns."""
+    times: list[list[float]] = [[] for _ in attentions]
+    for _ in range(1 + _REPEATS):
+        for attend, taken in zip(attentions, times, strict=True):
+            started = time.perf_counter()
+            mx.eval([attend(layer=layer) for layer in range(_LAYERS)])
+            taken.append(1e3 * (time.perf_counter() - started) / _LAYERS)
+    return [min(taken[1:]) for taken in times]

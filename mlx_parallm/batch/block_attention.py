@@ -154,7 +154,7 @@ class BlockAttention:
         self._merge = _Merge.of(self._rectangles, len(positions))
 
     def advance(self) -> None:
-        """See `attention_calls.Attention.advance`."""
+        """Moves on to the next token of each sequence, in the same blocks."""
         for rectangle in self._rectangles:
             rectangle.advance()
 

@@ -22,9 +22,9 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.batch.attention_calls import AttentionCalls
+from mlx_parallm.batch.attention import AttentionCalls
 from mlx_parallm.batch.parts import PassParts
-from mlx_parallm.batch.quantized_forward import QuantizedGroup
+from mlx_parallm.batch.quantized import QuantizedGroup
 from mlx_parallm.batch.spans import Kind, Span, kind_of, new_places, positions_of, seen_blocks
 from mlx_parallm.kv.arena import Lines, lines_of
 from mlx_parallm.kv.blocks import BLOCK_TOKENS

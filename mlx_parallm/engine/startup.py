@@ -15,7 +15,7 @@ import mlx.nn as nn
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.weights import AdapterWeights
-from mlx_parallm.batch.attention_times import measure_attention
+from mlx_parallm.batch.attention import measure_attention
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.batch.spans import Span, in_order
 from mlx_parallm.engine.budget import CostModel

@@ -7,7 +7,7 @@ import math
 import mlx.core as mx
 import pytest
 
-from mlx_parallm.batch.attention_times import AttentionTimes, measure_attention
+from mlx_parallm.batch.attention import AttentionTimes, measure_attention
 from mlx_parallm.model.layer_state import LayerSpec
 
 

@@ -26,7 +26,7 @@ from itertools import count
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.batch.attention_calls import AttentionCalls
+from mlx_parallm.batch.attention import AttentionCalls
 from mlx_parallm.batch.spans import RowBlocks, Span
 from mlx_parallm.kv.arena import Lines, lines_of
 from mlx_parallm.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
