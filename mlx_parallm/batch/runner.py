@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from numpy.typing import NDArray
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.batch.block_attention import pairs_work
 from mlx_parallm.batch.forward import Forward, KeptGroups
 from mlx_parallm.batch.logprobs import PromptScores
-from mlx_parallm.batch.pooling import PooledParts, pool
 from mlx_parallm.batch.sampling import Draw, RowSampling, Sampled, SamplingPlan, plan_sampling, sample
 from mlx_parallm.batch.spans import Span, in_order
 from mlx_parallm.kv.cache import KVRow, LoRABatchedKVCache
@@ -37,6 +37,28 @@ from mlx_parallm.model.split import Head, trunk_of
 
 if TYPE_CHECKING:
     from mlx_parallm.engine.sequence import Sequence
+
+
+Vector = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class PooledParts:
+    """What one pass adds to the pooled hidden states of the rows that ask for a vector instead of tokens.
+
+    prompt of 9 tokens, in chunks of 4, 4 and 1:    last   nothing, nothing, the state of token 9
+                                                    mean   a sum over 4, a sum over 4, a sum over 1; their sum / 9
+
+    spans: one for each of these rows.  hidden: lazy, float32 [rows, D]: the state of the last token of the prompt, or
+    the sum of the states of the span.
+    """
+
+    spans: tuple[Span[Sequence], ...]
+    hidden: mx.array
+
+    def read(self) -> list[tuple[Span[Sequence], Vector]]:
+        """Waits for the array."""
+        return list(zip(self.spans, np.array(self.hidden), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +155,7 @@ class BatchRunner:
         outputs = self.run_trunk(_inputs(spans, previous), spans)
         needed = [len(scored) + count for scored, count in zip(targets, counts, strict=True)]
         logits = self._logits(outputs, spans, needed)
-        return self._pending(spans, counts, targets, logits, pool(outputs, spans))
+        return self._pending(spans, counts, targets, logits, _pooled(outputs, spans))
 
     def wait(self) -> None:
         """Waits until the launched passes have ended, and MLX holds none of their arrays any more.
@@ -274,6 +296,9 @@ def _first_target(span: Span[Sequence]) -> int:
 
 def _inputs(spans: Seq[Span[Sequence]], previous: Launched | None) -> mx.array:
     """The pass's input tokens [N]: those that the host knows, and those that `previous` draws."""
+    if previous is not None and previous.sampled is not None and previous.rows == tuple(span.row for span in spans):
+        if all(span.start == len(span.row.tokens) and not span.row.drafted for span in spans):
+            return previous.sampled.tokens  # one token of each, which is unread
     ids: list[int] = []
     unread: list[tuple[int, Sequence]] = []  # where in the pass, and whose
     for span in spans:
@@ -287,10 +312,26 @@ def _inputs(spans: Seq[Span[Sequence]], previous: Launched | None) -> mx.array:
     assert previous is not None
     assert previous.sampled is not None, "a token is unread, and no pass in flight draws it"
     tokens = previous.sampled.tokens
-    if len(unread) == len(ids) and tuple(row for _, row in unread) == previous.rows:
-        return tokens
     drawn_at = {id(row): place for place, row in enumerate(previous.rows)}
     source = list(range(len(tokens), len(tokens) + len(ids)))
     for place, row in unread:
         source[place] = drawn_at[id(row)]
     return mx.concatenate([tokens, mx.array(ids, mx.uint32)])[mx.array(source)]
+
+
+def _pooled(hidden: mx.array, spans: Seq[Span[Sequence]]) -> PooledParts | None:
+    """Pools the rows of a pass that want it; None if no row has a part here. `hidden`: [N, D] of the tokens of all
+    spans."""
+    pooled: list[Span[Sequence]] = []
+    parts: list[mx.array] = []
+    stop = 0
+    for span in spans:
+        start, stop = stop, stop + span.tokens
+        if span.row.pooling is Pooling.MEAN:
+            parts.append(hidden[start:stop].astype(mx.float32).sum(axis=0))
+        elif span.row.pooling is Pooling.LAST and span.stop == span.row.prompt_length:
+            parts.append(hidden[stop - 1].astype(mx.float32))
+        else:
+            continue
+        pooled.append(span)
+    return PooledParts(tuple(pooled), mx.stack(parts)) if parts else None

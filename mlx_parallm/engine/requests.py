@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from mlx_parallm.adapters.residency import AdapterStore
-from mlx_parallm.batch.pooling import Vector
+from mlx_parallm.batch.runner import Vector
 from mlx_parallm.batch.sampling import BadWords, Draw, RowSampling, TokenCounts, has_penalties
 from mlx_parallm.core import (
     AdapterRef,

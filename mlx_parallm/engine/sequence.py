@@ -12,7 +12,7 @@ from mlx_parallm.core import BASE_ADAPTER, TOP_LOGPROBS, AdapterRef, Pooling, Sa
 from mlx_parallm.kv.row import KVRow
 
 if TYPE_CHECKING:
-    from mlx_parallm.batch.pooling import Vector
+    from mlx_parallm.batch.runner import Vector
     from mlx_parallm.engine.requests import Request
     from mlx_parallm.engine.speculate import Drafter
     from mlx_parallm.engine.text import TextStream
