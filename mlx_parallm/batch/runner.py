@@ -29,6 +29,7 @@ from mlx_parallm.batch.forward import Forward, KeptGroups
 from mlx_parallm.batch.logprobs import PromptScores
 from mlx_parallm.batch.sampling import Draw, RowSampling, Sampled, SamplingPlan, plan_sampling, sample
 from mlx_parallm.batch.spans import Span, in_order
+from mlx_parallm.core import Pooling
 from mlx_parallm.kv.cache import KVRow, LoRABatchedKVCache
 from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.model.hooks import answered_by
@@ -296,27 +297,29 @@ def _first_target(span: Span[Sequence]) -> int:
 
 def _inputs(spans: Seq[Span[Sequence]], previous: Launched | None) -> mx.array:
     """The pass's input tokens [N]: those that the host knows, and those that `previous` draws."""
-    if previous is not None and previous.sampled is not None and previous.rows == tuple(span.row for span in spans):
-        if all(span.start == len(span.row.tokens) and not span.row.drafted for span in spans):
-            return previous.sampled.tokens  # one token of each, which is unread
-    ids: list[int] = []
-    unread: list[tuple[int, Sequence]] = []  # where in the pass, and whose
-    for span in spans:
-        ids += span.row.tokens[span.start : span.stop]
-        ids += span.row.draft
-        if span.stop > len(span.row.tokens) + span.row.drafted:
-            unread.append((len(ids), span.row))
-            ids.append(0)
+    unread = tuple(span.row for span in spans if span.stop > len(span.row.tokens) + span.row.drafted)
     if not unread:
-        return mx.array(ids, mx.uint32)
+        return mx.array([token for span in spans for token in _known(span)], mx.uint32)
     assert previous is not None
     assert previous.sampled is not None, "a token is unread, and no pass in flight draws it"
     tokens = previous.sampled.tokens
+    if unread == previous.rows and len(unread) == sum(span.tokens for span in spans):
+        return tokens
     drawn_at = {id(row): place for place, row in enumerate(previous.rows)}
-    source = list(range(len(tokens), len(tokens) + len(ids)))
-    for place, row in unread:
-        source[place] = drawn_at[id(row)]
+    ids: list[int] = []
+    source: list[int] = []  # of each input, among the drawn tokens and, after them, the known ones
+    for span in spans:
+        known = _known(span)
+        source += range(len(tokens) + len(ids), len(tokens) + len(ids) + len(known))
+        ids += known
+        if len(known) < span.tokens:
+            source.append(drawn_at[id(span.row)])
     return mx.concatenate([tokens, mx.array(ids, mx.uint32)])[mx.array(source)]
+
+
+def _known(span: Span[Sequence]) -> list[int]:
+    """The tokens of a span that the host knows: all, or all but the last one."""
+    return [*span.row.tokens[span.start : span.stop], *span.row.draft]
 
 
 def _pooled(hidden: mx.array, spans: Seq[Span[Sequence]]) -> PooledParts | None:

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, cast
+from typing import cast
 
 import mlx.core as mx
 import numpy as np
@@ -56,6 +56,11 @@ class RowSampling:
     def is_greedy(self) -> bool:
         """Whether the argmax is drawn. top_k = 1 counts as greedy, so the first of several best tokens is drawn."""
         return self.params.temperature < COLDEST or self.params.top_k == 1
+
+    @property
+    def needs_previous_tokens(self) -> bool:
+        """Whether a token can be drawn only after the one before has been read back."""
+        return self.grammar is not None or (self.bad_words is not None and self.bad_words.needs_previous_tokens)
 
     def without_grammar(self) -> RowSampling:
         """The same options without the grammar."""
@@ -104,6 +109,7 @@ class SamplingPlan:
     penalties: that of them which counts the drawn tokens
     drawn: None if all rows are greedy
     logprobs: None if no row reports any
+    needs_previous_tokens: whether tokens can be drawn only after those of the pass before have been read back
     """
 
     rows: int
@@ -112,11 +118,7 @@ class SamplingPlan:
     drawn: DrawnRows | None
     sampling_logprobs: bool
     logprobs: ReportedLogprobs | None
-
-    @property
-    def needs_previous_tokens(self) -> bool:
-        """Whether tokens can be drawn only after those of the pass before have been read back."""
-        return any(stage.needs_previous_tokens for stage in self.stages)
+    needs_previous_tokens: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,12 +166,12 @@ class Sampled:
 def plan_sampling(rows: Sequence[RowSampling], vocab_size: int) -> SamplingPlan:
     """The stages that these rows need. The rows are in the order of the logits' rows."""
     penalties = _plan_penalties(rows)
-    stages: list[Stage | None] = [
-        penalties,
-        _plan_edits(rows),
-        AllowedTokens.of([row.params.allowed_tokens for row in rows], vocab_size),
-        _plan_masks(rows, vocab_size),
-        BadWordBans.of([row.bad_words for row in rows]),
+    stages = [
+        None if penalties is None else penalties.apply,
+        _edits(rows),
+        _allowed_tokens(rows, vocab_size),
+        _grammar_masks(rows, vocab_size),
+        _bad_words(rows),
     ]
     return SamplingPlan(
         rows=len(rows),
@@ -178,6 +180,7 @@ def plan_sampling(rows: Sequence[RowSampling], vocab_size: int) -> SamplingPlan:
         drawn=_plan_drawn(rows, vocab_size),
         sampling_logprobs=any(row.sampling_logprobs for row in rows),
         logprobs=ReportedLogprobs.of([row.params for row in rows], vocab_size),
+        needs_previous_tokens=any(row.needs_previous_tokens for row in rows),
     )
 
 
@@ -198,7 +201,7 @@ def sample(logits: mx.array, plan: SamplingPlan, positions: Sequence[int]) -> Sa
     raw = logits.astype(mx.float32)
     edited = raw
     for stage in plan.stages:
-        edited = stage.apply(edited, at)
+        edited = stage(edited, at)
     tokens, sampling_logprobs = _choose(edited, plan, at)
     if plan.penalties is not None:
         plan.penalties.count(tokens)
@@ -213,22 +216,6 @@ def _plan_penalties(rows: Sequence[RowSampling]) -> Penalties | None:
     if len(known) < len(counts):
         raise ValueError("a row with penalties needs TokenCounts")
     return Penalties([rows[i].params for i in chosen], known, chosen, len(rows)) if chosen else None
-
-
-def _plan_edits(rows: Sequence[RowSampling]) -> LogitEdits | None:
-    edits = [LogitEdit(i, token, value) for i, row in enumerate(rows) for token, value in row.params.logit_bias]
-    edits += [
-        LogitEdit(i, token, -float("inf"), until=row.min_tokens)
-        for i, row in enumerate(rows)
-        if row.min_tokens > 0
-        for token in row.end_ids
-    ]
-    return LogitEdits(edits) if edits else None
-
-
-def _plan_masks(rows: Sequence[RowSampling], vocab_size: int) -> TokenMasks | None:
-    states = {i: row.grammar for i, row in enumerate(rows) if row.grammar is not None}
-    return TokenMasks(list(states.values()), list(states), len(rows), vocab_size) if states else None
 
 
 def _plan_drawn(rows: Sequence[RowSampling], vocab_size: int) -> DrawnRows | None:
@@ -282,14 +269,8 @@ def _weights(logits: mx.array, peak: mx.array, temperature: mx.array) -> mx.arra
 # ---- stages ------------------------------------------------------------------------------------
 
 
-class Stage(Protocol):
-    """Changes the logits of a batch. Unless it `needs_previous_tokens`, it applies before they are read back."""
-
-    needs_previous_tokens: bool
-
-    def apply(self, logits: mx.array, positions: NDArray[np.int64]) -> mx.array:
-        """fp32 [R, V] → fp32 [R, V]. `positions` [R]: tokens that each row has generated so far."""
-        ...
+Stage = Callable[[mx.array, NDArray[np.int64]], mx.array]
+"""Changes the logits of a batch: fp32 [R, V], and the tokens that each row has generated so far, [R] → fp32 [R, V]."""
 
 
 class _CountTable:
@@ -356,7 +337,6 @@ class Penalties:
         batch: the number of rows in the batch.
     """
 
-    needs_previous_tokens = False
     __slots__ = ("_frequency", "_places", "_presence", "_prompt", "_repetition", "_rows", "_table")
 
     def __init__(self, params: Sequence[SamplingParams], counts: Sequence[TokenCounts], rows: list[int], batch: int):
@@ -371,7 +351,7 @@ class Penalties:
             each.move(self._table, place)
 
     def apply(self, logits: mx.array, _positions: NDArray[np.int64]) -> mx.array:
-        """See `Stage.apply`; with vLLM's arithmetic in vLLM's order.
+        """See `Stage`; with vLLM's arithmetic in vLLM's order.
 
         The repetition penalty divides positive and multiplies negative logits of tokens in the prompt or the output.
         Frequency is subtracted once for each occurrence in the output, presence once for each token in the output.
@@ -399,35 +379,26 @@ def _column(values: list[float], neutral: float) -> mx.array | None:
     return mx.array(values, mx.float32)[:, None] if any(value != neutral for value in values) else None
 
 
-@dataclass(frozen=True, slots=True)
-class LogitEdit:
-    """Adds `value` to the logit of `token` in `row` while the row has generated fewer than `until` tokens."""
+def _edits(rows: Sequence[RowSampling]) -> Stage | None:
+    """The stage that adds `logit_bias`, and -inf to end tokens before `min_tokens`, with one scatter. Edits of the same
+    token add up."""
+    edits = [(i, token, value, math.inf) for i, row in enumerate(rows) for token, value in row.params.logit_bias]
+    edits += [
+        (i, token, -math.inf, row.min_tokens)
+        for i, row in enumerate(rows)
+        if row.min_tokens > 0
+        for token in row.end_ids
+    ]
+    if not edits:
+        return None
+    numbers, tokens, values, until = map(np.array, zip(*edits, strict=True))
+    at = mx.array(numbers, mx.int32), mx.array(tokens, mx.int32)
 
-    row: int
-    token: int
-    value: float
-    until: float = math.inf
+    def apply(logits: mx.array, positions: NDArray[np.int64]) -> mx.array:
+        live = positions[numbers] < until
+        return logits.at[at].add(mx.array(np.where(live, values, 0).astype(np.float32))) if live.any() else logits
 
-
-class LogitEdits:
-    """All edits of a batch, applied with one scatter. Edits of the same token add up."""
-
-    needs_previous_tokens = False
-    __slots__ = ("_mx_rows", "_rows", "_tokens", "_until", "_values")
-
-    def __init__(self, edits: Sequence[LogitEdit]) -> None:
-        self._rows = np.array([edit.row for edit in edits], np.int32)
-        self._values = np.array([edit.value for edit in edits], np.float32)
-        self._until = np.array([edit.until for edit in edits], np.float64)
-        self._mx_rows = mx.array(self._rows)
-        self._tokens = mx.array([edit.token for edit in edits], mx.int32)
-
-    def apply(self, logits: mx.array, positions: NDArray[np.int64]) -> mx.array:
-        """See `Stage.apply`."""
-        live = positions[self._rows] < self._until
-        if not live.any():
-            return logits
-        return logits.at[self._mx_rows, self._tokens].add(mx.array(np.where(live, self._values, np.float32(0))))
+    return apply
 
 
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
@@ -441,55 +412,30 @@ def _biased(logits: mx.array, masks: NDArray[np.uint8]) -> mx.array:
     return logits + bias[:, : logits.shape[-1]]
 
 
-class AllowedTokens:
-    """The rows that may draw only some tokens, the same ones at each position.
-
-    Args:
-        masks: of these rows, uint8 [n, ceil(V / 8)]; see `SamplingParams.allowed_tokens`.
-        rows: these rows of the batch.
-    """
-
-    needs_previous_tokens = False
-
-    def __init__(self, masks: NDArray[np.uint8], rows: RowSubset) -> None:
-        self._masks = masks
-        self._rows = rows
-
-    @classmethod
-    def of(cls, masks: Sequence[bytes], vocab_size: int) -> AllowedTokens | None:
-        """The stage for rows with these masks; None if no row has one."""
-        chosen = [i for i, mask in enumerate(masks) if mask]
-        size = -(-vocab_size // 8)
-        bits = [np.frombuffer(masks[i], np.uint8, count=size) for i in chosen]
-        return cls(np.stack(bits), RowSubset.of(chosen, len(masks))) if chosen else None
-
-    def apply(self, logits: mx.array, _positions: NDArray[np.int64]) -> mx.array:
-        """See `Stage.apply`; -inf for tokens that are not allowed."""
-        return self._rows.put(_biased(self._rows.take(logits), self._masks), logits)
+def _allowed_tokens(rows: Sequence[RowSampling], vocab_size: int) -> Stage | None:
+    """The stage for rows that may draw only some tokens, the same ones at each position; see
+    `SamplingParams.allowed_tokens`."""
+    masks = {i: row.params.allowed_tokens for i, row in enumerate(rows) if row.params.allowed_tokens}
+    if not masks:
+        return None
+    subset, size = RowSubset.of(list(masks), len(rows)), -(-vocab_size // 8)
+    bits = np.stack([np.frombuffer(mask, np.uint8, count=size) for mask in masks.values()])
+    return lambda logits, _positions: subset.put(_biased(subset.take(logits), bits), logits)
 
 
-class TokenMasks:
-    """Grammar masks of a batch, computed on the host for every token.
+def _grammar_masks(rows: Sequence[RowSampling], vocab_size: int) -> Stage | None:
+    """The stage for rows with grammars, whose masks the host computes for every token. By then, each grammar must have
+    accepted every token of its row."""
+    states = {i: row.grammar for i, row in enumerate(rows) if row.grammar is not None}
+    subset = RowSubset.of(list(states), len(rows))
 
-    Args:
-        states: of the rows with grammars. Each must have accepted every token of its row before `apply`.
-        chosen: the numbers of these rows in the batch, ascending.
-        rows: the number of rows in the batch.
-    """
-
-    needs_previous_tokens = True
-
-    def __init__(self, states: Sequence[GrammarState], chosen: Sequence[int], rows: int, vocab_size: int) -> None:
-        self._states = states
-        self._rows = RowSubset.of(chosen, rows)
-        self._vocab_size = vocab_size
-
-    def apply(self, logits: mx.array, _positions: NDArray[np.int64]) -> mx.array:
-        """See `Stage.apply`; -inf for tokens that the grammar does not allow."""
-        words = np.zeros((len(self._states), -(-self._vocab_size // 32)), "<u4")
-        for state, mask in zip(self._states, words, strict=True):
+    def apply(logits: mx.array, _positions: NDArray[np.int64]) -> mx.array:
+        words = np.zeros((len(states), -(-vocab_size // 32)), "<u4")
+        for state, mask in zip(states.values(), words, strict=True):
             state.fill(mask.data)
-        return self._rows.put(_biased(self._rows.take(logits), words.view(np.uint8)), logits)
+        return subset.put(_biased(subset.take(logits), words.view(np.uint8)), logits)
+
+    return apply if states else None
 
 
 class BadWords:
@@ -535,33 +481,20 @@ class BadWords:
         return start >= self._prompt_length and self._tokens[start:] == beginning
 
 
-class BadWordBans:
-    """The bad words of a batch.
+def _bad_words(rows: Sequence[RowSampling]) -> Stage | None:
+    """The stage for rows with bad words: -inf for tokens that would complete one. A row that could draw nothing else
+    may draw them after all."""
+    words = {i: row.bad_words for i, row in enumerate(rows) if row.bad_words is not None}
+    subset = RowSubset.of(list(words), len(rows))
 
-    Args:
-        words: of the rows that have some.
-        rows: these rows of the batch.
-    """
-
-    def __init__(self, words: Sequence[BadWords], rows: RowSubset) -> None:
-        self._words = words
-        self._rows = rows
-        self.needs_previous_tokens = any(each.needs_previous_tokens for each in words)
-
-    @classmethod
-    def of(cls, words: Sequence[BadWords | None]) -> BadWordBans | None:
-        """The stage for rows with these bad words; None if no row has any."""
-        chosen = {i: each for i, each in enumerate(words) if each is not None}
-        return cls(list(chosen.values()), RowSubset.of(list(chosen), len(words))) if chosen else None
-
-    def apply(self, logits: mx.array, _positions: NDArray[np.int64]) -> mx.array:
-        """See `Stage.apply`; -inf for tokens that would complete a bad word. A row that could draw nothing else may
-        draw them after all."""
-        bans = [(row, token) for row, words in enumerate(self._words) for token in sorted(words.banned())]
+    def apply(logits: mx.array, _positions: NDArray[np.int64]) -> mx.array:
+        bans = [(place, token) for place, each in enumerate(words.values()) for token in sorted(each.banned())]
         if not bans:
             return logits
-        before = self._rows.take(logits)
-        rows, tokens = np.array(bans, np.int32).T
-        after = before.at[mx.array(rows), mx.array(tokens)].add(-mx.inf)
+        before = subset.take(logits)
+        places, tokens = np.array(bans, np.int32).T
+        after = before.at[mx.array(places), mx.array(tokens)].add(-mx.inf)
         any_left = after.max(-1, keepdims=True) > -mx.inf
-        return self._rows.put(mx.where(any_left, after, before), logits)
+        return subset.put(mx.where(any_left, after, before), logits)
+
+    return apply if words else None
