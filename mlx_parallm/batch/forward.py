@@ -23,7 +23,7 @@ import numpy as np
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.batch.attention import AttentionCalls
-from mlx_parallm.batch.parts import PassParts
+from mlx_parallm.batch.parts import parts_of
 from mlx_parallm.batch.quantized import QuantizedGroup
 from mlx_parallm.batch.spans import Kind, Span, kind_of, new_places, positions_of, seen_blocks
 from mlx_parallm.kv.arena import Lines, lines_of
@@ -111,7 +111,8 @@ class Forward:
         kept: KeptGroups,
     ) -> None:
         self.offset = mx.array(positions_of(spans).astype(np.int32))
-        self.parts = PassParts(pool, spans, bank, plan) if plan.mixers else None
+        self.bank = bank
+        self.parts = parts_of(pool, spans, plan) if plan.mixers else []
         whole = pool.layout.is_latent and pool.layout.bits is None  # a chunk of quantized blocks is cut into blocks
         self.takes_heads = whole and any(kind_of(span.tokens) is Kind.LONG for span in spans)
         self.heads: LatentHeads | None = None
@@ -126,8 +127,8 @@ class Forward:
 
     def finish(self) -> None:
         """Keeps the states after the pass, and drops all keys, whose caches hold the pass. Call it when it is built."""
-        if self.parts is not None:
-            self.parts.finish()
+        for part in self.parts:
+            part.finish()
         self.owners.clear()
 
     def attend(
@@ -189,8 +190,9 @@ class LayerCache(PassCache):
 
     def parts(self) -> Iterator[Part]:
         """See `PassCache.parts`."""
-        assert self._pass.parts is not None
-        return iter(self._pass.parts)
+        for part in self._pass.parts:
+            with self._pass.bank.using_part(part.start, part.stop):
+                yield part
 
     def make_mask(self, _tokens: int, return_array: bool = False, window_size: int | None = None) -> PassMask | None:
         return None if self._latent else PassMask(self.number, window_size)

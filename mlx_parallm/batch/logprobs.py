@@ -5,7 +5,7 @@ A batch reports the logprobs of the raw model, or of the distribution that draws
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -79,45 +79,6 @@ def _top_ids(logits: mx.array, k: int) -> mx.array:
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessedRows:
-    """The P rows of a batch whose logprobs are of the distribution that draws their tokens.
-
-    `temperature`: fp32 [P, 1], 1 in greedy rows. `filters`: None if none of them filters.
-    """
-
-    rows: RowSubset
-    temperature: mx.array
-    filters: Filters | None
-
-    @classmethod
-    def of(cls, params: Sequence[SamplingParams], vocab_size: int) -> ProcessedRows | None:
-        """These rows of a batch with the options `params`; None if there are none."""
-        chosen = [i for i, each in enumerate(params) if each.processed_logprobs and each.top_logprobs is not None]
-        if not chosen:
-            return None
-        processing = [_processing(params[i]) for i in chosen]
-        return cls(
-            rows=RowSubset.of(chosen, len(params)),
-            temperature=mx.array([[each.temperature] for each in processing], mx.float32),
-            filters=Filters.of(processing, vocab_size),
-        )
-
-    def apply(self, raw: mx.array, edited: mx.array) -> mx.array:
-        """`raw` [R, V] with the logits of these rows replaced by those that tokens are drawn from, -inf for tokens that
-        the filters drop."""
-        logits = self.rows.take(edited)
-        scaled = (logits - logits.max(-1, keepdims=True)) / self.temperature
-        if self.filters is not None:
-            scaled = mx.where(self.filters.apply(exp(scaled)) > 0, scaled, -mx.inf)
-        return self.rows.put(scaled, raw)
-
-
-def _processing(params: SamplingParams) -> SamplingParams:
-    """The temperature and filters that logprobs are computed with. As in vLLM, temperature 0 counts as 1 here."""
-    return params if params.temperature >= COLDEST else replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-
-
-@dataclass(frozen=True, slots=True)
 class Reported:
     """Lazy logprobs of a batch of R rows.
 
@@ -151,58 +112,60 @@ class Reported:
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class ReportedLogprobs:
-    """The rows of a batch that report logprobs. `count`: rows of the batch. `any_top`: whether one of them reports
-    a few alternatives. `many`: the place among them, the number in the batch and the alternatives of those that report
-    more than `TOP_LOGPROBS`."""
+Report = Callable[[mx.array, mx.array, mx.array], Reported]
+"""Makes the logprobs of drawn tokens, and the best tokens where rows report some: of the model's own logits, fp32
+[R, V], those that penalties, bias and bans have changed, fp32 [R, V], and the drawn tokens, [R]."""
 
-    rows: RowSubset
-    count: int
-    processed: ProcessedRows | None
-    any_top: bool
-    many: tuple[tuple[int, int, int], ...]
 
-    @classmethod
-    def of(cls, params: Sequence[SamplingParams], vocab_size: int) -> ReportedLogprobs | None:
-        """These rows of a batch with the options `params`; None if there are none."""
-        wanted = {i: each.top_logprobs for i, each in enumerate(params) if each.top_logprobs is not None}
-        if not wanted:
-            return None
-        return cls(
-            rows=RowSubset.of(list(wanted), len(params)),
-            count=len(params),
-            processed=ProcessedRows.of(params, vocab_size),
-            any_top=any(0 < top <= TOP_LOGPROBS for top in wanted.values()),
-            many=tuple((place, i, top) for place, (i, top) in enumerate(wanted.items()) if top > TOP_LOGPROBS),
-        )
+def plan_report(params: Sequence[SamplingParams], vocab_size: int) -> Report | None:
+    """How to report the logprobs of a batch with these options; None if no row reports any."""
+    wanted = {i: each.top_logprobs for i, each in enumerate(params) if each.top_logprobs is not None}
+    rows, count = RowSubset.of(list(wanted), len(params)), len(params)
+    processed = _plan_processed(params, vocab_size)
+    any_top = any(0 < top <= TOP_LOGPROBS for top in wanted.values())
+    more = [(place, i, top) for place, (i, top) in enumerate(wanted.items()) if top > TOP_LOGPROBS]
 
-    def of_tokens(self, raw: mx.array, edited: mx.array, tokens: mx.array) -> Reported:
-        """The logprobs of the drawn tokens, and the best tokens where rows report some.
-
-        Args:
-            raw: the model's own logits, fp32 [R, V].
-            edited: those that penalties, bias and bans have changed, fp32 [R, V].
-            tokens: the drawn tokens, [R].
-        """
-        logits = self.rows.take(raw if self.processed is None else self.processed.apply(raw, edited))
+    def report(raw: mx.array, edited: mx.array, tokens: mx.array) -> Reported:
+        logits = rows.take(raw if processed is None else processed(raw, edited))
         normaliser = log_normaliser(logits)
-        drawn = token_logprobs(logits, self.rows.take(tokens), normaliser)
-        found = self.rows.put(drawn, mx.full((self.count,), float("nan"), mx.float32))
-        many = {
-            number: top_logprobs(logits[place : place + 1], normaliser[place : place + 1], wanted)
-            for place, number, wanted in self.many
-        }
-        if not self.any_top:
+        drawn = token_logprobs(logits, rows.take(tokens), normaliser)
+        found = rows.put(drawn, mx.full((count,), float("nan"), mx.float32))
+        many = {i: top_logprobs(logits[at : at + 1], normaliser[at : at + 1], top) for at, i, top in more}
+        if not any_top:
             return Reported(found, many=many)
         ids, best = top_logprobs(logits, normaliser)
-        shape = (self.count, ids.shape[-1])
-        return Reported(
-            found,
-            self.rows.put(ids, mx.zeros(shape, mx.int32)),
-            self.rows.put(best, mx.full(shape, float("nan"), mx.float32)),
-            many,
-        )
+        shape = (count, ids.shape[-1])
+        all_ids = rows.put(ids, mx.zeros(shape, mx.int32))
+        return Reported(found, all_ids, rows.put(best, mx.full(shape, float("nan"), mx.float32)), many)
+
+    return report if wanted else None
+
+
+def _plan_processed(
+    params: Sequence[SamplingParams], vocab_size: int
+) -> Callable[[mx.array, mx.array], mx.array] | None:
+    """How the logits of the rows are made whose logprobs are of the distribution that draws their tokens, of the
+    model's own and the edited ones: -inf for tokens that the filters drop. None if there are no such rows."""
+    chosen = [i for i, each in enumerate(params) if each.processed_logprobs and each.top_logprobs is not None]
+    if not chosen:
+        return None
+    processing = [_processing(params[i]) for i in chosen]
+    rows, filters = RowSubset.of(chosen, len(params)), Filters.of(processing, vocab_size)
+    temperature = mx.array([[each.temperature] for each in processing], mx.float32)
+
+    def apply(raw: mx.array, edited: mx.array) -> mx.array:
+        logits = rows.take(edited)
+        scaled = (logits - logits.max(-1, keepdims=True)) / temperature
+        if filters is not None:
+            scaled = mx.where(filters.apply(exp(scaled)) > 0, scaled, -mx.inf)
+        return rows.put(scaled, raw)
+
+    return apply
+
+
+def _processing(params: SamplingParams) -> SamplingParams:
+    """The temperature and filters that logprobs are computed with. As in vLLM, temperature 0 counts as 1 here."""
+    return params if params.temperature >= COLDEST else replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
 
 # ---- of prompt tokens --------------------------------------------------------------------------

@@ -20,7 +20,6 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache
 
-from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.batch.spans import Span, new_places
 from mlx_parallm.kv.arena import lines_of
 from mlx_parallm.kv.blocks import BLOCK_TOKENS, blocks_for
@@ -33,35 +32,15 @@ from mlx_parallm.model.layer_state import LayerSpec, OpaqueSpec, arrays_of
 from mlx_parallm.model.mixers import Part, PassMask
 
 
-class PassParts:
-    """The parts of one forward pass.
-
-    Args:
-        spans: `in_order`.
-        bank: the adapter bank that the mixers' linears read.
-    """
-
-    def __init__(
-        self, pool: LoRABatchedKVCache, spans: Sequence[Span[KVRow]], bank: AdapterBank, plan: CachePlan
-    ) -> None:
-        self._bank = bank
-        self._parts = list(_cut(pool, spans, plan))
-        if pool.states is not None:
-            _read_states(pool.states, self._parts)
-        if plan.in_parts & pool.layout.attention.keys():
-            for group in pool.groups:
-                group.arena.write_pending()
-
-    def __iter__(self) -> Iterator[Part]:
-        """See `PassCache.parts`."""
-        for part in self._parts:
-            with self._bank.using_part(part.start, part.stop):
-                yield part
-
-    def finish(self) -> None:
-        """Keeps the states after the pass. Call it when the pass is built."""
-        for part in self._parts:
-            part.finish()
+def parts_of(pool: LoRABatchedKVCache, spans: Sequence[Span[KVRow]], plan: CachePlan) -> list[RowsOfPool]:
+    """The parts of one forward pass. Call `finish` of each when the pass is built. `spans`: `in_order`."""
+    parts = list(_cut(pool, spans, plan))
+    if pool.states is not None:
+        _read_states(pool.states, parts)
+    if plan.in_parts & pool.layout.attention.keys():
+        for group in pool.groups:
+            group.arena.write_pending()
+    return parts
 
 
 class RowsOfPool(Part):
@@ -113,8 +92,7 @@ class RowsOfPool(Part):
         if isinstance(spec, OpaqueSpec):
             return deepcopy(before[0] if before else spec.empty)
         states = ArraysCache(len(spec.shapes))
-        for index, array in enumerate(before):
-            states[index] = array
+        states.cache = [*before] or states.cache
         return states
 
     def finish(self) -> None:

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_parallm.batch.drawing import Filters, RowSubset, draw, exp, streams, uniforms
-from mlx_parallm.batch.logprobs import COLDEST, Reported, ReportedLogprobs, floats
+from mlx_parallm.batch.logprobs import COLDEST, Report, Reported, floats, plan_report
 from mlx_parallm.core import GrammarState, SamplingParams, TokenLogprob
 
 
@@ -117,7 +117,7 @@ class SamplingPlan:
     penalties: Penalties | None
     drawn: DrawnRows | None
     sampling_logprobs: bool
-    logprobs: ReportedLogprobs | None
+    logprobs: Report | None
     needs_previous_tokens: bool
 
 
@@ -179,7 +179,7 @@ def plan_sampling(rows: Sequence[RowSampling], vocab_size: int) -> SamplingPlan:
         penalties=penalties,
         drawn=_plan_drawn(rows, vocab_size),
         sampling_logprobs=any(row.sampling_logprobs for row in rows),
-        logprobs=ReportedLogprobs.of([row.params for row in rows], vocab_size),
+        logprobs=plan_report([row.params for row in rows], vocab_size),
         needs_previous_tokens=any(row.needs_previous_tokens for row in rows),
     )
 
@@ -205,7 +205,7 @@ def sample(logits: mx.array, plan: SamplingPlan, positions: Sequence[int]) -> Sa
     tokens, sampling_logprobs = _choose(edited, plan, at)
     if plan.penalties is not None:
         plan.penalties.count(tokens)
-    reported = None if plan.logprobs is None else plan.logprobs.of_tokens(raw, edited, tokens)
+    reported = None if plan.logprobs is None else plan.logprobs(raw, edited, tokens)
     return Sampled(tokens, sampling_logprobs, reported)
 
 
@@ -273,31 +273,23 @@ Stage = Callable[[mx.array, NDArray[np.int64]], mx.array]
 """Changes the logits of a batch: fp32 [R, V], and the tokens that each row has generated so far, [R] → fp32 [R, V]."""
 
 
-class _CountTable:
-    """`generated` fp32 [P, V]: how often each of P rows has drawn each token, including tokens not read back yet."""
-
-    __slots__ = ("generated",)
-
-    def __init__(self, generated: mx.array) -> None:
-        self.generated = generated
-
-
 class TokenCounts:
     """How often a row with penalties has seen each token. The row keeps it from batch to batch.
 
     The counts live on the device, so a token is counted before its id reaches the host. They start as host data; when
     a plan first includes the row, they become one row of the plan's table, which later plans copy.
+
+    generated: fp32 [V]: how often each token was drawn, including the pass launched last
     """
 
-    __slots__ = ("_generated", "_place", "_prompt", "_table", "vocab_size")
+    generated: Callable[[], mx.array]
 
     def __init__(self, prompt: Sequence[int], generated: Sequence[int], vocab_size: int) -> None:
         """Token ids must be < vocab_size. `generated` is not empty when a preempted row starts again."""
         self.vocab_size = vocab_size
         self._prompt = np.unique(np.asarray(prompt, np.int64))
-        self._generated = np.asarray(generated, np.int64)
-        self._table: _CountTable | None = None
-        self._place = 0
+        known = np.asarray(generated, np.int64)
+        self.generated = lambda: mx.array(np.bincount(known, minlength=vocab_size).astype(np.float32))
 
     def prompt(self) -> mx.array:
         """bool [V]: tokens of the prompt."""
@@ -305,22 +297,11 @@ class TokenCounts:
         seen[self._prompt] = True
         return mx.array(seen)
 
-    def generated(self) -> mx.array:
-        """fp32 [V]: how often each token was drawn, including the pass launched last."""
-        if self._table is not None:
-            return self._table.generated[self._place]
-        return mx.array(np.bincount(self._generated, minlength=self.vocab_size).astype(np.float32))
-
     def after(self, tokens: Sequence[int]) -> TokenCounts:
         """The counts of the row if it had drawn these tokens too."""
-        following = TokenCounts((), (), self.vocab_size)
-        following._prompt = self._prompt
-        following._table = _CountTable((self.generated().at[mx.array(list(tokens))].add(1.0))[None])
+        following, counts = copy(self), self.generated().at[mx.array(list(tokens))].add(1.0)
+        following.generated = lambda: counts
         return following
-
-    def move(self, table: _CountTable, place: int) -> None:
-        """From now on the counts are row `place` of `table`, which already includes the counts so far."""
-        self._table, self._place = table, place
 
 
 def has_penalties(params: SamplingParams) -> bool:
@@ -337,8 +318,6 @@ class Penalties:
         batch: the number of rows in the batch.
     """
 
-    __slots__ = ("_frequency", "_places", "_presence", "_prompt", "_repetition", "_rows", "_table")
-
     def __init__(self, params: Sequence[SamplingParams], counts: Sequence[TokenCounts], rows: list[int], batch: int):
         self._rows = RowSubset.of(rows, batch)
         self._places = mx.arange(len(counts))
@@ -346,9 +325,9 @@ class Penalties:
         self._frequency = _column([p.frequency_penalty for p in params], neutral=0.0)
         self._repetition = _column([p.repetition_penalty for p in params], neutral=1.0)
         self._prompt = None if self._repetition is None else mx.stack([each.prompt() for each in counts])
-        self._table = _CountTable(mx.stack([each.generated() for each in counts]))
+        self._generated = mx.stack([each.generated() for each in counts])
         for place, each in enumerate(counts):
-            each.move(self._table, place)
+            each.generated = partial(self._generated_by, place)
 
     def apply(self, logits: mx.array, _positions: NDArray[np.int64]) -> mx.array:
         """See `Stage`; with vLLM's arithmetic in vLLM's order.
@@ -356,14 +335,13 @@ class Penalties:
         The repetition penalty divides positive and multiplies negative logits of tokens in the prompt or the output.
         Frequency is subtracted once for each occurrence in the output, presence once for each token in the output.
         """
-        generated = self._table.generated
-        occurs = generated > 0
+        occurs = self._generated > 0
         x = self._rows.take(logits)
         if self._repetition is not None and self._prompt is not None:
             repeated = mx.maximum(x, 0.0) / self._repetition + mx.minimum(x, 0.0) * self._repetition
             x = mx.where(self._prompt | occurs, repeated, x)
         if self._frequency is not None:
-            x = x - self._frequency * generated
+            x = x - self._frequency * self._generated
         if self._presence is not None:
             x = x - self._presence * occurs
         return self._rows.put(x, logits)
@@ -371,7 +349,10 @@ class Penalties:
     def count(self, tokens: mx.array) -> None:
         """Counts the batch's drawn tokens, uint32 [R], each in its own row, with one scatter."""
         drawn = self._rows.take(tokens)
-        self._table.generated = self._table.generated.at[self._places, drawn].add(1.0)
+        self._generated = self._generated.at[self._places, drawn].add(1.0)
+
+    def _generated_by(self, place: int) -> mx.array:
+        return self._generated[place]
 
 
 def _column(values: list[float], neutral: float) -> mx.array | None:
