@@ -16,7 +16,7 @@ from itertools import groupby, pairwise
 import mlx.core as mx
 
 from mlx_parallm.batch.block_attention import BlockAttention, calls, folds_work, pairs_work
-from mlx_parallm.batch.drawing import exp
+from mlx_parallm.batch.distributions import exp
 from mlx_parallm.batch.spans import Kind, RowBlocks, kind_of
 from mlx_parallm.kv.arena import Arena
 from mlx_parallm.kv.blocks import BLOCK_TOKENS

@@ -29,7 +29,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_parallm.batch.drawing import exp
+from mlx_parallm.batch.distributions import exp
 from mlx_parallm.batch.spans import Indices, RowBlocks
 from mlx_parallm.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.model.device import on_cpu

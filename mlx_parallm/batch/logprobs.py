@@ -1,6 +1,6 @@
-"""Logprobs of drawn tokens and of prompt tokens: lazy arrays, and what the host reads of them.
+"""Logprobs of sampled tokens and of prompt tokens: lazy arrays, and what the host reads of them.
 
-A batch reports the logprobs of the raw model, or of the distribution that draws the tokens.
+A batch reports the logprobs of the raw model, or of the distribution that the tokens are sampled from.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import cast
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.batch.drawing import Filters, RowSubset, exp, in_blocks, row_sum
+from mlx_parallm.batch.distributions import Filters, RowSubset, exp, in_blocks, row_sum
 from mlx_parallm.core import TOP_LOGPROBS, ManyCandidates, SamplingParams, TokenLogprob
 
 Candidates = Sequence[tuple[int, float]]
@@ -75,7 +75,7 @@ def _top_ids(logits: mx.array, k: int) -> mx.array:
     return mx.take_along_axis(ids, mx.argpartition(inside, -k, -1)[:, -k:], -1)
 
 
-# ---- of drawn tokens ---------------------------------------------------------------------------
+# ---- of sampled tokens ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Reported:
     """Lazy logprobs of a batch of R rows.
 
     Attributes:
-        logprobs: fp32 [R], of the drawn tokens. NaN in rows without logprobs.
+        logprobs: fp32 [R], of the sampled tokens. NaN in rows without logprobs.
         top_ids, top_logprobs: int32 and fp32 [R, K], the best tokens of each row, best first. 0 and NaN in rows without
             logprobs. None if no row reports some.
         many: the same, [1, K], of rows that report more than `TOP_LOGPROBS`, by the number of the row.
@@ -113,8 +113,8 @@ class Reported:
 
 
 Report = Callable[[mx.array, mx.array, mx.array], Reported]
-"""Makes the logprobs of drawn tokens, and the best tokens where rows report some: of the model's own logits, fp32
-[R, V], those that penalties, bias and bans have changed, fp32 [R, V], and the drawn tokens, [R]."""
+"""Makes the logprobs of sampled tokens, and the best tokens where rows report some: of the model's own logits, fp32
+[R, V], those that penalties, bias and bans have changed, fp32 [R, V], and the sampled tokens, [R]."""
 
 
 def plan_report(params: Sequence[SamplingParams], vocab_size: int) -> Report | None:
@@ -128,8 +128,8 @@ def plan_report(params: Sequence[SamplingParams], vocab_size: int) -> Report | N
     def report(raw: mx.array, edited: mx.array, tokens: mx.array) -> Reported:
         logits = rows.take(raw if processed is None else processed(raw, edited))
         normaliser = log_normaliser(logits)
-        drawn = token_logprobs(logits, rows.take(tokens), normaliser)
-        found = rows.put(drawn, mx.full((count,), float("nan"), mx.float32))
+        sampled = token_logprobs(logits, rows.take(tokens), normaliser)
+        found = rows.put(sampled, mx.full((count,), float("nan"), mx.float32))
         many = {i: top_logprobs(logits[at : at + 1], normaliser[at : at + 1], top) for at, i, top in more}
         if not any_top:
             return Reported(found, many=many)
@@ -144,7 +144,7 @@ def plan_report(params: Sequence[SamplingParams], vocab_size: int) -> Report | N
 def _plan_processed(
     params: Sequence[SamplingParams], vocab_size: int
 ) -> Callable[[mx.array, mx.array], mx.array] | None:
-    """How the logits of the rows are made whose logprobs are of the distribution that draws their tokens, of the
+    """How the logits of the rows are made whose logprobs are of the distribution that they sample from, of the
     model's own and the edited ones: -inf for tokens that the filters drop. None if there are no such rows."""
     chosen = [i for i, each in enumerate(params) if each.processed_logprobs and each.top_logprobs is not None]
     if not chosen:

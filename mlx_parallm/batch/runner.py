@@ -2,7 +2,7 @@
 
     begin   builds the forward pass, and the logits and pooled hidden states that are asked for
     wait    until the pass before it has ended
-    draw    launches the pass, then samples the next token of some rows
+    sample  launches the pass, then samples the next token of some rows
     read    copies the tokens and scores of a pass to the host
 
 MLX is lazy: logits that nobody asks for are not computed, and a pass can be built before the tokens of the pass before
@@ -27,7 +27,7 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.batch.block_attention import pairs_work
 from mlx_parallm.batch.forward import Forward, KeptGroups
 from mlx_parallm.batch.logprobs import PromptScores
-from mlx_parallm.batch.sampling import Draw, RowSampling, Sampled, SamplingPlan, plan_sampling, sample
+from mlx_parallm.batch.sampling import RowSampling, Sampled, SampledToken, SamplingPlan, plan_sampling, sample
 from mlx_parallm.batch.spans import Span, in_order
 from mlx_parallm.core import Pooling
 from mlx_parallm.kv.cache import KVRow, LoRABatchedKVCache
@@ -66,8 +66,8 @@ class PooledParts:
 class Pending:
     """A forward pass, before its tokens are sampled.
 
-    rows: the rows that draw a token, in the order of `logits`; a row with a draft once for each token that it draws
-    positions: tokens that each of them has drawn before
+    rows: the rows that sample a token, in the order of `logits`; a row with a draft once for each token that it samples
+    positions: tokens that each of them has sampled before
     logits: lazy, [n, vocab]
     scores: of the prompt tokens in the pass, with their row and the number of tokens before them
     pooled: of the rows whose hidden states are pooled
@@ -82,13 +82,13 @@ class Pending:
 
     @property
     def needs_previous_tokens(self) -> bool:
-        """Whether the tokens of the pass before must be read before `draw`, for example because a row has a grammar."""
+        """Whether the tokens of the pass before must be read before `sample`, for example for a grammar."""
         return self.plan is not None and self.plan.needs_previous_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A launched forward pass: the rows that draw a token, in order, with their draws, and scores and pooled hidden
+    """A launched forward pass: the rows that sample a token, in order, with these tokens, and scores and pooled hidden
     states. It holds no array of the KV pool, because the next pass would copy that array."""
 
     rows: tuple[Sequence, ...]
@@ -141,17 +141,17 @@ class BatchRunner:
 
     # -- one pass --------------------------------------------------------------------------------
 
-    def begin(self, spans: Seq[Span[Sequence]], draws: Seq[Sequence], previous: Launched | None) -> Pending:
+    def begin(self, spans: Seq[Span[Sequence]], sampling: Seq[Sequence], previous: Launched | None) -> Pending:
         """Builds a forward pass.
 
         Args:
             spans: the tokens to compute; each row has room for them.
-            draws: the rows that draw a token after their span, or have their hidden states pooled by then.
+            sampling: the rows that sample a token after their span, or have their hidden states pooled by then.
             previous: the pass before, if it is not read. It has the token of every row that has one unread token.
         """
         spans = in_order(spans)
-        drawing = {id(row) for row in draws if row.pooling is None}
-        counts = [1 + span.row.drafted if id(span.row) in drawing else 0 for span in spans]
+        sampled = {id(row) for row in sampling if row.pooling is None}
+        counts = [1 + span.row.drafted if id(span.row) in sampled else 0 for span in spans]
         targets = [_targets(span) if span.row.scored else [] for span in spans]
         outputs = self.run_trunk(_inputs(spans, previous), spans)
         needed = [len(scored) + count for scored, count in zip(targets, counts, strict=True)]
@@ -167,10 +167,10 @@ class BatchRunner:
         mx.synchronize()
 
     def launch(self, pending: Pending) -> None:
-        """Launches a pass whose tokens cannot be sampled yet, because it `needs_previous_tokens`. `draw` follows."""
+        """Launches a pass whose tokens cannot be sampled yet, because it `needs_previous_tokens`. `sample` follows."""
         mx.async_eval(pending.logits)  # type: ignore[no-untyped-call]
 
-    def draw(self, pending: Pending) -> Launched:
+    def sample(self, pending: Pending) -> Launched:
         """Launches the sampling of a pass' tokens, and the pass if it is not launched yet. Returns without waiting.
 
         If the pass `needs_previous_tokens`, they must have been read back.
@@ -184,14 +184,14 @@ class BatchRunner:
         mx.async_eval(arrays, self.cache.state_arrays())  # type: ignore[no-untyped-call]
         return Launched(pending.rows, sampled, pending.scores, pending.pooled)
 
-    def read(self, launched: Launched) -> list[Draw]:
+    def read(self, launched: Launched) -> list[SampledToken]:
         """The sampled tokens of a pass, one for each of its rows, in order. Waits for the pass if it has not ended."""
         if launched.sampled is None:
             return []
         return launched.sampled.read([row.sampling for row in launched.rows])
 
     def compute(self, spans: Seq[Span[KVRow]], tokens: Seq[int]) -> mx.array:
-        """Builds a pass that draws nothing, and returns lazy logits [N, vocab] after each token.
+        """Builds a pass that samples nothing, and returns lazy logits [N, vocab] after each token.
 
         Args:
             spans: in the order of `in_order`.
@@ -203,7 +203,7 @@ class BatchRunner:
         return logits
 
     def last_logits(self, spans: Seq[Span[KVRow]], tokens: mx.array) -> mx.array:
-        """Builds a pass that draws nothing, and returns lazy logits [n, vocab] after the last token of each span.
+        """Builds a pass that samples nothing, and returns lazy logits [n, vocab] after the last token of each span.
 
         Args:
             spans: in the order of `in_order`.
@@ -223,29 +223,27 @@ class BatchRunner:
         logits: mx.array | None,
         pooled: PooledParts | None,
     ) -> Pending:
-        """Splits the logits into those of prompt tokens, which come first in each row, and those that tokens are drawn
-        from. `counts`: the tokens that each row draws. `targets`: its prompt tokens that are scored."""
+        """Splits the logits into those of prompt tokens, which come first in each row, and those to sample from.
+        `counts`: the tokens that each row samples. `targets`: its prompt tokens that are scored."""
         if logits is None:
             return Pending((), (), None, None, (), pooled)
-        rows = [span.row for span, count in zip(spans, counts, strict=True) for _ in range(count)]
-        positions = [
-            span.row.drawn + place for span, count in zip(spans, counts, strict=True) for place in range(count)
-        ]
-        drawing = (span.row for span, count in zip(spans, counts, strict=True) if count)
-        options = [each for row in drawing for each in (row.sampling, *row.draft_sampling)]
+        sampling = [(span.row, count) for span, count in zip(spans, counts, strict=True) if count]
+        rows = tuple(row for row, count in sampling for _ in range(count))
+        positions = tuple(row.drawn + number for row, count in sampling for number in range(count))
         scores: list[tuple[Sequence, int, PromptScores]] = []
         if any(targets):
-            drawn: list[int] = []  # the logits that tokens are drawn from
+            sampled: list[int] = []  # the logits to sample from
             start = 0
             for span, count, scored in zip(spans, counts, targets, strict=True):
                 if scored:
                     part = PromptScores(logits[start : start + len(scored)], scored, span.row.prompt_candidates)
                     scores.append((span.row, _first_target(span), part))
                 start += len(scored) + count
-                drawn += range(start - count, start)
-            logits = logits[mx.array(drawn)] if drawn else None
+                sampled += range(start - count, start)
+            logits = logits[mx.array(sampled)] if sampled else None
+        options = [each for row, _ in sampling for each in (row.sampling, *row.draft_sampling)]
         plan = self._sampling_plan(options) if rows else None
-        return Pending(tuple(rows), tuple(positions), logits, plan, tuple(scores), pooled)
+        return Pending(rows, positions, logits, plan, tuple(scores), pooled)
 
     def _logits(self, outputs: mx.array, spans: Seq[Span[KVRow]], needed: Seq[int]) -> mx.array | None:
         """Logits after the last tokens of each span, as many as are `needed`. None if there are none."""
@@ -296,24 +294,24 @@ def _first_target(span: Span[Sequence]) -> int:
 
 
 def _inputs(spans: Seq[Span[Sequence]], previous: Launched | None) -> mx.array:
-    """The pass's input tokens [N]: those that the host knows, and those that `previous` draws."""
+    """The pass's input tokens [N]: those that the host knows, and those that `previous` samples."""
     unread = tuple(span.row for span in spans if span.stop > len(span.row.tokens) + span.row.drafted)
     if not unread:
         return mx.array([token for span in spans for token in _known(span)], mx.uint32)
     assert previous is not None
-    assert previous.sampled is not None, "a token is unread, and no pass in flight draws it"
+    assert previous.sampled is not None, "a token is unread, and no pass in flight samples it"
     tokens = previous.sampled.tokens
     if unread == previous.rows and len(unread) == sum(span.tokens for span in spans):
         return tokens
-    drawn_at = {id(row): place for place, row in enumerate(previous.rows)}
+    sampled_at = {id(row): place for place, row in enumerate(previous.rows)}
     ids: list[int] = []
-    source: list[int] = []  # of each input, among the drawn tokens and, after them, the known ones
+    source: list[int] = []  # of each input, among the sampled tokens and, after them, the known ones
     for span in spans:
         known = _known(span)
         source += range(len(tokens) + len(ids), len(tokens) + len(ids) + len(known))
         ids += known
         if len(known) < span.tokens:
-            source.append(drawn_at[id(span.row)])
+            source.append(sampled_at[id(span.row)])
     return mx.concatenate([tokens, mx.array(ids, mx.uint32)])[mx.array(source)]
 
 

@@ -1,15 +1,15 @@
-"""Draws one token for every row of a batch in one vectorised pass, with each row's own options.
+"""Samples one token for every row of a batch in one vectorised pass, with each row's own options.
 
     raw logits ─ stages: penalties ─ logit_bias, min_tokens ─ allowed tokens ─ grammar ─ bad words ─┐
                ┌────────────────────────────────────────────────────────────────────────────────────┘
                ├─ argmax ──────────────────────────────┬─ tokens
                └─ temperature ─ filters ─ inverse CDF ─┘
-    raw logits, or the processed ones that a row draws from ─ logprobs, top logprobs
+    raw logits, or the processed ones that a row samples from ─ logprobs, top logprobs
 
 `plan_sampling` reads the options once per batch composition, and leaves out the stages that no row uses. `sample` only
 builds a lazy graph: it evaluates nothing and reads nothing back, so the next forward pass can be launched before the
 tokens of this one are known. The exceptions are rows with a grammar or with bad words of several tokens: what they may
-draw depends on the token before.
+sample depends on the token before.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_parallm.batch.drawing import Filters, RowSubset, draw, exp, streams, uniforms
+from mlx_parallm.batch.distributions import Filters, RowSubset, exp, inverse_cdf, streams, uniforms
 from mlx_parallm.batch.logprobs import COLDEST, Report, Reported, floats, plan_report
 from mlx_parallm.core import GrammarState, SamplingParams, TokenLogprob
 
@@ -37,9 +37,9 @@ class RowSampling:
 
     Attributes:
         params: with the row's own seed.
-        end_ids: tokens that cannot be drawn while the row has generated fewer than `min_tokens`.
-        sampling_logprobs: return the logprobs of the distribution that draws the tokens.
-        counts: exists if `has_penalties(params)`. `sample` adds the tokens that it draws.
+        end_ids: tokens that cannot be sampled while the row has generated fewer than `min_tokens`.
+        sampling_logprobs: return the logprobs of the distribution that the tokens are sampled from.
+        counts: exists if `has_penalties(params)`. `sample` adds the tokens that it samples.
         grammar: its state, which accepts each token after the token has been read back.
         bad_words: what it must not write, and its tokens that have been read back.
     """
@@ -54,12 +54,12 @@ class RowSampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the argmax is drawn. top_k = 1 counts as greedy, so the first of several best tokens is drawn."""
+        """Whether the argmax is taken. top_k = 1 counts as greedy, so the first of several best tokens is taken."""
         return self.params.temperature < COLDEST or self.params.top_k == 1
 
     @property
     def needs_previous_tokens(self) -> bool:
-        """Whether a token can be drawn only after the one before has been read back."""
+        """Whether a token can be sampled only after the one before has been read back."""
         return self.grammar is not None or (self.bad_words is not None and self.bad_words.needs_previous_tokens)
 
     def without_grammar(self) -> RowSampling:
@@ -87,7 +87,7 @@ class RowSampling:
 
 
 @dataclass(frozen=True, slots=True)
-class DrawnRows:
+class RandomRows:
     """The D rows of a batch that are not greedy.
 
     `numbers`: their numbers in the batch, [D]. `starts`: the starts of their random streams, [D]. `temperature`: fp32
@@ -106,23 +106,23 @@ class SamplingPlan:
     """What one batch composition needs. Valid until a row joins or leaves.
 
     stages: that change the logits, in order
-    penalties: that of them which counts the drawn tokens
-    drawn: None if all rows are greedy
+    penalties: that of them which counts the sampled tokens
+    random: None if all rows are greedy
     logprobs: None if no row reports any
-    needs_previous_tokens: whether tokens can be drawn only after those of the pass before have been read back
+    needs_previous_tokens: whether tokens can be sampled only after those of the pass before have been read back
     """
 
     rows: int
     stages: tuple[Stage, ...]
     penalties: Penalties | None
-    drawn: DrawnRows | None
+    random: RandomRows | None
     sampling_logprobs: bool
     logprobs: Report | None
     needs_previous_tokens: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class SampledToken:
     """One row's token, read back. `logprob` and `sampling_logprob` are None unless the row requested them."""
 
     token: int
@@ -132,14 +132,14 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The draws of one forward pass: lazy arrays with R rows in the plan's order.
+    """The sampled tokens of one forward pass: lazy arrays with R rows in the plan's order.
 
     Attributes:
         tokens: uint32 [R].
-        sampling_logprobs: fp32 [R], of the drawn token under the distribution that drew it (after penalties, bias,
-            temperature and filters). 0 in greedy rows, which draw their token with certainty.
-        reported: logprobs under the raw model, or in processed rows under the distribution that drew the token. A row
-            uses the first `params.top_logprobs` of the best tokens.
+        sampling_logprobs: fp32 [R], of the token under the distribution that it was sampled from (after penalties,
+            bias, temperature and filters). 0 in greedy rows, which sample their token with certainty.
+        reported: logprobs under the raw model, or in processed rows under the distribution that the token was sampled
+            from. A row uses the first `params.top_logprobs` of the best tokens.
     """
 
     tokens: mx.array
@@ -151,14 +151,14 @@ class Sampled:
         sampling = [] if self.sampling_logprobs is None else [self.sampling_logprobs]
         return [self.tokens, *sampling, *(self.reported.arrays() if self.reported else ())]
 
-    def read(self, rows: Sequence[RowSampling]) -> list[Draw]:
+    def read(self, rows: Sequence[RowSampling]) -> list[SampledToken]:
         """Waits for the arrays. `rows`: the options of the pass's rows, in order."""
         tokens = cast(list[int], self.tokens.tolist())
         params = [row.params for row in rows]
         logprobs = [None] * len(rows) if self.reported is None else self.reported.read(tokens, params)
         own = [None] * len(rows) if self.sampling_logprobs is None else floats(self.sampling_logprobs)
         return [
-            Draw(token, logprob, value if row.sampling_logprobs else None)
+            SampledToken(token, logprob, value if row.sampling_logprobs else None)
             for row, token, logprob, value in zip(rows, tokens, logprobs, own, strict=True)
         ]
 
@@ -177,7 +177,7 @@ def plan_sampling(rows: Sequence[RowSampling], vocab_size: int) -> SamplingPlan:
         rows=len(rows),
         stages=tuple(stage for stage in stages if stage is not None),
         penalties=penalties,
-        drawn=_plan_drawn(rows, vocab_size),
+        random=_plan_random(rows, vocab_size),
         sampling_logprobs=any(row.sampling_logprobs for row in rows),
         logprobs=plan_report([row.params for row in rows], vocab_size),
         needs_previous_tokens=any(row.needs_previous_tokens for row in rows),
@@ -185,7 +185,7 @@ def plan_sampling(rows: Sequence[RowSampling], vocab_size: int) -> SamplingPlan:
 
 
 def sample(logits: mx.array, plan: SamplingPlan, positions: Sequence[int]) -> Sampled:
-    """Draws the next token of every row.
+    """Samples the next token of every row.
 
     Args:
         logits: the model's own, [R, V], any float dtype.
@@ -218,12 +218,12 @@ def _plan_penalties(rows: Sequence[RowSampling]) -> Penalties | None:
     return Penalties([rows[i].params for i in chosen], known, chosen, len(rows)) if chosen else None
 
 
-def _plan_drawn(rows: Sequence[RowSampling], vocab_size: int) -> DrawnRows | None:
+def _plan_random(rows: Sequence[RowSampling], vocab_size: int) -> RandomRows | None:
     numbers = [i for i, row in enumerate(rows) if not row.is_greedy]
     if not numbers:
         return None
     params = [rows[i].params for i in numbers]
-    return DrawnRows(
+    return RandomRows(
         rows=RowSubset.of(numbers, len(rows)),
         numbers=np.array(numbers, np.int64),
         starts=streams([each.seed for each in params]),
@@ -233,31 +233,31 @@ def _plan_drawn(rows: Sequence[RowSampling], vocab_size: int) -> DrawnRows | Non
 
 
 def _choose(logits: mx.array, plan: SamplingPlan, positions: NDArray[np.int64]) -> tuple[mx.array, mx.array | None]:
-    """Tokens [R], and their sampling logprobs [R] if requested. In drawn rows, the argmax gives the maximum."""
+    """Tokens [R], and their sampling logprobs [R] if requested. In random rows, the argmax gives the maximum."""
     best = logits.argmax(-1, keepdims=True)
     tokens = best.squeeze(-1)
     logprobs = mx.zeros(tokens.shape, mx.float32) if plan.sampling_logprobs else None
-    if plan.drawn is None:
+    if plan.random is None:
         return tokens, logprobs
-    rows = plan.drawn.rows
+    rows = plan.random.rows
     peak = mx.take_along_axis(logits, best, -1)
-    drawn, drawn_logprobs = _draw(rows.take(logits), rows.take(peak), plan.drawn, positions)
+    sampled, sampled_logprobs = _sample_random(rows.take(logits), rows.take(peak), plan.random, positions)
     if logprobs is not None:
-        logprobs = rows.put(drawn_logprobs, logprobs)
-    return rows.put(drawn, tokens), logprobs
+        logprobs = rows.put(sampled_logprobs, logprobs)
+    return rows.put(sampled, tokens), logprobs
 
 
-def _draw(
-    logits: mx.array, peak: mx.array, drawn: DrawnRows, positions: NDArray[np.int64]
+def _sample_random(
+    logits: mx.array, peak: mx.array, random: RandomRows, positions: NDArray[np.int64]
 ) -> tuple[mx.array, mx.array]:
-    """Logits [D, V] and their row maxima [D, 1] → tokens [D], and logprobs [D] under the distribution drawn from."""
-    weights = _weights(logits, peak, drawn.temperature)
-    if drawn.filters is not None:
-        weights = drawn.filters.apply(weights)
-    u = mx.array(uniforms(drawn.starts, positions[drawn.numbers]))
-    tokens, total = draw(weights, u[:, None])
+    """Logits [D, V] and their row maxima [D, 1] → tokens [D], and logprobs [D] under the distribution sampled from."""
+    weights = _weights(logits, peak, random.temperature)
+    if random.filters is not None:
+        weights = random.filters.apply(weights)
+    u = mx.array(uniforms(random.starts, positions[random.numbers]))
+    tokens, total = inverse_cdf(weights, u[:, None])
     chosen = mx.take_along_axis(logits, tokens[:, None], -1)
-    return tokens, ((chosen - peak) / drawn.temperature).squeeze(-1) - mx.log(total)
+    return tokens, ((chosen - peak) / random.temperature).squeeze(-1) - mx.log(total)
 
 
 @partial(mx.compile, shapeless=True)
@@ -279,7 +279,7 @@ class TokenCounts:
     The counts live on the device, so a token is counted before its id reaches the host. They start as host data; when
     a plan first includes the row, they become one row of the plan's table, which later plans copy.
 
-    generated: fp32 [V]: how often each token was drawn, including the pass launched last
+    generated: fp32 [V]: how often each token was sampled, including the pass launched last
     """
 
     generated: Callable[[], mx.array]
@@ -298,7 +298,7 @@ class TokenCounts:
         return mx.array(seen)
 
     def after(self, tokens: Sequence[int]) -> TokenCounts:
-        """The counts of the row if it had drawn these tokens too."""
+        """The counts of the row if it had sampled these tokens too."""
         following, counts = copy(self), self.generated().at[mx.array(list(tokens))].add(1.0)
         following.generated = lambda: counts
         return following
@@ -347,9 +347,9 @@ class Penalties:
         return self._rows.put(x, logits)
 
     def count(self, tokens: mx.array) -> None:
-        """Counts the batch's drawn tokens, uint32 [R], each in its own row, with one scatter."""
-        drawn = self._rows.take(tokens)
-        self._generated = self._generated.at[self._places, drawn].add(1.0)
+        """Counts the batch's sampled tokens, uint32 [R], each in its own row, with one scatter."""
+        sampled = self._rows.take(tokens)
+        self._generated = self._generated.at[self._places, sampled].add(1.0)
 
     def _generated_by(self, place: int) -> mx.array:
         return self._generated[place]
@@ -394,7 +394,7 @@ def _biased(logits: mx.array, masks: NDArray[np.uint8]) -> mx.array:
 
 
 def _allowed_tokens(rows: Sequence[RowSampling], vocab_size: int) -> Stage | None:
-    """The stage for rows that may draw only some tokens, the same ones at each position; see
+    """The stage for rows that may sample only some tokens, the same ones at each position; see
     `SamplingParams.allowed_tokens`."""
     masks = {i: row.params.allowed_tokens for i, row in enumerate(rows) if row.params.allowed_tokens}
     if not masks:
@@ -441,7 +441,7 @@ class BadWords:
         self.needs_previous_tokens = bool(self._by_end)
 
     def after(self, tokens: Sequence[int]) -> BadWords:
-        """The bad words of the row if it had drawn these tokens too."""
+        """The bad words of the row if it had sampled these tokens too."""
         following = copy(self)
         longest = max((len(word) for words in self._by_end.values() for word in words), default=0)
         first = max(self._prompt_length, len(self._tokens) - longest)
@@ -463,8 +463,8 @@ class BadWords:
 
 
 def _bad_words(rows: Sequence[RowSampling]) -> Stage | None:
-    """The stage for rows with bad words: -inf for tokens that would complete one. A row that could draw nothing else
-    may draw them after all."""
+    """The stage for rows with bad words: -inf for tokens that would complete one. A row that could sample nothing else
+    may sample them after all."""
     words = {i: row.bad_words for i, row in enumerate(rows) if row.bad_words is not None}
     subset = RowSubset.of(list(words), len(rows))
 

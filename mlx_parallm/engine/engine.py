@@ -29,7 +29,7 @@ import mlx.core as mx
 
 from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.batch.runner import BatchRunner, Launched, Pending
-from mlx_parallm.batch.sampling import Draw
+from mlx_parallm.batch.sampling import SampledToken
 from mlx_parallm.core import (
     EngineStats,
     GenerationRequest,
@@ -276,7 +276,7 @@ class Engine:
             if pending.needs_previous_tokens:
                 self.runner.launch(pending)
                 self._read()
-            launched = self.runner.draw(pending)
+            launched = self.runner.sample(pending)
         self.counters.steps += bool(unit.draws)
         self.counters.prefilled_tokens += sum(chunk.tokens for chunk in unit.chunks)
         return _InFlight(unit, launched, started)
@@ -300,7 +300,7 @@ class Engine:
         for span in ended.unit.spans:
             self._after(span.row, span.stop)
 
-    def _deliver(self, row: Sequence, draws: Seq[Draw], now: float) -> None:
+    def _deliver(self, row: Sequence, draws: Seq[SampledToken], now: float) -> None:
         """Gives a sequence its tokens, up to the first one that differs from the draft after which the next one was
         drawn.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.batch.runner import Vector
-from mlx_parallm.batch.sampling import BadWords, Draw, RowSampling, TokenCounts, has_penalties
+from mlx_parallm.batch.sampling import BadWords, RowSampling, SampledToken, TokenCounts, has_penalties
 from mlx_parallm.core import (
     AdapterRef,
     Event,
@@ -139,7 +139,7 @@ class Requests:
                 request.started_at = sequence.started_at
                 self._emit(request, RequestStarted(request.arrived_at, request.started_at))
 
-    def accept(self, sequence: Sequence, draw: Draw, now: float) -> None:
+    def accept(self, sequence: Sequence, draw: SampledToken, now: float) -> None:
         """Takes one drawn token: emits its text, and ends the sequence if this is its last token. If the grammar of the
         sequence fails, the request fails."""
         request = sequence.request

@@ -313,7 +313,7 @@ def _seconds(runner: BatchRunner, check: Check, chunks: Seq[int], context: int, 
             row.draft_sampling = [row.sampling] * row.drafted
         spans = [Span(row, context, tokens) for row, tokens in zip(rows, chunks, strict=True)]
         started = time.perf_counter()
-        runner.draw(runner.begin(spans, rows if draws else [], None))
+        runner.sample(runner.begin(spans, rows if draws else [], None))
         runner.wait()
         return time.perf_counter() - started
     finally:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mlx_parallm.batch.drawing import streams, uniforms
+from mlx_parallm.batch.distributions import streams, uniforms
 from mlx_parallm.batch.sampling import RowSampling, TokenCounts, has_penalties, plan_sampling, sample
 from mlx_parallm.core import SamplingParams
 
@@ -240,8 +240,8 @@ def test_bfloat16_logits_are_sampled_in_float32():
 
 def test_a_plain_batch_plans_no_stage():
     plan = plan_sampling([RowSampling(GREEDY)] * 3, 100)
-    assert (plan.stages, plan.drawn, plan.logprobs) == ((), None, None)
-    assert plan_sampling([RowSampling(GREEDY), RowSampling(NEUTRAL)], 100).drawn.filters is None
+    assert (plan.stages, plan.random, plan.logprobs) == ((), None, None)
+    assert plan_sampling([RowSampling(GREEDY), RowSampling(NEUTRAL)], 100).random.filters is None
     assert len(sample(mx.zeros((3, 100)), plan, [0] * 3).arrays()) == 1
 
 

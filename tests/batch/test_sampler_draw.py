@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_parallm.batch.drawing import RowSubset, draw, exp, row_sum, streams, uniforms
+from mlx_parallm.batch.distributions import RowSubset, exp, inverse_cdf, row_sum, streams, uniforms
 from mlx_parallm.batch.sampling import RowSampling, plan_sampling, sample
 from mlx_parallm.core import SamplingParams
 
@@ -30,7 +30,7 @@ def test_draw_is_the_first_token_whose_cumulative_weight_exceeds_the_point(weigh
     """Integer weights: every sum is exact, so the token is too."""
     cumulative = np.cumsum(weights)
     point = np.float32(u) * np.float32(cumulative[-1])
-    token, total = draw(mx.array([weights], mx.float32), mx.array([[u]]))
+    token, total = inverse_cdf(mx.array([weights], mx.float32), mx.array([[u]]))
     assert token.item() == int(np.argmax(cumulative > point))
     assert total.item() == cumulative[-1]
     assert weights[token.item()] > 0
@@ -41,7 +41,7 @@ def test_no_token_of_zero_weight_is_drawn_at_the_ends():
     weights = np.where(rng.random((64, 1000)) < 0.02, np.exp(rng.normal(0, 8, (64, 1000))), 0).astype(np.float32)
     weights[:, 500] = 1e-30
     for u in (0.0, 0.5, LAST):
-        tokens, _ = draw(mx.array(weights), mx.full((64, 1), u))
+        tokens, _ = inverse_cdf(mx.array(weights), mx.full((64, 1), u))
         assert (np.take_along_axis(weights, np.array(tokens)[:, None].astype(int), 1) > 0).all()
 
 
@@ -50,12 +50,12 @@ def test_a_rest_rounded_below_zero_draws_no_token_of_zero_weight():
     ulp = 2.0**-23
     weights = np.zeros((1, 128), np.float32)
     weights[0, 0], weights[0, 65] = 2 - ulp, 2.5 * ulp
-    token, _ = draw(mx.array(weights), mx.array([[1 - 1.5 * ulp]]))
+    token, _ = inverse_cdf(mx.array(weights), mx.array([[1 - 1.5 * ulp]]))
     assert token.item() == 65
 
 
 def test_a_point_past_the_last_sum_still_gives_a_token_that_may_be_drawn():
-    token, _ = draw(mx.array([[0.0, 3.0, 0.0, 1.0, 0.0]]), mx.array([[2.0]]))
+    token, _ = inverse_cdf(mx.array([[0.0, 3.0, 0.0, 1.0, 0.0]]), mx.array([[2.0]]))
     assert token.item() == 1
 
 

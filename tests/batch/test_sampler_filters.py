@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_parallm.batch.drawing import Filters, nucleus_floor
+from mlx_parallm.batch.distributions import Filters, nucleus_floor
 from mlx_parallm.core import SamplingParams
 
 ROW = [0.5, 1.0, 0.25, 0.25, 0.125, 0.0]
@@ -125,7 +125,7 @@ def test_top_k_never_orders_the_whole_vocabulary(cpu, monkeypatch):
 
         return noted
 
-    monkeypatch.setattr("mlx_parallm.batch.drawing.on_cpu", lambda: cpu)
+    monkeypatch.setattr("mlx_parallm.batch.distributions.on_cpu", lambda: cpu)
     for name in ("sort", "argsort", "partition", "argpartition"):
         monkeypatch.setattr(mx, name, noting(getattr(mx, name)))
     vocab = 49152
@@ -145,7 +145,7 @@ def test_top_k_keeps_what_a_full_sort_keeps(cpu, seed, top_k, ties):
     weights = np.round(weights, 2) if ties else weights
     weights /= weights.max()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("mlx_parallm.batch.drawing.on_cpu", lambda: cpu)
+        patched.setattr("mlx_parallm.batch.distributions.on_cpu", lambda: cpu)
         left = np.array(Filters.of([SamplingParams(top_k=top_k)], weights.size).apply(mx.array(weights)[None]))[0]
     floor = np.sort(weights)[-top_k]
     assert np.array_equal(left, np.where(weights >= floor, weights, 0))

@@ -283,7 +283,7 @@ METHODS = [
     "runner.begin",
     "runner.wait",
     "runner.launch",
-    "runner.draw",
+    "runner.sample",
     "runner.read",
     "runner.cache.open",
     "runner.cache.fork",
@@ -347,7 +347,7 @@ def test_a_fault_of_the_recovery_is_one_fault_more(
 ) -> None:
     harness = make()
     break_method(monkeypatch, harness, path, RuntimeError(NO_MEMORY), range(2))
-    for method in ("runner.draw", "adapters.advance", "loop.training.advance"):
+    for method in ("runner.sample", "adapters.advance", "loop.training.advance"):
         break_method(monkeypatch, harness, method, RuntimeError(NO_MEMORY), range(3, 4))
     play(harness)
     assert_others_unharmed(harness, undisturbed, failed(harness))

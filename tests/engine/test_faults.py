@@ -57,7 +57,7 @@ def expected(harness: Harness, index: int, max_tokens: int) -> list[int]:
 @pytest.mark.parametrize(
     ("error", "told"), [(MemoryError, DeviceMemoryError), (RuntimeError, StepFailedError), (TypeError, StepFailedError)]
 )
-@pytest.mark.parametrize("method", ["begin", "wait", "draw", "read"])
+@pytest.mark.parametrize("method", ["begin", "wait", "sample", "read"])
 def test_a_failed_decode_step_costs_its_rows_and_nobody_else(
     method: str, error: type[Exception], told: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,14 +99,14 @@ def test_draws_lost_with_a_failed_step_are_drawn_again_the_same(monkeypatch: pyt
 
 def test_a_unit_that_cannot_be_launched_costs_no_row_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = make_harness()
-    draw = harness.runner.draw
+    sample = harness.runner.sample
 
     def failing(pending):
         if len(pending.rows) == 1:
             raise RuntimeError("injected")
-        return draw(pending)
+        return sample(pending)
 
-    monkeypatch.setattr(harness.runner, "draw", failing)
+    monkeypatch.setattr(harness.runner, "sample", failing)
     harness.submit("ends", PROMPTS[0], 6)
     harness.submit("goes on", PROMPTS[1], 20)
     harness.run()

@@ -113,7 +113,7 @@ def test_a_grammar_that_gives_up_costs_its_own_request() -> None:
     assert_same_tokens(harness.tokens("free"), solo(tiny_model("llama"), PROMPT, 12), TINY)
 
 
-@pytest.mark.parametrize("method", ["begin", "draw", "read"])
+@pytest.mark.parametrize("method", ["begin", "sample", "read"])
 def test_a_failed_step_is_recovered_from(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """Rows that were not in it go on; their grammars have accepted what was read, and nothing twice."""
     harness = make_harness(eos_ids=(END,), max_rows=2)

@@ -225,7 +225,7 @@ def test_any_interleaving_with_a_small_pool_and_faults(
     harness = make_harness(
         truth.model, slots=2, max_rows=5, budget_tokens=rng.choice([512, 768, 1200]), lookahead=rng.random() < 0.5
     )
-    for method in ("begin", "draw", "read"):
+    for method in ("begin", "sample", "read"):
         call = getattr(harness.runner, method)
 
         def failing(*arguments: object, call: Callable[..., object] = call) -> object:

@@ -13,7 +13,7 @@ import pytest
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.batch import forward
-from mlx_parallm.batch.drawing import Filters
+from mlx_parallm.batch.distributions import Filters
 from mlx_parallm.kv.arena import Arena
 from mlx_parallm.rl.objectives.reductions import UpdateTotals
 from mlx_parallm.selftest.check import Check, CheckResult, Outcome

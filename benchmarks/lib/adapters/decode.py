@@ -139,7 +139,7 @@ class _Rig:
         for _ in range(steps):
             pending, previous = begin(self._runner, self._rows, step), step
             self._runner.wait()
-            step = self._runner.draw(pending)
+            step = self._runner.sample(pending)
             if previous is not None:
                 self._runner.read(previous)
         assert step is not None

@@ -72,7 +72,7 @@ class Decoder:
     def draw(self) -> list[mx.array]:
         """Builds the graph of sampling from the last `logits` and launches it. Returns what the host reads back."""
         assert self._pending is not None
-        sampled = self._runner.draw(self._pending).sampled
+        sampled = self._runner.sample(self._pending).sampled
         assert sampled is not None
         return sampled.arrays()
 

@@ -22,7 +22,7 @@ from itertools import accumulate
 import mlx.core as mx
 
 from mlx_parallm.adapters.weights import AdapterLayout
-from mlx_parallm.batch.drawing import BLOCK
+from mlx_parallm.batch.distributions import BLOCK
 from mlx_parallm.core.branches import Branch, Bucket
 from mlx_parallm.rl.learn.context import Span
 from mlx_parallm.rl.learn.head import HEAD_BLOCK

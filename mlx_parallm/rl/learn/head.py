@@ -16,7 +16,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from mlx_parallm.batch.drawing import exp, row_sum
+from mlx_parallm.batch.distributions import exp, row_sum
 from mlx_parallm.rl.learn.context import Span
 
 Scores = tuple[mx.array, mx.array]

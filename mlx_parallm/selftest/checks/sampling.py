@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_parallm.batch.drawing import streams, uniforms
+from mlx_parallm.batch.distributions import streams, uniforms
 from mlx_parallm.core import SamplingParams
 from mlx_parallm.selftest.check import Check, Outcome
 from mlx_parallm.selftest.limits import Limit

@@ -110,7 +110,7 @@ class RankFilter:
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """The filters of D drawn rows. `min_p`: fp32 [D, 1], 0 in rows without min-p."""
+    """The filters of D sampled rows. `min_p`: fp32 [D, 1], 0 in rows without min-p."""
 
     ranks: tuple[RankFilter, ...]
     min_p: mx.array
@@ -237,11 +237,11 @@ def _reached(descending: mx.array, cumulative: mx.array, mass: mx.array) -> mx.a
     return mx.where(cumulative - descending < mass, descending, math.inf)
 
 
-# ---- drawing -----------------------------------------------------------------------------------
+# ---- sampling ----------------------------------------------------------------------------------
 #
 # Uniforms are counter-based: SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
 # 2014) read at an index. The mixed seed is the start of the row's stream, and the token's position is the index. A row
-# that is preempted and computed again continues at the same position, so it draws the same tokens in any batch.
+# that is preempted and computed again continues at the same position, so it samples the same tokens in any batch.
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _BITS = 24
@@ -265,8 +265,8 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
-def draw(weights: mx.array, u: mx.array) -> tuple[mx.array, mx.array]:
-    """Draws one token per row with probability weight / total, and never a token of weight 0.
+def inverse_cdf(weights: mx.array, u: mx.array) -> tuple[mx.array, mx.array]:
+    """Samples one token per row with probability weight / total, and never a token of weight 0.
 
     Inverts the cumulative distribution in two levels, so that only one pass touches all of V:
 
@@ -295,8 +295,8 @@ def _first_above(weights: mx.array, cumulative: mx.array, point: mx.array) -> tu
     sum of the weights before it.
 
     Because of rounding, the rest may be slightly below 0, which selects the first positive weight, or beyond the last
-    cumulative sum, which selects the largest weight. Both are tokens that the row may draw. This happens about once in
-    ten million draws.
+    cumulative sum, which selects the largest weight. Both are tokens that the row may sample. This happens about once
+    in ten million samples.
     """
     ranked, rests = _ranked(weights, cumulative, point)
     index = ranked.argmax(-1, keepdims=True)
