@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from mlx_parallm.batch.block_attention import BlockAttention, calls, folds_work, pairs_work
 from mlx_parallm.batch.distributions import exp
-from mlx_parallm.batch.spans import Kind, RowBlocks, kind_of
+from mlx_parallm.batch.spans import Kind, SeenBlocks, kind_of
 from mlx_parallm.kv.arena import Arena
 from mlx_parallm.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.model.device import on_cpu
@@ -35,7 +35,7 @@ class DenseSpan:
         window: a token sees the last `window` positions, its own included; None for all.
     """
 
-    def __init__(self, row: RowBlocks, window: int | None) -> None:
+    def __init__(self, row: SeenBlocks, window: int | None) -> None:
         self.row = row
         self._window = window
         self._indices: dict[tuple[int, int], mx.array] = {}
@@ -64,18 +64,18 @@ class DenseSpan:
 
     def _dense(self, array: mx.array) -> mx.array:
         """The row's keys or values, [1, kv_heads, S, head_dim]: a view if its blocks are consecutive, else a copy."""
-        kv_heads, places, _, width = array.shape
-        if are_consecutive(self.row.places):
-            blocks = array[:, self.row.places[0] : self.row.places[-1] + 1]
+        kv_heads, total, _, width = array.shape
+        if are_consecutive(self.row.block_ids):
+            blocks = array[:, self.row.block_ids[0] : self.row.block_ids[-1] + 1]
         else:
-            blocks = array.reshape(-1, BLOCK_TOKENS, width)[self._indices_for(kv_heads, places)]
+            blocks = array.reshape(-1, BLOCK_TOKENS, width)[self._indices_for(kv_heads, total)]
         return blocks.reshape(1, kv_heads, -1, width)[:, :, : self.row.stop - self.row.first]
 
-    def _indices_for(self, kv_heads: int, places: int) -> mx.array:
-        """The index of each block in [kv_heads * places], int32 [kv_heads, blocks of the row]."""
-        key = (kv_heads, places)
+    def _indices_for(self, kv_heads: int, total: int) -> mx.array:
+        """The index of each block in [kv_heads * total], int32 [kv_heads, blocks of the row]."""
+        key = (kv_heads, total)
         if key not in self._indices:
-            self._indices[key] = mx.arange(kv_heads)[:, None] * places + mx.array(list(self.row.places))
+            self._indices[key] = mx.arange(kv_heads)[:, None] * total + mx.array(list(self.row.block_ids))
         return self._indices[key]
 
     def _mask(self, dtype: mx.Dtype) -> mx.array | str | None:
@@ -91,11 +91,11 @@ class DenseSpan:
         return self._masks[dtype]
 
 
-def are_consecutive(places: Sequence[int]) -> bool:
-    return places[-1] - places[0] == len(places) - 1 and all(b - a == 1 for a, b in pairwise(places))
+def are_consecutive(block_ids: Sequence[int]) -> bool:
+    return block_ids[-1] - block_ids[0] == len(block_ids) - 1 and all(b - a == 1 for a, b in pairwise(block_ids))
 
 
-def _band(row: RowBlocks, window: int | None) -> mx.array:
+def _band(row: SeenBlocks, window: int | None) -> mx.array:
     """Boolean [T, S]: query q sees key k if q - window < k <= q."""
     queries = mx.arange(row.start, row.stop)[:, None]
     keys = mx.arange(row.first, row.stop)[None]
@@ -168,7 +168,7 @@ class AttentionCalls:
         dense_rows: see `Forward`.
     """
 
-    def __init__(self, rows: Sequence[RowBlocks], window: int | None, dense_rows: float) -> None:
+    def __init__(self, rows: Sequence[SeenBlocks], window: int | None, dense_rows: float) -> None:
         self._calls = list(_calls(rows, window, dense_rows))
 
     def advance(self) -> None:
@@ -206,7 +206,7 @@ def _of_heads(call: Call, keys: mx.array, queries: mx.array, heads: LatentHeads,
         return heads.absorbed(queries[tokens], lambda absorbed: call.attend(keys, keys, absorbed, 1.0, None))
 
 
-def _calls(rows: Sequence[RowBlocks], window: int | None, dense_rows: float) -> Iterator[tuple[slice, Call]]:
+def _calls(rows: Sequence[SeenBlocks], window: int | None, dense_rows: float) -> Iterator[tuple[slice, Call]]:
     """The attention calls, each with its tokens."""
     start = 0
     for kind, group in groupby(rows, key=lambda row: kind_of(row.tokens)):
@@ -218,13 +218,13 @@ def _calls(rows: Sequence[RowBlocks], window: int | None, dense_rows: float) -> 
             start = stop
 
 
-def _is_dense(kind: Kind, rows: Sequence[RowBlocks], dense_rows: float) -> bool:
+def _is_dense(kind: Kind, rows: Sequence[SeenBlocks], dense_rows: float) -> bool:
     """Whether rows of one kind attend one by one, each to dense keys, and not in one call by pairs."""
     if math.isinf(dense_rows) or kind is Kind.LONG:
         return True
     if kind is Kind.SHORT:
         return len(rows) == 1 or not folds_work()
-    return len(rows) <= dense_rows and all(are_consecutive(row.places) for row in rows)
+    return len(rows) <= dense_rows and all(are_consecutive(row.block_ids) for row in rows)
 
 
 # ---- which is faster ----------------------------------------------------------------------------
@@ -280,7 +280,7 @@ def measure_attention(spec: LayerSpec, dtype: mx.Dtype) -> AttentionTimes:
     arena = _filled_arena(spec, dtype)
     dense, by_blocks = {}, {}
     for count in _ROWS:
-        rows = [RowBlocks(range(row * _BLOCKS, (row + 1) * _BLOCKS), 0, _TOKENS - 1) for row in range(count)]
+        rows = [SeenBlocks(range(row * _BLOCKS, (row + 1) * _BLOCKS), 0, _TOKENS - 1) for row in range(count)]
         queries = mx.random.normal((count, _GROUP * spec.kv_heads, 1, spec.head_dim_k)).astype(dtype)
         alone, together = (AttentionCalls(rows, None, dense_rows) for dense_rows in (math.inf, 0))
         dense[count], by_blocks[count] = _milliseconds([

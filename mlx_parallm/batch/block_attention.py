@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_parallm.batch.distributions import exp
-from mlx_parallm.batch.spans import Indices, RowBlocks
+from mlx_parallm.batch.spans import Indices, SeenBlocks
 from mlx_parallm.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.model.device import on_cpu
 
@@ -54,11 +54,11 @@ def folds_work() -> bool:
     return not mx.cuda.is_available()
 
 
-def calls(rows: Sequence[RowBlocks]) -> list[Sequence[RowBlocks]]:
+def calls(rows: Sequence[SeenBlocks]) -> list[Sequence[SeenBlocks]]:
     """Splits sequences, the shortest first, into calls where masked blocks would cost more than a call does."""
     if len(rows) == 1:
         return [rows]
-    counts = np.array([len(row.places) for row in rows])
+    counts = np.array([len(row.block_ids) for row in rows])
     below, above = np.maximum.accumulate(counts)[:-1], np.maximum.accumulate(counts[::-1])[::-1][1:]
     left = np.arange(1, len(rows))
     saved = (counts.max() - below) * left + (counts.max() - above) * (len(rows) - left)
@@ -76,52 +76,52 @@ class Fold:
     """Tokens that attend to the same blocks.
 
     tokens: their indices in the call
-    places: the places of the blocks
+    block_ids: the ids of the blocks
     numbers: the number of each block in its sequence
     """
 
     tokens: Sequence[int]
-    places: Sequence[int]
+    block_ids: Sequence[int]
     numbers: Sequence[int]
 
 
-def folds_of(rows: Sequence[RowBlocks], sharing: bool = True) -> list[list[Fold]]:
+def folds_of(rows: Sequence[SeenBlocks], sharing: bool = True) -> list[list[Fold]]:
     """The folds of all sequences. The first of them have every token once; others share blocks between decoding
     sequences, if `sharing` is allowed and pays. The folds of one list have equally many tokens, except for the first.
     """
     starts = np.cumsum([0, *(row.tokens for row in rows)]).tolist()
-    numbers = [range(row.first // BLOCK_TOKENS, row.first // BLOCK_TOKENS + len(row.places)) for row in rows]
+    numbers = [range(row.first // BLOCK_TOKENS, row.first // BLOCK_TOKENS + len(row.block_ids)) for row in rows]
     if sharing and starts[-1] == len(rows) and (shared := _shared_blocks(rows, numbers)):
         return _shared_folds(rows, numbers, shared)
     tokens = [range(start, start + row.tokens) for start, row in zip(starts, rows, strict=False)]
-    return [[Fold(*each) for each in zip(tokens, (row.places for row in rows), numbers, strict=True)]]
+    return [[Fold(*each) for each in zip(tokens, (row.block_ids for row in rows), numbers, strict=True)]]
 
 
-def _shared_blocks(rows: Sequence[RowBlocks], numbers: Sequence[range]) -> dict[tuple[int, ...], dict[int, int]]:
-    """The places and numbers of blocks that several decoding sequences share, by the indices of these, where it pays.
+def _shared_blocks(rows: Sequence[SeenBlocks], numbers: Sequence[range]) -> dict[tuple[int, ...], dict[int, int]]:
+    """The ids and numbers of blocks that several decoding sequences share, by the indices of these, where it pays.
 
     A sequence's last block is not shared, because it is being written.
     """
-    if len(set().union(*(row.places for row in rows))) == sum(len(row.places) for row in rows):
+    if len(set().union(*(row.block_ids for row in rows))) == sum(len(row.block_ids) for row in rows):
         return {}
     readers: dict[tuple[int, int], list[int]] = defaultdict(list)
     for index, (row, counted) in enumerate(zip(rows, numbers, strict=True)):
-        for block in zip(row.places[:-1], counted, strict=False):
+        for block in zip(row.block_ids[:-1], counted, strict=False):
             readers[block].append(index)
     shared: dict[tuple[int, ...], dict[int, int]] = defaultdict(dict)
-    for (place, number), sharers in readers.items():
-        shared[tuple(sharers)][place] = number
+    for (block_id, number), sharers in readers.items():
+        shared[tuple(sharers)][block_id] = number
     return {sharers: blocks for sharers, blocks in shared.items() if (len(sharers) - 1) * len(blocks) >= _WORTH_FOLDING}
 
 
 def _shared_folds(
-    rows: Sequence[RowBlocks], numbers: Sequence[range], shared: dict[tuple[int, ...], dict[int, int]]
+    rows: Sequence[SeenBlocks], numbers: Sequence[range], shared: dict[tuple[int, ...], dict[int, int]]
 ) -> list[list[Fold]]:
     """The folds of single tokens of which some share blocks."""
     own = []
     for index, (row, counted) in enumerate(zip(rows, numbers, strict=True)):
         folded = set[int]().union(*(blocks for sharers, blocks in shared.items() if index in sharers))
-        blocks = [each for each in zip(row.places, counted, strict=True) if each[0] not in folded]
+        blocks = [each for each in zip(row.block_ids, counted, strict=True) if each[0] not in folded]
         own.append(Fold([index], *zip(*blocks, strict=True)))
     by_width: dict[int, list[Fold]] = defaultdict(list)
     for sharers, blocks_of in shared.items():
@@ -147,7 +147,7 @@ class BlockAttention:
         window: a token sees the last `window` positions, its own included; None for all.
     """
 
-    def __init__(self, rows: Sequence[RowBlocks], window: int | None) -> None:
+    def __init__(self, rows: Sequence[SeenBlocks], window: int | None) -> None:
         folds = folds_of(rows, folds_work())
         positions = np.concatenate([np.arange(row.start, row.stop) for row in rows])
         self._rectangles = [_Rectangle(each, positions, window) for each in folds]
@@ -164,7 +164,7 @@ class BlockAttention:
         """softmax(scale · Q Kᵀ) V over each sequence's blocks.
 
         Args:
-            keys, values: of all blocks, [kv_heads, places, 64, head_dim].
+            keys, values: of all blocks of the pool, [kv_heads, total, 64, head_dim].
             queries: [N, heads, 1, head_dim], the tokens of all sequences in order.
             sinks: one logit per head that takes part in the softmax but has no value (gpt-oss), or None.
 
@@ -229,7 +229,7 @@ class _Operands:
     """The matrices that a rectangle's products multiply, in layers of one shape: uint32 [folds, blocks, kv_heads].
 
     queries: the first operand of Q Kᵀ, among [folds, kv_heads]
-    blocks: the second operand of both products, among [kv_heads, places]
+    blocks: the second operand of both products, among [kv_heads, total]
     weights: the first operand of P V: each of its own, in order
     ones: [folds, 1, blocks], the operand that adds up the products of a fold. A product adds in fp32, `sum` does not.
     """
@@ -249,8 +249,8 @@ class _Rectangle:
 
     def __init__(self, folds: Sequence[Fold], positions: Indices, window: int | None) -> None:
         self.tokens = _filled((fold.tokens for fold in folds), max(len(fold.tokens) for fold in folds))
-        most = max(len(fold.places) for fold in folds)
-        self._places = _filled((fold.places for fold in folds), most)
+        most = max(len(fold.block_ids) for fold in folds)
+        self._block_ids = _filled((fold.block_ids for fold in folds), most)
         first = _filled((fold.numbers for fold in folds), most, _NEVER_SEEN) * BLOCK_TOKENS
         self._last = (positions[self.tokens][:, :, None] - first[:, None])[..., None].astype(np.int32)
         self._window = window
@@ -267,11 +267,11 @@ class _Rectangle:
 
     def attend(self, keys: mx.array, values: mx.array, queries: mx.array, scale: float, with_sums: bool) -> Part:
         """See `BlockAttention.attend`; of these tokens, with the sums of exponents if they are wanted."""
-        kv_heads, places, _, _ = keys.shape
+        kv_heads, total, _, _ = keys.shape
         _, heads, _, head_dim = queries.shape
-        folds, blocks = self._places.shape
+        folds, blocks = self._block_ids.shape
         dtype = queries.dtype
-        operands = self._operands.get((kv_heads, places)) or self._operands_for(kv_heads, places, dtype)
+        operands = self._operands.get((kv_heads, total)) or self._operands_for(kv_heads, total, dtype)
         kind = mx.float32 if with_sums else dtype, heads // kv_heads
         mask = self._masks.get(kind)
         if mask is None:
@@ -304,13 +304,13 @@ class _Rectangle:
         array = array.reshape(folds, kv_heads, width, heads // kv_heads, -1).swapaxes(1, 2)
         return array.reshape(folds * width, heads, 1, -1)
 
-    def _operands_for(self, kv_heads: int, places: int, dtype: mx.Dtype) -> _Operands:
-        folds, blocks = self._places.shape
+    def _operands_for(self, kv_heads: int, total: int, dtype: mx.Dtype) -> _Operands:
+        folds, blocks = self._block_ids.shape
         heads, each = np.arange(kv_heads), (folds, blocks, kv_heads)
         queries = np.arange(folds)[:, None, None] * kv_heads + heads
-        made = self._operands[kv_heads, places] = _Operands(
+        made = self._operands[kv_heads, total] = _Operands(
             _uint32(np.broadcast_to(queries, each)),
-            _uint32(self._places[..., None] + heads * places),
+            _uint32(self._block_ids[..., None] + heads * total),
             _uint32(np.arange(folds * blocks * kv_heads).reshape(each)),
             mx.ones((folds, 1, blocks), dtype),
         )

@@ -25,7 +25,7 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.batch.attention import AttentionCalls
 from mlx_parallm.batch.parts import parts_of
 from mlx_parallm.batch.quantized import QuantizedGroup
-from mlx_parallm.batch.spans import Kind, Span, kind_of, new_places, positions_of, seen_blocks
+from mlx_parallm.batch.spans import Kind, Span, kind_of, positions_of, seen_blocks, write_targets
 from mlx_parallm.kv.arena import Lines, lines_of
 from mlx_parallm.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.kv.cache import KVRow, LayerGroup, LoRABatchedKVCache
@@ -44,9 +44,9 @@ class GroupPass:
     ) -> None:
         self.arena, self._window = group.arena, group.window
         rows = [seen_blocks(span, table, group.window) for span, table in zip(spans, tables, strict=True)]
-        self._seen = [(row.first // BLOCK_TOKENS, row.places) for row in rows]
+        self._seen = [(row.first // BLOCK_TOKENS, row.block_ids) for row in rows]
         self._next = [(span.stop, 1) for span in spans if span.tokens == 1]
-        self._places, self._offsets = new_places(spans, tables)
+        self._block_ids, self._offsets = write_targets(spans, tables)
         self._lines: dict[int, Lines] = {}
         self._calls = AttentionCalls(rows, group.window, dense_rows)
 
@@ -66,14 +66,15 @@ class GroupPass:
         return True
 
     def _moved(self, lines: Lines) -> Lines:
-        heads, places, offsets = lines
-        return heads, places, mx.array(np.broadcast_to(self._offsets[:, None, None], offsets.shape).astype(np.uint32))
+        heads, block_ids, before = lines
+        offsets = np.broadcast_to(self._offsets[:, None, None], before.shape)
+        return heads, block_ids, mx.array(offsets.astype(np.uint32))
 
     def write(self, index: int, keys: mx.array, values: mx.array) -> None:
         """Writes the new tokens' keys and values, [N, kv_heads, 1, head_dim], into the pool."""
         kv_heads = keys.shape[1]
         if kv_heads not in self._lines:
-            self._lines[kv_heads] = lines_of(self._places, self._offsets, kv_heads)
+            self._lines[kv_heads] = lines_of(self._block_ids, self._offsets, kv_heads)
         self.arena.write(index, self._lines[kv_heads], keys, values)
 
     def attend(

@@ -123,7 +123,7 @@ def plan_report(params: Sequence[SamplingParams], vocab_size: int) -> Report | N
     rows, count = RowSubset.of(list(wanted), len(params)), len(params)
     processed = _plan_processed(params, vocab_size)
     any_top = any(0 < top <= TOP_LOGPROBS for top in wanted.values())
-    more = [(place, i, top) for place, (i, top) in enumerate(wanted.items()) if top > TOP_LOGPROBS]
+    more = [(index, i, top) for index, (i, top) in enumerate(wanted.items()) if top > TOP_LOGPROBS]
 
     def report(raw: mx.array, edited: mx.array, tokens: mx.array) -> Reported:
         logits = rows.take(raw if processed is None else processed(raw, edited))

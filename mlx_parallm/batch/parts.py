@@ -2,8 +2,8 @@
 
 spans       row a: 1 token   row b: 1 token   row c: 5 tokens       single tokens come first
 parts       [ a, b ] x 1 token                [ c ] x 5 tokens      one call of the mixer for each
-states      of the rows before the pass are read from their places, and those after it are put there. If a row has
-            reserved a checkpoint for the end of its part, the state is put there too.
+states      of the rows before the pass are read from where the rows keep them, and those after it are put there. If a
+            row has reserved a checkpoint for the end of its part, the state is put there too.
 keys        of the rows before the pass are copied out of the pool, and the new ones put behind them. The new ones get
 and values  into the pool when the next pass begins: other parts of this pass still read its arrays, and to write into
             an array that is being read would copy it whole.
@@ -20,7 +20,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache
 
-from mlx_parallm.batch.spans import Span, new_places
+from mlx_parallm.batch.spans import Span, write_targets
 from mlx_parallm.kv.arena import lines_of
 from mlx_parallm.kv.blocks import BLOCK_TOKENS, blocks_for
 from mlx_parallm.kv.cache import KVRow, LoRABatchedKVCache
@@ -118,7 +118,7 @@ class RowsOfPool(Part):
 
 
 class _RowsOfGroup:
-    """What the rows of a part have in one layer group: the blocks that they see, and the places of their new tokens."""
+    """What the rows of a part have in one layer group: the blocks that they see, and where their new tokens go."""
 
     def __init__(self, group: LayerGroup, spans: Sequence[Span[KVRow]], tables: Sequence[Sequence[int]]) -> None:
         self._group, self._spans = group, spans
@@ -129,7 +129,7 @@ class _RowsOfGroup:
             _filled(table[first : blocks_for(span.start)], blocks)
             for span, table, first in zip(spans, tables, self._firsts, strict=True)
         ])  # fmt: skip
-        self._targets = new_places(spans, tables)
+        self._targets = write_targets(spans, tables)
         self._masks: dict[int | None, mx.array | None] = {}
 
     def before(self, index: int) -> tuple[mx.array, mx.array] | None:
@@ -161,9 +161,9 @@ class _RowsOfGroup:
         return self._masks[window]
 
     def _copied(self, array: mx.array) -> mx.array:
-        kv_heads, places, _, width = array.shape
-        at = mx.array(self._blocks[:, None] + np.arange(kv_heads)[:, None] * places)
-        dense = array.reshape(kv_heads * places, BLOCK_TOKENS, width)[at]
+        kv_heads, total, _, width = array.shape
+        at = mx.array(self._blocks[:, None] + np.arange(kv_heads)[:, None] * total)
+        dense = array.reshape(kv_heads * total, BLOCK_TOKENS, width)[at]
         rows, _, blocks = at.shape
         return dense.reshape(rows, kv_heads, blocks * BLOCK_TOKENS, width)[:, :, : self._stored]
 
@@ -222,30 +222,30 @@ def _cut(pool: LoRABatchedKVCache, spans: Sequence[Span[KVRow]], plan: CachePlan
 
 
 def _read_states(group: StateGroup, parts: Sequence[RowsOfPool]) -> None:
-    """Lets the parts have their rows' states before the pass, and the rows' places those after it."""
+    """Lets the parts have their rows' states before the pass, and the rows keep those after it."""
     arena = group.arena
     arena.begin_pass(group.allocator.is_free)
-    old = arena.batches(_place_before(group, span) for part in parts for span in part.spans)
+    old = arena.batches(_state_before(group, span) for part in parts for span in part.spans)
     for part in parts:
-        part.before = arena.read([_place_before(group, span) for span in part.spans])
+        part.before = arena.read([_state_before(group, span) for span in part.spans])
         arena.write([group.block_of(span.row) for span in part.spans], part.after)
         for row, span in enumerate(part.spans):
             block, rest = divmod(span.stop, BLOCK_TOKENS)
-            if not rest and (place := span.row.checkpoints.get(block)) is not None:
+            if not rest and (state := span.row.checkpoints.get(block)) is not None:
                 part.checkpoints[row] = StateBatch(1, [])
-                arena.write([place], part.checkpoints[row])
+                arena.write([state], part.checkpoints[row])
     for batch in old:
         arena.cut_up(batch)
 
 
-def _place_before(group: StateGroup, span: Span[KVRow]) -> int | None:
-    """The place of the row's state before its span; None if it has no tokens yet, and the place has another row's."""
+def _state_before(group: StateGroup, span: Span[KVRow]) -> int | None:
+    """The id of the row's state before its span; None if it has no tokens yet, so that it has another row's."""
     return group.block_of(span.row) if span.start else None
 
 
-def _filled(places: Sequence[int], blocks: int) -> list[int]:
-    """So many places: those of a row's blocks, and the last one of them again, or 0 if there is none."""
-    return [*places, *[places[-1] if places else 0] * (blocks - len(places))]
+def _filled(block_ids: Sequence[int], blocks: int) -> list[int]:
+    """So many ids: those of a row's blocks, and the last one of them again, or 0 if there is none."""
+    return [*block_ids, *[block_ids[-1] if block_ids else 0] * (blocks - len(block_ids))]
 
 
 def _by_token(tokens: mx.array) -> mx.array:

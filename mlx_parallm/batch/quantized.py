@@ -27,7 +27,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.batch.attention import AttentionCalls
-from mlx_parallm.batch.spans import RowBlocks, Span
+from mlx_parallm.batch.spans import SeenBlocks, Span
 from mlx_parallm.kv.arena import Lines, lines_of
 from mlx_parallm.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
 from mlx_parallm.kv.memory import LayerGroup
@@ -138,11 +138,11 @@ class QuantizedGroup:
         else:
             staged = tail[:, self._tail_of]
             staged[self._lines_for(tokens)] = tokens
-            staged_at, places = self._kept
-            tail[:, places] = staged[:, staged_at]
+            staged_at, tail_ids = self._kept
+            tail[:, tail_ids] = staged[:, staged_at]
         if self._filled is not None:
-            staged_at, places = self._filled
-            blocks[index][:, places] = pack(staged[:, staged_at], self._bits)
+            staged_at, block_ids = self._filled
+            blocks[index][:, block_ids] = pack(staged[:, staged_at], self._bits)
         return staged
 
     def _lines_for(self, tokens: mx.array) -> Lines:
@@ -175,11 +175,11 @@ def _pieces(span: Span[KVRow], table: Sequence[int], tail: int) -> list[_Piece]:
     ]
 
 
-def _seen(piece: _Piece, staged: int, at: dict[int, int], window: int | None) -> RowBlocks:
+def _seen(piece: _Piece, staged: int, at: dict[int, int], window: int | None) -> SeenBlocks:
     """The blocks that a piece attends to, by their indices in the arrays of one layer."""
     read = piece.read_blocks(window)
-    places = [*(at[piece.table[block]] for block in read), staged]
-    return RowBlocks(places, read.start * BLOCK_TOKENS, piece.start, piece.stop - piece.start)
+    indices = [*(at[piece.table[block]] for block in read), staged]
+    return SeenBlocks(indices, read.start * BLOCK_TOKENS, piece.start, piece.stop - piece.start)
 
 
 def _moves(pairs: Sequence[tuple[int, int]]) -> tuple[mx.array, mx.array] | None:

@@ -303,7 +303,7 @@ def _inputs(spans: Seq[Span[Sequence]], previous: Launched | None) -> mx.array:
     tokens = previous.sampled.tokens
     if unread == previous.rows and len(unread) == sum(span.tokens for span in spans):
         return tokens
-    sampled_at = {id(row): place for place, row in enumerate(previous.rows)}
+    sampled_at = {id(row): index for index, row in enumerate(previous.rows)}
     ids: list[int] = []
     source: list[int] = []  # of each input, among the sampled tokens and, after them, the known ones
     for span in spans:

@@ -76,12 +76,12 @@ class RowSampling:
         if self.counts is None and self.grammar is None and self.bad_words is None:
             return [self] * len(draft)
         options, grammar = list[RowSampling](), self.grammar
-        for place, token in enumerate(draft, 1):
+        for count, token in enumerate(draft, 1):
             if grammar is not None:
                 grammar = grammar.copy()
                 grammar.accept(token)
-            counts = self.counts.after(draft[:place]) if self.counts is not None else None
-            bad_words = self.bad_words.after(draft[:place]) if self.bad_words is not None else None
+            counts = self.counts.after(draft[:count]) if self.counts is not None else None
+            bad_words = self.bad_words.after(draft[:count]) if self.bad_words is not None else None
             options.append(replace(self, counts=counts, grammar=grammar, bad_words=bad_words))
         return options
 
@@ -320,14 +320,14 @@ class Penalties:
 
     def __init__(self, params: Sequence[SamplingParams], counts: Sequence[TokenCounts], rows: list[int], batch: int):
         self._rows = RowSubset.of(rows, batch)
-        self._places = mx.arange(len(counts))
+        self._indices = mx.arange(len(counts))
         self._presence = _column([p.presence_penalty for p in params], neutral=0.0)
         self._frequency = _column([p.frequency_penalty for p in params], neutral=0.0)
         self._repetition = _column([p.repetition_penalty for p in params], neutral=1.0)
         self._prompt = None if self._repetition is None else mx.stack([each.prompt() for each in counts])
         self._generated = mx.stack([each.generated() for each in counts])
-        for place, each in enumerate(counts):
-            each.generated = partial(self._generated_by, place)
+        for index, each in enumerate(counts):
+            each.generated = partial(self._generated_by, index)
 
     def apply(self, logits: mx.array, _positions: NDArray[np.int64]) -> mx.array:
         """See `Stage`; with vLLM's arithmetic in vLLM's order.
@@ -349,10 +349,10 @@ class Penalties:
     def count(self, tokens: mx.array) -> None:
         """Counts the batch's sampled tokens, uint32 [R], each in its own row, with one scatter."""
         sampled = self._rows.take(tokens)
-        self._generated = self._generated.at[self._places, sampled].add(1.0)
+        self._generated = self._generated.at[self._indices, sampled].add(1.0)
 
-    def _generated_by(self, place: int) -> mx.array:
-        return self._generated[place]
+    def _generated_by(self, index: int) -> mx.array:
+        return self._generated[index]
 
 
 def _column(values: list[float], neutral: float) -> mx.array | None:
@@ -469,12 +469,12 @@ def _bad_words(rows: Sequence[RowSampling]) -> Stage | None:
     subset = RowSubset.of(list(words), len(rows))
 
     def apply(logits: mx.array, _positions: NDArray[np.int64]) -> mx.array:
-        bans = [(place, token) for place, each in enumerate(words.values()) for token in sorted(each.banned())]
+        bans = [(index, token) for index, each in enumerate(words.values()) for token in sorted(each.banned())]
         if not bans:
             return logits
         before = subset.take(logits)
-        places, tokens = np.array(bans, np.int32).T
-        after = before.at[mx.array(places), mx.array(tokens)].add(-mx.inf)
+        indices, tokens = np.array(bans, np.int32).T
+        after = before.at[mx.array(indices), mx.array(tokens)].add(-mx.inf)
         any_left = after.max(-1, keepdims=True) > -mx.inf
         return subset.put(mx.where(any_left, after, before), logits)
 

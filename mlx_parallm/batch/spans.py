@@ -63,16 +63,16 @@ def positions_of(spans: Sequence[Span[KVRow]]) -> Indices:
 
 
 @dataclass(frozen=True, slots=True)
-class RowBlocks:
+class SeenBlocks:
     """The tokens of one sequence in a forward pass, and the blocks that they attend to.
 
-    places: the blocks, in the sequence's order
+    block_ids: the ids of the blocks, in the sequence's order
     first: the position of the first token in these blocks
     start: the position of the first new token. A token sees the positions up to its own.
     tokens: the number of new tokens
     """
 
-    places: Sequence[int]
+    block_ids: Sequence[int]
     first: int
     start: int
     tokens: int = 1
@@ -82,13 +82,13 @@ class RowBlocks:
         return self.start + self.tokens
 
 
-def seen_blocks(span: Span[KVRow], table: Sequence[int], window: int | None) -> RowBlocks:
+def seen_blocks(span: Span[KVRow], table: Sequence[int], window: int | None) -> SeenBlocks:
     """The blocks of a sequence that its span's tokens attend to."""
     first = first_visible(span.start, window)
-    return RowBlocks(table[first : blocks_for(span.stop)], first * BLOCK_TOKENS, span.start, span.tokens)
+    return SeenBlocks(table[first : blocks_for(span.stop)], first * BLOCK_TOKENS, span.start, span.tokens)
 
 
-def new_places(spans: Sequence[Span[KVRow]], tables: Sequence[Sequence[int]]) -> tuple[Indices, Indices]:
-    """For each new token, the place of its block and its position in the block: both [N]."""
+def write_targets(spans: Sequence[Span[KVRow]], tables: Sequence[Sequence[int]]) -> tuple[Indices, Indices]:
+    """For each new token, the id of its block and its position in the block: both [N]."""
     each = [(table, at) for span, table in zip(spans, tables, strict=True) for at in range(span.start, span.stop)]
     return np.array([table[at // BLOCK_TOKENS] for table, at in each]), np.array([at % BLOCK_TOKENS for _, at in each])

@@ -9,7 +9,7 @@ import pytest
 
 from mlx_parallm.batch.attention import DenseSpan
 from mlx_parallm.batch.block_attention import BlockAttention, calls, folds_of
-from mlx_parallm.batch.spans import RowBlocks
+from mlx_parallm.batch.spans import SeenBlocks
 from mlx_parallm.kv.arena import BLOCK_TOKENS, Arena
 from mlx_parallm.model.device import prepare_device
 from mlx_parallm.model.layer_state import LayerSpec
@@ -24,19 +24,19 @@ def arena(blocks: int) -> Arena:
     return made
 
 
-def rows_of(lengths: list[int], blocks: int, window: int | None) -> list[RowBlocks]:
+def rows_of(lengths: list[int], blocks: int, window: int | None) -> list[SeenBlocks]:
     """Rows whose blocks lie anywhere; a window leaves out the blocks below it."""
     places = random.Random(0).sample(range(blocks), blocks)
     rows = []
     for length in lengths:
         first = 0 if window is None else max(0, length - window) // BLOCK_TOKENS
         count = -(-length // BLOCK_TOKENS) - first
-        rows.append(RowBlocks([places.pop() for _ in range(count)], first * BLOCK_TOKENS, length - 1))
+        rows.append(SeenBlocks([places.pop() for _ in range(count)], first * BLOCK_TOKENS, length - 1))
     return rows
 
 
-def expected(made: Arena, row: RowBlocks, query: mx.array, window: int | None, sinks: mx.array | None) -> mx.array:
-    at = mx.array(list(row.places))
+def expected(made: Arena, row: SeenBlocks, query: mx.array, window: int | None, sinks: mx.array | None) -> mx.array:
+    at = mx.array(list(row.block_ids))
     keys, values = (a[0][:, at].flatten(1, 2)[None] for a in (made.keys, made.values))
     position = mx.arange(row.first, row.first + keys.shape[2])
     seen = position <= row.start
@@ -68,7 +68,7 @@ def test_it_equals_dense_attention(lengths: list[int], window: int | None, with_
 
 def test_rows_may_share_blocks() -> None:
     made = arena(8)
-    rows = [RowBlocks([5, 2, 7], 0, 150), RowBlocks([5, 2, 1], 0, 190)]
+    rows = [SeenBlocks([5, 2, 7], 0, 150), SeenBlocks([5, 2, 1], 0, 190)]
     queries = mx.random.normal((2, 2, 1, 16))
     got = BlockAttention(rows, None).attend(made.keys[0], made.values[0], queries, 0.3)
     want = mx.stack([expected(made, row, q, None, None) for row, q in zip(rows, queries, strict=True)])
@@ -78,7 +78,7 @@ def test_rows_may_share_blocks() -> None:
 def test_large_scores_do_not_overflow() -> None:
     made = arena(3)
     queries = mx.full((1, 2, 1, 16), 1e4)
-    got = BlockAttention([RowBlocks([0, 2], 0, 100)], None).attend(made.keys[0], made.values[0], queries, 1.0)
+    got = BlockAttention([SeenBlocks([0, 2], 0, 100)], None).attend(made.keys[0], made.values[0], queries, 1.0)
     assert mx.isfinite(got).all()
 
 
@@ -89,9 +89,9 @@ def test_a_chunk_sees_what_single_tokens_see(start: int, tokens: int, window: in
     made, table = arena(8), [2, 3, 4, 5] if consecutive else [6, 1, 4, 3]
     queries = mx.random.normal((tokens, 4, 1, 16))
 
-    def seen(start: int, tokens: int) -> RowBlocks:
+    def seen(start: int, tokens: int) -> SeenBlocks:
         first = 0 if window is None else max(0, start - window + 1) // BLOCK_TOKENS
-        return RowBlocks(table[first : -(-(start + tokens) // BLOCK_TOKENS)], first * BLOCK_TOKENS, start, tokens)
+        return SeenBlocks(table[first : -(-(start + tokens) // BLOCK_TOKENS)], first * BLOCK_TOKENS, start, tokens)
 
     got = DenseSpan(seen(start, tokens), window).attend(made.keys[0], made.values[0], queries, 0.3)
     singles = [seen(at, 1) for at in range(start, start + tokens)]
@@ -103,10 +103,10 @@ def test_a_chunk_sees_what_single_tokens_see(start: int, tokens: int, window: in
 @pytest.mark.parametrize("window", [None, 50])
 def test_rows_with_several_tokens_share_a_call(window: int | None) -> None:
     made = arena(8)
-    rows = [RowBlocks([6, 1, 4], 0, 150, 20), RowBlocks([3], 0, 0, 5), RowBlocks([2, 7], 0, 70, 1)]
+    rows = [SeenBlocks([6, 1, 4], 0, 150, 20), SeenBlocks([3], 0, 0, 5), SeenBlocks([2, 7], 0, 70, 1)]
     queries = mx.random.normal((26, 4, 1, 16))
     got = BlockAttention(rows, window).attend(made.keys[0], made.values[0], queries, 0.3)
-    singles = [RowBlocks(row.places, row.first, at) for row in rows for at in range(row.start, row.stop)]
+    singles = [SeenBlocks(row.block_ids, row.first, at) for row in rows for at in range(row.start, row.stop)]
     assert mx.allclose(
         got, BlockAttention(singles, window).attend(made.keys[0], made.values[0], queries, 0.3), atol=1e-5
     )
@@ -116,10 +116,10 @@ def test_blocks_that_rows_share_are_multiplied_once() -> None:
     """Four rows share twelve blocks and two of them twenty more; one row has only blocks of its own."""
     made, every, some = arena(70), list(range(60, 48, -1)), list(range(20, 40))
     tables = [[*every, *some, 1, 2], [*every, *some, 3], [*every, 4], [*every, 5, 6], [7, 8]]
-    rows = [RowBlocks(table, 0, 64 * len(table) - 10 - row) for row, table in enumerate(tables)]
+    rows = [SeenBlocks(table, 0, 64 * len(table) - 10 - row) for row, table in enumerate(tables)]
     own, *shared = folds_of(rows)
-    assert [[(list(fold.tokens), len(fold.places)) for fold in folds] for folds in shared] == [[([0, 1, 2, 3], 12)]]
-    assert sum(len(fold.places) for fold in own) == sum(map(len, tables)) - 4 * 12
+    assert [[(list(fold.tokens), len(fold.block_ids)) for fold in folds] for folds in shared] == [[([0, 1, 2, 3], 12)]]
+    assert sum(len(fold.block_ids) for fold in own) == sum(map(len, tables)) - 4 * 12
     queries = mx.random.normal((5, 6, 1, 16))
     want = mx.stack([expected(made, row, q, None, None) for row, q in zip(rows, queries, strict=True)])
     assert mx.allclose(BlockAttention(rows, None).attend(made.keys[0], made.values[0], queries, 0.3), want, atol=1e-5)
@@ -131,8 +131,8 @@ def test_blocks_that_rows_share_are_multiplied_once() -> None:
 def test_two_groups_of_rows_and_a_prompt_that_both_share(window: int | None, with_sinks: bool) -> None:
     made = arena(64)
     tables = [[*range(10), *range(10 + 12 * (row % 2), 22 + 12 * (row % 2)), 40 + row] for row in range(8)]
-    rows = [RowBlocks(table, 0, 64 * 22 + row) for row, table in enumerate(tables)]
-    assert [[(len(fold.tokens), len(fold.places)) for fold in folds] for folds in folds_of(rows)] == [
+    rows = [SeenBlocks(table, 0, 64 * 22 + row) for row, table in enumerate(tables)]
+    assert [[(len(fold.tokens), len(fold.block_ids)) for fold in folds] for folds in folds_of(rows)] == [
         [(1, 1)] * 8,
         [(8, 10)],
         [(4, 12)] * 2,
@@ -147,8 +147,8 @@ def test_two_groups_of_rows_and_a_prompt_that_both_share(window: int | None, wit
 @pytest.mark.usefixtures("_either_way")
 def test_a_row_with_nan_changes_no_other_row() -> None:
     made = arena(48)
-    rows = [RowBlocks([0, 1, 2], 0, 130), RowBlocks([3], 0, 20), RowBlocks([4, 5], 0, 100)]
-    shared = [RowBlocks([*range(8, 16), 16 + row], 0, 64 * 8 + row) for row in range(6)]
+    rows = [SeenBlocks([0, 1, 2], 0, 130), SeenBlocks([3], 0, 20), SeenBlocks([4, 5], 0, 100)]
+    shared = [SeenBlocks([*range(8, 16), 16 + row], 0, 64 * 8 + row) for row in range(6)]
     queries = mx.random.normal((9, 4, 1, 16))
     before = BlockAttention([*rows, *shared], None).attend(made.keys[0], made.values[0], queries, 0.3)
     made.keys[0][:, mx.array([0, 2, 16])] = mx.nan
@@ -161,7 +161,7 @@ def test_a_row_with_nan_changes_no_other_row() -> None:
 
 
 def test_rows_of_very_different_lengths_attend_in_several_calls() -> None:
-    rows = [RowBlocks(range(blocks), 0, 64 * blocks - 1) for blocks in (1, 1, 2, 2, 40, 41, 200)]
+    rows = [SeenBlocks(range(blocks), 0, 64 * blocks - 1) for blocks in (1, 1, 2, 2, 40, 41, 200)]
     parts = calls(rows)
-    assert [[len(row.places) for row in part] for part in parts] == [[1, 1, 2, 2], [40, 41], [200]]
+    assert [[len(row.block_ids) for row in part] for part in parts] == [[1, 1, 2, 2], [40, 41], [200]]
     assert calls(rows[:4]) == [rows[:4]]
