@@ -104,7 +104,7 @@ def new_scheduler(cost: CostModel | None = None) -> RLAwareScheduler:
 
 
 class Driver:
-    """Runs units, reads drawn tokens one unit late, and finishes sequences that have all their tokens.
+    """Runs units, reads sampled tokens one unit late, and finishes sequences that have all their tokens.
 
     `staging` and `micro_steps` are the numbers of units that wait; a micro-step takes `micro_step` seconds. `config`
     holds fields of SchedulerConfig or of its schedule.
@@ -129,8 +129,8 @@ class Driver:
         return sequence
 
     def read(self) -> None:
-        drawn, self.unread = self.unread, ()
-        for sequence in drawn:
+        sampled, self.unread = self.unread, ()
+        for sequence in sampled:
             if sequence.status is SequenceStatus.FINISHED:
                 continue
             sequence.tokens.append(0)
@@ -169,7 +169,7 @@ class Driver:
         self.scheduler.record_done(unit, seconds, self.now)
         self.scheduler.cost.scale = scale  # its observations have tests of their own
         self.read()
-        self.unread = unit.draws
+        self.unread = unit.sampling
         for span in unit.chunks:
             if span.row.max_tokens == 0 and span.row.to_compute == 0:
                 self._finish(span.row)

@@ -23,7 +23,7 @@ def open_row(runner: BatchRunner, context: int, room: int, slot: int, sampling: 
 def rewind(row: Sequence, context: int, slot: int, token: int) -> None:
     """Sets a row back to `context` computed tokens; `token` is the next one."""
     row.tokens = [token] * (context + 1)
-    row.prompt_length, row.computed, row.drawn, row.adapter_slot = context + 1, context, 0, slot
+    row.prompt_length, row.computed, row.sampled, row.adapter_slot = context + 1, context, 0, slot
 
 
 def begin(runner: BatchRunner, rows: Seq[Sequence], previous: Launched | None) -> Pending:
@@ -31,5 +31,5 @@ def begin(runner: BatchRunner, rows: Seq[Sequence], previous: Launched | None) -
     pending = runner.begin([Span(row, row.computed, 1) for row in rows], rows, previous)
     for row in rows:
         row.computed += 1
-        row.drawn += 1
+        row.sampled += 1
     return pending

@@ -229,7 +229,7 @@ class BatchRunner:
             return Pending((), (), None, None, (), pooled)
         sampling = [(span.row, count) for span, count in zip(spans, counts, strict=True) if count]
         rows = tuple(row for row, count in sampling for _ in range(count))
-        positions = tuple(row.drawn + number for row, count in sampling for number in range(count))
+        positions = tuple(row.sampled + number for row, count in sampling for number in range(count))
         scores: list[tuple[Sequence, int, PromptScores]] = []
         if any(targets):
             sampled: list[int] = []  # the logits to sample from

@@ -49,33 +49,34 @@ class Chunk(NamedTuple):
 class CostModel:
     """Predicts the seconds of a forward unit.
 
-    The formula is fixed + per_draw·D + the sum over its chunks of per_token·T + per_pair·T·(C + T/2). T is a chunk's
-    tokens, C its context, and D the number of tokens that the unit draws. A decode row is a chunk of one token. The
+    The formula is fixed + per_sample·S + the sum over its chunks of per_token·T + per_pair·T·(C + T/2). T is a chunk's
+    tokens, C its context, and S the number of tokens that the unit samples. A decode row is a chunk of one token. The
     first term stands for reading the weights, the second for the output layer and sampling, the third for the matrix
     products, the fourth for attention. The engine measures the terms at start; the defaults are a rough guess.
 
     `scale` is the running ratio of observed seconds to those that the measured terms give. Every unit corrects it, so
     it follows the load of the machine within seconds.
 
-    `steps`: pairs of a number of tokens and the seconds of a unit that draws a token after each of so many, ascending.
-    They are measured too, because the time of a few tokens need not grow evenly: some devices multiply two rows by a
-    matrix in the time of one, and eight in three times as long. Without them, `growth` follows the formula.
+    `steps`: pairs of a number of tokens and the seconds of a unit that samples a token after each of so many, in
+    ascending order. They are measured too, because the time of a few tokens need not grow evenly: some devices multiply
+    two rows by a matrix in the time of one, and eight in three times as long. Without them, `growth` follows the
+    formula.
     """
 
     fixed: float = 0.01
     per_token: float = 1e-4
     per_pair: float = 1e-8
-    per_draw: float = 0.0
+    per_sample: float = 0.0
     scale: float = 1.0
     steps: tuple[tuple[int, float], ...] = ()
     growth_scale: float = 1.0
     _observed_at: float | None = None
 
-    def seconds(self, chunks: Iterable[Chunk] = (), draws: int = 0) -> float:
+    def seconds(self, chunks: Iterable[Chunk] = (), samples: int = 0) -> float:
         """Predicted seconds of a unit of these chunks."""
         pairs = self.per_pair
         terms = (tokens * (self.per_token + pairs * (context + tokens / 2)) for tokens, context in chunks)
-        return self.scale * (self.fixed + self.per_draw * draws + sum(terms))
+        return self.scale * (self.fixed + self.per_sample * samples + sum(terms))
 
     def chunk_seconds(self, chunk: Chunk) -> float:
         """Predicted seconds by which this chunk makes a unit longer."""
@@ -88,7 +89,7 @@ class CostModel:
         return self.growth_scale * self._step(after) / self._step(before) if after > before else 1.0
 
     def step_seconds(self, tokens: int) -> float:
-        """Predicted seconds of a unit that draws a token after each of so many; 0 for none."""
+        """Predicted seconds of a unit that samples a token after each of so many; 0 for none."""
         return self.scale * self._step(tokens) if tokens else 0.0
 
     def _step(self, tokens: int) -> float:
@@ -96,7 +97,7 @@ class CostModel:
         for (fewer, short), (more, long) in pairwise(self.steps):
             if tokens <= more:
                 return short + (long - short) * (tokens - fewer) / (more - fewer)
-        return self.fixed + tokens * (self.per_token + self.per_draw)
+        return self.fixed + tokens * (self.per_token + self.per_sample)
 
     def tokens_within(self, seconds: float, context: int, least: int, most: int) -> int:
         """The largest chunk, in tokens, that makes a unit at most `seconds` longer.
@@ -114,13 +115,13 @@ class CostModel:
                 high = middle - 1
         return low
 
-    def observe(self, chunks: Iterable[Chunk], draws: int, seconds: float, now: float) -> None:
+    def observe(self, chunks: Iterable[Chunk], samples: int, seconds: float, now: float) -> None:
         """Corrects the scale by a unit that took `seconds` and ended at `now`.
 
         There is one scale for all terms, because load, heat and clock rate change them alike. The older the last
         observation, the less the old scale counts.
         """
-        calibrated = self.seconds(chunks, draws) / self.scale
+        calibrated = self.seconds(chunks, samples) / self.scale
         ratio = min(max(seconds / calibrated, _MIN_RATIO), _MAX_RATIO)
         idle = 0.0 if self._observed_at is None else now - seconds - self._observed_at
         weight = max(_NEWEST_RATIO, 1.0 - math.exp(-idle / _MEMORY_S))
@@ -419,7 +420,7 @@ class TokenShares:
 
         A key without a row gets its first one so in any case. It gets more only from a key that is ahead by
         `AHEAD_TOKENS`, so that keys which hold about their share wait for answers to end. A row that gave way keeps its
-        next place until it has drawn `ROW_TOKENS` more.
+        next place until it has sampled `ROW_TOKENS` more.
 
         Args:
             rows: all rows, in order of admission. Those of another class, or of a better priority, do not give way.
@@ -438,7 +439,7 @@ class TokenShares:
             return next(youngest_first)
         behind = self._standing((to.work_class, to.key)) + AHEAD_TOKENS
         ahead = (row for row in youngest_first if self._standing((row.work_class, row.key)) >= behind)
-        return next((row for row in ahead if row.drawn >= row.keeps_row_until), None)
+        return next((row for row in ahead if row.sampled >= row.keeps_row_until), None)
 
     def check_integrity(self, live: Iterable[Sequence]) -> None:
         """Raises AssertionError if the rows that are counted are not those of the sequences that hold one."""

@@ -97,7 +97,7 @@ class _InFlight:
     @property
     def requests(self) -> set[Request]:
         rows = (span.row for span in self.unit.spans)
-        return {row.request for row in rows if row.status is not SequenceStatus.FINISHED}
+        return {sequence.request for sequence in rows if sequence.status is not SequenceStatus.FINISHED}
 
 
 class Engine:
@@ -183,7 +183,7 @@ class Engine:
         Training waits until the KV pool has given it memory.
         """
         if self._speculation is not None and self._reads_before_drafting(self._speculation):
-            return True  # the next call admits and schedules again, with the tokens that were drawn
+            return True  # the next call admits and schedules again, with the tokens that were sampled
         unit = self.scheduler.next_unit(
             now,
             staging=self.adapters.waits(),
@@ -252,8 +252,8 @@ class Engine:
             if self._cache.states is not None:
                 self.memory.reserve_checkpoint(span.row, span.stop)
         before = self._in_flight or self._ended
-        with Affecting({row.request for row in rows}):
-            pending = self.runner.begin(unit.spans, unit.draws, before.launched if before else None)
+        with Affecting({sequence.request for sequence in rows}):
+            pending = self.runner.begin(unit.spans, unit.sampling, before.launched if before else None)
             self.scheduler.record_launch(unit, now)
             self.requests.started(rows)
         return pending
@@ -277,7 +277,7 @@ class Engine:
                 self.runner.launch(pending)
                 self._read()
             launched = self.runner.sample(pending)
-        self.counters.steps += bool(unit.draws)
+        self.counters.steps += bool(unit.sampling)
         self.counters.prefilled_tokens += sum(chunk.tokens for chunk in unit.chunks)
         return _InFlight(unit, launched, started)
 
@@ -288,50 +288,50 @@ class Engine:
             return
         launched = ended.launched
         with Affecting(ended.requests):
-            draws = self.runner.read(launched)
-            scores = [(row, start, part.read()) for row, start, part in launched.scores]
+            samples = self.runner.read(launched)
+            scores = [(sequence, start, part.read()) for sequence, start, part in launched.scores]
             pooled = launched.pooled.read() if launched.pooled else []
-        for row, start, part in scores:
-            self.requests.add_scores(row, start, part)
+        for sequence, start, part in scores:
+            self.requests.add_scores(sequence, start, part)
         for span, vector in pooled:
             self.requests.add_pooled(span.row, span.start, span.stop, vector)
-        for row, of_row in groupby(zip(launched.rows, draws, strict=True), key=itemgetter(0)):
-            self._deliver(row, [draw for _, draw in of_row], ended.at)
+        for sequence, of_row in groupby(zip(launched.rows, samples, strict=True), key=itemgetter(0)):
+            self._deliver(sequence, [sample for _, sample in of_row], ended.at)
         for span in ended.unit.spans:
             self._after(span.row, span.stop)
 
-    def _deliver(self, row: Sequence, draws: Seq[SampledToken], now: float) -> None:
+    def _deliver(self, sequence: Sequence, samples: Seq[SampledToken], now: float) -> None:
         """Gives a sequence its tokens, up to the first one that differs from the draft after which the next one was
-        drawn.
+        sampled.
 
         At each moment the sequence is as if its tokens had come one by one, because any of them may end it.
         """
-        drafter, draft, drafted = row.drafter, row.proposed, len(draws) - 1
+        drafter, draft, drafted = sequence.drafter, sequence.proposed, len(samples) - 1
         source = "" if drafter is None else drafter.source.value
-        row.proposed, row.drafted, row.draft_sampling = (), 0, ()
+        sequence.proposed, sequence.drafted, sequence.draft_sampling = (), 0, ()
         if drafted:
-            row.take_back(drafted)
+            sequence.take_back(drafted)
             self.counters.drafted[source] += drafted
-        for place, draw in enumerate(draws):
-            if row.status is SequenceStatus.FINISHED:
+        for place, sample in enumerate(samples):
+            if sequence.status is SequenceStatus.FINISHED:
                 return
             if place:
-                row.keep_drafted()
+                sequence.keep_drafted()
                 self.counters.accepted[source] += 1
-            self.requests.accept(row, draw, now)
-            if drafter is None or place == len(draft) or not drafter.add(draft[place] == draw.token):
+            self.requests.accept(sequence, sample, now)
+            if drafter is None or place == len(draft) or not drafter.add(draft[place] == sample.token):
                 break
         if drafted:
-            row.count_again()
+            sequence.count_again()
 
-    def _after(self, row: Sequence, computed: int) -> None:
+    def _after(self, sequence: Sequence, computed: int) -> None:
         """Registers the full blocks of a row, after the unit that brought it to `computed` tokens was read. Ends a
-        sequence whose prompt is computed and that draws no token. Does nothing if the sequence has ended or was
+        sequence whose prompt is computed and that samples no token. Does nothing if the sequence has ended or was
         preempted meanwhile."""
-        if row.status in (SequenceStatus.PREFILLING, SequenceStatus.RUNNING):
-            self.memory.keep(row)
-            if row.max_tokens == 0 and row.to_compute == 0 and row.computed == computed:
-                self.requests.finish_prompt(row)
+        if sequence.status in (SequenceStatus.PREFILLING, SequenceStatus.RUNNING):
+            self.memory.keep(sequence)
+            if sequence.max_tokens == 0 and sequence.to_compute == 0 and sequence.computed == computed:
+                self.requests.finish_prompt(sequence)
 
     # -- drafts ----------------------------------------------------------------------------------
 
@@ -500,4 +500,4 @@ class Engine:
         self.requests.check_integrity()
         rows = self.scheduler.live
         assert set(map(id, rows)) == set(map(id, self._cache.rows))
-        assert self.adapters.pinned == len({row.adapter_slot for row in rows} - {0})
+        assert self.adapters.pinned == len({sequence.adapter_slot for sequence in rows} - {0})

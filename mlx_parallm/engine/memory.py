@@ -49,7 +49,7 @@ class PoolMemory:
 
     A new row starts with keys and values that were computed before, if there are any: those of the prompt, from the row
     of a running member of its group, or those of the longest prefix in the prefix cache. At least one token of a row is
-    always left to compute, because the next token is drawn from its logits. A row pins its adapter's slot for as long
+    always left to compute, because the next token is sampled from its logits. A row pins its adapter's slot as long
     as it is in the pool. A fault while a row is made or grows fails that row's request only.
 
     Attributes:
@@ -81,62 +81,63 @@ class PoolMemory:
         self._opened_at = self._ended_at = 0.0
         self._preempted_needlessly = False  # although it was enough to evict cached prefixes
 
-    def cached(self, row: Sequence) -> int:
+    def cached(self, sequence: Sequence) -> int:
         """How many tokens of a waiting sequence would be computed already if its row was opened now. It ranks the
         sequence in the queue, and need not be exact."""
-        shared = row.prompt_length - 1 if self._source(row) is not None else 0
-        return max(shared, self._found(row))
+        shared = sequence.prompt_length - 1 if self._source(sequence) is not None else 0
+        return max(shared, self._found(sequence))
 
-    def open(self, row: Sequence) -> bool:
+    def open(self, sequence: Sequence) -> bool:
         """Opens a row with room for all tokens of the sequence, and sets `computed` to how many of them it starts with:
         the prompt of another row of its group, or what the prefix cache has of its tokens. Returns False when the
         budget is spent."""
-        source = self._source(row)
-        with Affecting([row.request]):
-            if source is not None and row.prompt_length - 1 >= self._found(row):
-                opened = self._cache.fork(source, row.prompt_length - 1, row.length, into=row)
+        source = self._source(sequence)
+        with Affecting([sequence.request]):
+            if source is not None and sequence.prompt_length - 1 >= self._found(sequence):
+                opened = self._cache.fork(source, sequence.prompt_length - 1, sequence.length, into=sequence)
             else:
-                opened = self._open_with_prefix(row)
+                opened = self._open_with_prefix(sequence)
         if opened is None:
             return False
-        row.adapter_slot = self._adapters.pin(row.adapter)
+        sequence.adapter_slot = self._adapters.pin(sequence.adapter)
         self._opened_at = time.monotonic()
         self.changed = True
         return True
 
-    def _open_with_prefix(self, row: Sequence) -> KVRow | None:
+    def _open_with_prefix(self, sequence: Sequence) -> KVRow | None:
         """Opens a row with what the prefix cache has. Each prompt counts in the statistics once, however many sequences
         it has and however often they are computed again. Prompts that are scored from their start do not count."""
-        request, prompt = row.request, row.index // row.request.spec.n
+        request, prompt = sequence.request, sequence.index // sequence.request.spec.n
         from_start = request.spec.prompt_logprobs is not None and request.spec.scored_from <= 1
-        row.counts_lookup = prompt not in request.looked_up and not from_start
-        opened = self._cache.open(row.length, self._root(row), row.prefix_ids, into=row, counts=row.counts_lookup)
-        if opened is not None and row.counts_lookup:
+        sequence.counts_lookup = prompt not in request.looked_up and not from_start
+        root, ids, counts = self._root(sequence), sequence.prefix_ids, sequence.counts_lookup
+        opened = self._cache.open(sequence.length, root, ids, into=sequence, counts=counts)
+        if opened is not None and sequence.counts_lookup:
             request.looked_up.add(prompt)
             request.cached_tokens += opened.computed
         return opened
 
-    def share(self, row: Sequence) -> Hashable:
+    def share(self, sequence: Sequence) -> Hashable:
         """Gives a prompt in prefill what other rows have computed of it since, and raises `computed` by that.
 
         Returns:
             A key that prompts have in common if they compute the same block next; None if no other prompt can have it.
         """
-        before = row.computed
-        with Affecting([row.request]):
-            counts = row.counts_lookup and row.drawn == 0
-            key = self._cache.take_over(row, self._root(row), row.prefix_ids, counts=counts)
+        before = sequence.computed
+        with Affecting([sequence.request]):
+            counts = sequence.counts_lookup and sequence.sampled == 0
+            key = self._cache.take_over(sequence, self._root(sequence), sequence.prefix_ids, counts=counts)
         if counts:
-            row.request.cached_tokens += row.computed - before
+            sequence.request.cached_tokens += sequence.computed - before
         return key
 
-    def extend(self, row: Sequence, tokens: int) -> bool:
+    def extend(self, sequence: Sequence, tokens: int) -> bool:
         """Makes room for `tokens` tokens in the row, counted from its start. Returns False when the budget is spent."""
-        if tokens <= len(row.tables[0]) * BLOCK_TOKENS:
+        if tokens <= len(sequence.tables[0]) * BLOCK_TOKENS:
             return True
         self.changed = True
-        with Affecting([row.request]):
-            return self._cache.extend(row, tokens)
+        with Affecting([sequence.request]):
+            return self._cache.extend(sequence, tokens)
 
     def to_preempt(self, rows: list[Sequence], growing: Sequence) -> Sequence:
         """The row that gives way when `extend` found no room for all tokens of `growing`. `rows`: all live rows in
@@ -145,15 +146,15 @@ class PoolMemory:
         self._preempted_needlessly |= missing <= 0 and not self._cache.device_refused
         return gives_way(rows)
 
-    def close(self, row: Sequence) -> None:
+    def close(self, sequence: Sequence) -> None:
         """Takes the row away, and sets `computed` to 0. If this raises, only the pool still has the row, until the pool
         is cleared."""
         try:
-            self._cache.close(row, self._root(row), row.tokens)
+            self._cache.close(sequence, self._root(sequence), sequence.tokens)
         finally:
-            row.computed = row.kept_blocks = 0
+            sequence.computed = sequence.kept_blocks = 0
             self.changed = True
-            self._adapters.unpin(row.adapter)
+            self._adapters.unpin(sequence.adapter)
             self._rows_have_ended = True
             self._ended_at = time.monotonic()
 
@@ -202,26 +203,26 @@ class PoolMemory:
             pass
         mx.clear_cache()
 
-    def reserve_checkpoint(self, row: Sequence, computed: int) -> None:
+    def reserve_checkpoint(self, sequence: Sequence, computed: int) -> None:
         """Lets the next unit keep the row's recurrent state after `computed` tokens, if it is of use to later rows."""
-        with Affecting([row.request]):
-            self._cache.reserve_checkpoint(row, computed)
+        with Affecting([sequence.request]):
+            self._cache.reserve_checkpoint(sequence, computed)
 
-    def keep(self, row: Sequence) -> None:
+    def keep(self, sequence: Sequence) -> None:
         """Registers the full blocks of a row in the prefix cache, and gives back those below its sliding windows, when
         there are more full blocks than the last time."""
-        blocks = min(row.computed, len(row.tokens)) // BLOCK_TOKENS
-        if blocks == row.kept_blocks:
+        blocks = min(sequence.computed, len(sequence.tokens)) // BLOCK_TOKENS
+        if blocks == sequence.kept_blocks:
             return
-        row.kept_blocks = blocks
-        self._cache.freeze(row, self._root(row), row.tokens)
-        self._cache.release_windows(row)
+        sequence.kept_blocks = blocks
+        self._cache.freeze(sequence, self._root(sequence), sequence.tokens)
+        self._cache.release_windows(sequence)
 
-    def prefix_root(self, row: Sequence) -> PrefixRoot | None:
+    def prefix_root(self, sequence: Sequence) -> PrefixRoot | None:
         """Where blocks of a waiting sequence's prompt may be registered. None if its version is forgotten and in no
         slot, and so has no prefixes."""
-        version = self._adapters.version(row.adapter)
-        return None if version is None else PrefixRoot(version, row.request.spec.cache_salt)
+        version = self._adapters.version(sequence.adapter)
+        return None if version is None else PrefixRoot(version, sequence.request.spec.cache_salt)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the KV pool is inconsistent, or if a row gave way before all cached prefixes."""
@@ -236,21 +237,21 @@ class PoolMemory:
                 self._cache.index.drop(root)
                 self._rows_have_ended = True
 
-    def _source(self, row: Sequence) -> Sequence | None:
+    def _source(self, sequence: Sequence) -> Sequence | None:
         """A row that has computed the prompt of this sequence's group, and still holds it. None for a sequence that has
         to compute some of it itself."""
-        if row.scored:
+        if sequence.scored:
             return None
-        length = row.prompt_length - 1
-        members = (member for member in row.group.members if member.status is SequenceStatus.RUNNING)
-        return next((m for m in members if m is not row and self._cache.holds(m, length)), None)
+        length = sequence.prompt_length - 1
+        members = (member for member in sequence.group.members if member.status is SequenceStatus.RUNNING)
+        return next((m for m in members if m is not sequence and self._cache.holds(m, length)), None)
 
-    def _found(self, row: Sequence) -> int:
+    def _found(self, sequence: Sequence) -> int:
         """How many tokens of a waiting sequence its row can get from the prefix cache."""
-        root = self.prefix_root(row)
-        return 0 if root is None else self._cache.cached(root, row.prefix_ids)
+        root = self.prefix_root(sequence)
+        return 0 if root is None else self._cache.cached(root, sequence.prefix_ids)
 
-    def _root(self, row: Sequence) -> PrefixRoot:
-        root = self.prefix_root(row)
+    def _root(self, sequence: Sequence) -> PrefixRoot:
+        root = self.prefix_root(sequence)
         assert root is not None, "a row's version is in a slot, or the base model"
         return root

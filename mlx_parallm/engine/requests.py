@@ -139,11 +139,11 @@ class Requests:
                 request.started_at = sequence.started_at
                 self._emit(request, RequestStarted(request.arrived_at, request.started_at))
 
-    def accept(self, sequence: Sequence, draw: SampledToken, now: float) -> None:
-        """Takes one drawn token: emits its text, and ends the sequence if this is its last token. If the grammar of the
-        sequence fails, the request fails."""
+    def accept(self, sequence: Sequence, sample: SampledToken, now: float) -> None:
+        """Takes one sampled token: emits its text, and ends the sequence if this is its last token. If the grammar of
+        the sequence fails, the request fails."""
         request = sequence.request
-        sequence.tokens.append(draw.token)
+        sequence.tokens.append(sample.token)
         if sequence.scores is not None:
             self._send_scores(sequence)
         request.first_token_at = request.first_token_at or now
@@ -152,18 +152,18 @@ class Requests:
         self.counters.generation_tokens += 1
         with Affecting([request]):
             try:
-                delta = sequence.text.accept(draw.token)
+                delta = sequence.text.accept(sample.token)
             except GrammarError as error:
                 self.fail(request, error)
                 return
         output = SequenceOutput(
             index=sequence.index,
-            token_ids=(draw.token,),
+            token_ids=(sample.token,),
             text=delta.text,
-            logprobs=() if draw.logprob is None else (draw.logprob,),
+            logprobs=() if sample.logprob is None else (sample.logprob,),
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
-            sampling_logprobs=() if draw.sampling_logprob is None else (draw.sampling_logprob,),
+            sampling_logprobs=() if sample.sampling_logprob is None else (sample.sampling_logprob,),
         )
         self._events.append((request.spec.request_id, output))
         if delta.finish_reason is not None:
@@ -253,7 +253,7 @@ def _sequence(owner: Request, index: int, group: PromptGroup, vocabulary: Vocabu
     tokens, scored_from = list(prompt), max(1, request.scored_from)
     sequence = Sequence(
         tokens=tokens,
-        max_tokens=stopping.max_tokens if request.pooling is None else 1,  # the vector counts as a draw
+        max_tokens=stopping.max_tokens if request.pooling is None else 1,  # the vector counts as a sample
         arrived_at=owner.arrived_at,
         group=group,
         work_class=request.work_class,

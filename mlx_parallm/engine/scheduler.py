@@ -4,7 +4,7 @@
        ▲                   │                         │
        └── preempted (youngest first, computed again) ◀──┘
 
-A forward unit computes a token of every row that can draw one, and chunks of prompts. The chunks make it longer by
+A forward unit computes a token of every row that can sample one, and chunks of prompts. The chunks make it longer by
 about `DecodeGap.chunk_s` seconds at most; the prompt with the least left goes first, and waiting counts in its favour.
 Prompts whose hidden states are pooled get a smaller share of the time beside decode rows (`DecodeGap.pooling_s`).
 Between two forward units, staging, which copies adapters into the bank, gets a share of the time, and a training unit
@@ -176,7 +176,7 @@ class RLAwareScheduler:
             row = self._shares.row_to_yield(self._rows, sequence, len(self._rows) >= self.config.max_rows)
             if row is None:
                 return False
-            row.keeps_row_until = row.drawn + ROW_TOKENS
+            row.keeps_row_until = row.sampled + ROW_TOKENS
             self.preempt(row)
         return True
 
@@ -331,14 +331,14 @@ class RLAwareScheduler:
     # -- records of what ran ---------------------------------------------------------------------
 
     def record_launch(self, unit: ForwardUnit, now: float) -> None:
-        """Records a forward unit at its launch: its tokens count as computed, and a token of each of `draws` as drawn.
+        """Records a forward unit at its launch: its tokens count as computed, and those that it samples as sampled.
 
         The next unit may be chosen and launched before this one is done. If it fails, preempt all rows: they are
         computed again from their start.
         """
         self.gap.close()
-        for sequence in unit.draws:
-            sequence.drawn += 1 + sequence.drafted
+        for sequence in unit.sampling:
+            sequence.sampled += 1 + sequence.drafted
         for span in unit.spans:
             span.row.started_at = span.row.started_at or now
             self._shares.charge(span.row, span.tokens)
@@ -363,11 +363,11 @@ class RLAwareScheduler:
         work, prefill_s = [span.work for span in unit.spans], 0.0 if unit.decodes else seconds
         if unit.decodes and unit.chunks:
             chunks_s = sum(self.cost.chunk_seconds(chunk.work) for chunk in unit.chunks)
-            prefill_s = seconds * chunks_s / self.cost.seconds(work, unit.tokens_drawn)
+            prefill_s = seconds * chunks_s / self.cost.seconds(work, unit.tokens_sampled)
         if unit.drafts and not unit.chunks:
             self.cost.observe_drafts([span._replace(tokens=1) for span in work], unit.drafts, seconds)
         else:
-            self.cost.observe(work, unit.tokens_drawn, seconds, now)
+            self.cost.observe(work, unit.tokens_sampled, seconds, now)
         if unit.decodes:
             pooled = (self.cost.chunk_seconds(span.work) for span in unit.chunks if span.row.pooling is not None)
             self.gap.add_step(seconds, now, sum(pooled))
@@ -423,12 +423,12 @@ def decoding(
     """The decode rows of the next forward unit.
 
     Each additional row makes a unit longer. Therefore rollouts beside live requests get only their share of the rows,
-    at least one, and the oldest rollouts first; and of the rows that report many candidates, only the oldest draws. The
-    others keep their rows and wait. If training wants the device too, rollouts get one row: live requests give way to
-    one of the two at a time.
+    at least one, and the oldest rollouts first; and of the rows that report many candidates, only the oldest samples.
+    The others keep their rows and wait. If training wants the device too, rollouts get one row: live requests give way
+    to one of the two at a time.
     """
-    rows = [row for row in rows if row.status is SequenceStatus.RUNNING and row.drawn < row.max_tokens]
-    later = [row for row in rows if row.draws_alone][1:]
+    rows = [row for row in rows if row.status is SequenceStatus.RUNNING and row.sampled < row.max_tokens]
+    later = [row for row in rows if row.samples_alone][1:]
     rows = [row for row in rows if row not in later] if later else rows
     live = sum(row.work_class is WorkClass.INFERENCE for row in rows)
     if live == 0 or live == len(rows) or shares[WorkClass.INFERENCE] == 0:

@@ -42,26 +42,26 @@ class PromptGroup:
 class Sequence(KVRow):
     """The state of one sequence. Only the device thread changes it.
 
-    A token is drawn when the unit that draws it is launched, and read when its id has reached the host. The next unit
-    may be launched before the last one is read.
+    A token is sampled when the unit that samples it is launched, and read when its id has reached the host. The next
+    unit may be launched before the last one is read.
 
     Attributes:
-        tokens: the prompt and every drawn token that has been read.
+        tokens: the prompt and every sampled token that has been read.
         arrived_at: when the request arrived. This and the times below are seconds on `time.monotonic`'s clock.
         key: the name of the API key that asked for it.
         scored: logprobs of its prompt are wanted, so its chunks keep logits and share no unit with other chunks.
         scored_from: the first token of a scored prompt whose logprob is wanted; at least 1.
         prompt_candidates: the candidates that are reported for each token of a scored prompt.
-        candidates: those that are reported for each drawn token.
-        pooling: how its hidden states are pooled. The vector takes the place of the only token that it could draw.
+        candidates: those that are reported for each sampled token.
+        pooling: how its hidden states are pooled. The vector takes the place of the only token that it could sample.
 
     The scheduler's:
-        drawn: tokens drawn so far, including those not read yet.
+        sampled: tokens sampled so far, including those not read yet.
         started_at: when the first unit of work for the sequence was launched; 0.0 before.
         served_at: when it last got a chunk in its turn; before the first chunk, `arrived_at`.
-        keeps_row_until: the number of drawn tokens below which its row is not taken for another key's share.
+        keeps_row_until: the number of sampled tokens below which its row is not taken for another key's share.
         steps_waited: steps that were launched since its last chunk, while it is being prefilled.
-        drafted: the number of draft tokens that the next unit computes and checks. They count as drawn and computed
+        drafted: the number of draft tokens that the next unit computes and checks. They count as sampled and computed
             from its launch until it is read, as if all of them were right.
 
     That of the memory of rows:
@@ -103,7 +103,7 @@ class Sequence(KVRow):
     prompt_length: int = field(init=False, repr=False)
 
     status: SequenceStatus = SequenceStatus.WAITING
-    drawn: int = 0
+    sampled: int = 0
     started_at: float = 0.0
     served_at: float = field(init=False, repr=False)
     steps_waited: int = 0
@@ -136,19 +136,19 @@ class Sequence(KVRow):
 
     @property
     def length(self) -> int:
-        """Tokens of the prompt and tokens drawn so far."""
-        return self.prompt_length + self.drawn
+        """Tokens of the prompt and tokens sampled so far."""
+        return self.prompt_length + self.sampled
 
     @property
     def pending(self) -> int:
-        """Tokens of the prompt and drawn tokens whose keys and values are not in the row; at least one. A row with
+        """Tokens of the prompt and sampled tokens whose keys and values are not in the row; at least one. A row with
         exactly one decodes: computing it gives the logits of the next token."""
         return self.length - self.computed
 
     @property
     def to_compute(self) -> int:
-        """Pending tokens that a unit has to compute. The last one is among them only if a token is drawn from it."""
-        return self.pending if self.may_draw else self.pending - 1
+        """Pending tokens that a unit has to compute. The last one is among them only if a token is sampled from it."""
+        return self.pending if self.may_sample else self.pending - 1
 
     @property
     def longest_chunk(self) -> int:
@@ -164,25 +164,25 @@ class Sequence(KVRow):
         return self.tokens[: self.scored_from] if self.scored else self.tokens
 
     @property
-    def draws_alone(self) -> bool:
-        """Whether no other such row may draw in the same unit, because each reports so many candidates that they take
+    def samples_alone(self) -> bool:
+        """Whether no other such row may sample in the same unit, because each reports so many candidates that they take
         longer than the row's part of the forward pass."""
         return self.candidates > TOP_LOGPROBS
 
     @property
     def unread(self) -> int:
-        """Tokens drawn and not read yet."""
+        """Tokens sampled and not read yet."""
         return self.length - len(self.tokens)
 
     @property
-    def may_draw(self) -> bool:
-        """Whether another token may be drawn before `max_tokens` is reached."""
-        return self.drawn < self.max_tokens
+    def may_sample(self) -> bool:
+        """Whether another token may be sampled before `max_tokens` is reached."""
+        return self.sampled < self.max_tokens
 
     def advance(self, tokens: int) -> None:
         """Counts `tokens` more computed tokens of a sequence that holds a row. It runs when only one is pending."""
         self.computed += tokens
-        pending = self.prompt_length + self.drawn - self.computed
+        pending = self.prompt_length + self.sampled - self.computed
         self.status = SequenceStatus.PREFILLING if pending > 1 else SequenceStatus.RUNNING
 
     # -- drafts ----------------------------------------------------------------------------------
@@ -194,21 +194,21 @@ class Sequence(KVRow):
 
     def take_back(self, tokens: int) -> None:
         """Uncounts so many tokens at the end, which were drafted. Their keys and values may be written over."""
-        self.drawn -= tokens
+        self.sampled -= tokens
         self.computed -= tokens
 
     def keep_drafted(self) -> None:
-        """Counts a token of the draft again, because it was right, and with it the token that was drawn after it."""
-        self.drawn += 1
+        """Counts a token of the draft again, because it was right, and with it the token that was sampled after it."""
+        self.sampled += 1
         self.computed += 1
 
     def forget_unread(self) -> None:
-        """Takes back tokens that were drawn but will never be read, so that they are drawn again.
+        """Takes back tokens that were sampled but will never be read, so that they are sampled again.
 
         Token counts for penalties are rebuilt from the tokens that were read, because the counts on the device may be
         lost.
         """
-        self.drawn -= self.unread
+        self.sampled -= self.unread
         self.drafted, self.draft_sampling = 0, ()
         self.count_again()
 

@@ -192,7 +192,7 @@ class Speculation:
         decoding = []
         for sequence in live:
             sequence.proposed, sequence.model_acceptance = (), 0.0
-            may_draft = sequence.max_tokens - sequence.drawn > 1 and not sequence.draws_alone
+            may_draft = sequence.max_tokens - sequence.sampled > 1 and not sequence.samples_alone
             if may_draft and sequence.status is SequenceStatus.RUNNING:
                 decoding.append(sequence)
         if len(decoding) < MOST_TOKENS:
@@ -316,7 +316,7 @@ def _best_drafts(
 def _tokens(row: Sequence, by_model: bool) -> Iterator[_Token]:
     """The tokens that are proposed for a row, or those that the draft model would make. None is sampled after
     `max_tokens`."""
-    longest = min(LONGEST_DRAFT if by_model else len(row.proposed), row.max_tokens - row.drawn - 1)
+    longest = min(LONGEST_DRAFT if by_model else len(row.proposed), row.max_tokens - row.sampled - 1)
     acceptance = row.model_acceptance if by_model else row.acceptance
     return (_Token(acceptance**place, row, place, by_model) for place in range(1, longest + 1))
 

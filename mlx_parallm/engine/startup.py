@@ -230,8 +230,8 @@ _LONG_ON_CPU, _CONTEXT_ON_CPU = 64, 512
 """Chunk lengths and a context length, in tokens, far enough apart to separate the terms of the cost model. A CPU's time
 grows evenly with the tokens, so fewer do, and its server starts a second earlier."""
 
-_DRAWS = 8
-"""Rows that draw a token together, so that the output layer's weights, which are read once, are shared as in a step."""
+_SAMPLING = 8
+"""Rows that sample a token together, so that the weights of the output layer are read once for all, as in a step."""
 
 _REPEATS, _LONG_ENOUGH_S = 3, 0.2
 """How often a unit is timed. On a CPU, where nothing is compiled, one that takes long is not timed again: beside other
@@ -264,7 +264,7 @@ def choose_attention(runner: BatchRunner) -> None:
 def calibrate(runner: BatchRunner, check: Check = lambda: None) -> CostModel:
     """Measures the terms of the cost model of a forward unit, in about a second on a CPU that nothing else uses.
 
-    Times three prefill chunks, and a unit with as many tokens as the shortest that draws the next token of some rows.
+    Times three prefill chunks, and a unit with as many tokens as the shortest that samples the next token of some rows.
     The content of the context does not change the time, so it is not computed: the length of the row is simply set.
     `check` is called between units.
 
@@ -273,47 +273,47 @@ def calibrate(runner: BatchRunner, check: Check = lambda: None) -> CostModel:
     """
     most, context = (_LONG_ON_CPU, _CONTEXT_ON_CPU) if on_cpu() else (_LONG, _CONTEXT)
     context = min(context, runner.cache.max_length - most)
-    if context < most or runner.cache.longest_row < max(context + most, _DRAWS * BLOCK_TOKENS):
+    if context < most or runner.cache.longest_row < max(context + most, _SAMPLING * BLOCK_TOKENS):
         return CostModel()  # rows are too short, or memory is too small, to need a measured model
-    rows = [_SHORT // _DRAWS] * _DRAWS
+    rows = [_SHORT // _SAMPLING] * _SAMPLING
     long, deep = _least(runner, check, [most]), _least(runner, check, [most], context)
     short = _least(runner, check, [_SHORT])
-    drawing = _least(runner, check, rows, draws=1) - short
+    sampling_s = _least(runner, check, rows, samples=1) - short
     per_pair = max(deep - long, 0.0) / (most * context)
     per_token = max(long - short, 1e-6) / (most - _SHORT)
     fixed = max(short - _SHORT * per_token, 1e-4)
-    return CostModel(fixed, per_token, per_pair, per_draw=max(drawing, 0.0) / _DRAWS)
+    return CostModel(fixed, per_token, per_pair, per_sample=max(sampling_s, 0.0) / _SAMPLING)
 
 
 def calibrate_steps(runner: BatchRunner, cost: CostModel, check: Check = lambda: None) -> CostModel:
     """Measures units of a few tokens too, each of which gives a token, in about a second on such a CPU."""
     if runner.cache.longest_row < MOST_TOKENS:
         return cost
-    times = [_least(runner, check, [tokens], draws=tokens) for tokens in _STEPS]
+    times = [_least(runner, check, [tokens], samples=tokens) for tokens in _STEPS]
     return replace(cost, steps=tuple(zip(_STEPS, accumulate(times, max), strict=True)))
 
 
-def _least(runner: BatchRunner, check: Check, chunks: Seq[int], context: int = 0, draws: int = 0) -> float:
+def _least(runner: BatchRunner, check: Check, chunks: Seq[int], context: int = 0, samples: int = 0) -> float:
     """The time of a unit: the least of several, because the machine may do other work too. See `_seconds`."""
     times: list[float] = []
     while len(times) < _REPEATS and not (times and on_cpu() and times[-1] > _LONG_ENOUGH_S):
-        times.append(_seconds(runner, check, chunks, context, draws))
+        times.append(_seconds(runner, check, chunks, context, samples))
     return min(times)
 
 
-def _seconds(runner: BatchRunner, check: Check, chunks: Seq[int], context: int, draws: int = 0) -> float:
-    """The time of a unit with a chunk of so many tokens for each of some rows. `draws`: tokens that each row draws."""
+def _seconds(runner: BatchRunner, check: Check, chunks: Seq[int], context: int, samples: int = 0) -> float:
+    """The time of a unit with a chunk of so many tokens for each of some rows. `samples`: tokens that each samples."""
     check()
     rows: list[Sequence] = []
     try:
         for tokens in chunks:
             rows.append(_open(runner, context, tokens))
         for row in rows:
-            row.drafted = max(draws - 1, 0)
+            row.drafted = max(samples - 1, 0)
             row.draft_sampling = [row.sampling] * row.drafted
         spans = [Span(row, context, tokens) for row, tokens in zip(rows, chunks, strict=True)]
         started = time.perf_counter()
-        runner.sample(runner.begin(spans, rows if draws else [], None))
+        runner.sample(runner.begin(spans, rows if samples else [], None))
         runner.wait()
         return time.perf_counter() - started
     finally:

@@ -1,4 +1,4 @@
-"""Turns drawn tokens into text, and finds where it ends: stop strings, the end-of-sequence token, the length limit,
+"""Turns sampled tokens into text, and finds where it ends: stop strings, the end-of-sequence token, the length limit,
 and repetition without end."""
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class _OneStop:
 
 @dataclass(eq=False, slots=True)
 class TextStream:
-    """The text of one sequence. Takes every drawn token in order, until a delta has a finish reason.
+    """The text of one sequence. Takes every sampled token in order, until a delta has a finish reason.
 
     `end_ids`: the tokens that end the text. `grammar`: the grammar that constrains the text, in its first state; the
     text ends when the grammar allows no further token. `tokens`: those of the sequence, of which the last one is always
@@ -117,7 +117,7 @@ class TextStream:
     generated: int = 0
 
     def accept(self, token: int) -> TextDelta:
-        """Takes one drawn token. The end-of-sequence token and `stop_token_ids` end the text, and are part of it only
+        """Takes one sampled token. The end-of-sequence token and `stop_token_ids` end the text, and are part of it only
         with `include_stop`.
 
         Raises:

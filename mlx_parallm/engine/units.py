@@ -42,15 +42,15 @@ class ForwardUnit:
 
     Attributes:
         spans: decode rows, oldest first, then the chunks of prompts.
-        draws: the sequences that draw a token at the end of the unit, or whose hidden states are all pooled by then, in
-            the order of `spans`: all decode rows, and the prompts whose last chunk this is.
+        sampling: the sequences that sample a token at the end of the unit, or whose hidden states are all pooled by
+            then, in the order of `spans`: all decode rows, and the prompts whose last chunk this is.
         decodes: the number of decode rows.
-        drafts: guessed tokens of decode rows that the unit computes and checks, besides the token of each row.
+        drafts: draft tokens of decode rows that the unit computes and checks, besides the token of each row.
         delayed: staging or training ran since the last forward unit.
     """
 
     spans: tuple[UnitSpan, ...]
-    draws: tuple[Sequence, ...]
+    sampling: tuple[Sequence, ...]
     decodes: int
     delayed: bool = False
     drafts: int = 0
@@ -61,9 +61,9 @@ class ForwardUnit:
         return self.spans[: self.decodes]
 
     @property
-    def tokens_drawn(self) -> int:
-        """The number of tokens that the unit draws: one after each token of a draft too."""
-        return sum(sequence.pooling is None for sequence in self.draws) + self.drafts
+    def tokens_sampled(self) -> int:
+        """The number of tokens that the unit samples: one after each token of a draft too."""
+        return sum(sequence.pooling is None for sequence in self.sampling) + self.drafts
 
     @property
     def chunks(self) -> tuple[UnitSpan, ...]:

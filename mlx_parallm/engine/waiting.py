@@ -8,7 +8,7 @@ share of rows, whether an adapter is in the bank, and whether another prompt of 
 lane and not per sequence.
 
 A group without a place in a lane is blocked: it is new, or it awaits a prefix from the disk, or its first sequence is
-being prefilled, or the drawn tokens of a preempted sequence have not been read back. Blocked groups are checked on
+being prefilled, or the sampled tokens of a preempted sequence have not been read back. Blocked groups are checked on
 every pass of admission. Except for the first two kinds, each of them holds a row or held one a moment ago, so their
 number does not grow with the queue.
 """
@@ -50,7 +50,7 @@ class PromptKind(Enum):
 
 def prompt_kind(sequence: Sequence, cached: int = 0) -> PromptKind:
     """The kind of a prompt. `cached`: tokens of a waiting sequence that its row will start with."""
-    if sequence.scored or sequence.draws_alone:
+    if sequence.scored or sequence.samples_alone:
         return PromptKind.SCORED
     return PromptKind.LONG if sequence.to_compute - cached > SHORT_PROMPT else PromptKind.SHORT
 
@@ -213,11 +213,11 @@ def _first(group: PromptGroup) -> Sequence | None:
     """The group's next sequence to admit, or None.
 
     A group's prompt is computed once, so the others wait until the first sequence has computed it. A preempted sequence
-    waits until its launched draws are read back, because they belong to its tokens.
+    waits until its launched samples are read back, because they belong to its tokens.
     """
     if group.awaits_prefix:
         return None
     leader = group.members[0]
-    prompt_pending = leader.status in (SequenceStatus.WAITING, SequenceStatus.PREFILLING) and not leader.drawn
+    prompt_pending = leader.status in (SequenceStatus.WAITING, SequenceStatus.PREFILLING) and not leader.sampled
     members = [leader] if prompt_pending else group.members
     return next((s for s in members if s.status is SequenceStatus.WAITING and s.unread == 0), None)

@@ -29,16 +29,16 @@ def test_every_term_is_measured_and_no_row_is_left() -> None:
     runner = make_harness().runner
     cost = calibrate(runner)
     assert min(cost.fixed, cost.per_token) > 0
-    assert min(cost.per_draw, cost.per_pair) >= 0
+    assert min(cost.per_sample, cost.per_pair) >= 0
     assert not list(runner.cache.rows)
     runner.cache.check_integrity()
 
 
-def test_the_output_layer_counts_for_tokens_that_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Units that draw nothing take no time here, and each drawn token takes a millisecond."""
-    seconds = lambda runner, check, chunks, context, draws=0: len(chunks) * draws * 1e-3  # noqa: E731
+def test_the_output_layer_counts_for_tokens_that_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units that sample nothing take no time here, and each sampled token takes a millisecond."""
+    seconds = lambda runner, check, chunks, context, samples=0: len(chunks) * samples * 1e-3  # noqa: E731
     monkeypatch.setattr("mlx_parallm.engine.startup._seconds", seconds)
-    assert calibrate(make_harness().runner).per_draw == pytest.approx(1e-3)
+    assert calibrate(make_harness().runner).per_sample == pytest.approx(1e-3)
 
 
 def test_kernels_that_are_compiled_at_first_use_do_not_count_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,8 +46,8 @@ def test_kernels_that_are_compiled_at_first_use_do_not_count_on_a_gpu(monkeypatc
     H100, MLX compiles a kernel in 3 to 5 s. Terms that are measured so stay wrong for as long as a server runs."""
     known = set[tuple[tuple[int, ...], int, int]]()
 
-    def seconds(runner: object, check: object, chunks: list[int], context: int, draws: int = 0) -> float:
-        shape = (tuple(chunks), context, draws)
+    def seconds(runner: object, check: object, chunks: list[int], context: int, samples: int = 0) -> float:
+        shape = (tuple(chunks), context, samples)
         compiled = 0.0 if shape in known else 4.0
         known.add(shape)
         return 1e-3 + compiled
@@ -56,7 +56,7 @@ def test_kernels_that_are_compiled_at_first_use_do_not_count_on_a_gpu(monkeypatc
     monkeypatch.setattr("mlx_parallm.engine.startup.on_cpu", lambda: False)
     runner = make_harness().runner
     cost = calibrate_steps(runner, calibrate(runner))
-    assert cost.seconds([Chunk(512, 1024)], draws=1) < 0.01
+    assert cost.seconds([Chunk(512, 1024)], samples=1) < 0.01
     assert cost.step_seconds(8) < 0.01
 
 
@@ -66,7 +66,7 @@ def test_beside_programs_that_use_a_cpu_no_unit_is_timed_again(
 ) -> None:
     timed: list[int] = []
 
-    def seconds(runner: object, check: object, chunks: list[int], context: int, draws: int = 0) -> float:
+    def seconds(runner: object, check: object, chunks: list[int], context: int, samples: int = 0) -> float:
         timed.append(len(chunks))
         return unit_s
 

@@ -15,15 +15,15 @@ class Machine:
     """Runs units so many times slower than calibrated, each as soon as the last one has ended."""
 
     def __init__(self) -> None:
-        self.cost = CostModel(0.01, 0.001, 1e-6, per_draw=0.002)
-        self.calibrated = CostModel(0.01, 0.001, 1e-6, per_draw=0.002)
+        self.cost = CostModel(0.01, 0.001, 1e-6, per_sample=0.002)
+        self.calibrated = CostModel(0.01, 0.001, 1e-6, per_sample=0.002)
         self.now = 0.0
 
-    def run(self, chunks: list[Chunk], draws: int, slower: float, times: int = 1) -> None:
+    def run(self, chunks: list[Chunk], samples: int, slower: float, times: int = 1) -> None:
         for _ in range(times):
-            seconds = slower * self.calibrated.seconds(chunks, draws)
+            seconds = slower * self.calibrated.seconds(chunks, samples)
             self.now += seconds
-            self.cost.observe(chunks, draws, seconds, self.now)
+            self.cost.observe(chunks, samples, seconds, self.now)
 
     def prefill(self, slower: float, times: int = 1) -> None:
         self.run(PROMPT, 0, slower, times)
@@ -49,7 +49,7 @@ def test_decode_rows_alone_correct_the_scale(before: float, after: float) -> Non
     assert machine.cost.scale == pytest.approx(after, rel=0.05)
 
 
-def test_drawing_is_no_sign_of_a_slow_machine() -> None:
+def test_sampling_is_no_sign_of_a_slow_machine() -> None:
     machine = Machine()
     machine.decode(1.0, times=50)
     for _ in range(20):
@@ -74,9 +74,9 @@ def test_one_outlier_does_not_spoil_the_scale() -> None:
 
 
 def test_a_unit_takes_the_fixed_time_once_and_the_time_of_each_part() -> None:
-    cost = CostModel(0.01, 0.001, 1e-6, per_draw=0.002, scale=2.0)
+    cost = CostModel(0.01, 0.001, 1e-6, per_sample=0.002, scale=2.0)
     parts = sum(map(cost.chunk_seconds, ROWS + PROMPT))
-    assert cost.seconds(ROWS + PROMPT, draws=4) == pytest.approx(2 * (0.01 + 4 * 0.002) + parts)
+    assert cost.seconds(ROWS + PROMPT, samples=4) == pytest.approx(2 * (0.01 + 4 * 0.002) + parts)
 
 
 @given(st.floats(1e-4, 0.1), st.floats(1e-6, 1e-2), st.floats(0, 1e-4), st.integers(0, 8000), st.floats(0.001, 3))

@@ -11,13 +11,13 @@ from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.sequence import Sequence
 from mlx_parallm.engine.speculate import choose_drafts, tokens_to_draft
 
-CHEAP = CostModel(fixed=0.05, per_token=0.001, per_pair=0.0, per_draw=0.001)
-DEAR = CostModel(fixed=0.001, per_token=0.05, per_pair=0.0, per_draw=0.01)
+CHEAP = CostModel(fixed=0.05, per_token=0.001, per_pair=0.0, per_sample=0.001)
+DEAR = CostModel(fixed=0.001, per_token=0.05, per_pair=0.0, per_sample=0.01)
 
 
-def row(acceptance: float, proposed: int = 8, max_tokens: int = 100, drawn: int = 1) -> Sequence:
-    sequence = new_sequence([0] * (20 + drawn), max_tokens)
-    sequence.prompt_length, sequence.drawn, sequence.computed = 20, drawn, 20 + drawn - 1
+def row(acceptance: float, proposed: int = 8, max_tokens: int = 100, sampled: int = 1) -> Sequence:
+    sequence = new_sequence([0] * (20 + sampled), max_tokens)
+    sequence.prompt_length, sequence.sampled, sequence.computed = 20, sampled, 20 + sampled - 1
     sequence.proposed, sequence.acceptance = [1] * proposed, acceptance
     return sequence
 
@@ -49,9 +49,9 @@ def test_a_row_does_not_make_the_others_wait_for_less_than_it_gains() -> None:
     assert beside < alone
 
 
-@pytest.mark.parametrize(("max_tokens", "drawn", "most"), [(10, 9, 0), (10, 8, 1), (10, 1, 8), (3, 1, 1)])
-def test_no_token_is_drafted_beyond_the_last_one(max_tokens: int, drawn: int, most: int) -> None:
-    assert drafted(CHEAP, row(1.0, max_tokens=max_tokens, drawn=drawn)) == [most]
+@pytest.mark.parametrize(("max_tokens", "sampled", "most"), [(10, 9, 0), (10, 8, 1), (10, 1, 8), (3, 1, 1)])
+def test_no_token_is_drafted_beyond_the_last_one(max_tokens: int, sampled: int, most: int) -> None:
+    assert drafted(CHEAP, row(1.0, max_tokens=max_tokens, sampled=sampled)) == [most]
 
 
 def test_a_draft_after_a_token_that_was_not_read_is_not_drafted() -> None:
@@ -110,8 +110,8 @@ def test_a_draft_that_costs_nothing_is_taken_before_that_of_a_draft_model() -> N
 
 
 def test_a_draft_model_drafts_no_token_beyond_the_last_one() -> None:
-    assert to_draft(QUICK, modelled(1.0, max_tokens=4, drawn=1)) == [2]
-    assert to_draft(QUICK, modelled(1.0, max_tokens=2, drawn=1)) == [0]
+    assert to_draft(QUICK, modelled(1.0, max_tokens=4, sampled=1)) == [2]
+    assert to_draft(QUICK, modelled(1.0, max_tokens=2, sampled=1)) == [0]
 
 
 def test_a_load_on_the_machine_slows_both_models() -> None:

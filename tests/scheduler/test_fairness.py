@@ -49,7 +49,7 @@ def test_a_key_without_a_row_gets_one_at_once(tokens: int) -> None:
     assert isinstance(unit, ForwardUnit)
     assert other in [chunk.row for chunk in unit.chunks]
     units = 1
-    while other.drawn == 0:
+    while other.sampled == 0:
         driver.step()
         units += 1
     assert units <= 2 + tokens // 64
@@ -249,15 +249,15 @@ def test_rows_of_a_better_priority_are_not_taken() -> None:
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 90), st.integers(1, 200)), min_size=8, max_size=25))
 def test_a_row_is_not_taken_twice_in_a_row(requests: list[tuple[str, int, int]]) -> None:
-    """Between two times, it draws `ROW_TOKENS` more, unless it is for the first row of a key. All requests end."""
+    """Between two times, it samples `ROW_TOKENS` more, unless it is for the first row of a key. All requests end."""
     driver = Driver(max_rows=6)
     taken: dict[Sequence, int] = {}
     preempt = driver.scheduler.preempt
 
     def noted(row: Sequence) -> None:
         if set(held(driver)) == {s.key for s in driver.scheduler.sequences()}:
-            assert row.drawn >= taken.get(row, 0)
-        taken[row] = row.drawn + ROW_TOKENS
+            assert row.sampled >= taken.get(row, 0)
+        taken[row] = row.sampled + ROW_TOKENS
         preempt(row)
 
     driver.scheduler.preempt = noted  # type: ignore[method-assign]

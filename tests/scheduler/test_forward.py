@@ -27,19 +27,19 @@ def added(scheduler: RLAwareScheduler, tokens: int, group: PromptGroup | None = 
 
 
 def counts(sequence: Sequence) -> tuple[int, int, int]:
-    return sequence.computed, sequence.drawn, sequence.pending
+    return sequence.computed, sequence.sampled, sequence.pending
 
 
 def test_prompts_that_come_are_computed_beside_rows_whose_tokens_are_not_read() -> None:
     scheduler = new_scheduler(CostModel(0.01, 1e-4, 0.0))
     row = added(scheduler, 10)
     first = launched(scheduler)
-    assert (first.decodes, first.draws, counts(row)) == (0, (row,), (10, 1, 1))
+    assert (first.decodes, first.sampling, counts(row)) == (0, (row,), (10, 1, 1))
     prompt = added(scheduler, 30)
     second = launched(scheduler)
     assert [span.row for span in second.rows] == [row]
     assert [(span.row, span.start, span.tokens) for span in second.chunks] == [(prompt, 0, 30)]
-    assert second.draws == (row, prompt)
+    assert second.sampling == (row, prompt)
     third = launched(scheduler)
     assert [(span.row, span.start, span.tokens) for span in third.spans] == [(row, 11, 1), (prompt, 30, 1)]
     assert (row.unread, prompt.unread) == (3, 2)
@@ -81,7 +81,7 @@ def test_a_group_opens_when_its_prompt_is_launched_and_shares_it() -> None:
     assert isinstance(second, ForwardUnit)
     assert [(span.row, span.tokens) for span in first.spans] == [(members[0], 150)]
     assert [(span.start, span.tokens) for span in second.spans] == [(150, 1), *[(128, 22)] * 3]
-    assert second.draws == tuple(members)
+    assert second.sampling == tuple(members)
 
 
 def test_the_rest_of_a_group_passes_long_prompts_that_wait() -> None:
@@ -94,7 +94,7 @@ def test_the_rest_of_a_group_passes_long_prompts_that_wait() -> None:
     while members[0].status is not SequenceStatus.RUNNING:
         driver.step()
     driver.step()
-    assert all(member.drawn for member in members)
+    assert all(member.sampled for member in members)
 
 
 def test_gaps_are_measured_between_the_ends_of_steps() -> None:

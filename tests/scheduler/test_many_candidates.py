@@ -15,8 +15,8 @@ def test_one_row_with_many_candidates_draws_in_a_step_and_the_oldest_ends_first(
     many = [driver.add(5, max_tokens=4, candidates=MANY) for _ in range(3)]
     others = [driver.add(5, max_tokens=30, candidates=TOP_LOGPROBS) for _ in range(3)]
     units = [unit for unit in driver.run() if isinstance(unit, ForwardUnit)]
-    assert all(sum(span.row.draws_alone for span in unit.rows) <= 1 for unit in units)
-    assert all(sum(span.row.draws_alone for span in unit.chunks) <= 1 for unit in units)
+    assert all(sum(span.row.samples_alone for span in unit.rows) <= 1 for unit in units)
+    assert all(sum(span.row.samples_alone for span in unit.chunks) <= 1 for unit in units)
     assert [each for each in driver.finished if each in many] == many
     steps = [unit for unit in units if others[0] in [span.row for span in unit.rows]]
     assert len(steps) == 29, "the others draw in every step"

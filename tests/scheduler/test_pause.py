@@ -25,16 +25,16 @@ def test_what_comes_while_paused_waits_and_what_was_there_ends() -> None:
 def test_frozen_rows_keep_their_places_and_go_on() -> None:
     driver = Driver()
     running, queued = driver.add(20, max_tokens=30), None
-    while running.drawn < 5:
+    while running.sampled < 5:
         driver.step()
     driver.scheduler.pause(freeze=True)
     queued = driver.add(20)
-    drawn, held = running.drawn, dict(driver.memory.held)
+    sampled, held = running.sampled, dict(driver.memory.held)
     assert driver.run() == []
-    assert (running.status, running.drawn, driver.memory.held) == (SequenceStatus.RUNNING, drawn, held)
+    assert (running.status, running.sampled, driver.memory.held) == (SequenceStatus.RUNNING, sampled, held)
     driver.scheduler.resume()
     units = driver.run()
-    assert sum(isinstance(unit, ForwardUnit) and running in unit.draws for unit in units) == 30 - drawn
+    assert sum(isinstance(unit, ForwardUnit) and running in unit.sampling for unit in units) == 30 - sampled
     assert queued.status is SequenceStatus.FINISHED
     assert driver.scheduler.preemptions == 0
 

@@ -68,5 +68,5 @@ def test_pooled_texts_do_not_count_as_drawn_tokens() -> None:
     driver = busy(3)
     driver.add(8, 1, pooling=Pooling.LAST)
     units = [unit for unit in (driver.step() for _ in range(12)) if isinstance(unit, ForwardUnit)]
-    drawn = [(len(unit.draws), unit.tokens_drawn) for unit in units]
-    assert (4, 3) in drawn
+    sampled = [(len(unit.sampling), unit.tokens_sampled) for unit in units]
+    assert (4, 3) in sampled

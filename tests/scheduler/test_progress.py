@@ -114,14 +114,14 @@ class Interleaving:
         if unit is None:
             return
         self.scheduler.record_done(unit, between(self.rng, -6, 2), self.now)
-        for sequence in unit.draws:
+        for sequence in unit.sampling:
             if sequence.status is not SequenceStatus.FINISHED and sequence.unread:
                 sequence.tokens.append(0)
                 if len(sequence.tokens) - sequence.prompt_length == sequence.max_tokens:
                     self.scheduler.finish(sequence)
 
     def fail(self) -> None:
-        """A fault of the device: all rows are computed again, and tokens that were not read are drawn again."""
+        """A fault of the device: all rows are computed again, and tokens that were not read are sampled again."""
         self.in_flight = None
         for sequence in self.scheduler.live:
             self.scheduler.preempt(sequence)
@@ -153,13 +153,13 @@ def test_a_prompt_is_computed_beside_a_row_however_long_its_chunks_are_said_to_t
     """In each step one least chunk, though making room for rows took a little time."""
     driver = Driver(cost=CostModel(0.01, predicted / 16, 0.0))
     row = driver.add(2, max_tokens=ENDLESS)
-    while row.drawn < 5:
+    while row.sampled < 5:
         driver.step()
     prompt = driver.add(62)
     while prompt not in driver.finished:
         driver.scheduler.gap.add_wait_time(1e-6)
         driver.step()
-    assert row.drawn <= 5 + 4 + 5, "four chunks, four tokens"
+    assert row.sampled <= 5 + 4 + 5, "four chunks, four tokens"
 
 
 def test_a_prompt_without_time_for_it_gets_its_first_chunk_in_the_eighth_step_and_not_before() -> None:
@@ -183,7 +183,7 @@ def test_prompts_get_on_where_training_wants_every_gap() -> None:
     driver = Driver(training_time_share=1.0, cost=CostModel(1.0, 0.01, 0.0))
     driver.micro_steps = ENDLESS
     row = driver.add(2, max_tokens=ENDLESS)
-    while not row.drawn:
+    while not row.sampled:
         driver.step()
     prompts = [driver.add(40, max_tokens=1) for _ in range(20)]
     while not all(prompt in driver.finished for prompt in prompts):
@@ -254,7 +254,7 @@ def test_time_in_the_queue_ends_with_the_first_chunk_and_not_with_the_row() -> N
         driver.step()
     assert second.started_at == pytest.approx(began)
     short = driver.add(1)
-    while not short.drawn:
+    while not short.sampled:
         began = driver.now
         driver.step()
     assert short.started_at == pytest.approx(began), "one token: it decodes in its first unit"

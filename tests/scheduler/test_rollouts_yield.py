@@ -98,7 +98,7 @@ def test_rollouts_make_way_when_memory_is_spent() -> None:
     live = [driver.add(10, max_tokens=20) for _ in range(2)]
     while not all(sequence in driver.finished for sequence in live):
         driver.step()
-        assert all(sequence.status is not SequenceStatus.WAITING or not sequence.drawn for sequence in live)
+        assert all(sequence.status is not SequenceStatus.WAITING or not sequence.sampled for sequence in live)
     assert driver.scheduler.preemptions > 0
     driver.run()
     assert set(driver.finished) == {*rollouts, *live}

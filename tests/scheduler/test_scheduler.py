@@ -100,7 +100,7 @@ def test_the_first_token_comes_from_the_last_chunk_of_the_prompt() -> None:
     driver = Driver(max_batched_tokens=64)
     sequence = driver.add(100)
     units = forwards(driver.run())
-    assert [(len(unit.rows), chunks([unit]), len(unit.draws)) for unit in units] == [
+    assert [(len(unit.rows), chunks([unit]), len(unit.sampling)) for unit in units] == [
         (0, [64], 0),
         (0, [36], 1),
         *[(1, [], 1)] * 3,
@@ -118,7 +118,7 @@ def test_a_scored_prompt_that_draws_nothing_leaves_its_last_token() -> None:
     driver = Driver()
     sequence = driver.add(100, max_tokens=0, scored=True)
     units = forwards(driver.run())
-    assert (chunks(units), [unit.draws for unit in units]) == ([99], [()])
+    assert (chunks(units), [unit.sampling for unit in units]) == ([99], [()])
     assert driver.finished == [sequence]
 
 
@@ -310,9 +310,9 @@ def test_a_scheduler_with_its_defaults_runs_without_an_engine() -> None:
             units.append(unit)
             scheduler.record_launch(unit, float(now))
             scheduler.record_done(unit, 0.1, float(now))
-            for row in unit.draws:
+            for row in unit.sampling:
                 row.tokens.append(0)
-                if not row.may_draw:
+                if not row.may_sample:
                     scheduler.finish(row)
     scheduler.check_integrity()
     assert chunks(units) == [3], "the prompt is computed once"

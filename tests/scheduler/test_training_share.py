@@ -159,7 +159,7 @@ def test_preempted_rows_come_back_beside_training() -> None:
 def test_training_gives_way_to_an_overdue_prompt_and_not_twice_in_a_row() -> None:
     driver = learning(0.5, training_time_share=1.0)
     row = driver.add(2, max_tokens=ENDLESS)
-    while not row.drawn or driver.unread:
+    while not row.sampled or driver.unread:
         driver.step()
     prompt = driver.add(1000)
     driver.scheduler.admit()
