@@ -33,7 +33,7 @@ from enum import StrEnum
 
 import mlx.core as mx
 
-from mlx_parallm.adapters.forward_context import AdapterContext, ForwardContext
+from mlx_parallm.adapters.forward_context import AdapterContext, BaseProduct, ForwardContext
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LinearSpec, LoRAPair
 from mlx_parallm.config.types import human_bytes
 from mlx_parallm.errors import AdapterTooLargeError
@@ -52,12 +52,14 @@ class LinearGroup:
         starts: where the outputs of each linear but the first begin among those of all tiles.
         written: slots that may hold values other than zero.
         kept: what `factors` has returned since the arrays were changed last.
+        joined: if the base model's linears are joined, their product, [..., in] → all outputs in the order of `specs`.
     """
 
     def __init__(self, specs: Sequence[LinearSpec], rank: int, dtype: mx.Dtype) -> None:
         self.specs = {spec.path: spec for spec in specs}
         self.rank = rank
         self.width = math.gcd(*(spec.out_features for spec in specs))
+        self.joined: BaseProduct | None = None
         self._experts = specs[0].expert_axis
         self._in_features = specs[0].in_features
         self._dtype = dtype
@@ -85,6 +87,11 @@ class LinearGroup:
     @property
     def nbytes(self) -> int:
         return int(self.a.nbytes + self.b.nbytes)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether `b` has the outputs of all linears, in the order of `specs`."""
+        return list(self.places) == list(self.specs)
 
     def factors(self, slot: int) -> tuple[mx.array, list[mx.array]]:
         """The factors of one slot: a [in, columns], and b [max_rank, out] of each place. Not of experts. All are views,

@@ -149,7 +149,11 @@ class _OwnSlots:
         return x if x.ndim == 3 and x.shape[1] == 1 else x.reshape(-1, 1, x.shape[-1])
 
     def change(self, group: LinearGroup, x: mx.array) -> list[mx.array]:
-        """x A[slot] B[slot] of each linear of the group, [tokens, 1, out], by two products.
+        """x A[slot] B[slot] of each linear of the group, [tokens, 1, out]."""
+        return _by_tile(self.whole_change(group, x), group)
+
+    def whole_change(self, group: LinearGroup, x: mx.array) -> mx.array:
+        """The same of all linears, [tokens, 1, outputs], by two products.
 
         Each vector of x A is whole in memory between them, [tokens · places, 1, rank], because Metal copies one that
         is a part of a longer row.
@@ -162,8 +166,7 @@ class _OwnSlots:
         else:
             h = (x @ group.a[self.slots]).reshape(-1, 1, group.rank)
             y = h[vectors] @ group.b.flatten(0, 1)[tiles]
-        y = y if y.ndim == 3 else mx.reshape(y, (len(x), 1, -1))
-        return list(mx.split(y, group.starts, -1)) if group.starts else [y]
+        return y if y.ndim == 3 else mx.reshape(y, (len(x), 1, -1))
 
     def add(self, y: mx.array, change: list[mx.array], group: LinearGroup, place: int) -> mx.array:
         """y + x A[slot] B[slot], of `change`."""
@@ -183,12 +186,13 @@ class _OwnSlots:
 
 class _GroupInput(NamedTuple):
     """The input x of a group of linears: in the shape that products take, and what each run of tokens has made of it
-    for each linear."""
+    for each linear. `outputs`: those of each linear, if they were computed at once."""
 
     group: LinearGroup
     x: mx.array
     rows: mx.array
     changes: list[list[mx.array]]
+    outputs: list[mx.array] | None = None
 
 
 class ForwardContext:
@@ -222,16 +226,20 @@ class ForwardContext:
 
     def adapt(self, group: LinearGroup, path: str, x: mx.array, base: BaseProduct) -> mx.array:
         """base(x) + (x A[slot]) B[slot] for the linear at `path`, with x [B, T, in]. B includes the scale."""
-        place, last = group.places.get(path), self._last
-        if place is None or group.written.isdisjoint(self._used):
+        if group.written.isdisjoint(self._used):
             return base(x)
+        place, last = group.places.get(path), self._last
         if last is None or last.x is not x or last.group is not group:
             last = self._last = self._input(group, x)
-        y, runs = base(last.rows), self._runs
-        if len(runs) == 1:
-            y = runs[0].add(y, last.changes[0], group, place)
+        if place is None:
+            y = base(last.rows)
+        elif last.outputs is not None:
+            y = last.outputs[place]
+        elif len(self._runs) == 1:
+            y = self._runs[0].add(base(last.rows), last.changes[0], group, place)
         else:
-            ys = zip(runs, mx.split(y, [run.start for run in runs[1:]]), last.changes, strict=True)
+            parts = mx.split(base(last.rows), [run.start for run in self._runs[1:]])
+            ys = zip(self._runs, parts, last.changes, strict=True)
             y = mx.concatenate([run.add(part, change, group, place) for run, part, change in ys])
         return y if last.rows is x else mx.reshape(y, (*x.shape[:-1], -1))
 
@@ -282,8 +290,11 @@ class ForwardContext:
 
     def _input(self, group: LinearGroup, x: mx.array) -> _GroupInput:
         if len(self._runs) == 1:
-            rows = self._runs[0].rows(x)
-            return _GroupInput(group, x, rows, [self._runs[0].change(group, rows)])
+            run, rows = self._runs[0], self._runs[0].rows(x)
+            if isinstance(run, _OwnSlots) and group.joined is not None and group.is_whole:
+                y = group.joined(rows) + run.whole_change(group, rows)
+                return _GroupInput(group, x, rows, [], _by_tile(y, group))
+            return _GroupInput(group, x, rows, [run.change(group, rows)])
         rows = x.reshape(-1, x.shape[-1])
         parts = zip(self._runs, mx.split(rows, [run.start for run in self._runs[1:]]), strict=True)
         return _GroupInput(group, x, rows, [run.change(group, run.rows(part)) for run, part in parts])
@@ -348,6 +359,11 @@ def _gathers(on_gpu: bool) -> bool:
         return bool(right.item())
     except (RuntimeError, ValueError):
         return False
+
+
+def _by_tile(y: mx.array, group: LinearGroup) -> list[mx.array]:
+    """The parts of outputs for each linear of the group."""
+    return list(mx.split(y, group.starts, -1)) if group.starts else [y]
 
 
 def _by_place(h: mx.array, group: LinearGroup) -> list[mx.array]:

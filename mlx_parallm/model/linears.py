@@ -11,8 +11,11 @@ values of all heads. mlx-lm keeps it as two modules with one matrix per head; bo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import cast
 
@@ -21,9 +24,10 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
-from mlx_parallm.adapters.bank import AdapterBank
+from mlx_parallm.adapters.bank import AdapterBank, LinearGroup
 from mlx_parallm.adapters.forward_context import BaseProduct, HeadsCall
 from mlx_parallm.adapters.weights import AdapterLayout, HeadParts, LinearSpec
+from mlx_parallm.model.device import CPULinear
 from mlx_parallm.model.experts import EXPERT_LINEARS, AdaptedExpertLinear, AdaptedExperts, IndexFormat
 from mlx_parallm.model.hooks import InPart, answering
 from mlx_parallm.model.names import transformers_paths
@@ -37,6 +41,9 @@ _TOKENS = (7, 11, 13)
 model calls for its own tokens, does not know whose they are."""
 _TILE = 8
 """Linears of a group have outputs that this divides, so that their factors fall into few tiles of the same width."""
+_JOINABLE = (nn.Linear, nn.QuantizedLinear, CPULinear)
+_ARRAYS = ("weight", "scales", "biases", "bias")
+"""The arrays of a linear, whose first axis is that of its outputs."""
 _HEAD = "lm_head"
 _KEYS_AND_VALUES = "kv_b_proj"
 """Transformers' name for the linear from latents to the keys and values of all heads."""
@@ -183,20 +190,24 @@ def _natural(path: str) -> list[tuple[int, str]]:
 
 
 class AdaptedLinear(nn.Module):  # type: ignore[misc]
-    """A linear of the base model that adds the LoRA product of each row's adapter. Without any, only `base` runs."""
+    """A linear of the base model that adds the LoRA product of each row's adapter. Without any, only `base` runs.
+
+    `base_product`: that of `base`, which may be a part of one for several linears.
+    """
 
     def __init__(self, base: nn.Module, bank: AdapterBank, spec: LinearSpec) -> None:
         super().__init__()
         self.base = base
+        self.base_product: BaseProduct = base.__call__
         self._bank = bank
         self._group = bank.groups[spec.group]
         self.path = spec.path
 
     def __call__(self, x: mx.array) -> mx.array:
         """[B, T, in] → [B, T, out]."""
-        context, base = self._bank.context, self["base"]
-        y: mx.array = base(x) if context is None else context.adapt(self._group, self.path, x, base)
-        return y
+        context = self._bank.context
+        base = self.base_product
+        return base(x) if context is None else context.adapt(self._group, self.path, x, base)
 
     def adapted(self, x: mx.array, base: BaseProduct) -> mx.array:
         """What `base` gives for x, with the LoRA product of each row's adapter."""
@@ -299,8 +310,65 @@ def install_adapters(model: nn.Module, bank: AdapterBank) -> None:
     """Replaces every linear of the bank's layout by an adapted one. Weights are shared, not copied."""
     modules = dict(model.named_modules())
     plain = [spec for spec in bank.layout if not spec.experts]
-    model.update_modules(tree_unflatten([each for spec in plain for each in _adapted(spec, modules, bank)]))
+    adapted = dict(each for spec in plain for each in _adapted(spec, modules, bank))
+    model.update_modules(tree_unflatten(list(adapted.items())))
+    for group in bank.groups.values():
+        _join([adapted[path] for path in group.specs if path in adapted], group)
     _install_expert_adapters(model, modules, bank)
+
+
+class JoinedLinears:
+    """Linears of the base model that get the same input, as one product. Their arrays become parts of larger ones.
+
+    The first of them that is called with an input computes the outputs of all, and the others take theirs.
+
+    `linear`: one of all their outputs, in order.
+    """
+
+    def __init__(self, linears: Sequence[nn.Module]) -> None:
+        *starts, _ = accumulate(len(linear.weight) for linear in linears)
+        self._starts = starts
+        self.linear = copy(linears[0])
+        for name in _ARRAYS:
+            if name in linears[0]:
+                self.linear[name] = mx.concatenate([linear[name] for linear in linears])
+                mx.eval(self.linear[name])
+                for linear, part in zip(linears, mx.split(self.linear[name], starts), strict=True):
+                    linear[name] = part
+        self._x: mx.array | None = None
+        self._left: dict[int, mx.array] = {}
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """[..., in] → the outputs of all linears, in order."""
+        return cast(mx.array, self.linear(x))
+
+    def of_one(self, x: mx.array, place: int) -> mx.array:
+        """[..., in] → the outputs of one linear."""
+        if self._x is not x or place not in self._left:
+            self._x, self._left = x, dict(enumerate(mx.split(self(x), self._starts, axis=-1)))
+        part = self._left.pop(place)
+        if not self._left:
+            self._x = None
+        return part
+
+
+def _join(linears: Sequence[AdaptedLinear], group: LinearGroup) -> None:
+    """Joins the linears of a group, if there are several and one product can be theirs."""
+    if len(linears) < 2 or len({_kind_of_product(linear) for linear in linears}) > 1:
+        return
+    if type(linears[0]) is AdaptedLinear and type(linears[0].base) in _JOINABLE:
+        joined = JoinedLinears([linear.base for linear in linears])
+        group.joined = joined
+        for place, linear in enumerate(linears):
+            linear.base_product = partial(joined.of_one, place=place)
+
+
+def _kind_of_product(linear: AdaptedLinear) -> tuple[object, ...]:
+    """What has to be the same in linears that are joined."""
+    base = linear.base
+    arrays = tuple((name, base[name].dtype, base[name].shape[1:]) for name in _ARRAYS if name in base)
+    quantized = tuple(getattr(base, name, None) for name in ("bits", "group_size", "mode"))
+    return type(linear), type(base), arrays, quantized
 
 
 def _adapted(

@@ -13,7 +13,7 @@ import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 import mlx.core as mx  # isort: skip
 import mlx.nn as nn
 from lib.step.graph import Kind, placeholder
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_map_with_path
 from mlx_lm.models import llama, qwen3, qwen3_5
 
 from mlx_parallm.adapters.bank import AdapterBank
@@ -23,7 +23,7 @@ from mlx_parallm.config import Config, ServerConfig
 from mlx_parallm.core import ModelCard
 from mlx_parallm.model.cache_plan import CachePlan, prepare
 from mlx_parallm.model.families import Family, family_of
-from mlx_parallm.model.linears import adapter_layout, install_adapters
+from mlx_parallm.model.linears import JoinedLinears, adapter_layout, install_adapters
 
 RANK = 16
 SLOTS = 8
@@ -142,7 +142,7 @@ def plain(architecture: Architecture) -> nn.Module:
     model.set_dtype(architecture.dtype)
     if architecture.bits is not None:
         nn.quantize(model, class_predicate=partial(_quantization, architecture))
-    model.update(tree_unflatten([(path, _placed(path, array)) for path, array in tree_flatten(model.parameters())]))
+    model.update(tree_map_with_path(_placed, model.parameters()))
     model.eval()
     return model
 
@@ -158,8 +158,13 @@ def runner_of(shaped: ShapedModel) -> BatchRunner:
 def _filled_bank(model: nn.Module, dtype: mx.Dtype) -> AdapterBank:
     """A bank whose slots all hold adapters of all linears of the layers, except those of experts."""
     bank = AdapterBank(adapter_layout(model), SLOTS, RANK, dtype)
-    install_adapters(model, bank)
+    with patch.object(mx, "eval"):  # the arrays of linears that are joined take memory otherwise
+        install_adapters(model, bank)
+    model.update(tree_map_with_path(_placed, model.parameters()))
     for group in bank.groups.values():
+        if isinstance(group.joined, JoinedLinears):
+            linear = group.joined.linear
+            linear.update(tree_map_with_path(_placed, linear.parameters()))
         specs = [spec for spec in group.specs.values() if spec.path in bank.layout.linears and not spec.experts]
         if not specs:  # those of the head, or of experts
             continue
