@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from copy import copy
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,7 +17,7 @@ from mlx_parallm.adapters.forward_context import OneAdapter
 from mlx_parallm.adapters.weights import ALL_LINEAR
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.families import relative_error
-from mlx_parallm.model.linears import adapter_layout, install_adapters
+from mlx_parallm.model.linears import JoinedLinears, adapter_layout, install_adapters
 from mlx_parallm.model.trace import without_gradient
 
 LAYER = "model.layers.0"
@@ -179,3 +180,33 @@ def test_linears_are_as_before_the_trace() -> None:
     kinds = [type(part) for _, part in model.named_modules()]
     adapter_layout(model)
     assert [type(part) for _, part in model.named_modules()] == kinds
+
+
+@pytest.mark.parametrize("kind", ["plain", "with a bias", "quantized", "of several bits"])
+def test_linears_of_one_input_give_what_each_gives_alone_whoever_is_called(kind: str) -> None:
+    model = tiny_model("llama")
+    attention = model.layers[0].self_attn
+    names = ("q_proj", "k_proj", "v_proj")
+    for number, name in enumerate(names):
+        linear = attention[name]
+        if kind == "with a bias":
+            linear.bias = mx.random.normal((len(linear.weight),))
+        elif kind != "plain":
+            attention[name] = linear.to_quantized(32, 8 if kind == "of several bits" and number else 4)
+    alone = {name: copy(attention[name]) for name in names}
+    layout = adapter_layout(model)
+    install_adapters(model, AdapterBank(layout, 1, 4, mx.float32))
+    x, y = (mx.random.normal((3, 1, 64), key=mx.random.key(seed)) for seed in range(2))
+    calls = [("v_proj", x), ("q_proj", x), ("q_proj", x), ("k_proj", y), ("k_proj", x), ("v_proj", x), ("q_proj", y)]
+    for name, given in calls:
+        assert relative_error(attention[name](given), alone[name](given)) < 1e-6
+
+
+def test_joined_linears_have_their_weights_once() -> None:
+    linears = [nn.Linear(256, outputs) for outputs in (256, 64, 64)]
+    mx.eval([linear.parameters() for linear in linears])
+    before = mx.get_active_memory()
+    joined = JoinedLinears(linears)
+    mx.eval([linear.parameters() for linear in linears])
+    assert mx.get_active_memory() - before < 1024
+    assert mx.array_equal(joined.linear.weight, mx.concatenate([linear.weight for linear in linears]))
