@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from mlx_parallm.adapters.files.disk import AdapterRoots
-from mlx_parallm.adapters.files.read import AdapterFile, read_adapter
+from mlx_parallm.adapters.files import AdapterFile, AdapterRoots, read_adapter
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LinearSpec, LoRAPair
 from mlx_parallm.errors import AdapterFileError
 

@@ -82,12 +82,9 @@ class AdapterRegistry:
         with self._lock:
             version = self._find(selector)
             if version is None:
-                raise self._unknown(selector)
+                live = sorted(name for name, versions in self._live.items() if versions)
+                raise UnknownModelError.listing(selector, (*self._model_names, BASE_ADAPTER.name, *live))
         return version
-
-    def _unknown(self, selector: str) -> UnknownModelError:
-        live = sorted(name for name, versions in self._live.items() if versions)
-        return UnknownModelError.listing(selector, (*self._model_names, BASE_ADAPTER.name, *live))
 
     def version(self, ref: AdapterRef) -> Version | None:
         """The version with this name and number, None if there is none. A forgotten one exists while it is leased."""
@@ -115,9 +112,7 @@ class AdapterRegistry:
                 selector = random.choices(list(route), list(route.values()))[0]
             if key is not None and (choose := self._splits.get(selector)):
                 selector = str(choose(key))
-            version = self._find(selector)
-            if version is None:
-                raise self._unknown(selector)
+            version = self.find(selector)
             version.leases += 1
         try:
             yield version

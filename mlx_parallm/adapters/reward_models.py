@@ -16,11 +16,20 @@ from typing import Any, Literal
 
 import mlx_parallm
 from mlx_parallm import atomic
-from mlx_parallm.adapters.files.disk import CONFIG_FILE, Float32, is_spelled_so, problem, read_config
-from mlx_parallm.adapters.files.formats import PEFT_WEIGHTS, SCORE, SCORE_WEIGHT, PeftFormat, described, is_scorer
-from mlx_parallm.adapters.files.read import read_as
-from mlx_parallm.adapters.files.write import write_peft
-from mlx_parallm.adapters.manifest import MANIFEST, MAX_BYTES, Sealed, check_metrics, file_sum, file_sums
+from mlx_parallm.adapters.checkpoints import MAX_BYTES, Sealed, check_metrics, file_sum, file_sums
+from mlx_parallm.adapters.files import Float32, is_spelled_so, read_as, read_config
+from mlx_parallm.adapters.formats import (
+    CONFIG_FILE,
+    PEFT_WEIGHTS,
+    SCORE,
+    SCORE_WEIGHT,
+    PeftFormat,
+    described,
+    is_scorer,
+    problem,
+    write_peft,
+)
+from mlx_parallm.adapters.runs import MANIFEST
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights
 from mlx_parallm.core import check_name, no_reward_model
 from mlx_parallm.errors import AdapterFileError, ConflictError, InvalidRequestError, StorageError

@@ -7,34 +7,52 @@
             journal.sqlite                see `rl.runs.store`
             run.commits                   how many commits the journal has at least
             metrics.jsonl                 see `rl.tracking.trackers`
-            default/checkpoint-10/ ...    see `store`
+            default/checkpoint-10/ ...    see `checkpoints`
+            tone/versions.json            which versions were loaded from folders, and which of them was live
+            tone/version-3/               a copy of one of them
 
 A folder given with --checkpoint-dir is itself the folder of one run. If there is something to resume in it, that
-run is resumed.
+run is resumed. `adapter_in` finds the checkpoint that a path into such a folder means.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import re
 import secrets
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from pydantic import ConfigDict, TypeAdapter
+
 from mlx_parallm import atomic
-from mlx_parallm.adapters.manifest import MANIFEST
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.core import AdapterRef
+from mlx_parallm.errors import (
+    AdapterFileError,
+    ConfigError,
+    ConflictError,
+    StorageError,
+)
 
 ROOT = Path("checkpoints")
 """Relative to the current folder."""
 FOLDERS = (ROOT, Path("runs"))
 """Where runs are looked for. People give theirs names below the second one."""
+LATEST, TAGS, MANIFEST = "latest", "tags.json", "manifest.json"
 LOCK, RECORD, METRICS = "run.lock", "run.json", "metrics.jsonl"
 JOURNAL, COMMITS = "journal.sqlite", "run.commits"
 _MOMENT_S = 0.05
+_CHECKPOINT = re.compile(r"checkpoint-(0|[1-9][0-9]{0,14})")
+TAGS_TYPE = TypeAdapter(dict[str, str])
+VERSIONS_FILE = "versions.json"
+_COPY = re.compile(r"version-(0|[1-9][0-9]{0,8})")
+_CONTENTS = 100
+"""Of how many contents an adapter's numbers are kept, the newest ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,3 +212,190 @@ def _stored(descriptor: int) -> tuple[str, int | None]:
         run if len(run) == 8 and run.isalnum() else "",
         int(process) if process.isascii() and process.isdecimal() else None,
     )
+
+
+# -- checkpoints by path --------------------------------------------------------------------------
+
+
+def step_of(name: str) -> int | None:
+    """The step in a checkpoint's name, None if `name` is not `checkpoint-<step>`."""
+    match = _CHECKPOINT.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def stored_latest(path: Path) -> str:
+    """The name in the file `latest`, empty if the file is missing or incomplete."""
+    try:
+        name, newline, rest = path.read_bytes().decode().partition("\n")
+    except (ValueError, OSError):
+        return ""
+    return name if newline and not rest else ""
+
+
+def adapter_in(path: Path) -> Path:
+    """The folder of the checkpoint that a path means; the path itself if it means none.
+
+    Raises:
+        AdapterFileError: it is a run with several adapters.
+    """
+    with suppress(OSError):  # what cannot be looked at is for the reader of the files to report
+        if path.is_dir():
+            return _latest_of(path) or _only_adapter_of(path) or path
+        if path.name == LATEST:
+            return _latest_of(path.parent) or path
+        return _tagged(path) or path
+    return path
+
+
+def _latest_of(adapter: Path) -> Path | None:
+    """The checkpoint that `latest` names or, if that one is gone, the one with the highest step."""
+    found = {entry.name: entry for entry in adapter.glob("checkpoint-*") if (entry / MANIFEST).is_file()}
+    steps = {name: step for name in found if (step := step_of(name)) is not None}
+    name = stored_latest(adapter / LATEST)
+    return found[name if name in steps else max(steps, key=lambda name: steps[name])] if steps else None
+
+
+def _only_adapter_of(run: Path) -> Path | None:
+    if not is_run(run):
+        return None
+    adapters = {entry.name: latest for entry in sorted(run.iterdir()) if (latest := _latest_of(entry))}
+    if len(adapters) > 1:
+        raise AdapterFileError(
+            f"{run.name} is a run with several adapters, {', '.join(adapters)}: name one of these folders", "lora_path"
+        )
+    return next(iter(adapters.values()), None)
+
+
+def _tagged(path: Path) -> Path | None:
+    tags = path.with_name(TAGS)
+    if not tags.is_file():
+        return None
+    try:
+        name = TAGS_TYPE.validate_json(tags.read_bytes(), strict=True).get(path.name, "")
+    except ValueError:
+        return None
+    return path.with_name(name) if step_of(name) is not None else None
+
+
+# -- versions from folders ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedVersions:
+    """The versions of one adapter that were loaded from folders.
+
+    `numbers`: of contents, by `AdapterFile.digest`. `last`: the largest number. `live`: the numbers of the version that
+    was live last, and before it of the one that a rollback would have made live. `found`: the number of the version
+    that a restart would have found then, in a checkpoint or in the adapter folder; if it finds that one, `live` holds.
+    `at`: when they were live, Unix time in seconds.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    numbers: Mapping[str, int] = field(default_factory=dict)
+    last: int = 0
+    live: tuple[int, ...] = ()
+    found: int | None = None
+    at: float = 0.0
+
+
+_LOADED = TypeAdapter(LoadedVersions)
+
+
+class KeptVersions:
+    """Reads and writes the files. Any thread may use it; methods that write block on the disk.
+
+    Args:
+        folder: of the run; None: there is none, and nothing is kept.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        self._lock = threading.RLock()  # held from reading what is kept until that is replaced
+        files = folder.glob(f"*/{VERSIONS_FILE}") if folder else ()
+        self._adapters = {path.parent.name: _read_versions(path) for path in files}
+
+    def __bool__(self) -> bool:
+        return self._folder is not None
+
+    def __iter__(self) -> Iterator[tuple[str, LoadedVersions]]:
+        return iter(sorted(self._adapters.items()))
+
+    def of(self, adapter: str) -> LoadedVersions:
+        return self._adapters.get(adapter, LoadedVersions())
+
+    def number_of(self, adapter: str, digest: str) -> int | None:
+        """The number that this content has as a version of the adapter; None if it has none yet."""
+        return self.of(adapter).numbers.get(digest)
+
+    def copy_of(self, ref: AdapterRef) -> Path | None:
+        """The folder for a copy of a version; None if nothing is kept."""
+        return self._folder / ref.name / f"version-{ref.version}" if self._folder else None
+
+    def holds(self, folder: Path) -> bool:
+        """Whether a folder is one of the run's."""
+        return self._folder is not None and folder.is_relative_to(self._folder)
+
+    def number(self, ref: AdapterRef, digest: str) -> None:
+        """Keeps the number of a content. Call this before a request can use the version.
+
+        Raises:
+            ConflictError: the adapter's name differs from another one's only in upper and lower case.
+            StorageError: the disk failed.
+        """
+        with self._lock:
+            old = self.of(ref.name)
+            if self and old.numbers.get(digest) != ref.version:
+                numbers = [(other, number) for other, number in old.numbers.items() if other != digest]
+                newest = dict([*numbers, (digest, ref.version)][-_CONTENTS:])
+                self._write(ref.name, replace(old, numbers=newest, last=max(old.last, ref.version)))
+
+    def set_live(self, adapter: str, live: Sequence[int], found: int | None, known: Collection[int]) -> None:
+        """Keeps which versions are live and were live before, and removes the copies of versions that are not `known`.
+        Raises as `number`."""
+        with self._lock:
+            old, new = self.of(adapter), tuple(live)
+            if self and (old.live, old.found) != (new, found):
+                self._write(adapter, replace(old, live=new, found=found, at=time.time()))
+                self._prune(adapter, known)
+
+    def forget(self, adapter: str) -> None:
+        """Forgets an adapter, whose folder is being removed."""
+        with self._lock:
+            self._adapters = {name: versions for name, versions in self._adapters.items() if name != adapter}
+
+    def _write(self, adapter: str, versions: LoadedVersions) -> None:
+        assert self._folder is not None
+        for other in self._adapters:
+            if other != adapter and other.casefold() == adapter.casefold():
+                raise ConflictError(f"{adapter} and {other} would share a folder on some disks: use another name")
+        path = self._folder / adapter / VERSIONS_FILE
+        try:
+            atomic.make_folder(path.parent)
+            atomic.replace_file(path, _LOADED.dump_json(versions, indent=2) + b"\n")
+        except OSError as error:
+            raise StorageError(
+                f"the versions of {adapter} cannot be kept for a restart: {error.strerror}; make room on the disk "
+                "and try again"
+            ) from error
+        self._adapters = {**self._adapters, adapter: versions}
+
+    def _prune(self, adapter: str, known: Collection[int]) -> None:
+        assert self._folder is not None
+        for path in (self._folder / adapter).iterdir():
+            match = _COPY.fullmatch(path.name)
+            if match and int(match[1]) not in known:
+                atomic.remove(atomic.hide(path))
+
+
+def _read_versions(path: Path) -> LoadedVersions:
+    try:
+        return _LOADED.validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} cannot be read ({str(error).splitlines()[0]}): restore it from a backup, or remove it, and the "
+            "numbers of versions begin again"
+        ) from error

@@ -1,6 +1,6 @@
 """AdapterService: loads, publishes, routes and saves adapters from the event loop.
 
-Files are read on worker threads, and arrays are used on the device thread only:
+Files are read on worker threads, by the `AdapterLibrary`, and arrays are used on the device thread only:
 
 load ─▶ read and check (worker) ─▶ add the version (registry) ─▶ stage it (device, between steps) ─▶ make it live
 """
@@ -8,23 +8,28 @@ load ─▶ read and check (worker) ─▶ add the version (registry) ─▶ sta
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from mlx_parallm.adapters.checkpoints import adapter_in
-from mlx_parallm.adapters.files.formats import FormatName
-from mlx_parallm.adapters.files.read import AdapterFile
-from mlx_parallm.adapters.library import AdapterLibrary, FolderStamp, has_adapter, name_of_folder, stamp_of
+from mlx_parallm.adapters.checkpoints import CheckpointStore
+from mlx_parallm.adapters.files import AdapterFile, AdapterRoots, read_adapter, read_config
+from mlx_parallm.adapters.formats import CONFIG_FILE, FormatName, is_scorer, write_adapter
 from mlx_parallm.adapters.registry import AdapterRegistry, Split
 from mlx_parallm.adapters.residency import AdapterStore
-from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair, Version, VersionInfo
+from mlx_parallm.adapters.runs import KeptVersions, adapter_in
+from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair, Version, VersionInfo
+from mlx_parallm.atomic import new_folder
 from mlx_parallm.core import (
     BASE_ADAPTER,
     AdapterCard,
@@ -33,11 +38,178 @@ from mlx_parallm.core import (
     CheckpointCard,
     DeviceThread,
     Residence,
+    check_name,
     name_and_step,
 )
-from mlx_parallm.errors import ConflictError, InvalidRequestError, ParaLLMError, UnknownModelError
+from mlx_parallm.errors import (
+    AdapterFileError,
+    ConflictError,
+    InvalidRequestError,
+    ParaLLMError,
+    StorageError,
+    UnknownModelError,
+)
 
 _log = logging.getLogger(__name__)
+
+FolderStamp = tuple[tuple[str, int, int, int], ...]
+"""Name, inode, size and time of change of each file of an adapter's directory."""
+
+
+class AdapterLibrary:
+    """Reads and checks adapter files. Any thread may use it. `read`, `read_again` and `discover` block on the disk, so
+    call them neither on the event loop nor on the device thread.
+
+    Args:
+        folder: each subfolder is an adapter, served by the subfolder's name.
+        roots: more folders that adapters may be read from by path.
+        checkpoints: None if there is no checkpoint folder.
+        kept: what is kept of the versions that are loaded from folders.
+        belongs: whether the adapter in a subfolder of `folder` is for this base model.
+    """
+
+    def __init__(
+        self,
+        layout: AdapterLayout,
+        max_rank: int,
+        folder: Path | None = None,
+        roots: Sequence[Path] = (),
+        checkpoints: CheckpointStore | None = None,
+        kept: KeptVersions | None = None,
+        belongs: Callable[[Path], bool] = lambda folder: True,
+    ) -> None:
+        self._belongs = belongs
+        self.kept = KeptVersions() if kept is None else kept
+        self.layout = layout
+        self.max_rank = max_rank
+        self.checkpoints = checkpoints
+        self._folder = folder
+        self.roots = AdapterRoots([*([folder] if folder else []), *roots], adapter_in)
+
+    def read(self, path: str) -> AdapterFile:
+        """Reads the adapter at a path that a client gave.
+
+        Raises:
+            InvalidRequestError: the path is not inside an allowed root.
+            AdapterFileError: its files cannot be used.
+        """
+        file = read_adapter(self.roots.resolve(path), self.layout, self.max_rank, self.roots)
+        if file.info.warning:
+            _log.warning("adapter %s: %s", file.info.root, file.info.warning)
+        return file
+
+    def read_anywhere(self, folder: Path) -> AdapterFile:
+        """Reads the adapter in a folder that this program itself names. Raises AdapterFileError as `read` does."""
+        return read_adapter(adapter_in(folder), self.layout, self.max_rank)
+
+    def write(self, weights: AdapterWeights, folder: Path, form: FormatName) -> None:
+        """Writes an adapter in one of the two formats. `folder` must not exist."""
+        with new_folder(folder) as aside:
+            write_adapter(aside, form, weights, self.layout)
+
+    def write_copy(self, weights: AdapterWeights, folder: Path) -> str:
+        """Writes a copy of a version into the folder of the run, in place of an incomplete one. Returns its digest.
+
+        Raises:
+            StorageError: the disk failed.
+        """
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            self.write(weights, folder, "mlx-lm")
+        except OSError as error:
+            raise StorageError(f"{folder.name} of {folder.parent.name} was not written: {error.strerror}") from error
+        return self.read_anywhere(folder).info.digest
+
+    def read_again(self, version: Version) -> AdapterWeights:
+        """Reads a version's weights again, as they were when it was added.
+
+        Raises:
+            AdapterFileError, UnknownModelError: the files are gone, damaged or changed.
+        """
+        if version.info.checkpoint and self.checkpoints:
+            return self.checkpoints.load_checkpoint(version.ref.name, version.info.checkpoint).weights
+        folder = Path(version.info.root)
+        file = read_adapter(folder, self.layout, self.max_rank, None if self.kept.holds(folder) else self.roots)
+        if file.info.digest != version.info.digest:
+            raise AdapterFileError(f"the files of {version.ref} have changed: load them again as a new version")
+        return file.weights
+
+    def discover(self) -> Iterator[tuple[str, AdapterFile]]:
+        """Yields the name and the content of each adapter in the folder. Skips reward models, which are scorers, and
+        unusable adapters with a warning."""
+        for path in sorted(self._folder.iterdir()) if self._folder else ():
+            if not has_adapter(path) or not self._belongs(path):
+                continue
+            try:
+                if is_scorer(read_config(path, None)):
+                    continue
+                yield check_name(path.name), self.read(path.name)
+            except InvalidRequestError as error:
+                _log.warning("adapter %s is skipped: %s", path.name, error)
+
+    def find_checkpoint(self, adapter: str, which: str) -> tuple[AdapterRef, VersionInfo] | None:
+        """The version in the checkpoint `which` (a name, a tag, or `latest`), None if there is none. Reads no file."""
+        card = self.checkpoints.find(adapter, which) if self.checkpoints else None
+        return (card.adapter, VersionInfo.of_checkpoint(card)) if card else None
+
+    def forget(self, adapter: str) -> None:
+        """Forgets an adapter, whose files are being removed."""
+        self.kept.forget(adapter)
+        if self.checkpoints:
+            self.checkpoints.forget(adapter)
+
+    def info_of(self, ref: AdapterRef) -> VersionInfo:
+        """The facts about a version that is in a checkpoint or in a copy of the run.
+
+        Raises:
+            AdapterFileError: it is in neither, or its files are damaged.
+        """
+        cards = self.checkpoints.cards(ref.name) if self.checkpoints else ()
+        if card := next((card for card in reversed(cards) if card.adapter == ref), None):
+            return VersionInfo.of_checkpoint(card)
+        folder = self.kept.copy_of(ref)
+        if folder is None or not folder.is_dir():
+            raise AdapterFileError(f"the run has no copy of it: load {ref.name} again")
+        return self.read_anywhere(folder).info
+
+    def newest_save(self, adapter: str) -> int:
+        """When the newest checkpoint of an adapter was saved, in Unix time; 0 if there is none."""
+        return max((card.created for card in self.checkpoints.cards(adapter)), default=0) if self.checkpoints else 0
+
+    def first_version(self, adapter: str) -> int:
+        """The first version number that no version of this adapter has had, as far as it was kept."""
+        saved = self.checkpoints.newest_version(adapter) if self.checkpoints else 0
+        return 1 + max(saved, self.kept.of(adapter).last)
+
+    def found_by_start(self, adapter: str, versions: Iterable[Version]) -> int | None:
+        """The number of the version that a start of the server would find if it were now: the one in the latest
+        checkpoint or, without checkpoints, the one of these `versions` whose files are in the adapter folder."""
+        if self.checkpoints and (card := self.checkpoints.find(adapter, "latest")):
+            return card.adapter.version
+        root = os.path.realpath(self._folder.expanduser() / adapter) if self._folder else None
+        in_folder = (version for version in versions if version.info.root == root and version.readable)
+        return next((version.ref.version for version in in_folder if version.ref.name == adapter), None)
+
+
+def has_adapter(folder: Path) -> bool:
+    """Whether a folder seems to be an adapter's."""
+    return (folder / CONFIG_FILE).is_file()
+
+
+def stamp_of(folder: Path) -> FolderStamp:
+    """What changes whenever the files of an adapter's directory are written."""
+    stamp = []
+    for file in sorted(folder.glob("adapter*")):  # the names of all of them begin so
+        with suppress(FileNotFoundError):
+            facts = file.stat()
+            stamp.append((file.name, facts.st_ino, facts.st_size, facts.st_mtime_ns))
+    return tuple(stamp)
+
+
+def name_of_folder(folder: Path) -> str:
+    """The name that the adapter in `folder` gets if nobody names it. It is plain, and different for every folder."""
+    digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:8]
+    return f"{re.sub('[^A-Za-z0-9_-]', '_', folder.name)[:48]}.{digest}"
 
 
 class AdapterService:

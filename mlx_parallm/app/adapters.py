@@ -10,11 +10,11 @@ from pathlib import Path
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.checkpoints import CheckpointStore
-from mlx_parallm.adapters.files.read import AdapterFile
-from mlx_parallm.adapters.library import AdapterLibrary, KeptVersions, LoadedVersions
+from mlx_parallm.adapters.files import AdapterFile
 from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.residency import AdapterStore
-from mlx_parallm.adapters.runs import Run
+from mlx_parallm.adapters.runs import KeptVersions, LoadedVersions, Run
+from mlx_parallm.adapters.service import AdapterLibrary
 from mlx_parallm.adapters.weights import Version
 from mlx_parallm.config import Config
 from mlx_parallm.core import AdapterRef

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from mlx_parallm.adapters.library import has_adapter
+from mlx_parallm.adapters.service import has_adapter
 from mlx_parallm.app.all_adapters import AllAdapters
 from mlx_parallm.app.base_model import BaseModel, SharedDevice, weight_bytes
 from mlx_parallm.app.base_paths import base_of_adapter, bases_of_adapter

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_parallm.adapters.files.disk import CONFIG_FILE, read_config
+from mlx_parallm.adapters.files import read_config
+from mlx_parallm.adapters.formats import CONFIG_FILE
 from mlx_parallm.config import Config
 from mlx_parallm.errors import AdapterFileError, ConfigError
 from mlx_parallm.model.loading import name_of

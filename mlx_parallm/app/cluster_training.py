@@ -14,7 +14,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
-from mlx_parallm.adapters.files.formats import FormatName
+from mlx_parallm.adapters.formats import FormatName
 from mlx_parallm.app.build import Served
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.cluster.archive import pack, unpack

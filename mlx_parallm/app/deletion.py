@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mlx_parallm import atomic
-from mlx_parallm.adapters.library import VERSIONS_FILE as VERSIONS
-from mlx_parallm.adapters.library import has_adapter
 from mlx_parallm.adapters.reward_models import is_reward_model
 from mlx_parallm.adapters.runs import JOURNAL, METRICS
+from mlx_parallm.adapters.runs import VERSIONS_FILE as VERSIONS
+from mlx_parallm.adapters.service import has_adapter
 from mlx_parallm.app.lessons import Lessons
 from mlx_parallm.config import Config
 from mlx_parallm.core import KeptPart

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import assert_never
 
-from mlx_parallm.adapters.files.formats import FormatName
+from mlx_parallm.adapters.formats import FormatName
 from mlx_parallm.app.build import Served
 from mlx_parallm.config import Config, EngineKind, InferenceConfig, ModelConfig
 from mlx_parallm.core import (

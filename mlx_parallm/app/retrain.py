@@ -20,9 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
-from mlx_parallm.adapters.files.disk import CONFIG_FILE
-from mlx_parallm.adapters.files.formats import PEFT_WEIGHTS
-from mlx_parallm.adapters.library import stamp_of
+from mlx_parallm.adapters.formats import CONFIG_FILE, PEFT_WEIGHTS
+from mlx_parallm.adapters.service import stamp_of
 from mlx_parallm.app.build import Engine, Served
 from mlx_parallm.config import EngineKind, configure
 from mlx_parallm.config.retrain import read_retrain

@@ -8,10 +8,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.adapters.library import AdapterLibrary
 from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.adapters.reward_models import RewardModelFolder
-from mlx_parallm.adapters.service import AdapterService
+from mlx_parallm.adapters.service import AdapterLibrary, AdapterService
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.app.evaluation import HeldOutTasks, evaluator_of, held_out_of
 from mlx_parallm.app.model_check import kept_verdict

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.adapters.checkpoints import LATEST
-from mlx_parallm.adapters.runs import METRICS
+from mlx_parallm.adapters.runs import LATEST, METRICS
 from mlx_parallm.cli.train_table import summary
 from mlx_parallm.config import KEYS, Config
 from mlx_parallm.core import UpdateReport

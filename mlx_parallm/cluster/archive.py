@@ -9,8 +9,7 @@ import tarfile
 from pathlib import Path
 
 from mlx_parallm import atomic
-from mlx_parallm.adapters.files.disk import CONFIG_FILE
-from mlx_parallm.adapters.files.formats import MLX_LM_WEIGHTS, PEFT_WEIGHTS
+from mlx_parallm.adapters.formats import CONFIG_FILE, MLX_LM_WEIGHTS, PEFT_WEIGHTS
 from mlx_parallm.errors import AdapterFileError
 
 _FILES = frozenset({CONFIG_FILE, PEFT_WEIGHTS, MLX_LM_WEIGHTS})

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_parallm import __version__, atomic
-from mlx_parallm.adapters.manifest import file_sum
+from mlx_parallm.adapters.checkpoints import file_sum
 from mlx_parallm.cluster.archive import check, digest
 from mlx_parallm.cluster.connection import Connection, NatsAddress, connect
 from mlx_parallm.cluster.follower import NodeAdapters

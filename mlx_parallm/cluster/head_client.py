@@ -15,7 +15,7 @@ import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from mlx_parallm import atomic
-from mlx_parallm.adapters.manifest import file_sum
+from mlx_parallm.adapters.checkpoints import file_sum
 from mlx_parallm.cluster.archive import digest
 from mlx_parallm.core import AdapterRef, BaseFile, Joined, Joining, SharedVersion
 from mlx_parallm.errors import ConfigError, ConflictError, EngineError

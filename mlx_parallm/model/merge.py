@@ -17,10 +17,9 @@ from mlx.utils import tree_unflatten
 from mlx_lm.utils import save_config, save_model
 
 from mlx_parallm.adapters.average import Average, average
-from mlx_parallm.adapters.checkpoints import adapter_in
-from mlx_parallm.adapters.files.formats import FormatName
-from mlx_parallm.adapters.files.read import read_adapter
-from mlx_parallm.adapters.files.write import write_adapter
+from mlx_parallm.adapters.files import read_adapter
+from mlx_parallm.adapters.formats import FormatName, write_adapter
+from mlx_parallm.adapters.runs import adapter_in
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LinearSpec, LoRAPair
 from mlx_parallm.atomic import new_folder
 from mlx_parallm.errors import AdapterFileError, ConfigError, UnsupportedModelError

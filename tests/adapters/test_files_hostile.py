@@ -22,7 +22,7 @@ from adapter_folders import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_parallm.adapters.files.disk import AdapterRoots
+from mlx_parallm.adapters.files import AdapterRoots
 from mlx_parallm.adapters.weights import AdapterLayout
 from mlx_parallm.errors import AdapterFileError
 

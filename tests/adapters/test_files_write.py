@@ -29,8 +29,8 @@ from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from safetensors import safe_open
 from tiny import tiny_model
 
-from mlx_parallm.adapters.files.read import read_adapter
-from mlx_parallm.adapters.files.write import write_mlx_lm, write_peft
+from mlx_parallm.adapters.files import read_adapter
+from mlx_parallm.adapters.formats import write_mlx_lm, write_peft
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair, lora_scale
 from mlx_parallm.errors import AdapterFileError
 from mlx_parallm.model.families import relative_error

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mlx_parallm import atomic
-from mlx_parallm.adapters.library import VERSIONS_FILE, KeptVersions
+from mlx_parallm.adapters.runs import VERSIONS_FILE, KeptVersions
 from mlx_parallm.core import AdapterRef
 from mlx_parallm.errors import ConfigError, ConflictError, StorageError
 

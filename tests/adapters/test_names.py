@@ -2,8 +2,8 @@ import os
 
 import pytest
 
-from mlx_parallm.adapters.files.disk import AdapterRoots
-from mlx_parallm.adapters.library import name_of_folder
+from mlx_parallm.adapters.files import AdapterRoots
+from mlx_parallm.adapters.service import name_of_folder
 from mlx_parallm.core import check_name, check_tag
 from mlx_parallm.errors import InvalidRequestError
 
@@ -107,7 +107,7 @@ def test_a_folder_whose_name_cannot_be_compared_is_not_given(tree, monkeypatch):
     def refused(folder):
         raise PermissionError(folder)
 
-    monkeypatch.setattr("mlx_parallm.adapters.files.disk.os.listdir", refused)
+    monkeypatch.setattr("mlx_parallm.adapters.files.os.listdir", refused)
     with pytest.raises(InvalidRequestError, match="no directory inside the allowed roots"):
         roots.resolve("good")
 

@@ -12,9 +12,9 @@ import pytest
 from adapter_folders import DOWN0, HIDDEN, LAYOUT, Q0, random_weights
 from safetensors.numpy import load_file, save_file
 
-from mlx_parallm.adapters.files.write import write_peft
-from mlx_parallm.adapters.library import AdapterLibrary
+from mlx_parallm.adapters.formats import write_peft
 from mlx_parallm.adapters.reward_models import RewardModelFolder, RewardModelWeights
+from mlx_parallm.adapters.service import AdapterLibrary
 from mlx_parallm.errors import AdapterFileError, ConflictError, InvalidRequestError
 
 FINGERPRINT, WEIGHTS = "f" * 32, "adapter_model.safetensors"

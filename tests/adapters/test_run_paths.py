@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from saves import LAYOUT, NAME, manager, ref, weights
 
-from mlx_parallm.adapters.checkpoints import adapter_in
-from mlx_parallm.adapters.files.disk import AdapterRoots
-from mlx_parallm.adapters.library import AdapterLibrary
-from mlx_parallm.adapters.runs import LOCK
+from mlx_parallm.adapters.files import AdapterRoots
+from mlx_parallm.adapters.runs import LOCK, adapter_in
+from mlx_parallm.adapters.service import AdapterLibrary
 from mlx_parallm.errors import AdapterFileError, InvalidRequestError
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlx_parallm.adapters.checkpoints import read_folders
-from mlx_parallm.adapters.manifest import MANIFEST
-from mlx_parallm.adapters.runs import ROOT, open_run
+from mlx_parallm.adapters.runs import MANIFEST, ROOT, open_run
 from mlx_parallm.errors import ConfigError
 
 

@@ -17,9 +17,8 @@ from safetensors.numpy import load_file, save_file
 from transformers_modules import linears_of
 
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.adapters.files.formats import transformers_path
-from mlx_parallm.adapters.files.read import read_adapter
-from mlx_parallm.adapters.files.write import write_mlx_lm, write_peft
+from mlx_parallm.adapters.files import read_adapter
+from mlx_parallm.adapters.formats import transformers_path, write_mlx_lm, write_peft
 from mlx_parallm.adapters.forward_context import OneAdapter
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LinearSpec, LoRAPair, plain_path
 from mlx_parallm.errors import AdapterFileError

@@ -12,7 +12,7 @@ from lora import layout_of, merged, random_adapter
 from tiny import save_tiny, tiny_model
 
 from mlx_parallm import RetrainEngine
-from mlx_parallm.adapters.files.write import write_peft
+from mlx_parallm.adapters.formats import write_peft
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
 from mlx_parallm.cli.main import main
 from mlx_parallm.model.merge import write_average
@@ -40,7 +40,7 @@ def folders(tmp_path: Path) -> list[Path]:
 
 def mean_model(folders: list[Path]):
     """mlx-lm's own model, its weights changed by the mean of what the adapters add to them."""
-    from mlx_parallm.adapters.files.read import read_adapter
+    from mlx_parallm.adapters.files import read_adapter
 
     model = tiny_model("llama")
     layout = layout_of(model)

@@ -15,7 +15,7 @@ from lora import layout_of, merged, random_adapter
 from tiny import save_tiny, tiny_model
 
 from mlx_parallm import RLIntegratedServer
-from mlx_parallm.adapters.files.write import write_peft
+from mlx_parallm.adapters.formats import write_peft
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
 
 AVERAGE = "/v1/training/average"

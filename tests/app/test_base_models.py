@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten
 from server.asking import answered
 from tiny import save_tiny
 
-from mlx_parallm.adapters.files.write import write_peft
+from mlx_parallm.adapters.formats import write_peft
 from mlx_parallm.app import train
 from mlx_parallm.app.base_loader import DeviceLoader
 from mlx_parallm.app.base_paths import BasePath, base_of_adapter, bases_of_adapter

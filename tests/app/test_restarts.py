@@ -17,7 +17,7 @@ from server.asking import post
 from tiny import save_tiny, tiny_model
 
 from mlx_parallm import RLIntegratedServer
-from mlx_parallm.adapters.files.write import write_mlx_lm
+from mlx_parallm.adapters.formats import write_mlx_lm
 
 LOAD, ROLLBACK, DELETE = "/v1/load_lora_adapter", "/v1/adapters/rollback", "/v1/adapters/delete"
 LAYOUT = layout_of(tiny_model("llama"))

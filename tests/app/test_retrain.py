@@ -14,7 +14,7 @@ from lora import merged, random_adapter
 from tiny import save_tiny, tiny_model
 
 from mlx_parallm import RetrainEngine
-from mlx_parallm.adapters.files.write import write_peft
+from mlx_parallm.adapters.formats import write_peft
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.app.retrain import ADAPTER
 from mlx_parallm.errors import AdapterFileError, ConfigError, ContextLengthError, EngineDeadError, InvalidRequestError

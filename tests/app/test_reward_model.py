@@ -16,7 +16,7 @@ from lora import layout_of, merged, random_adapter
 from tiny import EOS_ID, save_tiny, tiny_model
 
 from mlx_parallm import RLIntegratedServer
-from mlx_parallm.adapters.files.write import write_peft
+from mlx_parallm.adapters.formats import write_peft
 from mlx_parallm.cli.main import main
 from mlx_parallm.errors import ConfigError
 

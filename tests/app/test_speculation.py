@@ -11,7 +11,7 @@ from lib.programs.drafts import write_first_layers
 from lora import layout_of, random_adapter
 from tiny import save_tiny, tiny_model
 
-from mlx_parallm.adapters.files.write import write_peft
+from mlx_parallm.adapters.formats import write_peft
 from mlx_parallm.app.build import Engine
 from mlx_parallm.config import configure
 from mlx_parallm.core import EngineStats, GenerationRequest, RequestFinished, SamplingParams, SequenceOutput, StopParams

@@ -14,7 +14,7 @@ from lora import layout_of, random_adapter
 from tiny import EOS_ID, VOCAB_SIZE, build_model, save_directory
 
 from mlx_parallm import LoRAConfig, RLConfig, RLIntegratedServer
-from mlx_parallm.adapters.files.write import write_mlx_lm
+from mlx_parallm.adapters.formats import write_mlx_lm
 from mlx_parallm.app import model_check
 from mlx_parallm.app.model_check import Verdict, kept_verdict
 from mlx_parallm.app.server import IntegratedServer

@@ -17,11 +17,10 @@ from lora import layout_of, merged, random_adapter
 from tiny import tiny_model
 
 from mlx_parallm.adapters.checkpoints import CheckpointStore
-from mlx_parallm.adapters.files.write import write_mlx_lm
-from mlx_parallm.adapters.library import AdapterLibrary
+from mlx_parallm.adapters.formats import write_mlx_lm
 from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.residency import AdapterStore
-from mlx_parallm.adapters.service import AdapterService
+from mlx_parallm.adapters.service import AdapterLibrary, AdapterService
 from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
 from mlx_parallm.core import AdapterRef, GenerationRequest, Residence, SamplingParams, SequenceOutput, StopParams
 from mlx_parallm.engine.budget import CostModel

@@ -17,7 +17,7 @@ from main_job.serving import Server, free_port, start
 from tiny import save_tiny
 
 from mlx_parallm import __version__
-from mlx_parallm.adapters.files.write import write_peft
+from mlx_parallm.adapters.formats import write_peft
 from mlx_parallm.cluster.archive import pack
 from mlx_parallm.cluster.connection import Connection, NatsAddress, connect
 from mlx_parallm.cluster.head_client import HeadClient

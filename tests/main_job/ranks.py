@@ -18,7 +18,7 @@ from lora import layout_of, random_adapter
 from main_job.serving import COMMAND, START_S, STOP_S, Server, free_port
 from tiny import save_tiny
 
-from mlx_parallm.adapters.files.write import write_peft
+from mlx_parallm.adapters.formats import write_peft
 
 HEADS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
 """Two ranks get four heads of keys and values, one of which is zeros."""

@@ -26,8 +26,8 @@ from lora import QV, layout_of, random_adapter
 from main_job.bad_adapters import BAD_TAGS, bad_loads, good_folder
 from main_job.serving import PROMPT, SERVED, TOKENS, Said, Server, asking, assert_refused, start, stop, text_of
 
-from mlx_parallm.adapters.files.read import read_adapter
-from mlx_parallm.adapters.files.write import write_mlx_lm
+from mlx_parallm.adapters.files import read_adapter
+from mlx_parallm.adapters.formats import write_mlx_lm
 from mlx_parallm.adapters.weights import AdapterLayout
 from mlx_parallm.model.bundled import load_bundled
 

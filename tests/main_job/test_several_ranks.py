@@ -15,7 +15,7 @@ from lora import layout_of, random_adapter
 from main_job.ranks import flags_of, launched, started
 from main_job.serving import Said, Server, asking, in_thread
 
-from mlx_parallm.adapters.files.write import write_peft
+from mlx_parallm.adapters.formats import write_peft
 from mlx_parallm.model.bundled import load_bundled
 from mlx_parallm.ranks.tensor_parallel import SPLIT_FAMILIES
 

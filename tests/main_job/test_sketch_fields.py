@@ -13,7 +13,7 @@ from lora import layout_of, random_adapter
 from main_job.serving import Server, in_thread
 from tiny import save_tiny, tiny_model
 
-from mlx_parallm.adapters.files.write import write_mlx_lm
+from mlx_parallm.adapters.formats import write_mlx_lm
 from mlx_parallm.cli.main import serve
 
 PROMPT = [5, 6, 7]

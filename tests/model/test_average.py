@@ -14,9 +14,8 @@ from mlx_lm.tuner.utils import load_adapters
 from tiny import save_tiny, tiny_model
 
 from mlx_parallm.adapters.average import average
-from mlx_parallm.adapters.files.formats import FormatName
-from mlx_parallm.adapters.files.read import read_adapter
-from mlx_parallm.adapters.files.write import write_mlx_lm, write_peft
+from mlx_parallm.adapters.files import read_adapter
+from mlx_parallm.adapters.formats import FormatName, write_mlx_lm, write_peft
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
 from mlx_parallm.errors import AdapterFileError, ConfigError, ModelNotFoundError
 from mlx_parallm.model.families import relative_error

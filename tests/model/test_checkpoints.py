@@ -11,7 +11,7 @@ from lora import random_adapter
 from tiny import save_tiny
 
 from mlx_parallm import CheckpointManager, SharedModelManager
-from mlx_parallm.adapters.files.write import write_mlx_lm
+from mlx_parallm.adapters.formats import write_mlx_lm
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.errors import AdapterFileError, ConflictError, InvalidRequestError, UnknownModelError
 

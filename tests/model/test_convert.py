@@ -10,8 +10,8 @@ from lora import layout_of, random_adapter
 from tiny import save_tiny
 
 from mlx_parallm.adapters.checkpoints import CheckpointStore
-from mlx_parallm.adapters.files.read import read_adapter
-from mlx_parallm.adapters.files.write import write_mlx_lm
+from mlx_parallm.adapters.files import read_adapter
+from mlx_parallm.adapters.formats import write_mlx_lm
 from mlx_parallm.adapters.runs import LOCK
 from mlx_parallm.core import AdapterRef
 from mlx_parallm.errors import ConfigError

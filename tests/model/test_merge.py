@@ -12,7 +12,7 @@ from mlx_lm.utils import quantize_model, save_config, save_model
 from tiny import save_directory, save_tiny, tiny_config, tiny_model
 
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.adapters.files.write import write_mlx_lm, write_peft
+from mlx_parallm.adapters.formats import write_mlx_lm, write_peft
 from mlx_parallm.adapters.forward_context import OneAdapter
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
 from mlx_parallm.errors import AdapterFileError, ConfigError, ModelNotFoundError, UnsupportedModelError

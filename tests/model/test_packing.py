@@ -20,7 +20,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 from mlx_lm.utils import quantize_model, save_config, save_model
 from tiny import VOCAB_SIZE, build_model, tiny_config, tiny_model, tiny_tokenizer
 
-from mlx_parallm.adapters.files.write import write_mlx_lm
+from mlx_parallm.adapters.formats import write_mlx_lm
 from mlx_parallm.adapters.weights import AdapterLayout
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.families import relative_error

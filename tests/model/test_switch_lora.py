@@ -10,7 +10,7 @@ from lora import merged, random_adapter
 from tiny import save_tiny
 
 from mlx_parallm import SharedModelManager
-from mlx_parallm.adapters.files.write import write_mlx_lm
+from mlx_parallm.adapters.formats import write_mlx_lm
 from mlx_parallm.errors import AdapterFileError, UnknownModelError
 from mlx_parallm.model.families import relative_error
 

@@ -7,7 +7,7 @@ import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 
 import numpy as np  # isort: skip
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.adapters.files.write import write_mlx_lm
+from mlx_parallm.adapters.formats import write_mlx_lm
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair
 from mlx_parallm.model.manager import SharedModelManager
 

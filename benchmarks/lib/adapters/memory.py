@@ -13,7 +13,7 @@ import mlx.core as mx  # isort: skip
 from lib.adapters.files import QV, RANK, random_adapter
 
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.adapters.files.write import write_mlx_lm
+from mlx_parallm.adapters.formats import write_mlx_lm
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights
 from mlx_parallm.model.manager import SharedModelManager
 

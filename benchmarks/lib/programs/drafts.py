@@ -15,7 +15,7 @@ import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 from lib.adapters.files import random_adapter  # isort: skip
 from mlx_lm.utils import save_config, save_model
 
-from mlx_parallm.adapters.files.write import write_mlx_lm
+from mlx_parallm.adapters.formats import write_mlx_lm
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.model.bundled import load_bundled
 from mlx_parallm.model.manager import SharedModelManager

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mlx_parallm.adapters.files.write import write_mlx_lm
+from mlx_parallm.adapters.formats import write_mlx_lm
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
 from mlx_parallm.model.bundled import load_bundled
 from mlx_parallm.model.linears import adapter_layout

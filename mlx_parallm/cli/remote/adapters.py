@@ -78,7 +78,7 @@ def list_adapters(args: Namespace) -> int:
 
 def load_adapter(args: Namespace) -> int:
     """Loads an adapter into a running server. A path that exists on this machine is sent as an absolute path."""
-    from mlx_parallm.adapters.checkpoints import adapter_in
+    from mlx_parallm.adapters.runs import adapter_in
 
     local = adapter_in(Path(args.path).expanduser())
     path = str(local.resolve()) if local.exists() else args.path

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import ClassVar
 
-from mlx_parallm.adapters.files.formats import FormatName
+from mlx_parallm.adapters.formats import FormatName
 from mlx_parallm.core import TextTokenizer
 from mlx_parallm.rl.inference.api import Draw, Sample, SentAdapter, sample_of
 from mlx_parallm.rl.inference.http import EngineServer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from mlx_parallm.adapters.files.formats import FormatName
+from mlx_parallm.adapters.formats import FormatName
 from mlx_parallm.rl.inference.api import Draw, Sample, SentAdapter, sample_of
 from mlx_parallm.rl.inference.http import EngineServer, EngineServerError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from mlx_parallm.adapters.files.formats import FormatName
+from mlx_parallm.adapters.formats import FormatName
 from mlx_parallm.rl.inference.api import Draw, Sample, SentAdapter, sample_of
 from mlx_parallm.rl.inference.http import EngineServer
 from mlx_parallm.rl.inference.openai import UNFILTERED

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx_parallm.adapters.files.formats import FormatName
+from mlx_parallm.adapters.formats import FormatName
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef
 from mlx_parallm.errors import EngineError
 from mlx_parallm.rl.inference.api import EngineApi, SentAdapter
