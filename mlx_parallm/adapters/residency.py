@@ -2,9 +2,9 @@
 
     FILE ──read (worker thread)──▶ COPY ──stage (units of device work)──▶ SLOT ──evict──▶ COPY ──drop──▶ FILE
 
-While a row lives, it pins the slot of its version. A version that requests wait for gets a free slot, or that of the
-least recently used version without pins. If all slots stay pinned for `_PATIENCE_S`, one version admits no new rows
-until its slot is free.
+While a sequence runs, it pins the slot of its version. A version that requests wait for gets a free slot, or that of
+the least recently used version without pins. If all slots stay pinned for `_PATIENCE_S`, one version admits no new
+sequences until its slot is free.
 
 A job moves weights. It is a generator, and each `next` runs one unit of device work, short enough to run between two
 decode steps.
@@ -34,7 +34,7 @@ READ_AHEAD = 2
 """How many of the waiting versions have their files read before there is a slot for them."""
 
 _PATIENCE_S = 1.0
-"""How long a version waits for a slot before a version that is in a slot stops admitting rows."""
+"""How long a version waits for a slot before a version that is in a slot stops admitting sequences."""
 
 
 @dataclass(eq=False, slots=True)
@@ -48,9 +48,9 @@ class Resident:
         weights: in memory and unpadded, while it is in no slot: those that it was published with, that were read from
             its files, or that it had in its slot.
         ranks, scales, rslora: of its pairs, by path, when it was published. In a slot, each scale is 1.
-        used: when a row used its slot last, or when it left the slot.
-        pins: number of live rows that use its slot.
-        draining: it admits no new rows, so that another version can have the slot.
+        used: when a sequence used its slot last, or when it left the slot.
+        pins: number of running sequences that use its slot.
+        draining: it admits no new sequences, so that another version can have the slot.
         urgent: it is staged before others that wait.
         goes_live: it becomes the live version of its name as soon as it is staged.
         reading: the read of its files that is under way.
@@ -132,7 +132,7 @@ class AdapterStore:
         )
         self._make_room = False  # the last version was urgent: grow the bank before the next one comes
 
-    # -- requests and rows -----------------------------------------------------------------------
+    # -- requests and sequences ------------------------------------------------------------------
 
     def add_request(self, ref: AdapterRef) -> None:
         """Counts a request for this version. A wait for a slot ends when no request and no future needs it."""
@@ -145,7 +145,7 @@ class AdapterStore:
             self._gone = -1
 
     def ready(self, ref: AdapterRef) -> bool:
-        """Whether a row with this version may be admitted now. A version that is in no slot is queued for staging."""
+        """Whether a sequence with this version may be admitted now. A version in no slot is queued for staging."""
         if ref == BASE_ADAPTER:
             return True
         if (resident := self._in_slot(ref)) is not None:
@@ -185,8 +185,8 @@ class AdapterStore:
     ) -> Future[AdapterRef]:
         """Brings a version into a slot, between decode steps. The future completes when it is there, or fails.
 
-        If every slot is pinned, the future completes anyway. The version is kept as a copy and staged when a row needs
-        it, so that publishing never waits for other adapters' rows.
+        If every slot is pinned, the future completes anyway. The version is kept as a copy and staged when a sequence
+        needs it, so that publishing never waits for other adapters' sequences.
 
         Args:
             weights: NumPy or MLX arrays; None if its files are to be read.
@@ -210,9 +210,9 @@ class AdapterStore:
         return self._ask(self._extract(version.ref))
 
     def evict_idle(self) -> Future[None]:
-        """Evicts every version without pins, and frees the bank if no version is left. A row may be admitted between
-        two units; then its version stays in its slot, and the bank is not freed. Runs between decode steps. Evicted
-        versions are staged again on demand."""
+        """Evicts every version without pins, and frees the bank if no version is left. A sequence may be admitted
+        between two units; then its version stays in its slot, and the bank is not freed. Runs between decode steps.
+        Evicted versions are staged again on demand."""
         return self._ask(self._evict_idle())
 
     def _ask(self, job: Generator[None, None, T]) -> Future[T]:
@@ -313,14 +313,14 @@ class AdapterStore:
         return None if least is None else least.slot
 
     def _drain_one(self, most: int) -> None:
-        """Makes the version that has been in its slot longest admit no new rows, if fewer than `most` drain."""
+        """Makes the version that has been in its slot longest admit no new sequences, if fewer than `most` drain."""
         staying = [resident for resident in self._slots.values() if not resident.draining]
         if staying and len(self._slots) - len(staying) < most:
             min(staying, key=lambda resident: resident.since).draining = True
 
     def _stage(self, resident: Resident) -> Iterator[None]:
         """Moves a version that waits into a slot, after evicting the version in it. Looks for the slot when it begins,
-        because rows may have been admitted since the job was chosen."""
+        because sequences may have been admitted since the job was chosen."""
         slot, weights, ref = self._find_slot(), resident.weights, resident.version.ref
         if slot is None or weights is None or ref not in self._waiting:
             return
@@ -497,7 +497,7 @@ class AdapterStore:
 
     @property
     def pinned(self) -> int:
-        """Slots that live rows use."""
+        """Slots that running sequences use."""
         return sum(resident.pins > 0 for resident in self._slots.copy().values())
 
     @property
@@ -506,8 +506,8 @@ class AdapterStore:
         return len(self._copies())
 
     def version(self, ref: AdapterRef) -> Version | None:
-        """The version that rows of `ref` are computed with: the one in the slot that they pin or would get, even if it
-        was forgotten since. None if it is in no slot and nothing can ask for it any more."""
+        """The version that sequences of `ref` are computed with: the one in the slot that they pin or would get, even
+        if it was forgotten since. None if it is in no slot and nothing can ask for it any more."""
         resident = self._in_slot(ref)
         return resident.version if resident else self.registry.version(ref)
 
@@ -527,7 +527,7 @@ class AdapterStore:
         return self._requests[ref]
 
     def names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Adapters that have rows, and adapters that only have waiting requests."""
+        """Adapters that have running sequences, and adapters that only have waiting requests."""
         running = {resident.version.ref.name for resident in self._slots.copy().values() if resident.pins}
         requested = {ref.name for ref in self._requests.copy() if ref != BASE_ADAPTER}
         return tuple(sorted(running)), tuple(sorted(requested - running))

@@ -322,16 +322,13 @@ class AdapterService:
     async def _load_file(self, name: str, file: AdapterFile, replace: bool) -> AdapterCard:
         adapter, number = name_and_step(name)
         async with self._publishing:
-            live = self._registry.live(adapter)
-            loaded = live if number is None else self._registry.known(AdapterRef(adapter, number))
-            if loaded is not None and not replace:
+            live, known = self._registry.live(adapter), self._existing(adapter, number)
+            if known is not None and not replace:
                 raise InvalidRequestError(
                     f"{name!r} is loaded already; load_inplace true replaces it.", param="lora_name"
                 )
-            same = loaded is not None and loaded.info.digest == file.info.digest
-            if loaded is None or not same:
-                loaded = await self.publish(adapter, file.weights, file.info, number=number)
-            elif loaded is not live:
+            loaded = await self._published(adapter, file.weights, file.info, number)
+            if loaded is known and loaded is not live:
                 await self.flip(loaded.ref)
             if loaded is not live:
                 await self._keep_live(adapter)
@@ -424,10 +421,7 @@ class AdapterService:
         """
         file = await asyncio.to_thread(self._library.read_anywhere, folder)
         async with self._publishing:
-            live = self._registry.live(name)
-            if live is None or live.info.digest != file.info.digest:
-                live = await self.publish(name, file.weights, replace(file.info, root=""))
-            return live.ref
+            return (await self._published(name, file.weights, replace(file.info, root=""))).ref
 
     async def hold(self, ref: AdapterRef, folder: Path) -> None:
         """Adds the adapter in a folder that this program itself names as this version, and stages it. It does not go
@@ -440,10 +434,7 @@ class AdapterService:
         """
         file = await asyncio.to_thread(self._library.read_anywhere, folder)
         async with self._publishing:
-            known = self._registry.known(ref)
-            if known is None or known.info.digest != file.info.digest:
-                info = replace(file.info, root="")
-                await self.publish(ref.name, file.weights, info, goes_live=False, number=ref.version)
+            await self._published(ref.name, file.weights, replace(file.info, root=""), ref.version, goes_live=False)
             if ref not in self._held:
                 self._held[ref] = ExitStack()
                 self._held[ref].enter_context(self._registry.lease(str(ref)))
@@ -453,6 +444,24 @@ class AdapterService:
         self._registry.discard(ref)
         if (lease := self._held.pop(ref, None)) is not None:
             lease.close()
+
+    def _existing(self, name: str, number: int | None) -> Version | None:
+        """The version of this number; None: the live one."""
+        return self._registry.live(name) if number is None else self._registry.known(AdapterRef(name, number))
+
+    async def _published(
+        self,
+        name: str,
+        weights: AdapterWeights,
+        info: VersionInfo,
+        number: int | None = None,
+        goes_live: bool = True,
+    ) -> Version:
+        """The existing version if it has this content, else a new one; see `publish`."""
+        known = self._existing(name, number)
+        if known is not None and known.info.digest == info.digest:
+            return known
+        return await self.publish(name, weights, info, goes_live, number)
 
     async def publish(
         self,

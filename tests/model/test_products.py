@@ -45,6 +45,20 @@ def test_a_pass_reads_what_its_slot_holds_after_passes_with_other_weights_and_af
             assert relative_error(model(TOKENS), merged_logits(weights)) < 1e-5
 
 
+def test_tokens_of_several_slots_get_what_these_hold_after_the_arrays_grew_between_two_passes() -> None:
+    """The second pass has the same slots and lengths as the first one, but more linears have factors."""
+    model, bank = adapted()
+    for seed, names in enumerate([(("q_proj",), ("v_proj",)), (("k_proj", "up_proj"), ("q_proj", "v_proj", "o_proj"))]):
+        both = [random_adapter(bank.layout, 2 * seed + place, targets=each) for place, each in enumerate(names)]
+        for slot, weights in enumerate(both, 1):
+            write(bank, slot, weights)
+        with bank.forward([2, 1, 0], [1, 1, 1]):
+            logits = model(mx.array([[1], [1], [1]]))
+        for row, weights in zip(logits, [both[1], both[0], None], strict=False):
+            plain = tiny_model("llama") if weights is None else merged(tiny_model("llama"), weights)
+            assert relative_error(row, plain(mx.array([[1]]))[0]) < 1e-5
+
+
 def wrong(*_: object, **__: object) -> mx.array:
     return mx.zeros((3, 65, 12))
 
