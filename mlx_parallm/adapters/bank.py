@@ -61,6 +61,7 @@ class LinearGroup:
         self.width = math.gcd(*(spec.out_features for spec in specs))
         self.joined: BaseProduct | None = None
         self._experts = specs[0].expert_axis
+        assert not self._experts or all(spec.out_features == self.width for spec in specs)  # one tile for each linear
         self._in_features = specs[0].in_features
         self._dtype = dtype
         self._make_empty()

@@ -219,21 +219,15 @@ def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """
     if len(metrics) > _MAX_METRICS:
         raise InvalidRequestError(f"{len(metrics)} metrics: store at most {_MAX_METRICS}", param="metrics")
-    return {_plain(name): _finite(name, value) for name, value in metrics.items()}
-
-
-def _plain(name: str) -> str:
-    if not (0 < len(name) <= 128 and name.isprintable()):
-        raise InvalidRequestError("a metric's name must have 1 to 128 printable characters", param="metrics")
-    return name
-
-
-def _finite(name: str, value: float) -> float:
-    with suppress(TypeError, ValueError, OverflowError):
-        number = float(value)
-        if math.isfinite(number):
-            return number
-    raise InvalidRequestError(f"the metric {name} is not a finite number: leave it out", param="metrics")
+    checked: dict[str, float] = {}
+    for name, value in metrics.items():
+        if not (0 < len(name) <= 128 and name.isprintable()):
+            raise InvalidRequestError("a metric's name must have 1 to 128 printable characters", param="metrics")
+        with suppress(TypeError, ValueError, OverflowError):
+            checked[name] = float(value)
+        if not math.isfinite(checked.get(name, math.nan)):
+            raise InvalidRequestError(f"the metric {name} is not a finite number: leave it out", param="metrics")
+    return checked
 
 
 def _damaged(folder: Path, name: str) -> AdapterFileError:

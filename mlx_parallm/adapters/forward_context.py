@@ -114,7 +114,7 @@ class _SameSlot:
 
     def rows(self, x: mx.array) -> mx.array:
         """x [..., in] in the shape that products take: [tokens, in]."""
-        return mx.reshape(x, (-1, x.shape[-1]))
+        return mx.flatten(x, 0, -2)
 
     def change(self, group: LinearGroup, x: mx.array) -> list[mx.array]:
         """x A of each linear of the group, [tokens, rank]; nothing if the slot's adapter changes none of them."""
@@ -241,7 +241,9 @@ class ForwardContext:
             parts = mx.split(base(last.rows), [run.start for run in self._runs[1:]])
             ys = zip(self._runs, parts, last.changes, strict=True)
             y = mx.concatenate([run.add(part, change, group, place) for run, part, change in ys])
-        return y if last.rows is x else mx.reshape(y, (*x.shape[:-1], -1))
+        if last.rows is x:
+            return y
+        return mx.unflatten(y, 0, x.shape[:-1]) if y.ndim == 2 else mx.reshape(y, (*x.shape[:-1], -1))
 
     def changes(self, groups: Iterable[LinearGroup]) -> bool:
         """See `AdapterContext.changes`."""
@@ -295,7 +297,7 @@ class ForwardContext:
                 y = group.joined(rows) + run.whole_change(group, rows)
                 return _GroupInput(group, x, rows, [], _by_tile(y, group))
             return _GroupInput(group, x, rows, [run.change(group, rows)])
-        rows = x.reshape(-1, x.shape[-1])
+        rows = mx.flatten(x, 0, -2)
         parts = zip(self._runs, mx.split(rows, [run.start for run in self._runs[1:]]), strict=True)
         return _GroupInput(group, x, rows, [run.change(group, run.rows(part)) for run, part in parts])
 

@@ -96,14 +96,23 @@ def open_run(named: Path | None, resume: bool, wanted: bool) -> Run | None:
             folder of one run.
     """
     if named is not None:
-        _refuse_root(named)
+        if (runs := list(runs_in(named))) and not is_run(named) and not can_resume(named):
+            raise ConfigError(
+                f"--checkpoint-dir: {named} holds {len(runs)} runs, each in a folder of its own; name one of them, "
+                f"such as {runs[-1]}, or give --resume alone for the newest below {ROOT}"
+            )
         if resume and not can_resume(named):
             raise ConfigError(
                 f"--resume: {named} holds no checkpoint and no journal; leave --resume out to begin there"
             )
         return _locked(named, own=False)
     if resume:
-        return _locked(_newest(ROOT), own=False)
+        runs = [run for run in runs_in(ROOT) if can_resume(run)]
+        if not runs:
+            raise ConfigError(
+                f"--resume: no run below {ROOT} holds a checkpoint or a journal; leave it out, or name a run"
+            )
+        return _locked(runs[-1], own=False)
     if not wanted:
         return None
     return _locked(ROOT / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}", own=True)
@@ -112,21 +121,6 @@ def open_run(named: Path | None, resume: bool, wanted: bool) -> Run | None:
 def is_run(folder: Path) -> bool:
     """Whether a run has used this folder."""
     return (folder / LOCK).is_file()
-
-
-def _newest(root: Path) -> Path:
-    runs = [run for run in runs_in(root) if can_resume(run)]
-    if not runs:
-        raise ConfigError(f"--resume: no run below {root} holds a checkpoint or a journal; leave it out, or name a run")
-    return runs[-1]
-
-
-def _refuse_root(folder: Path) -> None:
-    if (runs := list(runs_in(folder))) and not is_run(folder) and not can_resume(folder):
-        raise ConfigError(
-            f"--checkpoint-dir: {folder} holds {len(runs)} runs, each in a folder of its own; name one of them, such "
-            f"as {runs[-1]}, or give --resume alone for the newest below {ROOT}"
-        )
 
 
 def runs_in(root: Path) -> Iterator[Path]:
@@ -174,17 +168,16 @@ def _locked(path: Path, own: bool) -> Run:
     try:
         _lock(descriptor)
         return Run(path, _signed(descriptor), can_resume(path), own, descriptor)
-    except OSError as error:
-        process = _stored(descriptor)[1] if isinstance(error, BlockingIOError) else None
+    except BlockingIOError as error:
+        process = _stored(descriptor)[1]
         os.close(descriptor)
-        if not isinstance(error, BlockingIOError):
-            raise ConfigError(
-                f"{path / LOCK} cannot be used: {error.strerror}; give another --checkpoint-dir"
-            ) from error
         raise ConfigError(
             f"--checkpoint-dir: another process{f' ({process})' if process else ''} uses {path}; stop it, or give this "
             "one a folder of its own"
         ) from error
+    except OSError as error:
+        os.close(descriptor)
+        raise ConfigError(f"{path / LOCK} cannot be used: {error.strerror}; give another --checkpoint-dir") from error
 
 
 def _lock(descriptor: int) -> None:
