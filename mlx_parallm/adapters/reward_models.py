@@ -65,7 +65,7 @@ class RewardModelFolder:
             InvalidRequestError: there is no reward model of this name, or it is not of the base model.
         """
         path = self._find(name)
-        check_reward_model(path)
+        _form_of(read_config(path, None))
         self._manifest_of(path)
 
     def load(self, name: str, layout: AdapterLayout) -> RewardModelWeights:
@@ -186,11 +186,6 @@ def read_reward_model(folder: Path, layout: AdapterLayout, max_rank: int) -> Rew
             "is it of another base model, or a classifier?"
         )
     return RewardModelWeights(file.weights, head[0])
-
-
-def check_reward_model(folder: Path) -> None:
-    """Checks the config alone, without the weights. Raises AdapterFileError: it is not that of a reward model."""
-    _form_of(read_config(folder, None))
 
 
 def is_reward_model(folder: Path) -> bool:

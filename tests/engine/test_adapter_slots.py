@@ -45,6 +45,23 @@ def within(harness: Harness, copies: int) -> None:
     assert harness.adapters.copies <= max(copies, READ_AHEAD) + 1
 
 
+def test_looking_for_work_passes_over_no_version_that_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every decode step looks for work, and there may be hundreds of versions."""
+    model = tiny_model("llama")
+    harness = make_harness(model, slots=2)
+    for seed in range(5):
+        harness.publish(f"a{seed}", random_adapter(layout_of(model), seed))
+    harness.adapters.waits()
+    assert (harness.adapters.slots_used, harness.adapters.copies) == (2, 3)
+    looked_at: list[object] = []
+    monkeypatch.setattr(harness.adapters, "unreachable", looked_at.append)
+    assert not harness.adapters.waits()
+    assert not looked_at
+    harness.adapters.registry.unload("a0")
+    harness.adapters.waits()
+    assert looked_at, "a copy that nothing can ask for any more is dropped"
+
+
 def test_a_version_that_waits_gets_a_slot_though_another_never_runs_dry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_parallm.adapters.residency._PATIENCE_S", 0.0)
     model = tiny_model("llama")
