@@ -1,4 +1,4 @@
-"""The arithmetic of sampling: top-k, top-p and min-p as one threshold per row, and inverse-transform sampling.
+"""The arithmetic of sampling: top-k, top-p and min-p as one threshold per row, inverse-transform sampling, logprobs.
 
 Arithmetic over logits or weights [R, V], in which a row's result does not depend on the other rows of the batch: every
 reduction runs along a row in a fixed order (sums by blocks of `BLOCK`), so a row that is taken into a smaller batch
@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_parallm.core import SamplingParams
+from mlx_parallm.core import TOP_LOGPROBS, SamplingParams
 from mlx_parallm.model.device import on_cpu
 
 BLOCK = 64
@@ -309,3 +309,57 @@ def _ranked(weights: mx.array, cumulative: mx.array, point: mx.array) -> tuple[m
     `point` minus the sum of the weights before each."""
     above = (cumulative > point) & (weights > 0)
     return mx.where(above, math.inf, weights), point - (cumulative - weights)
+
+
+# ---- logprobs -----------------------------------------------------------------------------------
+
+
+def log_normaliser(logits: mx.array) -> mx.array:
+    """logsumexp of each row: fp32 [N, V] → fp32 [N, 1]."""
+    peak = logits.max(-1, keepdims=True)
+    return peak + mx.log(row_sum(exp(logits - peak)))
+
+
+def token_logprobs(logits: mx.array, tokens: mx.array, normaliser: mx.array) -> mx.array:
+    """Logprob of one token per row: fp32 [N, V], int [N], fp32 [N, 1] → fp32 [N], nats."""
+    return (mx.take_along_axis(logits, tokens[:, None], -1) - normaliser).squeeze(-1)
+
+
+def token_ranks(logits: mx.array, tokens: mx.array) -> mx.array:
+    """Rank of one token per row, 1 for the most likely: fp32 [N, V], int [N] → int32 [N]. Ties have the same rank."""
+    own = mx.take_along_axis(logits, tokens[:, None], -1)
+    return (logits > own).sum(-1) + 1
+
+
+def top_logprobs(logits: mx.array, normaliser: mx.array, wanted: int = TOP_LOGPROBS) -> tuple[mx.array, mx.array]:
+    """The best tokens of each row, best first. Ties are sorted by token id. At least `TOP_LOGPROBS` are found, so that
+    which of them ties does not depend on what other rows want.
+
+    Args:
+        logits: fp32 [N, V].
+        normaliser: fp32 [N, 1], the result of `log_normaliser`.
+        wanted: how many tokens of each row are needed.
+
+    Returns:
+        ids int32 and logprobs fp32, both [N, K], K = min(max(wanted, TOP_LOGPROBS), V). Of tokens that tie for the last
+        place, any may be returned, but always the same ones for the same row.
+    """
+    ids = mx.sort(_top_ids(logits, min(max(wanted, TOP_LOGPROBS), logits.shape[-1])), -1)
+    values = mx.take_along_axis(logits, ids, -1)
+    order = mx.argsort(-values, -1)  # stable: equal values stay in order of id
+    best = mx.take_along_axis(values, order, -1)
+    return mx.take_along_axis(ids, order, -1), best - normaliser
+
+
+def _top_ids(logits: mx.array, k: int) -> mx.array:
+    """int32 [N, k], unordered. The k largest values lie in the k blocks with the largest maxima."""
+    if k == logits.shape[-1]:
+        return mx.broadcast_to(mx.arange(k, dtype=mx.int32), logits.shape)
+    blocks = in_blocks(logits, -mx.inf)
+    rows, count, size = blocks.shape
+    if count <= k:
+        return mx.argpartition(logits, -k, -1)[:, -k:].astype(mx.int32)
+    block = mx.argpartition(blocks.max(-1), -k, -1)[:, -k:].astype(mx.int32)
+    ids = (block[:, :, None] * size + mx.arange(size, dtype=mx.int32)).reshape(rows, -1)
+    inside = mx.take_along_axis(blocks, block[:, :, None], 1).reshape(rows, -1)
+    return mx.take_along_axis(ids, mx.argpartition(inside, -k, -1)[:, -k:], -1)

@@ -26,8 +26,15 @@ from numpy.typing import NDArray
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.batch.block_attention import pairs_work
 from mlx_parallm.batch.forward import Forward, KeptGroups
-from mlx_parallm.batch.logprobs import PromptScores
-from mlx_parallm.batch.sampling import RowSampling, Sampled, SampledToken, SamplingPlan, plan_sampling, sample
+from mlx_parallm.batch.sampling import (
+    PromptScores,
+    RowSampling,
+    Sampled,
+    SampledToken,
+    SamplingPlan,
+    plan_sampling,
+    sample,
+)
 from mlx_parallm.batch.spans import Span, in_order
 from mlx_parallm.core import Pooling
 from mlx_parallm.kv.cache import KVRow, LoRABatchedKVCache

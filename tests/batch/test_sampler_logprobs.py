@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.batch.logprobs import log_normaliser, token_logprobs, token_ranks, top_logprobs
+from mlx_parallm.batch.distributions import log_normaliser, token_logprobs, token_ranks, top_logprobs
 from mlx_parallm.batch.sampling import RowSampling, plan_sampling, sample
 from mlx_parallm.core import TOP_LOGPROBS, SamplingParams
 
