@@ -1,13 +1,13 @@
-"""What a model's caches keep for each row, and which of its modules run in parts: found by a pass of one token.
+"""What a model's caches keep for each sequence, and which of its modules run in parts: found by a pass of one token.
 
 The pass is built and not computed, with objects in place of caches that note which module uses them. Keys and values
 that reach mlx-lm's `scaled_dot_product_attention` as a cache has returned them need nothing else: the pass over packed
 tokens answers (see `hooks`). Every other user of a cache is a mixer (see `mixers`). If a user is inside of another one,
 the outer one is the mixer.
 
-A *compatible* plan assumes nothing about the model: its whole trunk is a mixer, and each row is a part. It is right
-for whatever mlx-lm can run, and as slow as rows one by one. Caches that are neither keys and values nor arrays need it:
-each row has its own, and how many bytes they take is measured.
+A *compatible* plan assumes nothing about the model: its whole trunk is a mixer, and each sequence is a part. It is
+right for whatever mlx-lm can run, and as slow as sequences one by one. Caches that are neither keys and values nor
+arrays need it: each sequence has its own, and how many bytes they take is measured.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mlx_parallm.model.mixers import PassMask, install_mixers
 from mlx_parallm.model.split import trunk_of
 
 _MEASURED = 256, 512
-"""Tokens of the two rows whose caches are measured. Caches grow by up to 256 tokens at a time."""
+"""Tokens of the two sequences whose caches are measured. Caches grow by up to 256 tokens at a time."""
 _ROWS = 13
 """Rows of the pass that finds the shape of masks: a number that no model has as its number of heads."""
 
@@ -63,8 +63,8 @@ def prepare(model: nn.Module, compatible: bool = False) -> CachePlan:
     mlx-lm's own caches does not change.
 
     Args:
-        compatible: the plan is a compatible one. It is anyway if positions depend on the length of the whole row, or
-            if only the model's own code understands its caches.
+        compatible: the plan is a compatible one. It is anyway if positions depend on the length of the whole sequence,
+            or if only the model's own code understands its caches.
 
     Raises:
         UnsupportedModelError: the model does not run.
@@ -107,7 +107,7 @@ def _opaque_plan(model: nn.Module) -> CachePlan:
 
 
 def _filled(model: nn.Module, tokens: int) -> tuple[list[int], mx.array]:
-    """The bytes of each cache after a row of so many tokens, and its logits. The pass is built and not computed."""
+    """The bytes of each cache after a sequence of so many tokens, and its logits. The pass is built, not computed."""
     expected = Caches(model)
     logits = model(mx.zeros((1, tokens), mx.int32), cache=expected.nested(expected.each))
     return [sum(array.nbytes for array in arrays_of(cache)) for cache in expected.each], logits
@@ -118,7 +118,7 @@ def _filled(model: nn.Module, tokens: int) -> tuple[list[int], mx.array]:
 
 @dataclass(eq=False)
 class _Traced:
-    """Takes the place of an empty cache. `users`: the paths of the modules whose code uses it. `number`: its place
+    """Takes the place of an empty cache. `users`: the paths of the modules whose code uses it. `number`: its index
     among all caches."""
 
     number: int

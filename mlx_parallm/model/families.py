@@ -29,7 +29,7 @@ TESTED = frozenset({
     *("llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "gemma2", "gemma3", "gemma3_text"),
     *("phi3", "lfm2", "mamba", "mamba2", "qwen3_next"),
 })  # fmt: skip
-"""mlx-lm model files for which the tests compare batched rows with solo runs. mistral uses mlx-lm's `llama`."""
+"""mlx-lm model files for which the tests compare sequences of a batch with solo runs. mistral uses mlx-lm's `llama`."""
 
 TRIED = {"mlx": ("0.32.2", "0.32.4"), "mlx-lm": ("0.32.0", "0.32.2")}
 """By package, the oldest and the newest version that the tests ran with. pyproject.toml allows newer ones."""
@@ -37,7 +37,7 @@ TRIED = {"mlx": ("0.32.2", "0.32.4"), "mlx-lm": ("0.32.0", "0.32.2")}
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """An mlx-lm model file. `tested`: the tests compare its batched rows with solo runs."""
+    """An mlx-lm model file. `tested`: the tests compare its sequences of a batch with solo runs."""
 
     name: str
     tested: bool
@@ -65,7 +65,7 @@ def family_of(model: nn.Module) -> Family:
 def logits_alone(
     model: nn.Module, row: Sequence[int], bank: AdapterBank | None = None, adapter: AdapterWeights | None = None
 ) -> mx.array:
-    """Logits [T, vocab] of a row in one call, with the adapter or without. `bank`: that its adapted linears read."""
+    """Logits [T, vocab] of a sequence in one call, with the adapter or without. `bank`: what adapted linears read."""
     adapted = bank is not None and adapter is not None
     with bank.using(OneAdapter(adapter, bank.dtype)) if adapted else nullcontext():  # type: ignore[union-attr, arg-type]
         logits: mx.array = model(mx.array([list(row)]), cache=make_prompt_cache(model))

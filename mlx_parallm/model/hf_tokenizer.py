@@ -51,7 +51,7 @@ class FastCodec:
 class SlowCodec:
     """A tokenizer written in Python, used by one thread at a time.
 
-    Encoding and decoding have separate locks, so that running rows need not wait while a long prompt is encoded.
+    Encoding and decoding have separate locks, so that running sequences need not wait while a long prompt is encoded.
     """
 
     def __init__(self, wrapped: TokenizerWrapper) -> None:

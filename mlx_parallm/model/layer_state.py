@@ -1,5 +1,5 @@
-"""What the layers of a model keep for each row: keys and values of all its tokens, arrays of a fixed size, or a cache
-that only the model's own code understands. `Caches` are mlx-lm's own, empty."""
+"""What the layers of a model keep for each sequence: keys and values of all its tokens, arrays of a fixed size, or a
+cache that only the model's own code understands. `Caches` are mlx-lm's own, empty."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _GROUP_SIZES = (64, 32)
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """Shape of one attention layer's keys and values in each row: `[kv_heads, tokens, head_dim_k | head_dim_v]`.
+    """Shape of one attention layer's keys and values in each sequence: `[kv_heads, tokens, head_dim_k | head_dim_v]`.
 
     `window` is the number of last tokens that the layer attends to, itself included; None means all. `latent`: of
     latent attention (MLA, arXiv 2405.04434), the width of the latent. Keys begin with it, and the rest of them has
@@ -45,7 +45,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentSpec:
-    """The arrays that a recurrent layer keeps for each row, whatever the row's length: their shapes and dtypes."""
+    """The arrays that a recurrent layer keeps for each sequence, whatever its length: their shapes and dtypes."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[mx.Dtype, ...]
@@ -58,10 +58,10 @@ class RecurrentSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpaqueSpec:
-    """A cache of a class that only the model's own code understands. It grows with the row, and cannot be cut back.
+    """A cache of a class that only the model's own code understands. It grows with the sequence, and is never cut back.
 
-    empty: a cache without tokens. Rows have copies of it
-    nbytes: bytes of a row's cache beside those that grow with its tokens, at least 1
+    empty: a cache without tokens. Sequences have copies of it
+    nbytes: bytes of a sequence's cache beside those that grow with its tokens, at least 1
     bytes_per_token: by how much it grows with each token
     """
 
@@ -71,13 +71,13 @@ class OpaqueSpec:
 
 
 LayerState = LayerSpec | RecurrentSpec | OpaqueSpec | None
-"""What one cache keeps for each row; None: the model does not use it."""
+"""What one cache keeps for each sequence; None: the model does not use it."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """What a whole model keeps for each row: one entry for each cache that it expects, in order; the dtype of keys and
-    values or, without any, of the hidden states.
+    """What a whole model keeps for each sequence: one entry for each cache that it expects, in order; the dtype of keys
+    and values or, without any, of the hidden states.
 
     `bits`: of each number in a full block; None: full blocks are not quantized.
     """
@@ -88,22 +88,22 @@ class KVLayout:
 
     @property
     def attention(self) -> dict[int, LayerSpec]:
-        """The layers that keep keys and values, by their place in `layers`."""
+        """The layers that keep keys and values, by their index in `layers`."""
         return {index: spec for index, spec in enumerate(self.layers) if isinstance(spec, LayerSpec)}
 
     @property
     def recurrent(self) -> dict[int, RecurrentSpec]:
-        """The layers that keep a recurrent state, by their place in `layers`."""
+        """The layers that keep a recurrent state, by their index in `layers`."""
         return {index: spec for index, spec in enumerate(self.layers) if isinstance(spec, RecurrentSpec)}
 
     @property
     def opaque(self) -> dict[int, OpaqueSpec]:
-        """The caches that only the model's own code understands, by their place in `layers`: all or none."""
+        """The caches that only the model's own code understands, by their index in `layers`: all or none."""
         return {index: spec for index, spec in enumerate(self.layers) if isinstance(spec, OpaqueSpec)}
 
     @property
     def states(self) -> Mapping[int, RecurrentSpec | OpaqueSpec]:
-        """What is known only after the last token of a row, by its place in `layers`."""
+        """What is known only after the last token of a sequence, by its index in `layers`."""
         return self.recurrent | self.opaque
 
     @property
@@ -113,7 +113,7 @@ class KVLayout:
 
     @property
     def rolls_back(self) -> bool:
-        """Whether the last tokens of a row can be forgotten. A state cannot be brought back."""
+        """Whether the last tokens of a sequence can be forgotten. A state cannot be brought back."""
         return not self.states
 
     @property
@@ -139,7 +139,7 @@ class KVLayout:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a row's states, over all layers, beside those that grow with its tokens."""
+        """Bytes of a sequence's states, over all layers, beside those that grow with its tokens."""
         return sum(spec.nbytes for spec in self.states.values())
 
     def quantized(self, bits: int) -> KVLayout:

@@ -41,7 +41,7 @@ _NO_LIMIT = 10**9
 """Transformers gives a tokenizer without a limit a huge model_max_length."""
 
 _WITHOUT_ATTENTION = 1 << 17
-"""The context length of a model without attention that declares none: its memory does not grow with a row."""
+"""The context length of a model without attention that declares none: its memory does not grow with a sequence."""
 
 
 class SharedModelManager:
@@ -55,7 +55,7 @@ class SharedModelManager:
     adapter_layout: the linears that LoRA adapters may change
     bank: the adapter bank that they read; None before `install_bank`
     card: its name, sizes and types for clients
-    plan: how it runs over packed tokens, and what its caches keep for each row
+    plan: how it runs over packed tokens, and what its caches keep for each sequence
     split: how the model is divided among several machines; None if it is whole. `model`, `plan` and
         `card.weight_bytes` are those of this machine's part, all else is as if it were whole
 
@@ -163,7 +163,7 @@ class SharedModelManager:
         """Makes `model(tokens)` use the adapter from now on; `base` means none.
 
         For programs that call the model themselves. The base's weights are not copied. A running engine is not
-        affected, because its rows have their own adapters.
+        affected, because its sequences have their own adapters.
 
         Raises:
             UnknownModelError: no adapter has that name.

@@ -142,23 +142,22 @@ def untie(model: nn.Module, head: LinearSpec, config: Mapping[str, Any]) -> dict
         UnsupportedModelError: mlx-lm's file of this model has no lm_head.
     """
     owner, embedding = owner_of(model), dict(model.named_modules())[head.embedding]
-    places = [place for place in (owner, owner.args) if getattr(place, _TIED, False)]
-    for place in places:
-        setattr(place, _TIED, False)
-    if not places or "lm_head" not in type(owner)(owner.args):
+    tied = [each for each in (owner, owner.args) if getattr(each, _TIED, False)]
+    for each in tied:
+        setattr(each, _TIED, False)
+    if not tied or "lm_head" not in type(owner)(owner.args):
         raise UnsupportedModelError(
             f"{config.get('model_type')} has no head apart from its embedding, so that an adapter of lm_head cannot be "
             "merged: serve the adapter, or train it without lm_head"
         )
+    is_quantized = isinstance(embedding, nn.QuantizedEmbedding)
+    owner.lm_head = copy.copy(embedding)
+    owner.lm_head.__class__ = nn.QuantizedLinear if is_quantized else nn.Linear
     untied = {**config, _TIED: False}
-    if not isinstance(embedding, nn.QuantizedEmbedding):
-        owner.lm_head = nn.Linear(1, 1, bias=False)
-        owner.lm_head.weight = embedding.weight
-        return untied
-    packing = {"group_size": embedding.group_size, "bits": embedding.bits, "mode": embedding.mode}
-    owner.lm_head = nn.QuantizedLinear(embedding.dims, embedding.num_embeddings, bias=False, **packing)
-    owner.lm_head.update(embedding.parameters())
-    return {**untied, **{key: {**untied[key], head.path: packing} for key in _PACKINGS if key in untied}}
+    if is_quantized:
+        packing = {"group_size": embedding.group_size, "bits": embedding.bits, "mode": embedding.mode}
+        untied |= {key: {**config[key], head.path: packing} for key in _PACKINGS if key in config}
+    return untied
 
 
 def fuse(model: nn.Module, weights: AdapterWeights, layout: AdapterLayout, dequantize: bool) -> None:

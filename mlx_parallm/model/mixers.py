@@ -1,4 +1,4 @@
-"""Mixers: the modules of a model that use a cache in code of their own, and so must know which tokens form a row.
+"""Mixers: the modules of a model that use a cache in code of their own, and so must know which tokens form a sequence.
 
 To an mlx-lm model, the tokens of a forward pass are a batch of single tokens, [N, 1]; see `batch.forward`. Norms, MLPs
 and experts see one token at a time, and attention is answered by the pass (see `hooks`). All else that uses a cache is
@@ -39,7 +39,7 @@ Call = Callable[..., Any]
 class PassCache(ABC):
     """Takes the place of one of the model's caches for one forward pass over packed tokens.
 
-    `number`: its place among the caches that the model expects. `offset`: the positions of all tokens, int32 [N].
+    `number`: its index among the caches that the model expects. `offset`: the positions of all tokens, int32 [N].
     `differentiates`: the pass has gradients. mlx-lm's kernels for Metal have none, so they are not used then.
     """
 
