@@ -37,7 +37,8 @@ from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.delta_rule import gated_delta
 from mlx_parallm.model.device import prepare_device
 from mlx_parallm.model.hooks import InPart, answered_by
-from mlx_parallm.model.linears import adapter_layout, install_adapters
+from mlx_parallm.model.layout import adapter_layout
+from mlx_parallm.model.linears import install_adapters
 from mlx_parallm.rl.learn.context import Span
 from mlx_parallm.rl.learn.model import TrainableModel
 

@@ -11,7 +11,7 @@ import numpy as np
 from mlx_parallm.adapters.formats import write_mlx_lm
 from mlx_parallm.adapters.weights import AdapterWeights, LinearSpec, LoRAPair
 from mlx_parallm.model.bundled import load_bundled
-from mlx_parallm.model.linears import adapter_layout
+from mlx_parallm.model.layout import adapter_layout
 
 SCALE = 2.0
 

@@ -29,7 +29,8 @@ from mlx_parallm.kv.device_memory import DeviceMemory
 from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.device import on_cpu, prepare_device
 from mlx_parallm.model.families import relative_error
-from mlx_parallm.model.linears import adapter_layout, install_adapters
+from mlx_parallm.model.layout import adapter_layout
+from mlx_parallm.model.linears import install_adapters
 from mlx_parallm.model.packing import to_float32
 from mlx_parallm.rl.learn.context import Params
 from mlx_parallm.rl.learn.context import Span as Trained

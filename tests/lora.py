@@ -10,8 +10,8 @@ import numpy as np
 from mlx.utils import tree_unflatten
 
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair
-from mlx_parallm.model.experts import AdaptedExpertLinear, AdaptedExperts
-from mlx_parallm.model.linears import AdaptedLinear, adapter_layout
+from mlx_parallm.model.layout import adapter_layout
+from mlx_parallm.model.linears import AdaptedExpertLinear, AdaptedExperts, AdaptedLinear
 
 QV = ("q_proj", "v_proj")
 

@@ -16,7 +16,8 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.app.training import footprint_of
 from mlx_parallm.config import ModelConfig, RLTrainingConfig
 from mlx_parallm.model.cache_plan import CachePlan, prepare
-from mlx_parallm.model.linears import adapter_layout, install_adapters
+from mlx_parallm.model.layout import adapter_layout
+from mlx_parallm.model.linears import install_adapters
 from mlx_parallm.rl.learn.footprint import Footprint
 from mlx_parallm.rl.learn.jobs import Job
 from mlx_parallm.rl.learn.model import TrainableModel

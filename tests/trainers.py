@@ -20,7 +20,8 @@ from mlx_parallm.adapters.weights import lora_scale
 from mlx_parallm.config import Algorithm, ModelConfig, ResolvedTraining
 from mlx_parallm.core.branches import Branch, Bucket
 from mlx_parallm.model.cache_plan import prepare
-from mlx_parallm.model.linears import adapter_layout, install_adapters
+from mlx_parallm.model.layout import adapter_layout
+from mlx_parallm.model.linears import install_adapters
 from mlx_parallm.rl.events import UpdateOutcome
 from mlx_parallm.rl.learn.context import Params, Span, TrainingContext
 from mlx_parallm.rl.learn.model import TrainableModel

@@ -31,7 +31,8 @@ from mlx_parallm.model.bundled import load_bundled
 from mlx_parallm.model.cache_plan import CachePlan, prepare
 from mlx_parallm.model.device import adapt_to_cpu, on_cpu, prepare_device
 from mlx_parallm.model.families import Finding, family_of, untried_packages
-from mlx_parallm.model.linears import adapter_layout, install_adapters
+from mlx_parallm.model.layout import adapter_layout
+from mlx_parallm.model.linears import install_adapters
 from mlx_parallm.model.loading import load_few_layers, source_of
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.rl.learn.check import gradients

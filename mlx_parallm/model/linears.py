@@ -1,192 +1,34 @@
-"""The linears that LoRA adapters may change, and how they are changed.
+"""Linears that add the LoRA product of each sequence's adapter.
 
-    adapter_layout     finds them: it traces passes, and looks which linears get every token
-    install_adapters   replaces each by an `AdaptedLinear`, which reads the slots of the current forward from the
-                       adapter bank's `ForwardContext`
-
-The head is the module whose product is the logits. In a tied model that is the embedding; an `AdaptedEmbedding` adds
-adapters to the logits only. Multi-head latent attention (arXiv 2405.04434) has a linear from latents to the keys and
-values of all heads. mlx-lm keeps it as two modules with one matrix per head; both become `AdaptedHeads`.
+`install_adapters` puts them in place of the linears of a bank's layout (see `layout`). They read the slots of the
+current forward from the bank's `ForwardContext`. In a tied model, an `AdaptedEmbedding` adds adapters to the logits
+only. The two modules of multi-head latent attention (arXiv 2405.04434) become `AdaptedHeads`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
-from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
+from mlx_lm.models.switch_layers import SwitchGLU
 
 from mlx_parallm.adapters.bank import AdapterBank, LinearGroup
-from mlx_parallm.adapters.forward_context import BaseProduct, HeadsCall
-from mlx_parallm.adapters.weights import AdapterLayout, HeadParts, LinearSpec
+from mlx_parallm.adapters.forward_context import BaseProduct, ExpertCall, HeadsCall
+from mlx_parallm.adapters.weights import HeadParts, LinearSpec
 from mlx_parallm.model.device import CPULinear
-from mlx_parallm.model.experts import EXPERT_LINEARS, AdaptedExpertLinear, AdaptedExperts, IndexFormat
 from mlx_parallm.model.hooks import InPart, answering
-from mlx_parallm.model.names import transformers_paths
-from mlx_parallm.model.packing import as_dense
-from mlx_parallm.model.split import owner_of
-from mlx_parallm.model.trace import EMBEDDINGS, HEAD_LINEARS, LINEARS, Product, Trace, traced
 
-_EXPERT_LAYERS = (SwitchGLU, SwitchMLP)
-_TOKENS = (7, 11, 13)
-"""Tokens of the traced passes. A linear that gets another number of them in one of these, such as an expert that a
-model calls for its own tokens, does not know whose they are."""
-_TILE = 8
-"""Linears of a group have outputs that this divides, so that their factors fall into few tiles of the same width."""
 _JOINABLE = (nn.Linear, nn.QuantizedLinear, CPULinear)
 _ARRAYS = ("weight", "scales", "biases", "bias")
 """The arrays of a linear, whose first axis is that of its outputs."""
-_HEAD = "lm_head"
-_KEYS_AND_VALUES = "kv_b_proj"
-"""Transformers' name for the linear from latents to the keys and values of all heads."""
-
-
-# -- which linears -------------------------------------------------------------------------------
-
-
-def adapter_layout(model: nn.Module, source: Path | None = None) -> AdapterLayout:
-    """The linears that adapters may change: all that get every token of a pass, those of experts too, and the head.
-
-    Linears that are called one after the other with the same input are a group, except for those of odd widths.
-    `AdapterLayout.refused` names the other modules that an adapter file might ask for, with the reason. `source`: where
-    the model was read from.
-
-    Raises:
-        UnsupportedModelError: the model does not run.
-    """
-    with as_dense(model):
-        return _layout(model, source)
-
-
-def _layout(model: nn.Module, source: Path | None) -> AdapterLayout:
-    modules = dict(model.named_modules())
-    traces = [traced(model, modules, tokens) for tokens in _TOKENS]
-    linears: dict[str, LinearSpec] = {}
-    refused: dict[str, str] = {}
-    head = _head(model, modules, traces, refused)
-    groups, experts = _groups(traces[0]), _expert_layers(modules)
-    for path in sorted(modules, key=_natural):
-        if head is not None and path == head.path:
-            continue
-        if kind := _refusal(path, modules, traces):
-            refused[path] = kind
-        elif isinstance(modules[path], LINEARS + EXPERT_LINEARS):
-            linears[path] = _spec(path, modules, traces[0].called[path], groups[path], experts)
-    for spec in _heads(modules, traces[0]):
-        if kind := next(filter(None, (_unfit(at, spec.target, traces) for at in spec.modules)), ""):
-            refused[spec.path] = kind
-        else:
-            linears[spec.path] = spec
-    still = traces[0].without_gradient
-    in_order = {path: linears[path] for path in sorted(linears, key=_natural)}
-    for path, spec in in_order.items():
-        if still.issuperset(spec.modules):
-            in_order[path] = replace(spec, chooses=True)
-    return AdapterLayout(in_order, refused, len(model.layers), head, source, transformers_paths(model, in_order))
-
-
-def _groups(trace: Trace) -> dict[str, str]:
-    """The group of each linear that is called, named after its first one."""
-    groups: dict[str, str] = {}
-    last: str | None = None
-    for path, each in trace.called.items():
-        same = last is not None and trace.called[last].x is each.x
-        groups[path] = groups[last] if same and last is not None else path
-        last = path
-    return groups
-
-
-def _expert_layers(modules: Mapping[str, nn.Module]) -> dict[str, int]:
-    """The number of experts by the path of the module that has them and their router. That is the one around the
-    experts' layer, or the next one if there is no other linear in it."""
-    found: dict[str, int] = {}
-    plain = [path for path, part in modules.items() if isinstance(part, LINEARS)]
-    for path, part in modules.items():
-        if isinstance(part, EXPERT_LINEARS) and path.count(".") > 1:
-            at = path.rsplit(".", 2)[0]
-            if not any(each.startswith(f"{at}.") for each in plain):
-                at = at.rpartition(".")[0]
-            found[at] = int(part.num_experts)
-    return found
-
-
-def _refusal(path: str, modules: Mapping[str, nn.Module], traces: list[Trace]) -> str:
-    """The kind of LoRA that is not supported on this module; "" if it may have an adapter, or has no own weights."""
-    module, name = modules[path], path.rpartition(".")[2]
-    if isinstance(module, EMBEDDINGS):
-        return "embedding LoRA"
-    experts = isinstance(module, EXPERT_LINEARS)
-    if experts and type(modules[path.rpartition(".")[0]]) not in _EXPERT_LAYERS:
-        return "expert LoRA"
-    if type(module) not in LINEARS + EXPERT_LINEARS:
-        is_matrix = "weight" in module and module.weight.ndim == 2
-        return f"LoRA on {name}, which is no linear but a {type(module).__name__}," if is_matrix else ""
-    return _unfit(path, name, traces)
-
-
-def _unfit(path: str, name: str, traces: list[Trace]) -> str:
-    """Why adapted code cannot take the place of a product, as a kind of LoRA; "" if it can."""
-    if not all(trace.of_all_tokens(path) for trace in traces):
-        return f"LoRA on {name}, which does not get all tokens,"
-    return f"LoRA on {name}, whose weight the model reads by itself," if path in traces[0].used else ""
-
-
-def _spec(
-    path: str, modules: Mapping[str, nn.Module], product: Product, group: str, experts: Mapping[str, int]
-) -> LinearSpec:
-    inputs, outputs = product.x.shape[-1], product.width
-    if isinstance(modules[path], EXPERT_LINEARS):
-        return LinearSpec(path, inputs, outputs, group, int(modules[path].num_experts), product.vectors // _TOKENS[0])
-    block = next((at for at in experts if path.startswith(f"{at}.")), None)
-    group = path if outputs % _TILE else group
-    return LinearSpec(path, inputs, outputs, group, chooses=block is not None and outputs in (1, experts[block]))
-
-
-def _heads(modules: Mapping[str, nn.Module], trace: Trace) -> Iterator[LinearSpec]:
-    """The linears from latents to the keys and values of all heads. Of the two modules that do the work of each, a pass
-    of several tokens uses the one of the keys transposed, because a pass of one token multiplies queries by it."""
-    paths = [path for path in trace.called if isinstance(modules[path], HEAD_LINEARS)]
-    values_in = {path.rpartition(".")[0]: path for path in paths if not trace.called[path].transposed}
-    for keys in paths:
-        parent = keys.rpartition(".")[0]
-        if trace.called[keys].transposed and parent in values_in:
-            of_keys, of_values = trace.called[keys], trace.called[values_in[parent]]
-            parts = HeadParts(keys, values_in[parent], len(modules[keys].weight), of_keys.width)
-            path, outputs = f"{parent}.{_KEYS_AND_VALUES}", parts.heads * (of_keys.width + of_values.width)
-            yield LinearSpec(path, of_values.x.shape[-1], outputs, path, parts=parts)
-
-
-def _head(
-    model: nn.Module, modules: Mapping[str, nn.Module], traces: list[Trace], refused: dict[str, str]
-) -> LinearSpec | None:
-    """The linear that makes logits. If it cannot be adapted, it is refused. In a tied model it has the path that
-    Transformers gives it."""
-    at, tied = traces[0].head, _HEAD if owner_of(model) is model else f"language_model.{_HEAD}"
-    if at is None:
-        refused[tied] = f"LoRA on {_HEAD}, whose weight the model reads by itself,"
-        return None
-    embedding = at if isinstance(modules[at], EMBEDDINGS) else ""
-    path, product = tied if embedding else at, traces[0].called[at]
-    if kind := _unfit(at, path.rpartition(".")[2], traces):
-        refused[path] = kind
-        return None
-    return LinearSpec(path, product.x.shape[-1], product.width, path, embedding=embedding)
-
-
-def _natural(path: str) -> list[tuple[int, str]]:
-    """Sort key that puts layer 10 after layer 9."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in path.split(".")]
-
-
-# -- adapted linears -----------------------------------------------------------------------------
 
 
 class AdaptedLinear(nn.Module):  # type: ignore[misc]
@@ -304,6 +146,98 @@ class LatentHeads:
         own, positions = mx.split(queries, [self.parts.key_width], -1)
         outputs = attend(mx.concatenate([self.keys.product(own), positions], -1))
         return self.values.product(outputs[..., : self.spec.in_features])
+
+
+# -- experts -------------------------------------------------------------------------------------
+#
+# mlx-lm's `SwitchGLU` gets the experts that the router chose for each token, sorts the pairs of a token and an expert
+# by expert, and calls its linears with the sorted experts; so these do not know whose token a pair is. Here a token's
+# adapter travels with its experts: the indices that are sorted are
+#
+#     expert · adapters + number of the token's adapter
+#
+# which are in the order of experts still. The linears take both numbers out of an index again.
+
+
+class IndexFormat:
+    """What the indices mean that the linears of a layer of experts get: `adapters` is the number of adapters in them;
+    None if they are experts alone, because no adapter changes the layer in this call."""
+
+    def __init__(self) -> None:
+        self.adapters: int | None = None
+        self._last: tuple[mx.array, mx.array, mx.array] | None = None
+
+    @contextmanager
+    def of(self, adapters: int) -> Iterator[None]:
+        """While the block runs, indices contain so many adapters."""
+        self.adapters = adapters
+        try:
+            yield
+        finally:
+            self.adapters = self._last = None
+
+    def split(self, indices: mx.array, adapters: int) -> tuple[mx.array, mx.array]:
+        """The experts and the adapters of indices. They are computed once for linears that get the same indices."""
+        if self._last is None or self._last[0] is not indices:
+            self._last = (indices, *mx.divmod(indices, adapters))
+        return self._last[1:]
+
+
+class AdaptedExperts(nn.Module):  # type: ignore[misc]
+    """A `SwitchGLU` that tells its linears which adapter each token uses. Without an adapter, only `base` runs.
+
+    Args:
+        base: its linears are `AdaptedExpertLinear`.
+        format: the same as theirs.
+        specs: of its linears.
+    """
+
+    def __init__(self, base: SwitchGLU, bank: AdapterBank, specs: Sequence[LinearSpec], format: IndexFormat) -> None:
+        super().__init__()
+        self.base = base
+        self._bank = bank
+        self._names = frozenset(spec.group for spec in specs)
+        self._format = format
+
+    def __call__(self, x: mx.array, experts: mx.array) -> mx.array:
+        """Tokens [..., in] and the experts chosen for each, [..., k] → [..., k, out]."""
+        context = self._bank.context
+        if context is None or not context.changes(self._bank.groups[name] for name in self._names):
+            return cast(mx.array, self.base(x, experts))
+        tokens = context.token_adapters()
+        if tokens is None:
+            return self._run(x, experts, 1)
+        numbers = tokens.numbers.reshape(*experts.shape[:-1], 1)
+        return self._run(x, experts * tokens.count + numbers, tokens.count)
+
+    def _run(self, x: mx.array, indices: mx.array, adapters: int) -> mx.array:
+        with self._format.of(adapters):
+            return cast(mx.array, self.base(x, indices))
+
+
+class AdaptedExpertLinear(nn.Module):  # type: ignore[misc]
+    """The linears of all experts at one path, which add the LoRA product of each token's adapter."""
+
+    def __init__(self, base: nn.Module, bank: AdapterBank, spec: LinearSpec, format: IndexFormat) -> None:
+        super().__init__()
+        self.base = base
+        self._bank = bank
+        self._group = bank.groups[spec.group]
+        self._format = format
+        self.path = spec.path
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        """Inputs [..., 1, in], and indices in the layer's format, of one shape that [...] can be broadcast to →
+        [..., 1, out]."""
+        context, adapters = self._bank.context, self._format.adapters
+        if context is None or adapters is None:
+            return cast(mx.array, self.base(x, indices, sorted_indices=sorted_indices))
+        experts, numbers = self._format.split(indices, adapters)
+        y = self.base(x, experts, sorted_indices=sorted_indices)
+        return context.adapt_experts(self._group, self.path, ExpertCall(x, experts, numbers, sorted_indices), y)
+
+
+# -- installing them -----------------------------------------------------------------------------
 
 
 def install_adapters(model: nn.Module, bank: AdapterBank) -> None:

@@ -32,7 +32,8 @@ from mlx_parallm.model.cache_plan import CachePlan, prepare
 from mlx_parallm.model.device import adapt_to_cpu, on_cpu, prepare_device
 from mlx_parallm.model.families import family_of
 from mlx_parallm.model.layer_state import KVLayout
-from mlx_parallm.model.linears import adapter_layout, install_adapters
+from mlx_parallm.model.layout import adapter_layout
+from mlx_parallm.model.linears import install_adapters
 from mlx_parallm.model.loading import LoadedModel, generation_defaults, load, materialize
 from mlx_parallm.model.tokenizer import Tokenizer
 

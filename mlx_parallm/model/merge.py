@@ -24,7 +24,7 @@ from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LinearSp
 from mlx_parallm.atomic import new_folder
 from mlx_parallm.errors import AdapterFileError, ConfigError, UnsupportedModelError
 from mlx_parallm.model.device import prepare_device
-from mlx_parallm.model.linears import adapter_layout
+from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.model.loading import GENERATION_CONFIG, LoadedModel, load
 from mlx_parallm.model.packing import dequantize as dequantize_layers
 from mlx_parallm.model.packing import packed_like

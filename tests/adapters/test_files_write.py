@@ -34,7 +34,7 @@ from mlx_parallm.adapters.formats import write_mlx_lm, write_peft
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair, lora_scale
 from mlx_parallm.errors import AdapterFileError
 from mlx_parallm.model.families import relative_error
-from mlx_parallm.model.linears import adapter_layout
+from mlx_parallm.model.layout import adapter_layout
 
 TOKENS = mx.array([[1, 5, 9, 33, 77, 2, 250, 100, 30, 4, 66, 7]])
 FILES = {"adapters.safetensors": "mlx", "adapter_model.safetensors": "pt"}

@@ -23,7 +23,8 @@ from mlx_parallm.adapters.forward_context import OneAdapter
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LinearSpec, LoRAPair, plain_path
 from mlx_parallm.errors import AdapterFileError
 from mlx_parallm.model.families import relative_error
-from mlx_parallm.model.linears import adapter_layout, install_adapters
+from mlx_parallm.model.layout import adapter_layout
+from mlx_parallm.model.linears import install_adapters
 
 DENSE_MLP = {f"model.layers.N.mlp.{name}_proj" for name in ("gate", "up", "down")}
 PLAIN_QUERIES = {"model.layers.N.self_attn.q_proj"}

@@ -18,8 +18,8 @@ from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.core import BASE_ADAPTER, PromptScored, RequestFailed, RequestFinished, SamplingParams, SequenceOutput
 from mlx_parallm.errors import AdapterTooLargeError
 from mlx_parallm.kv.device_memory import Account
-from mlx_parallm.model import experts
-from mlx_parallm.model.linears import adapter_layout
+from mlx_parallm.model.layout import adapter_layout
+from mlx_parallm.model.linears import IndexFormat
 
 FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
 EXPERTS = ("gate_proj", "up_proj", "down_proj")
@@ -137,8 +137,8 @@ def run_rows(harness: Harness, adapter: object) -> None:
 
 def test_rows_whose_adapters_leave_experts_alone_pay_nothing_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     model, marked = tiny_model("qwen3_moe"), []
-    adapters, of = adapters_of(model), experts.IndexFormat.of
-    monkeypatch.setattr(experts.IndexFormat, "of", lambda self, count: marked.append(count) or of(self, count))
+    adapters, of = adapters_of(model), IndexFormat.of
+    monkeypatch.setattr(IndexFormat, "of", lambda self, count: marked.append(count) or of(self, count))
     harness = make_harness(model)
     refs = {name: harness.publish(name, adapters[name]) for name in ("attention", "router", "experts")}
     for ref in (BASE_ADAPTER, refs["attention"], refs["router"]):

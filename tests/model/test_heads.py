@@ -16,7 +16,8 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.forward_context import OneAdapter
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, HeadParts, LinearSpec
 from mlx_parallm.model.families import relative_error
-from mlx_parallm.model.linears import AdaptedHeads, adapter_layout, install_adapters
+from mlx_parallm.model.layout import adapter_layout
+from mlx_parallm.model.linears import AdaptedHeads, install_adapters
 from mlx_parallm.rl.learn.context import Span, TrainingContext
 
 HEADS, KEYS, VALUES, LATENT = 3, 32, 64, 96

@@ -17,8 +17,8 @@ from mlx_parallm.adapters.forward_context import OneAdapter
 from mlx_parallm.adapters.weights import ALL_LINEAR
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.families import relative_error
-from mlx_parallm.model.linears import JoinedLinears, adapter_layout, install_adapters
-from mlx_parallm.model.trace import without_gradient
+from mlx_parallm.model.layout import adapter_layout, without_gradient
+from mlx_parallm.model.linears import JoinedLinears, install_adapters
 
 LAYER = "model.layers.0"
 

@@ -19,7 +19,8 @@ from mlx_parallm.errors import AdapterFileError, ConfigError, ModelNotFoundError
 from mlx_parallm.model import merge as merging
 from mlx_parallm.model.bundled import load_bundled
 from mlx_parallm.model.families import relative_error
-from mlx_parallm.model.linears import adapter_layout, install_adapters
+from mlx_parallm.model.layout import adapter_layout
+from mlx_parallm.model.linears import install_adapters
 from mlx_parallm.model.merge import merge
 
 TOKENS = mx.array([[1, 5, 9, 33, 77, 2, 250, 100, 30, 4, 66, 7]])

@@ -24,7 +24,7 @@ from mlx_parallm.adapters.formats import write_mlx_lm
 from mlx_parallm.adapters.weights import AdapterLayout
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.families import relative_error
-from mlx_parallm.model.linears import adapter_layout
+from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.model.merge import merge
 from mlx_parallm.model.packing import as_dense, dense_weight, dequantize, packed_like

@@ -19,7 +19,8 @@ from mlx_parallm.core.operations import Operation
 from mlx_parallm.kv.device_memory import DeviceMemory
 from mlx_parallm.kv.row import KVRow
 from mlx_parallm.model.cache_plan import prepare
-from mlx_parallm.model.linears import adapter_layout, install_adapters
+from mlx_parallm.model.layout import adapter_layout
+from mlx_parallm.model.linears import install_adapters
 from mlx_parallm.ranks.follower import Follower
 from mlx_parallm.ranks.parts import FollowingParts, LeadingParts, Parts
 from mlx_parallm.ranks.wire import decode, encode

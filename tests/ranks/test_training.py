@@ -21,7 +21,8 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.core.branches import Branch, Bucket
 from mlx_parallm.core.operations import Operation, TrainedSpan, TrainingPass, TrainingStage
 from mlx_parallm.model.cache_plan import prepare
-from mlx_parallm.model.linears import adapter_layout, install_adapters
+from mlx_parallm.model.layout import adapter_layout
+from mlx_parallm.model.linears import install_adapters
 from mlx_parallm.ranks.parts import FollowingParts
 from mlx_parallm.ranks.tensor_parallel import split_model
 from mlx_parallm.ranks.wire import decode, encode

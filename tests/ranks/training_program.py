@@ -19,7 +19,8 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import OptimizerConfig, ResolvedTraining
 from mlx_parallm.model.cache_plan import prepare
-from mlx_parallm.model.linears import adapter_layout, install_adapters
+from mlx_parallm.model.layout import adapter_layout
+from mlx_parallm.model.linears import install_adapters
 from mlx_parallm.ranks.follower import Follower
 from mlx_parallm.ranks.joining import Ranks, join
 from mlx_parallm.ranks.leader import Leader

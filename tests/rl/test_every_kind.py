@@ -12,7 +12,7 @@ from family_checks import COMPATIBLE, SCALE, Plain, build
 from trainers import LORA, assert_close, gradients, gradients_of, make_policy, packed, trainer_of, unclipped
 
 from mlx_parallm.config import Algorithm
-from mlx_parallm.model.linears import adapter_layout
+from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.rl.learn.context import Params
 from mlx_parallm.rl.objectives.samples import Sample, Stretch, answered
 

@@ -30,7 +30,7 @@ from trainers import (
 )
 
 from mlx_parallm.config import Algorithm
-from mlx_parallm.model.linears import adapter_layout
+from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.model.packing import dequantize
 from mlx_parallm.rl.learn.trainer import GRPOTrainer
 

@@ -23,7 +23,8 @@ from mlx_parallm.config import Config, ServerConfig
 from mlx_parallm.core import ModelCard
 from mlx_parallm.model.cache_plan import CachePlan, prepare
 from mlx_parallm.model.families import Family, family_of
-from mlx_parallm.model.linears import JoinedLinears, adapter_layout, install_adapters
+from mlx_parallm.model.layout import adapter_layout
+from mlx_parallm.model.linears import JoinedLinears, install_adapters
 
 RANK = 16
 SLOTS = 8

@@ -26,7 +26,8 @@ from mlx_parallm.adapters.weights import ALL_LINEAR
 from mlx_parallm.app.training import footprint_of
 from mlx_parallm.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.model.cache_plan import prepare
-from mlx_parallm.model.linears import adapter_layout, install_adapters
+from mlx_parallm.model.layout import adapter_layout
+from mlx_parallm.model.linears import install_adapters
 from mlx_parallm.rl.learn.footprint import Footprint
 
 sys.path.append(str(Path(__file__).parents[3] / "tests"))

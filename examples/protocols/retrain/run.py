@@ -20,7 +20,7 @@ import numpy as np
 from mlx_parallm.adapters.formats import write_mlx_lm
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
 from mlx_parallm.model.bundled import load_bundled
-from mlx_parallm.model.linears import adapter_layout
+from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.model.merge import merge
 
 LOOP = Path(__file__).with_name("loop.py")

@@ -12,8 +12,7 @@ import numpy as np
 
 from mlx_parallm.adapters.bank import LinearGroup
 from mlx_parallm.adapters.forward_context import BaseProduct, ExpertCall, HeadsCall, TokenAdapters
-from mlx_parallm.model.experts import AdaptedExpertLinear
-from mlx_parallm.model.linears import AdaptedLinear
+from mlx_parallm.model.linears import AdaptedExpertLinear, AdaptedLinear
 
 Params = Mapping[str, Mapping[str, mx.array]]
 """LoRA factors by the path of their linear: {"a": [in, rank], "b": [rank, out]}, float32. Those of experts have an axis
