@@ -17,8 +17,7 @@ from tokenizers import AddedToken
 from mlx_parallm.core import Reasoning
 from mlx_parallm.core.tool_text import TemplateMessage, calls_as_text
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
-from mlx_parallm.model.control_text import ControlText, StandIns
-from mlx_parallm.model.hf_tokenizer import codec_of, token_bytes_of
+from mlx_parallm.model.encoding import ControlText, StandIns, codec_of, token_bytes_of
 from mlx_parallm.model.tools.formats import ToolFormat, tool_format_of
 from mlx_parallm.model.tools.thinking import reasoning_of
 
@@ -138,7 +137,7 @@ class Tokenizer:
         """Renders a chat template, by default the model's own, in Transformers' Jinja sandbox and encodes it.
 
         The template writes the BOS token, if any. Only the template itself can write control tokens: their text in a
-        message or in `kwargs` stays text (see `control_text`). `kwargs` are variables of the template; the caller
+        message or in `kwargs` stays text (see `ControlText`). `kwargs` are variables of the template; the caller
         decides which of them a client may set. With `continue_final_message`, what the template writes after the text
         of the last message is cut off.
 

@@ -13,8 +13,7 @@ from tokenizers import Tokenizer as Backend
 
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.model.bundled import load_bundled
-from mlx_parallm.model.control_text import _STRETCH
-from mlx_parallm.model.hf_tokenizer import SlowCodec
+from mlx_parallm.model.encoding import _STRETCH, SlowCodec
 from mlx_parallm.model.tokenizer import Tokenizer
 
 CHATS = 150

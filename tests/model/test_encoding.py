@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mlx_parallm.errors import ContextLengthError
 from mlx_parallm.model.bundled import load_bundled
-from mlx_parallm.model.hf_tokenizer import BYTE_ALPHABET, FastCodec, SlowCodec
+from mlx_parallm.model.encoding import BYTE_ALPHABET, FastCodec, SlowCodec
 from mlx_parallm.model.tokenizer import Tokenizer
 
 # ---- the codec --------------------------------------------------------------------------------
