@@ -33,13 +33,12 @@ from mlx_parallm.model.device import adapt_to_cpu, on_cpu, prepare_device
 from mlx_parallm.model.families import Finding, family_of, untried_packages
 from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.model.linears import install_adapters
-from mlx_parallm.model.loading import load_few_layers, source_of
+from mlx_parallm.model.loading import find_model, keep_few_layers, materialize, model_in
 from mlx_parallm.model.manager import SharedModelManager
+from mlx_parallm.model.packing import to_float32
 from mlx_parallm.rl.learn.check import gradients
 from mlx_parallm.rl.learn.model import TrainableModel
 
-_OF_BUNDLED = 2
-"""Layers of the bundled model that are checked: all are of one kind."""
 _SLOTS, _RANK = 2, 4
 _TIMEOUT_S = 600.0
 """A check takes seconds; on a machine that has no memory left it may take minutes."""
@@ -88,12 +87,11 @@ def check_model(path: str | None, trust_remote_code: bool = False, compatible: b
         UnsupportedModelError: it does not run.
     """
     prepare_device()
-    if path is None:
-        model, few = load_bundled(on_cpu())[0], _OF_BUNDLED
-        layers = len(model.layers)
-        del model.layers[few:]
-    else:
-        model, few, layers = load_few_layers(source_of(path), on_cpu(), trust_remote_code)
+    model = load_bundled(False)[0] if path is None else model_in(find_model(path), trust_remote_code)[0]
+    few, layers = keep_few_layers(model)
+    if on_cpu():
+        to_float32(model)
+    materialize(model, "", False)
     return replace(check_built(model, compatible), layers=f"{few} of {layers}")
 
 

@@ -11,7 +11,6 @@ import json
 import logging
 import math
 import os
-import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -84,7 +83,7 @@ def load(
         wrapped = TokenizerWrapper(tokenizer, eos_token_ids=[config["eos_token_id"]])
         return LoadedModel(BUNDLED_NAME, model, wrapped, config, bundled_path())
     source = find_model(path_or_id, progress)
-    model, config = _model_in(source, trust_remote_code)
+    model, config = model_in(source, trust_remote_code)
     wrapped = tokenizer_in(source, trust_remote_code, config.get("eos_token_id"))
     if dequantize:
         to_float32(model)
@@ -140,7 +139,8 @@ def _download(hub_id: str, progress: bool) -> Path:
         ) from error
 
 
-def _model_in(folder: Path, trust_remote_code: bool) -> tuple[nn.Module, dict[str, Any]]:
+def model_in(folder: Path, trust_remote_code: bool) -> tuple[nn.Module, dict[str, Any]]:
+    """The model of a directory with lazy weights, and its config.json. Raises as `load` does."""
     try:
         return load_model(folder, lazy=True, trust_remote_code=trust_remote_code)  # type: ignore[no-any-return]
     except FileNotFoundError as error:
@@ -149,45 +149,34 @@ def _model_in(folder: Path, trust_remote_code: bool) -> tuple[nn.Module, dict[st
         raise UnsupportedModelError(f"mlx-lm cannot load {folder}: {error}") from error
 
 
-def load_few_layers(folder: Path, dequantize: bool, trust_remote_code: bool) -> tuple[nn.Module, int, int]:
-    """The model of a directory with its first layers only, as many as there are kinds of layers in them, and one more;
-    how many these are, and how many there are in all. The weights of others are not read.
+def keep_few_layers(model: nn.Module) -> tuple[int, int]:
+    """Takes all but the first layers out of a model, so that the weights of others are never read: it keeps as many as
+    there are kinds of layers in them, and one more. A model file that does not run with so few keeps all.
 
-    Raises: as `load` does.
+    Returns:
+        How many there are now, and how many there were.
     """
-    model, config = _model_in(folder, trust_remote_code)
     kinds = [_shape_of(layer) for layer in model.layers]
-    few = layers = len(kinds)
-    with suppress(Exception):  # a model file, or its layers, may not take fewer
-        wanted = min(max(map(kinds.index, kinds)) + 2, layers)
-        shorter, _ = load_model(
-            folder, True, False, _with_layers(config, layers, wanted), trust_remote_code=trust_remote_code
-        )
-        shorter(mx.array([[0]]), cache=make_prompt_cache(shorter))
-        model, few = shorter, wanted
-    if dequantize:
-        to_float32(model)
-    materialize(model, folder.name, False)
-    return model, few, layers
+    layers, first = len(kinds), model.layers[0]
+    few = min(max(map(kinds.index, kinds)) + 2, layers)
+    parts = [part for module in model.modules() for part in module.values() if isinstance(part, list)]
+    lists = [part for part in parts if part and part[0] is first]
+    removed = [part[few:] for part in lists]
+    for part in lists:
+        del part[few:]
+    with suppress(Exception):
+        model(mx.array([[0]]), cache=make_prompt_cache(model))
+        if len(model.layers) == few:
+            return few, layers
+    for part, rest in zip(lists, removed, strict=True):
+        part += rest
+    return layers, layers
 
 
 def _shape_of(layer: nn.Module) -> tuple[str, ...]:
     """What differs between kinds of layers: the types of their parts, and the shapes of their weights."""
     parts = [f"{path}: {type(part).__qualname__}" for path, part in layer.named_modules()]
     return (*parts, *(f"{path}: {array.shape}" for path, array in tree_flatten(layer.parameters())))
-
-
-def _with_layers(value: Any, layers: int, few: int, name: str = "") -> Any:
-    """A configuration with fewer layers: numbers of layers, and lists and words with an entry for each."""
-    if isinstance(value, dict):
-        return {key: _with_layers(each, layers, few, key) for key, each in value.items()}
-    if isinstance(value, list | str) and len(value) == layers and _OF_LAYERS.search(name):
-        return value[:few]
-    return few if value == layers and not isinstance(value, bool) and "layer" in name else value
-
-
-_OF_LAYERS = re.compile("layer|block|pattern|types")
-"""In the names of settings with an entry for each layer."""
 
 
 def tokenizer_in(

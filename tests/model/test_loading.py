@@ -1,16 +1,19 @@
-"""A base model's fingerprint follows its files' names and content, and nothing else."""
+"""A base model's fingerprint follows its files' names and content, and nothing else; a check takes its first layers."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mlx_lm.models.cache import make_prompt_cache
+from tiny import tiny_model
 
 from mlx_parallm.errors import ModelNotFoundError
-from mlx_parallm.model.loading import fingerprint_files, model_files
+from mlx_parallm.model.loading import fingerprint_files, keep_few_layers, model_files
 
 MIB = 1 << 20
 LARGE = 24 * MIB
@@ -99,3 +102,24 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     with pytest.raises(ModelNotFoundError):
         model_files(tmp_path)
+
+
+def test_one_layer_more_than_there_are_kinds_is_kept() -> None:
+    model = tiny_model("llama", num_hidden_layers=6)
+    first = model.layers[:2]
+    assert keep_few_layers(model) == (2, 6)
+    assert model.layers == first
+    assert model(mx.array([[1, 2]]), cache=make_prompt_cache(model)).shape[:2] == (1, 2)
+    hybrid = tiny_model("qwen3_next")
+    kinds = {type(layer.linear_attn if layer.is_linear else layer.self_attn) for layer in hybrid.layers}
+    keep_few_layers(hybrid)
+    assert {type(layer.linear_attn if layer.is_linear else layer.self_attn) for layer in hybrid.layers} == kinds
+
+
+def test_a_model_that_does_not_run_with_fewer_layers_keeps_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama", num_hidden_layers=6)
+    kind = type(model.model)
+    monkeypatch.setattr(kind, "__call__", lambda self, *_args, **_kwargs: self.layers[5](self.embed_tokens(_args[0])))
+    layers = list(model.layers)
+    assert keep_few_layers(model) == (6, 6)
+    assert model.layers == layers
