@@ -80,7 +80,8 @@ def _layout(model: nn.Module, source: Path | None) -> AdapterLayout:
             refused[spec.path] = kind
         else:
             linears[spec.path] = spec
-    still = traces[0].without_gradient
+    products = {path: product.outputs for path, product in traces[0].called.items()}
+    still = without_gradient(traces[0].logits, products)
     in_order = {path: linears[path] for path in sorted(linears, key=_natural)}
     for path, spec in in_order.items():
         if still.issuperset(spec.modules):
@@ -215,13 +216,8 @@ class Trace:
     tokens: int
     called: dict[str, Product] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
-    logits: mx.array | None = None
+    logits: mx.array = field(init=False)
     within: str = ""
-
-    def add(self, path: str, x: mx.array, y: mx.array, transposed: bool) -> None:
-        product = self.called.setdefault(path, Product(x))
-        product.outputs.append(y)
-        product.transposed |= transposed
 
     def of_all_tokens(self, path: str) -> bool:
         """Whether the module gets every token, or as many experts of each."""
@@ -231,14 +227,7 @@ class Trace:
     def head(self) -> str | None:
         """The path of the module whose product is the logits: the last one, if it is as wide."""
         path = next(reversed(self.called), None)
-        assert self.logits is not None
         return path if path is not None and self.called[path].width == self.logits.shape[-1] else None
-
-    @property
-    def without_gradient(self) -> set[str]:
-        """The paths of modules whose product has no gradient."""
-        assert self.logits is not None
-        return without_gradient(self.logits, {path: product.outputs for path, product in self.called.items()})
 
 
 def _traced(model: nn.Module, modules: Mapping[str, nn.Module], tokens: int) -> Trace:
@@ -272,7 +261,9 @@ def _watched(kind: Any, path: str, trace: Trace) -> Any:
             y: mx.array = getattr(kind, name)(self, x, *args, **kwargs)
             trace.within = ""
             if name == product:
-                trace.add(path, x, y, transposed=kind in _HEAD_LINEARS and not all([*args, *kwargs.values()]))
+                noted = trace.called.setdefault(path, Product(x))
+                noted.outputs.append(y)
+                noted.transposed |= kind in _HEAD_LINEARS and not all([*args, *kwargs.values()])
             return y
 
         return run
