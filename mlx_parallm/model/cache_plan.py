@@ -13,7 +13,7 @@ arrays need it: each sequence has its own, and how many bytes they take is measu
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType
@@ -32,8 +32,8 @@ from mlx_parallm.model.split import trunk_of
 
 _MEASURED = 256, 512
 """Tokens of the two sequences whose caches are measured. Caches grow by up to 256 tokens at a time."""
-_ROWS = 13
-"""Rows of the pass that finds the shape of masks: a number that no model has as its number of heads."""
+_SEQUENCES = 13
+"""Sequences of the pass that finds the shape of masks: a number that no model has as its number of heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +158,8 @@ class _TracedKeys(_Traced):
         self.note()
         return self.keys, self.values
 
-    def make_mask(self, _tokens: int, return_array: bool = False, window_size: int | None = None) -> PassMask | None:
-        return PassMask(self.number, window_size or self.window) if self.trace.masks else None
+    def make_mask(self, _tokens: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        return self.trace.mask(self.number, window_size or self.window)
 
     def maybe_trim_front(self) -> None:
         """Does nothing: there is nothing before the token."""
@@ -184,14 +184,14 @@ class _TracedArrays(_Traced, ArraysCache):  # type: ignore[misc]
 class _Trace:
     """Implements `hooks.Attention` for one token: gives outputs of the right shape, and notes whose keys it gets.
 
-    `masks`: whether caches give masks; code that computes with its mask needs None.
+    `mask`: what caches give as masks, of their number and their window.
     """
 
     takes_heads = False
     heads: Any = None
 
-    def __init__(self, model: nn.Module, masks: bool) -> None:
-        self.masks = masks
+    def __init__(self, model: nn.Module, mask: Callable[[int, int | None], Any]) -> None:
+        self.mask = mask
         self.owners: dict[int, _TracedKeys] = {}
         self._paths: dict[int, str] = {id(part): path for path, part in model.named_modules()}
 
@@ -227,24 +227,28 @@ class _Trace:
 
 def _traced(model: nn.Module) -> tuple[list[_Traced], int, mx.Dtype]:
     """What each cache has noted; the width and the type of the logits."""
+    token = mx.array([[0]])
     with suppress(Exception):  # the model file is foreign code; the second pass shows what is wrong
-        return _pass(model, masks=True)
+        return _pass(model, token, PassMask)
     try:
-        return _pass(model, masks=False)
+        return _pass(model, token, lambda *_: None)  # code that computes with its mask needs none
     except UnsupportedModelError:
         raise
     except Exception as error:  # the model file is foreign code
         raise UnsupportedModelError(f"{_name(model)} does not run with a plain KV cache: {error}") from error
 
 
-def _pass(model: nn.Module, masks: bool) -> tuple[list[_Traced], int, mx.Dtype]:
-    expected, trace = Caches(model), _Trace(model, masks)
+def _pass(
+    model: nn.Module, tokens: mx.array, mask: Callable[[int, int | None], Any], answered: bool = True
+) -> tuple[list[_Traced], int, mx.Dtype]:
+    """Builds a pass of sequences of one token. `answered`: by the trace, in place of mlx-lm's own attention."""
+    expected, trace = Caches(model), _Trace(model, mask)
     caches: list[_Traced] = [
         (_TracedArrays if type(cache) is ArraysCache else _TracedKeys)(number, trace, cache)
         for number, cache in enumerate(expected.each)
     ]
-    with answered_by(trace):
-        logits = model(mx.array([[0]]), cache=expected.nested(caches))
+    with answered_by(trace if answered else None):
+        logits = model(tokens, cache=expected.nested(caches))
     return caches, logits.shape[-1], logits.dtype
 
 
@@ -294,34 +298,13 @@ def _state(model: nn.Module, number: int, traced: _Traced, in_parts: bool) -> La
 
 
 def _mask_axes(model: nn.Module) -> int:
-    """See `CachePlan.mask_axes`: 1, if a pass of several rows runs with such masks, else 2."""
+    """See `CachePlan.mask_axes`: 1, if a pass of several sequences runs with such masks, else 2."""
     for axes in (1, 2):
-        expected = Caches(model)
-        caches = [cache if type(cache) is ArraysCache else _RowsOfOneToken(axes) for cache in expected.each]
+        mask = mx.ones((_SEQUENCES, *[1] * axes, 1, 1), mx.bool_)
         with suppress(Exception):  # the model file is foreign code; its shapes do not fit
-            model(mx.zeros((_ROWS, 1), mx.int32), cache=expected.nested(caches))
+            _pass(model, mx.zeros((_SEQUENCES, 1), mx.int32), lambda *_, mask=mask: mask, answered=False)
             return axes
     return 1
-
-
-@dataclass
-class _RowsOfOneToken:
-    """A cache of `_ROWS` rows without tokens, which gives masks of a shape."""
-
-    axes: int
-    offset = start_position = 0
-    keys: Any = None
-    values: Any = None
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        self.keys, self.values = keys, values
-        return keys, values
-
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        return self.keys, self.values
-
-    def make_mask(self, _tokens: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
-        return mx.ones((_ROWS, *[1] * self.axes, 1, 1), mx.bool_)
 
 
 def _name(model: nn.Module) -> str:
