@@ -29,30 +29,25 @@ _MAX_TRIES = 8
 def whole_calls(syntax: CallSyntax, text: str) -> list[dict[str, Any]]:
     """The calls of `text`, which is all text between two marks. Raises ValueError: it is anything else."""
     for form in (syntax, *syntax.native):
-        try:
-            return list(_calls_of_form(form, text))
-        except (ValueError, RecursionError):
-            continue
+        with suppress(ValueError, RecursionError):
+            return _calls_of_form(form, text)
     raise ValueError("it is not a call")
 
 
-def _calls_of_form(form: CallSyntax, text: str) -> Iterator[dict[str, Any]]:
-    at = _after(form.block[0], text, 0)
-    following: re.Match[str] | None = _matched(form.call[0], text, at)
-    if following is None:
-        raise ValueError("it does not begin like a call")
+def _calls_of_form(form: CallSyntax, text: str) -> list[dict[str, Any]]:
+    calls: list[dict[str, Any]] = []
+    following = _matched(form.block[0] + form.call[0], text, 0)
     while following is not None:
-        arguments, at = _object(text, following.end()) if form.argument is None else _named(form, text, following.end())
-        yield {"name": following["name"], "arguments": arguments}
+        if form.argument is None:
+            arguments, at = _DECODER.raw_decode(text, _after(" ", text, following.end()))
+        else:
+            arguments, at = _named(form, text, following.end())
+        calls.append({"name": following["name"], "arguments": arguments})
         at = _after(form.call[1], text, at)
         following = None if form.between is None else _matched(form.between + form.call[0], text, at)
-    if text[_after(form.block[1], text, at) :].strip():
-        raise ValueError("it goes on after the calls")
-
-
-def _object(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value that begins at `at` or after the white space there, and where it ends."""
-    return _DECODER.raw_decode(text, _after(" ", text, at))
+    if not calls or text[_after(form.block[1], text, at) :].strip():
+        raise ValueError("it is not calls alone")
+    return calls
 
 
 def _named(form: CallSyntax, text: str, at: int) -> tuple[dict[str, Any], int]:
@@ -147,12 +142,10 @@ def cut_off_calls(syntax: CallSyntax, parse: Parse, text: str, names: frozenset[
         ValueError: no call begins like this.
     """
     for form in sorted((syntax, *syntax.native), key=lambda form: not _has_argument(form, text)):
-        try:
+        with suppress(ValueError):
             if form.argument is None:
                 return tuple(_json_calls(form, text, names))
             return tuple(_calls_by_argument(form, parse, text, names))
-        except ValueError:
-            continue
     raise ValueError("no call begins like this")
 
 
