@@ -22,7 +22,6 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from mlx_parallm.core.grammar import ReasoningPrefix
@@ -147,12 +146,6 @@ def split(text: str, syntax: AnswerSyntax, cut: bool) -> JoinedParts:
     return join_parts([*splitter.feed(text), *splitter.end(cut)])
 
 
-class _Mode(Enum):
-    REASONING = auto()
-    TEXT = auto()
-    CALL = auto()
-
-
 class Splitter:
     """Splits one text: call `feed` with its pieces in order, then `end`. The parts that they return, joined, are the
     same however the text is cut into pieces, so a stream and a whole answer are equal."""
@@ -161,7 +154,8 @@ class Splitter:
         self._syntax = syntax
         self._reasoning = syntax.reasoning
         self._calls = syntax.calls
-        self._mode = _Mode.REASONING if syntax.in_reasoning else _Mode.TEXT
+        self._read: Callable[[bool], Iterator[AnswerPart]]  # reads what comes next
+        self._read = self._read_reasoning if syntax.in_reasoning else self._read_text
         self._may_reason = syntax.reasoning is not None and not syntax.in_reasoning
         self._trims = syntax.in_reasoning  # whether white space that comes next belongs to the last mark
         self._held = ""
@@ -215,12 +209,10 @@ class Splitter:
             yield AnswerPart(call=self._placed(call))
 
     def _split(self, ended: bool) -> Iterator[AnswerPart]:
-        read_call = self._read_pieces if self._syntax.enforced else self._read_call
-        steps = {_Mode.REASONING: self._read_reasoning, _Mode.TEXT: self._read_text, _Mode.CALL: read_call}
         before = None
-        while before != (self._mode, len(self._held)):
-            before = (self._mode, len(self._held))
-            yield from steps[self._mode](ended)
+        while before != (self._read, len(self._held)):
+            before = (self._read, len(self._held))
+            yield from self._read(ended)
 
     def _read_reasoning(self, ended: bool) -> Iterator[AnswerPart]:
         assert self._reasoning is not None
@@ -229,7 +221,7 @@ class Splitter:
             yield from self._settle()
             yield AnswerPart(reasoning=reasoning)
         if mark:
-            self._mode, self._trims = _Mode.TEXT, True
+            self._read, self._trims = self._read_text, True
 
     def _read_text(self, ended: bool) -> Iterator[AnswerPart]:
         if len(self._ids) >= self._syntax.max_calls > 0 and self._calls is not None:
@@ -257,11 +249,13 @@ class Splitter:
     def _begin(self, mark: str) -> None:
         """Begins what follows a mark."""
         if self._calls is not None and mark in self._calls.starts:
-            self._mode, self._start, self._searched = _Mode.CALL, mark, 0
+            if self._syntax.enforced:
+                self._read, self._reader = self._read_pieces, self._calls.reader(self._syntax.tools)
+                return
+            self._read, self._start, self._searched = self._read_call, mark, 0
             self._position = JsonPosition()
-            self._reader = self._calls.reader(self._syntax.tools) if self._syntax.enforced else None
         elif self._reasoning is not None and mark == self._reasoning.start:
-            self._mode = _Mode.REASONING
+            self._read = self._read_reasoning
 
     def _rule_out_calls(self) -> None:
         """Rules out calls if the text starts with something else than a mark."""
@@ -284,7 +278,7 @@ class Splitter:
         beginning, start = self._held.lstrip(), self._reasoning.start
         if beginning.startswith(start):
             self._held = beginning[len(start) :]
-            self._mode, self._trims, self._may_reason = _Mode.REASONING, True, False
+            self._read, self._trims, self._may_reason = self._read_reasoning, True, False
             return True
         if not ended and start.startswith(beginning):
             return True
@@ -296,11 +290,11 @@ class Splitter:
         text, self._held = self._held, ""
         for piece in self._reader.feed(text):
             if piece.name is not None and len(self._ids) == self._syntax.max_calls:
-                self._mode = _Mode.TEXT
+                self._read = self._read_text
                 return
             yield AnswerPart(call=self._placed(piece))
         if self._reader.rest is not None:
-            self._mode, self._held = _Mode.TEXT, self._reader.rest
+            self._read, self._held = self._read_text, self._reader.rest
 
     def _read_call(self, ended: bool) -> Iterator[AnswerPart]:
         assert self._calls is not None
@@ -317,7 +311,7 @@ class Splitter:
 
     def _end_call(self, body: str, rest: str, end: str) -> Iterator[AnswerPart]:
         assert self._calls is not None
-        self._mode, self._held = _Mode.TEXT, rest
+        self._read, self._held = self._read_text, rest
         try:
             calls = self._parse(body, unfinished=self._cut and not end)
         except ValueError:
