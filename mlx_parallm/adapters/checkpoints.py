@@ -29,11 +29,12 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, 
 
 import mlx_parallm
 from mlx_parallm import atomic
+from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.adapters.files import read_adapter
 from mlx_parallm.adapters.formats import MLX_LM_WEIGHTS, write_mlx_lm
 from mlx_parallm.adapters.runs import LATEST, MANIFEST, TAGS, TAGS_TYPE, is_run, step_of, stored_latest
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, VersionInfo
-from mlx_parallm.core import AdapterRef, CheckpointCard, check_name, check_tag
+from mlx_parallm.core import AdapterRef, check_name, check_tag
 from mlx_parallm.errors import (
     AdapterFileError,
     ConfigError,

@@ -23,9 +23,10 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.adapters.bank import AdapterBank
+from mlx_parallm.adapters.cards import Residence
 from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair, Version
-from mlx_parallm.core import BASE_ADAPTER, AdapterRef, Residence, completed
+from mlx_parallm.core import BASE_ADAPTER, AdapterRef, completed
 from mlx_parallm.errors import AdapterTooLargeError, AdapterUnavailableError, UnknownModelError
 
 T = TypeVar("T")

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mlx_parallm.adapters.cards import AdapterCard, AdapterStats, CheckpointCard, Residence
 from mlx_parallm.adapters.checkpoints import CheckpointStore
 from mlx_parallm.adapters.files import AdapterFile, AdapterRoots, read_adapter, read_config
 from mlx_parallm.adapters.formats import CONFIG_FILE, FormatName, is_scorer, write_adapter
@@ -30,17 +31,7 @@ from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.adapters.runs import KeptVersions, adapter_in
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair, Version, VersionInfo
 from mlx_parallm.atomic import new_folder
-from mlx_parallm.core import (
-    BASE_ADAPTER,
-    AdapterCard,
-    AdapterRef,
-    AdapterStats,
-    CheckpointCard,
-    DeviceThread,
-    Residence,
-    check_name,
-    name_and_step,
-)
+from mlx_parallm.core import BASE_ADAPTER, AdapterRef, DeviceThread, check_name, name_and_step
 from mlx_parallm.errors import (
     AdapterFileError,
     ConflictError,

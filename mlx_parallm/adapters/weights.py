@@ -11,7 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.core import AdapterRef, CheckpointCard
+from mlx_parallm.adapters.cards import CheckpointCard
+from mlx_parallm.core import AdapterRef
 
 Array = Any
 """A float array of NumPy or MLX. Files, and threads other than the device thread, use NumPy only."""
@@ -233,7 +234,7 @@ class AdapterWeights:
 
 @dataclass(frozen=True, slots=True)
 class VersionInfo:
-    """Facts about the content of a version; see `core.AdapterCard`.
+    """Facts about the content of a version; see `cards.AdapterCard`.
 
     `nbytes`: of the factors as stored. `root`: the directory of its files, "" if it has none. `digest`: identifies the
     content of the files, "" if they have not been read. `checkpoint`: the checkpoint's name if `root` is one.

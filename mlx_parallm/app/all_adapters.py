@@ -9,19 +9,10 @@ from contextlib import AbstractContextManager
 from dataclasses import fields
 from pathlib import Path
 
+from mlx_parallm.adapters.cards import AdapterCard, AdapterStats, CheckpointCard, KeptPart
 from mlx_parallm.app.base_model import BaseModel
 from mlx_parallm.app.deletion import Deletion
-from mlx_parallm.core import (
-    BASE_ADAPTER,
-    AdapterCard,
-    AdapterRef,
-    AdapterStats,
-    BaseModels,
-    CheckpointCard,
-    KeptPart,
-    check_name,
-    name_and_step,
-)
+from mlx_parallm.core import BASE_ADAPTER, AdapterRef, BaseModels, check_name, name_and_step
 from mlx_parallm.errors import InvalidRequestError, UnknownModelError
 
 _SUMS = ("slots", "slots_used", "slots_pinned", "bank_bytes", "copies")

@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mlx_parallm import atomic
+from mlx_parallm.adapters.cards import KeptPart
 from mlx_parallm.adapters.reward_models import is_reward_model
 from mlx_parallm.adapters.runs import JOURNAL, METRICS
 from mlx_parallm.adapters.runs import VERSIONS_FILE as VERSIONS
 from mlx_parallm.adapters.service import has_adapter
 from mlx_parallm.app.lessons import Lessons
 from mlx_parallm.config import Config
-from mlx_parallm.core import KeptPart
 from mlx_parallm.errors import StorageError
 from mlx_parallm.rl.collect.log import of_trainee
 from mlx_parallm.rl.json_lines import Wanted, count_lines, remove_lines

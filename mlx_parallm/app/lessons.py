@@ -19,13 +19,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.app.build import Served
 from mlx_parallm.app.rollout_driver import RolloutDriver
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import Config
 from mlx_parallm.core import (
     BASE_ADAPTER,
-    CheckpointCard,
     LessonAnswer,
     LessonCard,
     LessonOutcome,

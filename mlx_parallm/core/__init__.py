@@ -31,13 +31,8 @@ Glossary:
 from mlx_parallm.core.adapters import (
     BASE_ADAPTER,
     BEST,
-    AdapterCard,
     AdapterClient,
     AdapterRef,
-    AdapterStats,
-    CheckpointCard,
-    KeptPart,
-    Residence,
     check_name,
     check_tag,
     name_and_step,
@@ -69,22 +64,17 @@ from mlx_parallm.core.collected import (
 )
 from mlx_parallm.core.competition import ComparisonCard, ComparisonSpec, CompetitionClient
 from mlx_parallm.core.device import (
-    DECODE_GAPS,
     MODE_SHARES,
-    NO_TIME,
-    TRAINING_SHARES,
     DeviceSchedule,
-    DeviceSeconds,
     DeviceThread,
     DeviceWork,
-    Histogram,
     PauseMode,
     TrainingWork,
     complete,
     completed,
     then,
 )
-from mlx_parallm.core.engine import EngineClient, EngineStats, ModelCard
+from mlx_parallm.core.engine import EngineClient, ModelCard
 from mlx_parallm.core.grammar import (
     COMPACT_JSON,
     Grammar,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -51,80 +50,6 @@ class PauseMode(StrEnum):
     """They run to their end."""
     KEEP = "keep"
     """They stop where they are, and continue after the pause."""
-
-
-@dataclass(frozen=True, slots=True)
-class Histogram:
-    """Counts of values by size, like a Prometheus histogram whose buckets are not cumulative.
-
-    `counts[i]` is the number of values in (bounds[i-1], bounds[i]]; the last count is of values above all bounds.
-    `total` is the sum of the values, `largest` the largest of them, or 0.0.
-    """
-
-    bounds: tuple[float, ...]
-    counts: tuple[int, ...]
-    total: float = 0.0
-    largest: float = 0.0
-
-    @classmethod
-    def of(cls, *bounds: float) -> Histogram:
-        """An empty histogram with these bounds, in ascending order."""
-        return cls(bounds, (0,) * (len(bounds) + 1))
-
-    def with_value(self, value: float) -> Histogram:
-        """A copy with one more value."""
-        at = bisect_left(self.bounds, value)
-        counts = (*self.counts[:at], self.counts[at] + 1, *self.counts[at + 1 :])
-        return Histogram(self.bounds, counts, self.total + value, max(self.largest, value))
-
-    def plus(self, other: Histogram) -> Histogram:
-        """The values of both, which have the same bounds."""
-        counts = tuple(ours + theirs for ours, theirs in zip(self.counts, other.counts, strict=True))
-        return Histogram(self.bounds, counts, self.total + other.total, max(self.largest, other.largest))
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceSeconds:
-    """Seconds that the device has spent on each kind of work. It was idle for the rest of the time.
-
-    Attributes:
-        decode, prefill: forward passes. If one draws tokens and computes prompts too, its time is divided as the cost
-            model predicts.
-        training: parts of updates, also of those that failed.
-        other: copying adapters into the bank, and loading further base models.
-    """
-
-    decode: float = 0.0
-    prefill: float = 0.0
-    training: float = 0.0
-    other: float = 0.0
-
-    def plus(self, more: DeviceSeconds) -> DeviceSeconds:
-        """The seconds of both."""
-        return DeviceSeconds(
-            self.decode + more.decode,
-            self.prefill + more.prefill,
-            self.training + more.training,
-            self.other + more.other,
-        )
-
-    def minus(self, earlier: DeviceSeconds) -> DeviceSeconds:
-        """The seconds since `earlier`."""
-        return DeviceSeconds(
-            self.decode - earlier.decode,
-            self.prefill - earlier.prefill,
-            self.training - earlier.training,
-            self.other - earlier.other,
-        )
-
-
-NO_TIME = DeviceSeconds()
-
-DECODE_GAPS = Histogram.of(0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0)
-"""Seconds from the end of one decode step to the end of the next one, for which rows waited."""
-
-TRAINING_SHARES = Histogram.of(0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
-"""Training's share of device time in time windows in which training and rows both had work throughout."""
 
 
 class DeviceThread(Protocol):

@@ -1,23 +1,17 @@
-"""The engine as the event loop sees it: its state, and the protocol that runs requests."""
+"""The engine as the event loop sees it: its model, and the protocol that runs requests."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from mlx_parallm.core.device import (
-    DECODE_GAPS,
-    NO_TIME,
-    TRAINING_SHARES,
-    DeviceSchedule,
-    DeviceSeconds,
-    Histogram,
-    PauseMode,
-)
+from mlx_parallm.core.device import DeviceSchedule, PauseMode
 from mlx_parallm.core.json_values import ANSWER
-from mlx_parallm.core.machine import UNKNOWN_MACHINE, MachineState
 from mlx_parallm.core.requests import Event, GenerationRequest
+
+if TYPE_CHECKING:
+    from mlx_parallm.engine.figures import EngineStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,65 +49,6 @@ class ModelCard:
     def names(self) -> tuple[str, ...]:
         """All names of the served model. The first one is used in responses."""
         return (self.name, *self.aliases)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """A snapshot of counters and gauges, taken without stopping the engine. Names ending in `_total` only grow.
-
-    Attributes:
-        kv_bytes_held, kv_bytes_budget: the memory of the KV pool that rows hold, and the pool's limit.
-        kv_bytes_cached: the memory of cached prefixes that no row uses. It is not part of `kv_bytes_held`, because rows
-            get it when they need it.
-        kv_block_tokens, kv_blocks: tokens of a block of the KV pool, and the blocks that fit its limit.
-        memory_bytes: device memory by what it is held for; see `kv.device_memory.Account`.
-        prefix_cache_queries_total, prefix_cache_hits_total: prompt tokens that were looked up in the prefix cache, and
-            those whose keys and values were taken from it. They count as `RequestFinished.cached_tokens` does.
-        external_prefix_cache_queries_total, external_prefix_cache_hits_total: prompt tokens that were looked up on the
-            disk because the prefix cache did not have them, and those that were read back into it.
-        draft_tokens_total, accepted_draft_tokens_total: guessed tokens that were computed, and those that were right.
-        training_share: training's share of device time in the last time window, with or without rows waiting.
-        device_seconds: what the device has worked on since start.
-        taken_at: when the snapshot was taken, on the monotonic clock.
-        paused: `pause` was called and `resume` was not. Requests may still be running.
-        machine: what is known of the machine, and what is done about it.
-        detail: JSON values for `/debug/state`.
-        bases: the same of each base model by its name, if there are several.
-    """
-
-    alive: bool
-    ready: bool
-    running: int = 0
-    waiting: int = 0
-    kv_bytes_held: int = 0
-    kv_bytes_budget: int = 0
-    kv_bytes_cached: int = 0
-    kv_tokens_used: int = 0
-    kv_block_tokens: int = 0
-    kv_blocks: int = 0
-    memory_bytes: Mapping[str, int] = field(default_factory=dict)
-    prefix_cache_queries_total: int = 0
-    prefix_cache_hits_total: int = 0
-    external_prefix_cache_queries_total: int = 0
-    external_prefix_cache_hits_total: int = 0
-    preemptions_total: int = 0
-    steps_total: int = 0
-    prompt_tokens_total: int = 0
-    generation_tokens_total: int = 0
-    draft_tokens_total: int = 0
-    accepted_draft_tokens_total: int = 0
-    aborted_total: int = 0
-    failed_steps_total: int = 0
-    schedule: DeviceSchedule = field(default_factory=DeviceSchedule)
-    decode_gaps: Histogram = DECODE_GAPS
-    training_shares: Histogram = TRAINING_SHARES
-    training_share: float = 0.0
-    device_seconds: DeviceSeconds = NO_TIME
-    taken_at: float = 0.0
-    paused: bool = False
-    machine: MachineState = UNKNOWN_MACHINE
-    detail: Mapping[str, Any] = field(default_factory=dict)
-    bases: Mapping[str, EngineStats] = field(default_factory=dict)
 
 
 class EngineClient(Protocol):

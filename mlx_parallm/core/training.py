@@ -5,15 +5,18 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from mlx_parallm.core.adapters import AdapterRef, AdapterText, CheckpointCard
+from mlx_parallm.core.adapters import AdapterRef, AdapterText
 from mlx_parallm.core.collected import CollectedClient
 from mlx_parallm.core.competition import CompetitionClient
 from mlx_parallm.core.json_values import ANSWER, Figure, UnixTime
 from mlx_parallm.core.readers import Reader
 from mlx_parallm.core.signals import OpinionClient, PeopleClient, Signal
 from mlx_parallm.core.trajectories import CollectingClient, GivenTrajectory, TrajectoryClient
+
+if TYPE_CHECKING:
+    from mlx_parallm.adapters.cards import CheckpointCard
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,19 +30,12 @@ import mlx.core as mx
 from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.batch.runner import BatchRunner, Launched, Pending
 from mlx_parallm.batch.sampling import SampledToken
-from mlx_parallm.core import (
-    EngineStats,
-    GenerationRequest,
-    PauseMode,
-    Relief,
-    TrainingWork,
-    completed,
-    then,
-)
+from mlx_parallm.core import GenerationRequest, PauseMode, Relief, TrainingWork, completed, then
 from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.disk_prefixes import DiskPrefixes
 from mlx_parallm.engine.draft_model import DraftModel
 from mlx_parallm.engine.faults import Affecting, Recovery
+from mlx_parallm.engine.figures import EngineStats
 from mlx_parallm.engine.memory import PoolMemory
 from mlx_parallm.engine.requests import PublishEvents, Request, Requests
 from mlx_parallm.engine.scheduler import RLAwareScheduler, SchedulerConfig

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_parallm.core import NO_TIME, DeviceSchedule, DeviceSeconds, EngineStats, Histogram
+from mlx_parallm.core import DeviceSchedule
 from mlx_parallm.engine.disk_prefixes import DiskPrefixes
+from mlx_parallm.engine.figures import NO_TIME, DeviceSeconds, EngineStats, Histogram
 from mlx_parallm.engine.scheduler import RLAwareScheduler
 from mlx_parallm.engine.sequence import Sequence
 from mlx_parallm.errors import ConfigError

@@ -28,7 +28,6 @@ import mlx.core as mx
 
 from mlx_parallm.core import (
     DeviceSchedule,
-    EngineStats,
     Event,
     GenerationRequest,
     MachineState,
@@ -39,6 +38,7 @@ from mlx_parallm.core import (
     complete,
 )
 from mlx_parallm.engine.engine import Engine, EngineParts
+from mlx_parallm.engine.figures import EngineStats
 from mlx_parallm.engine.stats import StatsOfBases
 from mlx_parallm.errors import EngineDeadError, ModelUnavailableError, RankLostError
 

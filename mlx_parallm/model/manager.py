@@ -21,12 +21,13 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
 
 from mlx_parallm.adapters.bank import AdapterBank, GroupMaker, LinearGroup, ModelSplit
+from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.adapters.checkpoints import CheckpointStore
 from mlx_parallm.adapters.files import read_adapter
 from mlx_parallm.adapters.forward_context import OneAdapter
 from mlx_parallm.adapters.runs import adapter_in, step_of
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights
-from mlx_parallm.core import BASE_ADAPTER, AdapterRef, CheckpointCard, ModelCard
+from mlx_parallm.core import BASE_ADAPTER, AdapterRef, ModelCard
 from mlx_parallm.errors import UnknownModelError, UnsupportedModelError
 from mlx_parallm.model.cache_plan import CachePlan, prepare
 from mlx_parallm.model.device import adapt_to_cpu, on_cpu, prepare_device

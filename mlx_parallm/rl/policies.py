@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.adapters.weights import AdapterLayout, LinearSpec, VersionInfo
@@ -20,7 +21,6 @@ from mlx_parallm.config import ModelConfig, OptimizerConfig
 from mlx_parallm.core import (
     AdamSettings,
     AdapterRef,
-    CheckpointCard,
     Layers,
     PolicyCard,
     PolicySpec,

@@ -13,10 +13,10 @@ from contextvars import Context
 from dataclasses import replace
 from functools import partial
 
+from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.core import (
     EVERYTHING,
     AdapterRef,
-    CheckpointCard,
     EvaluationResult,
     GivenTrajectory,
     GroupCard,

@@ -22,15 +22,9 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from mlx_parallm.core import (
-    BASE_ADAPTER,
-    AdapterClient,
-    AdapterRef,
-    AdapterStats,
-    EngineClient,
-    EngineStats,
-    Histogram,
-)
+from mlx_parallm.adapters.cards import AdapterStats
+from mlx_parallm.core import BASE_ADAPTER, AdapterClient, AdapterRef, EngineClient
+from mlx_parallm.engine.figures import EngineStats, Histogram
 
 S = TypeVar("S")
 Table = Mapping[str, tuple[str, Callable[[S], float]]]
@@ -192,7 +186,7 @@ def _cache_config(bases: Mapping[str, EngineStats]) -> Metric:
 
 
 def _histogram(name: str, about: str, histogram: Histogram) -> Metric:
-    """Prometheus's buckets are cumulative; `core.Histogram` counts each bucket alone."""
+    """Prometheus's buckets are cumulative; `Histogram` counts each bucket alone."""
     bounds = map(floatToGoString, (*histogram.bounds, float("inf")))
     buckets = list(zip(bounds, accumulate(histogram.counts), strict=True))
     return HistogramMetricFamily(name, about, buckets=buckets, sum_value=histogram.total)

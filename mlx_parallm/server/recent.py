@@ -7,7 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
-from mlx_parallm.core import EngineStats
+from mlx_parallm.engine.figures import EngineStats
 from mlx_parallm.server.api.fields import WireOutput
 
 KEPT_INTERVALS = 300

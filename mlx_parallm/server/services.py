@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, cast
 from fastapi import Depends
 from starlette.requests import Request
 
+from mlx_parallm.adapters.cards import AdapterCard
 from mlx_parallm.config import Mode, ServerConfig
 from mlx_parallm.core import (
     BASE_ADAPTER,
-    AdapterCard,
     AdapterClient,
     AdapterRef,
     BaseModels,

@@ -27,8 +27,8 @@ from saves import (
     write_optimizer,
 )
 
+from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.adapters.checkpoints import CheckpointStore
-from mlx_parallm.core import CheckpointCard
 from mlx_parallm.errors import (
     ConfigError,
     StorageError,

@@ -24,8 +24,8 @@ from saves import (
     write_optimizer,
 )
 
+from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
-from mlx_parallm.core import CheckpointCard
 from mlx_parallm.errors import (
     ConflictError,
     InvalidRequestError,

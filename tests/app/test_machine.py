@@ -22,7 +22,6 @@ from mlx_parallm.config import configure
 from mlx_parallm.core import (
     UNKNOWN_MACHINE,
     CollectionSpec,
-    EngineStats,
     GenerationRequest,
     MachineState,
     Relief,
@@ -30,6 +29,7 @@ from mlx_parallm.core import (
     SamplingParams,
     StopParams,
 )
+from mlx_parallm.engine.figures import EngineStats
 from mlx_parallm.machine.memory import MemoryReading, Pressure
 from mlx_parallm.machine.power import PowerReading
 

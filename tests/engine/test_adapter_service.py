@@ -16,13 +16,14 @@ from harness import Inline, make_harness, solo
 from lora import layout_of, merged, random_adapter
 from tiny import tiny_model
 
+from mlx_parallm.adapters.cards import Residence
 from mlx_parallm.adapters.checkpoints import CheckpointStore
 from mlx_parallm.adapters.formats import write_mlx_lm
 from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.adapters.service import AdapterLibrary, AdapterService
 from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
-from mlx_parallm.core import AdapterRef, GenerationRequest, Residence, SamplingParams, SequenceOutput, StopParams
+from mlx_parallm.core import AdapterRef, GenerationRequest, SamplingParams, SequenceOutput, StopParams
 from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.engine import EngineParts
 from mlx_parallm.engine.scheduler import SchedulerConfig

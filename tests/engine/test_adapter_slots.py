@@ -9,13 +9,10 @@ from lora import QV, every_target, layout_of, merged, random_adapter
 from mixed_batch import prompts
 from tiny import tiny_model
 
+from mlx_parallm.adapters.cards import Residence
 from mlx_parallm.adapters.residency import READ_AHEAD
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair, VersionInfo
-from mlx_parallm.core import (
-    RequestFailed,
-    RequestFinished,
-    Residence,
-)
+from mlx_parallm.core import RequestFailed, RequestFinished
 from mlx_parallm.engine.units import StagingUnit
 from mlx_parallm.errors import AdapterUnavailableError
 

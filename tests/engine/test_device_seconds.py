@@ -8,7 +8,7 @@ from harness import make_harness
 from lora import layout_of, random_adapter
 from tiny import tiny_model
 
-from mlx_parallm.core import DeviceSeconds
+from mlx_parallm.engine.figures import DeviceSeconds
 
 
 def test_a_request_takes_prefill_and_then_decode() -> None:

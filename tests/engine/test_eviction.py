@@ -9,8 +9,9 @@ from harness import Harness, make_harness
 from lora import layout_of, random_adapter
 from tiny import tiny_model
 
+from mlx_parallm.adapters.cards import Residence
 from mlx_parallm.adapters.weights import VersionInfo
-from mlx_parallm.core import AdapterRef, RequestFailed, RequestFinished, Residence
+from mlx_parallm.core import AdapterRef, RequestFailed, RequestFinished
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from mlx_parallm.core import BASE_ADAPTER, AdapterRef, CheckpointCard, Layers, PolicyCard, PolicyStep, TokenScores
+from mlx_parallm.adapters.cards import CheckpointCard
+from mlx_parallm.core import BASE_ADAPTER, AdapterRef, Layers, PolicyCard, PolicyStep, TokenScores
 from mlx_parallm.errors import UnknownModelError
 
 

@@ -13,18 +13,18 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair, Version, VersionInfo
 from mlx_parallm.core import (
     BASE_ADAPTER,
     AdapterRef,
-    CheckpointCard,
     CollectionSpec,
-    EngineStats,
     Event,
     FinishReason,
     GenerationRequest,
     Trajectory,
 )
+from mlx_parallm.engine.figures import EngineStats
 from mlx_parallm.errors import AdapterFileError, ConflictError, InvalidRequestError, UnknownModelError
 from mlx_parallm.rl.events import UpdateOutcome
 from mlx_parallm.rl.learn.learner import Publish

@@ -10,8 +10,9 @@ from configs import changed, limited
 from rl.fakes import policy
 from rl.rig import NAME, SETTINGS, Rig, opened, ref, settle
 
+from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.config import CheckpointingConfig, ResolvedTraining
-from mlx_parallm.core import BASE_ADAPTER, AdapterRef, CheckpointCard, EvaluationResult
+from mlx_parallm.core import BASE_ADAPTER, AdapterRef, EvaluationResult
 from mlx_parallm.errors import (
     AdapterUnavailableError,
     ConflictError,

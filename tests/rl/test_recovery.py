@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from rl.fakes import FakeEngine, FakeLearner
 from rl.service_rig import GIVEN, SETTINGS, World, settle, until
 
+from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.config import Action, Algorithm, CheckpointingConfig, ResolvedTraining
 from mlx_parallm.core import (
     BASE_ADAPTER,
     AdapterRef,
-    CheckpointCard,
     CollectionSpec,
     EvaluationResult,
     FinishReason,

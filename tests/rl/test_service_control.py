@@ -12,11 +12,11 @@ from configs import changed
 from rl.fakes import policy
 from rl.service_rig import GIVEN, SETTINGS, settle, world
 
+from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.config import CheckpointingConfig
 from mlx_parallm.core import (
     EVERYTHING,
     AdapterRef,
-    CheckpointCard,
     CollectionSpec,
     GenerationRequest,
     SamplingParams,

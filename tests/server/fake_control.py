@@ -4,25 +4,21 @@ import asyncio
 import contextlib
 from dataclasses import replace
 
+from mlx_parallm.adapters.cards import AdapterCard, AdapterStats, CheckpointCard, KeptPart, Residence
 from mlx_parallm.core import (
     BASE_ADAPTER,
-    AdapterCard,
     AdapterRef,
-    AdapterStats,
     AverageCard,
-    CheckpointCard,
     ComparisonCard,
     EditCard,
     FeedbackCard,
     FoundTrajectory,
     GroupCard,
-    KeptPart,
     LessonCard,
     LessonOutcome,
     LessonRule,
     LessonSamples,
     LessonSpec,
-    Residence,
     RewardModelCard,
     RuleKind,
     SignalReport,

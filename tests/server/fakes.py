@@ -7,7 +7,6 @@ from array import array
 from dataclasses import replace
 
 from mlx_parallm.core import (
-    EngineStats,
     FinishReason,
     ModelCard,
     PromptScored,
@@ -19,6 +18,7 @@ from mlx_parallm.core import (
     SequencePooled,
     TokenLogprob,
 )
+from mlx_parallm.engine.figures import EngineStats
 from mlx_parallm.errors import (
     ContextLengthError,
     EngineDeadError,

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 from server.asking import post, refused
 
-from mlx_parallm.core import EVERYTHING, AdapterRef, AdapterStats, CheckpointCard, ComparisonSpec
+from mlx_parallm.adapters.cards import AdapterStats, CheckpointCard
+from mlx_parallm.core import EVERYTHING, AdapterRef, ComparisonSpec
 from mlx_parallm.errors import (
     AdapterFileError,
     AdapterUnavailableError,

@@ -20,12 +20,11 @@ from server.fakes import CARD, ByteTokenizer, FakeEngine
 from server.keys import key_file
 from server.one_model import OneModel
 
+from mlx_parallm.adapters.cards import AdapterStats, CheckpointCard
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.core import (
     AdapterRef,
-    AdapterStats,
     BaseStatus,
-    CheckpointCard,
     CollectedClient,
     CollectionSpec,
     CompetitionClient,

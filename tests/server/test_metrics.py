@@ -4,7 +4,9 @@ import asyncio
 
 import pytest
 
-from mlx_parallm.core import AdapterStats, DeviceSchedule, EngineStats, Histogram
+from mlx_parallm.adapters.cards import AdapterStats
+from mlx_parallm.core import DeviceSchedule
+from mlx_parallm.engine.figures import EngineStats, Histogram
 
 URL = "/v1/completions"
 MODEL = 'model_name="tiny/byte-model"'

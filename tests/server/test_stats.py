@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from server.keys import key_file
 
-from mlx_parallm.core import NO_TIME, DeviceSeconds, EngineStats
+from mlx_parallm.engine.figures import NO_TIME, DeviceSeconds, EngineStats
 from mlx_parallm.server.recent import KEPT_INTERVALS, MOST_VALUES, WINDOW_S, History, RecentGrowth, RecentValues
 from mlx_parallm.server.run import DrainingServer
 

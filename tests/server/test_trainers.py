@@ -3,7 +3,7 @@
 import pytest
 from server.fakes import CARD, ByteTokenizer
 
-from mlx_parallm.core import AdapterStats
+from mlx_parallm.adapters.cards import AdapterStats
 
 LOAD, UNLOAD = "/load_lora_adapter", "/unload_lora_adapter"
 BODY = {"lora_name": "outside", "lora_path": "/runs/step"}

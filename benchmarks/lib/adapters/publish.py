@@ -27,11 +27,12 @@ from lib.adapters.traffic import Answer, Stopwatch, TimedRunner, TimedStore, Tra
 from lib.figures import percentile
 from lib.prompts import short_prompts
 
+from mlx_parallm.adapters.cards import Residence
 from mlx_parallm.adapters.weights import VersionInfo
 from mlx_parallm.app.adapters import find_adapters
 from mlx_parallm.app.device import build_runner
 from mlx_parallm.config import AdaptersConfig, Config
-from mlx_parallm.core import AdapterRef, Residence, then
+from mlx_parallm.core import AdapterRef, then
 from mlx_parallm.engine.engine import EngineParts
 from mlx_parallm.engine.scheduler import SchedulerConfig
 from mlx_parallm.engine.startup import calibrate

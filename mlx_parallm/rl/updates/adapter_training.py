@@ -17,16 +17,9 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
+from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
-from mlx_parallm.core import (
-    BASE_ADAPTER,
-    BEST,
-    AdapterRef,
-    CheckpointCard,
-    Divergence,
-    EvaluationResult,
-    UpdateReport,
-)
+from mlx_parallm.core import BASE_ADAPTER, BEST, AdapterRef, Divergence, EvaluationResult, UpdateReport
 from mlx_parallm.rl.collect.versions import VersionHistory
 from mlx_parallm.rl.divergence.watch import DivergenceWatch
 from mlx_parallm.rl.evaluation.history import EvaluationHistory

@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.adapters.checkpoints import CheckpointStore
 from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.adapters.weights import VersionInfo
 from mlx_parallm.config import CheckpointingConfig
-from mlx_parallm.core import BASE_ADAPTER, BEST, AdapterRef, CheckpointCard
+from mlx_parallm.core import BASE_ADAPTER, BEST, AdapterRef
 from mlx_parallm.errors import AdapterFileError, ConflictError, UnknownModelError
 from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.learn.learner import Learner

@@ -11,16 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import replace
 
+from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.config import ResolvedTraining
-from mlx_parallm.core import (
-    AdapterRef,
-    CheckpointCard,
-    EvaluationResult,
-    GivenTrajectory,
-    Signal,
-    TrainingStatus,
-    UpdateReport,
-)
+from mlx_parallm.core import AdapterRef, EvaluationResult, GivenTrajectory, Signal, TrainingStatus, UpdateReport
 from mlx_parallm.errors import InvalidRequestError, StorageError
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
 from mlx_parallm.rl.collect.groups import DropReason

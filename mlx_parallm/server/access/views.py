@@ -14,18 +14,8 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import replace
 from pathlib import PurePath
 
-from mlx_parallm.core import (
-    BASE_ADAPTER,
-    AdapterCard,
-    AdapterClient,
-    AdapterRef,
-    AdapterStats,
-    BaseModels,
-    BaseStatus,
-    CheckpointCard,
-    KeptPart,
-    ServedModel,
-)
+from mlx_parallm.adapters.cards import AdapterCard, AdapterStats, CheckpointCard, KeptPart
+from mlx_parallm.core import BASE_ADAPTER, AdapterClient, AdapterRef, BaseModels, BaseStatus, ServedModel
 from mlx_parallm.errors import AdapterFileError, InvalidRequestError, UnknownModelError
 from mlx_parallm.server.access.keys import NamedKey
 from mlx_parallm.server.errors import RoleError

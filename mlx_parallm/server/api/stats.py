@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query
 from pydantic import Field
 
-from mlx_parallm.core import EngineStats
+from mlx_parallm.engine.figures import EngineStats
 from mlx_parallm.kv.device_memory import Account
 from mlx_parallm.server.access.keys import NamedKey
 from mlx_parallm.server.access.roles import Role

@@ -6,7 +6,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 from typing import cast
 
-from mlx_parallm.core import DeviceSchedule, EngineClient, EngineStats, Event, GenerationRequest, PauseMode
+from mlx_parallm.core import DeviceSchedule, EngineClient, Event, GenerationRequest, PauseMode
+from mlx_parallm.engine.figures import EngineStats
 
 ANSWER_TOKENS = 1024
 """Tokens of one answer that count at most. Many clients leave `max_tokens` out, which allows an answer as long as the

@@ -14,7 +14,8 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path
 
-from mlx_parallm.core import BASE_ADAPTER, AdapterCard, AdapterRef, CheckpointCard
+from mlx_parallm.adapters.cards import AdapterCard, CheckpointCard
+from mlx_parallm.core import BASE_ADAPTER, AdapterRef
 from mlx_parallm.errors import (
     AdapterFileError,
     AdapterUnavailableError,

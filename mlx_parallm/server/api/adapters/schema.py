@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PlainValidator
 
-from mlx_parallm.core import KeptPart
+from mlx_parallm.adapters.cards import KeptPart
 from mlx_parallm.server.api.fields import INT32_MAX, Neutral, WireInput, WireOutput, refused
 
 MAX_NAME, MAX_PATH = 160, 4096

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query
 
-from mlx_parallm.core import CheckpointCard
+from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.server.protocols.tinker.bodies import Read, json_of
 from mlx_parallm.server.protocols.tinker.dependencies import TinkerDep, check_base
 from mlx_parallm.server.protocols.tinker.schema import LoadBody, SaveBody, WeightsInfoBody
