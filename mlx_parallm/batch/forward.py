@@ -114,8 +114,9 @@ class Forward:
         self.offset = mx.array(positions_of(spans).astype(np.int32))
         self.bank = bank
         self.parts = parts_of(pool, spans, plan) if plan.mixers else []
-        whole = pool.layout.is_latent and pool.layout.bits is None  # a chunk of quantized blocks is cut into blocks
-        self.takes_heads = whole and any(kind_of(span.tokens) is Kind.LONG for span in spans)
+        has_long = any(kind_of(span.tokens) is Kind.LONG for span in spans)
+        # A chunk of quantized blocks is cut into blocks.
+        self.takes_heads = has_long and pool.layout.bits is None and pool.layout.is_latent
         self.heads: LatentHeads | None = None
         self.owners: dict[int, tuple[mx.array, LayerCache]] = {}
         self._pool, self._spans, self._dense_rows, self._kept = pool, spans, dense_rows, kept

@@ -279,7 +279,7 @@ class JoinedLinears:
     def of_one(self, x: mx.array, place: int) -> mx.array:
         """[..., in] → the outputs of one linear."""
         if self._x is not x or place not in self._left:
-            self._x, self._left = x, dict(enumerate(mx.split(self(x), self._starts, axis=-1)))
+            self._x, self._left = x, dict(enumerate(mx.split(self.linear(x), self._starts, axis=-1)))
         part = self._left.pop(place)
         if not self._left:
             self._x = None
