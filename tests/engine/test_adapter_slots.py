@@ -45,9 +45,9 @@ def within(harness: Harness, copies: int) -> None:
 def test_looking_for_work_passes_over_no_version_that_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every decode step looks for work, and there may be hundreds of versions."""
     model = tiny_model("llama")
-    harness = make_harness(model, slots=2)
+    layout, harness = layout_of(model), make_harness(model, slots=2)
     for seed in range(5):
-        harness.publish(f"a{seed}", random_adapter(layout_of(model), seed))
+        harness.publish(f"a{seed}", random_adapter(layout, seed))
     harness.adapters.waits()
     assert (harness.adapters.slots_used, harness.adapters.copies) == (2, 3)
     looked_at: list[object] = []
@@ -183,8 +183,8 @@ def test_a_request_whose_adapter_cannot_be_read_again_fails_alone() -> None:
 
 def test_a_request_whose_adapter_cannot_be_read_again_hears_of_it_though_nothing_else_runs() -> None:
     model = tiny_model("llama")
-    harness = make_harness(model, slots=1, copies=0)
-    lost, _ = (harness.publish(name, random_adapter(layout_of(model), 1)) for name in ("lost", "kept"))
+    layout, harness = layout_of(model), make_harness(model, slots=1, copies=0)
+    lost, _ = (harness.publish(name, random_adapter(layout, 1)) for name in ("lost", "kept"))
     harness.files.clear()
     harness.submit("needs lost", [1, 2, 3], 5, adapter=lost)
     harness.run()

@@ -48,7 +48,7 @@ def test_the_model_uses_the_adapter_that_was_switched_to(
         assert relative_error(manager.model(TOKENS), expected) < 1e-5
         assert relative_error(manager.model(TOKENS), base) > 0.1
     manager.switch_lora("base")
-    assert mx.array_equal(manager.model(TOKENS), base)
+    assert relative_error(manager.model(TOKENS), base) < 1e-5
 
 
 def test_an_adapter_may_be_a_folder(manager: SharedModelManager, tmp_path: Path) -> None:
