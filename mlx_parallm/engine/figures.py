@@ -46,7 +46,7 @@ class DeviceSeconds:
     """Seconds that the device has spent on each kind of work. It was idle for the rest of the time.
 
     Attributes:
-        decode, prefill: forward passes. If one draws tokens and computes prompts too, its time is divided as the cost
+        decode, prefill: forward passes. If one samples tokens and computes prompts too, its time is divided as the cost
             model predicts.
         training: parts of updates, also of those that failed.
         other: copying adapters into the bank, and loading further base models.
@@ -99,7 +99,7 @@ class EngineStats:
             those whose keys and values were taken from it. They count as `RequestFinished.cached_tokens` does.
         external_prefix_cache_queries_total, external_prefix_cache_hits_total: prompt tokens that were looked up on the
             disk because the prefix cache did not have them, and those that were read back into it.
-        draft_tokens_total, accepted_draft_tokens_total: guessed tokens that were computed, and those that were right.
+        draft_tokens_total, accepted_draft_tokens_total: tokens of drafts that were computed, and those that were right.
         training_share: training's share of device time in the last time window, with or without rows waiting.
         device_seconds: what the device has worked on since start.
         taken_at: when the snapshot was taken, on the monotonic clock.

@@ -3,7 +3,7 @@
     keys[layer]     [kv_heads, blocks, 64, head_dim_k]
     values[layer]   [kv_heads, blocks, 64, head_dim_v]
 
-The heads come first, so that consecutive places are a view of shape [kv_heads, tokens, head_dim]. Every write replaces
+The heads come first, so that consecutive blocks are a view of shape [kv_heads, tokens, head_dim]. Every write replaces
 an array. MLX updates it in place if nothing else refers to the old one, and copies it whole otherwise. Therefore
 callers keep no views of it, and nothing that reads it may be in flight when a write is launched. What one part of a
 pass writes while another one reads waits for the next pass, or for whatever reads or moves blocks before it.
@@ -26,21 +26,21 @@ Bytes = NDArray[np.uint8]
 an array of a recurrent state."""
 
 Lines = tuple[mx.array, mx.array, mx.array]
-"""Where tokens are written in arrays of blocks: their heads, places and offsets, each uint32 [n, kv_heads, 1]. As three
+"""Where tokens are written in arrays of blocks: their heads, block ids and offsets, each uint32 [n, kv_heads, 1]. As three
 indices, they fit arrays of any size, and no array is reshaped for them."""
 
 _BYTES_OF_IDS = 8 * BLOCK_TOKENS
 
 
 class Arena:
-    """The blocks of layers that have the same sliding window. A block's place is its index in the arrays of each layer.
+    """The blocks of layers that have the same sliding window. A block's id is its index in the arrays of each layer.
 
     A model without attention has one arena without layers. Its blocks hold nothing but count the tokens of rows and of
     cached prefixes, or the bytes of opaque caches.
 
     Attributes:
-        blocks: the places that every layer has.
-        goal: the places that the last `resize` was for. It differs from `blocks` until growing is done.
+        blocks: how many every layer has.
+        goal: how many the last `resize` was for. It differs from `blocks` until growing is done.
 
     Args:
         specs: the shapes of these layers.
@@ -66,13 +66,13 @@ class Arena:
 
     @property
     def array_bytes(self) -> int:
-        """Bytes of the arrays. Before `resize` is done, some layers have more places than `blocks`."""
+        """Bytes of the arrays. Before `resize` is done, some layers have more than `blocks`."""
         return sum(int(array.nbytes) for array in self.arrays()) if self.specs else self.blocks * self.block_bytes
 
     def resize(self, blocks: int, most_bytes: float = math.inf) -> bool:
-        """Grows or shrinks towards this number of places. The content of places that remain is kept.
+        """Grows or shrinks towards this number of blocks. The content of blocks that remain is kept.
 
-        It works layer by layer, so at most one layer's arrays exist twice at any time. `blocks` counts the places that
+        It works layer by layer, so at most one layer's arrays exist twice at any time. `blocks` counts those that
         every layer has: it falls at the beginning, and rises when the last layer has grown. If a layer fails, the
         arrays are valid, and calling it again continues.
 
@@ -101,7 +101,7 @@ class Arena:
         return True
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies the blocks at `sources` to `targets`, in every layer, and waits for it. No place may be in both.
+        """Copies the blocks at `sources` to `targets`, in every layer, and waits for it. No block may be in both.
 
         All blocks are read before the first write. Otherwise the write would copy the whole array that is being read.
         """
@@ -114,25 +114,25 @@ class Arena:
         mx.synchronize()
         self._put(written, taken[: len(self.keys)], taken[len(self.keys) :])
 
-    def read(self, place: int) -> list[Bytes]:
+    def read(self, block_id: int) -> list[Bytes]:
         """Copies one block to host memory: for each layer its keys, then its values."""
         self._settle()
         arrays = (array for pair in zip(self.keys, self.values, strict=True) for array in pair)
-        return [np.asarray(array.view(mx.uint8))[:, place].copy() for array in arrays]
+        return [np.asarray(array.view(mx.uint8))[:, block_id].copy() for array in arrays]
 
-    def write_block(self, place: int, arrays: Sequence[Bytes]) -> None:
+    def write_block(self, block_id: int, arrays: Sequence[Bytes]) -> None:
         """Writes one block, from arrays as `read` returns them, after the forward pass in flight."""
         self._settle()
         mx.synchronize()
         numbers = [mx.array(array).view(self.dtype) for array in arrays]
-        self._put(place, numbers[::2], numbers[1::2])
+        self._put(block_id, numbers[::2], numbers[1::2])
 
-    def _put(self, places: int | mx.array, keys: Sequence[mx.array], values: Sequence[mx.array]) -> None:
+    def _put(self, block_ids: int | mx.array, keys: Sequence[mx.array], values: Sequence[mx.array]) -> None:
         """Writes blocks of every layer. A layer may keep keys alone, and MLX fails to write nothing."""
         for arrays, layers in (self.keys, keys), (self.values, values):
             for layer, blocks in enumerate(layers):
                 if blocks.size:
-                    arrays[layer][:, places] = blocks
+                    arrays[layer][:, block_ids] = blocks
         mx.eval(self.arrays())
 
     def write(self, layer: int, lines: Lines, keys: mx.array, values: mx.array) -> None:
@@ -171,10 +171,6 @@ class Arena:
         """The tokens that wait. No logits depend on all of them, so they are evaluated with the pass."""
         return [array for _, _, keys, values in self._pending for array in (keys, values)]
 
-    def places(self, layer: int) -> int:
-        """Places in the arrays of this layer. They differ from those of another layer while the arena is resized."""
-        return int(self.keys[layer].shape[1])
-
     def arrays(self) -> list[mx.array]:
         return [*self.keys, *self.values]
 
@@ -190,9 +186,9 @@ def _resized(array: mx.array, blocks: int) -> mx.array:
     return mx.concatenate([array, _zeros(heads, blocks - held, width, array.dtype)], axis=1)
 
 
-def lines_of(places: NDArray[np.int64], offsets: NDArray[np.int64], kv_heads: int) -> Lines:
-    """Where n tokens are written: at these offsets in the blocks at these places, in each head."""
-    shape = len(places), kv_heads, 1
-    each = np.arange(kv_heads)[:, None], places[:, None, None], offsets[:, None, None]
+def lines_of(block_ids: NDArray[np.int64], offsets: NDArray[np.int64], kv_heads: int) -> Lines:
+    """Where n tokens are written: at these offsets in these blocks, in each head."""
+    shape = len(block_ids), kv_heads, 1
+    each = np.arange(kv_heads)[:, None], block_ids[:, None, None], offsets[:, None, None]
     heads, at, inside = (mx.array(np.broadcast_to(index, shape).astype(np.uint32)) for index in each)
     return heads, at, inside

@@ -54,58 +54,58 @@ def test_a_row_goes_on_after_its_last_place() -> None:
 def test_a_new_row_takes_a_run_that_holds_it_before_scattered_places() -> None:
     pool = allocator(20)
     pool.allocate(12)
-    for place in (1, 3, 4, 7):
-        pool.release(place)
+    for block_id in (1, 3, 4, 7):
+        pool.release(block_id)
     assert pool.allocate(2) == [3, 4]
     assert pool.allocate(4) == [12, 13, 14, 15]
-    assert pool.allocate(6) == [1, 7, 16, 17, 18, 19], "no run is long enough, so the lowest places"
+    assert pool.allocate(6) == [1, 7, 16, 17, 18, 19], "no run is long enough, so the lowest blocks"
     assert pool.free == 0
 
 
 def test_a_shared_place_is_free_after_its_last_row() -> None:
     pool = allocator(2)
-    (place,) = pool.allocate(1)
-    pool.acquire(place)
-    assert not pool.is_private(place)
-    pool.release(place)
-    assert pool.is_private(place)
+    (block_id,) = pool.allocate(1)
+    pool.acquire(block_id)
+    assert not pool.is_private(block_id)
+    pool.release(block_id)
+    assert pool.is_private(block_id)
     assert (pool.used, pool.free) == (1, 1)
-    pool.release(place)
+    pool.release(block_id)
     assert (pool.used, pool.free) == (0, 2)
     pool.check_integrity()
 
 
 def test_an_owned_place_without_rows_is_cached_until_it_is_disowned() -> None:
     pool = allocator(2)
-    (place,) = pool.allocate(1)
-    pool.cache(place, "node")
-    assert not pool.is_private(place)
-    pool.release(place)
+    (block_id,) = pool.allocate(1)
+    pool.cache(block_id, "node")
+    assert not pool.is_private(block_id)
+    pool.release(block_id)
     assert (pool.used, pool.cached, pool.free) == (0, 1, 1)
-    pool.acquire(place)
+    pool.acquire(block_id)
     assert (pool.used, pool.cached) == (1, 0)
-    pool.release(place)
-    pool.uncache(place)
+    pool.release(block_id)
+    pool.uncache(block_id)
     assert (pool.cached, pool.free) == (0, 2)
     pool.check_integrity()
 
 
 def test_a_place_that_is_disowned_while_rows_read_it_stays_with_them() -> None:
     pool = allocator(1)
-    (place,) = pool.allocate(1)
-    pool.cache(place, "node")
-    pool.uncache(place)
-    assert (pool.used, pool.is_private(place)) == (1, True)
+    (block_id,) = pool.allocate(1)
+    pool.cache(block_id, "node")
+    pool.uncache(block_id)
+    assert (pool.used, pool.is_private(block_id)) == (1, True)
     pool.check_integrity()
 
 
 def test_idle_owners_are_in_the_order_in_which_rows_let_go_of_them_also_after_a_move() -> None:
     pool = allocator(10)
     taken = pool.allocate(3)
-    for place, owner in zip(taken, "abc", strict=True):
-        pool.cache(place, owner)
-    for place in (1, 0, 2):
-        pool.release(place)
+    for block_id, owner in zip(taken, "abc", strict=True):
+        pool.cache(block_id, owner)
+    for block_id in (1, 0, 2):
+        pool.release(block_id)
     pool.move(1, 7)
     assert list(pool.evictable.items()) == [("b", 7), ("a", 0), ("c", 2)]
     pool.check_integrity()
@@ -114,8 +114,8 @@ def test_idle_owners_are_in_the_order_in_which_rows_let_go_of_them_also_after_a_
 def test_moves_bring_the_highest_places_down_in_order() -> None:
     pool = allocator(12)
     pool.allocate(12)
-    for place in (1, 2, 3, 6, 9):
-        pool.release(place)
+    for block_id in (1, 2, 3, 6, 9):
+        pool.release(block_id)
     moves = pool.moves_below(7, 10)
     assert moves == [(7, 1), (8, 2), (10, 3), (11, 6)]
     assert pool.moves_below(7, 2) == moves[:2]
@@ -135,13 +135,13 @@ def test_growing_adds_free_places_to_the_last_run() -> None:
 
 
 def test_taking_and_releasing_do_not_slow_down_with_ten_thousand_places() -> None:
-    """Every second place is free, so there are 5,000 runs."""
+    """Every second block_id is free, so there are 5,000 runs."""
     pool = allocator(10_000)
     pool.allocate(10_000)
-    for place in range(0, 10_000, 2):
-        pool.release(place)
+    for block_id in range(0, 10_000, 2):
+        pool.release(block_id)
     started = time.thread_time()
     for _ in range(1000):
-        for place in pool.allocate(4, after=5001):
-            pool.release(place)
+        for block_id in pool.allocate(4, after=5001):
+            pool.release(block_id)
     assert (time.thread_time() - started) / 1000 < 1e-3

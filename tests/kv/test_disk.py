@@ -234,9 +234,9 @@ def cached(cache: LoRABatchedKVCache, ids: Sequence[int]) -> None:
     assert row is not None
     rng = np.random.default_rng(len(ids))
     for group, table in zip(cache.groups, row.tables, strict=False):
-        for place in table:
-            empty = group.arena.read(place)
-            group.arena.write_block(place, [rng.integers(0, 255, each.shape, np.uint8) for each in empty])
+        for block_id in table:
+            empty = group.arena.read(block_id)
+            group.arena.write_block(block_id, [rng.integers(0, 255, each.shape, np.uint8) for each in empty])
     row.computed = len(ids)
     cache.close(row, "root", ids)
 

@@ -46,14 +46,14 @@ def test_after_a_straggler_the_arena_shrinks(tags) -> None:
     rows = [computed(cache, TEXT[:640], root=None) for _ in range(50)]
     for row in rows[:-1]:
         cache.close(row)
-    before = [cache.groups[0].arena.tags[place] for place in rows[-1].tables[0]]
+    before = [cache.groups[0].arena.tags[block_id] for block_id in rows[-1].tables[0]]
     calls = 1
     while cache.tidy(4, quiet=True):
         calls += 1
         cache.check_integrity()
     assert calls >= 3, "a call moves few blocks"
     assert cache.bytes_held == 10
-    assert [cache.groups[0].arena.tags[place] for place in rows[-1].tables[0]] == before
+    assert [cache.groups[0].arena.tags[block_id] for block_id in rows[-1].tables[0]] == before
     assert rows[-1].tables[0] == list(range(10))
 
 
@@ -145,7 +145,7 @@ def test_what_is_reserved_is_not_there_for_rows_beside_others(tags) -> None:
     first = cache.open(64)
     assert first is not None
     reserve(cache, 64 - 16)
-    assert cache.open(15 * 64) is not None, "places that are held already are free to take"
+    assert cache.open(15 * 64) is not None, "blocks that are held already are free to take"
     assert cache.open(1) is None
     assert not cache.extend(first, 65)
     reserve(cache, 0)
