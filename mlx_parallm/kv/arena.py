@@ -26,8 +26,8 @@ Bytes = NDArray[np.uint8]
 an array of a recurrent state."""
 
 Lines = tuple[mx.array, mx.array, mx.array]
-"""Where tokens are written in arrays of blocks: their heads, block ids and offsets, each uint32 [n, kv_heads, 1]. As three
-indices, they fit arrays of any size, and no array is reshaped for them."""
+"""Where tokens are written in arrays of blocks: their heads, block ids and offsets, each uint32 [n, kv_heads, 1]. As
+three indices, they fit arrays of any size, and no array is reshaped for them."""
 
 _BYTES_OF_IDS = 8 * BLOCK_TOKENS
 
