@@ -61,7 +61,7 @@ class RowsOfPool(Part):
         self.spans, self._pool, self._mask_axes = spans, pool, mask_axes
         self.after, self.checkpoints = StateBatch(len(spans), []), dict[int, StateBatch]()
         self._caches: dict[int, Any] = {}
-        self._groups: dict[int, _RowsOfGroup] = {}
+        self._groups: dict[int, RowsOfGroup] = {}
 
     def cache(self, number: int) -> Any:
         """See `Part.cache`."""
@@ -77,12 +77,12 @@ class RowsOfPool(Part):
         seen = self.group_of(mask.number)[0].mask(mask.window)
         return seen if seen is None or self.rows == 1 else mx.expand_dims(seen, list(range(1, 1 + self._mask_axes)))
 
-    def group_of(self, number: int) -> tuple[_RowsOfGroup, int]:
+    def group_of(self, number: int) -> tuple[RowsOfGroup, int]:
         """What these rows have in the layer group of a cache, and the number of the cache in it."""
         at, index = self._pool.group_of[number]
         if at not in self._groups:
             tables = [span.row.tables[at] for span in self.spans]
-            self._groups[at] = _RowsOfGroup(self._pool.groups[at], self.spans, tables)
+            self._groups[at] = RowsOfGroup(self._pool.groups[at], self.spans, tables)
         return self._groups[at], index
 
     def _states(self, number: int) -> Any:
@@ -117,7 +117,7 @@ class RowsOfPool(Part):
                 arena.add(checkpoint.layers[-1])
 
 
-class _RowsOfGroup:
+class RowsOfGroup:
     """What the rows of a part have in one layer group: the blocks that they see, and where their new tokens go."""
 
     def __init__(self, group: LayerGroup, spans: Sequence[Span[KVRow]], tables: Sequence[Sequence[int]]) -> None:
