@@ -13,6 +13,7 @@ import pytest
 from harness import Harness, PlainText, make_harness, solo
 from tiny import tiny_model
 
+from mlx_parallm.batch.runner import BatchRunner, Pending
 from mlx_parallm.core import (
     DeviceSchedule,
     GenerationRequest,
@@ -177,6 +178,20 @@ async def test_a_lost_rank_fails_what_runs_though_the_device_thread_hangs(engine
         with pytest.raises(RankLostError, match="rank 1 is lost"):
             await late
     released.set()
+
+
+async def test_a_rank_that_a_pass_finds_lost_is_named_to_whoever_waits(
+    engine: ContinuousBatchProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_self: BatchRunner, _pending: Pending) -> None:
+        raise RankLostError("rank 1 is lost")
+
+    monkeypatch.setattr(BatchRunner, "sample", fail)
+    asked = GenerationRequest("running", (tuple(PROMPT),), SamplingParams(temperature=0.0), StopParams(30))
+    (failed,) = [event async for event in engine.generate(asked) if isinstance(event, RequestFailed)]
+    assert "rank 1 is lost" in str(failed.error)
+    with pytest.raises(RankLostError, match="rank 1 is lost"):
+        await generate(engine, "late")
 
 
 async def test_speed_that_is_forgotten_is_measured_by_the_next_unit_alone(engine: ContinuousBatchProcessor) -> None:
