@@ -27,6 +27,12 @@ def test_what_is_right_passes(prover: Prover) -> None:
     assert all(each.error is not None and each.error < 1e-4 for each in found)
 
 
+def test_adapters_that_were_tried_leave_the_bank() -> None:
+    served = Served("olmo2")
+    assert served.prover.adapters().problem == ""
+    assert served.bank.nbytes == 0
+
+
 def test_rows_are_longer_than_a_window() -> None:
     served = Served("gemma3_text")
     prover = served.prover

@@ -143,6 +143,16 @@ def test_hundreds_of_texts_are_the_same_with_and_without_a_draft_model(family: s
     assert_drafts_change_no_text(family, 500, text, text, tiny_model(family), least=1)
 
 
+def test_a_sequence_that_reports_many_candidates_gets_no_draft() -> None:
+    """It would sample several tokens in one unit, each with all of its candidates."""
+    harness = make_harness(speculates=True)
+    for request_id, top in (("few", 20), ("many", 21)):
+        before = harness.loop.counters.drafted.total()
+        harness.submit(request_id, [7, 8, 9] * 20, 24, sampling=SamplingParams(temperature=0.0, top_logprobs=top))
+        harness.run()
+        assert (harness.loop.counters.drafted.total() > before) == (request_id == "few")
+
+
 class FailingGuesses(Words):
     """Fails when it is asked for a guess, or, with `late`, while the draft is prepared that the scheduler chose."""
 
