@@ -148,7 +148,8 @@ def test_a_sequence_that_reports_many_candidates_gets_no_draft() -> None:
     harness = make_harness(speculates=True)
     for request_id, top in (("few", 20), ("many", 21)):
         before = harness.loop.counters.drafted.total()
-        harness.submit(request_id, [7, 8, 9] * 20, 24, sampling=SamplingParams(temperature=0.0, top_logprobs=top))
+        sampling = SamplingParams(temperature=0.0, top_logprobs=top, allowed_tokens=bytes(FEW))
+        harness.submit(request_id, [3, 7, 9] * 20, 24, sampling=sampling)
         harness.run()
         assert (harness.loop.counters.drafted.total() > before) == (request_id == "few")
 
