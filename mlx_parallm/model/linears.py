@@ -270,7 +270,8 @@ class JoinedLinears:
                 for linear, part in zip(linears, mx.split(self.linear[name], starts), strict=True):
                     linear[name] = part
         self._x: mx.array | None = None
-        self._left: dict[int, mx.array] = {}
+        self._outputs: list[mx.array] = []
+        self._left = 0  # how many linears have not taken their outputs of this input
 
     def __call__(self, x: mx.array) -> mx.array:
         """[..., in] → the outputs of all linears, in order."""
@@ -278,12 +279,14 @@ class JoinedLinears:
 
     def of_one(self, x: mx.array, place: int) -> mx.array:
         """[..., in] → the outputs of one linear."""
-        if self._x is not x or place not in self._left:
-            self._x, self._left = x, dict(enumerate(mx.split(self.linear(x), self._starts, axis=-1)))
-        part = self._left.pop(place)
-        if not self._left:
-            self._x = None
-        return part
+        if self._x is not x:
+            self._x, self._left = x, len(self._starts) + 1
+            self._outputs = list(mx.split(self.linear(x), self._starts, axis=-1))
+        output = self._outputs[place]
+        self._left -= 1
+        if not self._left:  # nothing of a pass is kept
+            self._x, self._outputs = None, []
+        return output
 
 
 def _join(linears: Sequence[AdaptedLinear], group: LinearGroup) -> None:
