@@ -128,9 +128,7 @@ class AdapterStore:
         self._requests: Counter[AdapterRef] = Counter()
         self._asked: deque[Iterator[None]] = deque()  # jobs that a caller has asked for
         self._job: Iterator[None] | None = None
-        self._gone = (
-            0  # how many versions the registry had dropped when the copies of dropped ones were last looked for
-        )
+        self._gone = 0  # versions that the registry had dropped when their copies were last looked for
         self._make_room = False  # the last version was urgent: grow the bank before the next one comes
 
     # -- requests and sequences ------------------------------------------------------------------

@@ -63,6 +63,14 @@ def test_what_was_in_the_bank_says_the_same_again(make: Callable[[Harness, str, 
     assert {residence(harness, ref) for ref in refs} == {Residence.SLOT}
 
 
+def test_no_more_copies_are_dropped_than_are_too_many() -> None:
+    harness = make_harness(copies=3)
+    refs = [from_files(harness, name, seed) for seed, name in enumerate("abcde", start=1)]
+    evict(harness)
+    found = [residence(harness, ref) for ref in refs]
+    assert found == [Residence.FILE] * 2 + [Residence.COPY] * 3
+
+
 def test_an_empty_bank_is_given_back_at_once() -> None:
     harness = make_harness()
     evict(harness)

@@ -51,6 +51,16 @@ def test_a_row_goes_on_after_its_last_place() -> None:
     assert pool.allocate(2, after=other[-1]) == [6, 7]
 
 
+def test_a_row_goes_on_after_its_last_block_though_a_lower_one_is_free() -> None:
+    pool = allocator(20)
+    pool.allocate(5)
+    pool.release(1)
+    assert pool.allocate(1, after=4) == [5]
+    pool.allocate(1)
+    pool.allocate(1, after=5)
+    assert pool.allocate(1, after=6) == [7]
+
+
 def test_a_new_row_takes_a_run_that_holds_it_before_scattered_places() -> None:
     pool = allocator(20)
     pool.allocate(12)

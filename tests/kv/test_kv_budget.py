@@ -195,8 +195,10 @@ def test_rows_wait_for_memory_that_others_hold_and_ask_again_once_they_hold_less
     assert len(asked) == tried, "the device is not tried at every step"
     monkeypatch.undo()
     cache.close(second)
+    assert cache.device_refused
     assert cache.extend(first, 65)
     assert cache.open(20 * 64) is not None
+    assert not cache.device_refused
     cache.check_integrity()
 
 
