@@ -76,8 +76,8 @@ def test_waiting_twice_and_launching_ahead_are_seen():
 
 
 def test_one_row_of_a_llama_takes_14_kernels_a_layer():
-    """Two norms, four products, of which one makes q, k and v, and one gate and up; two rotary embeddings, two writes of
-    keys and values, attention, one fused activation and two sums. Beside the layers: a lookup of the embedding
+    """Two norms, four products, of which one makes q, k and v, and one gate and up; two rotary embeddings, two writes
+    of keys and values, attention, one fused activation and two sums. Beside the layers: a lookup of the embedding
     (dequantized), a norm, the head and the argmax."""
     found = counted([Case(BUNDLED, Rows.of([512]))])
     counts = next(iter(found.values()))
