@@ -124,7 +124,7 @@ def small(blocks: int = 20) -> tuple[Harness, Training, int]:
 
 def held(harness: Harness) -> list[str]:
     """The requests that have a row, oldest first."""
-    return [sequence.request.request_id for sequence in harness.loop.scheduler.live]
+    return [sequence.request.spec.request_id for sequence in harness.loop.scheduler.live]
 
 
 def step(harness: Harness) -> None:

@@ -192,10 +192,11 @@ def places() -> list[tuple[str, str, int]]:
 
         return noting
 
+    harness = make()
     with pytest.MonkeyPatch.context() as patched:
         for name in CALLS:
             patched.setattr(mx, name, note(getattr(mx, name)))
-        play(make())
+        play(harness)
     return [(*place, first) for place, first in found.items()]
 
 
@@ -218,7 +219,7 @@ EVALUATING = [
     ("Arena.copy", "arena.py"),
     ("Arena._put", "arena.py"),
     ("BatchRunner.launch", "runner.py"),
-    ("BatchRunner.draw", "runner.py"),
+    ("BatchRunner.sample", "runner.py"),
     ("BatchRunner.wait", "runner.py"),
     ("LinearGroup.fit", "bank.py"),
     ("LinearGroup.write", "bank.py"),
