@@ -22,6 +22,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Generator, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar, overload
 
 import mlx.core as mx
@@ -380,8 +381,7 @@ class ContinuousBatchProcessor:
             now = time.monotonic()
             if not busy or now - taken_at > _SNAPSHOT_S:
                 taken_at = now
-                for engine in self._engines.values():
-                    engine.fail_overdue(now)
+                self._each(partial(Engine.fail_overdue, now=now))  # no local variable may keep an engine in memory
                 self._refresh()
             if self._debug and not busy:
                 self._each(Engine.check_integrity)
