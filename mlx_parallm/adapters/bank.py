@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from weakref import ReferenceType, ref
 
 import mlx.core as mx
 
@@ -52,14 +53,13 @@ class LinearGroup:
         starts: where the outputs of each linear but the first begin among those of all tiles.
         written: slots that may hold values other than zero.
         kept: what `factors` has returned since the arrays were changed last.
-        joined: if the base model's linears are joined, their product, [..., in] → all outputs in the order of `specs`.
     """
 
     def __init__(self, specs: Sequence[LinearSpec], rank: int, dtype: mx.Dtype) -> None:
         self.specs = {spec.path: spec for spec in specs}
         self.rank = rank
         self.width = math.gcd(*(spec.out_features for spec in specs))
-        self.joined: BaseProduct | None = None
+        self._joined: ReferenceType[BaseProduct] | None = None
         self._experts = specs[0].expert_axis
         assert not self._experts or all(spec.out_features == self.width for spec in specs)  # one tile for each linear
         self._in_features = specs[0].in_features
@@ -88,6 +88,16 @@ class LinearGroup:
     @property
     def nbytes(self) -> int:
         return int(self.a.nbytes + self.b.nbytes)
+
+    @property
+    def joined(self) -> BaseProduct | None:
+        """The base model's product of all these linears at once, [..., in] → all outputs in the order of `specs`; None
+        if they are not joined, or if the base model is gone, which a bank outlives."""
+        return None if self._joined is None else self._joined()
+
+    def join(self, product: BaseProduct) -> None:
+        """Sets what is `joined`. The linears keep it."""
+        self._joined = ref(product)
 
     @property
     def is_whole(self) -> bool:

@@ -293,8 +293,8 @@ class ForwardContext:
     def _input(self, group: LinearGroup, x: mx.array) -> _GroupInput:
         if len(self._runs) == 1:
             run, rows = self._runs[0], self._runs[0].rows(x)
-            if isinstance(run, _OwnSlots) and group.joined is not None and group.is_whole:
-                y = group.joined(rows) + run.whole_change(group, rows)
+            if isinstance(run, _OwnSlots) and group.is_whole and (joined := group.joined) is not None:
+                y = joined(rows) + run.whole_change(group, rows)
                 return _GroupInput(group, x, rows, [], _by_tile(y, group))
             return _GroupInput(group, x, rows, [run.change(group, rows)])
         rows = mx.flatten(x, 0, -2)

@@ -295,7 +295,7 @@ def _join(linears: Sequence[AdaptedLinear], group: LinearGroup) -> None:
         return
     if type(linears[0]) is AdaptedLinear and type(linears[0].base) in _JOINABLE:
         joined = JoinedLinears([linear.base for linear in linears])
-        group.joined = joined
+        group.join(joined)
         for place, linear in enumerate(linears):
             linear.base_product = partial(joined.of_one, place=place)
 
