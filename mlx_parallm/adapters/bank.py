@@ -51,6 +51,7 @@ class LinearGroup:
         tiles: of the linear at each place, its part of the second axis of `b`.
         places_of_tiles: the place of the linear that each tile belongs to.
         starts: where the outputs of each linear but the first begin among those of all tiles.
+        is_whole: whether `b` has the outputs of all linears, in the order of `specs`.
         written: slots that may hold values other than zero.
         kept: what `factors` has returned since the arrays were changed last.
     """
@@ -75,6 +76,7 @@ class LinearGroup:
         self.tiles: list[slice] = []
         self.places_of_tiles: tuple[int, ...] = ()
         self.starts: list[int] = []
+        self.is_whole = False
         self.written: set[int] = set()
         self.kept: dict[int, tuple[mx.array, list[mx.array]]] = {}
         self.a = mx.zeros((*self._experts, 0, self._in_features, 0), self._dtype)
@@ -98,11 +100,6 @@ class LinearGroup:
     def join(self, product: BaseProduct) -> None:
         """Sets what is `joined`. The linears keep it."""
         self._joined = ref(product)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether `b` has the outputs of all linears, in the order of `specs`."""
-        return list(self.places) == list(self.specs)
 
     def factors(self, slot: int) -> tuple[mx.array, list[mx.array]]:
         """The factors of one slot: a [in, columns], and b [max_rank, out] of each place. Not of experts. All are views,
@@ -143,6 +140,7 @@ class LinearGroup:
             self.places[path] = place
             self.tiles.append(slice(start, len(self.places_of_tiles)))
         self.starts = [tiles.start * self.width for tiles in self.tiles[1:]]
+        self.is_whole = list(self.places) == list(self.specs)
 
     def write(self, slot: int, pairs: dict[str, LoRAPair]) -> None:
         """Writes one slot, and waits until it is written. Linears without a pair get zeros. Call `fit` first.
