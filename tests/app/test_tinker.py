@@ -121,8 +121,10 @@ async def test_a_supervised_run_is_saved_loaded_and_sampled(tmp_path: Path) -> N
     data = [taught(PROMPT, ANSWER), taught([20, 21], [50, 51])]
     async with serving(make(tmp_path), trains=False) as http:
         model = await Model(http).start()
-        losses = [await model.update(data, "cross_entropy", 0.02) for _ in range(40)]
-        assert losses[-1] < 0.5 * losses[0]
+        losses = [await model.update(data, "cross_entropy", 0.005)]
+        while losses[-1] > 0.5 and len(losses) < 200:
+            losses.append(await model.update(data, "cross_entropy", 0.005))
+        assert losses[-1] <= 0.5, "in all, so each token of both answers has more than half of the probability"
         scored = await model.ask("forward", forward_input={"data": data[:1], "loss_fn": "cross_entropy"})
         logprobs = scored["loss_fn_outputs"][0]["logprobs"]["data"]
         assert scored["metrics"]["loss:sum"] == pytest.approx(-sum(logprobs[len(PROMPT) - 1 :]), rel=1e-5)
