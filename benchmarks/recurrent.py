@@ -39,8 +39,8 @@ from mlx_parallm.model.device import prepare_device
 from mlx_parallm.model.hooks import InPart, answered_by
 from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.model.linears import install_adapters
-from mlx_parallm.rl.learn.context import Span
-from mlx_parallm.rl.learn.model import TrainableModel
+from mlx_parallm.train.context import Span
+from mlx_parallm.train.model import TrainableModel
 
 PARTS = ("rule", "mixer", "prompt")
 RECORD = Path(__file__).parent / "results" / "recurrent.json"

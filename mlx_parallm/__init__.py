@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mlx_parallm.engine.thread import ContinuousBatchProcessor
     from mlx_parallm.kv.cache import LoRABatchedKVCache
     from mlx_parallm.model.manager import CheckpointManager, SharedModelManager
-    from mlx_parallm.rl.learn.trainer import GRPOTrainer
+    from mlx_parallm.train.trainer import GRPOTrainer
 
 __all__ = [
     "BLAS",
@@ -44,7 +44,7 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 _LAZY = {
     "CheckpointManager": "mlx_parallm.model.manager",
     "ContinuousBatchProcessor": "mlx_parallm.engine.thread",
-    "GRPOTrainer": "mlx_parallm.rl.learn.trainer",
+    "GRPOTrainer": "mlx_parallm.train.trainer",
     "LoRABatchedKVCache": "mlx_parallm.kv.cache",
     "LoRAConfig": "mlx_parallm.config",
     "RLAwareScheduler": "mlx_parallm.engine.scheduler",

@@ -72,11 +72,11 @@ LEFT_OUT = (
     "server/",
     "model/",
     "batch/",
-    "rl/learn/model.py",
-    "rl/learn/forwards.py",
-    "rl/learn/attention.py",
-    "rl/objectives/samples.py",
-    "rl/objectives/losses.py",
+    "train/model.py",
+    "train/forwards.py",
+    "train/attention.py",
+    "train/samples.py",
+    "train/losses.py",
 )
 GOES_LIVE = function("adapters/", "flip")
 DRAWS_THE_LAST_TOKEN = RequestFinished.__init__.__code__

@@ -32,9 +32,9 @@ from mlx_parallm.model.families import relative_error
 from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.model.linears import install_adapters
 from mlx_parallm.model.packing import to_float32
-from mlx_parallm.rl.learn.context import Params
-from mlx_parallm.rl.learn.context import Span as Trained
-from mlx_parallm.rl.learn.model import TrainableModel
+from mlx_parallm.train.context import Params
+from mlx_parallm.train.context import Span as Trained
+from mlx_parallm.train.model import TrainableModel
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parent / "model" / "configurations.json").read_text()

@@ -18,13 +18,12 @@ from mlx_parallm.config import ModelConfig, RLTrainingConfig
 from mlx_parallm.model.cache_plan import CachePlan, prepare
 from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.model.linears import install_adapters
-from mlx_parallm.rl.learn.footprint import Footprint
-from mlx_parallm.rl.learn.jobs import Job
-from mlx_parallm.rl.learn.model import TrainableModel
-from mlx_parallm.rl.learn.policy import Policy
-from mlx_parallm.rl.learn.trainer import GRPOTrainer
-from mlx_parallm.rl.objectives.batches import UpdateBatch
-from mlx_parallm.rl.objectives.samples import Sample, answered
+from mlx_parallm.train.footprint import Footprint
+from mlx_parallm.train.jobs import Job
+from mlx_parallm.train.model import TrainableModel
+from mlx_parallm.train.policy import Policy
+from mlx_parallm.train.samples import Sample, UpdateBatch, answered
+from mlx_parallm.train.trainer import GRPOTrainer
 
 RANK = 16
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mlx_parallm.rl.objectives.samples import Sample
+from mlx_parallm.train.samples import Sample
 
 
 def answer(sample: Sample) -> tuple[int, ...]:

@@ -22,14 +22,12 @@ from mlx_parallm.core.branches import Branch, Bucket
 from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.model.linears import install_adapters
-from mlx_parallm.rl.events import UpdateOutcome
-from mlx_parallm.rl.learn.context import Params, Span, TrainingContext
-from mlx_parallm.rl.learn.model import TrainableModel
-from mlx_parallm.rl.learn.packing import MicroBatch, SampleBatch, pack
-from mlx_parallm.rl.learn.policy import Policy, PolicySnapshot
-from mlx_parallm.rl.learn.trainer import GRPOTrainer
-from mlx_parallm.rl.objectives.batches import UpdateBatch
-from mlx_parallm.rl.objectives.samples import Sample, answered
+from mlx_parallm.train.context import Params, Span, TrainingContext
+from mlx_parallm.train.model import TrainableModel
+from mlx_parallm.train.packing import MicroBatch, SampleBatch, pack
+from mlx_parallm.train.policy import Policy, PolicySnapshot
+from mlx_parallm.train.samples import Sample, UpdateBatch, UpdateOutcome, answered
+from mlx_parallm.train.trainer import GRPOTrainer
 
 LORA = ModelConfig(lora_rank=4, lora_alpha=8.0, lora_target_modules=("q_proj", "v_proj", "o_proj", "down_proj"))
 MIXER_TARGETS = {

@@ -36,8 +36,8 @@ from mlx_parallm.model.linears import install_adapters
 from mlx_parallm.model.loading import find_model, keep_few_layers, materialize, model_in
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.model.packing import to_float32
-from mlx_parallm.rl.learn.check import gradients
-from mlx_parallm.rl.learn.model import TrainableModel
+from mlx_parallm.train.check import gradients
+from mlx_parallm.train.model import TrainableModel
 
 _SLOTS, _RANK = 2, 4
 _TIMEOUT_S = 600.0

@@ -30,15 +30,6 @@ from mlx_parallm.rl.environments import Task, answers_of, read_system_prompt
 from mlx_parallm.rl.environments.prompts import read_text
 from mlx_parallm.rl.environments.thread import EnvironmentThread
 from mlx_parallm.rl.inference.http import EngineServer
-from mlx_parallm.rl.learn.check import gradients
-from mlx_parallm.rl.learn.footprint import Footprint
-from mlx_parallm.rl.learn.learner import Learner
-from mlx_parallm.rl.learn.model import TrainableModel
-from mlx_parallm.rl.learn.packed_pass import SEGMENT, SHORT_SEGMENT
-from mlx_parallm.rl.learn.policy import PolicySnapshot
-from mlx_parallm.rl.learn.several_ranks import FollowingTraining, LeadingTrainableModel
-from mlx_parallm.rl.learn.taking_turns import TakingTurns
-from mlx_parallm.rl.learn.trainer import GRPOTrainer
 from mlx_parallm.rl.policies import PolicyService
 from mlx_parallm.rl.reward_models.learning import RewardModelDevice
 from mlx_parallm.rl.reward_models.service import RewardModels
@@ -53,6 +44,15 @@ from mlx_parallm.rl.teachers import Teacher, engine_score, server_score
 from mlx_parallm.rl.updates.checkpoints import PolicyCheckpoints
 from mlx_parallm.rl.updates.gate import Gate
 from mlx_parallm.rl.updates.parts import TrainingParts
+from mlx_parallm.train.check import gradients
+from mlx_parallm.train.footprint import Footprint
+from mlx_parallm.train.learner import Learner
+from mlx_parallm.train.model import TrainableModel
+from mlx_parallm.train.packed_pass import SEGMENT, SHORT_SEGMENT
+from mlx_parallm.train.policy import PolicySnapshot
+from mlx_parallm.train.several_ranks import FollowingTraining, LeadingTrainableModel
+from mlx_parallm.train.taking_turns import TakingTurns
+from mlx_parallm.train.trainer import GRPOTrainer
 
 
 def build_trainer(

@@ -18,8 +18,8 @@ from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.bench.ours import SETTLED
 from mlx_parallm.bench.plain_trainer import PlainTrainer
 from mlx_parallm.core import SamplingParams
-from mlx_parallm.rl.objectives.samples import Sample
 from mlx_parallm.selftest.plain import PlainModel
+from mlx_parallm.train.samples import Sample
 
 
 class MlxLm:

@@ -22,11 +22,10 @@ from mlx_parallm.core import (
     SequenceOutput,
     StopParams,
 )
-from mlx_parallm.rl.learn.policy import Policy, PolicySnapshot
-from mlx_parallm.rl.learn.trainer import GRPOTrainer
-from mlx_parallm.rl.objectives.batches import UpdateBatch
-from mlx_parallm.rl.objectives.samples import Sample
 from mlx_parallm.rl.rollouts.answers import events_of
+from mlx_parallm.train.policy import Policy, PolicySnapshot
+from mlx_parallm.train.samples import Sample, UpdateBatch
+from mlx_parallm.train.trainer import GRPOTrainer
 
 SETTLED = 3
 """Tokens of each row before decode steps are measured, on both sides."""

@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx.optimizers import AdamW
 from mlx.utils import tree_flatten, tree_map
 
-from mlx_parallm.rl.objectives.samples import Sample
+from mlx_parallm.train.samples import Sample
 
 _CLIP = 0.2
 

@@ -34,7 +34,6 @@ from mlx_parallm.config import Config, LoRAConfig, configure
 from mlx_parallm.core import SamplingParams
 from mlx_parallm.model.bundled import bundled_path
 from mlx_parallm.model.device import on_cpu
-from mlx_parallm.rl.objectives.samples import Sample, answered
 from mlx_parallm.selftest.check import CheckResult
 from mlx_parallm.selftest.inputs import random_adapter, random_tokens
 from mlx_parallm.selftest.models import ModelChoice, real_model
@@ -42,6 +41,7 @@ from mlx_parallm.selftest.report import describe_machine
 from mlx_parallm.selftest.run import OnResult, tested_models
 from mlx_parallm.selftest.step_memory import step_memory
 from mlx_parallm.selftest.tested import started
+from mlx_parallm.train.samples import Sample, answered
 
 _GREEDY = SamplingParams(temperature=0.0)
 _TOP_P = SamplingParams(temperature=1.0, top_p=0.9)

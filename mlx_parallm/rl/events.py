@@ -1,4 +1,4 @@
-"""Training events: the stream that clients listen to. Also the outcome of an update, and its report to the stream."""
+"""Training events: the stream that clients listen to. Also the reports of updates to it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from mlx_parallm.core import EVERYTHING, AdapterRef, Reader, TrainingEvent, UpdateReport
+from mlx_parallm.train.samples import UpdateOutcome
 
 _MAX_QUEUED = 256
 """Events that may wait for one listener, and that are kept for those who come back. Older ones are lost."""
@@ -137,22 +138,6 @@ class Listener(AsyncIterator[TrainingEvent]):
         self.end()
         self._events.clear()
         self._lost = 0
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateOutcome:
-    """The result of one update. `step`: optimizer steps of the policy so far.
-
-    `skipped`: why the policy was left as it was, or "". `metrics`: loss, entropy, ratio_mean, ratio_max,
-    clip_fraction, dual_clip_fraction, mismatch_kl, grad_norm, learning_rate, seconds and so on, over all tokens.
-    `kl`: KL divergence of the policy before the step from the base model, in nats per token. If it is part of the loss,
-    it is over all tokens; else it is an unbiased estimate from a quarter of the micro-batches. `kl_step`: KL divergence
-    of the policy before the step from the one after it, an unbiased estimate from a quarter of the samples.
-    """
-
-    step: int
-    skipped: str = ""
-    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,11 +31,11 @@ from mlx_parallm.core import (
     check_name,
 )
 from mlx_parallm.errors import ConflictError, InvalidRequestError, OverloadedError, UnknownModelError
-from mlx_parallm.rl.learn.learner import Learner
-from mlx_parallm.rl.learn.policy import PolicySnapshot
-from mlx_parallm.rl.objectives.samples import PLACEHOLDERS, Sample
-from mlx_parallm.rl.objectives.summed import TOTALS, loss_value, resolved_loss, sample_of, scored_places
 from mlx_parallm.rl.updates.checkpoints import PolicyCheckpoints
+from mlx_parallm.train.learner import Learner
+from mlx_parallm.train.policy import PolicySnapshot
+from mlx_parallm.train.samples import PLACEHOLDERS, Sample
+from mlx_parallm.train.summed import TOTALS, loss_value, resolved_loss, sample_of, scored_places
 
 _log = logging.getLogger(__name__)
 

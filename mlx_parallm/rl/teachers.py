@@ -27,9 +27,8 @@ from mlx_parallm.core import (
 from mlx_parallm.errors import EngineError, ParaLLMError
 from mlx_parallm.rl.inference.http import EngineServer
 from mlx_parallm.rl.inference.openai import choices_of
-from mlx_parallm.rl.objectives.batches import UpdateBatch
-from mlx_parallm.rl.objectives.samples import Sample
 from mlx_parallm.rl.rollouts.answers import events_of
+from mlx_parallm.train.samples import Sample, UpdateBatch
 
 _AT_ONCE = 8
 """Samples that the teacher reads at the same time."""

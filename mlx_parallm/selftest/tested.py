@@ -28,11 +28,11 @@ from mlx_parallm.core import (
     StopParams,
     TokenLogprob,
 )
-from mlx_parallm.rl.learn.trainer import GRPOTrainer
 from mlx_parallm.rl.rollouts.answers import events_of
 from mlx_parallm.selftest.inputs import RANK, SCALE, random_adapter, random_tokens
 from mlx_parallm.selftest.limits import Rounding, measured
 from mlx_parallm.selftest.plain import Logprobs, PlainModel
+from mlx_parallm.train.trainer import GRPOTrainer
 
 T = TypeVar("T")
 

@@ -34,11 +34,11 @@ from mlx_parallm.core import (
     Trajectory,
     WorkClass,
 )
-from mlx_parallm.rl.learn.context import Params
-from mlx_parallm.rl.learn.packing import pack, split_samples
-from mlx_parallm.rl.learn.policy import PolicyState
-from mlx_parallm.rl.learn.trainer import GRPOTrainer
-from mlx_parallm.rl.objectives.samples import answered
+from mlx_parallm.train.context import Params
+from mlx_parallm.train.packing import pack, split_samples
+from mlx_parallm.train.policy import PolicyState
+from mlx_parallm.train.samples import answered
+from mlx_parallm.train.trainer import GRPOTrainer
 
 CLIENTS, UPDATES = 8, 100
 LORA = LoRAConfig(rank=4, alpha=8.0)

@@ -24,7 +24,7 @@ from mlx_parallm.engine.startup import Prover
 from mlx_parallm.errors import AdapterFileError, UnsupportedModelError
 from mlx_parallm.model.families import Finding
 from mlx_parallm.model.manager import SharedModelManager
-from mlx_parallm.rl.learn.model import TrainableModel
+from mlx_parallm.train.model import TrainableModel
 
 CONFIG = {**CONFIGURATIONS["glm4"], "vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID, "max_position_embeddings": 512}
 LORA = LoRAConfig(rank=4, target_modules=("q_proj", "gate_up_proj", "down_proj"))

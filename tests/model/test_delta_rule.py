@@ -19,8 +19,8 @@ from tiny import tiny_model
 from mlx_parallm.core.branches import Branch, Bucket
 from mlx_parallm.model.delta_rule import gated_delta, gates, wkv7
 from mlx_parallm.model.mixers import training_mode
-from mlx_parallm.rl.learn.context import Span
-from mlx_parallm.rl.learn.model import TrainableModel
+from mlx_parallm.train.context import Span
+from mlx_parallm.train.model import TrainableModel
 
 
 @dataclass(frozen=True)

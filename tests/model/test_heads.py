@@ -18,7 +18,7 @@ from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, HeadPart
 from mlx_parallm.model.families import relative_error
 from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.model.linears import AdaptedHeads, install_adapters
-from mlx_parallm.rl.learn.context import Span, TrainingContext
+from mlx_parallm.train.context import Span, TrainingContext
 
 HEADS, KEYS, VALUES, LATENT = 3, 32, 64, 96
 PATH, PARTS = "at.kv_b_proj", HeadParts("at.embed_q", "at.unembed_out", HEADS, KEYS)

@@ -26,9 +26,9 @@ from mlx_parallm.model.linears import install_adapters
 from mlx_parallm.ranks.parts import FollowingParts
 from mlx_parallm.ranks.tensor_parallel import split_model
 from mlx_parallm.ranks.wire import decode, encode
-from mlx_parallm.rl.learn.several_ranks import FollowingTraining, LeadingTrainableModel
-from mlx_parallm.rl.learn.trainer import GRPOTrainer
-from mlx_parallm.rl.objectives.batches import UpdateBatch
+from mlx_parallm.train.samples import UpdateBatch
+from mlx_parallm.train.several_ranks import FollowingTraining, LeadingTrainableModel
+from mlx_parallm.train.trainer import GRPOTrainer
 
 FAMILIES = ("llama", "qwen2", "qwen3", "quantized")
 PROGRAM = Path(__file__).with_name("training_program.py")

@@ -9,10 +9,10 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.config import Algorithm, ResolvedLoss
-from mlx_parallm.rl.objectives.losses import loss
-from mlx_parallm.rl.objectives.reductions import Denominators, UpdateTotals
-from mlx_parallm.rl.objectives.samples import Sample
-from mlx_parallm.rl.objectives.token_losses import TokenBatch
+from mlx_parallm.train.losses import loss
+from mlx_parallm.train.reductions import Denominators, UpdateTotals
+from mlx_parallm.train.samples import Sample
+from mlx_parallm.train.token_losses import TokenBatch
 
 
 @dataclass(frozen=True)

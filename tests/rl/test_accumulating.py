@@ -30,11 +30,10 @@ from trainers import (
 
 from mlx_parallm.config import Algorithm, OptimizerConfig
 from mlx_parallm.errors import InvalidRequestError, StepFailedError
-from mlx_parallm.rl.learn.policy import Policy
-from mlx_parallm.rl.learn.trainer import GRPOTrainer
-from mlx_parallm.rl.objectives.batches import UpdateBatch
-from mlx_parallm.rl.objectives.reductions import UpdateTotals
-from mlx_parallm.rl.objectives.samples import Sample
+from mlx_parallm.train.policy import Policy
+from mlx_parallm.train.reductions import UpdateTotals
+from mlx_parallm.train.samples import Sample, UpdateBatch
+from mlx_parallm.train.trainer import GRPOTrainer
 
 LOSS, OPTIMIZER, UNCLIPPED = SETTINGS.loss, SETTINGS.optimizer, unclipped().optimizer
 

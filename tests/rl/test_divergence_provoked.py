@@ -13,9 +13,7 @@ from trainers import everywhere, make_policy, make_trainer
 
 from mlx_parallm.config import DivergenceConfig
 from mlx_parallm.rl.divergence.watch import DivergenceRules
-from mlx_parallm.rl.events import UpdateOutcome
-from mlx_parallm.rl.objectives.batches import UpdateBatch
-from mlx_parallm.rl.objectives.samples import Sample, answered
+from mlx_parallm.train.samples import Sample, UpdateBatch, UpdateOutcome, answered
 
 pytestmark = pytest.mark.ci
 

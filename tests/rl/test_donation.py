@@ -11,10 +11,10 @@ from few_operations import growth
 from mlx.utils import tree_map
 from trainers import LORA, make_policy, make_trainer, samples
 
-from mlx_parallm.rl.learn.accumulation import Accumulated, Accumulation
-from mlx_parallm.rl.learn.policy import Policy
-from mlx_parallm.rl.learn.step import Step
-from mlx_parallm.rl.learn.trainer import GRPOTrainer
+from mlx_parallm.train.accumulation import Accumulated, Accumulation
+from mlx_parallm.train.policy import Policy
+from mlx_parallm.train.step import Step
+from mlx_parallm.train.trainer import GRPOTrainer
 
 
 def learning_with(layers: int) -> tuple[GRPOTrainer, Policy]:

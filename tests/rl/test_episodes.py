@@ -14,10 +14,10 @@ from mlx_parallm.core import AdapterRef, FinishReason, Trajectory
 from mlx_parallm.rl.collect.groups import FEEDBACK, DropReason
 from mlx_parallm.rl.objectives.batches import ScoredGroup, prepare
 from mlx_parallm.rl.objectives.episodes import Episode, samples_of, token_advantages
-from mlx_parallm.rl.objectives.losses import ALGORITHMS
-from mlx_parallm.rl.objectives.reductions import UpdateTotals, sequence_mean
 from mlx_parallm.rl.objectives.rewards import RewardHistory
-from mlx_parallm.rl.objectives.samples import Sample
+from mlx_parallm.train.losses import ALGORITHMS
+from mlx_parallm.train.reductions import UpdateTotals, sequence_mean
+from mlx_parallm.train.samples import Sample
 
 ONE = trajectories("t", AdapterRef("math", 1), 1)[0]
 

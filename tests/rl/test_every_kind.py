@@ -13,8 +13,8 @@ from trainers import LORA, assert_close, gradients, gradients_of, make_policy, p
 
 from mlx_parallm.config import Algorithm
 from mlx_parallm.model.layout import adapter_layout
-from mlx_parallm.rl.learn.context import Params
-from mlx_parallm.rl.objectives.samples import Sample, Stretch, answered
+from mlx_parallm.train.context import Params
+from mlx_parallm.train.samples import Sample, Stretch, answered
 
 KINDS = {
     "llama": "attention",

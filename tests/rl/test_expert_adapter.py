@@ -25,8 +25,8 @@ from trainers import (
 
 from mlx_parallm.config import Algorithm
 from mlx_parallm.errors import AdapterTooLargeError
-from mlx_parallm.rl.learn.context import Params
-from mlx_parallm.rl.objectives.samples import Sample
+from mlx_parallm.train.context import Params
+from mlx_parallm.train.samples import Sample
 
 EXPERTS = changed(LORA, lora_target_modules=("gate_proj", "up_proj", "down_proj", "gate", "q_proj"))
 ALL = changed(EXPERTS, lora_target_modules=(*EXPERTS.lora_target_modules, "shared_expert_gate"))

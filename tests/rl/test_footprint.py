@@ -7,7 +7,7 @@ import pytest
 from family_checks import COMPATIBLE, CONFIGURATIONS, build
 from peaks import GROUPS, Group, Trained
 
-from mlx_parallm.rl.learn.footprint import LARGEST, SMALLEST, Footprint, TrunkMemory
+from mlx_parallm.train.footprint import LARGEST, SMALLEST, Footprint, TrunkMemory
 
 GB, KB = 1 << 30, 1 << 10
 LEAST, MOST = 0.65, 1.05

@@ -15,7 +15,7 @@ from mlx_parallm.config import Algorithm
 from mlx_parallm.core import GivenTrajectory
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.rl.objectives.episodes import Episode, samples_of
-from mlx_parallm.rl.objectives.samples import Sample
+from mlx_parallm.train.samples import Sample
 
 ROW = GivenTrajectory(
     (1, 2), (3, 4, 8, 9, 5, 8), 1.0, "a", (-0.3, -0.4, 0.0, 0.0, -0.5, 0.0), 0.5,

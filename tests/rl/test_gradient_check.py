@@ -11,10 +11,10 @@ from mlx_lm.models import kimi_k3
 
 from mlx_parallm.core.branches import Branch
 from mlx_parallm.model.families import Finding
-from mlx_parallm.rl.learn import packed_pass
-from mlx_parallm.rl.learn.check import gradients
-from mlx_parallm.rl.learn.context import Params, Span
-from mlx_parallm.rl.learn.model import TrainableModel
+from mlx_parallm.train import packed_pass
+from mlx_parallm.train.check import gradients
+from mlx_parallm.train.context import Params, Span
+from mlx_parallm.train.model import TrainableModel
 
 
 def checked(served: Served, segment: int = packed_pass.SEGMENT) -> Finding:

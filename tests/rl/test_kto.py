@@ -29,14 +29,14 @@ from trainers import (
 from mlx_parallm.config import Algorithm
 from mlx_parallm.core import BASE_ADAPTER, Signal
 from mlx_parallm.rl.collect.groups import FEEDBACK, DropReason
-from mlx_parallm.rl.learn.context import Params
-from mlx_parallm.rl.learn.policy import Policy
-from mlx_parallm.rl.learn.trainer import GRPOTrainer
 from mlx_parallm.rl.objectives.batches import ScoredGroup, prepare
-from mlx_parallm.rl.objectives.losses import loss, means
 from mlx_parallm.rl.objectives.rewards import RewardHistory
-from mlx_parallm.rl.objectives.samples import Sample, mismatched
 from mlx_parallm.rl.objectives.signals import prepare_signal
+from mlx_parallm.train.context import Params
+from mlx_parallm.train.losses import loss, means
+from mlx_parallm.train.policy import Policy
+from mlx_parallm.train.samples import Sample, mismatched
+from mlx_parallm.train.trainer import GRPOTrainer
 
 KTO = loss_config(Algorithm.KTO, preference_beta=0.3, kto_desirable_weight=1.5, kto_undesirable_weight=0.5)
 

@@ -25,9 +25,9 @@ from trainers import (
 )
 
 from mlx_parallm.errors import StepFailedError
-from mlx_parallm.rl.learn.learner import Learner
-from mlx_parallm.rl.learn.trainer import GRPOTrainer
-from mlx_parallm.rl.objectives.reductions import UpdateTotals
+from mlx_parallm.train.learner import Learner
+from mlx_parallm.train.reductions import UpdateTotals
+from mlx_parallm.train.trainer import GRPOTrainer
 
 LOSS, OPTIMIZER = SETTINGS.loss, SETTINGS.optimizer
 SMALL = changed(SETTINGS, micro_batch_tokens=1)

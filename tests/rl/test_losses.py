@@ -24,8 +24,8 @@ from rl.loss_reference import (
 from mlx_parallm.config import Algorithm, RewardScale
 from mlx_parallm.config.loss import ALGORITHM_DEFAULTS
 from mlx_parallm.rl.objectives.advantages import group_advantages
-from mlx_parallm.rl.objectives.losses import ALGORITHMS, loss, means
-from mlx_parallm.rl.objectives.token_losses import k3
+from mlx_parallm.train.losses import ALGORITHMS, loss, means
+from mlx_parallm.train.token_losses import k3
 
 SINGLE = [each for each in Algorithm if each not in (Algorithm.DPO, Algorithm.KTO, Algorithm.DISTILLATION)]
 """Losses of one sequence at a time, without a teacher or an estimate over all samples."""

@@ -24,10 +24,9 @@ from trainers import (
 
 from mlx_parallm.config import OldLogprobs, ResolvedTraining
 from mlx_parallm.errors import StepFailedError
-from mlx_parallm.rl.learn.packing import minibatches
-from mlx_parallm.rl.learn.trainer import GRPOTrainer
-from mlx_parallm.rl.objectives.batches import UpdateBatch
-from mlx_parallm.rl.objectives.samples import Sample
+from mlx_parallm.train.packing import minibatches
+from mlx_parallm.train.samples import Sample, UpdateBatch
+from mlx_parallm.train.trainer import GRPOTrainer
 
 TWO = changed(SETTINGS, minibatches=2, micro_batch_tokens=30)
 

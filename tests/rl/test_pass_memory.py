@@ -9,9 +9,9 @@ import pytest
 from family_checks import Served
 
 from mlx_parallm.core.branches import Branch, Bucket
-from mlx_parallm.rl.learn.context import Span
-from mlx_parallm.rl.learn.model import TrainableModel
-from mlx_parallm.rl.learn.packed_pass import LearnedCache, RowsOfBranch
+from mlx_parallm.train.context import Span
+from mlx_parallm.train.model import TrainableModel
+from mlx_parallm.train.packed_pass import LearnedCache, RowsOfBranch
 
 
 @pytest.mark.parametrize("recomputed", [False, True])

@@ -17,9 +17,9 @@ from mlx_parallm.config import Algorithm
 from mlx_parallm.core import BASE_ADAPTER, FinishReason
 from mlx_parallm.rl.collect.groups import DropReason
 from mlx_parallm.rl.objectives.batches import ScoredGroup, prepare
-from mlx_parallm.rl.objectives.losses import loss, means
 from mlx_parallm.rl.objectives.rewards import RewardHistory
-from mlx_parallm.rl.objectives.samples import Sample
+from mlx_parallm.train.losses import loss, means
+from mlx_parallm.train.samples import Sample
 
 DPO = loss_config(Algorithm.DPO, preference_beta=0.3)
 

@@ -32,7 +32,7 @@ from trainers import (
 from mlx_parallm.config import Algorithm
 from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.model.packing import dequantize
-from mlx_parallm.rl.learn.trainer import GRPOTrainer
+from mlx_parallm.train.trainer import GRPOTrainer
 
 
 def both(checkpointed: bool, tied: bool, algorithm: Algorithm) -> list[tuple[GRPOTrainer, nn.Module]]:

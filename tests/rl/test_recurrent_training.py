@@ -27,10 +27,10 @@ from trainers import (
 )
 
 from mlx_parallm.config import Algorithm
-from mlx_parallm.rl.learn.context import Params, Span
-from mlx_parallm.rl.learn.policy import Policy
-from mlx_parallm.rl.learn.trainer import GRPOTrainer
-from mlx_parallm.rl.objectives.samples import Sample, answered
+from mlx_parallm.train.context import Params, Span
+from mlx_parallm.train.policy import Policy
+from mlx_parallm.train.samples import Sample, answered
+from mlx_parallm.train.trainer import GRPOTrainer
 
 SHARED = (7, 7, 9, 1, 30, 31, 32, 33, 34, 35)
 

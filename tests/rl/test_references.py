@@ -11,8 +11,8 @@ from sample_parts import with_advantage
 from trainers import assert_close, gradients, make_policy, make_trainer, plain_logprobs, samples, unclipped
 
 from mlx_parallm.config import Algorithm, ResolvedLoss
-from mlx_parallm.rl.learn.trainer import GRPOTrainer
-from mlx_parallm.rl.objectives.samples import Sample
+from mlx_parallm.train.samples import Sample
+from mlx_parallm.train.trainer import GRPOTrainer
 
 READING = (loss_config(Algorithm.DPO), loss_config(Algorithm.GRPO, kl_coef=0.3))
 

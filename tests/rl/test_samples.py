@@ -13,7 +13,7 @@ from mlx_parallm.config import Algorithm
 from mlx_parallm.core import BASE_ADAPTER, FinishReason
 from mlx_parallm.rl.objectives.batches import ScoredGroup, prepare
 from mlx_parallm.rl.objectives.rewards import RewardHistory
-from mlx_parallm.rl.objectives.samples import Sample, Stretch, answered
+from mlx_parallm.train.samples import Sample, Stretch, answered
 
 
 def test_an_answer_is_trained_and_its_prompt_is_not() -> None:

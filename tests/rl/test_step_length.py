@@ -10,8 +10,8 @@ from configs import changed
 from trainers import SETTINGS, learn, leaves, make_policy, make_trainer, samples
 
 from mlx_parallm.config import Algorithm, ResolvedTraining
-from mlx_parallm.rl.learn.policy import PolicySnapshot
-from mlx_parallm.rl.learn.trainer import GRPOTrainer
+from mlx_parallm.train.policy import PolicySnapshot
+from mlx_parallm.train.trainer import GRPOTrainer
 
 TARGET = 0.05
 WILD = changed(SETTINGS, learning_rate=0.5, max_kl_step=TARGET)

@@ -11,9 +11,9 @@ from mlx.utils import tree_flatten
 from trainers import VOCABULARY, Recorder, assert_close, everywhere, make_policy, make_trainer, unclipped
 
 from mlx_parallm.core import SummedLoss, TargetedTokens, TokenLoss
-from mlx_parallm.rl.learn.policy import Policy
-from mlx_parallm.rl.learn.trainer import GRPOTrainer
-from mlx_parallm.rl.objectives.summed import TOTALS, loss_value, resolved_loss, sample_of, scored_places
+from mlx_parallm.train.policy import Policy
+from mlx_parallm.train.summed import TOTALS, loss_value, resolved_loss, sample_of, scored_places
+from mlx_parallm.train.trainer import GRPOTrainer
 
 LOSSES = (
     SummedLoss(TokenLoss.CROSS_ENTROPY),

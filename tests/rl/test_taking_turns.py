@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_parallm.rl.learn.taking_turns import TakingTurns
+from mlx_parallm.train.taking_turns import TakingTurns
 
 
 class Work:

@@ -41,10 +41,10 @@ from trainers import (
 )
 
 from mlx_parallm.config import Algorithm, OldLogprobs
-from mlx_parallm.rl.learn.accumulation import Accumulation
-from mlx_parallm.rl.learn.context import Span
-from mlx_parallm.rl.learn.packing import split_samples
-from mlx_parallm.rl.objectives.batches import UpdateBatch
+from mlx_parallm.train.accumulation import Accumulation
+from mlx_parallm.train.context import Span
+from mlx_parallm.train.packing import split_samples
+from mlx_parallm.train.samples import UpdateBatch
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen2_moe", "gemma3", "gemma3_text", *RECURRENT)
 
@@ -194,7 +194,7 @@ def test_kl_to_the_base_is_an_unbiased_estimate_however_the_update_is_split(
     micro_batch_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over all seeds (the step's number) the mean is that of all tokens, though each update looks at a part of them."""
-    monkeypatch.setattr("mlx_parallm.rl.learn.accumulation._KL_TOKENS", 1)
+    monkeypatch.setattr("mlx_parallm.train.accumulation._KL_TOKENS", 1)
     trainer, model = make_trainer(changed(SETTINGS, micro_batch_tokens=micro_batch_tokens))
     policy = make_policy(trainer, moved=0.3)
     drawn = with_logprobs(trainer, model, policy, samples(24, groups=6))

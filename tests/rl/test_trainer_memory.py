@@ -15,12 +15,11 @@ from trainers import LORA, SETTINGS, learn, make_policy, make_trainer, samples
 
 from mlx_parallm.config import ModelConfig, ResolvedTraining
 from mlx_parallm.errors import StepFailedError
-from mlx_parallm.rl.events import UpdateOutcome
-from mlx_parallm.rl.learn.accumulation import Accumulation
-from mlx_parallm.rl.learn.model import Recomputes
-from mlx_parallm.rl.learn.pacing import Pacer
-from mlx_parallm.rl.learn.trainer import GRPOTrainer
-from mlx_parallm.rl.objectives.batches import UpdateBatch
+from mlx_parallm.train.accumulation import Accumulation
+from mlx_parallm.train.model import Recomputes
+from mlx_parallm.train.pacing import Pacer
+from mlx_parallm.train.samples import UpdateBatch, UpdateOutcome
+from mlx_parallm.train.trainer import GRPOTrainer
 
 pytestmark = pytest.mark.ci
 

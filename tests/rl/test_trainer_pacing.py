@@ -9,9 +9,8 @@ from trainers import SETTINGS, leaves, make_policy, make_trainer, samples, snaps
 
 from mlx_parallm.config import ResolvedTraining
 from mlx_parallm.errors import AdapterFileError, StepFailedError
-from mlx_parallm.rl.events import UpdateOutcome
-from mlx_parallm.rl.learn.policy import Policy, PolicySnapshot
-from mlx_parallm.rl.objectives.batches import UpdateBatch
+from mlx_parallm.train.policy import Policy, PolicySnapshot
+from mlx_parallm.train.samples import UpdateBatch, UpdateOutcome
 
 WHOLE, ONE_STAGE = 1e9, 1e-9
 
@@ -61,7 +60,7 @@ def test_a_unit_of_one_stage_computes_a_layer_and_no_more(monkeypatch: pytest.Mo
 
 def test_the_head_is_computed_in_blocks_of_positions_and_each_may_be_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     """So the longest unit does not grow with the trained tokens of a micro-step; and nothing else changes."""
-    monkeypatch.setattr("mlx_parallm.rl.learn.head.HEAD_BLOCK", 5)
+    monkeypatch.setattr("mlx_parallm.train.head.HEAD_BLOCK", 5)
     settings = changed(limited(SETTINGS, kl_step=None), micro_batch_tokens=1000, kl_coef=0.1)
     whole, _, _ = trained(settings, WHOLE, updates=1)
     cut, many, _ = trained(settings, ONE_STAGE, updates=1)
@@ -80,8 +79,8 @@ def test_a_unit_that_fails_costs_its_update_wherever_it_stood(failing: int, monk
     futures.append(trainer.begin(policy, UpdateBatch(tuple(samples()))))
     for _ in range(failing - 1):
         trainer.advance()
-    monkeypatch.setattr("mlx_parallm.rl.learn.stages.mx.eval", lambda _: 1 / 0)
-    monkeypatch.setattr("mlx_parallm.rl.learn.step.Step.run", lambda *_: 1 / 0)
+    monkeypatch.setattr("mlx_parallm.train.stages.mx.eval", lambda _: 1 / 0)
+    monkeypatch.setattr("mlx_parallm.train.step.Step.run", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trainer.advance()
     monkeypatch.undo()

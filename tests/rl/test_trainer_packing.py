@@ -30,9 +30,9 @@ from trainers import (
 )
 
 from mlx_parallm.config import Algorithm
-from mlx_parallm.rl.learn.context import Params
-from mlx_parallm.rl.learn.packing import SampleBatch, split_samples
-from mlx_parallm.rl.objectives.samples import Sample, Stretch, answered
+from mlx_parallm.train.context import Params
+from mlx_parallm.train.packing import SampleBatch, split_samples
+from mlx_parallm.train.samples import Sample, Stretch, answered
 
 UNEQUAL = (1, 2, 2, 3, 40, 41, 90, 200)
 
@@ -148,7 +148,7 @@ def test_long_rows_attend_in_blocks_and_nothing_else_changes(
     trainer, model = make_trainer(settings, family)
     policy = make_policy(trainer, moved=0.05)
     want = gradients(trainer, policy, drawn)
-    monkeypatch.setattr("mlx_parallm.rl.learn.attention.SCORES_AT_ONCE", scores)
+    monkeypatch.setattr("mlx_parallm.train.attention.SCORES_AT_ONCE", scores)
     assert_close(gradients(trainer, policy, drawn), want, 3e-5)
     batch = packed(drawn)
     got = batch.padded(logprobs(trainer, batch, policy.params, policy.scale))
@@ -160,7 +160,7 @@ def test_long_rows_attend_in_blocks_and_nothing_else_changes(
 @pytest.mark.slow
 def test_the_memory_of_a_long_row_does_not_grow_with_the_square_of_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four times as many tokens take about four times the memory, where all scores at once take far more."""
-    monkeypatch.setattr("mlx_parallm.rl.learn.attention.SCORES_AT_ONCE", 1 << 16)
+    monkeypatch.setattr("mlx_parallm.train.attention.SCORES_AT_ONCE", 1 << 16)
 
     def peak(tokens: int) -> int:
         settings = changed(SETTINGS, micro_batch_tokens=10_000, gradient_checkpointing=True)
@@ -172,7 +172,7 @@ def test_the_memory_of_a_long_row_does_not_grow_with_the_square_of_its_length(mo
 
     short, long = peak(500), peak(2000)
     assert long < 5 * short
-    monkeypatch.setattr("mlx_parallm.rl.learn.attention.SCORES_AT_ONCE", 1 << 30)
+    monkeypatch.setattr("mlx_parallm.train.attention.SCORES_AT_ONCE", 1 << 30)
     assert peak(2000) > 5 * long
 
 

@@ -27,11 +27,9 @@ from trainers import (
 
 from mlx_parallm.config import Algorithm
 from mlx_parallm.errors import StepFailedError
-from mlx_parallm.rl.events import UpdateOutcome
-from mlx_parallm.rl.learn.policy import Policy
-from mlx_parallm.rl.learn.trainer import GRPOTrainer
-from mlx_parallm.rl.objectives.batches import UpdateBatch
-from mlx_parallm.rl.objectives.samples import Sample
+from mlx_parallm.train.policy import Policy
+from mlx_parallm.train.samples import Sample, UpdateBatch, UpdateOutcome
+from mlx_parallm.train.trainer import GRPOTrainer
 
 ROOM = changed(SETTINGS, micro_batch_tokens=200)
 """Two small updates in one micro-step."""
@@ -187,7 +185,7 @@ def test_device_time_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """By what each had of a micro-step: together it is the time that passed."""
     trainer, model = make_trainer(ROOM)
     now, outcomes = [0.0], Outcomes()
-    monkeypatch.setattr("mlx_parallm.rl.learn.pacing.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("mlx_parallm.train.pacing.time.monotonic", lambda: now[0])
     inner = trainer._forwards.gradients
 
     def slow(inputs):

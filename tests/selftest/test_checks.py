@@ -15,13 +15,13 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.batch import forward
 from mlx_parallm.batch.distributions import Filters
 from mlx_parallm.kv.arena import Arena
-from mlx_parallm.rl.objectives.reductions import UpdateTotals
 from mlx_parallm.selftest.check import Check, CheckResult, Outcome
 from mlx_parallm.selftest.checks import CHECKS
 from mlx_parallm.selftest.limits import Limit, Rounding
 from mlx_parallm.selftest.models import tiny_models
 from mlx_parallm.selftest.run import run_checks
 from mlx_parallm.selftest.tested import TestedModel, opened
+from mlx_parallm.train.reductions import UpdateTotals
 
 pytestmark = pytest.mark.ci
 

@@ -33,7 +33,7 @@ from mlx_parallm import LoRAConfig, RLConfig, RLIntegratedServer
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.core import Divergence, GivenTrajectory
 from mlx_parallm.errors import StepFailedError
-from mlx_parallm.rl.learn import step
+from mlx_parallm.train import step
 
 BENCHMARKS = Path(__file__).parents[2]
 LONGEST_S = 5.0

@@ -11,7 +11,7 @@ from lib.prompts import long_prompt
 
 from mlx_parallm.config import LoRAConfig
 from mlx_parallm.core import GivenTrajectory
-from mlx_parallm.rl.objectives.samples import Sample, answered
+from mlx_parallm.train.samples import Sample, answered
 
 GROUPS, GROUP = 4, 8
 PROMPT_TOKENS, ANSWER_TOKENS = 50, 12

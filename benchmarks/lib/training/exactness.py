@@ -15,7 +15,7 @@ from lib.training.plain import plain_trainer
 from lib.training.update import Ours, difference, random_factors
 
 from mlx_parallm.model.manager import SharedModelManager
-from mlx_parallm.rl.objectives.samples import Sample
+from mlx_parallm.train.samples import Sample
 
 GROUPS, GROUP = 2, 4
 SHARING = 3

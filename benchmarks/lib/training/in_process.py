@@ -17,15 +17,15 @@ from mlx_parallm.config import ModelConfig, RLTrainingConfig
 from mlx_parallm.core import CollectionSpec, FinishReason, Trajectory
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.rl.collect.groups import FEEDBACK
-from mlx_parallm.rl.events import UpdateOutcome
-from mlx_parallm.rl.learn.context import Params
-from mlx_parallm.rl.learn.policy import Policy
-from mlx_parallm.rl.learn.trainer import GRPOTrainer
 from mlx_parallm.rl.objectives.batches import ScoredGroup
 from mlx_parallm.rl.objectives.episodes import Episode
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.rl.objectives.signals import prepare_signal
 from mlx_parallm.rl.updates.plateau import Plateau
+from mlx_parallm.train.context import Params
+from mlx_parallm.train.policy import Policy
+from mlx_parallm.train.samples import UpdateOutcome
+from mlx_parallm.train.trainer import GRPOTrainer
 
 MEMORY = 8 << 30
 MICRO_BATCH_TOKENS = 512

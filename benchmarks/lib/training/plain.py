@@ -15,7 +15,7 @@ from mlx_lm.tuner.trainer import grad_checkpoint
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_parallm.bench.plain_trainer import Gradients, PlainTrainer
-from mlx_parallm.rl.objectives.samples import Sample
+from mlx_parallm.train.samples import Sample
 
 TARGETS = (
     *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),

@@ -19,8 +19,8 @@ from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.core import AdapterRef
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.rl.learn.accumulation import Accumulated
-from mlx_parallm.rl.learn.step import Step
+from mlx_parallm.train.accumulation import Accumulated
+from mlx_parallm.train.step import Step
 
 ROWS, GROUPS = 8, 1
 SHARE = 0.5

@@ -28,7 +28,7 @@ from mlx_parallm.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.model.linears import install_adapters
-from mlx_parallm.rl.learn.footprint import Footprint
+from mlx_parallm.train.footprint import Footprint
 
 sys.path.append(str(Path(__file__).parents[3] / "tests"))
 from family_checks import TRUE_SIZES

@@ -33,10 +33,10 @@ from mlx_parallm.core import (
     TrainingStatus,
     Trajectory,
 )
-from mlx_parallm.rl.learn.context import Params, Span
-from mlx_parallm.rl.learn.packing import pack, split_samples
-from mlx_parallm.rl.learn.trainer import GRPOTrainer
-from mlx_parallm.rl.objectives.samples import Sample, answered
+from mlx_parallm.train.context import Params, Span
+from mlx_parallm.train.packing import pack, split_samples
+from mlx_parallm.train.samples import Sample, answered
+from mlx_parallm.train.trainer import GRPOTrainer
 
 T = TypeVar("T")
 PROMPTS = 16

@@ -24,12 +24,11 @@ from mlx_parallm.config import Config, ModelConfig, OptimizerConfig, RLTrainingC
 from mlx_parallm.kv.device_memory import default_budget
 from mlx_parallm.model.device import machine_memory, on_cpu
 from mlx_parallm.model.manager import SharedModelManager
-from mlx_parallm.rl.learn.context import Params
-from mlx_parallm.rl.learn.packing import split_samples
-from mlx_parallm.rl.learn.policy import Policy, PolicyState
-from mlx_parallm.rl.learn.trainer import GRPOTrainer
-from mlx_parallm.rl.objectives.batches import UpdateBatch
-from mlx_parallm.rl.objectives.samples import Sample
+from mlx_parallm.train.context import Params
+from mlx_parallm.train.packing import split_samples
+from mlx_parallm.train.policy import Policy, PolicyState
+from mlx_parallm.train.samples import Sample, UpdateBatch
+from mlx_parallm.train.trainer import GRPOTrainer
 
 CHECKPOINTED, KEPT = "layers checkpointed", "activations kept"
 KINDS = {CHECKPOINTED: True, KEPT: None}

@@ -17,8 +17,9 @@ from statistics import median
 
 from mlx_parallm.config import Action, DivergenceConfig, ResolvedLoss
 from mlx_parallm.core import AdapterRef, Divergence
-from mlx_parallm.rl.events import Emit, UpdateOutcome
+from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.objectives.rewards import RewardTrend
+from mlx_parallm.train.samples import UpdateOutcome
 
 RECENT = 8
 """Updates that the figures of the next one are compared with."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, compress
 from statistics import fmean
 
@@ -15,34 +15,9 @@ from mlx_parallm.rl.collect.groups import FEEDBACK, DropReason
 from mlx_parallm.rl.objectives.advantages import GroupAdvantages, group_advantages, no_signal, reward_range
 from mlx_parallm.rl.objectives.episodes import Episode, samples_of, token_advantages, token_deviation
 from mlx_parallm.rl.objectives.rewards import RewardHistory
-from mlx_parallm.rl.objectives.samples import Sample
+from mlx_parallm.train.samples import Sample, UpdateBatch
 
 # ---- what an update learns from ------------------------------------------------------------------
-
-
-_LEAST_STEP = 0.01
-"""Updates of smaller steps are not made."""
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateBatch:
-    """The samples of one optimizer step, and their metrics (reward_mean, staleness, ...).
-
-    `loss`: None is the configured one. `step_scale`: the factor by which the step is multiplied, 0 to 1; below 1 if
-    only a part of the batch has a signal. The step itself is scaled, since AdamW makes nearly the same step for
-    gradients of any size. `learning_rate`: of this step; None: that of the configured schedule.
-    """
-
-    samples: tuple[Sample, ...]
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    step_scale: float = 1.0
-    loss: ResolvedLoss | None = None
-    learning_rate: float | None = None
-
-    @property
-    def teaches(self) -> bool:
-        """Whether an update makes a step that matters: it has samples, and its step scale is at least 0.01."""
-        return bool(self.samples) and self.step_scale >= _LEAST_STEP
 
 
 @dataclass(frozen=True, slots=True)

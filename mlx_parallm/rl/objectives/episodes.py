@@ -16,7 +16,7 @@ from math import fsum, sqrt
 
 from mlx_parallm.core import FinishReason, GivenTrajectory, Trajectory
 from mlx_parallm.rl.collect.groups import GroupMember
-from mlx_parallm.rl.objectives.samples import Sample, Stretch
+from mlx_parallm.train.samples import Sample, Stretch
 
 Turn = Trajectory | GivenTrajectory
 

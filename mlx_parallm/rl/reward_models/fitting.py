@@ -12,9 +12,9 @@ from mlx.utils import tree_map
 
 from mlx_parallm.config import OptimizerConfig
 from mlx_parallm.errors import TrainingFailedError
-from mlx_parallm.rl.learn.policy import new_optimizer
-from mlx_parallm.rl.learn.step import norm
 from mlx_parallm.rl.reward_models.model import RewardModel
+from mlx_parallm.train.policy import new_optimizer
+from mlx_parallm.train.step import norm
 
 Gradients = Mapping[str, Mapping[str, mx.array]]
 

@@ -14,11 +14,11 @@ from typing import TypeVar
 
 from mlx_parallm.config import LearningRateSchedule, ModelConfig, OptimizerConfig
 from mlx_parallm.core import DeviceThread
-from mlx_parallm.rl.learn.asking import ask_device
 from mlx_parallm.rl.reward_models.fitting import RewardModelInTraining
 from mlx_parallm.rl.reward_models.model import RewardModel
 from mlx_parallm.rl.reward_models.preferences import Agreement, Preference
 from mlx_parallm.rl.reward_models.work import RewardModelWork, Row, StepLoss
+from mlx_parallm.train.asking import ask_device
 
 T = TypeVar("T")
 

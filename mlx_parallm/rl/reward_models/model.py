@@ -17,11 +17,11 @@ from mlx_parallm.adapters.reward_models import RewardModelWeights
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair, lora_scale
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.core.branches import Branch
-from mlx_parallm.rl.learn.context import Params, Span
-from mlx_parallm.rl.learn.layout import Row, laid_out
-from mlx_parallm.rl.learn.model import TrainableModel, TrunkPass
-from mlx_parallm.rl.learn.packing import indices_of
-from mlx_parallm.rl.learn.policy import new_factors
+from mlx_parallm.train.context import Params, Span
+from mlx_parallm.train.layout import Row, laid_out
+from mlx_parallm.train.model import TrainableModel, TrunkPass
+from mlx_parallm.train.packing import indices_of
+from mlx_parallm.train.policy import new_factors
 
 HEAD = "score"
 """The path of the head among the parameters, which has one array: {"weight": [D]}."""

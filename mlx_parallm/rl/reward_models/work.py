@@ -19,15 +19,15 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from mlx_parallm.errors import StepFailedError, TrainingFailedError
-from mlx_parallm.rl.learn.job_memory import JobMemory
-from mlx_parallm.rl.learn.layout import Row as LaidOutRow
-from mlx_parallm.rl.learn.layout import laid_out
-from mlx_parallm.rl.learn.model import TrainableModel, TrunkPass
-from mlx_parallm.rl.learn.pacing import Pacer
-from mlx_parallm.rl.learn.stages import Stage, StageKind
 from mlx_parallm.rl.reward_models.fitting import Gradients, RewardModelInTraining
 from mlx_parallm.rl.reward_models.model import HEAD, PackedRows, RewardModel, preference_loss, rewards
 from mlx_parallm.rl.reward_models.preferences import Preference
+from mlx_parallm.train.job_memory import JobMemory
+from mlx_parallm.train.layout import Row as LaidOutRow
+from mlx_parallm.train.layout import laid_out
+from mlx_parallm.train.model import TrainableModel, TrunkPass
+from mlx_parallm.train.pacing import Pacer
+from mlx_parallm.train.stages import Stage, StageKind
 
 T = TypeVar("T")
 

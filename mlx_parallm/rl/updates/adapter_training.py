@@ -23,8 +23,7 @@ from mlx_parallm.core import BASE_ADAPTER, BEST, AdapterRef, Divergence, Evaluat
 from mlx_parallm.rl.collect.versions import VersionHistory
 from mlx_parallm.rl.divergence.watch import DivergenceWatch
 from mlx_parallm.rl.evaluation.history import EvaluationHistory
-from mlx_parallm.rl.events import UpdateOutcome, UpdateReporter
-from mlx_parallm.rl.objectives.batches import UpdateBatch
+from mlx_parallm.rl.events import UpdateReporter
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.rl.runs.replay import StartPoint
 from mlx_parallm.rl.updates.checkpoints import AdapterCheckpoints, TrainedVersion
@@ -32,6 +31,7 @@ from mlx_parallm.rl.updates.pace import Pace
 from mlx_parallm.rl.updates.parts import AdapterTrainingParts
 from mlx_parallm.rl.updates.plateau import Plateau
 from mlx_parallm.rl.updates.undo import UndoablePolicy
+from mlx_parallm.train.samples import UpdateBatch, UpdateOutcome
 
 CHANGE = "journal_change"
 """Key of a checkpoint's metrics: the number of the last change of the policy that is in it."""

@@ -24,8 +24,8 @@ from mlx_parallm.config import CheckpointingConfig
 from mlx_parallm.core import BASE_ADAPTER, BEST, AdapterRef
 from mlx_parallm.errors import AdapterFileError, ConflictError, UnknownModelError
 from mlx_parallm.rl.events import Emit
-from mlx_parallm.rl.learn.learner import Learner
-from mlx_parallm.rl.learn.policy import PolicySnapshot, PolicyState
+from mlx_parallm.train.learner import Learner
+from mlx_parallm.train.policy import PolicySnapshot, PolicyState
 
 PolicyOf = Callable[[AdapterRef], Awaitable[PolicySnapshot]]
 """Makes a policy from a live version that was not trained here: its weights, a new optimizer, step 0."""

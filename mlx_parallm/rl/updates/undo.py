@@ -6,8 +6,8 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from mlx_parallm.rl.learn.learner import Learner
-from mlx_parallm.rl.learn.policy import PolicySnapshot, PolicyState
+from mlx_parallm.train.learner import Learner
+from mlx_parallm.train.policy import PolicySnapshot, PolicyState
 
 _log = logging.getLogger(__name__)
 

@@ -15,11 +15,9 @@ from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, Trajector
 from mlx_parallm.rl.collect.sources import SourceLedger
 from mlx_parallm.rl.divergence.pausing import Pausing
 from mlx_parallm.rl.events import Emit
-from mlx_parallm.rl.learn.step import NO_GRADIENT
 from mlx_parallm.rl.objectives.advantages import GroupAdvantages
 from mlx_parallm.rl.objectives.batches import PreparedBatch, ScoredGroup
 from mlx_parallm.rl.objectives.rewards import RewardHistory
-from mlx_parallm.rl.objectives.samples import PLACEHOLDERS, Sample
 from mlx_parallm.rl.objectives.signals import prepare_signal, signal_of
 from mlx_parallm.rl.runs.records import CHANGED
 from mlx_parallm.rl.teachers import logprobs_for, taught
@@ -28,6 +26,8 @@ from mlx_parallm.rl.updates.pace import OF_LESSONS
 from mlx_parallm.rl.updates.recovery import PolicyJournal
 from mlx_parallm.rl.updates.selection import GroupSelection
 from mlx_parallm.rl.updates.turns import UpdateTurns, sources
+from mlx_parallm.train.samples import PLACEHOLDERS, Sample
+from mlx_parallm.train.step import NO_GRADIENT
 
 
 class DivergenceResponse:

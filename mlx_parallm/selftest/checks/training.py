@@ -9,16 +9,14 @@ from mlx.utils import tree_flatten
 
 from mlx_parallm.adapters.weights import AdapterWeights, lora_alpha
 from mlx_parallm.config import ModelConfig, OptimizerConfig
-from mlx_parallm.rl.events import UpdateOutcome
-from mlx_parallm.rl.learn.context import Params
-from mlx_parallm.rl.learn.policy import Policy, PolicySnapshot, PolicyState
-from mlx_parallm.rl.objectives.batches import UpdateBatch
-from mlx_parallm.rl.objectives.samples import Sample, answered
 from mlx_parallm.selftest.check import Check, Outcome
 from mlx_parallm.selftest.inputs import RANK, SCALE, answers
 from mlx_parallm.selftest.limits import relative
 from mlx_parallm.selftest.plain import Answered, Gradients
 from mlx_parallm.selftest.tested import TestedModel
+from mlx_parallm.train.context import Params
+from mlx_parallm.train.policy import Policy, PolicySnapshot, PolicyState
+from mlx_parallm.train.samples import Sample, UpdateBatch, UpdateOutcome, answered
 
 _LENGTHS = (6, 11, 3, 8)
 _SHARED = 40

@@ -8,17 +8,17 @@ from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
-from mlx_parallm.rl.learn.accumulation import Accumulated, Accumulation
-from mlx_parallm.rl.learn.context import Span
-from mlx_parallm.rl.learn.forwards import MicroStepInput, TrainingForwards
-from mlx_parallm.rl.learn.job_memory import JobMemory
-from mlx_parallm.rl.learn.logprobs import Logprobs
-from mlx_parallm.rl.learn.pacing import Pacer
-from mlx_parallm.rl.learn.packing import SampleBatch, pack
-from mlx_parallm.rl.learn.policy import PolicyState
-from mlx_parallm.rl.learn.stages import Stage
-from mlx_parallm.rl.learn.step import Step
-from mlx_parallm.rl.objectives.token_losses import k3
+from mlx_parallm.train.accumulation import Accumulated, Accumulation
+from mlx_parallm.train.context import Span
+from mlx_parallm.train.forwards import MicroStepInput, TrainingForwards
+from mlx_parallm.train.job_memory import JobMemory
+from mlx_parallm.train.logprobs import Logprobs
+from mlx_parallm.train.pacing import Pacer
+from mlx_parallm.train.packing import SampleBatch, pack
+from mlx_parallm.train.policy import PolicyState
+from mlx_parallm.train.stages import Stage
+from mlx_parallm.train.step import Step
+from mlx_parallm.train.token_losses import k3
 
 Work = Accumulation | Step | Logprobs
 

@@ -16,15 +16,15 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from mlx_parallm.config import OldLogprobs, ResolvedLoss
-from mlx_parallm.rl.learn.context import Params, Span
-from mlx_parallm.rl.learn.head import HeadBlocks, Scores, head_blocks
-from mlx_parallm.rl.learn.model import TrainableModel, TrunkPass
-from mlx_parallm.rl.learn.packing import MicroBatch
-from mlx_parallm.rl.learn.policy import PolicyState
-from mlx_parallm.rl.learn.stages import Stage, StageKind
-from mlx_parallm.rl.objectives.losses import LossStats, loss
-from mlx_parallm.rl.objectives.reductions import Denominators
-from mlx_parallm.rl.objectives.token_losses import TokenBatch
+from mlx_parallm.train.context import Params, Span
+from mlx_parallm.train.head import HeadBlocks, Scores, head_blocks
+from mlx_parallm.train.losses import LossStats, loss
+from mlx_parallm.train.model import TrainableModel, TrunkPass
+from mlx_parallm.train.packing import MicroBatch
+from mlx_parallm.train.policy import PolicyState
+from mlx_parallm.train.reductions import Denominators
+from mlx_parallm.train.stages import Stage, StageKind
+from mlx_parallm.train.token_losses import TokenBatch
 
 
 @dataclass(frozen=True, slots=True)

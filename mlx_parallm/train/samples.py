@@ -11,9 +11,10 @@ One prompt with one answer is the simplest case (`answered`). Every loss reads s
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from mlx_parallm.config import ResolvedLoss
 from mlx_parallm.core import AdapterRef, FinishReason
 
 PLACEHOLDERS = (
@@ -210,3 +211,44 @@ def check_pairs(samples: Sequence[Sample]) -> None:
                 f"group {group} has {chosen.count(True)} chosen and {chosen.count(False)} rejected samples: a "
                 "preference is one of each"
             )
+
+
+_LEAST_STEP = 0.01
+"""Updates of smaller steps are not made."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateBatch:
+    """The samples of one optimizer step, and their metrics (reward_mean, staleness, ...).
+
+    `loss`: None is the configured one. `step_scale`: the factor by which the step is multiplied, 0 to 1; below 1 if
+    only a part of the batch has a signal. The step itself is scaled, since AdamW makes nearly the same step for
+    gradients of any size. `learning_rate`: of this step; None: that of the configured schedule.
+    """
+
+    samples: tuple[Sample, ...]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    step_scale: float = 1.0
+    loss: ResolvedLoss | None = None
+    learning_rate: float | None = None
+
+    @property
+    def teaches(self) -> bool:
+        """Whether an update makes a step that matters: it has samples, and its step scale is at least 0.01."""
+        return bool(self.samples) and self.step_scale >= _LEAST_STEP
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateOutcome:
+    """The result of one update. `step`: optimizer steps of the policy so far.
+
+    `skipped`: why the policy was left as it was, or "". `metrics`: loss, entropy, ratio_mean, ratio_max,
+    clip_fraction, dual_clip_fraction, mismatch_kl, grad_norm, learning_rate, seconds and so on, over all tokens.
+    `kl`: KL divergence of the policy before the step from the base model, in nats per token. If it is part of the loss,
+    it is over all tokens; else it is an unbiased estimate from a quarter of the micro-batches. `kl_step`: KL divergence
+    of the policy before the step from the one after it, an unbiased estimate from a quarter of the samples.
+    """
+
+    step: int
+    skipped: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from mlx_parallm.config import Algorithm, LossConfig, OldLogprobs, ResolvedLoss
 from mlx_parallm.core import SummedLoss, TargetedTokens, TokenLoss
-from mlx_parallm.rl.objectives.reductions import UpdateTotals
-from mlx_parallm.rl.objectives.samples import Sample
-from mlx_parallm.rl.objectives.token_losses import MOST_LOG_RATIO
+from mlx_parallm.train.reductions import UpdateTotals
+from mlx_parallm.train.samples import Sample
+from mlx_parallm.train.token_losses import MOST_LOG_RATIO
 
 TOTALS = UpdateTotals(1.0, 1.0)
 """Totals with which a mean over the tokens is a sum."""

@@ -12,9 +12,9 @@ from typing import cast
 
 import mlx.core as mx
 
-from mlx_parallm.rl.learn.packing import SampleBatch, split_samples
-from mlx_parallm.rl.learn.policy import Policy
-from mlx_parallm.rl.objectives.samples import Sample
+from mlx_parallm.train.packing import SampleBatch, split_samples
+from mlx_parallm.train.policy import Policy
+from mlx_parallm.train.samples import Sample
 
 
 class Logprobs:

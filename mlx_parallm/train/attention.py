@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from mlx_parallm.batch.attention import additive, attention
 from mlx_parallm.core.branches import Branch
-from mlx_parallm.rl.learn.recomputation import Unit, watching
+from mlx_parallm.train.recomputation import Unit, watching
 
 SCORES_AT_ONCE = 1 << 19
 """Attention scores of one head that may be in memory at a time. A pass with more is made in blocks, so that the memory

@@ -13,7 +13,7 @@ from math import fsum
 import mlx.core as mx
 
 from mlx_parallm.config import ResolvedLoss
-from mlx_parallm.rl.objectives.samples import Sample
+from mlx_parallm.train.samples import Sample
 
 
 @dataclass(frozen=True, slots=True)

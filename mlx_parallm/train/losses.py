@@ -31,7 +31,7 @@ from dataclasses import dataclass, fields
 import mlx.core as mx
 
 from mlx_parallm.config import Algorithm, ResolvedLoss
-from mlx_parallm.rl.objectives.reductions import (
+from mlx_parallm.train.reductions import (
     Denominators,
     Reduction,
     length_constant,
@@ -39,7 +39,7 @@ from mlx_parallm.rl.objectives.reductions import (
     sequence_mean,
     token_mean,
 )
-from mlx_parallm.rl.objectives.token_losses import (
+from mlx_parallm.train.token_losses import (
     Objective,
     TokenBatch,
     TokenTerms,

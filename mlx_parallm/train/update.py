@@ -11,14 +11,12 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
 from mlx_parallm.config import OptimizerConfig, ResolvedTraining
-from mlx_parallm.rl.events import UpdateOutcome
-from mlx_parallm.rl.learn.accumulation import Accumulation
-from mlx_parallm.rl.learn.jobs import Work
-from mlx_parallm.rl.learn.logprobs import Logprobs
-from mlx_parallm.rl.learn.policy import Policy, PolicyState
-from mlx_parallm.rl.learn.step import Step
-from mlx_parallm.rl.objectives.batches import UpdateBatch
-from mlx_parallm.rl.objectives.samples import Sample
+from mlx_parallm.train.accumulation import Accumulation
+from mlx_parallm.train.jobs import Work
+from mlx_parallm.train.logprobs import Logprobs
+from mlx_parallm.train.policy import Policy, PolicyState
+from mlx_parallm.train.samples import Sample, UpdateBatch, UpdateOutcome
+from mlx_parallm.train.step import Step
 
 _SUMS, _LARGEST = ("tokens", "device_seconds"), ("ratio_max", "seconds")
 _OF_LAST = ("learning_rate", "kl_step", "step_scale")

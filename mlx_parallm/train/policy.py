@@ -21,7 +21,7 @@ from mlx_parallm.adapters.weights import ALL_LINEAR, AdapterLayout, AdapterWeigh
 from mlx_parallm.config import LearningRateSchedule, ModelConfig, OptimizerConfig
 from mlx_parallm.config.types import human_bytes
 from mlx_parallm.errors import AdapterFileError, AdapterTooLargeError, ConfigError, InvalidRequestError
-from mlx_parallm.rl.learn.context import Params
+from mlx_parallm.train.context import Params
 
 _OPTIMIZER_FILE = "optimizer.safetensors"
 _TRAINER_FILE = "trainer.json"

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_parallm.core.branches import Branch, Piece
-from mlx_parallm.rl.learn.layout import Layout, Row, laid_out
-from mlx_parallm.rl.objectives.samples import Sample
+from mlx_parallm.train.layout import Layout, Row, laid_out
+from mlx_parallm.train.samples import Sample
 
 
 @dataclass(frozen=True, slots=True, eq=False)

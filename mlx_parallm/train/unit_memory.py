@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 
-from mlx_parallm.rl.learn.recomputation import Unit, watched_by
+from mlx_parallm.train.recomputation import Unit, watched_by
 
 T = TypeVar("T")
 

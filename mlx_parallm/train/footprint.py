@@ -24,12 +24,12 @@ import mlx.core as mx
 from mlx_parallm.adapters.weights import AdapterLayout
 from mlx_parallm.batch.distributions import BLOCK
 from mlx_parallm.core.branches import Branch, Bucket
-from mlx_parallm.rl.learn.context import Span
-from mlx_parallm.rl.learn.head import HEAD_BLOCK
-from mlx_parallm.rl.learn.model import TrainableModel
-from mlx_parallm.rl.learn.packed_pass import SEGMENT
-from mlx_parallm.rl.learn.recomputation import Unit
-from mlx_parallm.rl.learn.unit_memory import Found, unit_memory
+from mlx_parallm.train.context import Span
+from mlx_parallm.train.head import HEAD_BLOCK
+from mlx_parallm.train.model import TrainableModel
+from mlx_parallm.train.packed_pass import SEGMENT
+from mlx_parallm.train.recomputation import Unit
+from mlx_parallm.train.unit_memory import Found, unit_memory
 
 SMALLEST, LARGEST = 256, 8192
 """Bounds of the tokens of a micro-step. Above some thousand tokens a larger one is no faster."""

@@ -13,14 +13,12 @@ from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.config import ModelConfig, OptimizerConfig, ResolvedLoss
 from mlx_parallm.core import AdapterRef, DeviceThread, completed, then
 from mlx_parallm.errors import EngineDeadError
-from mlx_parallm.rl.events import UpdateOutcome
-from mlx_parallm.rl.learn.accumulation import Contribution
-from mlx_parallm.rl.learn.asking import ask_device
-from mlx_parallm.rl.learn.policy import PolicySnapshot, PolicyState
-from mlx_parallm.rl.learn.trainer import GRPOTrainer
-from mlx_parallm.rl.objectives.batches import UpdateBatch
-from mlx_parallm.rl.objectives.reductions import UpdateTotals
-from mlx_parallm.rl.objectives.samples import Sample
+from mlx_parallm.train.accumulation import Contribution
+from mlx_parallm.train.asking import ask_device
+from mlx_parallm.train.policy import PolicySnapshot, PolicyState
+from mlx_parallm.train.reductions import UpdateTotals
+from mlx_parallm.train.samples import Sample, UpdateBatch, UpdateOutcome
+from mlx_parallm.train.trainer import GRPOTrainer
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 
-from mlx_parallm.rl.learn.stages import Stage, StageKind
+from mlx_parallm.train.stages import Stage, StageKind
 
 _TARGET = 0.75
 """Fraction of the budget that a unit aims at; the rest absorbs noise in the measured times."""

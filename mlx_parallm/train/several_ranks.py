@@ -33,9 +33,9 @@ from mlx_parallm.adapters.weights import LoRAPair
 from mlx_parallm.core.branches import Branch
 from mlx_parallm.core.operations import Followers, TrainedSpan, TrainingPass, TrainingStage
 from mlx_parallm.model.cache_plan import CachePlan
-from mlx_parallm.rl.learn.context import Params, Span
-from mlx_parallm.rl.learn.model import Recomputes, TrainableModel, TrunkPass
-from mlx_parallm.rl.learn.stages import Stage, StageKind
+from mlx_parallm.train.context import Params, Span
+from mlx_parallm.train.model import Recomputes, TrainableModel, TrunkPass
+from mlx_parallm.train.stages import Stage, StageKind
 
 
 class SplitTrainableModel(TrainableModel):

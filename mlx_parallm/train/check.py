@@ -12,8 +12,8 @@ from mlx.utils import tree_flatten
 from mlx_parallm.core.branches import Branch, Bucket
 from mlx_parallm.model.families import Finding, checked, logits_alone, sample_adapter, sample_tokens
 from mlx_parallm.model.mixers import training_mode
-from mlx_parallm.rl.learn.context import Params, Span, TrainingContext
-from mlx_parallm.rl.learn.model import TrainableModel
+from mlx_parallm.train.context import Params, Span, TrainingContext
+from mlx_parallm.train.model import TrainableModel
 
 _SHARED, _RESTS, _ALONE = 6, (4, 3), 5
 """Tokens that two rows begin with, those that follow in each, and those of a third row."""

@@ -24,20 +24,18 @@ import mlx.core as mx
 
 from mlx_parallm.config import ModelConfig, OptimizerConfig, ResolvedLoss, ResolvedTraining
 from mlx_parallm.errors import StepFailedError
-from mlx_parallm.rl.events import UpdateOutcome
-from mlx_parallm.rl.learn.accumulation import Accumulated, Accumulation, Contribution
-from mlx_parallm.rl.learn.forwards import TrainingForwards
-from mlx_parallm.rl.learn.jobs import Job, Jobs, Work
-from mlx_parallm.rl.learn.logprobs import Logprobs
-from mlx_parallm.rl.learn.model import TrainableModel
-from mlx_parallm.rl.learn.pacing import Pacer
-from mlx_parallm.rl.learn.packing import SampleBatch, minibatches
-from mlx_parallm.rl.learn.policy import Policy, PolicySnapshot, PolicyState, check_room
-from mlx_parallm.rl.learn.step import Step
-from mlx_parallm.rl.learn.update import Update
-from mlx_parallm.rl.objectives.batches import UpdateBatch
-from mlx_parallm.rl.objectives.reductions import UpdateTotals
-from mlx_parallm.rl.objectives.samples import Sample
+from mlx_parallm.train.accumulation import Accumulated, Accumulation, Contribution
+from mlx_parallm.train.forwards import TrainingForwards
+from mlx_parallm.train.jobs import Job, Jobs, Work
+from mlx_parallm.train.logprobs import Logprobs
+from mlx_parallm.train.model import TrainableModel
+from mlx_parallm.train.pacing import Pacer
+from mlx_parallm.train.packing import SampleBatch, minibatches
+from mlx_parallm.train.policy import Policy, PolicySnapshot, PolicyState, check_room
+from mlx_parallm.train.reductions import UpdateTotals
+from mlx_parallm.train.samples import Sample, UpdateBatch, UpdateOutcome
+from mlx_parallm.train.step import Step
+from mlx_parallm.train.update import Update
 
 _MEASURED_JOBS = 16
 """Jobs whose memory is remembered."""

@@ -26,9 +26,9 @@ from mlx_parallm.model.hooks import InPart, answered_by, answering
 from mlx_parallm.model.layer_state import LayerSpec, RecurrentSpec
 from mlx_parallm.model.linears import LatentHeads
 from mlx_parallm.model.mixers import Call, Part, PassCache, PassMask, joined
-from mlx_parallm.rl.learn.attention import attend, branches_at
-from mlx_parallm.rl.learn.context import Params, TrainingContext, adapted_paths
-from mlx_parallm.rl.learn.recomputation import floats_of, recomputed
+from mlx_parallm.train.attention import attend, branches_at
+from mlx_parallm.train.context import Params, TrainingContext, adapted_paths
+from mlx_parallm.train.recomputation import floats_of, recomputed
 
 SEGMENT, SHORT_SEGMENT = 256, 32
 """Tokens of a segment, in all rows. The short one is for models whose memory grows with the square of them, as that of

@@ -17,7 +17,7 @@ from typing import cast
 import mlx.core as mx
 
 from mlx_parallm.batch.distributions import exp, row_sum
-from mlx_parallm.rl.learn.context import Span
+from mlx_parallm.train.context import Span
 
 Scores = tuple[mx.array, mx.array]
 """Logprobs and entropies of the trained tokens of a micro-batch, fp32 [N], in nats."""

@@ -19,14 +19,14 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from mlx_parallm.config import ResolvedLoss
-from mlx_parallm.rl.learn.context import Params
-from mlx_parallm.rl.learn.forwards import MicroStepResult
-from mlx_parallm.rl.learn.logprobs import Logprobs
-from mlx_parallm.rl.learn.packing import MicroBatch, SampleBatch, pack, split_samples
-from mlx_parallm.rl.learn.policy import Policy
-from mlx_parallm.rl.objectives.losses import LossStats, means
-from mlx_parallm.rl.objectives.reductions import UpdateTotals
-from mlx_parallm.rl.objectives.samples import Sample, check_pairs, mismatched
+from mlx_parallm.train.context import Params
+from mlx_parallm.train.forwards import MicroStepResult
+from mlx_parallm.train.logprobs import Logprobs
+from mlx_parallm.train.losses import LossStats, means
+from mlx_parallm.train.packing import MicroBatch, SampleBatch, pack, split_samples
+from mlx_parallm.train.policy import Policy
+from mlx_parallm.train.reductions import UpdateTotals
+from mlx_parallm.train.samples import Sample, check_pairs, mismatched
 
 _KL_SAMPLING, _KL_TOKENS = 4, 256
 """One in this many batches, of at most so many tokens, is compared with the base model."""
