@@ -10,7 +10,9 @@ Starts `RLIntegratedServer` in this process, with a profile function in every th
 - completion: from the bytes of the request's body on the socket to its row in the KV pool.
 - trajectory: from the last token of a collected group to the adapter version that was trained on it and is live.
   Left out are `server/`, which sends the HTTP response meanwhile, the modules that compute forwards and losses, and
-  functions that an uncollected request calls too (the device loop and its scheduler).
+  functions that an uncollected request calls too (the device loop and its scheduler). Of this path the record types
+  are counted too: the dataclasses and named tuples of which objects are made. Those that only `train/` passes on, from
+  a batch of samples to the outcome of its update, are counted apart.
 - decode: one turn of the engine's thread, from the beginning of a decode step to the next one's, without statistics.
   Four rows decode: greedily and with top-p, each with the base model and with the trained adapter.
 
@@ -40,7 +42,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -78,10 +80,29 @@ LEFT_OUT = (
     "train/samples.py",
     "train/losses.py",
 )
+RECORDS_LEFT_OUT = ("server", "model", "batch")
+RECORDS_OF_UPDATES = ("train.", "core.branches")
+BATCHES_AND_OUTCOMES = "train.samples"
 GOES_LIVE = function("adapters/", "flip")
 DRAWS_THE_LAST_TOKEN = RequestFinished.__init__.__code__
 STEPS = function("engine/thread.py", "step")
 TAKES_STATISTICS = function("engine/thread.py", "_refresh")
+
+
+def record_made_by(frame: FrameType) -> type | None:
+    """The record type of the package of which this frame makes an object: a dataclass or a named tuple."""
+    code = frame.f_code
+    if not code.co_argcount or code.co_name not in ("__init__", "<lambda>"):
+        return None
+    first = frame.f_locals.get(code.co_varnames[0])
+    if code.co_name == "__init__" and is_dataclass(type(first)):
+        made = type(first)
+    elif code.co_name == "<lambda>" and isinstance(first, type) and issubclass(first, tuple):
+        made = first
+    else:
+        return None
+    package, _, module = made.__module__.partition(".")
+    return made if package == mlx_parallm.__name__ and not module.startswith(RECORDS_LEFT_OUT) else None
 
 
 @dataclass
@@ -94,6 +115,7 @@ class Way:
     leaves_out: tuple[str, ...] = ()
     calls: Counter[CodeType] = field(default_factory=Counter)
     callers: set[CodeType] = field(default_factory=set)
+    records: Counter[type] = field(default_factory=Counter)
     begun: bool = False
     ended: threading.Event = field(default_factory=threading.Event)
 
@@ -105,6 +127,8 @@ class Way:
             if self._counts(code):
                 self.calls[code] += 1
                 self._note_caller(frame)
+            elif (record := record_made_by(frame)) is not None:
+                self.records[record] += 1
             if self.ends(code):
                 self.ended.set()
 
@@ -232,6 +256,8 @@ def trajectory(tracer: Tracer, client: Client, number: int) -> Way:
             raise RuntimeError("no version went live: all rewards were equal, or the update failed")
     for code in ordinary.calls:
         del way.calls[code]
+    for record in ordinary.records:
+        del way.records[record]
     return way
 
 
@@ -250,16 +276,20 @@ def decode(tracer: Tracer, client: Client) -> list[Way]:
 
 @dataclass
 class Passed:
-    """The functions that all rounds called, in the order of the first; `callers` are those that count."""
+    """The functions that all rounds called, in the order of the first; `callers` are those that count. And the records
+    of which all rounds made objects."""
 
     calls: dict[CodeType, int]
     callers: set[CodeType]
+    records: dict[type, int]
 
 
 def common(ways: list[Way]) -> Passed:
     first = ways[0]
     every = {code: count for code, count in first.calls.items() if all(code in way.calls for way in ways)}
-    return Passed(every, {code for code in every if all(code in way.callers or way.ends(code) for way in ways)})
+    callers = {code for code in every if all(code in way.callers or way.ends(code) for way in ways)}
+    records = {record: count for record, count in first.records.items() if all(record in way.records for way in ways)}
+    return Passed(every, callers, records)
 
 
 def counts(passed: Passed) -> dict[str, int]:
@@ -268,13 +298,23 @@ def counts(passed: Passed) -> dict[str, int]:
         "files": len({code.co_filename for code in passed.callers}),
         "functions, with those that call no other": len(passed.calls),
         "files, with those that call no other": len({code.co_filename for code in passed.calls}),
+        "record types": sum(not is_of_updates(record) for record in passed.records),
+        "record types, with those of updates on the device": len(passed.records),
     }
 
 
+def is_of_updates(record: type) -> bool:
+    """Whether only the trainer uses records of this type."""
+    module = record.__module__.partition(".")[2]
+    return module.startswith(RECORDS_OF_UPDATES) and module != BATCHES_AND_OUTCOMES
+
+
 def show(name: str, passed: Passed, brief: bool) -> None:
-    functions, files, every, everywhere = counts(passed).values()
-    print(f"{name}: {functions} functions in {files} files")
+    functions, files, every, everywhere, records, _ = counts(passed).values()
+    print(f"{name}: {functions} functions in {files} files, {records} record types")
     print(f"  with those that call no other: {every} functions in {everywhere} files")
+    for record, count in () if brief else passed.records.items():
+        print(f"  {count:6}   {record.__module__.partition('.')[2]}.{record.__qualname__}")
     for code, count in () if brief else passed.calls.items():
         mark = " " if code in passed.callers else "."
         print(f"  {count:6} {mark} {code.co_filename.removeprefix(PACKAGE)}:{code.co_firstlineno} {code.co_qualname}")
@@ -283,12 +323,12 @@ def show(name: str, passed: Passed, brief: bool) -> None:
 def compare(found: dict[str, dict[str, int]], record: bool) -> None:
     first = json.loads(FIRST_COUNTS.read_text()) if FIRST_COUNTS.exists() else {}
     if record:
-        first = found | first
+        first = {way: now | first.get(way, {}) for way, now in found.items()}
         FIRST_COUNTS.write_text(json.dumps(first, indent=1) + "\n")
     for way, now in found.items():
         for what, count in now.items():
             before = first.get(way, {}).get(what)
-            print(f"{way:12}{what:42}{count:5}" + (f"  at first {before}" if before is not None else ""))
+            print(f"{way:12}{what:51}{count:5}" + (f"  at first {before}" if before is not None else ""))
 
 
 def measure(tracer: Tracer, client: Client, brief: bool) -> dict[str, dict[str, int]]:
