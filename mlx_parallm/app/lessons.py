@@ -1,4 +1,4 @@
-"""Lessons: what clients teach the server while it runs, one lesson at a time. Implements `core.LessonClient`.
+"""Lessons: what clients teach the server while it runs, one lesson at a time.
 
     prompts, rule ─▶ Lesson ─▶ RolloutDriver ─▶ engine ─▶ trajectory buffer ─▶ TrainingLoop, at the lesson's pace
                        ▲                                        │

@@ -52,7 +52,6 @@ from mlx_parallm.core.cluster import (
     VersionState,
 )
 from mlx_parallm.core.collected import (
-    CollectedClient,
     CollectedGroup,
     CollectedSample,
     CollectedTurn,
@@ -62,7 +61,7 @@ from mlx_parallm.core.collected import (
     GroupRow,
     Thumbs,
 )
-from mlx_parallm.core.competition import ComparisonCard, ComparisonSpec, CompetitionClient
+from mlx_parallm.core.competition import ComparisonCard, ComparisonSpec
 from mlx_parallm.core.device import (
     MODE_SHARES,
     DeviceSchedule,
@@ -90,7 +89,6 @@ from mlx_parallm.core.grammar import (
 from mlx_parallm.core.lessons import (
     LessonAnswer,
     LessonCard,
-    LessonClient,
     LessonOutcome,
     LessonPoint,
     LessonRule,
@@ -139,7 +137,6 @@ from mlx_parallm.core.signals import (
     FeedbackCard,
     FoundTrajectory,
     OpinionClient,
-    PeopleClient,
     Signal,
     SignalReport,
     SourceReport,
@@ -165,7 +162,6 @@ from mlx_parallm.core.training import (
     EvaluationResult,
     LevelCard,
     RolloutStatus,
-    TrainingClient,
     TrainingEvent,
     TrainingHistory,
     TrainingStatus,
@@ -178,5 +174,4 @@ from mlx_parallm.core.trajectories import (
     GroupCard,
     Trajectory,
     TrajectoryCard,
-    TrajectoryClient,
 )

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
 
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.core.readers import Reader
 from mlx_parallm.core.signals import Signal
 from mlx_parallm.core.trajectories import Trajectory
 
@@ -125,22 +123,3 @@ class CollectedGroup:
     row: GroupRow
     scorer: str | None
     samples: Sequence[CollectedSample]
-
-
-class CollectedClient(Protocol):
-    """The part of `core.TrainingClient` that shows what was collected: what waits for an update, and about as much of
-    what was trained on or dropped since the process started.
-
-    In a group of several keys, each reader sees its own samples.
-    """
-
-    async def page(self, wanted: GroupFilter, after: int | None, limit: int, reader: Reader) -> GroupPage:
-        """The newest `limit` groups that are wanted, of those that are older than the group with the number `after`;
-        None: of all."""
-
-    def group(self, name: str, most: int, reader: Reader) -> CollectedGroup:
-        """The group with this id, or the one that has the trajectory with this id, with its first `most` samples.
-
-        Raises:
-            UnknownTrajectoryError: there is none, it is forgotten, or the reader may not see it.
-        """

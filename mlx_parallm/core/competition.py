@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from mlx_parallm.core.adapters import AdapterText
 from mlx_parallm.core.json_values import ANSWER, UnixTime
-from mlx_parallm.core.readers import Reader
 
 ComparisonVerdict = Literal["running", "promoted", "withdrawn", "no_difference", "stopped", "failed"]
 
@@ -75,33 +73,3 @@ class ComparisonCard:
     """Rewards outside of the configured range, which count as its ends."""
     ended: UnixTime | None = None
     """Time in ISO-8601, UTC; null while it runs."""
-
-
-class CompetitionClient(Protocol):
-    """The asyncio interface of comparisons, used on the event loop's thread only. `adapter` None is the default one."""
-
-    async def start(self, adapter: str | None, spec: ComparisonSpec, reader: Reader) -> ComparisonCard:
-        """Begins to compare a version with the live one. Returns when the first request can get it.
-
-        Raises:
-            UnknownModelError: the adapter is not trained here or not seen by the reader, or it has no such version.
-            InvalidRequestError: the candidate is a version of another adapter, or a number is out of range.
-            ConflictError: another comparison of the adapter runs; no version of it is live; the candidate is live
-                already, or has no checkpoint from which training could go on.
-            AdapterUnavailableError: the candidate's weights cannot be read.
-        """
-
-    async def stop(self, adapter: str | None, reader: Reader) -> ComparisonCard:
-        """Ends a comparison without a winner.
-
-        Raises:
-            UnknownModelError: the adapter is not trained here, or the reader does not see it.
-            ConflictError: none of the adapter runs.
-        """
-
-    def cards(self, reader: Reader) -> Sequence[ComparisonCard]:
-        """Of each adapter that the reader sees, the comparison that runs, or else the last one since the process
-        started."""
-
-    def ended(self, adapter: str) -> dict[str, int]:
-        """Comparisons of an adapter that have ended since the start of the process, by verdict."""

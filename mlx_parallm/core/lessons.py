@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
 
 from mlx_parallm.core.json_values import ANSWER
-from mlx_parallm.core.readers import Reader
 
 
 class RuleKind(StrEnum):
@@ -169,29 +167,3 @@ class LessonCard:
     @property
     def is_running(self) -> bool:
         return self.outcome is None
-
-
-class LessonClient(Protocol):
-    """The asyncio interface of lessons, used on the event loop's thread only. One lesson runs at a time."""
-
-    def obstacle(self) -> str:
-        """Why no lesson can be started on this server now; empty if one can."""
-
-    def card(self, reader: Reader) -> LessonCard | None:
-        """The lesson that runs, or else the last one; None if there was none in this run, or if the reader does not see
-        its adapter."""
-
-    async def start(self, spec: LessonSpec, reader: Reader) -> LessonCard:
-        """Begins a lesson, which goes on by itself.
-
-        Raises:
-            UnknownModelError: the reader does not see the adapter.
-            ConflictError: a lesson runs, or the server draws rollouts of its environment.
-            InvalidRequestError: the rule cannot be used, or the lesson does not fit the server's limits.
-            ContextLengthError: a prompt and its answer are longer than the context.
-            StorageError: the adapter could not be saved before the lesson, so the lesson did not begin.
-        """
-
-    async def stop(self, reader: Reader) -> LessonCard:
-        """Ends the lesson that runs. Its updates stay. Raises ConflictError: none runs for an adapter that the reader
-        sees."""

@@ -148,25 +148,3 @@ class OpinionClient(Protocol):
             UnknownTrajectoryError: the trajectory does not exist, or the reader may not judge it.
             ConflictError: it was trained on, or its update was refused; or as many people have judged it as may.
         """
-
-
-class PeopleClient(OpinionClient, Protocol):
-    """The part of `core.TrainingClient` that takes what people say about answers."""
-
-    async def find(self, trajectory_id: str, reader: Reader) -> FoundTrajectory:
-        """A trajectory of this run, in any state. Raises UnknownTrajectoryError: there is none of this id that
-        the reader may read."""
-
-    async def edit(self, edit: Edit, reader: Reader) -> EditCard:
-        """Adds an edit to those that wait for an update, and returns when it is on the disk. It takes the place of one
-        of the same user about the same thing that waits.
-
-        Raises:
-            UnknownModelError: the adapter is not trained here, or the reader does not see it.
-            QueueFullError: too many wait.
-            StorageError: it could not be written, and does not count.
-        """
-
-    def signal_report(self, adapter: str | None, reader: Reader) -> SignalReport:
-        """What the adapter was taught by since the process started. Raises UnknownModelError: it is not trained,
-        or the reader does not see it."""

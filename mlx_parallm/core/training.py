@@ -3,20 +3,18 @@ itself, reports, and the protocol that manages updates."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from mlx_parallm.core.adapters import AdapterRef, AdapterText
-from mlx_parallm.core.collected import CollectedClient
-from mlx_parallm.core.competition import CompetitionClient
 from mlx_parallm.core.json_values import ANSWER, Figure, UnixTime
 from mlx_parallm.core.readers import Reader
-from mlx_parallm.core.signals import OpinionClient, PeopleClient, Signal
-from mlx_parallm.core.trajectories import CollectingClient, GivenTrajectory, TrajectoryClient
+from mlx_parallm.core.signals import OpinionClient, Signal
+from mlx_parallm.core.trajectories import CollectingClient
 
 if TYPE_CHECKING:
-    from mlx_parallm.adapters.cards import CheckpointCard
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,119 +251,3 @@ class CollectionClient(Protocol):
 
     @property
     def people(self) -> OpinionClient: ...
-
-
-class TrainingClient(Protocol):
-    """The asyncio interface of training, used on the event loop's thread only. `adapter` None is the default adapter.
-
-    Methods that name an adapter raise UnknownModelError if it is not trained, or if the `reader` does not see it. A
-    server that does not train has no TrainingClient.
-    """
-
-    @property
-    def trajectories(self) -> TrajectoryClient: ...
-
-    @property
-    def collected_groups(self) -> CollectedClient: ...
-
-    @property
-    def people(self) -> PeopleClient: ...
-
-    @property
-    def competition(self) -> CompetitionClient: ...
-
-    async def update(
-        self,
-        adapter: str | None = None,
-        given: Sequence[GivenTrajectory] | None = None,
-        publish: bool = True,
-        checkpoint_name: str | None = None,
-        signal: Signal | None = None,
-        *,
-        reader: Reader,
-    ) -> UpdateReport:
-        """Runs one update and returns when its version is live.
-
-        Args:
-            given: the data to train on; None uses the complete groups that wait.
-            signal: what `given` teaches; None: its rewards. Without `given`, only what waits and teaches this is
-                trained on; None: what has rewards or, if there is nothing, any others.
-            checkpoint_name: also saves the policy under this tag, even if the update was held or skipped.
-
-        Raises:
-            StorageError: the update succeeded but could not be saved.
-        """
-
-    def status(self, adapter: str | None = None, *, reader: Reader) -> TrainingStatus: ...
-
-    @property
-    def default_adapter(self) -> str:
-        """The name of the default adapter."""
-
-    def statuses(self, *, reader: Reader) -> Sequence[TrainingStatus]:
-        """The status of every trained adapter that the reader sees, the default one first, which need not have been
-        started."""
-
-    async def start(self, adapter: str | None = None, *, reader: Reader) -> TrainingStatus:
-        """Trains this adapter too. Training starts from its live version, or from new weights if it has none."""
-
-    async def stop(self, adapter: str | None = None, *, reader: Reader) -> TrainingStatus:
-        """Ends the training of an adapter, after the running update. What was learnt is saved, and its live version
-        stays; trajectories that wait for it are dropped.
-
-        Returns:
-            The last status, with the state "stopped".
-
-        Raises:
-            ConflictError: it is the default adapter, or two of its versions are being compared.
-            StorageError: it could not be saved, and is still in training.
-        """
-
-    async def pause(self, adapter: str | None = None, *, reader: Reader) -> TrainingStatus:
-        """Stops automatic updates. Trajectories are still collected."""
-
-    async def resume(self, adapter: str | None = None, *, reader: Reader) -> TrainingStatus: ...
-
-    async def rollback(self, adapter: str | None = None, to: str | None = None, *, reader: Reader) -> TrainingStatus:
-        """Serves an earlier version and continues training from it.
-
-        Args:
-            to: a checkpoint's name or tag; None is `best`.
-
-        Raises:
-            ConflictError: there is no such version.
-        """
-
-    def trains(self, selector: str | None, *, reader: Reader) -> bool:
-        """Whether the selector names the live version of an adapter that the reader sees and that is trained here:
-        `save` must save it."""
-
-    async def save(
-        self,
-        adapter: str | None,
-        step: int | None,
-        tags: Sequence[str],
-        metrics: Mapping[str, float],
-        *,
-        reader: Reader,
-    ) -> CheckpointCard:
-        """Writes the policy and its optimizer state as a checkpoint, after the running update has ended.
-
-        Args:
-            step: None is the step that the policy has reached.
-
-        Raises:
-            InvalidRequestError: a tag is not a plain name.
-            ConflictError: there is a checkpoint of that step with different content.
-        """
-
-    def events(self, after: str = "", *, reader: Reader) -> AsyncIterator[TrainingEvent]:
-        """The events that the reader sees, from now on, until the iterator is closed. A slow listener loses some; see
-        `TrainingEvent`.
-
-        Args:
-            after: the id of the last event that the listener has had; those that it has missed since come first.
-        """
-
-    def history(self, adapter: str | None, limit: int, *, reader: Reader) -> TrainingHistory:
-        """What has happened in the training of an adapter since the run began: the newest `limit` events."""

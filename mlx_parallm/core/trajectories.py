@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -194,26 +194,3 @@ class CollectingClient(Protocol):
             ConflictError: it was trained on, or dropped; or several keys have such a group, and none is the reader's.
             StorageError: this could not be written, and the group stays open.
         """
-
-
-class TrajectoryClient(CollectingClient, Protocol):
-    """The part of `core.TrainingClient` about trajectories and their rewards."""
-
-    async def give(self, group: GivenGroup) -> None:
-        """Adds a group to those that wait for an update of the default adapter, and returns when it is on the disk. It
-        is trained on even if versions were published since it was drawn, because what drew it is unknown.
-
-        Raises:
-            InvalidRequestError: it cannot be trained on.
-            QueueFullError: too many trajectories wait, in all or of this source; it may be given again later.
-            StorageError: it could not be written, and will not be trained on.
-        """
-
-    def given_sizes(self) -> Mapping[str, Sequence[int]]:
-        """The sizes of the groups that were given with `give` and that no update has taken yet, by source."""
-
-    async def last_given(self, count: int) -> Sequence[str]:
-        """The ids of the last groups that were given with `give`, in earlier processes too; newest first."""
-
-    def newest(self, limit: int) -> tuple[TrajectoryCard, ...]:
-        """The newest trajectories, newest first."""

@@ -56,7 +56,7 @@ _log = logging.getLogger(__name__)
 
 
 class Collector:
-    """Implements `core.TrajectoryClient`. Event loop's thread only.
+    """Implements `core.CollectingClient`. Event loop's thread only.
 
     A trajectory trains the adapter that drew it. Trajectories of the base model train the default adapter, as long as
     the base model is in its version history.
@@ -127,7 +127,22 @@ class Collector:
     async def check(
         self, collection: CollectionSpec, adapter: AdapterRef, reader: Reader, prompt: str | None = None
     ) -> CollectionSpec:
-        """See `core.TrajectoryClient.check`."""
+        """Checks before generation whether a request may be collected. This may wait for a child process. `reader`: the
+        API key that sends it. Groups of different keys are different ones, even if their ids are equal.
+
+        If its scorer reads an answer and `metadata` has none, the answer is that of the server's task with the id
+        `metadata.problem_id`, or with the text `prompt`.
+
+        Returns:
+            The collection, with that answer; without a scorer, to wait for feedback, if there is no such task.
+
+        Raises:
+            OverloadedError: too many other requests are being checked.
+            InvalidRequestError: the scorer is unknown, `metadata` lacks what it reads, or the group that the request
+                names has another size or scorer.
+            ConflictError: the group is closed; or what the answers would train is not trained here, or not seen by the
+                reader.
+        """
         loop = self._loops.get(self._trained_by(adapter))
         known = self._competing.includes(adapter)
         included = loop is not None and (known or loop.training.versions.includes_ever(adapter))
@@ -152,7 +167,11 @@ class Collector:
         return collection
 
     def collect(self, request: GenerationRequest, events: AsyncIterator[Event]) -> AsyncIterator[Event]:
-        """See `core.TrajectoryClient.collect`."""
+        """Passes the events of a request with `collection` through, and collects its trajectories when it finishes.
+
+        RequestFinished gets the ids of the trajectories, and a warning if they will not be trained on. A request that
+        draws no token (max_tokens 0) leaves no trajectory. Closing the result closes `events`.
+        """
         if request.stopping.max_tokens == 0:
             return events
         adapter = self._trained_by(request.adapter)
@@ -200,7 +219,14 @@ class Collector:
         return "" if added.dropped is None else self._why(added.dropped, version)
 
     async def give(self, group: GivenGroup) -> None:
-        """See `core.TrajectoryClient.give`."""
+        """Adds a group to those that wait for an update of the default adapter, and returns when it is on the disk. It
+        is trained on even if versions were published since it was drawn, because what drew it is unknown.
+
+        Raises:
+            InvalidRequestError: it cannot be trained on.
+            QueueFullError: too many trajectories wait, in all or of this source; it may be given again later.
+            StorageError: it could not be written, and will not be trained on.
+        """
         await self._finished(self._add_given(group))
 
     async def _add_given(self, group: GivenGroup) -> None:
@@ -228,12 +254,12 @@ class Collector:
         self._intake.give(adapter, trajectories, entries)
 
     def given_sizes(self) -> Mapping[str, Sequence[int]]:
-        """See `core.TrajectoryClient.given_sizes`."""
+        """The sizes of the groups that were given with `give` and that no update has taken yet, by source."""
         signals = frozenset(signal.value for signal in Signal)
         return {source: sizes for source, sizes in self.buffer.given_sizes().items() if source not in signals}
 
     async def last_given(self, count: int) -> Sequence[str]:
-        """See `core.TrajectoryClient.last_given`."""
+        """The ids of the last groups that were given with `give`, in earlier processes too; newest first."""
         return [group_id.removeprefix(PREFIX) for group_id in await self._journal.newest_groups(PREFIX, count)]
 
     async def receive(self, trajectories: Sequence[Trajectory]) -> str:
@@ -300,16 +326,35 @@ class Collector:
         self._emit("dropped", adapter=adapter, reasons={reason.value: trajectories})
 
     async def reward_episode(self, episode_id: str, group_id: str, score: float, reader: Reader = EVERYTHING) -> None:
-        """See `core.TrajectoryClient.reward_episode`."""
+        """Sets the reward of an episode as a whole, which ends it. `group_id`: empty if its requests named no group.
+
+        Raises:
+            UnknownTrajectoryError: no turn of it was collected that the reader may reward.
+            ConflictError: it was trained on, or dropped; or several keys have such an episode, and none is the
+                reader's.
+            StorageError: the reward could not be written, and does not count.
+        """
         owner = self._owner(group_of_episode(episode_id, group_id), reader)
         await self._finished(self.enter(EpisodeReward(episode_id, group_id, score, owner), reader))
 
     async def reward_tokens(self, trajectory_id: str, rewards: Sequence[float], reader: Reader = EVERYTHING) -> None:
-        """See `core.TrajectoryClient.reward_tokens`."""
+        """Sets one reward for each token of an answer or turn. Each is credited to its token and those before it.
+
+        Raises:
+            InvalidRequestError: there is not one for each token.
+            Also the errors of `feedback`.
+        """
         await self._finished(self.enter(TokenRewards(trajectory_id, tuple(rewards), reader.bound), reader))
 
     async def close_group(self, group_id: str, reader: Reader = EVERYTHING) -> GroupCard:
-        """See `core.TrajectoryClient.close_group`."""
+        """Lets no more members into a group that requests have named. If it has a scorer, the scorer rewards the
+        members without a reward; otherwise they are dropped, except episodes whose turns or tokens have rewards.
+
+        Raises:
+            UnknownTrajectoryError: the reader has no such group.
+            ConflictError: it was trained on, or dropped; or several keys have such a group, and none is the reader's.
+            StorageError: this could not be written, and the group stays open.
+        """
         return _card(await self._finished(self.enter(Closed(group_id, self._owner(group_id, reader)), reader)))
 
     def _owner(self, group_id: str, reader: Reader) -> str:
@@ -373,7 +418,7 @@ class Collector:
         return await self._journal.fate(trajectory_id)
 
     def newest(self, limit: int) -> tuple[TrajectoryCard, ...]:
-        """See `core.TrajectoryClient.trajectories`."""
+        """The newest trajectories, newest first."""
         return self.buffer.cards(limit)
 
     def _trained_by(self, version: AdapterRef) -> str:

@@ -65,7 +65,7 @@ class EventHub:
 
     def listen(self, after: str = "", reader: Reader = EVERYTHING) -> Listener:
         """A listener that gets the events that `reader` sees from this call on. `after`: see
-        `core.TrainingClient.events`."""
+        `TrainingService.events`."""
         listener = Listener(*self._since(after), reader)
         if self._closed:
             listener.end()

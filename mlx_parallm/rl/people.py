@@ -47,7 +47,7 @@ _USER = "user"
 
 
 class People:
-    """Implements `core.PeopleClient`. Event loop's thread only.
+    """Implements `core.OpinionClient`. Event loop's thread only.
 
     Args:
         loops: of all adapters in training, by name; changed by the owner.
@@ -74,7 +74,19 @@ class People:
     async def feedback(
         self, trajectory_id: str, score: float, user: str = "", reader: Reader = EVERYTHING
     ) -> FeedbackCard:
-        """See `core.PeopleClient.feedback`."""
+        """Adds a person's opinion of an answer, and returns when it is on the disk. The last one of each `user` counts;
+        the reward is the mean over users. One rewarded answer is enough to train on the group of one request. For a
+        turn of an episode, it is the reward of that turn, which adds to the episode's.
+
+        If the answer was dropped because it was too old or nobody had judged it, it is learnt from as late feedback.
+        Then scores above 0 are for it, and all others against it.
+
+        Raises:
+            StorageError: it could not be written, and does not count.
+            QueueFullError: it is late, and too many answers wait.
+            UnknownTrajectoryError: the trajectory does not exist, or the reader may not judge it.
+            ConflictError: it was trained on, or its update was refused; or as many people have judged it as may.
+        """
         return await self._finished(self._feedback(trajectory_id, score, user, reader))
 
     async def _feedback(self, trajectory_id: str, score: float, user: str, reader: Reader) -> FeedbackCard:
@@ -129,7 +141,8 @@ class People:
     # -- edits -----------------------------------------------------------------------------------
 
     async def find(self, trajectory_id: str, reader: Reader = EVERYTHING) -> FoundTrajectory:
-        """See `core.PeopleClient.find`."""
+        """A trajectory of this run, in any state. Raises UnknownTrajectoryError: there is none of this id that
+        the reader may read."""
         adapter, turn = "", None
         known = self._buffer.member(trajectory_id)
         if known is not None:
@@ -141,7 +154,14 @@ class People:
         return FoundTrajectory(adapter, turn.prompt_ids, turn.completion_ids, turn.text)
 
     async def edit(self, edit: Edit, reader: Reader = EVERYTHING) -> EditCard:
-        """See `core.PeopleClient.edit`."""
+        """Adds an edit to those that wait for an update, and returns when it is on the disk. It takes the place of one
+        of the same user about the same thing that waits.
+
+        Raises:
+            UnknownModelError: the adapter is not trained here, or the reader does not see it.
+            QueueFullError: too many wait.
+            StorageError: it could not be written, and does not count.
+        """
         reader.named(edit.adapter, self._default)
         return await self._finished(self._edit(edit))
 
@@ -171,7 +191,8 @@ class People:
     # -- what was learnt from --------------------------------------------------------------------
 
     def signal_report(self, adapter: str | None = None, reader: Reader = EVERYTHING) -> SignalReport:
-        """See `core.PeopleClient.signal_report`."""
+        """What the adapter was taught by since the process started. Raises UnknownModelError: it is not trained,
+        or the reader does not see it."""
         name = reader.named(adapter, self._default)
         self._check_trained_here(name)
         return SignalReport(name, *self._ledger.people(name), self._ledger.report(name, self._buffer.of(name)))

@@ -46,7 +46,8 @@ _PAUSE_S = 0.001
 
 
 class GroupReader:
-    """Implements `core.CollectedClient`. Event loop's thread only."""
+    """Shows what was collected: what waits for an update, and about as much of what was trained on or dropped since the
+    process started. In a group of several keys, each reader sees its own samples. Event loop's thread only."""
 
     def __init__(self, buffer: TrajectoryBuffer) -> None:
         self._buffer = buffer
@@ -54,7 +55,8 @@ class GroupReader:
     # -- the list --------------------------------------------------------------------------------
 
     async def page(self, wanted: GroupFilter, after: int | None, limit: int, reader: Reader) -> GroupPage:
-        """See `core.CollectedClient.page`."""
+        """The newest `limit` groups that are wanted, of those that are older than the group with the number `after`;
+        None: of all."""
         numbers = self._buffer.numbers
         older = numbers if after is None else numbers[: bisect_left(numbers, after)]
         rows: list[GroupRow] = []
@@ -73,7 +75,11 @@ class GroupReader:
     # -- one group -------------------------------------------------------------------------------
 
     def group(self, name: str, most: int, reader: Reader) -> CollectedGroup:
-        """See `core.CollectedClient.group`."""
+        """The group with this id, or the one that has the trajectory with this id, with its first `most` samples.
+
+        Raises:
+            UnknownTrajectoryError: there is none, it is forgotten, or the reader may not see it.
+        """
         rows = ((group, _row(group, reader)) for group in self._buffer.called(name))
         group, row = next(((group, row) for group, row in rows if row is not None), (None, None))
         if group is None or row is None:

@@ -55,7 +55,9 @@ _log = logging.getLogger(__name__)
 
 
 class TrainingService:
-    """Implements `core.TrainingClient`. Event loop's thread only.
+    """Trains several adapters. Event loop's thread only. `adapter` None is the default adapter.
+
+    Methods that name an adapter raise UnknownModelError if it is not trained, or if the `reader` does not see it.
 
     Attributes:
         trajectories, collected_groups, people, competition: its parts.
@@ -151,7 +153,16 @@ class TrainingService:
                 _log.info("%s is in training again, as before the restart", name)
 
     async def stop(self, adapter: str | None = None, *, reader: Reader = EVERYTHING) -> TrainingStatus:
-        """See `core.TrainingClient.stop`."""
+        """Ends the training of an adapter, after the running update. What was learnt is saved, and its live version
+        stays; trajectories that wait for it are dropped.
+
+        Returns:
+            The last status, with the state "stopped".
+
+        Raises:
+            ConflictError: it is the default adapter, or two of its versions are being compared.
+            StorageError: it could not be saved, and is still in training.
+        """
         name = self._loop(adapter, reader).name
         if name == self._default:
             raise ConflictError(
@@ -260,8 +271,19 @@ class TrainingService:
         *,
         reader: Reader = EVERYTHING,
     ) -> UpdateReport:
-        """See `core.TrainingClient.update`. `progress`: see `AdapterTraining.progress`; `chosen`: see
-        `UpdateTurns.take_all`."""
+        """Runs one update and returns when its version is live.
+
+        Args:
+            given: the data to train on; None uses the complete groups that wait.
+            signal: what `given` teaches; None: its rewards. Without `given`, only what waits and teaches this is
+                trained on; None: what has rewards or, if there is nothing, any others.
+            checkpoint_name: also saves the policy under this tag, even if the update was held or skipped.
+            progress: see `AdapterTraining.progress`.
+            chosen: see `UpdateTurns.take_all`.
+
+        Raises:
+            StorageError: the update succeeded but could not be saved.
+        """
         loop = self._loop(adapter, reader)
         tag = None if checkpoint_name is None else check_tag(checkpoint_name)
         self.competition.check_idle(loop.name)
@@ -280,7 +302,7 @@ class TrainingService:
         return self._loop(adapter).training.progress
 
     def status(self, adapter: str | None = None, *, reader: Reader = EVERYTHING) -> TrainingStatus:
-        """See `core.TrainingClient.status`."""
+        """A snapshot of the training of one adapter."""
         name, trained = reader.named(adapter, self._default), tuple(filter(reader.sees, self._loops))
         if adapter is None and name not in self._loops:
             return TrainingStatus(state="idle", adapter=name, trained=trained)
@@ -308,29 +330,30 @@ class TrainingService:
 
     @property
     def default_adapter(self) -> str:
-        """See `core.TrainingClient.default_adapter`."""
+        """The name of the default adapter."""
         return self._default
 
     def statuses(self, *, reader: Reader = EVERYTHING) -> Sequence[TrainingStatus]:
-        """See `core.TrainingClient.statuses`."""
+        """The status of every trained adapter that the reader sees, the default one first, which need not have been
+        started."""
         default = [self.status(reader=reader)] if reader.sees(self._default) else []
         others = (name for name in self._loops if name != self._default and reader.sees(name))
         return [*default, *(self.status(name, reader=reader) for name in others)]
 
     async def start(self, adapter: str | None = None, *, reader: Reader = EVERYTHING) -> TrainingStatus:
-        """See `core.TrainingClient.start`."""
+        """Trains this adapter too. Training starts from its live version, or from new weights if it has none."""
         name = reader.named(adapter, self._default)
         await self._changes.finished(self.start_adapter(name))
         self._note_trained()
         return self.status(name, reader=reader)
 
     async def pause(self, adapter: str | None = None, *, reader: Reader = EVERYTHING) -> TrainingStatus:
-        """See `core.TrainingClient.pause`."""
+        """Stops automatic updates. Trajectories are still collected."""
         self._loop(adapter, reader).pause()
         return self.status(adapter, reader=reader)
 
     async def resume(self, adapter: str | None = None, *, reader: Reader = EVERYTHING) -> TrainingStatus:
-        """See `core.TrainingClient.resume`."""
+        """Makes automatic updates again."""
         self._loop(adapter, reader).resume()
         return self.status(adapter, reader=reader)
 
@@ -344,7 +367,14 @@ class TrainingService:
     async def rollback(
         self, adapter: str | None = None, to: str | None = None, *, reader: Reader = EVERYTHING
     ) -> TrainingStatus:
-        """See `core.TrainingClient.rollback`."""
+        """Serves an earlier version and continues training from it.
+
+        Args:
+            to: a checkpoint's name or tag; None is `best`.
+
+        Raises:
+            ConflictError: there is no such version.
+        """
         loop = self._loop(adapter, reader)
         self.competition.check_idle(loop.name)
         await self._changes.finished(loop.roll_back(to))
@@ -360,7 +390,8 @@ class TrainingService:
         return loop is not None and loop.training.versions.includes_ever(version)
 
     def trains(self, selector: str | None, *, reader: Reader = EVERYTHING) -> bool:
-        """See `core.TrainingClient.trains`."""
+        """Whether the selector names the live version of an adapter that the reader sees and that is trained here:
+        `save` must save it."""
         loop = self._loops.get(self._default if selector is None else selector)
         if loop is None or not reader.sees(loop.name):
             return False
@@ -375,7 +406,15 @@ class TrainingService:
         *,
         reader: Reader = EVERYTHING,
     ) -> CheckpointCard:
-        """See `core.TrainingClient.save`."""
+        """Writes the policy and its optimizer state as a checkpoint, after the running update has ended.
+
+        Args:
+            step: None is the step that the policy has reached.
+
+        Raises:
+            InvalidRequestError: a tag is not a plain name.
+            ConflictError: there is a checkpoint of that step with different content.
+        """
         tags = [check_tag(tag) for tag in tags]
         return await self._changes.finished(self._loop(adapter, reader).save(step, tags, metrics))
 
@@ -425,11 +464,16 @@ class TrainingService:
         return self._hub.emit
 
     def events(self, after: str = "", *, reader: Reader = EVERYTHING) -> Listener:
-        """See `core.TrainingClient.events`."""
+        """The events that the reader sees, from now on, until the iterator is closed. A slow listener loses some; see
+        `TrainingEvent`.
+
+        Args:
+            after: the id of the last event that the listener has had; those that it has missed since come first.
+        """
         return self._hub.listen(after, reader)
 
     def history(self, adapter: str | None, limit: int, *, reader: Reader = EVERYTHING) -> TrainingHistory:
-        """See `core.TrainingClient.history`."""
+        """What has happened in the training of an adapter since the run began: the newest `limit` events."""
         history = self._history.of(self.status(adapter, reader=reader).adapter, limit, self._hub.last_id)
         return replace(history, events=tuple(seen for event in history.events if (seen := event.seen_by(reader))))
 

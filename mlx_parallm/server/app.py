@@ -22,8 +22,6 @@ from mlx_parallm.core import (
     BaseModels,
     CollectionClient,
     EngineClient,
-    LessonClient,
-    TrainingClient,
 )
 from mlx_parallm.rl.atropos.trajectory_api import Registration
 from mlx_parallm.server.access.accounts import Accounts
@@ -67,10 +65,12 @@ from mlx_parallm.server.protocols.tokens import route as tokens
 from mlx_parallm.server.services import Services
 
 if TYPE_CHECKING:
+    from mlx_parallm.app.lessons import Lessons
     from mlx_parallm.cluster.node import Node
     from mlx_parallm.rl.averages import Averages
     from mlx_parallm.rl.policies import PolicyService
     from mlx_parallm.rl.reward_models.trainer import RewardModelTrainer
+    from mlx_parallm.rl.service import TrainingService
     from mlx_parallm.server.traces.export import Traces
 
 ROUTES = (
@@ -110,7 +110,7 @@ OLLAMA_ROUTES = (ollama_routes, ollama_embed, ollama_models)
 def create_app(
     engine: EngineClient,
     adapters: AdapterClient,
-    training: TrainingClient | None,
+    training: TrainingService | None,
     models: BaseModels,
     config: ServerConfig,
     *,
@@ -119,7 +119,7 @@ def create_app(
     tinker: TinkerConfig | None = None,
     averages: Averages | None = None,
     reward_models: RewardModelTrainer | None = None,
-    lessons: LessonClient | None = None,
+    lessons: Lessons | None = None,
     traces: Traces | None = None,
     cluster: Node | None = None,
     collection: CollectionClient | None = None,

@@ -292,7 +292,7 @@ async def generate(services: Services, writer: AnswerWriter, record: RequestReco
             events = services.require_collection().trajectories.collect(request, events)
         if writer.watch is not None:
             events = writer.watch(events)
-        # `EngineClient` and `TrainingClient` promise that these iterators have `aclose`.
+        # `EngineClient` and `CollectingClient` promise that these iterators have `aclose`.
         async with aclosing(cast(AsyncGenerator[Event, None], events)):
             async for event in events:
                 if isinstance(event, RequestFailed):

@@ -15,7 +15,7 @@ from collections import Counter as Counts
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -31,7 +31,6 @@ from mlx_parallm.core import (
     RequestFinished,
     SequenceOutput,
     SequencePooled,
-    TrainingClient,
 )
 from mlx_parallm.errors import AbortedError
 from mlx_parallm.server.access.accounts import Account, Accounts
@@ -43,6 +42,9 @@ from mlx_parallm.server.metrics_collectors import MODEL_LABEL, PREFIX, AdapterCo
 from mlx_parallm.server.metrics_training import TrainingCollector
 from mlx_parallm.server.metrics_vllm import VLLMNamesRegistry
 from mlx_parallm.server.recent import Counted, RecentValues
+
+if TYPE_CHECKING:
+    from mlx_parallm.rl.service import TrainingService
 
 _LISTS = ("running_lora_adapters", "waiting_lora_adapters")
 """Labels whose values are names of adapters, with commas between them."""
@@ -110,7 +112,7 @@ class ServerMetrics:
         self,
         engine: EngineClient,
         adapters: AdapterClient,
-        training: TrainingClient | None,
+        training: TrainingService | None,
         gate: SequenceGate,
         accounts: Accounts,
         model_names: Sequence[str],

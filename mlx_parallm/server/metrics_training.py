@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from mlx_parallm.core import EVERYTHING, TrainingClient, TrainingStatus
+from mlx_parallm.core import EVERYTHING, TrainingStatus
 from mlx_parallm.server.metrics_collectors import PREFIX
+
+if TYPE_CHECKING:
+    from mlx_parallm.rl.service import TrainingService
 
 RL_PREFIX = PREFIX + "rl_"
 
 
-def comparison_metrics(training: TrainingClient | None, trained: Iterable[str]) -> Iterator[Metric]:
+def comparison_metrics(training: TrainingService | None, trained: Iterable[str]) -> Iterator[Metric]:
     """Comparisons by adapter. `trained`: the names of the adapters in training."""
     about = "1 while two versions of the adapter are compared."
     running = GaugeMetricFamily(RL_PREFIX + "comparison_running", about, labels=["adapter"])
@@ -90,7 +94,7 @@ class TrainingCollector(Collector):
     trajectories, without a label.
     """
 
-    def __init__(self, training: TrainingClient | None) -> None:
+    def __init__(self, training: TrainingService | None) -> None:
         self._training = training
 
     def collect(self) -> Iterator[Metric]:

@@ -20,10 +20,8 @@ from mlx_parallm.core import (
     BaseModels,
     CollectionClient,
     EngineClient,
-    LessonClient,
     Relief,
     ServedModel,
-    TrainingClient,
     TrainingStatus,
 )
 from mlx_parallm.errors import (
@@ -59,8 +57,10 @@ from mlx_parallm.server.protocols.tinker.server import TinkerServer
 from mlx_parallm.server.recent import History, RecentGrowth
 
 if TYPE_CHECKING:
+    from mlx_parallm.app.lessons import Lessons
     from mlx_parallm.rl.averages import Averages
     from mlx_parallm.rl.reward_models.trainer import RewardModelTrainer
+    from mlx_parallm.rl.service import TrainingService
 
 DOES_NOT_TRAIN = "This server does not train; start it with --enable-rl-training."
 
@@ -77,7 +77,7 @@ class Services:
 
     engine: EngineClient
     adapters: AdapterClient
-    training: TrainingClient | None
+    training: TrainingService | None
     models: BaseModels
     config: ServerConfig
     lifecycle: Lifecycle
@@ -94,7 +94,7 @@ class Services:
     tinker: TinkerServer | None = None
     averages: Averages | None = None
     reward_models: RewardModelTrainer | None = None
-    lessons: LessonClient | None = None
+    lessons: Lessons | None = None
     collection: CollectionClient | None = None
     cluster: ClusterParts | None = None
     key: NamedKey = ANYONE
@@ -239,7 +239,7 @@ class Services:
         return prompts * n
 
     def training_statuses(self) -> Sequence[TrainingStatus]:
-        """See `core.TrainingClient.statuses`, for the key; empty if the server does not train."""
+        """See `rl.service.TrainingService.statuses`, for the key; empty if the server does not train."""
         return [] if self.training is None else self.training.statuses(reader=self.key.reader)
 
     def is_trained(self, name: str) -> bool:
@@ -252,7 +252,7 @@ class Services:
         if self.is_trained(name):
             raise ConflictError(f"{name!r} is in training here: {instead}", param="lora_name")
 
-    def require_training(self, param: str | None = None) -> TrainingClient:
+    def require_training(self, param: str | None = None) -> TrainingService:
         """The training client. Raises TrainingDisabledError, naming `param`, if the server does not train."""
         if self.training is None:
             raise TrainingDisabledError(DOES_NOT_TRAIN, param=param)
@@ -264,7 +264,7 @@ class Services:
             raise TrainingDisabledError(DOES_NOT_TRAIN, param=param)
         return self.collection
 
-    def require_lessons(self) -> LessonClient:
+    def require_lessons(self) -> Lessons:
         """What gives lessons. Raises TrainingDisabledError if the server does not train."""
         if self.lessons is None:
             raise TrainingDisabledError(DOES_NOT_TRAIN)
@@ -301,7 +301,7 @@ KeyDep = Annotated[NamedKey, Depends(key_of_request)]
 """The key that the request was let in with."""
 
 
-async def training_of(services: ServicesDep) -> TrainingClient:
+async def training_of(services: ServicesDep) -> TrainingService:
     return services.require_training()
 
 
@@ -313,5 +313,5 @@ CollectionDep = Annotated[CollectionClient, Depends(collection_of)]
 """Where rewards go, for routes that answer 409 if nothing trains."""
 
 
-TrainingDep = Annotated[TrainingClient, Depends(training_of)]
+TrainingDep = Annotated["TrainingService", Depends(training_of)]
 """The training client, for routes that answer 409 if the server does not train."""

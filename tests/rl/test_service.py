@@ -23,7 +23,6 @@ from mlx_parallm.core import (
     GenerationRequest,
     SamplingParams,
     StopParams,
-    TrainingClient,
 )
 from mlx_parallm.errors import (
     ConflictError,
@@ -35,7 +34,7 @@ from mlx_parallm.errors import (
 
 async def test_requests_become_versions() -> None:
     async with world() as one:
-        client: TrainingClient = one.service
+        client = one.service
         assert client.status().current is None
         for _ in range(2):
             await one.request()

@@ -39,13 +39,13 @@ _log = logging.getLogger(__name__)
 
 
 class Given(Protocol):
-    """Where groups go; see `core.TrajectoryClient`."""
+    """Where groups go; see `Collector.give`."""
 
     async def give(self, group: GivenGroup) -> None: ...
 
 
 class Training(Protocol):
-    """What a source needs of training; see `core.TrainingClient`."""
+    """What a source needs of training; see `rl.service.TrainingService`."""
 
     @property
     def trajectories(self) -> Given: ...

@@ -331,19 +331,19 @@ class Intake:
                 self._on_ready(self._rewards.score_member(trajectory_id, reward))
 
     def feedback(self, trajectory_id: str, score: float, user: str = "") -> None:
-        """See `core.PeopleClient.feedback`. Raises InvalidRequestError if the score is not a finite number."""
+        """See `People.feedback`. Raises InvalidRequestError if the score is not a finite number."""
         check_finite("score", score)
         self._rewarded(self._rewards.feedback(trajectory_id, score, user), trajectory_id=trajectory_id, score=score)
 
     def reward_episode(self, episode_id: str, group_id: str, score: float, key: str | None = None) -> None:
-        """See `core.TrainingClient.reward_episode`. Raises InvalidRequestError if the score is not a finite number."""
+        """See `Collector.reward_episode`. Raises InvalidRequestError if the score is not a finite number."""
         check_finite("score", score)
         name = group_of_episode(episode_id, group_id)
         group = self._rewards.reward_episode(name, episode_id, score, key)
         self._rewarded(group, episode_id=episode_id, score=score)
 
     def reward_tokens(self, trajectory_id: str, rewards: Sequence[float]) -> None:
-        """See `core.TrainingClient.reward_tokens`. Raises InvalidRequestError if one is not a finite number."""
+        """See `Collector.reward_tokens`. Raises InvalidRequestError if one is not a finite number."""
         check_finite("token_rewards", *rewards)
         group = self._rewards.reward_tokens(trajectory_id, rewards)
         self._rewarded(group, trajectory_id=trajectory_id, score=math.fsum(rewards))

@@ -45,7 +45,7 @@ class _Running:
 
 
 class CompetitionService:
-    """Implements `core.CompetitionClient`. Event loop's thread only. One comparison of an adapter runs at a time.
+    """Event loop's thread only. One comparison of an adapter runs at a time. `adapter` None is the default one.
 
     Args:
         trained: the adapter of this name, None: the default one. Raises UnknownModelError if it is not trained, or not
@@ -74,7 +74,15 @@ class CompetitionService:
     # -- control ---------------------------------------------------------------------------------
 
     async def start(self, adapter: str | None, spec: ComparisonSpec, reader: Reader = EVERYTHING) -> ComparisonCard:
-        """See `core.CompetitionClient.start`."""
+        """Begins to compare a version with the live one. Returns when the first request can get it.
+
+        Raises:
+            UnknownModelError: the adapter is not trained here or not seen by the reader, or it has no such version.
+            InvalidRequestError: the candidate is a version of another adapter, or a number is out of range.
+            ConflictError: another comparison of the adapter runs; no version of it is live; the candidate is live
+                already, or has no checkpoint from which training could go on.
+            AdapterUnavailableError: the candidate's weights cannot be read.
+        """
         trained = self._trained(adapter, reader)
         self.check_idle(trained.name)
         settings = _settings(self._config, spec)
@@ -93,7 +101,12 @@ class CompetitionService:
         return comparison.card()
 
     async def stop(self, adapter: str | None, reader: Reader = EVERYTHING) -> ComparisonCard:
-        """See `core.CompetitionClient.stop`."""
+        """Ends a comparison without a winner.
+
+        Raises:
+            UnknownModelError: the adapter is not trained here, or the reader does not see it.
+            ConflictError: none of the adapter runs.
+        """
         name = self._trained(adapter, reader).name
         running = self._running.get(name)
         if running is None:
@@ -111,7 +124,8 @@ class CompetitionService:
             )
 
     def cards(self, reader: Reader = EVERYTHING) -> Sequence[ComparisonCard]:
-        """See `core.CompetitionClient.cards`."""
+        """Of each adapter that the reader sees, the comparison that runs, or else the last one since the process
+        started."""
         running = {name: running.comparison.card() for name, running in self._running.items()}
         return [card for name, card in {**self._last, **running}.items() if reader.sees(name)]
 
@@ -120,7 +134,7 @@ class CompetitionService:
         self._last.pop(adapter, None)
 
     def ended(self, adapter: str) -> dict[str, int]:
-        """See `core.CompetitionClient.ended`."""
+        """Comparisons of an adapter that have ended since the start of the process, by verdict."""
         return dict(self._ended[adapter])
 
     def close(self) -> None:
@@ -283,7 +297,7 @@ def _settings(config: CompetitionConfig, spec: ComparisonSpec) -> CompetitionCon
 
 
 def _comparison(trained: TrainedAdapter, selector: str, settings: CompetitionConfig) -> Comparison:
-    """Raises UnknownModelError, InvalidRequestError, ConflictError: see `core.CompetitionClient.start`."""
+    """Raises UnknownModelError, InvalidRequestError, ConflictError: see `CompetitionService.start`."""
     live, candidate = trained.live, trained.version(selector)
     if candidate.name != trained.name:
         raise InvalidRequestError(f"candidate: {candidate} is no version of {trained.name!r}", "candidate")

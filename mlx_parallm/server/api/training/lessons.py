@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from fastapi import APIRouter, Depends
 from pydantic import Field, model_validator
@@ -10,7 +10,6 @@ from pydantic import Field, model_validator
 from mlx_parallm.core import (
     LessonAnswer,
     LessonCard,
-    LessonClient,
     LessonPoint,
     LessonRule,
     LessonShowing,
@@ -34,6 +33,9 @@ from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.openapi.responses import raises
 from mlx_parallm.server.planning import MAX_ADAPTER_NAME, adapter_named_by
 from mlx_parallm.server.services import DOES_NOT_TRAIN, ServicesDep
+
+if TYPE_CHECKING:
+    from mlx_parallm.app.lessons import Lessons
 
 MAX_PROMPTS, MAX_MESSAGES, MAX_CHARACTERS = 16, 16, 4000
 MAX_RULE = 500
@@ -261,7 +263,7 @@ async def stop_lesson(services: ServicesDep) -> LessonStatus:
     return _status(lessons, await services.lifecycle.run_to_end(lessons.stop(services.key.reader)))
 
 
-def _status(lessons: LessonClient, card: LessonCard | None) -> LessonStatus:
+def _status(lessons: Lessons, card: LessonCard | None) -> LessonStatus:
     return LessonStatus(obstacle=lessons.obstacle(), lesson=None if card is None else lesson_object(card))
 
 

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import APIRouter, Depends, Query
 from starlette.requests import Request
 
-from mlx_parallm.core import Edit, FoundTrajectory, Reader, SignalReport, TrainingClient, control_ids, end_id
+from mlx_parallm.core import Edit, FoundTrajectory, Reader, SignalReport, control_ids, end_id
 from mlx_parallm.errors import (
     ConflictError,
     ContextLengthError,
@@ -33,6 +33,9 @@ from mlx_parallm.server.http.request_log import key_of
 from mlx_parallm.server.openapi.responses import raises
 from mlx_parallm.server.planning import adapter_named_by, check_ids
 from mlx_parallm.server.services import KeyDep, Services, ServicesDep, TrainingDep
+
+if TYPE_CHECKING:
+    from mlx_parallm.rl.service import TrainingService
 
 
 def adapter_of(body: PreferenceBody, found: Mapping[str, FoundTrajectory], default: str) -> str:
@@ -152,7 +155,7 @@ async def preference(
         return preference_object(await services.lifecycle.run_to_end(training.people.edit(edit, key.reader)))
 
 
-async def _found(training: TrainingClient, field: str, trajectory_id: str, reader: Reader) -> FoundTrajectory:
+async def _found(training: TrainingService, field: str, trajectory_id: str, reader: Reader) -> FoundTrajectory:
     """The trajectory that a field names. Raises UnknownTrajectoryError, naming the field, if there is none."""
     try:
         return await training.people.find(trajectory_id, reader)

@@ -11,7 +11,7 @@ import math
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import ExitStack, aclosing
 from functools import partial
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from fastapi import APIRouter, Depends, Header, Path, Query
 from starlette.requests import ClientDisconnect, Request
@@ -25,7 +25,6 @@ from mlx_parallm.core import (
     GroupCard,
     Reader,
     Signal,
-    TrainingClient,
     TrainingEvent,
     TrainingStatus,
 )
@@ -70,6 +69,9 @@ from mlx_parallm.server.lifecycle import Lifecycle, while_connected
 from mlx_parallm.server.openapi.responses import EVENTS, raises
 from mlx_parallm.server.planning import adapter_named_by, check_ids
 from mlx_parallm.server.services import CollectionDep, KeyDep, Services, ServicesDep, TrainingDep
+
+if TYPE_CHECKING:
+    from mlx_parallm.rl.service import TrainingService
 
 
 def given_trajectories(bodies: Sequence[GivenTrajectoryBody], services: Services) -> list[GivenTrajectory]:
@@ -267,7 +269,7 @@ async def stop(body: Control, services: ServicesDep, training: TrainingDep) -> T
 
 
 async def stop_teaching(
-    services: Services, training: TrainingClient, adapter: str | None, *, reader: Reader
+    services: Services, training: TrainingService, adapter: str | None, *, reader: Reader
 ) -> TrainingStatus:
     """Stops the lesson of an adapter, if it has one, and then its training. That of the default adapter stays."""
     lessons = services.lessons
@@ -376,10 +378,10 @@ class TrainingEventsResponse(Response):
     """A stream that ends when the client disconnects, the server drains, or training ends its events.
 
     Args:
-        after, reader: see `core.TrainingClient.events`.
+        after, reader: see `rl.service.TrainingService.events`.
     """
 
-    def __init__(self, training: TrainingClient, lifecycle: Lifecycle, after: str, reader: Reader) -> None:
+    def __init__(self, training: TrainingService, lifecycle: Lifecycle, after: str, reader: Reader) -> None:
         super().__init__()
         self._training = training
         self._lifecycle = lifecycle
@@ -389,7 +391,7 @@ class TrainingEventsResponse(Response):
         if self._lifecycle.drain_begun.is_set():
             raise DrainingError("draining")
         record_of(scope).waits = True
-        # `core.TrainingClient` promises aclose() on this iterator.
+        # `rl.service.TrainingService` promises aclose() on this iterator.
         events = self._training.events(self._after, reader=self._reader)
         stream = EventStream(send, {})
         async with aclosing(cast(AsyncGenerator[TrainingEvent, None], events)), stream.opened():

@@ -12,10 +12,14 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from mlx_parallm.core import GivenGroup, GivenTrajectory, TrainingClient
+from mlx_parallm.core import GivenGroup, GivenTrajectory
 from mlx_parallm.rl.atropos.scored_data import ScoredData, TokenLimits, trajectories_of
 from mlx_parallm.rl.atropos.source import SOURCE
+
+if TYPE_CHECKING:
+    from mlx_parallm.rl.service import TrainingService
 
 DOUBT_S = 120.0
 """How long after an answer was lost, or after the start of the server, a group may be sent again. Atropos' client makes
@@ -51,7 +55,7 @@ class GroupQueue:
         latest: the group that came last; None before the first one.
     """
 
-    def __init__(self, training: TrainingClient) -> None:
+    def __init__(self, training: TrainingService) -> None:
         self.latest: ScoredData | None = None
         self._training = training
         self._in_doubt: dict[str, float] = {}  # digest → until when; oldest first

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from mlx_parallm.core import EVERYTHING, ModelCard, TrainingClient
+from mlx_parallm.core import EVERYTHING, ModelCard
 from mlx_parallm.errors import (
     ConflictError,
     InvalidRequestError,
@@ -40,6 +40,9 @@ from mlx_parallm.server.protocols.atropos.queue import GroupQueue, SentGroup
 from mlx_parallm.server.protocols.atropos.schema import EnvIdentifier, RegisterEnv, ScoredDataList
 from mlx_parallm.server.services import KeyDep, Services, ServicesDep
 
+if TYPE_CHECKING:
+    from mlx_parallm.rl.service import TrainingService
+
 UNREGISTERED = f"{SOURCE}:unregistered"
 """The source of groups without the id of an environment that this server knows."""
 
@@ -51,13 +54,13 @@ class AtroposParts:
     """What the routes need besides `Services`, on `app.state.atropos`. `trainer`: how it describes itself."""
 
     trainer: Registration
-    training: TrainingClient
+    training: TrainingService
     limits: TokenLimits
     environments: Environments
     queue: GroupQueue
 
     @classmethod
-    def of(cls, trainer: Registration, training: TrainingClient, card: ModelCard) -> AtroposParts:
+    def of(cls, trainer: Registration, training: TrainingService, card: ModelCard) -> AtroposParts:
         limits = TokenLimits(card.context_length, card.vocab_size)
         return cls(trainer, training, limits, Environments(), GroupQueue(training))
 
