@@ -332,7 +332,9 @@ class RLTrainingConfig(Section):
     and metadata always leave one of them free.
     """
     scoring_batch_size: Integer = Field(default=32, ge=1)
-    """Largest number of trajectories sent to a scoring process at a time. Slow scoring functions get fewer."""
+    """Largest number of trajectories that one client's scoring function scores in a row while others wait. Slow scoring
+    functions score fewer.
+    """
     scoring_timeout_s: Number = Field(default=30.0, gt=0)
     """Longest time in seconds to score a group; a group whose scorer takes longer is dropped. exact, regex, json_schema
     and length are also limited to 1 s of processor time for each sample.

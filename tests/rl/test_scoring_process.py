@@ -7,12 +7,11 @@ import os
 import signal
 
 import pytest
-from rl.scoring_rig import LONG_S, SHORT_S, fault, file_of, group
+from rl.scoring_rig import SHORT_S, fault, file_of, group
 
 from mlx_parallm.core import FinishReason
 from mlx_parallm.rl.scoring import pool as pool_module
-from mlx_parallm.rl.scoring.pool import ScoringError, ScoringJob
-from mlx_parallm.rl.scoring.service import ScoringService
+from mlx_parallm.rl.scoring.pool import ScoringError
 
 # -- rewards ---------------------------------------------------------------------------------------
 
@@ -150,8 +149,8 @@ async def test_what_is_no_json_from_the_child_is_a_fault(service):
 
 @pytest.mark.parametrize("rewards", [None, [], [1.0, 2.0], ["1"], [float("nan")]])
 async def test_a_reply_that_is_not_one_finite_number_each_costs_its_group(rewards, service, monkeypatch):
-    async def forged(self, job):
-        return {"id": job.number, "rewards": rewards}
+    async def forged(self, rule, size, message):
+        return {"rewards": rewards}
 
     monkeypatch.setattr(pool_module.ScoringPool, "run", forged)
     assert "reward" in await fault(service(), "size")
@@ -194,40 +193,3 @@ async def test_close_ends_the_child_and_fails_what_waits(service, tmp_path):
         await scoring.score(group("size", "x"))
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
-
-
-# -- batches ---------------------------------------------------------------------------------------
-
-
-async def test_groups_are_sent_in_batches_of_bounded_size(monkeypatch):
-    """Groups of 1, 2, 2, 3, 9 and 1 in batches of 4: each batch waits until the one before is answered."""
-    log: list[str] = []
-    sizes = (1, 2, 2, 3, 9, 1)
-    first = next(ScoringJob._numbers) + 1
-
-    class FakeWorker:
-        def __init__(self, limit_s):
-            self.limit_s = limit_s
-
-        async def start(self):
-            assert self.limit_s == LONG_S
-
-        def send(self, line):
-            log.append(f"send {line.count(b'text')}")
-
-        async def answer(self, number):
-            await asyncio.sleep(0)
-            size = sizes[number - first]
-            log.append(f"answer {size}")
-            return {"id": number, "rewards": [0.0] * size}
-
-        async def kill(self):
-            log.append("kill")
-
-    monkeypatch.setattr(pool_module, "ScoringProcess", FakeWorker)
-    scoring = ScoringService(1, 4, LONG_S)
-    await asyncio.gather(*(scoring.score(group("size", *["x"] * size)) for size in sizes))
-    batches = [[1], [2, 2], [3], [9], [1]]
-    assert log == [f"{verb} {size}" for batch in batches for verb in ("send", "answer") for size in batch]
-    await scoring.close()
-    assert log[-1] == "kill"

@@ -1,82 +1,81 @@
-"""Whose turn it is to be scored: pure decisions, on jobs that are made up."""
+"""Who is scored next: pure decisions, on jobs that are made up."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.rl.scoring.queue import FairQueue, Rule
+from mlx_parallm.rl.scoring.queue import FairQueue, Rule, ScoringJob
 
 
-class Job:
-    def __init__(self, client: str, scorer: str = "exact", size: int = 1) -> None:
-        self.rule, self.size = Rule(client, scorer, ""), size
+def job(client: str, scorer: str = "exact", size: int = 1) -> ScoringJob:
+    return ScoringJob(Rule(client, scorer, ""), size)
 
 
-def put(turns: FairQueue[Job], *jobs: Job) -> list[Job]:
-    for job in jobs:
-        turns.put(job)
+def put(queue: FairQueue, *jobs: ScoringJob) -> list[ScoringJob]:
+    for each in jobs:
+        queue.put(each)
     return list(jobs)
 
 
-def served(turns: FairQueue[Job], seconds: dict[str, float], count: int, most: int = 1) -> str:
-    """Clients in the order of their turns, one place, each turn as long as its client's `seconds`."""
-    order = ""
+def served(queue: FairQueue, seconds: dict[str, float], count: int) -> str:
+    """Clients in the order in which one process gets their jobs, each as long as its client's `seconds`."""
+    order, ended = "", None
     for _ in range(count):
-        turn = turns.take(most)
-        assert turn is not None
-        client = turn[0].rule.client
-        turns.end(turn, seconds[client])
-        order += client
+        ended = queue.take(ended)
+        assert ended is not None
+        queue.end(ended, seconds[ended.rule.client])
+        order += ended.rule.client
     return order
 
 
 def test_clients_share_the_time_and_not_the_turns() -> None:
-    turns: FairQueue[Job] = FairQueue(1)
-    put(turns, *[Job("s") for _ in range(10)], *[Job("q") for _ in range(10)])
-    assert served(turns, {"s": 5.0, "q": 1.0}, 12) == "sqqqqqsqqqqq"
+    queue = FairQueue(1, 32)
+    put(queue, *[job("s") for _ in range(10)], *[job("q") for _ in range(10)])
+    assert served(queue, {"s": 5.0, "q": 1.0}, 12) == "sqqqqqsqqqqq"
 
 
 def test_one_rule_holds_all_places_but_one() -> None:
-    turns: FairQueue[Job] = FairQueue(3)
-    put(turns, *[Job("a", "slow") for _ in range(5)])
-    under_way = [turns.take(1), turns.take(1)]
-    assert turns.take(1) is None
-    (late,) = put(turns, Job("b"))
-    turn = turns.take(1)
-    assert turn is not None
-    assert turn == [late]
-    turns.end(under_way[0], 1.0)
-    turns.end(turn, 1.0)
-    assert turns.take(1) is not None
+    queue = FairQueue(3, 1)
+    put(queue, *[job("a", "slow") for _ in range(5)])
+    under_way = [queue.take(), queue.take()]
+    assert queue.take() is None
+    (late,) = put(queue, job("b"))
+    assert queue.take() is late
+    assert under_way[0] is not None
+    queue.end(under_way[0], 1.0)
+    queue.end(late, 1.0)
+    assert queue.take() is not None
 
 
 def test_a_newcomer_has_its_share_from_now_on_and_no_more() -> None:
-    turns: FairQueue[Job] = FairQueue(1)
-    put(turns, *[Job("a") for _ in range(9)])
-    served(turns, {"a": 100.0}, 3)
-    put(turns, *[Job("b") for _ in range(9)])
-    order = served(turns, {"a": 1.0, "b": 1.0}, 6)
+    queue = FairQueue(1, 1)
+    put(queue, *[job("a") for _ in range(9)])
+    served(queue, {"a": 100.0}, 3)
+    put(queue, *[job("b") for _ in range(9)])
+    order = served(queue, {"a": 1.0, "b": 1.0}, 6)
     assert order.count("a") == order.count("b") == 3
 
 
-def test_a_turn_has_jobs_of_one_rule_in_order_up_to_its_size() -> None:
-    turns: FairQueue[Job] = FairQueue(1)
-    a, b, c, d, e = put(turns, Job("x", size=2), Job("x", "other"), Job("x", size=2), Job("x"), Job("x", size=9))
-    first = turns.take(4)
-    assert first is not None
-    assert first == [a, c]
-    turns.put_back([c])
-    turns.end(first, 1.0)
-    second = turns.take(4)
-    assert second is not None
-    assert second == [b]
-    turns.end(second, 1.0)
-    third = turns.take(4)
-    assert third is not None
-    assert third == [c, d]
-    turns.end(third, 1.0)
-    assert turns.take(4) == [e]
+def test_a_batch_has_jobs_of_one_rule_in_order_up_to_its_size() -> None:
+    queue = FairQueue(1, 4)
+    a, b, c, d, e = put(queue, job("x", size=2), job("x", "other"), job("x", size=2), job("x"), job("x", size=9))
+    order: list[ScoringJob] = []
+    for _ in range(5):
+        taken = queue.take(order[-1] if order else None)
+        assert taken is not None
+        queue.end(taken, 0.01)
+        order.append(taken)
+    assert order == [a, c, b, d, e]
+    assert queue.take(e) is None
+
+
+def test_a_slow_rule_has_short_batches() -> None:
+    queue = FairQueue(1, 32)
+    put(queue, *[job("s") for _ in range(4)], *[job("q") for _ in range(4)])
+    assert served(queue, {"s": 0.3, "q": 0.3}, 8) == "sqsqsqsq"
+    put(queue, *[job("s") for _ in range(4)], *[job("q") for _ in range(4)])
+    assert served(queue, {"s": 0.01, "q": 0.01}, 8) == "ssssqqqq"
 
 
 @given(
@@ -86,30 +85,31 @@ def test_a_turn_has_jobs_of_one_rule_in_order_up_to_its_size() -> None:
     ),
     st.integers(1, 3),
 )
-def test_every_job_has_one_turn_or_is_withdrawn_and_nothing_is_left(steps, places: int) -> None:
-    turns: FairQueue[Job] = FairQueue(places)
-    waiting: list[Job] = []
-    under_way = []
+def test_every_job_is_taken_once_or_is_withdrawn_and_nothing_is_left(steps, places: int) -> None:
+    queue = FairQueue(places, 4)
+    waiting: list[ScoringJob] = []
+    under_way: list[ScoringJob] = []
+    ended: ScoringJob | None = None
     for client, rule, size, step in steps:
         if step == "p":
-            waiting += put(turns, Job(client, rule, size))
-        elif step == "t" and len(under_way) < places and (turn := turns.take(4)) is not None:
-            for job in turn:
-                waiting.remove(job)
-            under_way.append(turn)
+            waiting += put(queue, job(client, rule, size))
+        elif step == "t" and len(under_way) < places and (taken := queue.take(ended)) is not None:
+            waiting.remove(taken)
+            under_way.append(taken)
+            ended = None
         elif step == "e" and under_way:
-            turns.end(under_way.pop(0), size / 2)
+            ended = under_way.pop(0)
+            queue.end(ended, size / 20)
         elif step == "w" and waiting:
-            turns.withdraw(waiting.pop())
-    for turn in under_way:
-        turns.end(turn, 1.0)
-    while (turn := turns.take(4)) is not None:
-        for job in turn:
-            waiting.remove(job)
-        turns.end(turn, 1.0)
+            queue.end(waiting.pop(), 0.0)
+    for each in under_way:
+        queue.end(each, 1.0)
+    while (taken := queue.take()) is not None:
+        waiting.remove(taken)
+        queue.end(taken, 1.0)
     assert waiting == []
-    assert turns.waiting == []
-    (last,) = put(turns, Job("d"))
-    assert turns.take(1) == [last]
-    turns.end([last], 1.0)
-    assert turns._client_seconds == turns._rule_seconds == turns._running == {}
+    assert queue.waiting == []
+    (last,) = put(queue, job("d"))
+    assert queue.take() is last
+    queue.end(last, 1.0)
+    assert queue._client_seconds == queue._rule_seconds == queue._running == {}

@@ -1,27 +1,25 @@
 """ScoringPool runs scoring jobs in child processes, which may hang, die or send invalid replies.
 
-A fault costs only the job that caused it. The jobs of a batch are sent together; if the process fails, the job that it
-was working on is to blame, and the others go back to the queue.
+A process works on one job at a time, so a fault costs only the job that caused it. No library's pool is used: those of
+pebble and loky share one pipe between their processes, so one that dies or writes into the pipe ends the others' work,
+and all of them import the server's main module and leave children behind when the server is killed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import logging
 import os
 import signal
 import time
 from asyncio.subprocess import PIPE, Process
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from mlx_parallm.processes import command, environment
-from mlx_parallm.rl.scoring.queue import FairQueue, Rule
-from mlx_parallm.tasks import spawn
+from mlx_parallm.rl.scoring.queue import FairQueue, Rule, ScoringJob
 
 _log = logging.getLogger(__name__)
 
@@ -34,12 +32,6 @@ _LOAD_S = 120.0
 _MAX_REPLY = 1 << 20
 _GRACE_S = 0.1
 
-_BATCH_S = 0.25
-"""Time that scoring one batch should take. Jobs that arrive meanwhile wait for a later batch."""
-
-_NEWEST = 0.3
-"""Weight of the newest batch in the running time per completion."""
-
 CLOSED = "the scoring service is closed"
 
 
@@ -48,63 +40,11 @@ class ScoringError(Exception):
 
 
 class WorkerFault(Exception):  # noqa: N818 - the fault is the process's
-    """The process must be killed: it died, or its reply is not an answer."""
+    """The process was killed: it died, or its reply is not an answer."""
 
 
 class WorkerHung(WorkerFault):
     """A job, or loading its scorer, took longer than its time limit."""
-
-
-class ScoringJob:
-    """One message to a scoring process, and its reply.
-
-    Args:
-        size: completions in it.
-        message: JSON; an `id` is added.
-
-    Raises:
-        ScoringError: the message is not JSON.
-    """
-
-    _numbers = itertools.count(1)
-
-    def __init__(self, rule: Rule, size: int, message: Mapping[str, Any]) -> None:
-        self.rule, self.size, self.tries = rule, size, 0
-        self.number = next(self._numbers)
-        self.reply: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
-        try:
-            self.line = json.dumps({"id": self.number, **message}).encode() + b"\n"
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ScoringError(f"metadata is not JSON: {error}") from error
-
-    def answer(self, reply: Mapping[str, Any]) -> None:
-        if "error" in reply:
-            self.fail(str(reply["error"]))
-        elif not self.reply.done():
-            self.reply.set_result(reply)
-
-    def fail(self, why: str) -> None:
-        if not self.reply.done():
-            self.reply.set_exception(ScoringError(why))
-
-
-class BatchSize:
-    """How many completions a batch has: as many as recent batches score in a quarter of a second, at most `most`."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._seconds_each: float | None = None
-
-    @property
-    def now(self) -> int:
-        if not self._seconds_each:
-            return self._most
-        return min(max(int(_BATCH_S / self._seconds_each), 1), self._most)
-
-    def observe(self, completions: int, seconds: float) -> None:
-        """Adds a batch that was answered to the measurement."""
-        each, known = seconds / completions, self._seconds_each
-        self._seconds_each = each if known is None else known + _NEWEST * (each - known)
 
 
 class ScoringPool:
@@ -112,83 +52,69 @@ class ScoringPool:
 
     Args:
         size: number of processes at most.
-        batch_size: completions sent to a process at a time, at most; a larger job is sent alone and whole.
+        batch_size: completions of one batch at most; see `FairQueue`.
         timeout_s: how long a process may work on one job, not counting the import of its scorer.
     """
 
     def __init__(self, size: int, batch_size: int, timeout_s: float) -> None:
-        self._queue: FairQueue[ScoringJob] = FairQueue(size)
-        self._batch_size = BatchSize(batch_size)
-        self._idle = [ScoringProcess(timeout_s) for _ in range(size)]  # the last one is used first
-        self._busy: set[asyncio.Task[None]] = set()
+        self._queue = FairQueue(size, batch_size)
+        self._processes = tuple(ScoringProcess(timeout_s) for _ in range(size))
+        self._idle = list(self._processes)  # the last one is used first
         self._closed = False
 
-    async def run(self, job: ScoringJob) -> Mapping[str, Any]:
-        """The reply to a job. Raises ScoringError: the job failed, or its process did."""
-        if self._closed:
-            raise ScoringError(CLOSED)
-        self._queue.put(job)
-        if self._idle and (batch := self._queue.take(self._batch_size.now)) is not None:
-            task = spawn(self._work(self._idle.pop(), batch), _log, "scoring")
-            self._busy.add(task)
-            task.add_done_callback(self._busy.discard)
-        try:
-            return await job.reply
-        except asyncio.CancelledError:
-            self._queue.withdraw(job)
-            raise
+    async def run(self, rule: Rule, size: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The reply to a message with `size` completions. If the caller is cancelled, the process is killed.
+
+        Raises:
+            ScoringError: the job failed, or its process did.
+        """
+        for tries in range(1, _MAX_TRIES + 1):
+            async with self._process(ScoringJob(rule, size)) as process:
+                try:
+                    return await process.ask(message)
+                except WorkerFault as fault:
+                    if self._closed:
+                        break
+                    _log.warning("scoring with %s: %s", rule.scorer, fault)
+                    if isinstance(fault, WorkerHung) or tries == _MAX_TRIES:
+                        raise ScoringError(str(fault)) from fault
+        raise ScoringError(CLOSED)
 
     async def close(self) -> None:
-        """Ends the processes; waiting jobs fail."""
+        """Ends the processes; jobs in progress and waiting ones fail."""
         self._closed = True
-        for task in self._busy:
-            task.cancel()
-        await asyncio.gather(*self._busy, return_exceptions=True)
         for job in self._queue.waiting:
-            job.fail(CLOSED)
-        await asyncio.gather(*(process.kill() for process in self._idle))
-        self._idle.clear()
+            job.ready.set()
+        await asyncio.gather(*(process.close() for process in self._processes))
 
-    async def _work(self, process: ScoringProcess, batch: list[ScoringJob] | None) -> None:
-        """Runs batches on one process until no waiting job may start."""
+    @contextlib.asynccontextmanager
+    async def _process(self, job: ScoringJob) -> AsyncIterator[ScoringProcess]:
+        """A process for this job alone, when it is the next."""
+        self._queue.put(job)
+        began = time.monotonic()
         try:
-            while batch is not None:
-                began = time.monotonic()
-                try:
-                    await self._run_batch(process, batch)
-                finally:
-                    self._queue.end(batch, time.monotonic() - began)
-                batch = self._queue.take(self._batch_size.now)
+            self._hand_out()
+            if not self._closed:
+                await job.ready.wait()
+            if job.process is None:
+                raise ScoringError(CLOSED)
+            began = time.monotonic()
+            yield job.process
         finally:
-            self._idle.append(process)
+            self._queue.end(job, time.monotonic() - began)
+            if job.process is not None:
+                self._idle.append(job.process)
+                self._hand_out(job)
 
-    async def _run_batch(self, process: ScoringProcess, batch: list[ScoringJob]) -> None:
-        """Every job of the batch is answered, failed, or back in the queue when this returns."""
-        jobs, began = deque(batch), time.monotonic()  # without an answer yet: the process is working on the first
-        try:
-            await process.start()
-            for job in batch:
-                process.send(job.line)
-            while jobs:
-                jobs[0].answer(await process.answer(jobs[0].number))
-                jobs.popleft()
-            self._batch_size.observe(sum(job.size for job in batch), time.monotonic() - began)
-        except WorkerFault as fault:
-            await process.kill()
-            _log.warning("scoring with %s: %s", jobs[0].rule.scorer, fault)
-            jobs[0].tries += 1
-            if isinstance(fault, WorkerHung) or jobs[0].tries >= _MAX_TRIES:
-                jobs.popleft().fail(str(fault))
-            self._queue.put_back(jobs)
-        except BaseException:
-            await process.kill()
-            for job in jobs:
-                job.fail(CLOSED if self._closed else "scoring stopped; the server's log says why")
-            raise
+    def _hand_out(self, ended: ScoringJob | None = None) -> None:
+        """Gives idle processes to waiting jobs."""
+        while self._idle and not self._closed and (job := self._queue.take(ended)) is not None:
+            job.process, ended = self._idle.pop(), None
+            job.ready.set()
 
 
 class ScoringProcess:
-    """One child process, which runs `worker`. It answers jobs in the order in which they were sent.
+    """One child process, which runs `worker`. It starts with its first job, and again after a fault.
 
     Args:
         limit_s: how long it may work on one job, not counting the import of its scorer.
@@ -197,16 +123,47 @@ class ScoringProcess:
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._child: Process | None = None
+        self._asked = 0
+        self._closed = False
 
-    async def start(self) -> None:
-        """Starts the child process unless it runs. It has a session of its own, so that Ctrl-C does not reach it.
+    async def ask(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The reply to one message. If there is none, for any reason, the child process is killed.
 
         Raises:
-            WorkerFault: the operating system cannot start it.
+            ScoringError: the scorer failed, or the message is not JSON.
+            WorkerHung: loading the scorer took too long, or the job did after that.
+            WorkerFault: the process could not be started, it died, or its reply is not an answer.
         """
+        self._asked += 1
+        try:
+            line = json.dumps({"id": self._asked, **message}).encode() + b"\n"
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ScoringError(f"metadata is not JSON: {error}") from error
+        try:
+            child = await self._running()
+            assert child.stdin is not None
+            child.stdin.write(line)  # it never waits: what the child has not read yet is buffered here
+            reply = await self._reply(child, _LOAD_S)
+            if "begun" in reply:
+                reply = await self._reply(child, self._limit_s)
+        except BaseException:
+            await self._kill()
+            raise
+        if "error" in reply:
+            raise ScoringError(str(reply["error"]))
+        return reply
+
+    async def close(self) -> None:
+        """Kills the child process. A job in progress fails, and none is taken any more."""
+        self._closed = True
+        await self._kill()
+
+    async def _running(self) -> Process:
+        """The child process, which is started unless it runs. It has a session of its own, so that Ctrl-C does not
+        reach it."""
         if self._child is not None and self._child.returncode is None:
-            return
-        await self.kill()
+            return self._child
+        await self._kill()
         try:
             self._child = await asyncio.create_subprocess_exec(
                 *command("mlx_parallm.rl.scoring.worker"),
@@ -218,8 +175,11 @@ class ScoringProcess:
             )
         except OSError as error:
             raise WorkerFault(f"the scoring process could not be started: {error}") from error
+        if self._closed:  # meanwhile
+            raise WorkerFault(CLOSED)
+        return self._child
 
-    async def kill(self) -> None:
+    async def _kill(self) -> None:
         """Kills the child process, and the processes that its scorers started."""
         if (child := self._child) is None:
             return
@@ -230,45 +190,23 @@ class ScoringProcess:
         child.stdin.close()
         await child.wait()
 
-    def send(self, line: bytes) -> None:
-        """Sends one job. It never waits: what a busy process has not read yet is buffered here."""
-        assert self._child is not None
-        assert self._child.stdin is not None
-        self._child.stdin.write(line)
-
-    async def answer(self, number: int) -> Mapping[str, Any]:
-        """The reply to the job of this number.
-
-        Raises:
-            WorkerHung: loading its scorer took too long, or the job did after that.
-            WorkerFault: the process died, or its reply is not an answer.
-        """
-        for within_s in (_LOAD_S, self._limit_s):
-            line = await self._line(within_s)
-            if not line:
-                raise WorkerFault("the scoring process died")
-            try:
-                reply = json.loads(line)
-            except (ValueError, RecursionError):
-                reply = None
-            if not isinstance(reply, dict) or reply.get("id") != number:
-                raise WorkerFault("the reply of the scoring process is not an answer")
-            if "begun" not in reply:
-                return reply
-        raise WorkerFault("the reply of the scoring process is not an answer")
-
-    async def _line(self, within_s: float) -> bytes:
-        """The next line of replies; empty if the process has ended."""
-        assert self._child is not None
-        assert self._child.stdout is not None
-        reading = asyncio.ensure_future(self._child.stdout.readline())
+    async def _reply(self, child: Process, within_s: float) -> Mapping[str, Any]:
+        """The next reply to the last message. Raises WorkerFault: there is none, or it is not an answer."""
+        assert child.stdout is not None
+        reading = asyncio.ensure_future(child.stdout.readline())
         try:
             for timeout_s in (within_s, _GRACE_S):  # a reply may wait unread if the event loop was held up
                 await asyncio.wait({reading}, timeout=timeout_s)
             if not reading.done():
                 raise WorkerHung(f"took more than {within_s:g} s")
-            return reading.result()
-        except ValueError as error:
-            raise WorkerFault("the reply of the scoring process is too long") from error
+            line = reading.result()
+            reply = json.loads(line) if line else None
+        except (ValueError, RecursionError) as error:  # it is too long, or no JSON
+            raise WorkerFault("the reply of the scoring process is not an answer") from error
         finally:
             reading.cancel()
+        if not line:
+            raise WorkerFault("the scoring process died")
+        if not isinstance(reply, dict) or reply.get("id") != self._asked:
+            raise WorkerFault("the reply of the scoring process is not an answer")
+        return reply

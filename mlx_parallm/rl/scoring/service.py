@@ -26,7 +26,7 @@ from mlx_parallm.errors import EngineError, InvalidRequestError, OverloadedError
 from mlx_parallm.rl.scoring import sample
 from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
 from mlx_parallm.rl.scoring.judges import INSTRUCTION, JUDGE, Judge
-from mlx_parallm.rl.scoring.pool import ScoringError, ScoringJob, ScoringPool
+from mlx_parallm.rl.scoring.pool import ScoringError, ScoringPool
 from mlx_parallm.rl.scoring.queue import Rule
 from mlx_parallm.rl.scoring.registry import Term
 from mlx_parallm.rl.scoring.reward import REWARD, RewardSpec, names_reward
@@ -47,7 +47,7 @@ class ScoringService:
 
     Args:
         processes: number of scoring processes at most. Another one checks the metadata of requests.
-        batch_size: trajectories sent to a process at a time, at most; a larger group is sent alone and whole.
+        batch_size: trajectories of one batch at most; a larger group is a batch by itself. See `FairQueue`.
         timeout_s: how long a group may take, not counting the import of its scorer.
         reward: what the scorer `reward` stands for; None: there is none of that name.
         reward_models: those that requests may name; None: there are none.
@@ -93,7 +93,7 @@ class ScoringService:
         rule = Rule(collection.client, scorer, _digest(dict(collection.metadata)).hex())
         try:
             message = self._message(group, await self._of_reward_models(group))
-            reply = await self._pool.run(ScoringJob(rule, len(group), message))
+            reply = await self._pool.run(rule, len(group), message)
             return _checked_rewards(reply, len(group))
         except (ScoringError, InvalidRequestError, EngineError) as error:
             slow = str(error) == f"took more than {self._timeout_s:g} s"
@@ -165,11 +165,10 @@ class ScoringService:
         """Checks one value of `metadata` in the checking process, unless its result is remembered."""
         digest = _digest([scorer, collection.metadata[key]])
         if digest not in self._refusals:
-            job = ScoringJob(
-                Rule(collection.client, scorer, ""), 1, {"check": scorer, "metadata": {key: collection.metadata[key]}}
-            )
+            rule = Rule(collection.client, scorer, "")
+            message = {"check": scorer, "metadata": {key: collection.metadata[key]}}
             try:
-                reply = await asyncio.wait_for(self._checks.run(job), _WAIT_S)
+                reply = await asyncio.wait_for(self._checks.run(rule, 1, message), _WAIT_S)
                 self._refusals[digest] = str(reply["refused"])
             except TimeoutError as error:
                 raise OverloadedError("The metadata of other requests is being checked; try again.") from error
