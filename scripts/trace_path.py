@@ -77,7 +77,7 @@ LEFT_OUT = (
     "train/model.py",
     "train/forwards.py",
     "train/attention.py",
-    "train/samples.py",
+    "train/data.py",
     "train/losses.py",
 )
 RECORDS_LEFT_OUT = ("server", "model", "batch")

@@ -18,11 +18,11 @@ from mlx_parallm.config import ModelConfig, RLTrainingConfig
 from mlx_parallm.model.cache_plan import CachePlan, prepare
 from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.model.linears import install_adapters
+from mlx_parallm.train.data import Datum, UpdateBatch, answered
 from mlx_parallm.train.footprint import Footprint
 from mlx_parallm.train.jobs import Job
 from mlx_parallm.train.model import TrainableModel
 from mlx_parallm.train.policy import Policy
-from mlx_parallm.train.samples import Sample, UpdateBatch, answered
 from mlx_parallm.train.trainer import GRPOTrainer
 
 RANK = 16
@@ -40,7 +40,7 @@ class Group(NamedTuple):
         """Those that are computed."""
         return self.prompt + self.rows * self.answer
 
-    def samples(self, vocabulary: int) -> Iterator[Sample]:
+    def samples(self, vocabulary: int) -> Iterator[Datum]:
         """Random ones."""
         rng = random.Random(0)
         shared = [rng.randrange(1, vocabulary) for _ in range(self.prompt)]

@@ -23,10 +23,10 @@ from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.model.linears import install_adapters
 from mlx_parallm.train.context import Params, Span, TrainingContext
+from mlx_parallm.train.data import Datum, UpdateBatch, UpdateOutcome, answered
 from mlx_parallm.train.model import TrainableModel
 from mlx_parallm.train.packing import MicroBatch, SampleBatch, pack
 from mlx_parallm.train.policy import Policy, PolicySnapshot
-from mlx_parallm.train.samples import Sample, UpdateBatch, UpdateOutcome, answered
 from mlx_parallm.train.trainer import GRPOTrainer
 
 LORA = ModelConfig(lora_rank=4, lora_alpha=8.0, lora_target_modules=("q_proj", "v_proj", "o_proj", "down_proj"))
@@ -90,7 +90,7 @@ def make_policy(trainer: GRPOTrainer, moved: float = 0.0, name: str = "default",
     return policy
 
 
-def samples(count: int = 6, seed: int = 0, groups: int = 2) -> list[Sample]:
+def samples(count: int = 6, seed: int = 0, groups: int = 2) -> list[Datum]:
     """Groups of one prompt each; completions of unequal lengths, advantages of both signs."""
     random = np.random.default_rng(seed)
 
@@ -105,7 +105,7 @@ def samples(count: int = 6, seed: int = 0, groups: int = 2) -> list[Sample]:
     ]
 
 
-def packed(drawn: Sequence[Sample]) -> MicroBatch:
+def packed(drawn: Sequence[Datum]) -> MicroBatch:
     """These samples as one micro-batch, in this order."""
     return pack(SampleBatch.of(drawn))
 
@@ -127,12 +127,12 @@ def everywhere(params: Params, scale: float) -> TrainingContext:
     return TrainingContext((Span(0, params, scale),))
 
 
-def plain_logprobs(trainer: GRPOTrainer, model: nn.Module, params: Params | None, sample: Sample) -> list[float]:
+def plain_logprobs(trainer: GRPOTrainer, model: nn.Module, params: Params | None, sample: Datum) -> list[float]:
     """Of the trained tokens, from the served model's own forward over one unpadded row and a full log-softmax."""
     return [float(value) for value in np.array(lazy_logprobs(trainer, model, params, sample))]
 
 
-def lazy_logprobs(trainer: GRPOTrainer, model: nn.Module, params: Params | None, sample: Sample) -> mx.array:
+def lazy_logprobs(trainer: GRPOTrainer, model: nn.Module, params: Params | None, sample: Datum) -> mx.array:
     """The same as an array [n] that MLX can differentiate."""
     lora, at = trainer.lora, sample.trained()
     scale = lora_scale(lora.lora_alpha, lora.lora_rank, lora.lora_rslora)
@@ -143,12 +143,12 @@ def lazy_logprobs(trainer: GRPOTrainer, model: nn.Module, params: Params | None,
     return logprobs[mx.array(at) - 1, mx.array([sample.token_ids[place] for place in at])]
 
 
-def with_logprobs(trainer: GRPOTrainer, model: nn.Module, policy: Policy, drawn: Sequence[Sample]) -> list[Sample]:
+def with_logprobs(trainer: GRPOTrainer, model: nn.Module, policy: Policy, drawn: Sequence[Datum]) -> list[Datum]:
     """The samples as this policy would have drawn them."""
     return [with_logprobs_of(s, plain_logprobs(trainer, model, policy.params, s)) for s in drawn]
 
 
-def learn(trainer: GRPOTrainer, policy: Policy, drawn: Sequence[Sample]) -> UpdateOutcome:
+def learn(trainer: GRPOTrainer, policy: Policy, drawn: Sequence[Datum]) -> UpdateOutcome:
     """One update, to its end."""
     outcome = trainer.begin(policy, UpdateBatch(tuple(drawn)))
     while trainer.waits():
@@ -169,7 +169,7 @@ def leaves(policy: Policy) -> dict[str, np.ndarray]:
 
 
 def plain_gradients(
-    trainer: GRPOTrainer, model: nn.Module, policy: Policy, drawn: Sequence[Sample]
+    trainer: GRPOTrainer, model: nn.Module, policy: Policy, drawn: Sequence[Datum]
 ) -> dict[str, np.ndarray]:
     """Of −Σ logπ / ΣT, by plain forwards of the served model that MLX differentiates through every logit."""
     total = sum(len(sample.trained()) for sample in drawn)
@@ -188,7 +188,7 @@ def gradients_of(objective: Callable[[Params], mx.array], policy: Policy) -> dic
     return {name: np.array(leaf) for name, leaf in tree_flatten(mx.grad(objective)(policy.params))}
 
 
-def gradients(trainer: GRPOTrainer, policy: Policy, drawn: Sequence[Sample]) -> dict[str, np.ndarray]:
+def gradients(trainer: GRPOTrainer, policy: Policy, drawn: Sequence[Datum]) -> dict[str, np.ndarray]:
     """Of one update over `drawn`, before clipping."""
     update = Recorder(policy)
     trainer.begin(update, UpdateBatch(tuple(drawn)))

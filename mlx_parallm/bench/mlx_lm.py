@@ -19,7 +19,7 @@ from mlx_parallm.bench.ours import SETTLED
 from mlx_parallm.bench.plain_trainer import PlainTrainer
 from mlx_parallm.core import SamplingParams
 from mlx_parallm.selftest.plain import PlainModel
-from mlx_parallm.train.samples import Sample
+from mlx_parallm.train.data import Datum
 
 
 class MlxLm:
@@ -60,7 +60,7 @@ class MlxLm:
             mx.synchronize()
             return len(prompt) / seconds
 
-    def update(self, samples: Sequence[Sample], rows: int) -> float:
+    def update(self, samples: Sequence[Datum], rows: int) -> float:
         """Seconds of an update by the plain trainer, which keeps all activations of `rows` rows."""
         with self._adapted(adapters=1, dtype=mx.float32):
             trainer = PlainTrainer(self._plain.model, rows)

@@ -23,8 +23,8 @@ from mlx_parallm.core import (
     StopParams,
 )
 from mlx_parallm.rl.rollouts.answers import events_of
+from mlx_parallm.train.data import Datum, UpdateBatch
 from mlx_parallm.train.policy import Policy, PolicySnapshot
-from mlx_parallm.train.samples import Sample, UpdateBatch
 from mlx_parallm.train.trainer import GRPOTrainer
 
 SETTLED = 3
@@ -102,7 +102,7 @@ class Ours:
 
     # -- updates ---------------------------------------------------------------------------------
 
-    async def update(self, samples: tuple[Sample, ...], weights: AdapterWeights) -> float:
+    async def update(self, samples: tuple[Datum, ...], weights: AdapterWeights) -> float:
         """Seconds of an update of a policy that began with these weights, between the engine's other work.
 
         Raises:

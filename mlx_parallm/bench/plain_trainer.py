@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx.optimizers import AdamW
 from mlx.utils import tree_flatten, tree_map
 
-from mlx_parallm.train.samples import Sample
+from mlx_parallm.train.data import Datum
 
 _CLIP = 0.2
 
@@ -55,7 +55,7 @@ class PlainTrainer:
         self._optimizer.init(self._factors)
         mx.eval(model.parameters(), self._optimizer.state)
 
-    def update(self, samples: Sequence[Sample]) -> Gradients:
+    def update(self, samples: Sequence[Datum]) -> Gradients:
         """Makes one optimizer step. Returns its gradients, evaluated."""
         total: Any = None
         for start in range(0, len(samples), self._rows):
@@ -89,7 +89,7 @@ class PlainTrainer:
         return mx.logsumexp(logits, -1, keepdims=True)
 
 
-def _rows(samples: Sequence[Sample]) -> _Rows:
+def _rows(samples: Sequence[Datum]) -> _Rows:
     longest = max(len(sample.token_ids) for sample in samples)
 
     def table(rows: Sequence[Sequence[float]]) -> mx.array:

@@ -41,7 +41,7 @@ from mlx_parallm.selftest.report import describe_machine
 from mlx_parallm.selftest.run import OnResult, tested_models
 from mlx_parallm.selftest.step_memory import step_memory
 from mlx_parallm.selftest.tested import started
-from mlx_parallm.train.samples import Sample, answered
+from mlx_parallm.train.data import Datum, answered
 
 _GREEDY = SamplingParams(temperature=0.0)
 _TOP_P = SamplingParams(temperature=1.0, top_p=0.9)
@@ -162,7 +162,7 @@ class Sides:
     def _prompts(self, rows: int, length: int, number: int) -> list[list[int]]:
         return [random_tokens(self._vocabulary, length, seed=1000 * number + row) for row in range(rows)]
 
-    def _samples(self, number: int) -> tuple[Sample, ...]:
+    def _samples(self, number: int) -> tuple[Datum, ...]:
         """Groups of answers, each with one prompt and advantages of both signs."""
         sizes, chance = self._sizes, random.Random(number)
 

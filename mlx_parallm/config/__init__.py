@@ -13,7 +13,7 @@ from pathlib import Path
 from mlx_parallm.config.cluster import ClusterConfig
 from mlx_parallm.config.divergence import Action, DivergenceConfig
 from mlx_parallm.config.inference import EngineKind, InferenceConfig
-from mlx_parallm.config.loss import Algorithm, LossConfig, OldLogprobs, ResolvedLoss, RewardScale
+from mlx_parallm.config.loss import Algorithm, LossConfig, LossKind, OldLogprobs, ResolvedLoss, RewardScale
 from mlx_parallm.config.resolve import Resolved, render, resolve
 from mlx_parallm.config.sections import (
     AdaptersConfig,

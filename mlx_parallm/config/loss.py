@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
@@ -13,21 +11,18 @@ from pydantic import BeforeValidator, Field
 from mlx_parallm.config.types import Number, Section, fields_of, lower
 
 
-class Algorithm(StrEnum):
-    """Loss functions of an update; `rl.objectives.losses` defines them."""
+class LossKind(StrEnum):
+    """What a loss learns from. It decides how the advantages of its data are made, and which data share a micro-batch.
 
-    GRPO = "grpo"
-    BNPO = "bnpo"
-    DAPO = "dapo"
-    DR_GRPO = "dr_grpo"
-    GSPO = "gspo"
-    CISPO = "cispo"
-    PPO = "ppo"
-    IMPORTANCE_SAMPLING = "importance_sampling"
-    DPO = "dpo"
+    POLICY_GRADIENT: the policy's own samples, by their advantages. SFT: answers to imitate. PAIRWISE: a chosen and a
+    rejected answer of each group, which share a micro-batch. KTO: answers that are each desirable or undesirable; the
+    loss needs an estimate of the policy's KL divergence from the base model before the first gradient.
+    """
+
+    POLICY_GRADIENT = "policy_gradient"
+    SFT = "sft"
+    PAIRWISE = "pairwise"
     KTO = "kto"
-    DISTILLATION = "distillation"
-    CROSS_ENTROPY = "cross_entropy"
 
 
 class RewardScale(StrEnum):
@@ -36,6 +31,45 @@ class RewardScale(StrEnum):
     GROUP = "group"
     BATCH = "batch"
     NONE = "none"
+
+
+class Algorithm(StrEnum):
+    """Loss functions of an update, which `train.losses` defines.
+
+    Each has its kind, and the clip bounds and the reward scale that its paper uses.
+    """
+
+    kind: LossKind
+    clip_low: float
+    clip_high: float
+    scale_rewards: RewardScale
+
+    def __new__(
+        cls,
+        name: str,
+        kind: LossKind = LossKind.POLICY_GRADIENT,
+        clip_low: float = 0.2,
+        clip_high: float = 0.2,
+        scale_rewards: RewardScale = RewardScale.NONE,
+    ) -> Algorithm:
+        member = str.__new__(cls, name)
+        member._value_, member.kind = name, kind
+        member.clip_low, member.clip_high, member.scale_rewards = clip_low, clip_high, scale_rewards
+        return member
+
+    GRPO = "grpo", LossKind.POLICY_GRADIENT, 0.2, 0.2, RewardScale.GROUP
+    BNPO = "bnpo", LossKind.POLICY_GRADIENT, 0.2, 0.2, RewardScale.GROUP
+    DAPO = "dapo", LossKind.POLICY_GRADIENT, 0.2, 0.28, RewardScale.GROUP
+    DR_GRPO = "dr_grpo", LossKind.POLICY_GRADIENT
+    GSPO = "gspo", LossKind.POLICY_GRADIENT, 3e-4, 4e-4, RewardScale.GROUP
+    # CISPO has no lower bound. Its paper gives no upper bound; 1 + 4 is ScaleRL's (arXiv 2510.13786).
+    CISPO = "cispo", LossKind.POLICY_GRADIENT, 1.0, 4.0, RewardScale.GROUP
+    PPO = "ppo", LossKind.POLICY_GRADIENT, 0.2, 0.2, RewardScale.GROUP
+    IMPORTANCE_SAMPLING = "importance_sampling", LossKind.POLICY_GRADIENT, 0.2, 0.2, RewardScale.GROUP
+    DPO = "dpo", LossKind.PAIRWISE
+    KTO = "kto", LossKind.KTO
+    DISTILLATION = "distillation", LossKind.POLICY_GRADIENT
+    CROSS_ENTROPY = "cross_entropy", LossKind.SFT
 
 
 class OldLogprobs(StrEnum):
@@ -49,32 +83,6 @@ class OldLogprobs(StrEnum):
     AUTO = "auto"
     SAMPLER = "sampler"
     TRAINER = "trainer"
-
-
-@dataclass(frozen=True, slots=True)
-class AlgorithmDefaults:
-    """The clip bounds and the reward scale that the paper of an algorithm uses."""
-
-    clip_low: float
-    clip_high: float
-    scale_rewards: RewardScale
-
-
-ALGORITHM_DEFAULTS: Mapping[Algorithm, AlgorithmDefaults] = {
-    Algorithm.GRPO: AlgorithmDefaults(0.2, 0.2, RewardScale.GROUP),
-    Algorithm.BNPO: AlgorithmDefaults(0.2, 0.2, RewardScale.GROUP),
-    Algorithm.DAPO: AlgorithmDefaults(0.2, 0.28, RewardScale.GROUP),
-    Algorithm.DR_GRPO: AlgorithmDefaults(0.2, 0.2, RewardScale.NONE),
-    Algorithm.GSPO: AlgorithmDefaults(3e-4, 4e-4, RewardScale.GROUP),
-    # CISPO has no lower bound. Its paper gives no upper bound; 1 + 4 is ScaleRL's (arXiv 2510.13786).
-    Algorithm.CISPO: AlgorithmDefaults(1.0, 4.0, RewardScale.GROUP),
-    Algorithm.PPO: AlgorithmDefaults(0.2, 0.2, RewardScale.GROUP),
-    Algorithm.IMPORTANCE_SAMPLING: AlgorithmDefaults(0.2, 0.2, RewardScale.GROUP),
-    Algorithm.DISTILLATION: AlgorithmDefaults(0.2, 0.2, RewardScale.NONE),
-    Algorithm.DPO: AlgorithmDefaults(0.2, 0.2, RewardScale.NONE),
-    Algorithm.KTO: AlgorithmDefaults(0.2, 0.2, RewardScale.NONE),
-    Algorithm.CROSS_ENTROPY: AlgorithmDefaults(0.2, 0.2, RewardScale.NONE),
-}
 
 
 class LossConfig(Section):
@@ -125,16 +133,15 @@ class LossConfig(Section):
 
     def resolved(self, algorithm: Algorithm, float32: bool, max_completion_tokens: int) -> ResolvedLoss:
         """These settings with values in place of null and auto; see `RLTrainingConfig.resolved`."""
-        defaults = ALGORITHM_DEFAULTS[algorithm]
         automatic = OldLogprobs.SAMPLER if float32 else OldLogprobs.TRAINER
         return ResolvedLoss.model_construct(
             **{
                 **fields_of(self),
                 "algorithm": algorithm,
-                "clip_low": defaults.clip_low if self.clip_low is None else self.clip_low,
-                "clip_high": defaults.clip_high if self.clip_high is None else self.clip_high,
+                "clip_low": algorithm.clip_low if self.clip_low is None else self.clip_low,
+                "clip_high": algorithm.clip_high if self.clip_high is None else self.clip_high,
                 "dual_clip": math.inf if self.dual_clip is None else self.dual_clip,
-                "scale_rewards": self.scale_rewards or defaults.scale_rewards,
+                "scale_rewards": self.scale_rewards or algorithm.scale_rewards,
                 "old_logprobs": automatic if self.old_logprobs is OldLogprobs.AUTO else self.old_logprobs,
                 "max_completion_tokens": max_completion_tokens,
             }
@@ -155,32 +162,20 @@ class ResolvedLoss(LossConfig):
     max_completion_tokens: int
 
     @property
-    def imitates(self) -> bool:
-        """Whether samples are imitated (cross_entropy) and not compared with each other."""
-        return self.algorithm is Algorithm.CROSS_ENTROPY
-
-    @property
-    def prefers(self) -> bool:
-        """Whether the loss compares a chosen sample with a rejected one (dpo). The two share a micro-batch."""
-        return self.algorithm is Algorithm.DPO
-
-    @property
-    def rates(self) -> bool:
-        """Whether each sample by itself is desirable or undesirable (kto). The loss then needs an estimate of the
-        policy's KL divergence from the base model before the first gradient."""
-        return self.algorithm is Algorithm.KTO
-
-    @property
-    def compares(self) -> bool:
-        """Whether the rewards of the policy's own samples are compared: not imitated, preferred or rated."""
-        return not (self.imitates or self.prefers or self.rates)
+    def kind(self) -> LossKind:
+        return self.algorithm.kind
 
     @property
     def reads_teacher(self) -> bool:
-        """Whether the loss reads the logprobs of a teacher."""
+        """Whether the loss reads the logprobs of a teacher, which take the place of advantages."""
         return self.algorithm is Algorithm.DISTILLATION
+
+    @property
+    def reads_advantages(self) -> bool:
+        """Whether the loss reads advantages, and not only which answers are better or worse."""
+        return self.kind is LossKind.POLICY_GRADIENT and not self.reads_teacher
 
     @property
     def reads_reference(self) -> bool:
         """Whether the loss reads the logprobs of the base model."""
-        return self.kl_coef != 0 or self.prefers or self.rates
+        return self.kl_coef != 0 or self.kind in (LossKind.PAIRWISE, LossKind.KTO)

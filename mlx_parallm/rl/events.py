@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mlx_parallm.core import EVERYTHING, AdapterRef, Reader, TrainingEvent, UpdateReport
-from mlx_parallm.train.samples import UpdateOutcome
+from mlx_parallm.train.data import UpdateOutcome
 
 _MAX_QUEUED = 256
 """Events that may wait for one listener, and that are kept for those who come back. Older ones are lost."""

@@ -32,10 +32,10 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.errors import ConflictError, InvalidRequestError, OverloadedError, UnknownModelError
 from mlx_parallm.rl.updates.checkpoints import PolicyCheckpoints
+from mlx_parallm.train.data import PLACEHOLDERS, Datum
 from mlx_parallm.train.learner import Learner
 from mlx_parallm.train.policy import PolicySnapshot
-from mlx_parallm.train.samples import PLACEHOLDERS, Sample
-from mlx_parallm.train.summed import TOTALS, loss_value, resolved_loss, sample_of, scored_places
+from mlx_parallm.train.summed import TOTALS, datum_of, loss_value, resolved_loss, scored_places
 
 _log = logging.getLogger(__name__)
 
@@ -195,7 +195,7 @@ class PolicyService:
             StepFailedError: the device failed.
         """
         self._policy(name)
-        samples = [sample_of(each, range(len(each.token_ids))) for each in sequences]
+        samples = [datum_of(each, range(len(each.token_ids))) for each in sequences]
         logprobs = await self._learner.logprobs(name, samples)
         return TokenScores(loss_value(sequences, logprobs, loss), tuple(logprobs))
 
@@ -210,7 +210,7 @@ class PolicyService:
         """
         self._policy(name)
         places = [scored_places(each) for each in sequences]
-        samples = [sample_of(each, at) for each, at in zip(sequences, places, strict=True)]
+        samples = [datum_of(each, at) for each, at in zip(sequences, places, strict=True)]
         self._warn_of_placeholders(name, samples)
         added = await self._learner.accumulate(name, samples, resolved_loss(loss), TOTALS, returns_logprobs=True)
         logprobs = tuple(
@@ -219,7 +219,7 @@ class PolicyService:
         )
         return TokenScores(loss_value(sequences, logprobs, loss), logprobs)
 
-    def _warn_of_placeholders(self, name: str, samples: Sequence[Sample]) -> None:
+    def _warn_of_placeholders(self, name: str, samples: Sequence[Datum]) -> None:
         count, opened = sum(sample.has_placeholder_logprobs for sample in samples), self._policy(name)
         if count and not opened.warned:
             opened.warned = True

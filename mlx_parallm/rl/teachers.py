@@ -28,7 +28,7 @@ from mlx_parallm.errors import EngineError, ParaLLMError
 from mlx_parallm.rl.inference.http import EngineServer
 from mlx_parallm.rl.inference.openai import choices_of
 from mlx_parallm.rl.rollouts.answers import events_of
-from mlx_parallm.train.samples import Sample, UpdateBatch
+from mlx_parallm.train.data import Datum, UpdateBatch
 
 _AT_ONCE = 8
 """Samples that the teacher reads at the same time."""
@@ -73,11 +73,11 @@ class Teacher:
         if self._close is not None:
             await self._close()
 
-    async def logprobs(self, samples: Sequence[Sample]) -> tuple[TeacherLogprobs, str]:
+    async def logprobs(self, samples: Sequence[Datum]) -> tuple[TeacherLogprobs, str]:
         """The teacher's logprobs of the samples; and why one of them is left out, or an empty string."""
         too_late = ""
 
-        async def ask(sample: Sample) -> tuple[float, ...] | str:
+        async def ask(sample: Datum) -> tuple[float, ...] | str:
             nonlocal too_late
             async with self._room:
                 if too_late:
@@ -98,7 +98,7 @@ class Teacher:
             _log.warning("%d of %d samples are left out: %s", len(failed), len(samples), failed[0])
         return tuple(() if isinstance(result, str) else result for result in results), failed[0] if failed else ""
 
-    async def _logprobs(self, sample: Sample) -> tuple[float, ...] | str:
+    async def _logprobs(self, sample: Datum) -> tuple[float, ...] | str:
         """Those of one sample, or an error message. Raises ParaLLMError: the teacher failed."""
         start = 1 if self._bos_id is not None and sample.token_ids[0] == self._bos_id else 0
         ids = (*sample.token_ids[:start], *self._prompt_ids, *sample.token_ids[start:])

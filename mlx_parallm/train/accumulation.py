@@ -18,15 +18,14 @@ from typing import cast
 import mlx.core as mx
 from mlx.utils import tree_map
 
-from mlx_parallm.config import ResolvedLoss
+from mlx_parallm.config import LossKind, ResolvedLoss
 from mlx_parallm.train.context import Params
+from mlx_parallm.train.data import Datum, check_pairs, mismatched
 from mlx_parallm.train.forwards import MicroStepResult
 from mlx_parallm.train.logprobs import Logprobs
-from mlx_parallm.train.losses import LossStats, means
+from mlx_parallm.train.losses import Figures, UpdateTotals, means
 from mlx_parallm.train.packing import MicroBatch, SampleBatch, pack, split_samples
 from mlx_parallm.train.policy import Policy
-from mlx_parallm.train.reductions import UpdateTotals
-from mlx_parallm.train.samples import Sample, check_pairs, mismatched
 
 _KL_SAMPLING, _KL_TOKENS = 4, 256
 """One in this many batches, of at most so many tokens, is compared with the base model."""
@@ -69,7 +68,7 @@ class Accumulation:
     def __init__(
         self,
         policy: Policy,
-        samples: Sequence[Sample],
+        samples: Sequence[Datum],
         loss: ResolvedLoss,
         max_tokens: int,
         totals: UpdateTotals | None = None,
@@ -85,26 +84,26 @@ class Accumulation:
         self._max_tokens = max_tokens
         self.loss = loss
         self.totals = totals or UpdateTotals.of(samples)
-        if loss.prefers:
+        if loss.kind is LossKind.PAIRWISE:
             check_pairs(samples)
         if loss.reads_teacher and not all(sample.teacher_logprobs for sample in samples):
             raise ValueError("distillation needs teacher_logprobs in every sample")
         referenced = sum(bool(sample.reference_logprobs) for sample in samples)
         if loss.reads_reference and 0 < referenced < len(samples):
             raise ValueError("give reference_logprobs with each of the samples, or with none of them")
-        if loss.rates and referenced:
+        if loss.kind is LossKind.KTO and referenced:
             raise ValueError("kto compares with the base model: leave reference_logprobs out")
-        self.batches = tuple(split_samples(samples, max_tokens, whole_groups=loss.prefers))
+        self.batches = tuple(split_samples(samples, max_tokens, whole_groups=loss.kind is LossKind.PAIRWISE))
         self.pending = list(self.batches)
-        self.mismatched = tuple(split_samples(mismatched(samples), max_tokens)) if loss.rates else ()
-        self.kl_estimate = None if loss.rates else 0.0
+        self.mismatched = tuple(split_samples(mismatched(samples), max_tokens)) if loss.kind is LossKind.KTO else ()
+        self.kl_estimate = None if loss.kind is LossKind.KTO else 0.0
         self.gradients: Params | None = None
         self.logprobs: dict[SampleBatch, mx.array] = {}
         self.base_kls: list[float] = []
         self.device_seconds = 0.0
         self.future: Future[Contribution] = Future()
         self.losses: list[mx.array] = []
-        self.stats: list[LossStats] = []
+        self.stats: list[Figures] = []
 
     @property
     def trained_tokens(self) -> int:
@@ -123,7 +122,7 @@ class Accumulation:
         self.gradients = result.gradients
         self.logprobs[batch] = result.logprobs
         self.losses.append(result.loss)
-        self.stats.append(result.stats)
+        self.stats.append(result.sums)
 
     def contribution(self) -> Contribution:
         """What it adds, once its micro-steps are done."""
@@ -223,7 +222,7 @@ class Accumulated:
                 part.trained_tokens * sum(part.base_kls) / len(part.base_kls) for part in self.parts if part.base_kls
             )
             figures["kl"] = sum(kls) / sum(part.trained_tokens for part in self.parts if part.base_kls)
-        if estimates := [part.kl_estimate or 0.0 for part in self.parts if part.loss.rates]:
+        if estimates := [part.kl_estimate or 0.0 for part in self.parts if part.loss.kind is LossKind.KTO]:
             figures["kl_mismatched"] = sum(estimates) / len(estimates)
         return {
             **figures,

@@ -18,20 +18,18 @@ from mlx.utils import tree_map
 from mlx_parallm.config import OldLogprobs, ResolvedLoss
 from mlx_parallm.train.context import Params, Span
 from mlx_parallm.train.head import HeadBlocks, Scores, head_blocks
-from mlx_parallm.train.losses import LossStats, loss
+from mlx_parallm.train.losses import Figures, TokenBatch, UpdateTotals, loss
 from mlx_parallm.train.model import TrainableModel, TrunkPass
 from mlx_parallm.train.packing import MicroBatch
 from mlx_parallm.train.policy import PolicyState
-from mlx_parallm.train.reductions import Denominators
 from mlx_parallm.train.stages import Stage, StageKind
-from mlx_parallm.train.token_losses import TokenBatch
 
 
 @dataclass(frozen=True, slots=True)
 class MicroStepInput:
     """One policy's part of a micro-step.
 
-    loss: the settings of its loss. denominators: what that is divided by.
+    loss: the settings of its loss. totals: those of the update.
     gradients: the sum of its gradients so far; None in the first micro-step.
     kl_estimate: see `Accumulation`.
     """
@@ -39,7 +37,7 @@ class MicroStepInput:
     batch: MicroBatch
     policy: PolicyState
     loss: ResolvedLoss
-    denominators: Denominators
+    totals: UpdateTotals
     gradients: Params | None
     kl_estimate: float = 0.0
 
@@ -48,13 +46,14 @@ class MicroStepInput:
 class MicroStepResult:
     """The result of a micro-step for one policy.
 
+    loss, sums: see `losses.loss`.
     logprobs: of the trained tokens under the policy before the update, fp32 [N].
     gradients: those of the input plus those of this micro-step. MLX adds in place if nothing else refers to the arrays
         of the input.
     """
 
     loss: mx.array
-    stats: LossStats
+    sums: Figures
     logprobs: mx.array
     gradients: Params
 
@@ -96,14 +95,14 @@ class TrainingForwards:
         references, stages = self._references(inputs)
         entropy_gradient = any(each.loss.entropy_coef for each in inputs)
 
-        def objective(params: list[Params]) -> tuple[mx.array, tuple[ForwardPass, list[tuple[mx.array, LossStats]]]]:
+        def objective(params: list[Params]) -> tuple[mx.array, tuple[ForwardPass, list[tuple[mx.array, Figures]]]]:
             spans = [
                 Span(each.batch.tokens.size, factors, each.policy.scale)
                 for each, factors in zip(inputs, params, strict=True)
             ]
             forward = self.scores(batches, spans, entropy_gradient, learns=True)
             losses = [
-                loss(_token_batch(each, scores, reference), each.denominators, each.loss)
+                loss(_token_batch(each, scores, reference), each.totals, each.loss)
                 for each, scores, reference in zip(inputs, forward.scores, references, strict=True)
             ]
             return mx.stack([value for value, _ in losses]).sum(), (forward, losses)
@@ -111,10 +110,10 @@ class TrainingForwards:
         (_, (forward, losses)), gradients = mx.value_and_grad(objective)([each.policy.params for each in inputs])
         logprobs = [mx.stop_gradient(logp) for logp, _ in forward.scores]
         results = [
-            MicroStepResult(value, stats, logp, new if each.gradients is None else _sum(each.gradients, new))
-            for each, (value, stats), logp, new in zip(inputs, losses, logprobs, gradients, strict=True)
+            MicroStepResult(value, sums, logp, new if each.gradients is None else _sum(each.gradients, new))
+            for each, (value, sums), logp, new in zip(inputs, losses, logprobs, gradients, strict=True)
         ]
-        arrays = [[each.loss, each.stats.arrays(), each.logprobs] for each in results]
+        arrays = [[each.loss, each.sums, each.logprobs] for each in results]
         backward = self._backward(forward, [each.gradients for each in results])
         return MicroStep(results, [*stages, *forward.stages(arrays), *backward])
 
@@ -188,7 +187,7 @@ class TrainingForwards:
 def _token_batch(each: MicroStepInput, scores: Scores, reference: mx.array | None) -> TokenBatch:
     """The arrays for the loss.
 
-    `sampling_logp`: under μ, the policy that drew the tokens. `old_logp`: under μ too or, if `config.OldLogprobs` is
+    `sampling_logp`: under μ, the policy that sampled the tokens. `old_logp`: under μ too or, if `config.OldLogprobs` is
     TRAINER and the row is on-policy, under the policy before the update. A row without sampling logprobs uses the
     trainer's own for both.
     """
@@ -205,6 +204,7 @@ def _token_batch(each: MicroStepInput, scores: Scores, reference: mx.array | Non
         entropy=entropy,
         weights=batch.weights,
         advantages=batch.advantages,
+        shares=batch.shares,
         groups=batch.groups,
         teacher_logp=batch.teacher_logprobs,
         kl_estimate=each.kl_estimate,

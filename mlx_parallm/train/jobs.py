@@ -13,12 +13,12 @@ from mlx_parallm.train.context import Span
 from mlx_parallm.train.forwards import MicroStepInput, TrainingForwards
 from mlx_parallm.train.job_memory import JobMemory
 from mlx_parallm.train.logprobs import Logprobs
+from mlx_parallm.train.losses import k3
 from mlx_parallm.train.pacing import Pacer
 from mlx_parallm.train.packing import SampleBatch, pack
 from mlx_parallm.train.policy import PolicyState
 from mlx_parallm.train.stages import Stage
 from mlx_parallm.train.step import Step
-from mlx_parallm.train.token_losses import k3
 
 Work = Accumulation | Step | Logprobs
 
@@ -89,7 +89,7 @@ class Jobs:
                     work.packed(batch),
                     work.policy.state,
                     work.loss,
-                    work.totals.for_rows(batch.samples),
+                    work.totals,
                     work.gradients,
                     work.kl_estimate or 0.0,
                 )

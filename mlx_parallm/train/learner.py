@@ -15,9 +15,9 @@ from mlx_parallm.core import AdapterRef, DeviceThread, completed, then
 from mlx_parallm.errors import EngineDeadError
 from mlx_parallm.train.accumulation import Contribution
 from mlx_parallm.train.asking import ask_device
+from mlx_parallm.train.data import Datum, UpdateBatch, UpdateOutcome
+from mlx_parallm.train.losses import UpdateTotals
 from mlx_parallm.train.policy import PolicySnapshot, PolicyState
-from mlx_parallm.train.reductions import UpdateTotals
-from mlx_parallm.train.samples import Sample, UpdateBatch, UpdateOutcome
 from mlx_parallm.train.trainer import GRPOTrainer
 
 T = TypeVar("T")
@@ -93,7 +93,7 @@ class Learner:
     async def accumulate(
         self,
         name: str,
-        samples: Sequence[Sample],
+        samples: Sequence[Datum],
         loss: ResolvedLoss,
         totals: UpdateTotals | None = None,
         returns_logprobs: bool = False,
@@ -119,7 +119,7 @@ class Learner:
         policy = self.trainer.policies[name]
         return await self._ask(lambda: self.trainer.step(policy, optimizer))
 
-    async def logprobs(self, name: str | None, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
+    async def logprobs(self, name: str | None, samples: Sequence[Datum]) -> list[tuple[float, ...]]:
         """The logprobs, in nats, of each sample's trained tokens under an adapter as it is in training; None: under the
         base model. Raises StepFailedError: they could not be computed."""
         policy = None if name is None else self.trainer.policies[name]

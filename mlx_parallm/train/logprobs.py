@@ -12,9 +12,9 @@ from typing import cast
 
 import mlx.core as mx
 
+from mlx_parallm.train.data import Datum
 from mlx_parallm.train.packing import SampleBatch, split_samples
 from mlx_parallm.train.policy import Policy
-from mlx_parallm.train.samples import Sample
 
 
 class Logprobs:
@@ -32,7 +32,7 @@ class Logprobs:
         max_tokens: most tokens of a batch. A single sample may have more.
     """
 
-    def __init__(self, policy: Policy | None, samples: Sequence[Sample], max_tokens: int) -> None:
+    def __init__(self, policy: Policy | None, samples: Sequence[Datum], max_tokens: int) -> None:
         self.policy = policy
         self.needs: Sequence[object] = ()
         self.batches = tuple(split_samples(samples, max_tokens))
@@ -50,6 +50,6 @@ class Logprobs:
     def result(self) -> list[tuple[float, ...]]:
         return self.of(self._samples)
 
-    def of(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
+    def of(self, samples: Sequence[Datum]) -> list[tuple[float, ...]]:
         """Those of some of the samples, once they are computed."""
         return [self._of_sample[id(sample)] for sample in samples]

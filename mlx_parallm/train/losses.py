@@ -1,6 +1,6 @@
-"""The loss functions of an update, as pure functions of logprobs.
+"""The losses of an update, as pure functions of logprobs.
 
-π_θ is the policy in training, π_old the one before the update, μ the one that drew the tokens. With r = π_θ / π_old,
+π_θ is the policy in training, π_old the one before the update, μ the one that sampled the tokens. With r = π_θ / π_old,
 w = min(π_old / μ, mismatch_cap) and the advantage A of the token, the loss of a token is
 
     grpo, bnpo, dapo, dr_grpo   -w min(r A, clip(r) A); if A < 0, at most w dual_clip |A|
@@ -9,8 +9,8 @@ w = min(π_old / μ, mismatch_cap) and the advantage A of the token, the loss of
     ppo                         -min(r A, clip(r) A); r is at most ratio_cap here and in the next two
     importance_sampling         -r A, with r = π_θ / μ
     distillation                -r log(π_teacher / π_old), with r = π_θ / μ
-    dpo                         -log σ(β Σ ±log(π_θ / π_base)), over both samples of a pair
-    kto                         λ (1 - σ(±β (Σ log(π_θ / π_base) - z0))), over the tokens of a sample
+    dpo                         -log σ(β Σ ±log(π_θ / π_base)), over both answers of a pair
+    kto                         λ (1 - σ(±β (Σ log(π_θ / π_base) - z0))), over the tokens of an answer
     cross_entropy               -log π_θ
 
 plus kl_coef · k3 - entropy_coef · H. k3 estimates the KL divergence from the base model, and H is the entropy.
@@ -19,166 +19,317 @@ A token's loss is multiplied by its weight. A reduction gives the factor of each
 add up to the loss of the update. The factors depend on totals of the whole update. So the sum over its micro-batches
 is the same however the update is split, which a mean over micro-batches would not be.
 
-To add a loss, add its name and defaults to `config.Algorithm` and `config.ALGORITHM_DEFAULTS`, and its functions to
-`ALGORITHMS` below.
+To add a loss, add its name, kind and defaults to `config.Algorithm`, and its function and reduction to `LOSSES` at the
+end of this file. The advantages of its data depend on its kind (`rl.objectives.batches.prepare`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import fsum
 
 import mlx.core as mx
 
 from mlx_parallm.config import Algorithm, ResolvedLoss
-from mlx_parallm.train.reductions import (
-    Denominators,
-    Reduction,
-    length_constant,
-    plain_sum,
-    sequence_mean,
-    token_mean,
-)
-from mlx_parallm.train.token_losses import (
-    Objective,
-    TokenBatch,
-    TokenTerms,
-    cispo,
-    cross_entropy,
-    distillation,
-    dpo,
-    importance_sampling,
-    k3,
-    kto,
-    ppo,
-    sequence_clip,
-    token_clip,
-)
+from mlx_parallm.train.data import Datum
+
+MOST_LOG_RATIO = 20.0
+"""Log ratios are clipped here, so that no exp overflows. Beyond it they have no gradient."""
 
 
 @dataclass(frozen=True, slots=True)
-class LossStats:
-    """Sums over the trained tokens of one micro-batch; lazy fp32 scalars.
+class TokenBatch:
+    """One micro-batch of B sequences; C is the most trained tokens of one. Logprobs and entropy are in nats.
 
-    `kl`: k3 of the policy and the base model. `mismatch_kl`: k3 of μ and π_old. `preferred`: tokens of pairs in which
-    the chosen sample is ahead, or of samples on their side of kto's z0. None: there is no data for it.
-    `ratio_max` is the largest ratio, not a sum.
+    `logp`: of π_θ. `old_logp`: of π_old. `sampling_logp`: of μ. `ref_logp`: of the base model. `entropy`: of π_θ.
+    `teacher_logp`: of the policy that distillation imitates. `kl_estimate`: kto's z0.
+    `weights`: above 0 on trained tokens, 0 on padding, where the other arrays may hold anything, even NaN. All these
+    are fp32 [B, C]. Only `logp` and `entropy` get gradients. `groups`: 1 where a row belongs to a group, fp32 [G, B].
+    `shares`: the part of its episode that each row is, fp32 [B].
     """
 
-    tokens: mx.array
-    ratio: mx.array
-    ratio_max: mx.array
-    clipped: mx.array
-    dual_clipped: mx.array
-    mismatch_kl: mx.array
-    kl: mx.array | None
-    entropy: mx.array | None
-    preferred: mx.array | None
+    logp: mx.array
+    old_logp: mx.array
+    sampling_logp: mx.array
+    weights: mx.array
+    advantages: mx.array
+    shares: mx.array
+    ref_logp: mx.array | None = None
+    entropy: mx.array | None = None
+    groups: mx.array | None = None
+    teacher_logp: mx.array | None = None
+    kl_estimate: float = 0.0
 
-    def arrays(self) -> list[mx.array]:
-        """The arrays that are not None, for `mx.eval`."""
-        every = (getattr(self, field.name) for field in fields(self))
-        return [array for array in every if array is not None]
+    @property
+    def mask(self) -> mx.array:
+        """1 on trained tokens, 0 on padding."""
+        return (self.weights > 0).astype(mx.float32)
+
+    def trained_only(self) -> TokenBatch:
+        """This batch with zeros on padding. Masking only after an exp would give padding the gradient 0 · NaN."""
+        keep = self.weights > 0
+
+        def constant(values: mx.array) -> mx.array:
+            return mx.stop_gradient(mx.where(keep, values, 0.0))
+
+        return replace(
+            self,
+            logp=mx.where(keep, self.logp, 0.0),
+            old_logp=constant(self.old_logp),
+            sampling_logp=constant(self.sampling_logp),
+            advantages=constant(self.advantages),
+            ref_logp=None if self.ref_logp is None else constant(self.ref_logp),
+            entropy=None if self.entropy is None else mx.where(keep, self.entropy, 0.0),
+            teacher_logp=None if self.teacher_logp is None else constant(self.teacher_logp),
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class LossRule:
-    """The loss of tokens, and how they are combined."""
+class UpdateTotals:
+    """Totals of one update: the number of its sequences N, and the weight of all its tokens ΣT_i.
 
-    objective: Objective
-    reduction: Reduction
+    The weight is the number of tokens if each has the weight 1. An episode counts as one sequence, also if it is split
+    into several data.
+    """
+
+    sequences: float
+    weight: float
+
+    @classmethod
+    def of(cls, data: Sequence[Datum]) -> UpdateTotals:
+        """`data`: all that the update trains on."""
+        return cls(fsum(datum.share for datum in data), fsum(datum.weight for datum in data))
 
 
-def loss(batch: TokenBatch, denominators: Denominators, config: ResolvedLoss) -> tuple[mx.array, LossStats]:
+Figures = dict[str, mx.array]
+"""By name: figures of each token, [B, C] or [B, 1]; or their sums over the trained tokens of a micro-batch."""
+
+Objective = Callable[[TokenBatch, ResolvedLoss], tuple[mx.array, Figures]]
+"""→ the loss of each token, [B, C] or [B, 1], and figures of its own: those that `loss` names, in place of the usual
+ones, or others."""
+
+Reduction = Callable[[TokenBatch, UpdateTotals, ResolvedLoss], mx.array]
+"""→ the factors of the rows' sums, [B] or [1]."""
+
+
+def loss(batch: TokenBatch, totals: UpdateTotals, config: ResolvedLoss) -> tuple[mx.array, Figures]:
     """The part of the update's loss that comes from one micro-batch, fp32 scalar. The parts add up to the loss.
+
+    Returns:
+        The loss, and lazy fp32 sums over the trained tokens: `tokens`, their number; `ratio_mean`, of the policy ratio;
+        `ratio_max`, the largest one, which is no sum; `clip_fraction` and `dual_clip_fraction`, tokens for which that
+        clip applies, so that they have no gradient (with cispo, and where it is ratio_cap that applies, they have one);
+        `mismatch_kl`, k3 of μ and π_old; `preference_accuracy`, tokens of pairs in the right order, or of answers on
+        their side of kto's z0; `kl`, k3 of π_θ and the base model; `entropy`. The last three only if they are known.
 
     Raises:
         ValueError: `kl_coef` or `entropy_coef` is set, and the batch lacks the array that it needs.
     """
-    rule = ALGORITHMS[config.algorithm]
-    batch = _trained_only(batch)
-    terms = rule.objective(batch, config)
-    kl = None if batch.ref_logp is None else k3(batch.logp, batch.ref_logp)
-    per_token = terms.policy + _weighted("kl_coef", config.kl_coef, kl)
-    per_token = per_token - _weighted("entropy_coef", config.entropy_coef, batch.entropy)
-    factors = rule.reduction(batch.weights, denominators, config)
-    return ((per_token * batch.weights).sum(-1) * factors).sum(), _stats(batch, terms, kl)
+    objective, reduction = LOSSES[config.algorithm]
+    batch = batch.trained_only()
+    mask = batch.mask
+    per_token, own = objective(batch, config)
+    figures = {"clip_fraction": mx.zeros(1), "dual_clip_fraction": mx.zeros(1)} | own
+    figures.setdefault("ratio_mean", _ratio(batch.logp - batch.old_logp))
+    figures["mismatch_kl"] = k3(batch.sampling_logp, batch.old_logp)
+    if batch.ref_logp is not None:
+        figures["kl"] = k3(batch.logp, batch.ref_logp)
+    if batch.entropy is not None:
+        figures["entropy"] = batch.entropy
+    for name, weight in (("kl", config.kl_coef), ("entropy", -config.entropy_coef)):
+        if weight:
+            if name not in figures:
+                raise ValueError(f"{name}_coef is set, and the batch lacks the array for it")
+            per_token = per_token + weight * figures[name]
+    sums = {name: mx.stop_gradient((values * mask).sum()) for name, values in figures.items()}
+    sums |= {"tokens": mask.sum(), "ratio_max": mx.stop_gradient((figures["ratio_mean"] * mask).max())}
+    return ((per_token * batch.weights).sum(-1) * reduction(batch, totals, config)).sum(), sums
 
 
-def means(parts: Sequence[LossStats]) -> dict[str, float]:
-    """Means over the trained tokens of all micro-batches: ratio_mean, clip_fraction, dual_clip_fraction, mismatch_kl,
-    kl, entropy and preference_accuracy if known; and ratio_max, the largest ratio of any token."""
-    columns = {
-        "ratio_mean": [part.ratio for part in parts],
-        "clip_fraction": [part.clipped for part in parts],
-        "dual_clip_fraction": [part.dual_clipped for part in parts],
-        "mismatch_kl": [part.mismatch_kl for part in parts],
-        "kl": [part.kl for part in parts if part.kl is not None],
-        "entropy": [part.entropy for part in parts if part.entropy is not None],
-        "preference_accuracy": [part.preferred for part in parts if part.preferred is not None],
-    }
-    tokens = max(sum(float(part.tokens) for part in parts), 1.0)
-    figures = {name: sum(map(float, column)) / tokens for name, column in columns.items() if column}
-    return figures | {"ratio_max": max((float(part.ratio_max) for part in parts), default=0.0)}
+def means(parts: Sequence[Figures]) -> dict[str, float]:
+    """The means over the trained tokens of all micro-batches, from the sums that `loss` gives of each; and ratio_max,
+    the largest ratio of any token."""
+    tokens = max(sum(float(part["tokens"]) for part in parts), 1.0)
+    names = dict.fromkeys(name for part in parts for name in part if name not in ("tokens", "ratio_max"))
+    figures = {name: sum(float(part[name]) for part in parts if name in part) / tokens for name in names}
+    return figures | {"ratio_max": max((float(part["ratio_max"]) for part in parts), default=0.0)}
 
 
-def _trained_only(batch: TokenBatch) -> TokenBatch:
-    """Puts zeros on padding. Masking only after an exp would give padding the gradient 0 · NaN."""
-    keep = batch.weights > 0
-
-    def kept(values: mx.array) -> mx.array:
-        return mx.where(keep, values, 0.0)
-
-    return TokenBatch(
-        logp=kept(batch.logp),
-        old_logp=mx.stop_gradient(kept(batch.old_logp)),
-        sampling_logp=mx.stop_gradient(kept(batch.sampling_logp)),
-        weights=batch.weights,
-        advantages=mx.stop_gradient(kept(batch.advantages)),
-        ref_logp=None if batch.ref_logp is None else mx.stop_gradient(kept(batch.ref_logp)),
-        entropy=None if batch.entropy is None else kept(batch.entropy),
-        groups=batch.groups,
-        teacher_logp=None if batch.teacher_logp is None else mx.stop_gradient(kept(batch.teacher_logp)),
-        kl_estimate=batch.kl_estimate,
-    )
+def k3(logp: mx.array, reference: mx.array) -> mx.array:
+    """Estimate of KL(p ‖ reference) at each token that p sampled: expm1(δ) - δ with δ = reference - logp; at least
+    0."""
+    delta = mx.minimum(reference - logp, MOST_LOG_RATIO)
+    return mx.expm1(delta) - delta
 
 
-def _weighted(name: str, coefficient: float, values: mx.array | None) -> mx.array | float:
-    if not coefficient:
-        return 0.0
-    if values is None:
-        raise ValueError(f"{name} is set, and the batch lacks the array for it")
-    return coefficient * values
+# -- the losses of tokens ------------------------------------------------------------------------
 
 
-def _stats(batch: TokenBatch, terms: TokenTerms, kl: mx.array | None) -> LossStats:
-    def total(values: mx.array) -> mx.array:
-        return mx.stop_gradient((values * batch.mask).sum())
-
-    return LossStats(
-        tokens=batch.mask.sum(),
-        ratio=total(terms.ratio),
-        ratio_max=mx.stop_gradient((terms.ratio * batch.mask).max()),
-        clipped=total(terms.clipped),
-        dual_clipped=total(terms.dual_clipped),
-        mismatch_kl=total(k3(batch.sampling_logp, batch.old_logp)),
-        kl=None if kl is None else total(kl),
-        entropy=None if batch.entropy is None else total(batch.entropy),
-        preferred=None if terms.preferred is None else total(terms.preferred),
-    )
+def token_clip(batch: TokenBatch, config: ResolvedLoss) -> tuple[mx.array, Figures]:
+    return _clipped_objective(batch, _ratio(batch.logp - batch.old_logp), config)
 
 
-ALGORITHMS: Mapping[Algorithm, LossRule] = {
-    Algorithm.GRPO: LossRule(token_clip, sequence_mean),
-    Algorithm.BNPO: LossRule(token_clip, token_mean),
-    Algorithm.DAPO: LossRule(token_clip, token_mean),
-    Algorithm.DR_GRPO: LossRule(token_clip, length_constant),
-    Algorithm.GSPO: LossRule(sequence_clip, sequence_mean),
-    Algorithm.CISPO: LossRule(cispo, token_mean),
-    Algorithm.PPO: LossRule(ppo, plain_sum),
-    Algorithm.IMPORTANCE_SAMPLING: LossRule(importance_sampling, plain_sum),
-    Algorithm.DISTILLATION: LossRule(distillation, token_mean),
-    Algorithm.DPO: LossRule(dpo, sequence_mean),
-    Algorithm.KTO: LossRule(kto, sequence_mean),
-    Algorithm.CROSS_ENTROPY: LossRule(cross_entropy, token_mean),
+def sequence_clip(batch: TokenBatch, config: ResolvedLoss) -> tuple[mx.array, Figures]:
+    """GSPO (arXiv 2507.18071): every token has the ratio of its sequence, and that ratio's gradient."""
+    mask = batch.mask
+    change = ((batch.logp - batch.old_logp) * mask).sum(-1, keepdims=True)
+    tokens = mx.maximum(mask.sum(-1, keepdims=True), 1.0)
+    return _clipped_objective(batch, _ratio(change / tokens), config)
+
+
+def _clipped_objective(batch: TokenBatch, ratio: mx.array, config: ResolvedLoss) -> tuple[mx.array, Figures]:
+    """The clipped objective of PPO (arXiv 1707.06347), a lower bound of the unclipped one.
+
+    For a negative advantage it decreases with the ratio without limit, so a single token that became much more likely
+    since it was sampled could dominate the update. Dual-clip PPO (arXiv 1912.09729) stops it at dual_clip · A.
+    """
+    bound, clipped = _clipped(batch, ratio, config)
+    floor = mx.where(batch.advantages < 0, config.dual_clip * batch.advantages, -mx.inf)
+    figures = {"ratio_mean": ratio, "clip_fraction": clipped, "dual_clip_fraction": bound < floor}
+    return -_mismatch_weights(batch, config) * mx.maximum(bound, floor), figures
+
+
+def _clipped(batch: TokenBatch, ratio: mx.array, config: ResolvedLoss) -> tuple[mx.array, mx.array]:
+    """min(r A, clip(r) A), and where the second is the smaller one."""
+    unclipped = ratio * batch.advantages
+    clipped = mx.clip(ratio, 1.0 - config.clip_low, 1.0 + config.clip_high) * batch.advantages
+    return mx.minimum(unclipped, clipped), clipped < unclipped
+
+
+def cispo(batch: TokenBatch, config: ResolvedLoss) -> tuple[mx.array, Figures]:
+    """CISPO (arXiv 2506.13585): the ratio is a bounded weight without a gradient, so every token keeps its gradient."""
+    ratio = _ratio(batch.logp - batch.old_logp)
+    bounded = mx.clip(ratio, 1.0 - config.clip_low, 1.0 + config.clip_high)
+    weights = mx.stop_gradient(bounded) * _mismatch_weights(batch, config)
+    return -weights * batch.advantages * batch.logp, {"ratio_mean": ratio, "clip_fraction": bounded != ratio}
+
+
+def ppo(batch: TokenBatch, config: ResolvedLoss) -> tuple[mx.array, Figures]:
+    """The objective of PPO, bounded by ratio_cap only, without mismatch weights."""
+    ratio = _ratio(batch.logp - batch.old_logp)
+    bound, clipped = _clipped(batch, _capped(ratio, config), config)
+    return -bound, {"ratio_mean": ratio, "clip_fraction": clipped}
+
+
+def importance_sampling(batch: TokenBatch, config: ResolvedLoss) -> tuple[mx.array, Figures]:
+    """The policy gradient, corrected for the policy that sampled the token: its gradient is that of A log π_θ times
+    π_θ / μ, of which the latter is at most ratio_cap (truncated importance sampling, Ionides 2008)."""
+    ratio = _ratio(batch.logp - batch.sampling_logp)
+    figures = {"ratio_mean": ratio, "clip_fraction": ratio > config.ratio_cap}
+    return -_capped(ratio, config) * batch.advantages, figures
+
+
+def distillation(batch: TokenBatch, config: ResolvedLoss) -> tuple[mx.array, Figures]:
+    """Reverse KL from a teacher, at the tokens that the policy sampled (on-policy distillation, arXiv 2306.13649): the
+    advantage of a token is how much likelier the teacher finds it than the policy did.
+
+    Raises:
+        ValueError: the batch lacks the teacher's logprobs.
+    """
+    if batch.teacher_logp is None:
+        raise ValueError("distillation needs samples with teacher_logprobs")
+    return importance_sampling(replace(batch, advantages=batch.teacher_logp - batch.old_logp), config)
+
+
+def dpo(batch: TokenBatch, config: ResolvedLoss) -> tuple[mx.array, Figures]:
+    """Direct preference optimisation (arXiv 2305.18290): -log σ(β Σ ±log(π_θ / π_base)).
+
+    The sign is + for the chosen answer of a pair and - for the rejected one, whose advantage is negative. Both rows
+    have the loss of their pair.
+
+    Raises:
+        ValueError: the batch lacks the logprobs of the base model, or its groups.
+    """
+    if batch.ref_logp is None or batch.groups is None:
+        raise ValueError("dpo needs the logprobs of the base model, and the groups of the rows")
+    signs, change = _signed_change(batch, batch.ref_logp)
+    margins = batch.groups @ (signs * change)
+    of_pairs = mx.logaddexp(mx.zeros_like(margins), -config.preference_beta * margins)
+    in_order = batch.groups.T @ (margins > 0).astype(mx.float32)
+    return (batch.groups.T @ of_pairs)[:, None], {"preference_accuracy": in_order[:, None]}
+
+
+def kto(batch: TokenBatch, config: ResolvedLoss) -> tuple[mx.array, Figures]:
+    """Kahneman-Tversky optimisation (arXiv 2402.01306): λ (1 - σ(±β (Σ log(π_θ / π_base) - z0))).
+
+    The sign is + for a desirable answer, whose advantages are positive, and - for an undesirable one, and λ is the
+    weight of its kind. z0, `kl_estimate`, has no gradient.
+
+    Raises:
+        ValueError: the batch lacks the logprobs of the base model.
+    """
+    if batch.ref_logp is None:
+        raise ValueError("kto needs the logprobs of the base model")
+    signs, change = _signed_change(batch, batch.ref_logp)
+    ahead = signs * (change - batch.kl_estimate)
+    weights = mx.where(signs > 0, config.kto_desirable_weight, config.kto_undesirable_weight)
+    of_rows = weights * mx.sigmoid(-config.preference_beta * ahead)
+    return of_rows[:, None], {"preference_accuracy": (ahead > 0).astype(mx.float32)[:, None]}
+
+
+def _signed_change(batch: TokenBatch, reference: mx.array) -> tuple[mx.array, mx.array]:
+    """Of each row, the sign of its advantages, and Σ log(π_θ / π_base), [B]."""
+    signs = mx.sign((batch.advantages * batch.mask).sum(-1))
+    return signs, ((batch.logp - reference) * batch.weights).sum(-1)
+
+
+def cross_entropy(batch: TokenBatch, _config: ResolvedLoss) -> tuple[mx.array, Figures]:
+    """Imitation: advantages, ratios and the sampler are not used."""
+    return -batch.logp, {}
+
+
+def _capped(ratio: mx.array, config: ResolvedLoss) -> mx.array:
+    """min(ratio, ratio_cap), whose gradient is that of the logprob times this value: a token keeps its gradient."""
+    return ratio * mx.stop_gradient(mx.minimum(1.0, config.ratio_cap / ratio))
+
+
+def _mismatch_weights(batch: TokenBatch, config: ResolvedLoss) -> mx.array:
+    """min(π_old / μ, mismatch_cap) at each token, [B, C]; exactly 1 if the two are equal."""
+    return mx.minimum(_ratio(batch.old_logp - batch.sampling_logp), config.mismatch_cap)
+
+
+def _ratio(log_ratio: mx.array) -> mx.array:
+    return mx.exp(mx.minimum(log_ratio, MOST_LOG_RATIO))
+
+
+# -- reductions ----------------------------------------------------------------------------------
+
+
+def sequence_mean(batch: TokenBatch, totals: UpdateTotals, _config: ResolvedLoss) -> mx.array:
+    """Mean over episodes of the mean over their tokens: share / (N T_i). The shares of an episode's data are those of
+    its tokens, so that it does not matter into how many it is split."""
+    lengths = batch.weights.sum(-1)
+    return batch.shares / (mx.where(lengths > 0, lengths, 1.0) * (totals.sequences or 1.0))
+
+
+def token_mean(_batch: TokenBatch, totals: UpdateTotals, _config: ResolvedLoss) -> mx.array:
+    """Mean over all tokens of the update: 1 / ΣT_i."""
+    return mx.array([1.0 / (totals.weight or 1.0)])
+
+
+def length_constant(_batch: TokenBatch, totals: UpdateTotals, config: ResolvedLoss) -> mx.array:
+    """1 / (N L_max): the weight of a token does not depend on the length of its sequence."""
+    return mx.array([1.0 / ((totals.sequences or 1.0) * config.max_completion_tokens)])
+
+
+def plain_sum(_batch: TokenBatch, _totals: UpdateTotals, _config: ResolvedLoss) -> mx.array:
+    """The sum over all tokens: the caller has put every normalisation into weights and advantages."""
+    return mx.array([1.0])
+
+
+LOSSES: Mapping[Algorithm, tuple[Objective, Reduction]] = {
+    Algorithm.GRPO: (token_clip, sequence_mean),
+    Algorithm.BNPO: (token_clip, token_mean),
+    Algorithm.DAPO: (token_clip, token_mean),
+    Algorithm.DR_GRPO: (token_clip, length_constant),
+    Algorithm.GSPO: (sequence_clip, sequence_mean),
+    Algorithm.CISPO: (cispo, token_mean),
+    Algorithm.PPO: (ppo, plain_sum),
+    Algorithm.IMPORTANCE_SAMPLING: (importance_sampling, plain_sum),
+    Algorithm.DISTILLATION: (distillation, token_mean),
+    Algorithm.DPO: (dpo, sequence_mean),
+    Algorithm.KTO: (kto, sequence_mean),
+    Algorithm.CROSS_ENTROPY: (cross_entropy, token_mean),
 }
+"""The loss of the tokens of each algorithm, and how these are combined."""

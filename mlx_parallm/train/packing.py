@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_parallm.core.branches import Branch, Piece
+from mlx_parallm.train.data import Datum
 from mlx_parallm.train.layout import Layout, Row, laid_out
-from mlx_parallm.train.samples import Sample
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,11 +24,11 @@ class SampleBatch:
     Two batches of equal samples are two batches, so each is equal to itself alone.
     """
 
-    samples: tuple[Sample, ...]
+    samples: tuple[Datum, ...]
     layout: Layout
 
     @classmethod
-    def of(cls, samples: Sequence[Sample]) -> SampleBatch:
+    def of(cls, samples: Sequence[Datum]) -> SampleBatch:
         return cls(tuple(samples), laid_out([_row(sample) for sample in samples]))
 
     @property
@@ -54,6 +54,7 @@ class MicroBatch:
     weights: fp32 [B, C], 0 on padding.  advantages: fp32 [B, C].
     sampling_logprobs: fp32 [B, C].  known: bool [B, 1], whether the row has sampling logprobs.
     on_policy: bool [B, 1].
+    shares: fp32 [B], see `TokenBatch`.
     groups: fp32 [G, B], 1 where a row belongs to a group.
     teacher_logprobs, reference_logprobs: fp32 [B, C]; None if a sample has none.
     old_logprobs: fp32 [B, C], of the policy before the first step of the update; None: it is before its first step.
@@ -70,6 +71,7 @@ class MicroBatch:
     sampling_logprobs: mx.array
     known: mx.array
     on_policy: mx.array
+    shares: mx.array
     groups: mx.array
     teacher_logprobs: mx.array | None
     reference_logprobs: mx.array | None
@@ -80,7 +82,7 @@ class MicroBatch:
         return flat[self.places]
 
 
-def split_samples(samples: Sequence[Sample], most: int, whole_groups: bool = False) -> Iterator[SampleBatch]:
+def split_samples(samples: Sequence[Datum], most: int, whole_groups: bool = False) -> Iterator[SampleBatch]:
     """Splits the samples of an update into batches of at most `most` tokens, padding included. A sample that is longer
     is a batch of its own, and so is a longer group with `whole_groups`.
 
@@ -89,10 +91,10 @@ def split_samples(samples: Sequence[Sample], most: int, whole_groups: bool = Fal
     """
     rows = {id(sample): _row(sample) for sample in samples}
 
-    def batch_of(members: Sequence[Sample]) -> SampleBatch:
+    def batch_of(members: Sequence[Datum]) -> SampleBatch:
         return SampleBatch(tuple(members), laid_out([rows[id(sample)] for sample in members]))
 
-    batch: list[Sample] = []
+    batch: list[Datum] = []
     for group in _groups(samples):
         if batch and batch_of([*batch, *group]).size > most:
             yield batch_of(batch)
@@ -106,22 +108,22 @@ def split_samples(samples: Sequence[Sample], most: int, whole_groups: bool = Fal
         yield batch_of(batch)
 
 
-def minibatches(samples: Sequence[Sample], count: int) -> list[list[Sample]]:
+def minibatches(samples: Sequence[Datum], count: int) -> list[list[Datum]]:
     """Splits the samples of an update into at most `count` parts of whole groups, alike whatever their order."""
     groups = _groups(samples)
     parts = [groups[at::count] for at in range(min(count, len(groups)))]
     return [[sample for group in part for sample in group] for part in parts]
 
 
-def _groups(samples: Sequence[Sample]) -> list[list[Sample]]:
+def _groups(samples: Sequence[Datum]) -> list[list[Datum]]:
     """The samples of each group by length, and the groups in the order of what they begin with."""
-    groups: dict[int, list[Sample]] = {}
+    groups: dict[int, list[Datum]] = {}
     for sample in sorted(samples, key=_order):
         groups.setdefault(sample.group, []).append(sample)
     return sorted(groups.values(), key=lambda group: min(sample.token_ids for sample in group))
 
 
-def _order(sample: Sample) -> tuple[object, ...]:
+def _order(sample: Datum) -> tuple[object, ...]:
     return (
         len(sample.token_ids),
         sample.token_ids,
@@ -172,6 +174,7 @@ def pack(batch: SampleBatch, old_logprobs: Sequence[Sequence[float]] | None = No
         sampling_logprobs=of_targets([s.sampling_logprobs or (0.0,) * len(s.token_ids) for s in samples]),
         known=mx.array([[bool(s.sampling_logprobs)] for s in samples]),
         on_policy=mx.array([[s.on_policy] for s in samples]),
+        shares=mx.array([s.share for s in samples], mx.float32),
         teacher_logprobs=if_given([s.teacher_logprobs for s in samples]),
         reference_logprobs=if_given([s.reference_logprobs for s in samples]),
         old_logprobs=None if old_logprobs is None else _table([np.array(each) for each in old_logprobs], np.float32),
@@ -179,7 +182,7 @@ def pack(batch: SampleBatch, old_logprobs: Sequence[Sequence[float]] | None = No
     )
 
 
-def _row(sample: Sample) -> Row:
+def _row(sample: Datum) -> Row:
     """The tokens that predict a trained one, and those before them."""
     return Row.of(sample.token_ids[: sample.trained()[-1]])
 

@@ -20,8 +20,8 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_parallm.config import OptimizerConfig
 from mlx_parallm.train.accumulation import Accumulated, Accumulation
 from mlx_parallm.train.context import Params
+from mlx_parallm.train.data import UpdateOutcome
 from mlx_parallm.train.policy import Policy, PolicyState
-from mlx_parallm.train.samples import UpdateOutcome
 
 _log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The losses that are summed over tokens (`core.SummedLoss`), in the trainer's terms: samples, and a resolved loss.
+"""The losses that are summed over tokens (`core.SummedLoss`), in the trainer's terms: data, and a resolved loss.
 
 The trainer's reductions divide by totals of the step. With totals of 1 they sum.
 """
@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from mlx_parallm.config import Algorithm, LossConfig, OldLogprobs, ResolvedLoss
 from mlx_parallm.core import SummedLoss, TargetedTokens, TokenLoss
-from mlx_parallm.train.reductions import UpdateTotals
-from mlx_parallm.train.samples import Sample
-from mlx_parallm.train.token_losses import MOST_LOG_RATIO
+from mlx_parallm.train.data import Datum
+from mlx_parallm.train.losses import MOST_LOG_RATIO, UpdateTotals
 
 TOTALS = UpdateTotals(1.0, 1.0)
 """Totals with which a mean over the tokens is a sum."""
@@ -47,10 +46,10 @@ def scored_places(each: TargetedTokens) -> list[int]:
     return places or list(range(len(each.token_ids)))
 
 
-def sample_of(each: TargetedTokens, places: Sequence[int]) -> Sample:
-    """The sample that learns the targets at these places."""
+def datum_of(each: TargetedTokens, places: Sequence[int]) -> Datum:
+    """The datum that learns the targets at these places."""
     scored = set(places)
-    return Sample(
+    return Datum(
         token_ids=(*each.token_ids, each.targets[-1]),
         loss_weights=(0.0, *(float(at in scored) for at in range(len(each.token_ids)))),
         advantages=(0.0, *each.advantages),

@@ -22,18 +22,18 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_parallm.config import ModelConfig, OptimizerConfig, ResolvedLoss, ResolvedTraining
+from mlx_parallm.config import LossKind, ModelConfig, OptimizerConfig, ResolvedLoss, ResolvedTraining
 from mlx_parallm.errors import StepFailedError
 from mlx_parallm.train.accumulation import Accumulated, Accumulation, Contribution
+from mlx_parallm.train.data import Datum, UpdateBatch, UpdateOutcome
 from mlx_parallm.train.forwards import TrainingForwards
 from mlx_parallm.train.jobs import Job, Jobs, Work
 from mlx_parallm.train.logprobs import Logprobs
+from mlx_parallm.train.losses import UpdateTotals
 from mlx_parallm.train.model import TrainableModel
 from mlx_parallm.train.pacing import Pacer
 from mlx_parallm.train.packing import SampleBatch, minibatches
 from mlx_parallm.train.policy import Policy, PolicySnapshot, PolicyState, check_room
-from mlx_parallm.train.reductions import UpdateTotals
-from mlx_parallm.train.samples import Sample, UpdateBatch, UpdateOutcome
 from mlx_parallm.train.step import Step
 from mlx_parallm.train.update import Update
 
@@ -114,7 +114,7 @@ class GRPOTrainer:
     def accumulate(
         self,
         policy: Policy,
-        samples: Sequence[Sample],
+        samples: Sequence[Datum],
         loss: ResolvedLoss,
         totals: UpdateTotals | None = None,
         returns_logprobs: bool = False,
@@ -153,7 +153,7 @@ class GRPOTrainer:
         self._queue.append(work)
         return work.future
 
-    def logprobs(self, policy: Policy | None, samples: Sequence[Sample]) -> Future[list[tuple[float, ...]]]:
+    def logprobs(self, policy: Policy | None, samples: Sequence[Datum]) -> Future[list[tuple[float, ...]]]:
         """The logprobs of each sample's trained tokens, in nats, under a policy as it is after what was asked of it
         before; None: under the base model.
 
@@ -169,7 +169,7 @@ class GRPOTrainer:
         config = self.config
         loss, optimizer = batch.loss or config.loss, config.optimizer.at(batch.learning_rate)
         limited = optimizer.max_kl_step is not None or config.divergence.kl_step.limit is not None
-        measures_kl = loss.compares and limited
+        measures_kl = loss.kind is LossKind.POLICY_GRADIENT and limited
         parts = minibatches(batch.samples, config.minibatches)
         if len(parts) > 1:
             update = Update(policy, batch, parts, config, optimizer, measures_kl)

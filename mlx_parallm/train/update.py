@@ -12,10 +12,10 @@ from concurrent.futures import Future
 
 from mlx_parallm.config import OptimizerConfig, ResolvedTraining
 from mlx_parallm.train.accumulation import Accumulation
+from mlx_parallm.train.data import Datum, UpdateBatch, UpdateOutcome
 from mlx_parallm.train.jobs import Work
 from mlx_parallm.train.logprobs import Logprobs
 from mlx_parallm.train.policy import Policy, PolicyState
-from mlx_parallm.train.samples import Sample, UpdateBatch, UpdateOutcome
 from mlx_parallm.train.step import Step
 
 _SUMS, _LARGEST = ("tokens", "device_seconds"), ("ratio_max", "seconds")
@@ -40,7 +40,7 @@ class Update:
         self,
         policy: Policy,
         batch: UpdateBatch,
-        parts: Sequence[Sequence[Sample]],
+        parts: Sequence[Sequence[Datum]],
         config: ResolvedTraining,
         optimizer: OptimizerConfig,
         measures_kl: bool = False,

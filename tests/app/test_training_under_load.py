@@ -35,9 +35,9 @@ from mlx_parallm.core import (
     WorkClass,
 )
 from mlx_parallm.train.context import Params
+from mlx_parallm.train.data import answered
 from mlx_parallm.train.packing import pack, split_samples
 from mlx_parallm.train.policy import PolicyState
-from mlx_parallm.train.samples import answered
 from mlx_parallm.train.trainer import GRPOTrainer
 
 CLIENTS, UPDATES = 8, 100

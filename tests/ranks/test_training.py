@@ -26,7 +26,7 @@ from mlx_parallm.model.linears import install_adapters
 from mlx_parallm.ranks.parts import FollowingParts
 from mlx_parallm.ranks.tensor_parallel import split_model
 from mlx_parallm.ranks.wire import decode, encode
-from mlx_parallm.train.samples import UpdateBatch
+from mlx_parallm.train.data import UpdateBatch
 from mlx_parallm.train.several_ranks import FollowingTraining, LeadingTrainableModel
 from mlx_parallm.train.trainer import GRPOTrainer
 

@@ -30,8 +30,8 @@ from mlx_parallm.rl.reward_models.fitting import RewardModelInTraining
 from mlx_parallm.rl.reward_models.model import RewardModel
 from mlx_parallm.rl.reward_models.preferences import Preference
 from mlx_parallm.rl.reward_models.work import RewardModelWork
+from mlx_parallm.train.data import UpdateBatch
 from mlx_parallm.train.policy import Policy
-from mlx_parallm.train.samples import UpdateBatch
 from mlx_parallm.train.several_ranks import FollowingTraining, LeadingTrainableModel
 from mlx_parallm.train.trainer import GRPOTrainer
 

@@ -28,9 +28,9 @@ from mlx_parallm.engine.figures import EngineStats
 from mlx_parallm.errors import AdapterFileError, ConflictError, InvalidRequestError, UnknownModelError
 from mlx_parallm.rl.objectives.episodes import Episode
 from mlx_parallm.rl.scoring.pool import ScoringError
+from mlx_parallm.train.data import UpdateBatch, UpdateOutcome
 from mlx_parallm.train.learner import Publish
 from mlx_parallm.train.policy import PolicySnapshot
-from mlx_parallm.train.samples import UpdateBatch, UpdateOutcome
 
 
 def policy(value: float, step: int) -> PolicySnapshot:

@@ -9,10 +9,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.config import Algorithm, ResolvedLoss
-from mlx_parallm.train.losses import loss
-from mlx_parallm.train.reductions import Denominators, UpdateTotals
-from mlx_parallm.train.samples import Sample
-from mlx_parallm.train.token_losses import TokenBatch
+from mlx_parallm.train.data import Datum
+from mlx_parallm.train.losses import TokenBatch, UpdateTotals, loss
 
 
 @dataclass(frozen=True)
@@ -194,11 +192,11 @@ class Padding:
     fill: float = float("nan")
 
 
-def samples(rows: Sequence[Row]) -> list[Sample]:
+def samples(rows: Sequence[Row]) -> list[Datum]:
     """The rows as samples, for the totals of an update. A row without tokens gets one, which the totals do not see if
     the row is not in the update."""
     return [
-        Sample(
+        Datum(
             (1, *[2] * max(r.logp.size, 1)),
             (0.0, *(r.weights.tolist() or [1.0])),
             (0.0, *(r.advantages.tolist() or [0.0])),
@@ -224,14 +222,15 @@ def token_batch(rows: Sequence[Row], padding: Padding = Padding()) -> TokenBatch
         sampling_logp=padded([r.mu for r in rows], padding.fill),
         weights=padded([r.weights for r in rows], 0.0),
         advantages=padded([r.advantages for r in rows], padding.fill),
+        shares=mx.array([r.share for r in rows], mx.float32),
         ref_logp=padded([r.ref for r in rows], padding.fill),
         entropy=padded([r.entropy for r in rows], padding.fill),
     )
 
 
-def denominators_of(rows: Sequence[Row], whole: Sequence[Row] | None = None) -> Denominators:
-    """Those of a micro-batch of these rows, in an update of `whole`."""
-    return UpdateTotals.of(samples(whole or rows)).for_rows(samples(rows))
+def totals_of(rows: Sequence[Row]) -> UpdateTotals:
+    """Those of an update of these rows."""
+    return UpdateTotals.of(samples(rows))
 
 
 def computed(
@@ -239,8 +238,8 @@ def computed(
 ) -> tuple[float, list[np.ndarray]]:
     """Ours: the loss of these rows as a micro-batch of `whole`, and d loss / d logp of each row."""
     batch = token_batch(rows, padding)
-    denominators = denominators_of(rows, whole)
-    value, gradient = mx.value_and_grad(lambda x: loss(replace(batch, logp=x), denominators, settings)[0])(batch.logp)
+    totals = totals_of(whole or rows)
+    value, gradient = mx.value_and_grad(lambda x: loss(replace(batch, logp=x), totals, settings)[0])(batch.logp)
     slopes, trained = np.array(gradient), np.array(batch.mask) > 0
     assert not slopes[~trained].any(), "padding has a gradient, or it is not finite"
     return value.item(), [line[mask] for line, mask in zip(slopes, trained, strict=True)]

@@ -30,9 +30,9 @@ from trainers import (
 
 from mlx_parallm.config import Algorithm, OptimizerConfig
 from mlx_parallm.errors import InvalidRequestError, StepFailedError
+from mlx_parallm.train.data import Datum, UpdateBatch
+from mlx_parallm.train.losses import UpdateTotals
 from mlx_parallm.train.policy import Policy
-from mlx_parallm.train.reductions import UpdateTotals
-from mlx_parallm.train.samples import Sample, UpdateBatch
 from mlx_parallm.train.trainer import GRPOTrainer
 
 LOSS, OPTIMIZER, UNCLIPPED = SETTINGS.loss, SETTINGS.optimizer, unclipped().optimizer
@@ -45,7 +45,7 @@ def done(trainer: GRPOTrainer, *futures: Future[Any]) -> list[Any]:
     return [future.result(timeout=0) for future in futures]
 
 
-def parts_of(drawn: Sequence[Sample], count: int) -> list[Sequence[Sample]]:
+def parts_of(drawn: Sequence[Datum], count: int) -> list[Sequence[Datum]]:
     return [part for part in (drawn[at::count] for at in range(count)) if part]
 
 

@@ -20,7 +20,7 @@ from mlx_parallm.errors import (
     UnknownModelError,
 )
 from mlx_parallm.rl.collect.groups import DropReason
-from mlx_parallm.train.samples import UpdateBatch
+from mlx_parallm.train.data import UpdateBatch
 
 
 async def test_an_update_that_is_not_published_is_in_the_next_one_that_is() -> None:

@@ -38,7 +38,7 @@ from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.rl.teachers import Teacher, server_score
 from mlx_parallm.rl.teachers import taught as taught_batch
 from mlx_parallm.train.context import Params
-from mlx_parallm.train.samples import Sample, UpdateBatch, answered
+from mlx_parallm.train.data import Datum, UpdateBatch, answered
 
 DISTILLATION = loss_config(Algorithm.DISTILLATION)
 
@@ -67,7 +67,7 @@ def test_logprobs_are_those_of_the_policy_as_it_is_then_or_of_the_base_model(mos
     assert before[0] != pytest.approx(after[0], abs=1e-3)
 
 
-def taught(drawn: list[Sample], seed: int = 0) -> list[Sample]:
+def taught(drawn: list[Datum], seed: int = 0) -> list[Datum]:
     """With random logprobs of a teacher."""
     random = np.random.default_rng(seed)
     return [sample.with_teacher(random.uniform(-4, -1, len(sample.trained())).tolist()) for sample in drawn]

@@ -13,7 +13,7 @@ from trainers import everywhere, make_policy, make_trainer
 
 from mlx_parallm.config import DivergenceConfig
 from mlx_parallm.rl.divergence.watch import DivergenceRules
-from mlx_parallm.train.samples import Sample, UpdateBatch, UpdateOutcome, answered
+from mlx_parallm.train.data import Datum, UpdateBatch, UpdateOutcome, answered
 
 pytestmark = pytest.mark.ci
 
@@ -34,7 +34,7 @@ class Run:
         self.rules = DivergenceRules(limits or DivergenceConfig())
         self.random = np.random.default_rng(0)
 
-    def draw(self, length: int = LENGTH) -> tuple[list[Sample], dict[str, float]]:
+    def draw(self, length: int = LENGTH) -> tuple[list[Datum], dict[str, float]]:
         """A group that the policy draws, and the metrics of its rewards."""
         tokens, logprobs = self._drawn(length)
         rewards = 1.0 - tokens.mean(-1) / 250
@@ -45,7 +45,7 @@ class Run:
         ]
         return group, {"reward_mean": float(rewards.mean()), "completion_tokens": float(length)}
 
-    def update(self, group: Sequence[Sample], metrics: dict[str, float]) -> list[str]:
+    def update(self, group: Sequence[Datum], metrics: dict[str, float]) -> list[str]:
         """One update; the signals that diverge in it. It is kept if none holds it."""
         before = self.policy.state
         future = self.trainer.begin(self.policy, UpdateBatch(tuple(group), metrics))
@@ -140,7 +140,7 @@ def test_a_policy_far_from_the_base_model_is_noticed_in_two_updates() -> None:
     assert [run.update(*run.draw()) for _ in range(2)] == [[], ["kl"]]
 
 
-def _opposite(sample: Sample) -> Sample:
+def _opposite(sample: Datum) -> Datum:
     return replace(sample, advantages=tuple(-value for value in sample.advantages))
 
 

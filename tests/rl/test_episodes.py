@@ -15,9 +15,8 @@ from mlx_parallm.rl.collect.groups import FEEDBACK, DropReason
 from mlx_parallm.rl.objectives.batches import ScoredGroup, prepare
 from mlx_parallm.rl.objectives.episodes import Episode, samples_of, token_advantages
 from mlx_parallm.rl.objectives.rewards import RewardHistory
-from mlx_parallm.train.losses import ALGORITHMS
-from mlx_parallm.train.reductions import UpdateTotals, sequence_mean
-from mlx_parallm.train.samples import Sample
+from mlx_parallm.train.data import Datum
+from mlx_parallm.train.losses import LOSSES, TokenBatch, UpdateTotals, sequence_mean
 
 ONE = trajectories("t", AdapterRef("math", 1), 1)[0]
 
@@ -27,7 +26,7 @@ def turn(prompt: tuple[int, ...], drawn: tuple[int, ...], **fields: object) -> T
     return replace(ONE, prompt_ids=prompt, completion_ids=drawn, sampling_logprobs=logprobs, **fields)
 
 
-def made(*turns: Trajectory, mask_truncated: bool = False) -> list[Sample]:
+def made(*turns: Trajectory, mask_truncated: bool = False) -> list[Datum]:
     advantages = [[float(number)] * len(each.completion_ids) for number, each in enumerate(turns, 1)]
     return list(samples_of(Episode(turns), advantages, 7, True, mask_truncated))
 
@@ -39,7 +38,7 @@ def test_a_turn_whose_prompt_continues_the_tokens_so_far_joins_their_sample() ->
     assert sample.loss_weights == (0, 0, 1, 1, 0, 1)
     assert [sample.advantages[at] for at in sample.trained()] == [1, 1, 2]
     assert [sample.sampling_logprobs[at] for at in sample.trained()] == pytest.approx([-0.3, -0.4, -0.6])
-    assert [(s.start, s.stop, s.temperature, str(s.adapter)) for s in sample.stretches] == [
+    assert [(s.start, s.stop, s.temperature, str(s.adapter)) for s in sample.sampled] == [
         (2, 4, 1.0, "math@1"),
         (5, 6, 0.5, "math@2"),
     ]
@@ -84,7 +83,7 @@ WHOLE = (turn((1, 2), (3, 4, 5)), turn((1, 2, 3, 4, 5), (6,)), turn((1, 2, 3, 4,
 """The same answers, of which each continues the one before it."""
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", LOSSES)
 def test_an_episode_counts_once_however_it_broke_into_samples(algorithm: Algorithm) -> None:
     """The factors of all its tokens are those of the same episode in one sample, and those of another one are too. So
     where all answers weigh the same, the advantages of a balanced group add up to 0."""
@@ -95,9 +94,11 @@ def test_an_episode_counts_once_however_it_broke_into_samples(algorithm: Algorit
         samples = prepare([group], loss_config(max_completion_tokens=16), RewardHistory()).batch.samples
         assert sum(sample.share for sample in samples) == 2
         weights = pad([[sample.loss_weights[at] for at in sample.trained()] for sample in samples])
-        of_rows = UpdateTotals.of(samples).for_rows(samples)
-        by_row = mx.broadcast_to(ALGORITHMS[algorithm].reduction(weights, of_rows, config), (len(samples),)).tolist()
-        if ALGORITHMS[algorithm].reduction is sequence_mean:
+        shares = mx.array([sample.share for sample in samples])
+        batch = TokenBatch(weights, weights, weights, weights, weights, shares)
+        _, reduction = LOSSES[algorithm]
+        by_row = mx.broadcast_to(reduction(batch, UpdateTotals.of(samples), config), (len(samples),)).tolist()
+        if reduction is sequence_mean:
             credits = [f * sum(s.advantages[at] for at in s.trained()) for f, s in zip(by_row, samples, strict=True)]
             assert sum(credits) == pytest.approx(0, abs=1e-6)
         return [factor for factor, sample in zip(by_row, samples, strict=True) for _ in sample.trained()]

@@ -14,7 +14,7 @@ from trainers import LORA, assert_close, gradients, gradients_of, make_policy, p
 from mlx_parallm.config import Algorithm
 from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.train.context import Params
-from mlx_parallm.train.samples import Sample, Stretch, answered
+from mlx_parallm.train.data import Datum, SampledSpan, answered
 
 KINDS = {
     "llama": "attention",
@@ -47,7 +47,7 @@ QUICK = ("llama", "gemma4_text", "deepseek_v3", "qwen3_5_moe", "mamba")
 SHARED = (7, 7, 9, 1, 30, 31, 32, 33, 34, 35)
 
 
-def drawn() -> list[Sample]:
+def drawn() -> list[Datum]:
     """Answers to one prompt, of which two begin alike; an episode of two turns that begins as they do; and an answer to
     another prompt."""
     beginning = (40, 41, 42, 43, 44)
@@ -55,12 +55,12 @@ def drawn() -> list[Sample]:
     found = [answered(SHARED, answer, (), 1.0, 1.0 - 0.7 * number) for number, answer in enumerate(answers)]
     turns = (*SHARED, 8, 11, 12, 13, 14, 3, 4)
     weights = (0.0,) * len(SHARED) + (1.0, 1.0) + (0.0,) * 3 + (1.0, 1.0)
-    stretches = (Stretch(10, 12), Stretch(15, 17))
-    episode = Sample(turns, weights, tuple(0.4 * weight for weight in weights), stretches=stretches)
+    sampled = (SampledSpan(10, 12), SampledSpan(15, 17))
+    episode = Datum(turns, weights, tuple(0.4 * weight for weight in weights), sampled=sampled)
     return [*found, episode, answered((60, 61, 62), (63, 64, 65, 66), (), 1.0, -0.8)]
 
 
-def of_merged(plain: Plain, params: Params, samples: Sequence[Sample]) -> mx.array:
+def of_merged(plain: Plain, params: Params, samples: Sequence[Datum]) -> mx.array:
     """−Σ A logπ / (N T), by mlx-lm's model with merged weights on each sequence alone."""
     value = mx.array(0.0)
     for sample in samples:

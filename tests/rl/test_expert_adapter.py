@@ -26,13 +26,13 @@ from trainers import (
 from mlx_parallm.config import Algorithm
 from mlx_parallm.errors import AdapterTooLargeError
 from mlx_parallm.train.context import Params
-from mlx_parallm.train.samples import Sample
+from mlx_parallm.train.data import Datum
 
 EXPERTS = changed(LORA, lora_target_modules=("gate_proj", "up_proj", "down_proj", "gate", "q_proj"))
 ALL = changed(EXPERTS, lora_target_modules=(*EXPERTS.lora_target_modules, "shared_expert_gate"))
 
 
-def merged_gradients(family: str, params: Params, scale: float, drawn: Sequence[Sample]) -> dict[str, np.ndarray]:
+def merged_gradients(family: str, params: Params, scale: float, drawn: Sequence[Datum]) -> dict[str, np.ndarray]:
     """Of −Σ logπ / ΣT, by forwards of mlx-lm's own model, each of whose weights is W + scale · (a b)ᵀ."""
     model, total = tiny_model(family), sum(len(sample.trained()) for sample in drawn)
     modules = dict(model.named_modules())

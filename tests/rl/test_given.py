@@ -15,7 +15,7 @@ from mlx_parallm.config import Algorithm
 from mlx_parallm.core import GivenTrajectory
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.rl.objectives.episodes import Episode, samples_of
-from mlx_parallm.train.samples import Sample
+from mlx_parallm.train.data import Datum
 
 ROW = GivenTrajectory(
     (1, 2), (3, 4, 8, 9, 5, 8), 1.0, "a", (-0.3, -0.4, 0.0, 0.0, -0.5, 0.0), 0.5,
@@ -24,7 +24,7 @@ ROW = GivenTrajectory(
 """Two turns, with the result of a tool between them and after them."""
 
 
-async def samples_from(*given: GivenTrajectory, rig: Rig | None = None) -> tuple[Sample, ...]:
+async def samples_from(*given: GivenTrajectory, rig: Rig | None = None) -> tuple[Datum, ...]:
     rig = rig or await opened()
     report = await rig.loop.update(given)
     assert report.status == "published", report
@@ -36,11 +36,11 @@ async def test_only_what_the_mask_says_is_trained() -> None:
     assert row.token_ids == (1, 2, 3, 4, 8, 9, 5, 8)
     assert (row.loss_weights, answer(row)) == ((0, 0, 1, 1, 0, 0, 1, 0), (3, 4, 5))
     assert [row.sampling_logprobs[at] for at in row.trained()] == [-0.3, -0.4, -0.5]
-    assert [(one.start, one.stop, one.temperature) for one in row.stretches] == [(2, 4, 0.5), (6, 7, 0.5)]
+    assert [(one.start, one.stop, one.temperature) for one in row.sampled] == [(2, 4, 0.5), (6, 7, 0.5)]
     assert (advantage(row), advantage(other)) == (0.5, -0.5)
 
 
-def of_trained(sample: Sample) -> Sample:
+def of_trained(sample: Datum) -> Datum:
     """With advantages of 0 where nothing is trained."""
     pairs = zip(sample.advantages, sample.loss_weights, strict=True)
     return replace(sample, advantages=tuple(advantage * weight for advantage, weight in pairs))

@@ -32,9 +32,9 @@ from trainers import (
 
 from mlx_parallm.config import Algorithm, ModelConfig
 from mlx_parallm.train.context import Span
+from mlx_parallm.train.data import UpdateBatch
 from mlx_parallm.train.head import head_blocks
 from mlx_parallm.train.policy import Policy
-from mlx_parallm.train.samples import UpdateBatch
 from mlx_parallm.train.trainer import GRPOTrainer
 
 WITH_HEAD = changed(LORA, lora_target_modules=("q_proj", "down_proj", "lm_head"))

@@ -11,7 +11,7 @@ import pytest
 from configs import changed, loss_config
 from mlx.utils import tree_flatten
 from rl.fakes import answers, trajectories
-from rl.loss_reference import Row, denominators_of, token_batch
+from rl.loss_reference import Row, token_batch, totals_of
 from sample_parts import advantage, answer, with_advantage
 from trainers import (
     Recorder,
@@ -33,9 +33,9 @@ from mlx_parallm.rl.objectives.batches import ScoredGroup, prepare
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.rl.objectives.signals import prepare_signal
 from mlx_parallm.train.context import Params
+from mlx_parallm.train.data import Datum, mismatched
 from mlx_parallm.train.losses import loss, means
 from mlx_parallm.train.policy import Policy
-from mlx_parallm.train.samples import Sample, mismatched
 from mlx_parallm.train.trainer import GRPOTrainer
 
 KTO = loss_config(Algorithm.KTO, preference_beta=0.3, kto_desirable_weight=1.5, kto_undesirable_weight=0.5)
@@ -70,13 +70,13 @@ def expected(rows: Sequence[Row], estimate: float) -> tuple[float, list[np.ndarr
 @pytest.mark.parametrize("seed", range(3))
 def test_the_loss_of_desirability_equals_its_formula(seed: int, estimate: float) -> None:
     rows = rated(seed)
-    batch, denominators = replace(token_batch(rows), kl_estimate=estimate), denominators_of(rows)
-    value, gradient = mx.value_and_grad(lambda x: loss(replace(batch, logp=x), denominators, KTO)[0])(batch.logp)
+    batch, totals = replace(token_batch(rows), kl_estimate=estimate), totals_of(rows)
+    value, gradient = mx.value_and_grad(lambda x: loss(replace(batch, logp=x), totals, KTO)[0])(batch.logp)
     want, slopes = expected(rows, estimate)
     assert value.item() == pytest.approx(want, rel=1e-5)
     for got, slope, row in zip(np.array(gradient), slopes, rows, strict=True):
         np.testing.assert_allclose(got[: row.logp.size], slope, rtol=1e-4, atol=1e-7)
-    figures = means([loss(batch, denominators, KTO)[1]])
+    figures = means([loss(batch, totals, KTO)[1]])
     right = [row.advantage * ((row.logp - row.ref).sum() - estimate) > 0 for row in rows]
     tokens = [row.logp.size for row in rows]
     assert figures["preference_accuracy"] == pytest.approx(np.dot(right, tokens) / sum(tokens))
@@ -99,7 +99,7 @@ def test_every_prompt_gets_the_answer_to_another_one() -> None:
 
 def test_temperatures_and_weights_go_with_the_answer() -> None:
     one, other = samples(2, groups=2)
-    other = replace(other, stretches=tuple(replace(each, temperature=0.5) for each in other.stretches))
+    other = replace(other, sampled=tuple(replace(each, temperature=0.5) for each in other.sampled))
     made = {each.token_ids[: each.trained()[0]]: each for each in mismatched([one, other])}
     moved = made[one.token_ids[: one.trained()[0]]]
     assert [moved.temperatures()[at] for at in moved.trained()] == [0.5] * len(answer(other))
@@ -114,13 +114,13 @@ def test_answers_to_a_single_prompt_are_compared_with_each_other() -> None:
 # ---- the trainer ---------------------------------------------------------------------------------
 
 
-def judged(count: int = 6) -> list[Sample]:
+def judged(count: int = 6) -> list[Datum]:
     """Desirable and undesirable answers to three prompts."""
     drawn = samples(count, groups=3)
     return [with_advantage(each, 1.0 if at % 2 else -1.0) for at, each in enumerate(drawn)]
 
 
-def plain_estimate(trainer: GRPOTrainer, model, policy: Policy, drawn: Sequence[Sample]) -> float:
+def plain_estimate(trainer: GRPOTrainer, model, policy: Policy, drawn: Sequence[Datum]) -> float:
     changes = [
         sum(plain_logprobs(trainer, model, policy.params, each)) - sum(plain_logprobs(trainer, model, None, each))
         for each in mismatched(drawn)

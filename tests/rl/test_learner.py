@@ -26,7 +26,7 @@ from trainers import (
 
 from mlx_parallm.errors import StepFailedError
 from mlx_parallm.train.learner import Learner
-from mlx_parallm.train.reductions import UpdateTotals
+from mlx_parallm.train.losses import UpdateTotals
 from mlx_parallm.train.trainer import GRPOTrainer
 
 LOSS, OPTIMIZER = SETTINGS.loss, SETTINGS.optimizer

@@ -209,7 +209,7 @@ async def test_given_trajectories_are_grouped_by_id_or_else_by_prompt() -> None:
     assert [(answer(s), s.group, advantage(s)) for s in samples] == [
         ((2,), 0, 0.5), ((3,), 0, -0.5), ((4,), 1, 1.0), ((5,), 1, -1.0)]  # fmt: skip
     assert [s.on_policy for s in samples] == [False, True, True, True]
-    assert [s.stretches[0].temperature for s in samples] == [1.0, 1.0, 1.0, 0.5]
+    assert [s.sampled[0].temperature for s in samples] == [1.0, 1.0, 1.0, 0.5]
     assert (report.status, report.adapter, report.step) == ("published", ref(1), 1)
     assert rig.buffer.collected == {}
 

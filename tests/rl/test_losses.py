@@ -11,21 +11,19 @@ from rl.loss_reference import (
     Padding,
     Row,
     computed,
-    denominators_of,
     finite_differences,
     mixed_rows,
     reference_gradient,
     reference_loss,
     row,
     token_batch,
+    totals_of,
     uneven_rows,
 )
 
 from mlx_parallm.config import Algorithm, RewardScale
-from mlx_parallm.config.loss import ALGORITHM_DEFAULTS
 from mlx_parallm.rl.objectives.advantages import group_advantages
-from mlx_parallm.train.losses import ALGORITHMS, loss, means
-from mlx_parallm.train.token_losses import k3
+from mlx_parallm.train.losses import LOSSES, k3, loss, means
 
 SINGLE = [each for each in Algorithm if each not in (Algorithm.DPO, Algorithm.KTO, Algorithm.DISTILLATION)]
 """Losses of one sequence at a time, without a teacher or an estimate over all samples."""
@@ -68,7 +66,7 @@ def single(ratios, advantage, *, logp=None, mu_factor=1.0, group=0):
 
 
 def stats(rows, settings, padding=PLAIN):
-    return means([loss(token_batch(rows, padding), denominators_of(rows), settings)[1]])
+    return means([loss(token_batch(rows, padding), totals_of(rows), settings)[1]])
 
 
 def check_against_the_reference(rows, settings):
@@ -96,8 +94,8 @@ def test_loss_and_gradient_equal_the_reference_and_finite_differences(algorithm,
 
 @pytest.mark.parametrize("algorithm", SINGLE)
 def test_mixed_lengths_signs_and_groups_equal_the_reference_with_its_own_clip_range(algorithm):
-    own = ALGORITHM_DEFAULTS[algorithm]
-    settings = changed(SETTINGS, algorithm=algorithm, clip_low=own.clip_low, clip_high=own.clip_high)
+    bounds = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
+    settings = changed(SETTINGS, algorithm=algorithm, **bounds)
     rows = mixed_rows()
     value, gradient = computed(rows, settings)
     close([value], [reference_loss(rows, settings)])
@@ -141,7 +139,7 @@ def test_entropy_is_rewarded_with_the_weight_of_its_token(algorithm):
     rows = mixed_rows()
     settings = changed(SETTINGS, algorithm=algorithm)
     batch = token_batch(rows)
-    whole = denominators_of(rows)
+    whole = totals_of(rows)
     slopes = np.array(mx.grad(lambda h: loss(replace(batch, entropy=h), whole, settings)[0])(batch.entropy))
     for i, each in enumerate(rows):
         raised = replace(each, entropy=each.entropy + 1.0)
@@ -307,8 +305,8 @@ def test_the_order_of_rows_changes_nothing(algorithm):
 @pytest.mark.parametrize("algorithm", SINGLE)
 def test_before_the_first_step_ratio_is_one_and_nothing_is_clipped_or_diverges(algorithm):
     rows = [replace(r, old=r.logp, mu=r.logp, ref=r.logp) for r in mixed_rows()]
-    own = ALGORITHM_DEFAULTS[algorithm]
-    settings = changed(SETTINGS, algorithm=algorithm, clip_low=own.clip_low, clip_high=own.clip_high)
+    bounds = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
+    settings = changed(SETTINGS, algorithm=algorithm, **bounds)
     measured = stats(rows, settings)
     assert measured.pop("entropy") == pytest.approx(np.mean(np.concatenate([r.entropy for r in rows])), rel=1e-6)
     at_rest = {"ratio_mean": 1.0, "ratio_max": 1.0, "clip_fraction": 0.0, "dual_clip_fraction": 0.0}
@@ -318,7 +316,7 @@ def test_before_the_first_step_ratio_is_one_and_nothing_is_clipped_or_diverges(a
 @pytest.mark.parametrize("algorithm", SINGLE)
 @pytest.mark.parametrize("other", ["old_logp", "sampling_logp", "ref_logp"])
 def test_the_other_policies_have_no_gradient_even_where_they_are_made_of_the_trained_one(algorithm, other):
-    batch, whole = token_batch(mixed_rows()), denominators_of(mixed_rows())
+    batch, whole = token_batch(mixed_rows()), totals_of(mixed_rows())
     settings = changed(SETTINGS, algorithm=algorithm)
     still = mx.grad(lambda x: loss(replace(batch, logp=x, **{other: batch.logp}), whole, settings)[0])
     moving = mx.grad(lambda x: loss(replace(batch, logp=x, **{other: x}), whole, settings)[0])
@@ -358,8 +356,8 @@ def test_a_trained_token_that_is_not_a_number_is_not_hidden(algorithm):
 
 
 def test_every_algorithm_has_the_clip_range_and_scale_of_its_paper():
-    assert set(ALGORITHMS) == set(Algorithm)
-    figures = {each: (ALGORITHM_DEFAULTS[each].clip_low, ALGORITHM_DEFAULTS[each].clip_high) for each in POLICY}
+    assert set(LOSSES) == set(Algorithm)
+    figures = {each: (each.clip_low, each.clip_high) for each in POLICY}
     symmetric = (0.2, 0.2)
     assert figures == {
         Algorithm.GRPO: symmetric,
@@ -371,7 +369,7 @@ def test_every_algorithm_has_the_clip_range_and_scale_of_its_paper():
         Algorithm.PPO: symmetric,
         Algorithm.IMPORTANCE_SAMPLING: symmetric,
     }
-    unscaled = {each for each in POLICY if ALGORITHM_DEFAULTS[each].scale_rewards is RewardScale.NONE}
+    unscaled = {each for each in POLICY if each.scale_rewards is RewardScale.NONE}
     assert unscaled == {Algorithm.DR_GRPO}
 
 
@@ -407,15 +405,13 @@ def test_figures_equal_the_reference(algorithm):
 
 def test_figures_of_micro_batches_are_means_over_all_tokens():
     rows = mixed_rows()
-    parts = [
-        loss(token_batch(part), denominators_of(part, rows), SETTINGS)[1] for part in (rows[:1], rows[1:5], rows[5:])
-    ]
+    parts = [loss(token_batch(part), totals_of(rows), SETTINGS)[1] for part in (rows[:1], rows[1:5], rows[5:])]
     assert means(parts) == pytest.approx(stats(rows, SETTINGS), rel=1e-6)
 
 
 def test_figures_that_cannot_be_known_are_absent():
     batch = replace(token_batch(mixed_rows()), ref_logp=None, entropy=None)
-    whole = denominators_of(mixed_rows())
+    whole = totals_of(mixed_rows())
     known = {"ratio_mean", "ratio_max", "clip_fraction", "dual_clip_fraction", "mismatch_kl"}
     assert set(means([loss(batch, whole, loss_config())[1]])) == known
 
@@ -423,7 +419,7 @@ def test_figures_that_cannot_be_known_are_absent():
 @pytest.mark.parametrize("missing", ["ref_logp", "entropy"])
 def test_a_coefficient_without_what_it_weighs_is_refused(missing):
     batch = replace(token_batch(mixed_rows()), **{missing: None})
-    whole = denominators_of(mixed_rows())
+    whole = totals_of(mixed_rows())
     with pytest.raises(ValueError, match="kl_coef" if missing == "ref_logp" else "entropy_coef"):
         loss(batch, whole, SETTINGS)
 

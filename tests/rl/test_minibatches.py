@@ -24,14 +24,14 @@ from trainers import (
 
 from mlx_parallm.config import OldLogprobs, ResolvedTraining
 from mlx_parallm.errors import StepFailedError
+from mlx_parallm.train.data import Datum, UpdateBatch
 from mlx_parallm.train.packing import minibatches
-from mlx_parallm.train.samples import Sample, UpdateBatch
 from mlx_parallm.train.trainer import GRPOTrainer
 
 TWO = changed(SETTINGS, minibatches=2, micro_batch_tokens=30)
 
 
-def unknown(drawn: Sequence[Sample]) -> list[Sample]:
+def unknown(drawn: Sequence[Datum]) -> list[Datum]:
     """Without sampling logprobs: the trainer's own take their place."""
     return [replace(sample, sampling_logprobs=()) for sample in drawn]
 

@@ -23,8 +23,8 @@ from trainers import (
 
 from mlx_parallm.config import LearningRateSchedule, OptimizerConfig
 from mlx_parallm.errors import ConfigError, InvalidRequestError
+from mlx_parallm.train.data import answered
 from mlx_parallm.train.policy import Policy, PolicySnapshot
-from mlx_parallm.train.samples import answered
 
 # ---- saving and going on -------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from configs import changed, loss_config
 from rl.fakes import answers, trajectories
-from rl.loss_reference import Row, denominators_of, token_batch
+from rl.loss_reference import Row, token_batch, totals_of
 from sample_parts import advantage, answer, with_advantage
 from trainers import assert_close, gradients, learn, make_policy, make_trainer, plain_logprobs, samples, unclipped
 
@@ -18,8 +18,8 @@ from mlx_parallm.core import BASE_ADAPTER, FinishReason
 from mlx_parallm.rl.collect.groups import DropReason
 from mlx_parallm.rl.objectives.batches import ScoredGroup, prepare
 from mlx_parallm.rl.objectives.rewards import RewardHistory
+from mlx_parallm.train.data import Datum
 from mlx_parallm.train.losses import loss, means
-from mlx_parallm.train.samples import Sample
 
 DPO = loss_config(Algorithm.DPO, preference_beta=0.3)
 
@@ -37,9 +37,9 @@ def pairs(count: int = 3, seed: int = 0) -> list[Row]:
 def computed(rows: list[Row], whole: list[Row] | None = None) -> tuple[float, list[np.ndarray], dict[str, float]]:
     groups = [[float(row.group == group) for row in rows] for group in sorted({row.group for row in rows})]
     batch = replace(token_batch(rows), groups=mx.array(groups))
-    denominators = denominators_of(rows, whole)
-    value, gradient = mx.value_and_grad(lambda x: loss(replace(batch, logp=x), denominators, DPO)[0])(batch.logp)
-    figures = means([loss(batch, denominators, DPO)[1]])
+    totals = totals_of(whole or rows)
+    value, gradient = mx.value_and_grad(lambda x: loss(replace(batch, logp=x), totals, DPO)[0])(batch.logp)
+    figures = means([loss(batch, totals, DPO)[1]])
     return value.item(), [np.array(line)[: row.logp.size] for line, row in zip(gradient, rows, strict=True)], figures
 
 
@@ -76,7 +76,7 @@ def test_pairs_in_several_micro_batches_add_up() -> None:
         np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
-def drawn_pairs(count: int) -> list[Sample]:
+def drawn_pairs(count: int) -> list[Datum]:
     """Pairs of one prompt each: the first is chosen."""
     made = samples(2 * count, groups=count)
     return [with_advantage(sample, 1.0 if at < count else -1.0) for at, sample in enumerate(made)]

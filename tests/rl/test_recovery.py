@@ -41,7 +41,7 @@ from mlx_parallm.rl.runs.replay import StartPoint, plan
 from mlx_parallm.rl.runs.store import JournalFile, Statements
 from mlx_parallm.rl.teachers import Teacher
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
-from mlx_parallm.train.samples import UpdateBatch
+from mlx_parallm.train.data import UpdateBatch
 
 MANUAL = limited(changed(SETTINGS, update_frequency=1000), reward=None)
 NEVER = CheckpointingConfig(interval=10_000, minutes=10_000.0)

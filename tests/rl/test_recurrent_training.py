@@ -28,14 +28,14 @@ from trainers import (
 
 from mlx_parallm.config import Algorithm
 from mlx_parallm.train.context import Params, Span
+from mlx_parallm.train.data import Datum, answered
 from mlx_parallm.train.policy import Policy
-from mlx_parallm.train.samples import Sample, answered
 from mlx_parallm.train.trainer import GRPOTrainer
 
 SHARED = (7, 7, 9, 1, 30, 31, 32, 33, 34, 35)
 
 
-def branching() -> list[Sample]:
+def branching() -> list[Datum]:
     """Two groups, the answers of one of which begin alike too, so that there is a branch in a branch."""
     prompt, beginning = SHARED, (40, 41, 42, 43, 44)
     answers = [(*beginning, 5), (*beginning, 6, 6, 6), (8, 9), (10,)]
@@ -53,9 +53,7 @@ def trainer_for(family: str, checkpointed: bool = False) -> tuple[GRPOTrainer, n
     return make_trainer(settings, family, lora_of(family))
 
 
-def plain_grpo(
-    model: nn.Module, trainer: GRPOTrainer, policy: Policy, drawn: Sequence[Sample]
-) -> dict[str, np.ndarray]:
+def plain_grpo(model: nn.Module, trainer: GRPOTrainer, policy: Policy, drawn: Sequence[Datum]) -> dict[str, np.ndarray]:
     """The gradient of −Σ A logπ / (N T), by mlx-lm's model on each sequence alone. The policy has drawn the samples, so
     its ratios are 1 and nothing is clipped."""
 

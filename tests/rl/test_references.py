@@ -11,13 +11,13 @@ from sample_parts import with_advantage
 from trainers import assert_close, gradients, make_policy, make_trainer, plain_logprobs, samples, unclipped
 
 from mlx_parallm.config import Algorithm, ResolvedLoss
-from mlx_parallm.train.samples import Sample
+from mlx_parallm.train.data import Datum
 from mlx_parallm.train.trainer import GRPOTrainer
 
 READING = (loss_config(Algorithm.DPO), loss_config(Algorithm.GRPO, kl_coef=0.3))
 
 
-def drawn() -> list[Sample]:
+def drawn() -> list[Datum]:
     """Pairs of three prompts."""
     return [with_advantage(sample, 1.0 if at < 3 else -1.0) for at, sample in enumerate(samples(6, groups=3))]
 
@@ -64,7 +64,7 @@ def test_references_of_one_policy_are_not_those_of_another_in_the_same_micro_ste
         assert future.result(timeout=0).metrics["loss"] == pytest.approx(want, rel=1e-5)
 
 
-def make_figures(trainer: GRPOTrainer, policy, each: list[Sample]) -> float:
+def make_figures(trainer: GRPOTrainer, policy, each: list[Datum]) -> float:
     """The loss of these samples, by themselves."""
     future = trainer.accumulate(policy, each, READING[0])
     while trainer.waits():

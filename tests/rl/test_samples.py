@@ -13,7 +13,7 @@ from mlx_parallm.config import Algorithm
 from mlx_parallm.core import BASE_ADAPTER, FinishReason
 from mlx_parallm.rl.objectives.batches import ScoredGroup, prepare
 from mlx_parallm.rl.objectives.rewards import RewardHistory
-from mlx_parallm.train.samples import Sample, Stretch, answered
+from mlx_parallm.train.data import Datum, SampledSpan, answered
 
 
 def test_an_answer_is_trained_and_its_prompt_is_not() -> None:
@@ -24,9 +24,9 @@ def test_an_answer_is_trained_and_its_prompt_is_not() -> None:
     assert (sample.weight, sample.group) == (2.0, 5)
 
 
-def test_tokens_between_stretches_are_at_temperature_one() -> None:
-    stretches = (Stretch(1, 2, 0.5), Stretch(3, 5, 2.0))
-    sample = Sample((1, 2, 3, 4, 5), (0, 1, 0, 1, 1), (0.0,) * 5, stretches=stretches)
+def test_tokens_between_sampled_spans_are_at_temperature_one() -> None:
+    sampled = (SampledSpan(1, 2, 0.5), SampledSpan(3, 5, 2.0))
+    sample = Datum((1, 2, 3, 4, 5), (0, 1, 0, 1, 1), (0.0,) * 5, sampled=sampled)
     assert sample.temperatures() == [1.0, 0.5, 1.0, 2.0, 2.0]
 
 
@@ -43,13 +43,13 @@ def test_tokens_between_stretches_are_at_temperature_one() -> None:
 )
 def test_a_sample_that_cannot_be_trained_on_is_refused(weights, advantages, logprobs, message) -> None:
     with pytest.raises(ValueError, match=message):
-        Sample((1, 2, 3), weights, advantages, logprobs)
+        Datum((1, 2, 3), weights, advantages, logprobs)
 
 
 @pytest.mark.parametrize("name", ["teacher_logprobs", "reference_logprobs"])
 def test_logprobs_of_another_policy_are_as_many_as_the_tokens(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} has 1 values for 3 tokens"):
-        Sample((1, 2, 3), (0.0, 1.0, 1.0), (0.0,) * 3, **{name: (-1.0,)})
+        Datum((1, 2, 3), (0.0, 1.0, 1.0), (0.0,) * 3, **{name: (-1.0,)})
 
 
 @pytest.mark.parametrize("algorithm", [Algorithm.GRPO, Algorithm.CROSS_ENTROPY])
@@ -62,4 +62,4 @@ def test_truncated_answers_can_be_left_out_of_training_and_still_count_in_their_
         samples = prepare([group], settings, RewardHistory()).batch.samples
         whole = prepare([group], loss_config(algorithm), RewardHistory()).batch.samples
         assert samples == whole[1 if masked else 0 :]
-    assert [sample.stretches[0].ended for sample in whole] == [FinishReason.LENGTH, *[FinishReason.STOP] * 2]
+    assert [sample.sampled[0].ended for sample in whole] == [FinishReason.LENGTH, *[FinishReason.STOP] * 2]

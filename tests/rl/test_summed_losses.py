@@ -12,7 +12,7 @@ from trainers import VOCABULARY, Recorder, assert_close, everywhere, make_policy
 
 from mlx_parallm.core import SummedLoss, TargetedTokens, TokenLoss
 from mlx_parallm.train.policy import Policy
-from mlx_parallm.train.summed import TOTALS, loss_value, resolved_loss, sample_of, scored_places
+from mlx_parallm.train.summed import TOTALS, datum_of, loss_value, resolved_loss, scored_places
 from mlx_parallm.train.trainer import GRPOTrainer
 
 LOSSES = (
@@ -91,7 +91,7 @@ def test_value_and_gradient_are_those_of_the_formula(rig: Any, loss: SummedLoss)
 
     want = {name: np.array(leaf) for name, leaf in tree_flatten(mx.grad(objective)(params))}
     places = [scored_places(each) for each in given]
-    drawn = [sample_of(each, at) for each, at in zip(given, places, strict=True)]
+    drawn = [datum_of(each, at) for each, at in zip(given, places, strict=True)]
     recorder = Recorder(policy)
     added = finish(trainer, trainer.accumulate(recorder, drawn, resolved_loss(loss), TOTALS, returns_logprobs=True))
     finish(trainer, trainer.step(recorder, trainer.config.optimizer))
@@ -110,7 +110,7 @@ def test_value_and_gradient_are_those_of_the_formula(rig: Any, loss: SummedLoss)
 def test_two_halves_add_up_to_the_whole(rig: Any) -> None:
     trainer, _, policy = rig
     loss, given = LOSSES[0], sequences()
-    drawn = [sample_of(each, scored_places(each)) for each in given]
+    drawn = [datum_of(each, scored_places(each)) for each in given]
     seen = []
     for parts in ([drawn], [drawn[:1], drawn[1:]]):
         recorder = Recorder(policy)
@@ -124,7 +124,7 @@ def test_two_halves_add_up_to_the_whole(rig: Any) -> None:
 def test_every_logprob_can_be_asked_for(rig: Any) -> None:
     trainer, model, policy = rig
     given = sequences()
-    drawn = [sample_of(each, range(len(each.token_ids))) for each in given]
+    drawn = [datum_of(each, range(len(each.token_ids))) for each in given]
     logprobs = finish(trainer, trainer.logprobs(policy, drawn))
     for each, got in zip(given, logprobs, strict=True):
         np.testing.assert_allclose(got, np.array(plain(trainer, model, each, policy.params, policy.scale)), atol=1e-5)
@@ -141,7 +141,7 @@ def test_a_closed_policy_leaves_nothing_behind(rig: Any) -> None:
     trainer, _, _ = rig
     before = trainer.bytes_held
     policy = trainer.open("other", seed=9)
-    drawn = [sample_of(each, scored_places(each)) for each in sequences()]
+    drawn = [datum_of(each, scored_places(each)) for each in sequences()]
     finish(trainer, trainer.accumulate(policy, drawn, resolved_loss(LOSSES[0]), TOTALS))
     waiting = trainer.accumulate(policy, drawn, resolved_loss(LOSSES[0]), TOTALS)
     assert trainer.bytes_held > before

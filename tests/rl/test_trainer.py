@@ -43,8 +43,8 @@ from trainers import (
 from mlx_parallm.config import Algorithm, OldLogprobs
 from mlx_parallm.train.accumulation import Accumulation
 from mlx_parallm.train.context import Span
+from mlx_parallm.train.data import UpdateBatch
 from mlx_parallm.train.packing import split_samples
-from mlx_parallm.train.samples import UpdateBatch
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen2_moe", "gemma3", "gemma3_text", *RECURRENT)
 

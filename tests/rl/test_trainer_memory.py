@@ -16,9 +16,9 @@ from trainers import LORA, SETTINGS, learn, make_policy, make_trainer, samples
 from mlx_parallm.config import ModelConfig, ResolvedTraining
 from mlx_parallm.errors import StepFailedError
 from mlx_parallm.train.accumulation import Accumulation
+from mlx_parallm.train.data import UpdateBatch, UpdateOutcome
 from mlx_parallm.train.model import Recomputes
 from mlx_parallm.train.pacing import Pacer
-from mlx_parallm.train.samples import UpdateBatch, UpdateOutcome
 from mlx_parallm.train.trainer import GRPOTrainer
 
 pytestmark = pytest.mark.ci

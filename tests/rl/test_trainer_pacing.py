@@ -9,8 +9,8 @@ from trainers import SETTINGS, leaves, make_policy, make_trainer, samples, snaps
 
 from mlx_parallm.config import ResolvedTraining
 from mlx_parallm.errors import AdapterFileError, StepFailedError
+from mlx_parallm.train.data import UpdateBatch, UpdateOutcome
 from mlx_parallm.train.policy import Policy, PolicySnapshot
-from mlx_parallm.train.samples import UpdateBatch, UpdateOutcome
 
 WHOLE, ONE_STAGE = 1e9, 1e-9
 

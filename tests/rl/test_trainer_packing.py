@@ -31,13 +31,13 @@ from trainers import (
 
 from mlx_parallm.config import Algorithm
 from mlx_parallm.train.context import Params
+from mlx_parallm.train.data import Datum, SampledSpan, answered
 from mlx_parallm.train.packing import SampleBatch, split_samples
-from mlx_parallm.train.samples import Sample, Stretch, answered
 
 UNEQUAL = (1, 2, 2, 3, 40, 41, 90, 200)
 
 
-def group(lengths: Sequence[int], prompt: tuple[int, ...] = (1, 2, 3, 4, 5), number: int = 0) -> list[Sample]:
+def group(lengths: Sequence[int], prompt: tuple[int, ...] = (1, 2, 3, 4, 5), number: int = 0) -> list[Datum]:
     """One prompt, completions of these lengths."""
     random = np.random.default_rng(number)
     return [
@@ -48,7 +48,7 @@ def group(lengths: Sequence[int], prompt: tuple[int, ...] = (1, 2, 3, 4, 5), num
     ]
 
 
-def size(drawn: Sequence[Sample]) -> int:
+def size(drawn: Sequence[Datum]) -> int:
     return packed(drawn).tokens.size
 
 
@@ -179,7 +179,7 @@ def test_the_memory_of_a_long_row_does_not_grow_with_the_square_of_its_length(mo
 # ---- several turns -------------------------------------------------------------------------------
 
 
-def episodes(seed: int = 0) -> list[Sample]:
+def episodes(seed: int = 0) -> list[Datum]:
     """A group of five episodes: system and user, a drawn turn, a tool's result, and another drawn turn.
 
     Three share the first turn and its result. Every drawn token has an advantage of its own, some a weight of their
@@ -198,12 +198,12 @@ def episodes(seed: int = 0) -> list[Sample]:
         weights = [0.0] * 9 + [1.0] * len(turn) + [0.0] * len(result) + [0.5 + number / 4] * len(last)
         first, second = 9 + len(turn), 9 + len(turn) + len(result)
         made.append(
-            Sample(
+            Datum(
                 tuple(prompt + turn + result + last),
                 tuple(weights),
                 tuple(random.normal(size=len(weights)).tolist()),
                 tuple((-3.0 + random.normal(size=len(weights)) / 10).tolist()),
-                stretches=(Stretch(9, first, 0.7), Stretch(second, len(weights), 1.3)),
+                sampled=(SampledSpan(9, first, 0.7), SampledSpan(second, len(weights), 1.3)),
             )
         )
     return made

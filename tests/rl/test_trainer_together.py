@@ -27,8 +27,8 @@ from trainers import (
 
 from mlx_parallm.config import Algorithm
 from mlx_parallm.errors import StepFailedError
+from mlx_parallm.train.data import Datum, UpdateBatch, UpdateOutcome
 from mlx_parallm.train.policy import Policy
-from mlx_parallm.train.samples import Sample, UpdateBatch, UpdateOutcome
 from mlx_parallm.train.trainer import GRPOTrainer
 
 ROOM = changed(SETTINGS, micro_batch_tokens=200)
@@ -41,7 +41,7 @@ class Outcomes:
 
     ended: list[tuple[str, UpdateOutcome | Exception]] = field(default_factory=list)
 
-    def begin(self, trainer: GRPOTrainer, policy: Policy | Recorder, drawn: Sequence[Sample], name: str) -> None:
+    def begin(self, trainer: GRPOTrainer, policy: Policy | Recorder, drawn: Sequence[Datum], name: str) -> None:
         future = trainer.begin(policy, UpdateBatch(tuple(drawn)))
         future.add_done_callback(lambda done: self.ended.append((name, done.exception() or done.result())))
 
@@ -68,7 +68,7 @@ def passes(trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def trio(trainer: GRPOTrainer, model: nn.Module) -> list[tuple[str, Policy, list[Sample]]]:
+def trio(trainer: GRPOTrainer, model: nn.Module) -> list[tuple[str, Policy, list[Datum]]]:
     """Three policies unlike each other; two of them learn from the same prompts and completions."""
     policies = [make_policy(trainer, 0.05, name, seed) for seed, name in enumerate(("one", "two", "three"))]
     drawn = [samples(6, 1), samples(6, 1), samples(11, 2, groups=3)]

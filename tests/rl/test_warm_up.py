@@ -8,7 +8,7 @@ import pytest
 from configs import loss_config
 from rl.rollout_rig import END, Tokenizer
 
-from mlx_parallm.config import Algorithm
+from mlx_parallm.config import Algorithm, LossKind
 from mlx_parallm.core import Signal
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl.environments import environment
@@ -54,7 +54,7 @@ def test_the_assistants_messages_are_trained_up_to_their_ends() -> None:
     )
     (sample,) = prepared.batch.samples
     assert prepared.batch.loss is not None
-    assert prepared.batch.loss.imitates
+    assert prepared.batch.loss.kind is LossKind.SFT
     trained = [token for token, weight in zip(sample.token_ids, sample.loss_weights, strict=True) if weight]
     assert text(trained) == "calc: 2*3|6|"
 

@@ -21,7 +21,7 @@ from mlx_parallm.selftest.limits import Limit, Rounding
 from mlx_parallm.selftest.models import tiny_models
 from mlx_parallm.selftest.run import run_checks
 from mlx_parallm.selftest.tested import TestedModel, opened
-from mlx_parallm.train.reductions import UpdateTotals
+from mlx_parallm.train.losses import UpdateTotals
 
 pytestmark = pytest.mark.ci
 

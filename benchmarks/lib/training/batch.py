@@ -11,7 +11,7 @@ from lib.prompts import long_prompt
 
 from mlx_parallm.config import LoRAConfig
 from mlx_parallm.core import GivenTrajectory
-from mlx_parallm.train.samples import Sample, answered
+from mlx_parallm.train.data import Datum, answered
 
 GROUPS, GROUP = 4, 8
 PROMPT_TOKENS, ANSWER_TOKENS = 50, 12
@@ -55,9 +55,9 @@ def body(number: int) -> dict[str, Any]:
     return {"trajectories": given, "update_inference": True}
 
 
-def samples(number: int) -> tuple[Sample, ...]:
+def samples(number: int) -> tuple[Datum, ...]:
     """The same batch as the trainer's samples. An advantage is the reward minus the group's mean."""
-    made: list[Sample] = []
+    made: list[Datum] = []
     for group, members in groupby(trajectories(number), key=lambda each: each.group_id):
         together = list(members)
         mean = sum(each.reward for each in together) / len(together)

@@ -15,7 +15,7 @@ from lib.training.plain import plain_trainer
 from lib.training.update import Ours, difference, random_factors
 
 from mlx_parallm.model.manager import SharedModelManager
-from mlx_parallm.train.samples import Sample
+from mlx_parallm.train.data import Datum
 
 GROUPS, GROUP = 2, 4
 SHARING = 3
@@ -57,7 +57,7 @@ def _apart(ours: Sequence[float], plain: mx.array) -> float:
     return float(mx.abs(mx.array(ours) - plain).max().item())
 
 
-def episodes() -> Iterator[Sample]:
+def episodes() -> Iterator[Datum]:
     """Groups of episodes: system and user, a drawn turn, a tool's result, and another drawn turn of another weight."""
     rng = random.Random(0)
 
@@ -74,4 +74,4 @@ def episodes() -> Iterator[Sample]:
             context = len(system) + len(user)
             tokens = (*system, *user, *turn, *result, *last)
             weights = (0.0,) * context + (1.0,) * len(turn) + (0.0,) * len(result) + (0.5,) * len(last)
-            yield Sample(tokens, weights, tuple(rng.gauss(0, 1) for _ in tokens), group=group)
+            yield Datum(tokens, weights, tuple(rng.gauss(0, 1) for _ in tokens), group=group)

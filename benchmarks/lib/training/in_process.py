@@ -23,8 +23,8 @@ from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.rl.objectives.signals import prepare_signal
 from mlx_parallm.rl.updates.plateau import Plateau
 from mlx_parallm.train.context import Params
+from mlx_parallm.train.data import UpdateOutcome
 from mlx_parallm.train.policy import Policy
-from mlx_parallm.train.samples import UpdateOutcome
 from mlx_parallm.train.trainer import GRPOTrainer
 
 MEMORY = 8 << 30

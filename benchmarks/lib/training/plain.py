@@ -15,7 +15,7 @@ from mlx_lm.tuner.trainer import grad_checkpoint
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_parallm.bench.plain_trainer import Gradients, PlainTrainer
-from mlx_parallm.train.samples import Sample
+from mlx_parallm.train.data import Datum
 
 TARGETS = (
     *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
@@ -35,7 +35,7 @@ class ComparedTrainer(PlainTrainer):
         named = [(f"{path}.lora_{name}", array) for path, pair in params.items() for name, array in pair.items()]
         self._factors = tree_unflatten(named)
 
-    def logprobs(self, sample: Sample) -> mx.array:
+    def logprobs(self, sample: Datum) -> mx.array:
         """Of the trained tokens, from a plain forward over all tokens of the sample."""
         self._model.update(self._factors)
         logits = self._model(mx.array([sample.token_ids]))[0].astype(mx.float32)
@@ -44,7 +44,7 @@ class ComparedTrainer(PlainTrainer):
         found: mx.array = logprobs[trained - 1, mx.array(sample.token_ids)[trained]]
         return found
 
-    def update(self, samples: Sequence[Sample], checkpointed: bool = False, precise: bool = False) -> Gradients:
+    def update(self, samples: Sequence[Datum], checkpointed: bool = False, precise: bool = False) -> Gradients:
         """Makes one optimizer step. Returns its gradients, evaluated.
 
         Args:

@@ -34,8 +34,8 @@ from mlx_parallm.core import (
     Trajectory,
 )
 from mlx_parallm.train.context import Params, Span
+from mlx_parallm.train.data import Datum, answered
 from mlx_parallm.train.packing import pack, split_samples
-from mlx_parallm.train.samples import Sample, answered
 from mlx_parallm.train.trainer import GRPOTrainer
 
 T = TypeVar("T")
@@ -181,7 +181,7 @@ def _copied(weights: AdapterWeights) -> AdapterWeights:
     return AdapterWeights({path: LoRAPair(np.array(p.a), np.array(p.b), p.scale) for path, p in pairs})
 
 
-def _sample(drawn: Trajectory) -> Sample:
+def _sample(drawn: Trajectory) -> Datum:
     return answered(drawn.prompt_ids, drawn.completion_ids, drawn.sampling_logprobs, drawn.temperature)
 
 

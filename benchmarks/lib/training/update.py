@@ -25,9 +25,9 @@ from mlx_parallm.kv.device_memory import default_budget
 from mlx_parallm.model.device import machine_memory, on_cpu
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.train.context import Params
+from mlx_parallm.train.data import Datum, UpdateBatch
 from mlx_parallm.train.packing import split_samples
 from mlx_parallm.train.policy import Policy, PolicyState
-from mlx_parallm.train.samples import Sample, UpdateBatch
 from mlx_parallm.train.trainer import GRPOTrainer
 
 CHECKPOINTED, KEPT = "layers checkpointed", "activations kept"
@@ -124,7 +124,7 @@ class Ours:
         self.policy = Policy(model.layout, ModelConfig())
         self._keep_gradients()
 
-    def update(self, start: Params, batch: Sequence[Sample]) -> None:
+    def update(self, start: Params, batch: Sequence[Datum]) -> None:
         """Makes one update from these factors. Raises its error."""
         self.policy.restore(replace(self.policy.state, params=start))
         self.units, self.longest_s = 0, 0.0

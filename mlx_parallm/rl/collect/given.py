@@ -24,15 +24,11 @@ def rewards_of(group: GivenGroup, loss: ResolvedLoss) -> tuple[float, ...]:
     """
     if not group.trajectories:
         raise InvalidRequestError("a group needs at least one trajectory", _PARAM)
-    if any(each.advantages for each in group.trajectories) and not _reads_advantages(loss):
+    if any(each.advantages for each in group.trajectories) and not loss.reads_advantages:
         raise InvalidRequestError(
             f"the loss {loss.algorithm.value} reads no advantages; leave them out, or train with another loss", _PARAM
         )
     return tuple(_reward(each, f"{_PARAM}[{number}]") for number, each in enumerate(group.trajectories))
-
-
-def _reads_advantages(loss: ResolvedLoss) -> bool:
-    return not (loss.imitates or loss.prefers or loss.rates or loss.reads_teacher)
 
 
 def _reward(trajectory: GivenTrajectory, param: str) -> float:

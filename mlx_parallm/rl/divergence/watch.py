@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
-from mlx_parallm.config import Action, DivergenceConfig, ResolvedLoss
+from mlx_parallm.config import Action, DivergenceConfig, LossKind, ResolvedLoss
 from mlx_parallm.core import AdapterRef, Divergence
 from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.objectives.rewards import RewardTrend
-from mlx_parallm.train.samples import UpdateOutcome
+from mlx_parallm.train.data import UpdateOutcome
 
 RECENT = 8
 """Updates that the figures of the next one are compared with."""
@@ -197,7 +197,8 @@ class DivergenceWatch:
     def judge(self, loss: ResolvedLoss, again: bool, outcome: UpdateOutcome) -> tuple[Divergence, ...]:
         """What has diverged in an update. One that is made `again` was accepted before. It may be called on the device
         thread while the update is made."""
-        return () if again else self._possible(self._rules.judge(outcome.metrics, loss.compares, outcome.skipped))
+        compares = loss.kind is LossKind.POLICY_GRADIENT
+        return () if again else self._possible(self._rules.judge(outcome.metrics, compares, outcome.skipped))
 
     def judge_rewards(self, trend: RewardTrend) -> Divergence | None:
         """Whether the rewards have collapsed since the last report of it."""
@@ -206,11 +207,11 @@ class DivergenceWatch:
 
     def observe(self, loss: ResolvedLoss, outcome: UpdateOutcome) -> None:
         """Takes note of an update after it was judged."""
-        self._rules.observe(outcome.metrics, loss.compares)
+        self._rules.observe(outcome.metrics, loss.kind is LossKind.POLICY_GRADIENT)
 
     def accept(self, loss: ResolvedLoss, outcome: UpdateOutcome) -> None:
         """Takes note of an update that has changed the policy."""
-        self._rules.accept(outcome.metrics, loss.compares)
+        self._rules.accept(outcome.metrics, loss.kind is LossKind.POLICY_GRADIENT)
 
     def tell(self, found: Sequence[Divergence], trend: RewardTrend, live: AdapterRef | None, step: int) -> None:
         """Reports what was found. `live`: the live version. `step`: optimizer steps of the policy."""

@@ -9,13 +9,13 @@ from statistics import fmean
 
 import numpy as np
 
-from mlx_parallm.config import ResolvedLoss, RewardScale
+from mlx_parallm.config import LossKind, ResolvedLoss, RewardScale
 from mlx_parallm.core import FinishReason, Signal
 from mlx_parallm.rl.collect.groups import FEEDBACK, DropReason
 from mlx_parallm.rl.objectives.advantages import GroupAdvantages, group_advantages, no_signal, reward_range
 from mlx_parallm.rl.objectives.episodes import Episode, samples_of, token_advantages, token_deviation
 from mlx_parallm.rl.objectives.rewards import RewardHistory
-from mlx_parallm.train.samples import Sample, UpdateBatch
+from mlx_parallm.train.data import Datum, UpdateBatch
 
 # ---- what an update learns from ------------------------------------------------------------------
 
@@ -94,13 +94,13 @@ def prepare(
         wanted: how many trajectories with a signal make a whole update; None, or more than there are: all that there
             are. If fewer have a signal, the step is smaller in proportion.
     """
-    if loss.imitates:
+    if loss.kind is LossKind.SFT:
         return _prepare_imitation(groups, loss)
-    if loss.prefers:
+    if loss.kind is LossKind.PAIRWISE:
         return _prepare_pairs(groups, loss, wanted)
     if loss.reads_teacher:  # which says how good each token is
         return batch_of(groups, [GroupAdvantages((0.0,) * len(group.episodes)) for group in groups], loss, wanted)
-    if loss.rates:
+    if loss.kind is LossKind.KTO:
         return batch_of(groups, [_rated(group, loss.imitation_threshold) for group in groups], loss, wanted)
     scaled = loss.scale_rewards is not RewardScale.NONE
     compared = iter(_compared_advantages([group for group in groups if group.is_compared], loss.scale_rewards, history))
@@ -242,9 +242,9 @@ def _samples(
     advantages: Sequence[GroupAdvantages],
     mask_truncated: bool,
     one_each: bool = False,
-) -> tuple[Sample, ...]:
+) -> tuple[Datum, ...]:
     """The samples of the groups that are not dropped. `one_each`: of each episode, the longest one only."""
-    made: list[Sample] = []
+    made: list[Datum] = []
     for number, (group, computed) in enumerate(zip(groups, advantages, strict=True)):
         if computed.dropped is not None or not group.episodes:
             continue

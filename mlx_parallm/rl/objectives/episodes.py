@@ -16,7 +16,7 @@ from math import fsum, sqrt
 
 from mlx_parallm.core import FinishReason, GivenTrajectory, Trajectory
 from mlx_parallm.rl.collect.groups import GroupMember
-from mlx_parallm.train.samples import Sample, Stretch
+from mlx_parallm.train.data import Datum, SampledSpan
 
 Turn = Trajectory | GivenTrajectory
 
@@ -64,15 +64,15 @@ def finish_reason(turn: Turn) -> FinishReason | None:
     return turn.finish_reason if isinstance(turn, Trajectory) else None
 
 
-def drawn_stretches(turn: Turn) -> Iterator[tuple[int, int]]:
+def sampled_spans(turn: Turn) -> Iterator[tuple[int, int]]:
     """Where tokens of the completion were drawn, as [start, stop)."""
     if not turn.mask:
         yield 0, len(turn.completion_ids)
         return
     for drawn, places in groupby(range(len(turn.mask)), key=turn.mask.__getitem__):
         if drawn:
-            stretch = [*places]
-            yield stretch[0], stretch[-1] + 1
+            span = [*places]
+            yield span[0], span[-1] + 1
 
 
 def token_advantages(
@@ -133,7 +133,7 @@ def samples_of(
     group: int,
     on_policy: bool,
     mask_truncated: bool,
-) -> Iterator[Sample]:
+) -> Iterator[Datum]:
     """The samples of one episode. A turn joins the longest sample that its prompt continues. Together they count as one
     sequence: the share of each is that of its tokens.
 
@@ -165,7 +165,7 @@ class _Draft:
     advantages: list[float] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     reference: list[float] = field(default_factory=list)
-    stretches: list[Stretch] = field(default_factory=list)
+    sampled: list[SampledSpan] = field(default_factory=list)
     has_logprobs: bool = True
     has_reference: bool = True
 
@@ -182,18 +182,18 @@ class _Draft:
         self.logprobs += [0.0] * len(context) + list(turn.sampling_logprobs or (0.0,) * len(completion))
         self.has_reference = self.has_reference and bool(turn.reference_logprobs)
         self.reference += [0.0] * len(context) + list(turn.reference_logprobs or (0.0,) * len(completion))
-        for start, stop in drawn_stretches(turn):
+        for start, stop in sampled_spans(turn):
             self.weights[at + start : at + stop] = [1.0 if trains else 0.0] * (stop - start)
-            self.stretches.append(Stretch(at + start, at + stop, turn.temperature, turn.adapter, finish_reason(turn)))
+            self.sampled.append(SampledSpan(at + start, at + stop, turn.temperature, turn.adapter, finish_reason(turn)))
 
-    def sample(self, group: int, on_policy: bool, share: float) -> Sample:
-        return Sample(
+    def sample(self, group: int, on_policy: bool, share: float) -> Datum:
+        return Datum(
             tuple(self.ids),
             tuple(self.weights),
             tuple(self.advantages),
             tuple(self.logprobs) if self.has_logprobs else (),
             reference_logprobs=tuple(self.reference) if self.has_reference else (),
-            stretches=tuple(self.stretches),
+            sampled=tuple(self.sampled),
             group=group,
             on_policy=on_policy,
             share=share,

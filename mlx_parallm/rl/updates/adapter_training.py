@@ -31,7 +31,7 @@ from mlx_parallm.rl.updates.pace import Pace
 from mlx_parallm.rl.updates.parts import AdapterTrainingParts
 from mlx_parallm.rl.updates.plateau import Plateau
 from mlx_parallm.rl.updates.undo import UndoablePolicy
-from mlx_parallm.train.samples import UpdateBatch, UpdateOutcome
+from mlx_parallm.train.data import UpdateBatch, UpdateOutcome
 
 CHANGE = "journal_change"
 """Key of a checkpoint's metrics: the number of the last change of the policy that is in it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from mlx_parallm.config import ResolvedLoss
+from mlx_parallm.config import LossKind, ResolvedLoss
 from mlx_parallm.core import AdapterRef, GivenTrajectory
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.rl.collect.given import check_given
@@ -57,12 +57,13 @@ def check_loss(groups: Sequence[ScoredGroup], loss: ResolvedLoss) -> None:
         InvalidRequestError: it needs rewards, or reads no advantages.
     """
     has_advantages = any(group.has_advantages for group in groups)
-    if has_advantages and (loss.imitates or loss.prefers or loss.rates or loss.reads_teacher):
+    if has_advantages and not loss.reads_advantages:
         raise InvalidRequestError(
             f"{_ALL}: the loss {loss.algorithm.value} reads no advantages; give rewards, or train with another loss",
             _ALL,
         )
-    if not (loss.imitates or loss.reads_teacher) and not has_advantages and not all(group.rewards for group in groups):
+    learns_anyway = loss.kind is LossKind.SFT or loss.reads_teacher
+    if not (learns_anyway or has_advantages or all(group.rewards for group in groups)):
         raise InvalidRequestError(
             f"{_ALL}: give each of them a reward or advantages; only cross_entropy and distillation need neither",
             _ALL,

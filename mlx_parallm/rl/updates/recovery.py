@@ -9,7 +9,7 @@ from dataclasses import replace
 from statistics import fmean
 from types import MappingProxyType
 
-from mlx_parallm.config import ResolvedTraining
+from mlx_parallm.config import LossKind, ResolvedTraining
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef, GivenTrajectory, Signal, Trajectory, UpdateReport
 from mlx_parallm.errors import EngineError, ParaLLMError, RequestError
 from mlx_parallm.rl.collect.groups import DropReason
@@ -212,7 +212,7 @@ class PolicyJournal:
             return
         for group, trained in zip(groups, update.groups, strict=True):  # an older version wrote it
             collected = group.signal is Signal.REWARDS and not (trained.is_given or trained.remembered)
-            if group.rewards and collected and not self._config.loss.imitates:
+            if group.rewards and collected and self._config.loss.kind is not LossKind.SFT:
                 trend.observe(group.scorer, fmean(group.rewards), group.on_policy)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
-from mlx_parallm.config import ResolvedTraining
+from mlx_parallm.config import LossKind, ResolvedTraining
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
 from mlx_parallm.rl.collect.groups import FEEDBACK, DropReason, GroupKey, GroupMember, TrajectoryGroup, TrajectoryState
 from mlx_parallm.rl.objectives.batches import ScoredGroup
@@ -29,9 +29,9 @@ class GroupSelection:
     def __init__(self, training: AdapterTraining, buffer: TrajectoryBuffer, config: ResolvedTraining) -> None:
         self._training = training
         self._buffer = buffer
-        self._imitates = config.loss.imitates  # then every group has a signal
+        self._imitates = config.loss.kind is LossKind.SFT  # then every group has a signal
         self._is_taught = config.loss.reads_teacher  # so too, and rewards are only observed
-        self._compares = config.loss.compares and not self._is_taught
+        self._compares = config.loss.reads_advantages
         self._threshold = config.loss.imitation_threshold
         self._without_signal: dict[GroupKey, ScoredGroup] = {}  # dropped since the last update, oldest first
 

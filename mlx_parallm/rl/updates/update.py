@@ -26,7 +26,7 @@ from mlx_parallm.rl.updates.pace import OF_LESSONS
 from mlx_parallm.rl.updates.recovery import PolicyJournal
 from mlx_parallm.rl.updates.selection import GroupSelection
 from mlx_parallm.rl.updates.turns import UpdateTurns, sources
-from mlx_parallm.train.samples import PLACEHOLDERS, Sample
+from mlx_parallm.train.data import PLACEHOLDERS, Datum
 from mlx_parallm.train.step import NO_GRADIENT
 
 
@@ -175,7 +175,7 @@ class Updates:
         named = list(group_ids[:_MAX_NAMED_GROUPS])
         self._parts.emit("updating", adapter=self._training.name, groups=named, trajectories=trajectories)
 
-    def _warn_of_placeholders(self, samples: Sequence[Sample]) -> None:
+    def _warn_of_placeholders(self, samples: Sequence[Datum]) -> None:
         """Warns of samples whose `sampling_logprobs` are placeholders, the first time that there are some."""
         count = sum(sample.has_placeholder_logprobs for sample in samples)
         if count and not self._warned:

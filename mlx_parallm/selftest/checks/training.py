@@ -15,8 +15,8 @@ from mlx_parallm.selftest.limits import relative
 from mlx_parallm.selftest.plain import Answered, Gradients
 from mlx_parallm.selftest.tested import TestedModel
 from mlx_parallm.train.context import Params
+from mlx_parallm.train.data import Datum, UpdateBatch, UpdateOutcome, answered
 from mlx_parallm.train.policy import Policy, PolicySnapshot, PolicyState
-from mlx_parallm.train.samples import Sample, UpdateBatch, UpdateOutcome, answered
 
 _LENGTHS = (6, 11, 3, 8)
 _SHARED = 40
@@ -48,7 +48,7 @@ async def update(tested: TestedModel, policy: Policy, batch: Sequence[Answered])
     return await tested.engine.processor.run(lambda: tested.trainer.begin(policy, UpdateBatch(samples)))
 
 
-def samples_of(batch: Sequence[Answered]) -> tuple[Sample, ...]:
+def samples_of(batch: Sequence[Answered]) -> tuple[Datum, ...]:
     """The answers as one group, drawn by the policy in training."""
     return tuple(answered(each.prompt, each.tokens, advantage=each.advantage) for each in batch)
 

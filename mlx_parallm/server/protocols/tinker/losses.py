@@ -27,7 +27,7 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Datum:
+class TinkerDatum:
     """One sequence, and the arrays that the loss reads, by name."""
 
     tokens: tuple[int, ...]
@@ -38,14 +38,14 @@ class Datum:
 class LossInput:
     """What a client computes a loss of."""
 
-    data: Sequence[Datum]
+    data: Sequence[TinkerDatum]
     loss_fn: str
     config: Mapping[str, float | str] = field(default_factory=dict)
 
 
 def loss_input(body: LossBody) -> LossInput:
     data = [
-        Datum(
+        TinkerDatum(
             datum.model_input.ids(),
             {
                 name: Tensor(tensor.data, None if tensor.shape is None else tuple(tensor.shape))
@@ -99,7 +99,7 @@ def targeted_tokens(given: LossInput, loss: SummedLoss, card: ModelCard) -> list
     return [_targeted(datum, f"data[{at}]", loss, card) for at, datum in enumerate(given.data)]
 
 
-def _targeted(datum: Datum, place: str, loss: SummedLoss, card: ModelCard) -> TargetedTokens:
+def _targeted(datum: TinkerDatum, place: str, loss: SummedLoss, card: ModelCard) -> TargetedTokens:
     imitates = loss.name is TokenLoss.CROSS_ENTROPY
     read = {"target_tokens", "weights"} if imitates else {"target_tokens", "logprobs", "advantages"}
     needed = {"target_tokens"} if imitates else read

@@ -17,7 +17,7 @@ import numpy as np
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.extras import TINKER
 from mlx_parallm.server.errors import BodyTooLargeError, MediaTypeError
-from mlx_parallm.server.protocols.tinker.losses import Datum, LossInput, Tensor
+from mlx_parallm.server.protocols.tinker.losses import LossInput, Tensor, TinkerDatum
 
 MEDIA_TYPE = "application/x-protobuf"
 _MASKED = -99999.0
@@ -111,13 +111,13 @@ def _unpacked(raw: bytes, encoding: str, limit: int) -> bytes:
     return unpacked
 
 
-def _datum(message: Any) -> Datum:
+def _datum(message: Any) -> TinkerDatum:
     tokens: list[int] = []
     for chunk in message.model_input:
         if chunk.WhichOneof("chunk") != "encoded_text":
             raise InvalidRequestError("model_input: only chunks of tokens (encoded_text) are supported", "model_input")
         tokens += _array(chunk.encoded_text.tokens, np.int32)
-    return Datum(tuple(tokens), {name: _tensor(name, each) for name, each in message.loss_fn_inputs.items()})
+    return TinkerDatum(tuple(tokens), {name: _tensor(name, each) for name, each in message.loss_fn_inputs.items()})
 
 
 def _tensor(name: str, message: Any) -> Tensor:

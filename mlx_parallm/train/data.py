@@ -1,11 +1,12 @@
-"""Sample: the tokens that an update learns from, and what it learns of each of them.
+"""Datum: one sequence that an update learns from, and what it learns of each token.
 
-    token_ids       system, user | drawn | tool result | drawn
-    loss_weights    0  0  0  0   | 1  1  | 0  0  0     | 1  1      0: context only
-    advantages      .  .  .  .   | a  a  | .  .  .     | b  b      how much better than expected each token was
-    stretches                    [  v3  ]              [  v4  ]    what drew them, and at which temperature
+    token_ids       system, user | sampled | tool result | sampled
+    loss_weights    0  0  0  0   | 1  1  1 | 0  0  0     | 1  1  1      0: context only
+    advantages      .  .  .  .   | a  a  a | .  .  .     | b  b  b      how much better than expected each token was
+    sampled                      [   v3   ]              [   v4   ]     by which version, at which temperature
 
-One prompt with one answer is the simplest case (`answered`). Every loss reads samples, and only they are trained on.
+One prompt with one answer is the simplest case (`answered`). Every loss reads data of this kind, and nothing else is
+trained on.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ PLACEHOLDERS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """The tokens [start, stop) of a sample, which one version drew at one temperature.
+class SampledSpan:
+    """The tokens [start, stop) of a datum, which one adapter version sampled at one temperature.
 
-    `adapter`: None if it is unknown. `ended`: why the version stopped there; None if it is unknown.
+    `adapter`: None if it is unknown. `ended`: why sampling stopped there; None if it is unknown.
     """
 
     start: int
@@ -39,26 +40,26 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One sequence of T tokens to learn from. Per-token fields have T values, or none where that is said.
+class Datum:
+    """One sequence of T tokens to learn from. Per-token fields have T values, or none where they may be empty.
 
     Attributes:
         token_ids: of the model's tokenizer.
         loss_weights: 0 for tokens that are context only, above 0 for trained ones. The first token is never trained,
             because nothing predicts it.
         advantages: of each trained token; the others do not matter.
-        sampling_logprobs: in nats, of the distribution that drew the token; of trained tokens only. Empty if unknown:
-            the trainer's own are used then, as if the version in training had drawn the sample.
+        sampling_logprobs: in nats, of the distribution that sampled the token; of trained tokens only. Empty if
+            unknown: the trainer's own are used then, as if the version in training had sampled the sequence.
         teacher_logprobs: in nats, of the policy that distillation imitates; of trained tokens only. Empty if there is
             none.
         reference_logprobs: in nats, in place of those of the base model; of trained tokens only. Empty: the trainer
             computes those of the base model where the loss reads them.
-        stretches: what was drawn, in order. Trained tokens outside of them were not drawn; their temperature is 1.
-        share: what part of its episode it is, by weight; the samples that an episode broke into add up to 1.
-        targets: the token whose logprob is learnt at each place, in place of the token itself, which is what follows in
-            the sequence. Empty: the tokens themselves.
-        group: samples with the same number are compared with each other.
-        on_policy: the version in training drew it.
+        sampled: the sampled tokens, in order. Trained tokens outside of these spans have temperature 1.
+        share: the part of its episode, by weight; the data that one episode is split into add up to 1.
+        targets: the token whose logprob is learnt at each position, in place of the token that the sequence has there.
+            Empty: the tokens themselves.
+        group: data with the same number are compared with each other.
+        on_policy: the version in training sampled it.
 
     Raises:
         ValueError: a field has another number of values, no token is trained, or the first one is.
@@ -70,7 +71,7 @@ class Sample:
     sampling_logprobs: tuple[float, ...] = ()
     teacher_logprobs: tuple[float, ...] = ()
     reference_logprobs: tuple[float, ...] = ()
-    stretches: tuple[Stretch, ...] = ()
+    sampled: tuple[SampledSpan, ...] = ()
     group: int = 0
     on_policy: bool = True
     targets: tuple[int, ...] = ()
@@ -90,11 +91,11 @@ class Sample:
             if count != tokens:
                 raise ValueError(f"{name} has {count} values for {tokens} tokens")
         if not any(self.loss_weights) or min(self.loss_weights) < 0:
-            raise ValueError("a sample needs a token whose weight is above 0, and none below it")
+            raise ValueError("a datum needs a token whose weight is above 0, and none below it")
         if self.loss_weights[0]:
-            raise ValueError("the first token of a sample cannot be trained, because nothing predicts it")
+            raise ValueError("the first token of a datum cannot be trained, because nothing predicts it")
         if not 0 < self.share <= 1:
-            raise ValueError("a sample is a part of an episode: its share is above 0 and at most 1")
+            raise ValueError("a datum is a part of an episode: its share is above 0 and at most 1")
 
     @property
     def weight(self) -> float:
@@ -114,12 +115,12 @@ class Sample:
         """The indices of the trained tokens."""
         return [at for at, weight in enumerate(self.loss_weights) if weight]
 
-    def with_teacher(self, logprobs: Sequence[float]) -> Sample:
-        """This sample with a teacher's logprobs of its trained tokens, in order."""
+    def with_teacher(self, logprobs: Sequence[float]) -> Datum:
+        """This datum with a teacher's logprobs of its trained tokens, in order."""
         return replace(self, teacher_logprobs=self._of_all_tokens(logprobs))
 
-    def with_reference(self, logprobs: Sequence[float]) -> Sample:
-        """This sample with a reference's logprobs of its trained tokens, in order."""
+    def with_reference(self, logprobs: Sequence[float]) -> Datum:
+        """This datum with a reference's logprobs of its trained tokens, in order."""
         return replace(self, reference_logprobs=self._of_all_tokens(logprobs))
 
     def _of_all_tokens(self, values: Sequence[float]) -> tuple[float, ...]:
@@ -129,10 +130,10 @@ class Sample:
         return tuple(every)
 
     def temperatures(self) -> list[float]:
-        """The temperature of each token, 1 outside of the stretches."""
+        """The temperature of each token, 1 outside of the sampled spans."""
         every = [1.0] * len(self.token_ids)
-        for stretch in self.stretches:
-            every[stretch.start : stretch.stop] = [stretch.temperature] * (stretch.stop - stretch.start)
+        for span in self.sampled:
+            every[span.start : span.stop] = [span.temperature] * (span.stop - span.start)
         return every
 
 
@@ -146,65 +147,65 @@ def answered(
     on_policy: bool = True,
     adapter: AdapterRef | None = None,
     ended: FinishReason | None = None,
-) -> Sample:
-    """A sample of one prompt and one answer, all of whose tokens have the same advantage.
+) -> Datum:
+    """A datum of one prompt and one answer, all of whose tokens have the same advantage.
 
     `sampling_logprobs`: one for each token of the answer, or none.
     """
-    context, drawn = len(prompt_ids), len(completion_ids)
-    return Sample(
+    context, answer = len(prompt_ids), len(completion_ids)
+    return Datum(
         (*prompt_ids, *completion_ids),
-        (0.0,) * context + (1.0,) * drawn,
-        (0.0,) * context + (advantage,) * drawn,
+        (0.0,) * context + (1.0,) * answer,
+        (0.0,) * context + (advantage,) * answer,
         (0.0,) * context + tuple(sampling_logprobs) if sampling_logprobs else (),
-        stretches=(Stretch(context, context + drawn, temperature, adapter, ended),),
+        sampled=(SampledSpan(context, context + answer, temperature, adapter, ended),),
         group=group,
         on_policy=on_policy,
     )
 
 
-def mismatched(samples: Sequence[Sample]) -> list[Sample]:
-    """As many samples, each with the prompt of one of these and the answer of one with another prompt: what kto
-    estimates a KL divergence from. A prompt is all that comes before the first trained token.
+def mismatched(data: Sequence[Datum]) -> list[Datum]:
+    """As many data, each with the prompt of one of these and the answer of one with another prompt: what kto estimates
+    a KL divergence from. A prompt is all that comes before the first trained token.
 
-    If more than half of the samples have the same prompt, some get an answer to their own prompt. The result does not
-    depend on the order of the samples.
+    If more than half of the data have the same prompt, some get an answer to their own prompt. The result does not
+    depend on the order of the data.
     """
-    ordered = sorted(samples, key=lambda each: (_prompt(each), each.token_ids, each.loss_weights, each.temperatures()))
+    ordered = sorted(data, key=lambda each: (_prompt(each), each.token_ids, each.loss_weights, each.temperatures()))
     most = max(Counter(map(_prompt, ordered)).values())
     return [_with_answer(one, other) for one, other in zip(ordered, ordered[most:] + ordered[:most], strict=True)]
 
 
-def _prompt(sample: Sample) -> tuple[int, ...]:
-    return sample.token_ids[: sample.trained()[0]]
+def _prompt(datum: Datum) -> tuple[int, ...]:
+    return datum.token_ids[: datum.trained()[0]]
 
 
-def _with_answer(sample: Sample, other: Sample) -> Sample:
-    """The prompt of a sample with all that follows the prompt of another one."""
-    prompt, start = _prompt(sample), other.trained()[0]
+def _with_answer(datum: Datum, other: Datum) -> Datum:
+    """The prompt of a datum with all that follows the prompt of another one."""
+    prompt, start = _prompt(datum), other.trained()[0]
     shift = len(prompt) - start
-    return Sample(
+    return Datum(
         (*prompt, *other.token_ids[start:]),
         (0.0,) * len(prompt) + other.loss_weights[start:],
         (0.0,) * len(prompt) + other.advantages[start:],
-        stretches=tuple(
+        sampled=tuple(
             replace(each, start=max(each.start, start) + shift, stop=each.stop + shift)
-            for each in other.stretches
+            for each in other.sampled
             if each.stop > start
         ),
-        group=sample.group,
+        group=datum.group,
     )
 
 
-def check_pairs(samples: Sequence[Sample]) -> None:
-    """Checks that each group is a chosen sample, whose advantages are positive, and a rejected one.
+def check_pairs(data: Sequence[Datum]) -> None:
+    """Checks that each group is a chosen answer, whose advantages are positive, and a rejected one.
 
     Raises:
         ValueError: a group is not such a pair.
     """
     signs: dict[int, list[bool]] = defaultdict(list)
-    for sample in samples:
-        signs[sample.group].append(sum(sample.advantages[at] for at in sample.trained()) > 0)
+    for datum in data:
+        signs[datum.group].append(sum(datum.advantages[at] for at in datum.trained()) > 0)
     for group, chosen in signs.items():
         if sorted(chosen) != [False, True]:
             raise ValueError(
@@ -219,14 +220,14 @@ _LEAST_STEP = 0.01
 
 @dataclass(frozen=True, slots=True)
 class UpdateBatch:
-    """The samples of one optimizer step, and their metrics (reward_mean, staleness, ...).
+    """The data of one optimizer step, and their metrics (reward_mean, staleness, ...).
 
     `loss`: None is the configured one. `step_scale`: the factor by which the step is multiplied, 0 to 1; below 1 if
     only a part of the batch has a signal. The step itself is scaled, since AdamW makes nearly the same step for
     gradients of any size. `learning_rate`: of this step; None: that of the configured schedule.
     """
 
-    samples: tuple[Sample, ...]
+    samples: tuple[Datum, ...]
     metrics: Mapping[str, float] = field(default_factory=dict)
     step_scale: float = 1.0
     loss: ResolvedLoss | None = None
