@@ -20,6 +20,7 @@ from mlx_parallm.app.base_model import BaseModel, Built, SharedDevice
 from mlx_parallm.app.base_paths import base_paths
 from mlx_parallm.app.checks import check
 from mlx_parallm.app.device import device_schedule, mlx_limits
+from mlx_parallm.app.extras import install_extras
 from mlx_parallm.app.machine import MachineWatch
 from mlx_parallm.app.ranks import Lead
 from mlx_parallm.app.speculation import BASE as DRAFT_BASE
@@ -121,6 +122,8 @@ class Engine:
             self.processor.start()
             self.load_seconds = time.monotonic() - started
             assert self._served is not None
+            if self._served.training is not None:
+                install_extras(self.config, self._served, self._served.training)
             if self.shared.run is not None and training:
                 self._record = self._begin_record(self.shared.run, self._served)
         except BaseException:  # an interrupt too: the folder must not stay locked
@@ -220,8 +223,7 @@ def _training(
     assert inputs is not None
     journal = Journal(JournalFile(run.path / JOURNAL, manager.fingerprint))
     reward_models, work = build_reward_models(processor, trainer, manager, config)
-    library, tokenizer = base.known.library, base.tokenizer
     training = build_training(
-        processor, trainer, base.adapters, built.store, library, tokenizer, config, journal, reward_models, inputs
+        processor, trainer, base.adapters, base.known, base.tokenizer, config, journal, reward_models, inputs
     )
     return training, work

@@ -52,7 +52,7 @@ def from_message(message: bytes) -> Arrival | GroupEntry:
 
 
 class ClusterCollection:
-    """Implements `core.CollectionClient`, both parts of it. The trainer checks scoring functions and rewards when they
+    """Implements `core.CollectingClient`. The trainer checks scoring functions and rewards when they
     arrive there, so what is wrong with them is in its log, and no error here.
 
     Args:
@@ -62,18 +62,6 @@ class ClusterCollection:
     def __init__(self, cluster: Node, default_adapter: str) -> None:
         self._cluster = cluster
         self._default = default_adapter
-
-    @property
-    def trajectories(self) -> ClusterCollection:
-        """See `core.CollectionClient.trajectories`."""
-        return self
-
-    @property
-    def people(self) -> ClusterCollection:
-        """See `core.CollectionClient.people`."""
-        return self
-
-    # -- core.CollectingClient -------------------------------------------------------------------
 
     async def check(
         self, collection: CollectionSpec, adapter: AdapterRef, reader: Reader, prompt: str | None = None
@@ -109,12 +97,10 @@ class ClusterCollection:
             "when so many answers have come."
         )
 
-    # -- core.OpinionClient ----------------------------------------------------------------------
-
     async def feedback(
         self, trajectory_id: str, score: float, user: str = "", reader: Reader = EVERYTHING
     ) -> FeedbackCard:
-        """See `core.OpinionClient.feedback`. What others said of the answer is not known here."""
+        """See `core.CollectingClient.feedback`. What others said of the answer is not known here."""
         await self._send_reward(Feedback(trajectory_id, score, user, reader.bound))
         return FeedbackCard(score, 1, late=False)
 

@@ -133,7 +133,7 @@ class ClusterIntake:
     async def _take_reward(self, entry: GroupEntry) -> None:
         if isinstance(entry, Feedback):
             reader = EVERYTHING if entry.key is None else Reader(entry.key)
-            await self._service.people.feedback(entry.trajectory_id, entry.score, entry.user, reader)
+            await self._service.trajectories.feedback(entry.trajectory_id, entry.score, entry.user, reader)
         else:
             await self._service.trajectories.enter(entry)
 

@@ -18,7 +18,6 @@ from mlx_parallm.adapters.reward_models import is_reward_model
 from mlx_parallm.adapters.runs import JOURNAL, METRICS
 from mlx_parallm.adapters.runs import VERSIONS_FILE as VERSIONS
 from mlx_parallm.adapters.service import has_adapter
-from mlx_parallm.app.lessons import Lessons
 from mlx_parallm.config import Config
 from mlx_parallm.errors import StorageError
 from mlx_parallm.rl.collect.log import of_trainee
@@ -34,13 +33,11 @@ class Deletion:
 
     Args:
         run: the folder of the run; None: there is none.
-        training: the service that trains, and `lessons` with it; None: the server does not train.
+        training: the service that trains; None: the server does not train.
     """
 
-    def __init__(
-        self, config: Config, run: Path | None, training: TrainingService | None, lessons: Lessons | None
-    ) -> None:
-        self._run, self._training, self._lessons = run, training, lessons
+    def __init__(self, config: Config, run: Path | None, training: TrainingService | None) -> None:
+        self._run, self._training = run, training
         self._adapter_dir = config.adapters.adapter_dir
         self._log = config.rl_training.trajectory_log
 
@@ -88,8 +85,6 @@ class Deletion:
         try:
             if self._training is not None:
                 await self._training.forget(adapter)
-            if self._lessons is not None:
-                self._lessons.forget(adapter)
             await asyncio.to_thread(self._remove, adapter)
         except OSError as error:
             raise StorageError(

@@ -213,25 +213,12 @@ _log = logging.getLogger(__name__)
 
 
 class Lessons:
-    """Event loop's thread only.
+    """Event loop's thread only."""
 
-    Args:
-        own_environment: the environment whose rollouts the server draws by itself; None: it draws none.
-        is_held_back: whether the server wants no rollouts now, because it sleeps.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        served: Served,
-        training: TrainingRuntime,
-        own_environment: str | None,
-        is_held_back: Callable[[], bool],
-    ) -> None:
+    def __init__(self, config: Config, served: Served, training: TrainingRuntime) -> None:
         assert served.run is not None  # a server that trains keeps checkpoints
         self._config, self._served, self._training = config, served, training
         self._service, self._folder = training.service, served.run.path
-        self._own_environment, self._is_held_back = own_environment, is_held_back
         self._lesson: Lesson | None = None
         self._last = read_lesson(self._folder)
         if self._last is not None and self._last.outcome is LessonOutcome.INTERRUPTED:
@@ -241,14 +228,16 @@ class Lessons:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._service.add_sink(self._on_event)
+        self._service.hooks.forgotten.append(self._forget)
 
     # -- what clients ask for --------------------------------------------------------------------
 
     def obstacle(self) -> str:
-        if self._own_environment is None:
+        training = self._config.rl_training
+        if training.own_environment is None or not training.server_rollouts:
             return ""
         return (
-            f"This server draws rollouts of its environment {self._own_environment} by itself; start it with "
+            f"This server draws rollouts of its environment {training.own_environment} by itself; start it with "
             "--no-server-rollouts to give it lessons."
         )
 
@@ -283,7 +272,7 @@ class Lessons:
             self._lesson.progress.end(LessonOutcome.STOPPED, "it was stopped")
             return await self._end(self._lesson)
 
-    def forget(self, adapter: str) -> None:
+    def _forget(self, adapter: str) -> None:
         """Forgets the last lesson if it was for this adapter."""
         if self._last is not None and self._last.adapter == adapter:
             self._last = None
@@ -344,7 +333,7 @@ class Lessons:
             self._service,
             checkpoint,
             lambda: self._training.scorers.last_fault,
-            lambda: self._is_held_back() or self._served.engine.stats().paused,
+            lambda: self._training.is_asleep() or self._served.engine.stats().paused,
             self._on_change,
         )
 

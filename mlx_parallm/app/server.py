@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 from mlx_parallm import logs
 from mlx_parallm.app import banner
 from mlx_parallm.app.all_adapters import AllAdapters
-from mlx_parallm.app.atropos import open_source, registration
 from mlx_parallm.app.base_loader import build_base_set
 from mlx_parallm.app.base_set import BaseSet
 from mlx_parallm.app.build import Engine, Served
 from mlx_parallm.app.checks import check_http
 from mlx_parallm.app.cluster_collection import ClusterCollection
 from mlx_parallm.app.deletion import Deletion
-from mlx_parallm.app.lessons import Lessons
+from mlx_parallm.app.extras import install_served_extras
 from mlx_parallm.app.ranks import check_splittable, follow
 from mlx_parallm.app.server_rollouts import ServerRollouts, environment_of
 from mlx_parallm.app.tracking import metrics_file, start_tracking
@@ -29,14 +28,13 @@ from mlx_parallm.config import Config, LoRAConfig, RLConfig, configure
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.extras import CLUSTER
 from mlx_parallm.ranks.joining import Ranks, join
-from mlx_parallm.rl.atropos.source import AtroposSource
 from mlx_parallm.rl.environments import Environment
 from mlx_parallm.rl.tracking.history import events_of
 from mlx_parallm.rl.tracking.tracking import Tracking
 from mlx_parallm.server.api.chat.template import read_templates
 from mlx_parallm.server.http import request_log
 from mlx_parallm.server.traces.export import Traces, open_traces
-from mlx_parallm.tasks import release, spawn
+from mlx_parallm.tasks import release
 
 if TYPE_CHECKING:  # the one is imported later, the other needs the extra `cluster`
     from fastapi import FastAPI
@@ -132,12 +130,8 @@ class IntegratedServer:
         self._closing = asyncio.Lock()
         self._training_closed = False
         self._tracking: Tracking | None = None
-        self._atropos: AtroposSource | None = None
-        self._taking_batches: asyncio.Task[None] | None = None
         self._environment: Environment | None = None
         self._rollouts: ServerRollouts | None = None
-        self._lessons: Lessons | None = None
-        self._is_asleep: Callable[[], bool] = lambda: False
 
     async def run_inference(self, host: str | None = None, port: int | None = None) -> int:
         """Serves HTTP until SIGTERM or SIGINT, and returns the process's exit code. `run_training_loop` ends with it.
@@ -159,7 +153,7 @@ class IntegratedServer:
         try:
             served, serve = await asyncio.gather(self._load(), asyncio.to_thread(_import_http))
             run, training = served.run.path if served.run else None, served.training
-            deletion = Deletion(config, run, training.service if training else None, self._lessons)
+            deletion = Deletion(config, run, training.service if training else None)
             models, adapters = await asyncio.to_thread(build_base_set, self._engine, templates, deletion)
             if traces is not None and training is not None:
                 training.service.add_sink(traces.on_event)
@@ -167,7 +161,8 @@ class IntegratedServer:
                 app = self._create_app(served, config, models, adapters, traces, node)
                 if self._trains:  # requests can only be collected once the adapter is trained
                     await self._training_started.wait()
-                self._is_asleep = lambda: app.state.services.sleep.asleep
+                if training is not None:
+                    training.is_asleep = lambda: app.state.services.sleep.asleep
                 with self._engine.failures_recorded():
                     async with models.kept_up(), self._engine.watch.running():
                         return await serve(app, partial(_started, served, config, app, node))
@@ -197,12 +192,7 @@ class IntegratedServer:
             training.service if training else None,
             models,
             config.server,
-            atropos=registration(config, served, step=0) if config.server.atropos_api else None,
-            policies=training.policies if training else None,
-            tinker=config.rl_training.tinker,
-            averages=training.averages if training else None,
-            reward_models=training.reward_models if training else None,
-            lessons=self._lessons,
+            extras=training.extras if training else None,
             traces=traces,
             cluster=node,
             collection=ClusterCollection(node, config.adapters.default_adapter) if node is not None else None,
@@ -257,8 +247,7 @@ class IntegratedServer:
                 self._environment = await asyncio.to_thread(environment_of, self._config)
                 self._served = await asyncio.to_thread(self._engine.start)
                 if (training := self._served.training) is not None:
-                    own = self._config.rl_training.own_environment if self._environment is not None else None
-                    self._lessons = Lessons(self._config, self._served, training, own, lambda: self._is_asleep())
+                    install_served_extras(self._config, self._served, training)
             return self._served
 
     async def _stop(self) -> None:
@@ -278,14 +267,10 @@ class IntegratedServer:
         self._tracking = start_tracking(self._config, served.run)
         training.service.track(self._tracking)
         self._engine.watch.attach(training.service.hold)
-        if self._config.rl_training.atropos_url is not None:
-            registered = registration(self._config, served, training.service.status().step)
-            self._atropos = open_source(self._config, served, training.service, registered)
-            self._taking_batches = spawn(self._atropos.run(), _log, "taking batches from Atropos")
+        for start in training.on_start:
+            await start()
         if self._environment is not None:
-            self._rollouts = ServerRollouts(
-                self._config, served, training, self._environment, lambda: self._is_asleep()
-            )
+            self._rollouts = ServerRollouts(self._config, served, training, self._environment)
             await self._rollouts.open()
             training.service.own_rollouts = self._rollouts.status
             training.service.note_progress(self._rollouts.progress)
@@ -294,18 +279,16 @@ class IntegratedServer:
     async def _close_training(self) -> None:
         """Closes training once. A second caller waits until it is closed."""
         async with self._closing:
-            if self._served is None or self._served.training is None or self._training_closed:
+            training = None if self._served is None else self._served.training
+            if training is None or self._training_closed:
                 return
             self._training_closed = True
             try:
-                if self._lessons is not None:
-                    await self._lessons.close()
+                for end in training.on_end:
+                    await end()
                 if self._rollouts is not None:
                     await self._rollouts.close()
-                if self._atropos is not None and self._taking_batches is not None:
-                    self._taking_batches.cancel()
-                    await self._atropos.close()
-                await self._served.training.close()
+                await training.close()
             finally:
                 if self._tracking is not None:
                     await release(self._tracking.close)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from mlx_parallm.app.build import Served
 from mlx_parallm.app.environment_rollouts import EnvironmentRollouts
@@ -36,10 +36,7 @@ def environment_of(config: Config) -> Environment | None:
 
 
 class ServerRollouts:
-    """Draws groups for the default adapter until it is closed. Event loop's thread only.
-
-    `is_held_back`: whether the server wants no rollouts now, because it sleeps. Training must have started.
-    """
+    """Draws groups for the default adapter until it is closed. Event loop's thread only. Training must have started."""
 
     def __init__(
         self,
@@ -47,7 +44,6 @@ class ServerRollouts:
         served: Served,
         training: TrainingRuntime,
         source: Environment,
-        is_held_back: Callable[[], bool],
     ) -> None:
         self._config, self._served = config.rl_training, served
         self._service = training.service
@@ -55,7 +51,7 @@ class ServerRollouts:
         needs = self._service.needs()
 
         def is_paused() -> bool:
-            return is_held_back() or needs.pause_reason is not None or served.engine.stats().paused
+            return training.is_asleep() or needs.pause_reason is not None or served.engine.stats().paused
 
         self._rollouts = EnvironmentRollouts(config, served, training, source, size)
         self._driver = RolloutDriver(self._rollouts, needs, self._config, size, rows, is_paused)

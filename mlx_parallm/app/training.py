@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.adapters.reward_models import RewardModelFolder
-from mlx_parallm.adapters.service import AdapterLibrary, AdapterService
-from mlx_parallm.adapters.weights import AdapterWeights
+from mlx_parallm.adapters.service import AdapterService
+from mlx_parallm.app.adapters import KnownAdapters
 from mlx_parallm.app.evaluation import HeldOutTasks, evaluator_of, held_out_of
 from mlx_parallm.app.model_check import kept_verdict
 from mlx_parallm.app.reward import judge_of, reward_of
@@ -24,16 +25,13 @@ from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.model.device import on_cpu
 from mlx_parallm.model.families import untried_packages
 from mlx_parallm.model.manager import SharedModelManager
-from mlx_parallm.rl.averages import Averages
 from mlx_parallm.rl.collect.log import TrajectoryLog
 from mlx_parallm.rl.environments import Task, answers_of, read_system_prompt
 from mlx_parallm.rl.environments.prompts import read_text
 from mlx_parallm.rl.environments.thread import EnvironmentThread
 from mlx_parallm.rl.inference.http import EngineServer
-from mlx_parallm.rl.policies import PolicyService
 from mlx_parallm.rl.reward_models.learning import RewardModelDevice
 from mlx_parallm.rl.reward_models.service import RewardModels
-from mlx_parallm.rl.reward_models.trainer import RewardModelTrainer
 from mlx_parallm.rl.reward_models.work import RewardModelWork
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.scoring.reward import RewardSpec
@@ -42,7 +40,6 @@ from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.rl.tasks import FileTasks
 from mlx_parallm.rl.teachers import Teacher, engine_score, server_score
 from mlx_parallm.rl.updates.checkpoints import PolicyCheckpoints
-from mlx_parallm.rl.updates.gate import Gate
 from mlx_parallm.rl.updates.parts import TrainingParts
 from mlx_parallm.train.check import gradients
 from mlx_parallm.train.footprint import Footprint
@@ -158,22 +155,33 @@ def footprint_of(model: nn.Module, plan: CachePlan, bank: AdapterBank, head_rank
     return short if most > 2 * (SEGMENT / SHORT_SEGMENT) * least else footprint
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TrainingRuntime:
-    """The service that collects and learns, and its parts. `policies`: those that clients train step by step.
-    `averages`: of adapters. `reward_models`: trains them. `environment_thread`: where all rollouts of environments run.
-    `held_out`: the tasks of evaluations, which are not to be trained on. `teacher`: see `TrainingParts`."""
+    """The service that collects and learns, and its parts.
+
+    Attributes:
+        known: the adapters of the base model.
+        environment_thread: where all rollouts of environments run.
+        held_out: the tasks of evaluations, which are not to be trained on.
+        teacher: see `TrainingParts`.
+        extras: what requests ask for by name; see `app.extras`.
+        on_start, on_end: what extras do when the training of a server starts, and before it ends.
+        is_asleep: whether the server sleeps, so that no rollouts are wanted now.
+    """
 
     service: TrainingService
     scorers: ScoringService
     learner: Learner
-    policies: PolicyService
-    averages: Averages
-    reward_models: RewardModelTrainer
+    reward_models: RewardModels
+    known: KnownAdapters
     default_adapter: str
     environment_thread: EnvironmentThread
     held_out: tuple[Task, ...] = ()
     teacher: Teacher | None = None
+    extras: dict[str, Any] = field(default_factory=dict)
+    on_start: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
+    on_end: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
+    is_asleep: Callable[[], bool] = lambda: False
 
     async def start(self, restore: bool = True) -> None:
         """Trains the default adapter. `restore`: see `TrainingService.start_adapter`.
@@ -221,8 +229,7 @@ def build_training(
     processor: ContinuousBatchProcessor,
     trainer: GRPOTrainer,
     adapters: AdapterService,
-    store: AdapterStore,
-    library: AdapterLibrary,
+    known: KnownAdapters,
     tokenizer: TextTokenizer,
     config: Config,
     journal: Journal,
@@ -234,7 +241,8 @@ def build_training(
     Raises:
         ConfigError: the reward models or the held-out tasks cannot be used with this model.
     """
-    assert library.checkpoints is not None  # a server that trains has a run
+    checkpoints = known.library.checkpoints
+    assert checkpoints is not None  # a server that trains has a run
     learner = Learner(processor, trainer)
     training, default = trainer.config, config.adapters.default_adapter
     held_out, thread = inputs.held_out, EnvironmentThread()
@@ -249,17 +257,14 @@ def build_training(
 
     scorers.catalogue.check_reward_models()
 
-    async def weights_of(ref: AdapterRef) -> AdapterWeights:
-        with store.registry.lease(str(ref)) as version:
-            return await adapters.weights(version)
-
     async def policy_of(ref: AdapterRef) -> PolicySnapshot:
-        return PolicySnapshot(await weights_of(ref), {}, 0)
+        with known.registry.lease(str(ref)) as version:
+            return PolicySnapshot(await adapters.weights(version), {}, 0)
 
     parts = TrainingParts(
         learner=learner,
         adapters=adapters,
-        checkpoints=PolicyCheckpoints(library.checkpoints, store.registry),
+        checkpoints=PolicyCheckpoints(checkpoints, known.registry),
         scorers=scorers,
         config=training,
         checkpointing=config.checkpointing,
@@ -270,20 +275,9 @@ def build_training(
         journal=journal,
         teacher=_teacher(processor, adapters, tokenizer, training, inputs.teacher_prompt),
     )
-    most = training.tinker.max_models
-    policies = PolicyService(
-        learner, adapters, parts.checkpoints, store.registry, library.layout, library.max_rank, most
-    )
     service = TrainingService(parts, default)
-    gate = Gate(eval_floor=training.gate.eval_floor)
-    averages = Averages(
-        adapters, parts.evaluator, gate, weights_of, service.has_adapter, library.max_rank, service.emit
-    )
-    reward_trainer = RewardModelTrainer(reward_models, journal, config.model)
     tasks = () if held_out is None else held_out.tasks
-    return TrainingRuntime(
-        service, scorers, learner, policies, averages, reward_trainer, default, thread, tasks, parts.teacher
-    )
+    return TrainingRuntime(service, scorers, learner, reward_models, known, default, thread, tasks, parts.teacher)
 
 
 def _teacher(

@@ -136,7 +136,6 @@ from mlx_parallm.core.signals import (
     EditCard,
     FeedbackCard,
     FoundTrajectory,
-    OpinionClient,
     Signal,
     SignalReport,
     SourceReport,
@@ -157,7 +156,6 @@ from mlx_parallm.core.text import (
 )
 from mlx_parallm.core.training import (
     LEVEL_PREFIX,
-    CollectionClient,
     Divergence,
     EvaluationResult,
     LevelCard,

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
 
 from mlx_parallm.core.json_values import ANSWER
-from mlx_parallm.core.readers import Reader
 
 
 class Signal(StrEnum):
@@ -129,22 +127,3 @@ class SignalReport:
     count."""
     sources: Sequence[SourceReport]
     """One entry for each source of which something came."""
-
-
-class OpinionClient(Protocol):
-    """Takes people's opinions of answers."""
-
-    async def feedback(self, trajectory_id: str, score: float, user: str, reader: Reader) -> FeedbackCard:
-        """Adds a person's opinion of an answer, and returns when it is on the disk. The last one of each `user` counts;
-        the reward is the mean over users. One rewarded answer is enough to train on the group of one request. For a
-        turn of an episode, it is the reward of that turn, which adds to the episode's.
-
-        If the answer was dropped because it was too old or nobody had judged it, it is learnt from as late feedback.
-        Then scores above 0 are for it, and all others against it.
-
-        Raises:
-            StorageError: it could not be written, and does not count.
-            QueueFullError: it is late, and too many answers wait.
-            UnknownTrajectoryError: the trajectory does not exist, or the reader may not judge it.
-            ConflictError: it was trained on, or its update was refused; or as many people have judged it as may.
-        """

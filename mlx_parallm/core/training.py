@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from mlx_parallm.core.adapters import AdapterRef, AdapterText
 from mlx_parallm.core.json_values import ANSWER, Figure, UnixTime
 from mlx_parallm.core.readers import Reader
-from mlx_parallm.core.signals import OpinionClient, Signal
-from mlx_parallm.core.trajectories import CollectingClient
+from mlx_parallm.core.signals import Signal
 
 if TYPE_CHECKING:
     pass
@@ -240,14 +239,3 @@ class TrainingStatus:
     checkpoints: tuple[str, ...] = ()
     trained: tuple[str, ...] = ()
     detail: Mapping[str, Any] = field(default_factory=dict)
-
-
-class CollectionClient(Protocol):
-    """Where requests to be collected go, and the rewards of their answers: to the training of this server, or from a
-    node of a cluster to its trainer."""
-
-    @property
-    def trajectories(self) -> CollectingClient: ...
-
-    @property
-    def people(self) -> OpinionClient: ...

@@ -10,6 +10,7 @@ from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.json_values import ANSWER
 from mlx_parallm.core.readers import Reader
 from mlx_parallm.core.requests import CollectionSpec, Event, FinishReason, GenerationRequest
+from mlx_parallm.core.signals import FeedbackCard
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,8 @@ class GivenGroup:
 
 
 class CollectingClient(Protocol):
-    """Collects the answers to requests, and takes their rewards."""
+    """Collects the answers to requests, and takes their rewards: for the training of this server, or on a node of a
+    cluster for its trainer."""
 
     async def check(
         self, collection: CollectionSpec, adapter: AdapterRef, reader: Reader, prompt: str | None = None
@@ -165,6 +167,21 @@ class CollectingClient(Protocol):
 
         RequestFinished gets the ids of the trajectories, and a warning if they will not be trained on. A request that
         draws no token (max_tokens 0) leaves no trajectory. Closing the result closes `events`.
+        """
+
+    async def feedback(self, trajectory_id: str, score: float, user: str, reader: Reader) -> FeedbackCard:
+        """Adds a person's opinion of an answer, and returns when it is on the disk. The last one of each `user` counts;
+        the reward is the mean over users. One rewarded answer is enough to train on the group of one request. For a
+        turn of an episode, it is the reward of that turn, which adds to the episode's.
+
+        If the answer was dropped because it was too old or nobody had judged it, it is learnt from as late feedback.
+        Then scores above 0 are for it, and all others against it.
+
+        Raises:
+            StorageError: it could not be written, and does not count.
+            QueueFullError: it is late, and too many answers wait.
+            UnknownTrajectoryError: the trajectory does not exist, or the reader may not judge it.
+            ConflictError: it was trained on, or its update was refused; or as many people have judged it as may.
         """
 
     async def reward_tokens(self, trajectory_id: str, rewards: Sequence[float], reader: Reader) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from mlx_parallm.adapters.average import Average, average
-from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
 from mlx_parallm.core import (
     BASE_ADAPTER,
@@ -18,9 +18,13 @@ from mlx_parallm.core import (
     check_name,
 )
 from mlx_parallm.errors import ConfigError, ConflictError, InvalidRequestError
-from mlx_parallm.rl.evaluation.evaluator import EvaluationError, Evaluator
-from mlx_parallm.rl.events import Emit, Refusal
+from mlx_parallm.rl.evaluation.evaluator import EvaluationError
+from mlx_parallm.rl.events import Refusal
 from mlx_parallm.rl.updates.gate import Gate
+
+if TYPE_CHECKING:
+    from mlx_parallm.adapters.registry import AdapterRegistry
+    from mlx_parallm.rl.service import TrainingService
 
 _log = logging.getLogger(__name__)
 
@@ -31,32 +35,12 @@ class Averages:
     An average goes live when it is evaluated, if versions are evaluated, and is in a checkpoint. Until then no name
     means it, and a request that fails or is cancelled leaves nothing of it.
 
-    Args:
-        evaluator: None: versions are not evaluated.
-        gate: has the floor of evaluations.
-        weights_of: gives the weights of a version.
-        is_trained: whether an adapter of this name is in training.
-        max_rank: the largest rank that can be served.
-        emit: called with an event for each average.
+    `max_rank`: the largest rank that can be served.
     """
 
-    def __init__(
-        self,
-        adapters: AdapterService,
-        evaluator: Evaluator | None,
-        gate: Gate,
-        weights_of: Callable[[AdapterRef], Awaitable[AdapterWeights]],
-        is_trained: Callable[[str], bool],
-        max_rank: int,
-        emit: Emit,
-    ) -> None:
-        self._adapters = adapters
-        self._evaluator = evaluator
-        self._gate = gate
-        self._weights_of = weights_of
-        self._is_trained = is_trained
-        self._max_rank = max_rank
-        self._emit = emit
+    def __init__(self, training: TrainingService, registry: AdapterRegistry, max_rank: int) -> None:
+        self._training, self._registry, self._max_rank = training, registry, max_rank
+        self._adapters, self._evaluator = training.parts.adapters, training.parts.evaluator
         self._one_at_a_time = asyncio.Lock()
 
     async def average(self, spec: AverageSpec) -> AverageCard:
@@ -71,7 +55,7 @@ class Averages:
             StorageError: it could not be saved, so it is not live.
         """
         check_name(spec.name, "lora_adapter")
-        if self._is_trained(spec.name):
+        if self._training.has_adapter(spec.name):
             raise ConflictError(
                 f"lora_adapter: {spec.name!r} is in training, which makes its versions; give the average another name",
                 param="lora_adapter",
@@ -87,7 +71,8 @@ class Averages:
         with self._adapters.lease(selector) as ref:
             if ref == BASE_ADAPTER:
                 raise InvalidRequestError("adapters: the base model is no adapter; leave it out.", param="adapters")
-            return ref, await self._weights_of(ref)
+            with self._registry.lease(str(ref)) as version:
+                return ref, await self._adapters.weights(version)
 
     def _mean(self, members: Sequence[AdapterWeights], spec: AverageSpec) -> Average:
         try:
@@ -142,10 +127,10 @@ class Averages:
         except EvaluationError as error:
             _log.warning("the evaluation of %s failed: %s", ref, error)
             return None, Refusal("evaluation", f"the evaluation failed: {error}")
-        return result, self._gate.judge_evaluation(result)
+        return result, Gate(self._training.parts.config.gate.eval_floor).judge_evaluation(result)
 
     def _report(self, name: str, card: AverageCard) -> None:
-        self._emit(
+        self._training.emit(
             "averaged",
             adapter=name,
             adapters=[str(ref) for ref in card.adapters],

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from mlx_parallm.config import ResolvedTraining
 from mlx_parallm.core import (
@@ -21,6 +20,7 @@ from mlx_parallm.core import (
     AdapterRef,
     CollectionSpec,
     Event,
+    FeedbackCard,
     GenerationRequest,
     GivenGroup,
     GroupCard,
@@ -29,7 +29,7 @@ from mlx_parallm.core import (
     Trajectory,
     TrajectoryCard,
 )
-from mlx_parallm.errors import ConflictError, StorageError, UnknownTrajectoryError, shown
+from mlx_parallm.errors import ConflictError, RequestError, StorageError, UnknownTrajectoryError, shown
 from mlx_parallm.rl.changes import Changes
 from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
 from mlx_parallm.rl.collect.given import PREFIX, rewards_of, trajectories_of
@@ -41,6 +41,7 @@ from mlx_parallm.rl.collect.log import TrajectoryLog
 from mlx_parallm.rl.collect.recorder import collect
 from mlx_parallm.rl.collect.sources import SourceLedger
 from mlx_parallm.rl.events import Emit
+from mlx_parallm.rl.hooks import TrainingHooks
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.records import Arrival, Closed, EpisodeReward, Fate, Feedback, GroupEntry, Score, TokenRewards
 from mlx_parallm.rl.scoring.catalogue import ANSWER, lacks_answer, terms_without_answer
@@ -49,8 +50,7 @@ from mlx_parallm.rl.scoring.service import ScoringService
 from mlx_parallm.rl.tasks import PROBLEM_ID, FileTasks
 from mlx_parallm.rl.updates.loop import TrainingLoop
 
-if TYPE_CHECKING:
-    from mlx_parallm.rl.competition.service import CompetitionService
+LateFeedback = Callable[[str, float, str, RequestError, Reader], Awaitable[FeedbackCard]]
 
 _log = logging.getLogger(__name__)
 
@@ -68,10 +68,11 @@ class Collector:
         log: gets every trajectory in the end.
         changes: keep what has begun from being cut off by a client that leaves.
         ledger: counts the groups that leave the buffer.
-        competing: gets the answers and rewards of versions that are compared, which are collected however old they are.
+        hooks: of extras.
 
     Attributes:
         on_end: called with each group whose members are all trained or dropped.
+        late_feedback: takes opinions of answers that do not wait, with the error that they lead to otherwise.
         sampling: requests whose answers are being sampled, by the adapter that they train.
     """
 
@@ -86,16 +87,16 @@ class Collector:
         default_adapter: str,
         emit: Emit,
         changes: Changes,
-        competing: CompetitionService,
-        ledger: SourceLedger | None = None,
+        hooks: TrainingHooks,
+        ledger: SourceLedger,
     ) -> None:
         self._config, self._scorers, self._tasks = config, scorers, tasks
         self._journal, self._log = journal, log
         self._loops, self._default = loops, default_adapter
         self._emit = emit
         self._finished = changes.finished
-        self._ledger = ledger or SourceLedger()
-        self._competing = competing
+        self._ledger, self._hooks = ledger, hooks
+        self.late_feedback: LateFeedback | None = None
         self.sampling: Counter[str] = Counter()
         self._coming: Counter[str] = Counter()  # trajectories that are given, by source, on their way into the buffer
         self.on_end: Callable[[TrajectoryGroup], None] = lambda group: None
@@ -144,8 +145,7 @@ class Collector:
                 reader.
         """
         loop = self._loops.get(self._trained_by(adapter))
-        known = self._competing.includes(adapter)
-        included = loop is not None and (known or loop.training.versions.includes_ever(adapter))
+        included = loop is not None and (self._is_wanted(adapter) or loop.training.versions.includes_ever(adapter))
         if loop is None or not included or not reader.sees(loop.name):
             raise ConflictError(
                 f"{adapter} is not trained here, so nothing that it draws can be collected; name an adapter that is, "
@@ -282,7 +282,8 @@ class Collector:
         """Keeps the trajectories, and returns why they will not be trained on, or ""."""
         version = trajectories[0].adapter
         assert version is not None  # the engine drew them
-        self._competing.drew(trajectories)
+        for sampled in self._hooks.sampled:
+            sampled(trajectories)
         try:
             return await self._keep(trajectories)
         except StorageError as error:
@@ -296,7 +297,7 @@ class Collector:
         await self._journal.accept(adapter, trajectories)
         loop = self._loops.get(adapter)
         refused = loop.reason_against(version) if loop else DropReason.UNKNOWN_VERSION
-        refused = None if self._competing.includes(version) else refused
+        refused = None if self._is_wanted(version) else refused
         added = self._intake.add(adapter, trajectories, refused)
         if added.dropped is not None:
             return f"{self._why(added.dropped, version)}: these trajectories will not be trained on."
@@ -324,6 +325,40 @@ class Collector:
     def _count_aborted(self, adapter: str, trajectories: int, reason: DropReason = DropReason.ABORTED) -> None:
         self.buffer.count_aborted(adapter, trajectories, reason)
         self._emit("dropped", adapter=adapter, reasons={reason.value: trajectories})
+
+    async def feedback(
+        self, trajectory_id: str, score: float, user: str = "", reader: Reader = EVERYTHING
+    ) -> FeedbackCard:
+        """Adds a person's opinion of an answer, and returns when it is on the disk. The last one of each `user` counts;
+        the reward is the mean over users. One rewarded answer is enough to train on the group of one request. For a
+        turn of an episode, it is the reward of that turn, which adds to the episode's.
+
+        If the answer was dropped because it was too old or nobody had judged it, it is learnt from as late feedback.
+        Then scores above 0 are for it, and all others against it.
+
+        Raises:
+            StorageError: it could not be written, and does not count.
+            QueueFullError: it is late, and too many answers wait.
+            UnknownTrajectoryError: the trajectory does not exist, or the reader may not judge it.
+            ConflictError: it was trained on, or its update was refused; or as many people have judged it as may.
+        """
+        return await self._finished(self._feedback(trajectory_id, score, user, reader))
+
+    async def _feedback(self, trajectory_id: str, score: float, user: str, reader: Reader) -> FeedbackCard:
+        try:
+            group = await self.enter(Feedback(trajectory_id, score, user, reader.bound), reader)
+        except (UnknownTrajectoryError, ConflictError) as error:
+            if self.late_feedback is None:
+                raise
+            return await self.late_feedback(trajectory_id, score, user, error, reader)
+        return self.opinion(group, trajectory_id, user, late=False)
+
+    def opinion(self, group: TrajectoryGroup, trajectory_id: str, user: str, late: bool) -> FeedbackCard:
+        """Counts an opinion of an answer, which its group has. Returns what became of it."""
+        self._ledger.opinion(group.adapter, user)
+        member = next(each for each in group.members if any(t.trajectory_id == trajectory_id for t in each.turns))
+        opinions = member.opinions[trajectory_id].values()
+        return FeedbackCard(sum(opinions) / len(opinions), len(opinions), late)
 
     async def reward_episode(self, episode_id: str, group_id: str, score: float, reader: Reader = EVERYTHING) -> None:
         """Sets the reward of an episode as a whole, which ends it. `group_id`: empty if its requests named no group.
@@ -421,12 +456,17 @@ class Collector:
         """The newest trajectories, newest first."""
         return self.buffer.cards(limit)
 
+    def _is_wanted(self, version: AdapterRef) -> bool:
+        """Whether an extra wants the answers of a version however old it is."""
+        return any(wants(version) for wants in self._hooks.wants)
+
     def _trained_by(self, version: AdapterRef) -> str:
         """Name of the adapter that trajectories of this version train."""
         return self._default if version == BASE_ADAPTER else version.name
 
     def _on_ready(self, group: TrajectoryGroup) -> None:
-        self._competing.observe(group)
+        for scored in self._hooks.scored:
+            scored(group)
         if (loop := self._loops.get(group.adapter)) is not None:  # it may have been stopped
             loop.wake()
 

@@ -1,8 +1,8 @@
-"""People: takes what people say about answers. Each opinion and edit is on the disk before it is acknowledged.
+"""People: takes their edits, and their opinions of answers that do not wait any more. Each is on the disk before it is
+acknowledged.
 
-opinion ─▶ the answer waits ─────────────────▶ its reward: the mean over people
-        └▶ it was dropped ─▶ journal ─▶ copy ─▶ late feedback, learnt with kto
-edit ───▶ chosen and rejected, or chosen only ▶ a group of its own, learnt with dpo or cross_entropy
+opinion of an answer that was dropped ─▶ journal ─▶ copy ─▶ late feedback, learnt with kto
+edit ──▶ chosen and rejected, or chosen only ▶ a group of its own, learnt with dpo or cross_entropy
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
-from mlx_parallm.config import ResolvedTraining
 from mlx_parallm.core import (
     EVERYTHING,
     CollectionSpec,
@@ -34,75 +34,27 @@ from mlx_parallm.errors import (
     UnknownTrajectoryError,
     shown,
 )
-from mlx_parallm.rl.changes import Changes
 from mlx_parallm.rl.collect.groups import ABOUT, DropReason, TrajectoryGroup
 from mlx_parallm.rl.collect.late import LATE, NOT_COUNTED, late_copy, late_opinion
-from mlx_parallm.rl.collect.sources import SourceLedger
-from mlx_parallm.rl.collector import Collector
-from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.records import Fate, Feedback, Score
-from mlx_parallm.rl.updates.loop import TrainingLoop
+
+if TYPE_CHECKING:
+    from mlx_parallm.rl.service import TrainingService
 
 _USER = "user"
 
 
 class People:
-    """Implements `core.OpinionClient`. Event loop's thread only.
+    """Late feedback and edits. Event loop's thread only."""
 
-    Args:
-        loops: of all adapters in training, by name; changed by the owner.
-        changes: keep what has begun from being cut off by a client that leaves.
-    """
-
-    def __init__(
-        self,
-        collector: Collector,
-        journal: Journal,
-        loops: Mapping[str, TrainingLoop],
-        default_adapter: str,
-        config: ResolvedTraining,
-        changes: Changes,
-        ledger: SourceLedger,
-    ) -> None:
-        self._collector, self._journal, self._loops, self._default = collector, journal, loops, default_adapter
-        self._buffer, self._config, self._ledger = collector.buffer, config, ledger
-        self._finished = changes.finished
+    def __init__(self, training: TrainingService) -> None:
+        self._training, self._collector, self._journal = training, training.trajectories, training.parts.journal
+        self._buffer, self._ledger = self._collector.buffer, training.ledger
         self._lock = asyncio.Lock()  # what is looked up stays true until it has changed
 
-    # -- opinions --------------------------------------------------------------------------------
+    # -- opinions of answers that were dropped ----------------------------------------------------
 
-    async def feedback(
-        self, trajectory_id: str, score: float, user: str = "", reader: Reader = EVERYTHING
-    ) -> FeedbackCard:
-        """Adds a person's opinion of an answer, and returns when it is on the disk. The last one of each `user` counts;
-        the reward is the mean over users. One rewarded answer is enough to train on the group of one request. For a
-        turn of an episode, it is the reward of that turn, which adds to the episode's.
-
-        If the answer was dropped because it was too old or nobody had judged it, it is learnt from as late feedback.
-        Then scores above 0 are for it, and all others against it.
-
-        Raises:
-            StorageError: it could not be written, and does not count.
-            QueueFullError: it is late, and too many answers wait.
-            UnknownTrajectoryError: the trajectory does not exist, or the reader may not judge it.
-            ConflictError: it was trained on, or its update was refused; or as many people have judged it as may.
-        """
-        return await self._finished(self._feedback(trajectory_id, score, user, reader))
-
-    async def _feedback(self, trajectory_id: str, score: float, user: str, reader: Reader) -> FeedbackCard:
-        try:
-            group = await self._collector.enter(Feedback(trajectory_id, score, user, reader.bound), reader)
-        except (UnknownTrajectoryError, ConflictError) as error:
-            return await self._late_feedback(trajectory_id, score, user, error, reader)
-        return self._taken(group, trajectory_id, user, late=False)
-
-    def _taken(self, group: TrajectoryGroup, trajectory_id: str, user: str, late: bool) -> FeedbackCard:
-        self._ledger.opinion(group.adapter, user)
-        member = next(each for each in group.members if any(t.trajectory_id == trajectory_id for t in each.turns))
-        opinions = member.opinions[trajectory_id].values()
-        return FeedbackCard(sum(opinions) / len(opinions), len(opinions), late)
-
-    async def _late_feedback(
+    async def late_feedback(
         self, trajectory_id: str, score: float, user: str, error: RequestError, reader: Reader = EVERYTHING
     ) -> FeedbackCard:
         """An opinion of an answer that does not wait. Raises `error`, or why it does not count."""
@@ -128,7 +80,7 @@ class People:
                 )
         known = self._buffer.member(copy.trajectory_id)
         assert known is not None
-        return self._taken(known[0], copy.trajectory_id, user, late=True)
+        return self._collector.opinion(known[0], copy.trajectory_id, user, late=True)
 
     async def recall(self, opinions: Sequence[Feedback]) -> None:
         """Takes opinions as late feedback that were acknowledged before a restart, and whose answers are too old now.
@@ -136,7 +88,7 @@ class People:
         for opinion in opinions:
             with suppress(RequestError, QueueFullError):
                 refused = UnknownTrajectoryError("It is not in the journal.")
-                await self._late_feedback(opinion.trajectory_id, opinion.score, opinion.user, refused)
+                await self.late_feedback(opinion.trajectory_id, opinion.score, opinion.user, refused)
 
     # -- edits -----------------------------------------------------------------------------------
 
@@ -162,8 +114,8 @@ class People:
             QueueFullError: too many wait.
             StorageError: it could not be written, and does not count.
         """
-        reader.named(edit.adapter, self._default)
-        return await self._finished(self._edit(edit))
+        reader.named(edit.adapter, self._training.default_adapter)
+        return await self._training.changes.finished(self._edit(edit))
 
     async def _edit(self, edit: Edit) -> EditCard:
         self._check_trained_here(edit.adapter)
@@ -185,7 +137,7 @@ class People:
 
     def _card(self, edit_id: str, edit: Edit, is_new: bool = True) -> EditCard:
         waiting = len(self._buffer.ready(edit.adapter, edit.signal))
-        wanted = self._config.people.update_frequency
+        wanted = self._training.parts.config.people.update_frequency
         return EditCard(edit_id, edit.signal, edit.adapter, waiting, wanted, is_new)
 
     # -- what was learnt from --------------------------------------------------------------------
@@ -193,15 +145,23 @@ class People:
     def signal_report(self, adapter: str | None = None, reader: Reader = EVERYTHING) -> SignalReport:
         """What the adapter was taught by since the process started. Raises UnknownModelError: it is not trained,
         or the reader does not see it."""
-        name = reader.named(adapter, self._default)
+        name = reader.named(adapter, self._training.default_adapter)
         self._check_trained_here(name)
         return SignalReport(name, *self._ledger.people(name), self._ledger.report(name, self._buffer.of(name)))
 
     def _check_trained_here(self, adapter: str) -> None:
-        if adapter not in self._loops:
+        if not self._training.has_adapter(adapter):
             raise UnknownModelError(
                 f"{shown(adapter)} is not trained here; begin with POST /v1/training/start.", param="lora_adapter"
             )
+
+
+def install(training: TrainingService) -> People:
+    """Lets people edit answers, and judge those that do not wait any more."""
+    people = People(training)
+    training.trajectories.late_feedback = people.late_feedback
+    training.hooks.too_late.append(people.recall)
+    return people
 
 
 # -- opinions of answers that were dropped ---------------------------------------------------------

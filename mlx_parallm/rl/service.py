@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import Context
 from dataclasses import replace
-from functools import partial
 
 from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.core import (
@@ -35,12 +34,9 @@ from mlx_parallm.rl.changes import Changes
 from mlx_parallm.rl.collect.groups import DropReason
 from mlx_parallm.rl.collect.sources import SourceLedger
 from mlx_parallm.rl.collector import Collector
-from mlx_parallm.rl.competition.service import CompetitionService
-from mlx_parallm.rl.competition.trained import TrainedAdapter
 from mlx_parallm.rl.divergence.webhook import Webhook
 from mlx_parallm.rl.events import Emit, EventHub, Listener
-from mlx_parallm.rl.lessons.record import GROUPS as LESSONS
-from mlx_parallm.rl.people import People
+from mlx_parallm.rl.hooks import TrainingHooks
 from mlx_parallm.rl.reading import GroupReader
 from mlx_parallm.rl.tracking.history import History
 from mlx_parallm.rl.tracking.tracking import Tracking
@@ -60,13 +56,16 @@ class TrainingService:
     Methods that name an adapter raise UnknownModelError if it is not trained, or if the `reader` does not see it.
 
     Attributes:
-        trajectories, collected_groups, people, competition: its parts.
+        trajectories, collected_groups: its parts. `parts`: those that it was given.
+        hooks: where extras take part.
+        changes: what must not be cut off by a client that leaves.
+        ledger: counts what was learnt from.
         own_rollouts: the status of the rollouts that the server draws by itself; None: it draws none.
     """
 
     def __init__(self, parts: TrainingParts, default_adapter: str) -> None:
         config = parts.config
-        self._parts = parts
+        self.parts, self.hooks = parts, TrainingHooks()
         self._config = config
         self._default = default_adapter
         self._hub = EventHub()
@@ -74,11 +73,8 @@ class TrainingService:
         self._loops: dict[str, TrainingLoop] = {}
         self._running: dict[str, asyncio.Task[None]] = {}  # the loop of each
         self._noted: tuple[str, ...] = ()  # those that the journal knows to be in training
-        self._ledger = SourceLedger()
-        self._changes = Changes()
-        self.competition = CompetitionService(
-            config.competition, self._trained, parts.adapters, self._hub.emit, self._changes.spawn
-        )
+        self.ledger = SourceLedger()
+        self.changes = Changes()
         self.trajectories = Collector(
             config,
             parts.scorers,
@@ -88,14 +84,11 @@ class TrainingService:
             self._loops,
             default_adapter,
             self._hub.emit,
-            self._changes,
-            self.competition,
-            self._ledger,
+            self.changes,
+            self.hooks,
+            self.ledger,
         )
         self.collected_groups = GroupReader(self.trajectories.buffer)
-        self.people = People(
-            self.trajectories, parts.journal, self._loops, default_adapter, config, self._changes, self._ledger
-        )
         self._history = History()
         self._hub.add_sink(self._history.on_event)
         self._hub.add_sink(self._on_event)
@@ -125,18 +118,18 @@ class TrainingService:
             loop = self._loops.get(name)
             if loop is None:
                 training = AdapterTraining(check_name(name, "lora_adapter"), self._adapter_parts, name == self._default)
-                loop = TrainingLoop(training, self.trajectories.buffer, self._config, self._hub.emit, self._ledger)
+                loop = TrainingLoop(training, self.trajectories.buffer, self._config, self._hub.emit, self.ledger)
                 await loop.open()
                 loop.hold(self._hold_reason)
-                loop.entry = partial(self.competition.entry, name)
                 self._loops[name] = loop
                 if restore:
                     too_late = await self.trajectories.restore(name, loop)
-                    self.trajectories.drop(name, LESSONS, DropReason.STOPPED)  # a lesson ends with its process
-                    await self.people.recall(too_late)
-                self.competition.begin_again(name)
+                    for take in self.hooks.too_late:
+                        await take(too_late)
+                for begun in self.hooks.begun:
+                    begun(name)
                 # In a context of its own, because its updates do not belong to the request that starts it.
-                self._running[name] = self._changes.spawn(loop.run(), Context())
+                self._running[name] = self.changes.spawn(loop.run(), Context())
             elif (live := loop.training.live) is not None and loop.training.versions.staleness(live) is None:
                 await loop.open()
             loop.resume()
@@ -163,19 +156,19 @@ class TrainingService:
             ConflictError: it is the default adapter, or two of its versions are being compared.
             StorageError: it could not be saved, and is still in training.
         """
-        name = self._loop(adapter, reader).name
+        name = self.loop(adapter, reader).name
         if name == self._default:
             raise ConflictError(
                 f"{name!r} is the default adapter, which is in training as long as the server trains; pause it "
                 "with POST /v1/training/pause, or start the server without --enable-rl-training.",
                 param="lora_adapter",
             )
-        self.competition.check_idle(name)
-        return await self._changes.finished(self._stop(name))
+        self._check_changeable(name)
+        return await self.changes.finished(self._stop(name))
 
     async def _stop(self, name: str) -> TrainingStatus:
         async with self._starting:
-            loop = self._loop(name)
+            loop = self.loop(name)
             await loop.close()
             self._running.pop(name).cancel()
             status = replace(loop.status(), state="stopped")
@@ -183,7 +176,7 @@ class TrainingService:
             self._note_trained()
             self.trajectories.drop_all(name, DropReason.STOPPED)
             loop.training.checkpoints.set_best(None)
-            await self._parts.learner.close(name)
+            await self.parts.learner.close(name)
             self._hub.emit("stopped", adapter=name)
             return status
 
@@ -191,10 +184,11 @@ class TrainingService:
         """Removes all that is known of an adapter, which is not in training. Raises StorageError."""
         self.trajectories.buffer.forget(adapter)
         self._history.forget(adapter)
-        self.competition.forget(adapter)
+        for forgotten in self.hooks.forgotten:
+            forgotten(adapter)
         await self._journal.forget(adapter)
-        if self._parts.log is not None:
-            await self._parts.log.forget(adapter)
+        if self.parts.log is not None:
+            await self.parts.log.forget(adapter)
 
     def _note_trained(self) -> None:
         """Keeps for a restart which adapters are in training."""
@@ -209,16 +203,17 @@ class TrainingService:
         Raises:
             Exception: the error of the first adapter that could not be saved. The others are saved.
         """
-        await self._changes.cancel()
-        self.competition.close()
+        await self.changes.cancel()
+        for closed in self.hooks.closed:
+            closed()
         await self.trajectories.close()
         errors = await asyncio.gather(*(loop.close() for loop in self._loops.values()), return_exceptions=True)
         self._hub.close()
         if self._webhook is not None:
             await self._webhook.close()
         await self._journal.close()
-        if self._parts.log is not None:
-            await self._parts.log.close()
+        if self.parts.log is not None:
+            await self.parts.log.close()
         for error in errors:
             if error is not None:
                 raise error
@@ -228,22 +223,22 @@ class TrainingService:
     def needs(self, adapter: str | None = None) -> AdapterNeeds:
         """What the next update of an adapter waits for. Raises UnknownModelError if it is not trained."""
         scoring = self.trajectories
-        return AdapterNeeds(self._loop(adapter), scoring.buffer, lambda: scoring.groups_in_scoring)
+        return AdapterNeeds(self.loop(adapter), scoring.buffer, lambda: scoring.groups_in_scoring)
 
     @property
     def wants_groups(self) -> bool:
         """Whether the next update of the default adapter waits for more trajectories."""
-        return not self._loop(None).has_enough
+        return not self.loop().has_enough
 
     @property
     def waiting_with_signal(self) -> int:
         """Trajectories that the next update of the default adapter can learn from."""
-        return self._loop(None).with_signal
+        return self.loop().with_signal
 
     @property
     def dropped_without_signal(self) -> int:
         """Trajectories of the default adapter since its last update whose group has one and the same reward."""
-        return self._loop(None).without_signal
+        return self.loop().without_signal
 
     def groups(self) -> tuple[GroupCard, ...]:
         """The groups of the default adapter that are neither trained on nor dropped, oldest first."""
@@ -251,7 +246,7 @@ class TrainingService:
 
     def trains_on(self, version: AdapterRef) -> bool:
         """Whether what this version draws can be trained on now, by the default adapter."""
-        return self._loop(None).reason_against(version) is None
+        return self.loop().reason_against(version) is None
 
     async def newest_groups(self, prefix: str, count: int) -> Sequence[str]:
         """The ids of the last groups that begin with `prefix`, in earlier processes too; newest first."""
@@ -284,29 +279,29 @@ class TrainingService:
         Raises:
             StorageError: the update succeeded but could not be saved.
         """
-        loop = self._loop(adapter, reader)
+        loop = self.loop(adapter, reader)
         tag = None if checkpoint_name is None else check_tag(checkpoint_name)
-        self.competition.check_idle(loop.name)
-        return await self._changes.finished(loop.update(given, publish, tag, progress, signal, chosen))
+        self._check_changeable(loop.name)
+        return await self.changes.finished(loop.update(given, publish, tag, progress, signal, chosen))
 
     async def evaluate_if_due(self, adapter: str | None = None, early: bool = False) -> EvaluationResult | None:
         """See `AdapterTraining.evaluate_if_due`."""
-        return await self._changes.finished(self._loop(adapter).evaluate_if_due(early))
+        return await self.changes.finished(self.loop(adapter).evaluate_if_due(early))
 
     def note_progress(self, progress: Callable[[], Mapping[str, float] | None]) -> None:
         """Has the updates of the default adapter note what `progress` returns, unless they are given another one."""
-        self._loop(None).own_progress = progress
+        self.loop().own_progress = progress
 
     def progress(self, adapter: str | None = None) -> Mapping[str, float]:
         """See `AdapterTraining.progress`."""
-        return self._loop(adapter).training.progress
+        return self.loop(adapter).training.progress
 
     def status(self, adapter: str | None = None, *, reader: Reader = EVERYTHING) -> TrainingStatus:
         """A snapshot of the training of one adapter."""
         name, trained = reader.named(adapter, self._default), tuple(filter(reader.sees, self._loops))
         if adapter is None and name not in self._loops:
             return TrainingStatus(state="idle", adapter=name, trained=trained)
-        status, log = self._loop(name, reader).status(), self._parts.log
+        status, log = self.loop(name, reader).status(), self.parts.log
         rollouts = self.own_rollouts() if self.own_rollouts and status.adapter == self._default else None
         draws = self.trajectories.sampling[status.adapter] > 0 or (rollouts is not None and rollouts.state == "drawing")
         return replace(
@@ -314,7 +309,7 @@ class TrainingService:
             state="running" if status.state == "idle" and draws else status.state,
             checkpoints=tuple(
                 name
-                for card in self._parts.checkpoints.cards(status.adapter)
+                for card in self.parts.checkpoints.cards(status.adapter)
                 for name in (card.name, *card.tags_beside(status.best))
             ),
             trained=trained,
@@ -343,18 +338,18 @@ class TrainingService:
     async def start(self, adapter: str | None = None, *, reader: Reader = EVERYTHING) -> TrainingStatus:
         """Trains this adapter too. Training starts from its live version, or from new weights if it has none."""
         name = reader.named(adapter, self._default)
-        await self._changes.finished(self.start_adapter(name))
+        await self.changes.finished(self.start_adapter(name))
         self._note_trained()
         return self.status(name, reader=reader)
 
     async def pause(self, adapter: str | None = None, *, reader: Reader = EVERYTHING) -> TrainingStatus:
         """Stops automatic updates. Trajectories are still collected."""
-        self._loop(adapter, reader).pause()
+        self.loop(adapter, reader).pause()
         return self.status(adapter, reader=reader)
 
     async def resume(self, adapter: str | None = None, *, reader: Reader = EVERYTHING) -> TrainingStatus:
         """Makes automatic updates again."""
-        self._loop(adapter, reader).resume()
+        self.loop(adapter, reader).resume()
         return self.status(adapter, reader=reader)
 
     def hold(self, reason: str) -> None:
@@ -375,9 +370,9 @@ class TrainingService:
         Raises:
             ConflictError: there is no such version.
         """
-        loop = self._loop(adapter, reader)
-        self.competition.check_idle(loop.name)
-        await self._changes.finished(loop.roll_back(to))
+        loop = self.loop(adapter, reader)
+        self._check_changeable(loop.name)
+        await self.changes.finished(loop.roll_back(to))
         return self.status(adapter, reader=reader)
 
     def has_adapter(self, name: str) -> bool:
@@ -416,7 +411,7 @@ class TrainingService:
             ConflictError: there is a checkpoint of that step with different content.
         """
         tags = [check_tag(tag) for tag in tags]
-        return await self._changes.finished(self._loop(adapter, reader).save(step, tags, metrics))
+        return await self.changes.finished(self.loop(adapter, reader).save(step, tags, metrics))
 
     # -- lessons ---------------------------------------------------------------------------------
 
@@ -432,16 +427,16 @@ class TrainingService:
             StorageError: it could not be saved.
             Also what `start_adapter` raises.
         """
-        await self._changes.finished(self.start_adapter(adapter))
+        await self.changes.finished(self.start_adapter(adapter))
         self._note_trained()
-        self.competition.check_idle(adapter)
-        return await self._changes.finished(self._loop(adapter).begin_lesson(pace, tag))
+        self._check_changeable(adapter)
+        return await self.changes.finished(self.loop(adapter).begin_lesson(pace, tag))
 
     @contextmanager
     def imitating(self, adapter: str) -> Iterator[None]:
         """While the block runs, examples are sampled for an adapter and imitated, because its answers earn nothing; so
         these are no plateau. Raises UnknownModelError if it is not trained."""
-        plateau = self._loop(adapter).training.plateau
+        plateau = self.loop(adapter).training.plateau
         plateau.restart()
         plateau.rests = True
         try:
@@ -454,7 +449,7 @@ class TrainingService:
         """Makes the updates of an adapter as configured again, and drops the lesson's groups that no update has taken:
         those whose ids begin with `prefix`."""
         self.trajectories.drop(adapter, prefix, DropReason.STOPPED)
-        await self._changes.finished(self._loop(adapter).end_lesson())
+        await self.changes.finished(self.loop(adapter).end_lesson())
 
     # -- events ----------------------------------------------------------------------------------
 
@@ -490,7 +485,8 @@ class TrainingService:
         """See `EventHub.add_sink`."""
         self._hub.add_sink(sink)
 
-    def _loop(self, adapter: str | None, reader: Reader = EVERYTHING) -> TrainingLoop:
+    def loop(self, adapter: str | None = None, reader: Reader = EVERYTHING) -> TrainingLoop:
+        """The training of an adapter. Raises UnknownModelError."""
         name = reader.named(adapter, self._default)
         if name not in self._loops:
             raise UnknownModelError(
@@ -498,16 +494,17 @@ class TrainingService:
             )
         return self._loops[name]
 
-    def _trained(self, adapter: str | None, reader: Reader) -> TrainedAdapter:
-        """The adapter as comparisons need it. Raises UnknownModelError if it is not trained here, or not seen."""
-        parts, loop = self._parts, self._loop(adapter, reader)
-        return TrainedAdapter(loop, parts.checkpoints, lambda selector: parts.adapters.find(selector).ref)
+    def _check_changeable(self, name: str) -> None:
+        """Raises ConflictError: an extra needs the adapter as it is now."""
+        for check in self.hooks.before_change:
+            check(name)
 
     def _on_event(self, event: TrainingEvent) -> None:
         if event.kind == "evaluation":
-            self._ledger.evaluated(str(event.data["adapter"]), event.data["metrics"]["eval_mean"])
+            self.ledger.evaluated(str(event.data["adapter"]), event.data["metrics"]["eval_mean"])
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if the buffer's counts and contents disagree, or comparisons hold what has ended."""
+        """Raises AssertionError if the buffer's counts and contents disagree, or if an extra finds a fault."""
         self.trajectories.buffer.check_integrity()
-        self.competition.check_integrity()
+        for check in self.hooks.check_integrity:
+            check()

@@ -7,8 +7,9 @@ request → middlewares (`http.middleware`) → body → schema → place in the
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
+from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +17,13 @@ from fastapi import FastAPI
 from starlette.routing import Route
 
 from mlx_parallm import __version__
-from mlx_parallm.config import ServerConfig, TinkerConfig
+from mlx_parallm.config import ServerConfig
 from mlx_parallm.core import (
     AdapterClient,
     BaseModels,
-    CollectionClient,
+    CollectingClient,
     EngineClient,
 )
-from mlx_parallm.rl.atropos.trajectory_api import Registration
 from mlx_parallm.server.access.accounts import Accounts
 from mlx_parallm.server.access.attempts import Attempts
 from mlx_parallm.server.access.keys import KeyRing
@@ -36,10 +36,9 @@ from mlx_parallm.server.api.messages import route as messages
 from mlx_parallm.server.api.pooling import embeddings, scores
 from mlx_parallm.server.api.responses import route as responses
 from mlx_parallm.server.api.responses.conversation import ResponseStore
-from mlx_parallm.server.api.training import average, compare, people, reward_model, schedule
 from mlx_parallm.server.api.training import history as training_history
-from mlx_parallm.server.api.training import lessons as lesson_routes
 from mlx_parallm.server.api.training import route as training_routes
+from mlx_parallm.server.api.training import schedule
 from mlx_parallm.server.api.training.collected import route as collected_routes
 from mlx_parallm.server.cluster import route as cluster_routes
 from mlx_parallm.server.cluster.parts import ClusterParts
@@ -51,27 +50,30 @@ from mlx_parallm.server.lifecycle import Lifecycle, SequenceGate, SleepSwitch
 from mlx_parallm.server.metrics import ServerMetrics
 from mlx_parallm.server.openapi.document import describe
 from mlx_parallm.server.protocols import trainers
-from mlx_parallm.server.protocols.atropos import route as atropos_routes
-from mlx_parallm.server.protocols.atropos.route import AtroposParts
 from mlx_parallm.server.protocols.generate import route as generate
 from mlx_parallm.server.protocols.ollama import embed as ollama_embed
 from mlx_parallm.server.protocols.ollama import models as ollama_models
 from mlx_parallm.server.protocols.ollama import route as ollama_routes
-from mlx_parallm.server.protocols.tinker import route as tinker_routes
-from mlx_parallm.server.protocols.tinker import sampling as tinker_sampling
-from mlx_parallm.server.protocols.tinker import weights as tinker_weights
-from mlx_parallm.server.protocols.tinker.server import TinkerServer
 from mlx_parallm.server.protocols.tokens import route as tokens
 from mlx_parallm.server.services import Services
 
 if TYPE_CHECKING:
-    from mlx_parallm.app.lessons import Lessons
     from mlx_parallm.cluster.node import Node
-    from mlx_parallm.rl.averages import Averages
-    from mlx_parallm.rl.policies import PolicyService
-    from mlx_parallm.rl.reward_models.trainer import RewardModelTrainer
     from mlx_parallm.rl.service import TrainingService
     from mlx_parallm.server.traces.export import Traces
+
+
+def _there(*names: str) -> tuple[ModuleType, ...]:
+    """The modules with the routes of extras, as far as these extras are there."""
+    found: list[ModuleType] = []
+    for name in names:
+        try:
+            found.append(import_module(f"mlx_parallm.server.{name}"))
+        except ModuleNotFoundError as error:
+            if not (error.name or "").startswith("mlx_parallm."):
+                raise
+    return tuple(found)
+
 
 ROUTES = (
     completions,
@@ -85,11 +87,8 @@ ROUTES = (
     training_routes,
     training_history,
     collected_routes,
-    people,
-    compare,
-    average,
-    reward_model,
-    lesson_routes,
+    *_there("api.training.people", "api.training.compare", "api.training.average", "api.training.reward_model"),
+    *_there("api.training.lessons"),
     schedule,
     control,
     cluster_routes,
@@ -100,11 +99,10 @@ ROUTES = (
     tokens,
     generate,
     trainers,
-    tinker_routes,
-    tinker_sampling,
-    tinker_weights,
+    *_there("protocols.tinker.route", "protocols.tinker.sampling", "protocols.tinker.weights"),
 )
 OLLAMA_ROUTES = (ollama_routes, ollama_embed, ollama_models)
+ATROPOS_ROUTES = _there("protocols.atropos.route")
 
 
 def create_app(
@@ -114,26 +112,21 @@ def create_app(
     models: BaseModels,
     config: ServerConfig,
     *,
-    atropos: Registration | None = None,
-    policies: PolicyService | None = None,
-    tinker: TinkerConfig | None = None,
-    averages: Averages | None = None,
-    reward_models: RewardModelTrainer | None = None,
-    lessons: Lessons | None = None,
+    extras: Mapping[str, Any] | None = None,
     traces: Traces | None = None,
     cluster: Node | None = None,
-    collection: CollectionClient | None = None,
+    collection: CollectingClient | None = None,
 ) -> FastAPI:
-    """The HTTP server of these parts, which routes find on `app.state.services` (a `Services`). `training`, `policies`,
-    `averages`, `reward_models` and `lessons` are None if the server does not train.
+    """The HTTP server of these parts, which routes find on `app.state.services` (a `Services`).
 
     Args:
-        atropos: how this trainer describes itself to environments of Atropos; None: its API is not served.
-        tinker: limits of the Tinker API.
+        training: None if the server does not train.
+        extras: those that are installed, by name; see `app.extras`.
         traces: makes the spans of requests; None: they are not traced.
         cluster: the cluster that this server is a node of.
         collection: takes requests to be collected; None: `training` does.
     """
+    extras = extras or {}
     parts = None if cluster is None else ClusterParts.of(cluster, engine, models.first.card.name)
     engine = engine if parts is None else parts.engine
     gate = SequenceGate(config.max_batch_size + config.max_queued)
@@ -142,7 +135,7 @@ def create_app(
     ring = KeyRing(None if key is None else key.get_secret_value(), config.keys_file, token)
     accounts, attempts, sessions = Accounts(ring), Attempts(ring), Sessions(ring)
     model_names = [status.name for status in models.statuses()]
-    metrics = ServerMetrics(engine, adapters, training, gate, accounts, model_names, parts)
+    metrics = ServerMetrics(engine, adapters, training, gate, accounts, model_names, parts, extras.get("competition"))
     app = _empty_app()
     app.state.services = Services(
         engine,
@@ -161,20 +154,13 @@ def create_app(
         attempts,
         sessions,
         started_at=int(time.time()),
-        tinker=None if policies is None else TinkerServer(policies, models.first.card, tinker or TinkerConfig()),
-        averages=averages,
-        reward_models=reward_models,
-        lessons=lessons,
-        collection=collection or training,
+        extras=extras,
+        collection=collection if collection is not None or training is None else training.trajectories,
         cluster=parts,
     )
     modules: tuple[ModuleType, ...] = (*ROUTES, *(OLLAMA_ROUTES if config.ollama_api else ()))
     modules += (dashboard,) if config.dashboard else ()
-    if atropos is not None and training is not None:
-        app.state.atropos = AtroposParts.of(atropos, training, models.first.card)
-        modules += (atropos_routes,)
-    else:
-        modules += (root,)
+    modules += ATROPOS_ROUTES if "atropos" in extras else (root,)
     routes = _add_routes(app, modules)
     install_handlers(app)
     add_middlewares(app, config, metrics, attempts, sessions, traces)
@@ -185,7 +171,7 @@ def create_app(
 def openapi_document() -> dict[str, Any]:
     """The OpenAPI document of a server that serves every API. No model is loaded."""
     app = _empty_app()
-    return describe(app, _add_routes(app, (*ROUTES, *OLLAMA_ROUTES, atropos_routes)), strict_fields=False)
+    return describe(app, _add_routes(app, (*ROUTES, *OLLAMA_ROUTES, *ATROPOS_ROUTES)), strict_fields=False)
 
 
 def _empty_app() -> FastAPI:

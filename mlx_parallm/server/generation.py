@@ -232,7 +232,7 @@ class GenerationResponse(Response):
             turn=body.turn,
         )
         client = self._services.require_collection("collect_trajectory")
-        return await client.trajectories.check(collection, adapter, key_of(scope).reader, body.task_prompt)
+        return await client.check(collection, adapter, key_of(scope).reader, body.task_prompt)
 
     async def _send_whole(self, writer: AnswerWriter, scope: Scope, receive: Receive, send: Send) -> None:
         services, record = self._services, record_of(scope)
@@ -289,7 +289,7 @@ async def generate(services: Services, writer: AnswerWriter, record: RequestReco
         many = len(request.prompts) > MAX_SEQUENCES
         events = _in_parts(services.engine, request) if many else services.engine.generate(request)
         if request.collection is not None:
-            events = services.require_collection().trajectories.collect(request, events)
+            events = services.require_collection().collect(request, events)
         if writer.watch is not None:
             events = writer.watch(events)
         # `EngineClient` and `CollectingClient` promise that these iterators have `aclose`.

@@ -44,6 +44,7 @@ from mlx_parallm.server.metrics_vllm import VLLMNamesRegistry
 from mlx_parallm.server.recent import Counted, RecentValues
 
 if TYPE_CHECKING:
+    from mlx_parallm.rl.competition.service import CompetitionService
     from mlx_parallm.rl.service import TrainingService
 
 _LISTS = ("running_lora_adapters", "waiting_lora_adapters")
@@ -117,6 +118,7 @@ class ServerMetrics:
         accounts: Accounts,
         model_names: Sequence[str],
         cluster: ClusterParts | None = None,
+        competition: CompetitionService | None = None,
     ) -> None:
         self._accounts = accounts
         self.registry = VLLMNamesRegistry()
@@ -124,7 +126,7 @@ class ServerMetrics:
         self._model_names = model_names
         self.adapters = AdapterCollector(adapters)
         self.registry.register(self.adapters)
-        self.registry.register(TrainingCollector(training))
+        self.registry.register(TrainingCollector(training, competition))
         self.registry.register(KeyCollector(accounts))
         self.registry.register(ClusterCollector(cluster))
         self.ttft = self._histogram(

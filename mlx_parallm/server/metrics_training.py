@@ -12,12 +12,13 @@ from mlx_parallm.core import EVERYTHING, TrainingStatus
 from mlx_parallm.server.metrics_collectors import PREFIX
 
 if TYPE_CHECKING:
+    from mlx_parallm.rl.competition.service import CompetitionService
     from mlx_parallm.rl.service import TrainingService
 
 RL_PREFIX = PREFIX + "rl_"
 
 
-def comparison_metrics(training: TrainingService | None, trained: Iterable[str]) -> Iterator[Metric]:
+def comparison_metrics(competition: CompetitionService | None, trained: Iterable[str]) -> Iterator[Metric]:
     """Comparisons by adapter. `trained`: the names of the adapters in training."""
     about = "1 while two versions of the adapter are compared."
     running = GaugeMetricFamily(RL_PREFIX + "comparison_running", about, labels=["adapter"])
@@ -25,8 +26,7 @@ def comparison_metrics(training: TrainingService | None, trained: Iterable[str])
     rewards = GaugeMetricFamily(RL_PREFIX + "comparison_reward_mean", about, labels=["adapter", "version"])
     about = "Comparisons ended, by verdict."
     ended = CounterMetricFamily(RL_PREFIX + "comparisons", about, labels=["adapter", "verdict"])
-    if training is not None:
-        competition = training.competition
+    if competition is not None:
         for card in competition.cards(EVERYTHING):
             running.add_metric([card.adapter], float(card.verdict == "running"))
             for version, mean in ((card.live, card.live_mean), (card.candidate, card.candidate_mean)):
@@ -94,8 +94,8 @@ class TrainingCollector(Collector):
     trajectories, without a label.
     """
 
-    def __init__(self, training: TrainingService | None) -> None:
-        self._training = training
+    def __init__(self, training: TrainingService | None, competition: CompetitionService | None) -> None:
+        self._training, self._competition = training, competition
 
     def collect(self) -> Iterator[Metric]:
         statuses = [] if self._training is None else self._training.statuses(reader=EVERYTHING)
@@ -120,7 +120,7 @@ class TrainingCollector(Collector):
             for (signal, action), count in status.diverged.items():
                 diverged.add_metric([status.adapter, signal, action], count)
         yield diverged
-        yield from comparison_metrics(self._training, [status.adapter for status in statuses])
+        yield from comparison_metrics(self._competition, [status.adapter for status in statuses])
 
 
 def _training_gauge(name: str, about: str, values: Mapping[str, float | None]) -> Metric:

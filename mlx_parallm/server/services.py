@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from fastapi import Depends
 from starlette.requests import Request
@@ -18,7 +18,7 @@ from mlx_parallm.core import (
     AdapterClient,
     AdapterRef,
     BaseModels,
-    CollectionClient,
+    CollectingClient,
     EngineClient,
     Relief,
     ServedModel,
@@ -53,13 +53,9 @@ from mlx_parallm.server.http.workers import Workers
 from mlx_parallm.server.lifecycle import Lifecycle, SequenceGate, SleepSwitch
 from mlx_parallm.server.metrics import ServerMetrics
 from mlx_parallm.server.planning import AdapterSelector, ModelNames, adapter_named_by
-from mlx_parallm.server.protocols.tinker.server import TinkerServer
 from mlx_parallm.server.recent import History, RecentGrowth
 
 if TYPE_CHECKING:
-    from mlx_parallm.app.lessons import Lessons
-    from mlx_parallm.rl.averages import Averages
-    from mlx_parallm.rl.reward_models.trainer import RewardModelTrainer
     from mlx_parallm.rl.service import TrainingService
 
 DOES_NOT_TRAIN = "This server does not train; start it with --enable-rl-training."
@@ -69,8 +65,8 @@ DOES_NOT_TRAIN = "This server does not train; start it with --enable-rl-training
 class Services:
     """The parts behind the routes.
 
-    `training`, `tinker`, `averages`, `reward_models` and `lessons` are None if the server does not train; `collection`,
-    if requests cannot be collected; `cluster`, if it is not a node of a cluster. `started_at` is Unix time in seconds.
+    `training` is None if the server does not train; `collection`, if requests cannot be collected; `cluster`, if it is
+    not a node of a cluster. `extras`: those that are installed, by name. `started_at` is Unix time in seconds.
     `key` is that of the request which uses them.
     `schedule_lock` is held while the schedule is changed, so that each change starts from the one before.
     """
@@ -91,11 +87,8 @@ class Services:
     attempts: Attempts
     sessions: Sessions
     started_at: int
-    tinker: TinkerServer | None = None
-    averages: Averages | None = None
-    reward_models: RewardModelTrainer | None = None
-    lessons: Lessons | None = None
-    collection: CollectionClient | None = None
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    collection: CollectingClient | None = None
     cluster: ClusterParts | None = None
     key: NamedKey = ANYONE
     schedule_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -258,29 +251,17 @@ class Services:
             raise TrainingDisabledError(DOES_NOT_TRAIN, param=param)
         return self.training
 
-    def require_collection(self, param: str | None = None) -> CollectionClient:
+    def require_collection(self, param: str | None = None) -> CollectingClient:
         """Where requests to be collected go. Raises TrainingDisabledError, naming `param`, if nothing trains."""
         if self.collection is None:
             raise TrainingDisabledError(DOES_NOT_TRAIN, param=param)
         return self.collection
 
-    def require_lessons(self) -> Lessons:
-        """What gives lessons. Raises TrainingDisabledError if the server does not train."""
-        if self.lessons is None:
+    def require_extra(self, name: str) -> Any:
+        """The extra of this name. Raises TrainingDisabledError if it is not there, as the server does not train."""
+        if name not in self.extras:
             raise TrainingDisabledError(DOES_NOT_TRAIN)
-        return self.lessons
-
-    def require_averages(self) -> Averages:
-        """What averages adapters. Raises TrainingDisabledError if the server does not train."""
-        if self.averages is None:
-            raise TrainingDisabledError(DOES_NOT_TRAIN)
-        return self.averages
-
-    def require_reward_models(self) -> RewardModelTrainer:
-        """What trains reward models. Raises TrainingDisabledError if the server does not train."""
-        if self.reward_models is None:
-            raise TrainingDisabledError(DOES_NOT_TRAIN)
-        return self.reward_models
+        return self.extras[name]
 
 
 async def services_of(request: Request) -> Services:
@@ -305,11 +286,11 @@ async def training_of(services: ServicesDep) -> TrainingService:
     return services.require_training()
 
 
-async def collection_of(services: ServicesDep) -> CollectionClient:
+async def collection_of(services: ServicesDep) -> CollectingClient:
     return services.require_collection()
 
 
-CollectionDep = Annotated[CollectionClient, Depends(collection_of)]
+CollectionDep = Annotated[CollectingClient, Depends(collection_of)]
 """Where rewards go, for routes that answer 409 if nothing trains."""
 
 

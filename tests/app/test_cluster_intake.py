@@ -180,11 +180,11 @@ class FakeCluster:
 
 async def collected(cluster: FakeCluster, world: World, adapter: AdapterRef = BASE_ADAPTER):
     collection = ClusterCollection(cluster, "default")  # type: ignore[arg-type]
-    spec = await collection.trajectories.check(CollectionSpec("exact", {"answer": "4"}), adapter, EVERYTHING)
+    spec = await collection.check(CollectionSpec("exact", {"answer": "4"}), adapter, EVERYTHING)
     asked = GenerationRequest(
         "r1", ((1,),), SamplingParams(), StopParams(4), n=2, adapter=adapter, collection=spec, key="team"
     )
-    events = collection.trajectories.collect(asked, world.engine.generate(asked))
+    events = collection.collect(asked, world.engine.generate(asked))
     return [event async for event in events][-1]
 
 
@@ -217,13 +217,13 @@ async def test_what_cannot_be_kept_is_said_and_what_nobody_trains_is_refused(tra
 async def test_rewards_go_to_every_trainer(trainer):
     cluster = FakeCluster("default", "math")
     collection = ClusterCollection(cluster, "default")  # type: ignore[arg-type]
-    await collection.people.feedback("traj-1", 1.0, "ann")
-    await collection.trajectories.reward_episode("episode", "", 0.5)
-    await collection.trajectories.reward_tokens("traj-1", [0.5])
+    await collection.feedback("traj-1", 1.0, "ann")
+    await collection.reward_episode("episode", "", 0.5)
+    await collection.reward_tokens("traj-1", [0.5])
     assert [name for name, _, _ in cluster.sent] == ["default", "math"] * 3
     assert cluster.sent[0][1] == Feedback("traj-1", 1.0, "ann")
     cluster.error = StorageError("it is full")
     with pytest.raises(StorageError, match="it is full"):
-        await collection.people.feedback("traj-1", 1.0)
+        await collection.feedback("traj-1", 1.0)
     with pytest.raises(ConflictError, match="No adapter is trained in this cluster"):
-        await ClusterCollection(FakeCluster(), "default").people.feedback("traj-1", 1.0)  # type: ignore[arg-type]
+        await ClusterCollection(FakeCluster(), "default").feedback("traj-1", 1.0)  # type: ignore[arg-type]

@@ -33,6 +33,7 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.errors import ConflictError
 from mlx_parallm.rl.collect.given import trajectories_of
+from mlx_parallm.rl.competition.service import CompetitionService
 from mlx_parallm.rl.competition.trained import TrainedAdapter
 from mlx_parallm.rl.runs.records import Score
 from mlx_parallm.rl.service import TrainingService
@@ -60,6 +61,11 @@ class Rig:
     def service(self) -> TrainingService:
         return self.training.service
 
+    @property
+    def competition(self) -> CompetitionService:
+        competition: CompetitionService = self.training.extras["competition"]
+        return competition
+
     async def request(self, number: int, rewards: dict[AdapterRef, float], user: str = "") -> AdapterRef:
         """One collected request for the default adapter, rewarded by the version that answers."""
         with self.served.adapters.lease(None, user or f"user {number}") as adapter:
@@ -78,7 +84,7 @@ class Rig:
                     self.drew[adapter] += 1
                     if self.competes and adapter in rewards:
                         with suppress(ConflictError):  # the comparison ended meanwhile, and this version has lost
-                            await self.service.people.feedback(event.trajectory_ids[0], rewards[adapter])
+                            await self.service.trajectories.feedback(event.trajectory_ids[0], rewards[adapter])
         return adapter
 
     async def answer(self, version: AdapterRef) -> list[float]:
@@ -98,7 +104,7 @@ class Rig:
 
     @property
     def competes(self) -> bool:
-        return any(card.verdict == "running" for card in self.service.competition.cards())
+        return any(card.verdict == "running" for card in self.competition.cards())
 
     async def until_the_end(self, rewards: dict[AdapterRef, float]) -> str:
         """Three clients ask until the comparison ends. Returns its verdict."""
@@ -110,7 +116,7 @@ class Rig:
 
         await asyncio.gather(*(client() for _ in range(3)))
         assert self.failed == []
-        return self.service.competition.cards()[0].verdict
+        return self.competition.cards()[0].verdict
 
     async def published(self) -> AdapterRef:
         report = await self.service.update(given=GIVEN)
@@ -164,7 +170,7 @@ async def test_the_winner_is_live_for_all(tmp_path: Path, candidate_is_better: b
     async with rig(tmp_path) as made:
         await made.service.pause()
         live, candidate = await two_versions(made)
-        started = await made.service.competition.start(None, ComparisonSpec("checkpoint-1"))
+        started = await made.competition.start(None, ComparisonSpec("checkpoint-1"))
         assert (started.live, started.candidate) == (live, candidate)
         rewards = {live: 0.0, candidate: 1.0 if candidate_is_better else -1.0}
         verdict = await made.until_the_end(rewards)
@@ -194,7 +200,7 @@ async def test_versions_that_find_no_free_slot_wait_for_one(tmp_path: Path) -> N
             versions = (live, candidate, other)
             answers = [await made.answer(version) for version in versions]
             assert len(set(map(tuple, answers))) == 3
-            await made.service.competition.start(None, ComparisonSpec(str(candidate)))
+            await made.competition.start(None, ComparisonSpec(str(candidate)))
             evicted = made.served.adapters.stats().evicted_total
             again = await asyncio.gather(*(made.answer(version) for version in versions * 4))
             assert np.array(again) == pytest.approx(np.array(answers * 4), abs=2e-4)
@@ -214,7 +220,7 @@ async def test_versions_that_find_no_free_slot_wait_for_one(tmp_path: Path) -> N
 async def test_users_stay_with_their_version_and_training_waits(tmp_path: Path) -> None:
     async with rig(tmp_path) as made:
         live, candidate = await two_versions(made)
-        await made.service.competition.start(None, ComparisonSpec(str(candidate)))
+        await made.competition.start(None, ComparisonSpec(str(candidate)))
         even = {live: 0.5, candidate: 0.5}
         for user in ("ann", "bob", "cho", "dan"):
             assert len({await made.request(hash((user, n)) % 10**6, even, user) for n in range(3)}) == 1
@@ -226,7 +232,7 @@ async def test_users_stay_with_their_version_and_training_waits(tmp_path: Path) 
             await made.served.adapters.unload(str(candidate))
         assert made.service.status().updates_total == 2, "twelve rewards would have been enough for three updates"
         await made.service.pause()
-        await made.service.competition.stop(None)
+        await made.competition.stop(None)
         assert made.live == live
         await made.assert_nothing_is_left()
 
@@ -241,9 +247,9 @@ async def test_every_new_version_has_to_win(tmp_path: Path) -> None:
             await made.request(next(numbers), {})
             newest = made.service.trajectories.newest(1)[0].trajectory.trajectory_id
             if not made.competes:
-                await made.service.people.feedback(newest, next(alternating))
+                await made.service.trajectories.feedback(newest, next(alternating))
             await asyncio.sleep(0)
-        (card,) = made.service.competition.cards()
+        (card,) = made.competition.cards()
         assert (card.live, card.automatic) == (first, True)
         assert made.live == card.candidate
         await made.service.pause()  # so that no other update begins the next comparison
@@ -261,11 +267,11 @@ async def test_after_a_restart_a_new_version_still_has_to_win(tmp_path: Path) ->
             await made.request(next(numbers), {})
             newest = made.service.trajectories.newest(1)[0].trajectory.trajectory_id
             if not made.competes:
-                await made.service.people.feedback(newest, next(alternating))
+                await made.service.trajectories.feedback(newest, next(alternating))
             await asyncio.sleep(0)
         candidate = made.live
     async with rig(tmp_path, **automatic) as made:
-        (card,) = made.service.competition.cards()
+        (card,) = made.competition.cards()
         assert (card.live, card.candidate, card.verdict) == (incumbent, candidate, "running")
         assert {await made.request(number, {}) for number in range(30)} == {incumbent, candidate}
         await made.service.pause()

@@ -108,8 +108,10 @@ async def rounds(path: Path, count: int) -> AsyncIterator[Found]:
             await service.update(signal=Signal.PREFERENCES if number % 2 else Signal.CORRECTIONS, publish=False)
             report = await service.update(given=given(number))
             first, second = await drawn(served, f"r{report.step}", report.adapter, number)
-            await service.people.feedback(first, number / 4, "ann")
-            edit = await service.people.edit(Edit("default", (5, 6), (9 + number, 2), () if number % 2 else (7, 2)))
+            await service.trajectories.feedback(first, number / 4, "ann")
+            edit = await served.training.extras["people"].edit(
+                Edit("default", (5, 6), (9 + number, 2), () if number % 2 else (7, 2))
+            )
             answers = ["chosen"] if number % 2 else ["chosen", "rejected"]
             waiting = {one: of for one, of in waiting.items() if one.startswith("traj-")}
             waiting |= {f"{edit.edit_id}-{which}": ["scored", float(which == "chosen")] for which in answers}

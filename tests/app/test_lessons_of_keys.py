@@ -13,6 +13,7 @@ from mlx_parallm.app import lessons as module
 from mlx_parallm.app.lessons import Lessons
 from mlx_parallm.core import LessonOutcome, Reader
 from mlx_parallm.errors import ConflictError, UnknownModelError
+from mlx_parallm.rl.hooks import TrainingHooks
 from mlx_parallm.rl.lessons.record import write_lesson
 
 ACME = Reader("acme", sees=lambda name: name.startswith("acme"))
@@ -54,13 +55,17 @@ def world(tmp_path, monkeypatch):
         pass
 
     service = SimpleNamespace(
-        add_sink=lambda sink: None, emit=lambda kind, **data: None, begin_lesson=begin_lesson, end_lesson=done
+        hooks=TrainingHooks(),
+        add_sink=lambda sink: None,
+        emit=lambda kind, **data: None,
+        begin_lesson=begin_lesson,
+        end_lesson=done,
     )
     training = SimpleNamespace(service=service, default_adapter="policy", scorers=SimpleNamespace(check=done))
     write_lesson(tmp_path, replace(FakeLessons()._begun(OF_ACME), outcome=LessonOutcome.STOPPED))
     served = SimpleNamespace(run=SimpleNamespace(path=tmp_path))
-    config = SimpleNamespace(rl_training=SimpleNamespace(trajectory_buffer_size=10**6))
-    lessons = Lessons(config, served, training, None, lambda: False)  # type: ignore[arg-type]
+    config = SimpleNamespace(rl_training=SimpleNamespace(trajectory_buffer_size=10**6, own_environment=None))
+    lessons = Lessons(config, served, training)  # type: ignore[arg-type]
     return SimpleNamespace(lessons=lessons, begun=begun, saving=saving)
 
 

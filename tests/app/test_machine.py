@@ -272,7 +272,7 @@ async def test_a_server_on_battery_serves_and_learns_when_the_charger_is_back(tm
         *_, end = [event async for event in served.generate(asked)]
         assert isinstance(end, RequestFinished)
         for score, trajectory in enumerate(end.trajectory_ids):
-            await service.people.feedback(trajectory, float(score))
+            await service.trajectories.feedback(trajectory, float(score))
         await asyncio.sleep(0.3)
         assert service.status().updates_total == 0
         power[0] = MAINS

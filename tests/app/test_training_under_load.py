@@ -84,7 +84,7 @@ class Rig:
 
     async def _reward(self, ids: Sequence[str]) -> None:
         for trajectory_id in ids:
-            await self.training.service.people.feedback(trajectory_id, random.Random(trajectory_id).random())
+            await self.training.service.trajectories.feedback(trajectory_id, random.Random(trajectory_id).random())
 
     async def on_device(self, call):
         return await self.engine.processor.run(call)
@@ -212,7 +212,7 @@ async def test_between_updates_training_holds_an_adapter_and_its_optimizer_state
         assert 3.0 <= await made.on_device(held) / (4 * policy.parameters) <= 3.01
         while made.training.service.status().state == "updating" or made.trainer.waits():
             await asyncio.sleep(0.01)
-        best = made.training.service._loop(None).training.checkpoints.best
+        best = made.training.service.loop().training.checkpoints.best
         states = {id(policy.state), *([id(best.policy)] if best and isinstance(best.policy, PolicyState) else [])}
         assert made.trainer.bytes_held == len(states) * policy.nbytes, "neither gradients nor activations"
 

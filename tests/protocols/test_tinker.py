@@ -22,6 +22,7 @@ from mlx_parallm.core import SummedLoss, TargetedTokens, TokenLoss
 from mlx_parallm.errors import EngineError, InvalidRequestError
 from mlx_parallm.server.app import create_app
 from mlx_parallm.server.protocols.tinker import route, server
+from mlx_parallm.server.protocols.tinker.server import TinkerServer
 
 NAME = CARD.name
 
@@ -76,8 +77,7 @@ async def client_of(config: ServerConfig) -> AsyncIterator[Client]:
         FakeTraining(),
         OneModel(ByteTokenizer(), CARD),
         config,
-        policies=policies,
-        tinker=limits,
+        extras={"tinker": TinkerServer(policies, CARD, limits)},
     )
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost:8000") as http:
@@ -284,7 +284,7 @@ async def test_a_silent_client_leaves_nothing_behind(client: Client, monkeypatch
     await client.post("asample", sampling(sampler))
     await client.engine.paused.wait()
     assert client.services.gate.held == 2
-    (session,) = client.services.tinker.sessions
+    (session,) = client.services.extras["tinker"].sessions
     session.seen_at -= 299
     await client.post("session_heartbeat", {"session_id": client.session, "type": "session_heartbeat"})
     session.seen_at -= 299
@@ -297,7 +297,11 @@ async def test_a_silent_client_leaves_nothing_behind(client: Client, monkeypatch
     assert "step" not in client.policies.kinds
     assert client.services.gate.held == 0
     assert not client.engine.live
-    assert len(client.services.tinker.futures) == client.services.tinker.futures.waiting_bytes.total() == 0
+    assert (
+        len(client.services.extras["tinker"].futures)
+        == client.services.extras["tinker"].futures.waiting_bytes.total()
+        == 0
+    )
     await client.post("session_heartbeat", {"session_id": client.session}, 410)
     await client.post("optim_step", {"model_id": client.model, "seq_id": 3, "adam_params": ADAM}, 410)
 
@@ -414,8 +418,9 @@ async def test_a_server_that_does_not_train_says_so() -> None:
 
 async def test_the_key_may_come_in_the_sdks_header() -> None:
     config = ServerConfig(api_key="tml-right")
+    extras = {"tinker": TinkerServer(FakePolicies(), CARD, TinkerConfig())}
     app = create_app(
-        FakeEngine(), FakeAdapters(), FakeTraining(), OneModel(ByteTokenizer(), CARD), config, policies=FakePolicies()
+        FakeEngine(), FakeAdapters(), FakeTraining(), OneModel(ByteTokenizer(), CARD), config, extras=extras
     )
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost:8000") as http:
         for key, status in (("tml-right", 200), ("tml-wrong", 401)):

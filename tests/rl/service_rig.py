@@ -24,8 +24,11 @@ from mlx_parallm.core import (
     StopParams,
     Trajectory,
 )
+from mlx_parallm.rl import people
 from mlx_parallm.rl.collect.log import TrajectoryLog
+from mlx_parallm.rl.competition import service as competition
 from mlx_parallm.rl.evaluation.evaluator import Evaluator
+from mlx_parallm.rl.lessons import record
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.rl.teachers import Teacher
@@ -69,6 +72,8 @@ class World:
             teacher=teacher,
         )
         self.service = TrainingService(parts, "main")
+        self.competition, self.people = competition.install(self.service), people.install(self.service)
+        record.install(self.service)
         choices = [
             SequenceOutput(index, (5, 2), "a", finish_reason=FinishReason.STOP, sampling_logprobs=(-0.5, -0.1))
             for index in range(2)

@@ -75,11 +75,11 @@ async def test_two_programs_may_count_alike_and_a_restart_keeps_them_apart(tmp_p
 async def test_a_key_rewards_and_closes_only_its_own(tmp_path: Path) -> None:
     run = Run(tmp_path / "journal.sqlite")
     async with run.process() as one:
-        collected, people = one.service.trajectories, one.service.people
+        collected, people = one.service.trajectories, one.people
         mine = await answer(one, "one", episode_id="e", group_id="g")
         alone = await answer(one, "one")
         for refused in (
-            people.feedback(alone, 1.0, "", TWO),
+            collected.feedback(alone, 1.0, "", TWO),
             people.find(alone, TWO),
             collected.reward_tokens(mine, [1.0, 0.0], TWO),
             collected.reward_episode("e", "g", -100.0, TWO),
@@ -89,12 +89,12 @@ async def test_a_key_rewards_and_closes_only_its_own(tmp_path: Path) -> None:
                 await refused
         assert set(one.states().values()) == {"waiting"}
         for allowed in (ONE, BOSS):
-            await people.feedback(alone, 0.5, "", allowed)
+            await collected.feedback(alone, 0.5, "", allowed)
             await collected.reward_episode("e", "g", 0.25, allowed)
         assert set(one.states().values()) == {"scored"}
         await collected.close_group("g", BOSS)
         with pytest.raises(UnknownTrajectoryError):
-            await people.feedback((await answer(one, "one")) + "x", 1.0, "", ONE)
+            await collected.feedback((await answer(one, "one")) + "x", 1.0, "", ONE)
 
 
 async def test_every_key_rewards_what_the_server_has_sampled_itself(tmp_path: Path) -> None:
@@ -134,8 +134,8 @@ async def test_late_feedback_on_anothers_answer_is_refused_too(tmp_path: Path) -
         mine = await answer(one, "one", group_id="g")
         await one.service.trajectories.close_group("g", ONE)  # it has no reward, and is dropped
         with pytest.raises(UnknownTrajectoryError):
-            await one.service.people.feedback(mine, 1.0, "", TWO)
-        assert (await one.service.people.feedback(mine, 1.0, "", ONE)).late
+            await one.service.trajectories.feedback(mine, 1.0, "", TWO)
+        assert (await one.service.trajectories.feedback(mine, 1.0, "", ONE)).late
 
 
 async def test_an_admin_must_say_whose_group_is_meant(tmp_path: Path) -> None:
@@ -184,8 +184,8 @@ async def test_training_that_a_reader_does_not_see_is_unknown_to_it() -> None:
                 service.rollback(name, reader=limited),
                 service.update(name, GIVEN, reader=limited),
                 service.save(name, None, (), {}, reader=limited),
-                service.competition.start(name, spec, limited),
-                service.competition.stop(name, limited),
+                one.competition.start(name, spec, limited),
+                one.competition.stop(name, limited),
             ):
                 with pytest.raises(UnknownModelError) as error:
                     await refused
@@ -194,10 +194,10 @@ async def test_training_that_a_reader_does_not_see_is_unknown_to_it() -> None:
                 with pytest.raises(UnknownModelError):
                     refuses(name, reader=limited)
             with pytest.raises(UnknownModelError):
-                service.people.signal_report(name, limited)
+                one.people.signal_report(name, limited)
             assert not service.trains(name, reader=limited)
         with pytest.raises(UnknownModelError):
-            await service.people.edit(edit, limited)
+            await one.people.edit(edit, limited)
         assert [status.adapter for status in service.statuses(reader=limited)] == ["acme"]
         assert service.status("acme", reader=limited).trained == ("acme",)
         assert service.trains("acme", reader=limited)
@@ -223,7 +223,7 @@ async def test_an_edit_does_not_replace_that_of_another_keys_user(tmp_path: Path
     run = Run(tmp_path / "journal.sqlite")
     async with run.process() as one:
         cards = [
-            await one.service.people.edit(Edit("main", (1,), (text, 2), user="ann", owner=key))
+            await one.people.edit(Edit("main", (1,), (text, 2), user="ann", owner=key))
             for key, text in (("one", 3), ("two", 3), ("two", 4))
         ]
         assert [card.waiting for card in cards] == [1, 2, 2]

@@ -41,7 +41,7 @@ def rewards(one: World) -> dict[str, float | None]:
 
 
 def of_source(one: World, name: str) -> SourceReport:
-    return next(each for each in one.service.people.signal_report().sources if each.source == name)
+    return next(each for each in one.people.signal_report().sources if each.source == name)
 
 
 async def stale_answers(one: World) -> tuple[str, ...]:
@@ -62,12 +62,12 @@ async def test_the_reward_is_the_mean_of_each_persons_last_opinion() -> None:
     async with world(MANUAL) as one:
         first, second = await one.request(scorer=None)
         for user, score in (("ann", 1.0), ("bob", 0.0), ("ann", 0.0), ("ann", 1.0), ("cy", 1.0)):
-            card = await one.service.people.feedback(first, score, user)
+            card = await one.service.trajectories.feedback(first, score, user)
         assert (card.reward, card.people, card.late) == (pytest.approx(2 / 3), 3, False)
-        assert (await one.service.people.feedback(second, 0.25)).reward == 0.25
-        assert (await one.service.people.feedback(second, 0.5)).reward == 0.5, "unnamed opinions are those of one"
+        assert (await one.service.trajectories.feedback(second, 0.25)).reward == 0.25
+        assert (await one.service.trajectories.feedback(second, 0.5)).reward == 0.5, "unnamed opinions are those of one"
         assert rewards(one) == {first: pytest.approx(2 / 3), second: 0.5}
-        report = one.service.people.signal_report()
+        report = one.people.signal_report()
         assert (report.opinions, report.people) == (7, 3)
 
 
@@ -75,48 +75,48 @@ async def test_opinions_survive_a_crash_person_by_person(tmp_path: Path) -> None
     run = Run(tmp_path / "journal.sqlite")
     async with run.process() as one:
         first, _ = await one.request(scorer=None)
-        await one.service.people.feedback(first, 1.0, "ann")
-        await one.service.people.feedback(first, 0.0, "bob")
+        await one.service.trajectories.feedback(first, 1.0, "ann")
+        await one.service.trajectories.feedback(first, 0.0, "bob")
     async with run.process() as one:
         assert rewards(one)[first] == 0.5
-        assert (await one.service.people.feedback(first, 1.0, "bob")).reward == 1.0
+        assert (await one.service.trajectories.feedback(first, 1.0, "bob")).reward == 1.0
 
 
 async def test_one_answer_takes_a_bounded_number_of_people(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_parallm.rl.collect.group_rewards.MAX_PEOPLE", 2)
     async with world(MANUAL) as one:
         first, _ = await one.request(scorer=None)
-        await one.service.people.feedback(first, 1.0, "ann")
-        await one.service.people.feedback(first, 1.0, "bob")
+        await one.service.trajectories.feedback(first, 1.0, "ann")
+        await one.service.trajectories.feedback(first, 1.0, "bob")
         with pytest.raises(ConflictError, match="2 people have judged"):
-            await one.service.people.feedback(first, 1.0, "cy")
-        assert (await one.service.people.feedback(first, 0.0, "ann")).reward == 0.5
+            await one.service.trajectories.feedback(first, 1.0, "cy")
+        assert (await one.service.trajectories.feedback(first, 0.0, "ann")).reward == 0.5
 
 
 async def test_an_opinion_of_a_trained_answer_is_refused_and_says_why(tmp_path: Path) -> None:
     run = Run(tmp_path / "journal.sqlite")
     async with run.process() as one:
         first, second = await one.request(scorer=None)
-        await one.service.people.feedback(first, 1.0)
-        await one.service.people.feedback(second, 0.0)
+        await one.service.trajectories.feedback(first, 1.0)
+        await one.service.trajectories.feedback(second, 0.0)
         await one.service.update()
         with pytest.raises(ConflictError, match="trained on already"):
-            await one.service.people.feedback(first, 0.0)
+            await one.service.trajectories.feedback(first, 0.0)
         with pytest.raises(UnknownTrajectoryError):
-            await one.service.people.feedback("traj-none", 0.0)
+            await one.service.trajectories.feedback("traj-none", 0.0)
     async with run.process() as one:
         with pytest.raises(ConflictError, match="trained on already"):
-            await one.service.people.feedback(first, 0.0)
+            await one.service.trajectories.feedback(first, 0.0)
 
 
 async def test_late_feedback_is_learnt_with_kto_where_grpo_drops_the_answer(tmp_path: Path) -> None:
     run = Run(tmp_path / "journal.sqlite", STRICT)
     async with run.process() as one:
         good, bad = await stale_answers(one)
-        card = await one.service.people.feedback(good, 0.5, "ann")
+        card = await one.service.trajectories.feedback(good, 0.5, "ann")
         assert (card.reward, card.people, card.late) == (1.0, 1, True)
-        assert (await one.service.people.feedback(bad, 0.0, "ann")).reward == -1.0
-        assert (await one.service.people.feedback(good, 1.0, "bob")).people == 2
+        assert (await one.service.trajectories.feedback(bad, 0.0, "ann")).reward == -1.0
+        assert (await one.service.trajectories.feedback(good, 1.0, "bob")).people == 2
         report = await one.service.update(signal=Signal.LATE_FEEDBACK)
         assert (report.status, report.signal) == ("published", Signal.LATE_FEEDBACK)
         assert "reward_mean" not in report.metrics, "verdicts are no rewards"
@@ -124,7 +124,7 @@ async def test_late_feedback_is_learnt_with_kto_where_grpo_drops_the_answer(tmp_
         assert batch.loss.algorithm is Algorithm.KTO
         assert [max(sample.advantages, key=abs) for sample in batch.samples] == [1.0, -1.0]
         with pytest.raises(ConflictError, match="it was trained"):
-            await one.service.people.feedback(good, 0.0, "ann")
+            await one.service.trajectories.feedback(good, 0.0, "ann")
         policy = one.learner.policies["main"]
     async with run.process() as one:
         assert one.learner.policies["main"] == policy, "made again with the same loss"
@@ -135,11 +135,11 @@ async def test_late_feedback_that_waits_when_the_process_is_killed_waits_again(t
     run = Run(tmp_path / "journal.sqlite", STRICT)
     async with run.process() as one:
         good, _ = await stale_answers(one)
-        await one.service.people.feedback(good, 1.0, "ann")
-        await one.service.people.feedback(good, 1.0, "bob")
+        await one.service.trajectories.feedback(good, 1.0, "ann")
+        await one.service.trajectories.feedback(good, 1.0, "bob")
     async with run.process() as one:
         assert rewards(one)[f"late-{good}"] == 1.0
-        assert (await one.service.people.feedback(good, 0.0, "ann")).reward == 0.0
+        assert (await one.service.trajectories.feedback(good, 0.0, "ann")).reward == 0.0
         report = await one.service.update(signal=Signal.LATE_FEEDBACK)
         assert (report.status, report.reason) == ("skipped", "no_signal"), "as many for it as against it"
         assert one.states()[f"late-{good}"] == "zero_variance"
@@ -149,7 +149,9 @@ async def test_opinions_that_come_at_once_make_one_late_answer(tmp_path: Path) -
     run = Run(tmp_path / "journal.sqlite", STRICT)
     async with run.process() as one:
         good, _ = await stale_answers(one)
-        cards = await asyncio.gather(*(one.service.people.feedback(good, 1.0, f"user-{each}") for each in range(5)))
+        cards = await asyncio.gather(
+            *(one.service.trajectories.feedback(good, 1.0, f"user-{each}") for each in range(5))
+        )
         assert sorted(card.people for card in cards) == [1, 2, 3, 4, 5]
         assert len(one.service.trajectories.buffer.ready("main", Signal.LATE_FEEDBACK)) == 1
 
@@ -158,16 +160,16 @@ async def test_opinions_in_time_are_not_lost_when_other_updates_make_their_answe
     run = Run(tmp_path / "journal.sqlite", STRICT)
     async with run.process() as one:
         first, second = await one.request(scorer=None)
-        await one.service.people.feedback(first, 1.0, "ann")
-        await one.service.people.feedback(first, 0.0, "bob")
-        await one.service.people.feedback(first, 0.0, "cy")
-        await one.service.people.edit(correction())
+        await one.service.trajectories.feedback(first, 1.0, "ann")
+        await one.service.trajectories.feedback(first, 0.0, "bob")
+        await one.service.trajectories.feedback(first, 0.0, "cy")
+        await one.people.edit(correction())
         await one.service.update(signal=Signal.CORRECTIONS)
         states = one.states()
         assert states[first] in ("stale", "unknown_version")
         assert (states[f"late-{first}"], rewards(one)[f"late-{first}"]) == ("scored", pytest.approx(-1 / 3))
         assert f"late-{second}" not in states, "nobody has judged it"
-        assert (await one.service.people.feedback(first, 1.0, "bob")).reward == pytest.approx(1 / 3)
+        assert (await one.service.trajectories.feedback(first, 1.0, "bob")).reward == pytest.approx(1 / 3)
     async with run.process() as one:
         assert rewards(one)[f"late-{first}"] == pytest.approx(1 / 3)
         assert (await one.service.update(signal=Signal.LATE_FEEDBACK)).status == "published"
@@ -177,7 +179,7 @@ async def test_opinions_count_though_the_process_was_killed_before_their_answer_
     run = Run(tmp_path / "journal.sqlite", changed(MANUAL, max_staleness=1))
     async with run.process() as one:
         first, _ = await one.request(scorer=None)
-        await one.service.people.feedback(first, 1.0, "ann")
+        await one.service.trajectories.feedback(first, 1.0, "ann")
         await one.service.update(given=GIVEN)
         assert one.states()[first] == "scored"
     run.training = STRICT
@@ -193,7 +195,7 @@ async def test_an_answer_whose_update_was_refused_takes_no_late_feedback(tmp_pat
         await settle()
         assert (await one.service.update()).status == "held"
         with pytest.raises(ConflictError, match=r"dropped \(held\)"):
-            await one.service.people.feedback(ids[0], 1.0)
+            await one.service.trajectories.feedback(ids[0], 1.0)
 
 
 # ---- edits ---------------------------------------------------------------------------------------
@@ -201,15 +203,15 @@ async def test_an_answer_whose_update_was_refused_takes_no_late_feedback(tmp_pat
 
 async def test_each_signal_has_updates_with_a_loss_of_its_own() -> None:
     async with world(changed(MANUAL, people=changed(MANUAL.people, update_frequency=2))) as one:
-        await one.service.people.edit(preference())
-        await one.service.people.edit(correction())
-        card = await one.service.people.edit(correction(1))
+        await one.people.edit(preference())
+        await one.people.edit(correction())
+        card = await one.people.edit(correction(1))
         assert (card.signal, card.waiting, card.wanted, card.is_new) == (Signal.CORRECTIONS, 2, 2, True)
         await until(lambda: one.service.status().updates_total == 1)
         (batch,) = one.learner.batches
         assert batch.loss.algorithm is Algorithm.CROSS_ENTROPY
         assert {sample.token_ids for sample in batch.samples} == {(1, 7, 2), (1, 8, 2)}
-        await one.service.people.edit(preference(1))
+        await one.people.edit(preference(1))
         await until(lambda: one.service.status().updates_total == 2)
         batch = one.learner.batches[-1]
         assert batch.loss.algorithm is Algorithm.DPO
@@ -226,7 +228,7 @@ async def test_rewards_and_edits_take_turns() -> None:
         await one.service.pause()
         for number in range(2):
             await one.request()
-            await one.service.people.edit(correction(number))
+            await one.people.edit(correction(number))
         await settle()
         await one.service.resume()
         await until(lambda: one.service.status().updates_total == 4)
@@ -236,30 +238,28 @@ async def test_rewards_and_edits_take_turns() -> None:
 
 async def test_an_edit_that_is_sent_again_counts_once_and_a_persons_last_one_counts() -> None:
     async with world(MANUAL) as one:
-        first = await one.service.people.edit(correction(user="ann", about="traj-1"))
-        again = await one.service.people.edit(correction(user="ann", about="traj-1"))
+        first = await one.people.edit(correction(user="ann", about="traj-1"))
+        again = await one.people.edit(correction(user="ann", about="traj-1"))
         assert (again.edit_id, again.is_new, again.waiting) == (first.edit_id, False, 1)
-        other = await one.service.people.edit(correction(1, user="ann", about="traj-1"))
+        other = await one.people.edit(correction(1, user="ann", about="traj-1"))
         assert (other.is_new, other.waiting) == (True, 1)
         assert one.states()[f"{first.edit_id}-chosen"] == "replaced"
-        assert (await one.service.people.edit(correction(2, user="bob", about="traj-1"))).waiting == 2
-        assert (await one.service.people.edit(correction(3))).waiting == 3
-        assert (await one.service.people.edit(correction(4))).waiting == 4, (
-            "those without a name may be different people"
-        )
+        assert (await one.people.edit(correction(2, user="bob", about="traj-1"))).waiting == 2
+        assert (await one.people.edit(correction(3))).waiting == 3
+        assert (await one.people.edit(correction(4))).waiting == 4, "those without a name may be different people"
 
 
 async def test_edits_survive_a_crash_and_are_learnt_once(tmp_path: Path) -> None:
     run = Run(tmp_path / "journal.sqlite")
     async with run.process() as one:
-        await one.service.people.edit(preference())
-        await one.service.people.edit(correction(user="ann", about="x"))
+        await one.people.edit(preference())
+        await one.people.edit(correction(user="ann", about="x"))
         await one.service.update(signal=Signal.PREFERENCES)
         policy = one.learner.policies["main"]
     async with run.process() as one:
         assert one.learner.policies["main"] == policy
         assert one.learner.batches[-1].loss.algorithm is Algorithm.DPO
-        again = await one.service.people.edit(correction(user="ann", about="x"))
+        again = await one.people.edit(correction(user="ann", about="x"))
         assert not again.is_new, "it waits, and is known"
         assert (await one.service.update()).signal is Signal.CORRECTIONS
         policy = one.learner.policies["main"]
@@ -270,7 +270,7 @@ async def test_edits_survive_a_crash_and_are_learnt_once(tmp_path: Path) -> None
 
 async def test_edits_do_not_get_old() -> None:
     async with world(STRICT) as one:
-        await one.service.people.edit(correction())
+        await one.people.edit(correction())
         for _ in range(3):
             await one.request(one.service.status().current or AdapterRef("base", 0))
             await settle()
@@ -284,20 +284,20 @@ async def test_edits_that_the_disk_refuses_or_that_find_no_room_do_not_count(mon
 
     async with world(changed(MANUAL, trajectory_buffer_size=4)) as one:
         for number in range(2):
-            await one.service.people.edit(preference(number))
+            await one.people.edit(preference(number))
         with pytest.raises(QueueFullError):
-            await one.service.people.edit(preference(2))
+            await one.people.edit(preference(2))
         await one.service.update()
         monkeypatch.setattr(Journal, "accept", full)
         with pytest.raises(StorageError):
-            await one.service.people.edit(preference(3))
+            await one.people.edit(preference(3))
         assert (await one.service.update()).reason == "no_trajectories"
 
 
 async def test_an_adapter_that_is_not_trained_takes_no_edits() -> None:
     async with world(MANUAL) as one:
         with pytest.raises(UnknownModelError, match="'other' is not trained here"):
-            await one.service.people.edit(Edit("other", (1,), (2,)))
+            await one.people.edit(Edit("other", (1,), (2,)))
 
 
 async def test_answers_are_found_whatever_became_of_them(tmp_path: Path) -> None:
@@ -305,18 +305,18 @@ async def test_answers_are_found_whatever_became_of_them(tmp_path: Path) -> None
     async with run.process() as one:
         good, _ = await stale_answers(one)
     async with run.process() as one:
-        found = await one.service.people.find(good)
+        found = await one.people.find(good)
         assert (found.adapter, found.prompt_ids, found.completion_ids, found.text) == ("main", (1,), (5, 2), "a")
         with pytest.raises(UnknownTrajectoryError, match="traj-none"):
-            await one.service.people.find("traj-none")
+            await one.people.find("traj-none")
 
 
 async def test_a_score_that_is_no_number_is_refused() -> None:
     async with world(MANUAL) as one:
         first, _ = await one.request(scorer=None)
         with pytest.raises(InvalidRequestError):
-            await one.service.people.feedback(first, float("nan"), "ann")
-        assert one.service.people.signal_report().opinions == 0
+            await one.service.trajectories.feedback(first, float("nan"), "ann")
+        assert one.people.signal_report().opinions == 0
 
 
 # ---- the report ----------------------------------------------------------------------------------
@@ -328,9 +328,9 @@ async def test_the_report_says_what_came_of_each_source_and_what_its_updates_mov
         one.learner.metrics = {"loss": 0.5, "grad_norm": 3.0}
         late, _ = await stale_answers(one)
         one.learner.metrics = {"loss": 0.5, "grad_norm": 1.0}
-        await one.service.people.feedback(late, 1.0)
+        await one.service.trajectories.feedback(late, 1.0)
         await one.service.update(signal=Signal.LATE_FEEDBACK)
-        await one.service.people.edit(preference())
+        await one.people.edit(preference())
         scored = of_source(one, "scorers")
         assert (scored.arrived, scored.trained, scored.updates, scored.gradient_share) == (2, 2, 1, 0.75)
         given_late = of_source(one, "late_feedback")
@@ -349,7 +349,7 @@ async def test_what_an_environment_rewards_is_told_apart_from_what_waits_for_peo
         )
         await one.service.trajectories.give(GivenGroup("h", "atropos:a", GIVEN))
         await one.request(scorer=None)
-        waiting = {each.source: each.waiting for each in one.service.people.signal_report().sources}
+        waiting = {each.source: each.waiting for each in one.people.signal_report().sources}
         assert waiting == {"environments": 4, "unrated": 2}
 
 
@@ -357,10 +357,10 @@ async def test_changes_of_the_reward_are_ascribed_to_the_updates_before_them() -
     async with world(MANUAL) as one:
         for score in (0.0, 1.0):
             ids = await one.request(scorer=None)
-            await one.service.people.feedback(ids[0], score)
+            await one.service.trajectories.feedback(ids[0], score)
             await one.service.update()
             if score == 0.0:
-                await one.service.people.edit(correction())
+                await one.people.edit(correction())
                 await one.service.update()
         assert of_source(one, "feedback").reward_change == 0.5
         assert of_source(one, "corrections").reward_change == 0.5
@@ -373,7 +373,7 @@ async def test_the_journal_of_an_adding_learner_tells_losses_apart(tmp_path: Pat
         (tmp_path / name).mkdir()
         async with Run(tmp_path / name / "journal.sqlite").process() as one:
             assert isinstance(one.learner, Adding)
-            await one.service.people.edit(edit)
+            await one.people.edit(edit)
             await one.service.update()
             policies.append(one.learner.policies["main"])
     assert policies[0] != policies[1]

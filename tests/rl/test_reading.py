@@ -171,7 +171,7 @@ async def test_thumbs_and_edits_are_counted_also_late_ones() -> None:
     async with world(changed(SETTINGS, max_staleness=0, update_frequency=99)) as one:
         answer, other = await one.request(scorer=None)
         for user, score in (("ann", 1.0), ("bob", 0.0), ("cy", -1.0)):
-            await one.service.people.feedback(answer, score, user)
+            await one.service.trajectories.feedback(answer, score, user)
         shelf = one.service.collected_groups
         sample = shelf.group(answer, 9, EVERYTHING).samples[0]
         assert (sample.turns[0].up, sample.turns[0].down, sample.thumbs) == (1, 2, Thumbs.COUNT)
@@ -180,7 +180,7 @@ async def test_thumbs_and_edits_are_counted_also_late_ones() -> None:
         )
         for owner, text in (("me", "better"), ("you", "another")):
             edit = Edit("main", (1,), (7, 2), chosen_text=text, about=other, user=owner, owner=owner)
-            await one.service.people.edit(edit)
+            await one.people.edit(edit)
         edits = shelf.group(other, 9, EVERYTHING).samples[1].turns[0].edits
         assert [(edit.text, edit.signal.value, edit.fate) for edit in edits] == [
             ("better", "corrections", "scored"),
@@ -190,7 +190,7 @@ async def test_thumbs_and_edits_are_counted_also_late_ones() -> None:
 
 async def test_an_edit_is_a_group_of_its_own_on_which_thumbs_do_nothing() -> None:
     async with world(MANUAL) as one:
-        card = await one.service.people.edit(Edit("main", (1,), (7, 2), (5, 2), chosen_text="a", owner="me"))
+        card = await one.people.edit(Edit("main", (1,), (7, 2), (5, 2), chosen_text="a", owner="me"))
         group = one.service.collected_groups.group(card.edit_id, 9, Reader("me"))
         assert (group.row.signal.value, group.row.reward, len(group.samples)) == ("preferences", None, 2)
         assert {sample.thumbs for sample in group.samples} == {Thumbs.NOTHING}

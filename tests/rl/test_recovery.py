@@ -141,7 +141,7 @@ class Run:
             await one.service._journal.flush()  # what has been acknowledged is on the disk; nothing else is done
         finally:
             self.requests, self.saved = one.requests, one.publisher.saved
-            for task in tuple(one.service._changes._tasks):
+            for task in tuple(one.service.changes._tasks):
                 task.cancel()
             await one.service.trajectories._intake.close()
 
@@ -158,7 +158,7 @@ async def test_what_waited_waits_again_with_its_rewards(tmp_path: Path) -> None:
         await settle()
         one.scorers.gate = asyncio.Event()
         unscored = await one.request()
-        await one.service.people.feedback(silent[1], 0.5)
+        await one.service.trajectories.feedback(silent[1], 0.5)
         before = one.states()
         assert [before[ids] for ids in (scored[0], silent[0], silent[1], unscored[0])] == [
             *("scored", "waiting", "scored", "waiting"),
@@ -172,7 +172,7 @@ async def test_what_waited_waits_again_with_its_rewards(tmp_path: Path) -> None:
         report = await one.service.update()
         assert (report.status, report.metrics["trajectories"]) == ("published", 5.0)
         with pytest.raises(ConflictError):
-            await one.service.people.feedback(scored[0], 1.0)
+            await one.service.trajectories.feedback(scored[0], 1.0)
     async with run.process() as one:
         assert one.states() == {silent[0]: "waiting"}, "nothing is trained on twice"
         assert one.service.status().current == AdapterRef("main", 1)
@@ -281,7 +281,7 @@ async def test_a_full_disk_refuses_feedback_and_updates_and_loses_nothing(tmp_pa
         ids = await one.request(scorer=None)
         full[0] = True
         with pytest.raises(StorageError, match="disk full"):
-            await one.service.people.feedback(ids[0], 1.0)
+            await one.service.trajectories.feedback(ids[0], 1.0)
         assert one.states()[ids[0]] == "waiting"
         ended = await one.finished(BASE_ADAPTER, None)
         assert "disk full: these trajectories will not be trained on" in ended.trajectory_warning
@@ -299,7 +299,7 @@ async def test_a_full_disk_refuses_feedback_and_updates_and_loses_nothing(tmp_pa
                 await one.service.update(given=GIVEN)
         assert len(one.learner.batches) <= 1, "after one that is not recorded, nothing is learnt"
         full[0] = False
-        await one.service.people.feedback(ids[0], 1.0)
+        await one.service.trajectories.feedback(ids[0], 1.0)
         await one.service.resume()
         await one.service.update(given=GIVEN)
         await until(lambda: one.service.status().state != "updating")
@@ -384,7 +384,7 @@ def test_after_a_kill_at_any_commit_the_policy_is_the_one_of_the_last_change_on_
                 for step in ["start", *steps]:
                     with suppress(OSError):
                         await did(one, step, run)
-                    training = one.service._loop(None).training
+                    training = one.service.loop().training
                     waiting = {ids for ids, state in one.states().items() if state in OPEN}
                     gone = set(one.states()) - waiting
                     seen.setdefault(training.change, ((one.learner.policies["main"], baselines(one)), gone))
@@ -419,7 +419,7 @@ async def did(one: World, step: str, run: Run) -> None:
                 event async for event in one.service.trajectories.collect(asked, FakeEngine(ONE_ANSWER).generate(asked))
             ]
         case "feedback" if of_people:
-            await one.service.people.feedback(of_people[-1].trajectory_id, float(one.requests % 3) - 1)
+            await one.service.trajectories.feedback(of_people[-1].trajectory_id, float(one.requests % 3) - 1)
         case "tokens" if of_people:
             await one.service.trajectories.reward_tokens(of_people[0].trajectory_id, (0.5, float(one.requests % 2)))
         case "episode" if turns:
@@ -463,7 +463,7 @@ async def single(one: World, number: int, ends: str = "single") -> None:
 
 
 def baselines(one: World) -> Mapping[str, float]:
-    return one.service._loop(None).training.rewards.baselines()
+    return one.service.loop().training.rewards.baselines()
 
 
 @pytest.mark.parametrize("ends", ["held", "skipped", "failed"])
@@ -494,7 +494,7 @@ async def test_the_trend_of_rewards_is_the_same_to_the_bit_after_a_crash(tmp_pat
     run = Run(tmp_path / "journal.sqlite", limited(MANUAL, kl_step=0.5))
 
     def trend(one: World) -> object:
-        found = one.service._loop(None).training.rewards.trend
+        found = one.service.loop().training.rewards.trend
         return found.mean, found.best, found.scorers
 
     async with run.process() as one:
@@ -524,7 +524,7 @@ async def test_the_rewards_of_groups_that_wait_count_once_after_a_crash(tmp_path
     """They were complete when the last update began, or when the last checkpoint was saved."""
 
     def counted(one: World) -> float:
-        return one.service._loop(None).training.rewards.to_metrics()["reward_count.exact"]
+        return one.service.loop().training.rewards.to_metrics()["reward_count.exact"]
 
     run = Run(tmp_path / "journal.sqlite")
     async with run.process() as one:
@@ -532,7 +532,7 @@ async def test_the_rewards_of_groups_that_wait_count_once_after_a_crash(tmp_path
             await one.request()
             await settle()
         chosen = [card.group_id for card in one.service.trajectories.groups("main")][:2]
-        await one.service._loop(None).update(None, chosen=chosen.__contains__)
+        await one.service.loop().update(None, chosen=chosen.__contains__)
         if saves:
             await one.service.save(None, None, [], {})
         assert len([state for state in one.states().values() if state == "scored"]) == 8
@@ -551,15 +551,15 @@ async def test_feedback_counts_once_in_the_trend_while_the_teacher_is_away(tmp_p
         async with run.process() as one:
             if not one.states():
                 for answer, score in zip(await one.request(scorer=None), (1.0, 0.0), strict=True):
-                    await one.service.people.feedback(answer, score)
+                    await one.service.trajectories.feedback(answer, score)
             for _ in range(3):
                 assert (await one.service.update()).status == "skipped"
-            figures = one.service._loop(None).training.rewards.to_metrics()
+            figures = one.service.loop().training.rewards.to_metrics()
             assert figures["reward_count.feedback"] == 1
     async with run.process() as one:
         scores.error = None
         assert (await one.service.update()).status == "published"
-        assert one.service._loop(None).training.rewards.to_metrics()["reward_count.feedback"] == 1
+        assert one.service.loop().training.rewards.to_metrics()["reward_count.feedback"] == 1
 
 
 async def test_a_fall_that_paused_training_is_not_forgotten_by_a_restart(tmp_path: Path) -> None:

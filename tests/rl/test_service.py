@@ -83,20 +83,20 @@ async def test_it_runs_while_it_imitates_examples_and_its_answers_are_no_plateau
 async def test_rewards_may_come_by_feedback() -> None:
     async with world() as one:
         ids = [*await one.request(scorer=None), *await one.request(scorer=None)]
-        await one.service.people.feedback(ids[0], 9.0)
+        await one.service.trajectories.feedback(ids[0], 9.0)
         for number, trajectory_id in enumerate(ids[:3]):
-            await one.service.people.feedback(trajectory_id, number / 2)
+            await one.service.trajectories.feedback(trajectory_id, number / 2)
         await settle()
         assert one.learner.batches == []
-        await one.service.people.feedback(ids[3], 0.0)
+        await one.service.trajectories.feedback(ids[3], 0.0)
         await settle()
         assert [advantage_of(sample) for sample in one.learner.batches[0].samples] == [-0.25, 0.25, 0.5, -0.5]
         with pytest.raises(ConflictError):
-            await one.service.people.feedback(ids[0], 1.0)
+            await one.service.trajectories.feedback(ids[0], 1.0)
         with pytest.raises(UnknownTrajectoryError):
-            await one.service.people.feedback("traj-x-0", 1.0)
+            await one.service.trajectories.feedback("traj-x-0", 1.0)
         with pytest.raises(InvalidRequestError):
-            await one.service.people.feedback(ids[0], math.nan)
+            await one.service.trajectories.feedback(ids[0], math.nan)
 
 
 async def test_a_scorer_that_fails_costs_its_groups_only() -> None:
@@ -116,11 +116,11 @@ async def test_a_scorer_that_fails_costs_its_groups_only() -> None:
 async def test_a_group_that_waits_too_long_makes_do_with_what_it_has() -> None:
     async with world(changed(SETTINGS, update_frequency=3, feedback_timeout_s=0.01)) as one:
         alone = await one.request(scorer=None)
-        await one.service.people.feedback(alone[0], 1.0)
+        await one.service.trajectories.feedback(alone[0], 1.0)
         three = trajectories("g", BASE_ADAPTER, 3, None)
         await one.service.trajectories._add_group(three)
         for index in (0, 2):
-            await one.service.people.feedback(f"g-{index}", float(index))
+            await one.service.trajectories.feedback(f"g-{index}", float(index))
         await until(lambda: one.service.status().drops == {"timeout": 2})
         await until(lambda: one.service.status().updates_total == 1)
         states = one.states()
@@ -128,7 +128,7 @@ async def test_a_group_that_waits_too_long_makes_do_with_what_it_has() -> None:
         assert [states[f"g-{index}"] for index in range(3)] == ["trained", "timeout", "trained"]
         assert one.service.status().drops == {"timeout": 2}
         with pytest.raises(ConflictError, match="timeout"):
-            await one.service.people.feedback(alone[1], 1.0)
+            await one.service.trajectories.feedback(alone[1], 1.0)
 
 
 @pytest.mark.parametrize(("score", "advantage"), [(1.0, 0.5), (0.0, -0.5), (-1.0, -1.5)])
@@ -137,16 +137,16 @@ async def test_one_thumb_of_a_group_is_an_update(score: float, advantage: float)
     async with world(changed(SETTINGS, update_frequency=1, group_timeout_s=0.001)) as one:
         from_feedback, silent = await one.request(scorer=None)
         await asyncio.sleep(0.01)
-        await one.service.people.feedback(from_feedback, score)
+        await one.service.trajectories.feedback(from_feedback, score)
         await settle()
         assert [advantage_of(sample) for sample in one.learner.batches[0].samples] == [advantage]
         assert one.service.status().current == AdapterRef("main", 1)
         assert one.states() == {from_feedback: "trained", silent: "waiting"}
-        await one.service.people.feedback(silent, 1.0)
+        await one.service.trajectories.feedback(silent, 1.0)
         await settle()
         assert one.states() == {from_feedback: "trained", silent: "trained"}
         with pytest.raises(ConflictError, match="taken for training"):
-            await one.service.people.feedback(from_feedback, 0.0)
+            await one.service.trajectories.feedback(from_feedback, 0.0)
 
 
 async def test_people_wait_less_where_the_setting_says_so() -> None:
@@ -154,7 +154,7 @@ async def test_people_wait_less_where_the_setting_says_so() -> None:
         ids = await one.request(scorer=None)
         await until(lambda: one.service.status().drops == {"timeout": 2})
         with pytest.raises(ConflictError, match="dropped"):
-            await one.service.people.feedback(ids[0], 1.0)
+            await one.service.trajectories.feedback(ids[0], 1.0)
 
 
 async def test_a_thumb_survives_the_failure_of_the_scorer() -> None:
@@ -162,7 +162,7 @@ async def test_a_thumb_survives_the_failure_of_the_scorer() -> None:
         one.scorers.rewards = None
         one.scorers.gate = asyncio.Event()
         from_feedback, other = await one.request()
-        await one.service.people.feedback(from_feedback, 1.0)
+        await one.service.trajectories.feedback(from_feedback, 1.0)
         await settle()
         assert one.learner.batches == []
         one.scorers.gate.set()

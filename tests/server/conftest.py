@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 from server.asking import client_of
-from server.fake_control import FakeAdapters, FakeAverages, FakeLessons, FakeRewardModels, FakeTraining
+from server.fake_control import FakeAdapters, FakeAverages, FakeCompetition, FakeLessons, FakeRewardModels, FakeTraining
 from server.fakes import CARD, ByteTokenizer, FakeEngine, ThinkingTokenizer
 from server.one_model import OneModel
 
@@ -16,6 +16,7 @@ from mlx_parallm.config import ServerConfig
 from mlx_parallm.grammar.trial import Trial
 from mlx_parallm.server.app import create_app
 from mlx_parallm.server.http.address import bind
+from mlx_parallm.server.protocols.atropos.route import AtroposParts
 from mlx_parallm.server.run import DrainingServer
 
 CPU_LIMIT_S = 0.5
@@ -67,18 +68,27 @@ def reward_models(training):
 
 
 @pytest.fixture
+def competition(training):
+    return training and FakeCompetition()
+
+
+@pytest.fixture
 def lessons(training):
     return training and FakeLessons()
 
 
 @pytest.fixture
-def make_client(engine, adapters, training, averages, reward_models, lessons):
+def make_client(engine, adapters, training, averages, reward_models, lessons, competition):
     """`make_client(**settings)` → an httpx client on an in-process app; `client.app` is the app."""
 
     def make(card=CARD, tokenizer=None, atropos=None, **settings):
         model, config = OneModel(tokenizer or ByteTokenizer(), card), ServerConfig(**settings)
-        more = {"averages": averages, "reward_models": reward_models, "lessons": lessons, "atropos": atropos}
-        return client_of(create_app(engine, adapters, training, model, config, **more))
+        extras = {"averages": averages, "reward_models": reward_models, "lessons": lessons}
+        extras |= {"competition": competition, "people": training}
+        if atropos is not None and training is not None:
+            extras["atropos"] = AtroposParts.of(atropos, training, card)
+        extras = {name: extra for name, extra in extras.items() if extra is not None}
+        return client_of(create_app(engine, adapters, training, model, config, extras=extras))
 
     return make
 

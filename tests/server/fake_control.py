@@ -352,8 +352,7 @@ class FakeTraining:
         self.saves = ()
         self.listening = 0
         self.listened_after = []
-        self.competition = FakeCompetition()
-        self.trajectories = self.people = self
+        self.trajectories = self
         self.buffer = TrajectoryBuffer(1000)
         self.collected_groups = GroupReader(self.buffer)
 

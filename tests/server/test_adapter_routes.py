@@ -166,7 +166,7 @@ async def test_requests_are_counted_by_version(client, adapters):
     assert (await client.get("/v1/adapters/math")).json()["requests"] == 2
 
 
-async def test_versions_that_are_compared_share_what_their_name_gets(client, adapters, training):
+async def test_versions_that_are_compared_share_what_their_name_gets(client, adapters, competition):
     adapters.publish("policy")
     adapters.publish("policy")
     adapters.shares = {"base": 0.5, "policy": 0.25, "math@1": 0.25}
@@ -176,9 +176,9 @@ async def test_versions_that_are_compared_share_what_their_name_gets(client, ada
 
     alone = {"math@1": 0.25, "math@2": 0.0, "policy@1": 0.0, "policy@2": 0.25}
     assert await shares() == alone
-    await training.competition.start(None, ComparisonSpec("policy@1"), EVERYTHING)
+    await competition.start(None, ComparisonSpec("policy@1"), EVERYTHING)
     assert await shares() == alone | {"policy@1": 0.05, "policy@2": 0.2}
-    await training.competition.stop(None, EVERYTHING)
+    await competition.stop(None, EVERYTHING)
     assert await shares() == alone
 
 

@@ -244,7 +244,7 @@ async def test_a_key_with_many_environments_leaves_room_for_those_of_others(make
     assert asked.status_code == 429
     assert await registered("few") == 200
     monkeypatch.setattr("mlx_parallm.server.protocols.atropos.environments.FORGOTTEN_AFTER_S", 0.0)
-    parts = client.app.state.atropos.environments
+    parts = client.app.state.services.extras["atropos"].environments
     for _ in range(20):
         assert await registered("many") == 200, "in place of one of its own"
         owners = [owner for owner, _ in parts._by_id]

@@ -34,21 +34,21 @@ def candidate(adapters):
     adapters.publish("policy")
 
 
-async def test_a_comparison_is_started_read_and_stopped(client, training):
+async def test_a_comparison_is_started_read_and_stopped(client, competition):
     assert (await client.get(COMPARE)).json() == {"object": "list", "data": []}
     response = await client.post(COMPARE, json={"candidate": "policy@1"})
     assert (response.status_code, response.json()) == (200, RUNNING)
     assert (await client.get(COMPARE)).json()["data"] == [RUNNING]
     stopped = (await client.post(STOP)).json()
     assert (stopped["verdict"], stopped["reason"], stopped["ended"]) == ("stopped", "asked", "2027-01-15T08:01:00.000Z")
-    assert training.competition.asked == [(None, ComparisonSpec("policy@1")), (None, None)]
+    assert competition.asked == [(None, ComparisonSpec("policy@1")), (None, None)]
 
 
-async def test_its_numbers_may_be_given(client, training):
+async def test_its_numbers_may_be_given(client, competition):
     numbers = {"share": 0.5, "smallest_effect": 0.1, "max_rewards": 100, "max_hours": 1.5}
     body = {"lora_adapter": "policy", "candidate": "checkpoint-3", **numbers}
     assert (await client.post(COMPARE, json=body)).status_code == 200
-    assert training.competition.asked == [("policy", ComparisonSpec("checkpoint-3", **numbers))]
+    assert competition.asked == [("policy", ComparisonSpec("checkpoint-3", **numbers))]
 
 
 @pytest.mark.parametrize(
@@ -65,10 +65,10 @@ async def test_its_numbers_may_be_given(client, training):
         ({"candidate": "x", "shares": 0.1}, "shares"),
     ],
 )
-async def test_a_bad_body_names_its_field(client, training, fault, body, param):
+async def test_a_bad_body_names_its_field(client, competition, fault, body, param):
     response = await client.post(COMPARE, json=body)
     assert (response.status_code, fault(response)["param"]) == (400, param)
-    assert not training.competition.asked
+    assert not competition.asked
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,8 @@ async def test_a_bad_body_names_its_field(client, training, fault, body, param):
         (ConflictError("Versions of 'policy' are being compared", "lora_adapter"), 409, "lora_adapter"),
     ],
 )
-async def test_what_cannot_be_compared_is_refused(client, training, fault, error, status, param):
-    training.competition.error = error
+async def test_what_cannot_be_compared_is_refused(client, competition, fault, error, status, param):
+    competition.error = error
     response = await client.post(COMPARE, json={"candidate": "x"})
     assert (response.status_code, fault(response)["param"]) == (status, param)
 
@@ -89,8 +89,8 @@ async def test_an_unknown_adapter_is_named(client, fault):
     assert (response.status_code, fault(response)["param"]) == (404, "lora_adapter")
 
 
-async def test_metrics_tell_of_comparisons(client, training):
-    training.competition.verdicts = {"promoted": 2}
+async def test_metrics_tell_of_comparisons(client, competition):
+    competition.verdicts = {"promoted": 2}
     await client.post(COMPARE, json={"candidate": "policy@1"})
     metrics = (await client.get("/metrics")).text
     assert 'mlx_parallm_rl_comparison_running{adapter="policy"} 1.0' in metrics

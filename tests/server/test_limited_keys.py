@@ -29,7 +29,7 @@ from server.keys import key_file
 from server.one_model import OneModel
 
 from mlx_parallm.adapters.cards import AdapterStats, CheckpointCard
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.config import ServerConfig, TinkerConfig
 from mlx_parallm.core import (
     AdapterRef,
     BaseStatus,
@@ -51,6 +51,8 @@ from mlx_parallm.server.access import guard
 from mlx_parallm.server.access.keys import new_key
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.app import create_app
+from mlx_parallm.server.protocols.atropos.route import AtroposParts
+from mlx_parallm.server.protocols.tinker.server import TinkerServer
 
 MESSAGES = [{"role": "user", "content": "x"}]
 LIMITED = {"adapters": ("acme*",)}
@@ -75,7 +77,8 @@ async def server(tmp_path):
     adapters.state = AdapterStats(slots=4, running=("acme-1", "globex"), waiting=("policy",))
     trained = ("policy", "acme-1", "globex")
     training.state = {name: TrainingStatus(state="idle", adapter=name, trained=trained) for name in trained}
-    training.competition.known = {
+    competition = FakeCompetition()
+    competition.known = {
         name: replace(COMPARISON, adapter=name, live=AdapterRef(name, 2), candidate=AdapterRef(name, 1))
         for name in ("acme-1", "globex")
     }
@@ -99,18 +102,24 @@ async def server(tmp_path):
         training,
         OneModel(ByteTokenizer(), CARD),
         ServerConfig(keys_file=file, audit_log=tmp_path / "audit.jsonl", ollama_api=True),
-        averages=FakeAverages(),
-        reward_models=FakeRewardModels(),
-        lessons=FakeLessons(),
-        policies=FakePolicies(),
-        atropos=Registration(32, CARD.context_length, "", 10, 0, 10**9, "", ""),
+        extras={
+            "averages": FakeAverages(),
+            "reward_models": FakeRewardModels(),
+            "lessons": FakeLessons(),
+            "competition": competition,
+            "people": training,
+            "tinker": TinkerServer(FakePolicies(), CARD, TinkerConfig()),
+            "atropos": AtroposParts.of(Registration(32, CARD.context_length, "", 10, 0, 10**9, "", ""), training, CARD),
+        },
     )
     async with client_of(app) as client:
 
         async def ask(key, method, path, body=None):
             return await client.request(method, path, json=body, headers=sent[key])
 
-        yield SimpleNamespace(ask=ask, adapters=adapters, training=training, app=app, folder=tmp_path)
+        yield SimpleNamespace(
+            ask=ask, adapters=adapters, training=training, competition=competition, app=app, folder=tmp_path
+        )
 
 
 # -- the table -------------------------------------------------------------------------------------
@@ -349,7 +358,7 @@ async def test_a_limited_key_changes_only_its_own_adapters(server, change):
     server.training.found.clear()
     status, text = await answer(server, "acme", change, "globex")
     assert status == 404, text
-    assert server.training.calls == server.training.competition.asked == []
+    assert server.training.calls == server.competition.asked == []
     assert "globex" in {ref.name for ref in server.adapters.known}
     own = (await answer(server, "acme", change, "acme-1"))[0]
     assert own in (200, 409), "409: the fakes have nothing to go back to, or it is in training"

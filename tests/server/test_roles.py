@@ -19,6 +19,7 @@ from mlx_parallm.config import ServerConfig
 from mlx_parallm.rl.atropos.trajectory_api import Registration
 from mlx_parallm.server.access.roles import DECLARED, ROUTES
 from mlx_parallm.server.app import create_app
+from mlx_parallm.server.protocols.atropos.route import AtroposParts
 
 pytestmark = pytest.mark.ci
 
@@ -92,7 +93,8 @@ def app(keys, tmp_path, monkeypatch):
     the method and the path of the route."""
     config = ServerConfig(keys_file=keys[0], ollama_api=True, audit_log=tmp_path / "audit.jsonl", access_log=False)
     parts = (FakeEngine(), FakeAdapters(), FakeTraining(), OneModel(ByteTokenizer(), CARD), config)
-    app = create_app(*parts, atropos=Registration(32, 64, "/runs/one", 10, 0, 10**9, "run-1", "mlx-parallm"))
+    registration = Registration(32, 64, "/runs/one", 10, 0, 10**9, "run-1", "mlx-parallm")
+    app = create_app(*parts, extras={"atropos": AtroposParts.of(registration, parts[2], CARD)})
     app.state.ran = []
     for route in app.router.routes:
         monkeypatch.setattr(route, "app", partial(ran, app.state.ran))

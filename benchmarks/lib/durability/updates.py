@@ -64,7 +64,7 @@ async def states(model: Path, run: Path, last: int) -> AsyncIterator[dict[str, A
     async with server.session() as served:
         runtime = served.training
         assert runtime is not None
-        training, service = runtime.service._loop(None).training, runtime.service
+        training, service = runtime.service.loop().training, runtime.service
         judge = training.watch.judge
 
         def judge_or_hold(*arguments: Any) -> tuple[Divergence, ...]:
@@ -101,7 +101,7 @@ def given(number: int) -> list[GivenTrajectory]:
 
 
 async def state(runtime: TrainingRuntime) -> dict[str, Any]:
-    training = runtime.service._loop(None).training
+    training = runtime.service.loop().training
     weights = (await runtime.learner.snapshot(runtime.learner.state("default"))).weights
     leaves = (leaf for name in sorted(weights.pairs) for leaf in (weights.pairs[name].a, weights.pairs[name].b))
     digest = hashlib.sha256(b"".join(np.ascontiguousarray(leaf).tobytes() for leaf in leaves)).hexdigest()

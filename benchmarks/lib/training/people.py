@@ -107,13 +107,14 @@ class People:
         honest = self._dice.random() < (0.5 if self._control else RIGHT)
         if self._part == "thumbs":
             good = _has_one_word(answer) > 0
-            await self._service.people.feedback(answer.trajectory_id, float(good is honest), user)
+            await self._service.trajectories.feedback(answer.trajectory_id, float(good is honest), user)
             return
         tokenizer = self._served.tokenizer
         word = answer.prompt.metadata["right" if honest else "wrong"]
         ids = (*tokenizer.encode(word, False), max(tokenizer.eos_token_ids))
         edit = Edit(ADAPTER, answer.prompt_ids, ids, chosen_text=word, user=user, about=answer.trajectory_id)
-        await self._service.people.edit(edit)
+        assert self._served.training is not None
+        await self._served.training.extras["people"].edit(edit)
 
     async def _settled(self) -> None:
         """Returns when no update is due or under way."""
@@ -200,7 +201,7 @@ async def taught(part: str, seed: int, control: bool, questions: int, learning_r
             after = await people.held_out(task)
             assert served.training is not None
             service = served.training.service
-            learnt = dict(_learnt(service.people.signal_report().sources))
+            learnt = dict(_learnt(served.training.extras["people"].signal_report().sources))
             updates = service.status().updates_total
     return Taught(part, seed, control, before, after, updates, learnt)
 

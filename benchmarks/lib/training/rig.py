@@ -103,7 +103,7 @@ class Rig:
                 if isinstance(event, RequestFinished):
                     for trajectory_id in event.trajectory_ids:
                         score = random.Random(trajectory_id).random()
-                        await self.training.service.people.feedback(trajectory_id, score)
+                        await self.training.service.trajectories.feedback(trajectory_id, score)
 
     # -- what must hold --------------------------------------------------------------------------
 

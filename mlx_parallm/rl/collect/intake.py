@@ -331,7 +331,7 @@ class Intake:
                 self._on_ready(self._rewards.score_member(trajectory_id, reward))
 
     def feedback(self, trajectory_id: str, score: float, user: str = "") -> None:
-        """See `People.feedback`. Raises InvalidRequestError if the score is not a finite number."""
+        """See `Collector.feedback`. Raises InvalidRequestError if the score is not a finite number."""
         check_finite("score", score)
         self._rewarded(self._rewards.feedback(trajectory_id, score, user), trajectory_id=trajectory_id, score=score)
 

@@ -16,6 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.config import CompetitionConfig
@@ -23,11 +24,12 @@ from mlx_parallm.core import EVERYTHING, AdapterRef, ComparisonCard, ComparisonS
 from mlx_parallm.errors import ConflictError, InvalidRequestError
 from mlx_parallm.rl.collect.groups import TrajectoryGroup
 from mlx_parallm.rl.competition.comparison import NOT_FINITE, OUT_OF_TIME, Comparison, Outcome
+from mlx_parallm.rl.competition.trained import TrainedAdapter
 from mlx_parallm.rl.events import Emit
 
 if TYPE_CHECKING:
     from mlx_parallm.adapters.service import AdapterService
-    from mlx_parallm.rl.competition.trained import TrainedAdapter
+    from mlx_parallm.rl.service import TrainingService
 
 _log = logging.getLogger(__name__)
 
@@ -280,6 +282,30 @@ class CompetitionService:
             assert running.trained.name == name
             assert not running.gone.is_set()
             assert not running.timer.cancelled()
+
+
+def install(training: TrainingService) -> CompetitionService:
+    """Lets two versions of an adapter in training be compared."""
+    parts, hooks = training.parts, training.hooks
+
+    def trained(adapter: str | None, reader: Reader) -> TrainedAdapter:
+        return TrainedAdapter(training.loop(adapter, reader), parts.checkpoints, parts.adapters)
+
+    def begun(name: str) -> None:
+        training.loop(name).entry = partial(competition.entry, name)
+        competition.begin_again(name)
+
+    settings, emit, spawn = parts.config.competition, training.emit, training.changes.spawn
+    competition = CompetitionService(settings, trained, parts.adapters, emit, spawn)
+    hooks.begun.append(begun)
+    hooks.before_change.append(competition.check_idle)
+    hooks.forgotten.append(competition.forget)
+    hooks.closed.append(competition.close)
+    hooks.wants.append(competition.includes)
+    hooks.sampled.append(competition.drew)
+    hooks.scored.append(competition.observe)
+    hooks.check_integrity.append(competition.check_integrity)
+    return competition
 
 
 _REPLACED = Outcome("stopped", "another version went live")

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from mlx_parallm.core import AdapterRef
 from mlx_parallm.errors import ConflictError
 from mlx_parallm.rl.updates.checkpoints import PolicyCheckpoints
 from mlx_parallm.rl.updates.loop import TrainingLoop
 
+if TYPE_CHECKING:
+    from mlx_parallm.adapters.service import AdapterService
+
 INCUMBENT = "incumbent"
 """Tag of the checkpoint of the version that an automatic comparison began from, or that has won the last one."""
 
 
 class TrainedAdapter:
-    """One adapter in training: what comparisons of its versions ask of its `TrainingLoop`.
+    """One adapter in training: what comparisons of its versions ask of its `TrainingLoop`."""
 
-    Args:
-        find: the version that `name@version` means; raises UnknownModelError.
-    """
-
-    def __init__(self, loop: TrainingLoop, checkpoints: PolicyCheckpoints, find: Callable[[str], AdapterRef]) -> None:
-        self._loop = loop
-        self._checkpoints = checkpoints
-        self._find = find
+    def __init__(self, loop: TrainingLoop, checkpoints: PolicyCheckpoints, adapters: AdapterService) -> None:
+        self._loop, self._checkpoints, self._adapters = loop, checkpoints, adapters
 
     @property
     def name(self) -> str:
@@ -52,7 +49,7 @@ class TrainedAdapter:
 
     def version(self, selector: str) -> AdapterRef:
         """The version that `name@version`, or the name or tag of a checkpoint, means. Raises UnknownModelError."""
-        return self._find(selector) if "@" in selector else self._checkpoints.version(self.name, selector)
+        return self._adapters.find(selector).ref if "@" in selector else self._checkpoints.version(self.name, selector)
 
     def is_saved(self, ref: AdapterRef) -> bool:
         """Whether a checkpoint has the version, so that training can go on from it."""

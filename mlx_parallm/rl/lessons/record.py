@@ -9,12 +9,17 @@ import secrets
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
 from mlx_parallm import atomic
 from mlx_parallm.core import LessonCard, LessonOutcome
+from mlx_parallm.rl.collect.groups import DropReason
 from mlx_parallm.rl.rollouts.answers import group_prefixes
+
+if TYPE_CHECKING:
+    from mlx_parallm.rl.service import TrainingService
 
 GROUPS = group_prefixes("lesson")[0]
 """The ids of the groups of every lesson begin with it, because the ids of lessons begin with `lesson-`."""
@@ -23,6 +28,12 @@ FILE = "lesson.json"
 _LESSON = TypeAdapter(LessonCard)
 
 _log = logging.getLogger(__name__)
+
+
+def install(training: TrainingService) -> None:
+    """Drops what lessons have sampled in earlier processes: a lesson ends with its process."""
+    drop = training.trajectories.drop
+    training.hooks.begun.append(lambda adapter: drop(adapter, GROUPS, DropReason.STOPPED))
 
 
 def new_id() -> str:

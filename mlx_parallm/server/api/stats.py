@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from fastapi import APIRouter, Query
 from pydantic import Field
@@ -19,6 +19,9 @@ from mlx_parallm.server.api.ops import ServerMode, server_mode
 from mlx_parallm.server.command_line import command_line
 from mlx_parallm.server.recent import Counted, Interval, RecentValues
 from mlx_parallm.server.services import KeyDep, Services, ServicesDep
+
+if TYPE_CHECKING:
+    from mlx_parallm.app.lessons import Lessons
 
 router = APIRouter()
 
@@ -324,7 +327,8 @@ def _training(services: Services, stats: EngineStats) -> TrainingShare | None:
 
 
 def _lesson(services: Services) -> LessonLine | None:
-    card = services.lessons.card(services.key.reader) if services.lessons else None
+    lessons: Lessons | None = services.extras.get("lessons")
+    card = lessons.card(services.key.reader) if lessons else None
     if card is None or not card.is_running:
         return None
     return LessonLine(adapter=card.adapter, state=card.state, updates=card.updates)

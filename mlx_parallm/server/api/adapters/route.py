@@ -10,7 +10,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import APIRouter, Depends, Path
 
@@ -51,6 +51,9 @@ from mlx_parallm.server.openapi.responses import raises
 from mlx_parallm.server.planning import adapter_named_by
 from mlx_parallm.server.services import Services, ServicesDep
 
+if TYPE_CHECKING:
+    from mlx_parallm.rl.competition.service import CompetitionService
+
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
@@ -67,7 +70,8 @@ class Traffic:
 
 def _unnamed_shares(services: Services) -> Mapping[AdapterRef, float]:
     """While two versions of an adapter are compared, they share what its name gets."""
-    cards = services.training.competition.cards(services.key.reader) if services.training else ()
+    competition: CompetitionService | None = services.extras.get("competition")
+    cards = competition.cards(services.key.reader) if competition else ()
     compared = {card.adapter: card for card in cards if card.verdict == "running"}
     shares: defaultdict[AdapterRef, float] = defaultdict(float)
     for selector, share in services.adapters.route().items():

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from fastapi import APIRouter, Depends
 from pydantic import Field, PlainValidator, model_validator
@@ -40,6 +40,9 @@ from mlx_parallm.server.lifecycle import while_connected
 from mlx_parallm.server.openapi.responses import generating
 from mlx_parallm.server.planning import check_ids
 from mlx_parallm.server.services import Services, ServicesDep
+
+if TYPE_CHECKING:
+    from mlx_parallm.rl.reward_models.trainer import RewardModelTrainer
 
 REWARD_MODEL = "reward_model:"
 
@@ -182,7 +185,8 @@ async def _rewards(body: PairsBody, name: str, services: Services, request: Requ
     check_permitted(key, body)
     record.set_model(body.model or name)
     services.check_open()
-    models, request_id = services.require_reward_models(), new_request_id("score")
+    models: RewardModelTrainer = services.require_extra("reward_models")
+    request_id = new_request_id("score")
     if not key.sees(name):
         raise no_reward_model(name)
     account = record.account = services.accounts.of(key)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import APIRouter, Depends
 from pydantic import Field
@@ -22,6 +22,9 @@ from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.openapi.responses import raises
 from mlx_parallm.server.planning import MAX_ADAPTER_NAME, adapter_named_by
 from mlx_parallm.server.services import ServicesDep
+
+if TYPE_CHECKING:
+    from mlx_parallm.rl.averages import Averages
 
 MAX_ADAPTERS = 64
 
@@ -58,7 +61,7 @@ async def average(body: Annotated[AverageBody, Depends(json_body(AverageBody))],
     """Makes the weighted mean of what adapters add to each linear a version of an adapter. If the server evaluates
     versions, the average is evaluated first, and is held if that fails or if its mean reward is below
     `gate.eval_floor`. When the answer comes, it is live and has a checkpoint, or is held."""
-    averages = services.require_averages()
+    averages: Averages = services.require_extra("averages")
     for selector in body.adapters:
         if selector != BASE_ADAPTER.name:  # which no average is of
             services.find(selector, "adapters")

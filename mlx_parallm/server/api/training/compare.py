@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from fastapi import APIRouter, Depends
 from pydantic import Field
@@ -22,7 +22,10 @@ from mlx_parallm.server.errors import DrainingError
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.openapi.responses import raises
 from mlx_parallm.server.planning import MAX_ADAPTER_NAME, adapter_named_by
-from mlx_parallm.server.services import KeyDep, ServicesDep, TrainingDep
+from mlx_parallm.server.services import KeyDep, ServicesDep
+
+if TYPE_CHECKING:
+    from mlx_parallm.rl.competition.service import CompetitionService
 
 START_ERRORS = (
     UnknownModelError,
@@ -34,6 +37,14 @@ START_ERRORS = (
 )
 
 router = APIRouter()
+
+
+async def competition_of(services: ServicesDep) -> CompetitionService:
+    competition: CompetitionService = services.require_extra("competition")
+    return competition
+
+
+CompetitionDep = Annotated["CompetitionService", Depends(competition_of)]
 
 
 class CompareBody(WireInput):
@@ -62,26 +73,26 @@ class ComparisonList(WireOutput):
 
 
 @router.get("/v1/training/compare", responses=raises(TrainingDisabledError))
-async def comparisons(training: TrainingDep, key: KeyDep) -> ComparisonList:
+async def comparisons(competition: CompetitionDep, key: KeyDep) -> ComparisonList:
     """The comparisons that run, and the last ones."""
-    cards = training.competition.cards(key.reader)
+    cards = competition.cards(key.reader)
     return ComparisonList(object="list", data=cards)
 
 
 @router.post("/v1/training/compare", responses=raises(*START_ERRORS))
 async def compare(
-    body: Annotated[CompareBody, Depends(json_body(CompareBody))], services: ServicesDep, training: TrainingDep
+    body: Annotated[CompareBody, Depends(json_body(CompareBody))], services: ServicesDep, competition: CompetitionDep
 ) -> ComparisonCard:
     """Compares a version of an adapter with the live one, by the rewards of requests that name the adapter, or that
     name none if it is the default one. Answers when the first request can get the candidate."""
     spec = ComparisonSpec(body.candidate, body.share, body.smallest_effect, body.max_rewards, body.max_hours)
-    reader = services.key.reader
+    reader, training = services.key.reader, services.require_training()
     with adapter_named_by("lora_adapter", body.lora_adapter):
         training.status(body.lora_adapter, reader=reader)  # an unknown one is no error of `candidate`
     if "@" in body.candidate:  # otherwise it is a checkpoint of the adapter
         services.find(body.candidate, "candidate")
     with adapter_named_by("candidate", body.candidate):
-        starting = training.competition.start(body.lora_adapter, spec, reader)
+        starting = competition.start(body.lora_adapter, spec, reader)
         return await services.lifecycle.run_to_end(starting)
 
 
@@ -92,9 +103,9 @@ async def compare(
 async def stop_comparing(
     body: Annotated[ControlBody, Depends(json_body(ControlBody, required=False))],
     services: ServicesDep,
-    training: TrainingDep,
+    competition: CompetitionDep,
 ) -> ComparisonCard:
     """Ends the comparison of an adapter without a winner: the version that was live stays."""
     with adapter_named_by("lora_adapter", body.lora_adapter):
-        stopping = training.competition.stop(body.lora_adapter, services.key.reader)
+        stopping = competition.stop(body.lora_adapter, services.key.reader)
         return await services.lifecycle.run_to_end(stopping)

@@ -239,9 +239,10 @@ class LessonStatus(WireOutput):
 @router.get("/v1/training/lesson")
 async def get_lesson(services: ServicesDep) -> LessonStatus:
     """The lesson that runs, or the last one. A server that does not train answers too, and says what to change."""
-    if services.lessons is None:
+    lessons: Lessons | None = services.extras.get("lessons")
+    if lessons is None:
         return LessonStatus(obstacle=DOES_NOT_TRAIN, lesson=None)
-    return _status(services.lessons, services.lessons.card(services.key.reader))
+    return _status(lessons, lessons.card(services.key.reader))
 
 
 @router.post("/v1/training/lesson", responses=raises(*START_ERRORS))
@@ -251,7 +252,7 @@ async def start_lesson(
     """Begins a lesson: the server answers the prompts by itself, beside requests, rewards the answers by the rule, and
     updates the adapter. Each update goes live at once. The lesson goes on if the client leaves, and pauses as training
     does. 409 if one runs already, or if the server draws rollouts of its own environment."""
-    lessons = services.require_lessons()
+    lessons: Lessons = services.require_extra("lessons")
     with adapter_named_by("lora_adapter", body.lora_adapter):
         return _status(lessons, await services.lifecycle.run_to_end(lessons.start(body.spec, services.key.reader)))
 
@@ -259,7 +260,7 @@ async def start_lesson(
 @router.delete("/v1/training/lesson", responses=raises(*STOP_ERRORS))
 async def stop_lesson(services: ServicesDep) -> LessonStatus:
     """Ends the lesson that runs. What it has taught stays."""
-    lessons = services.require_lessons()
+    lessons: Lessons = services.require_extra("lessons")
     return _status(lessons, await services.lifecycle.run_to_end(lessons.stop(services.key.reader)))
 
 

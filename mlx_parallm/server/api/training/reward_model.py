@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from fastapi import APIRouter, Depends
 from pydantic import Field
@@ -24,6 +24,9 @@ from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.openapi.responses import raises
 from mlx_parallm.server.planning import MAX_ADAPTER_NAME
 from mlx_parallm.server.services import ServicesDep
+
+if TYPE_CHECKING:
+    from mlx_parallm.rl.reward_models.trainer import RewardModelTrainer
 
 ERRORS = (
     ConflictError,
@@ -87,7 +90,7 @@ async def train_reward_model(
 ) -> RewardModelObject:
     """Trains a reward model on the preferences that were sent to this run, beside requests and updates. The answer
     comes when it can score, which may take minutes; it is finished even if the client disconnects."""
-    models = services.require_reward_models()
+    models: RewardModelTrainer = services.require_extra("reward_models")
     if services.key.adapters is not None:
         raise shared("A reward model learns from all preferences: it")
     spec = RewardModelSpec(body.name, body.held_out, body.epochs, body.batch_size, body.learning_rate, body.seed)

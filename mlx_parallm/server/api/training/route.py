@@ -71,6 +71,7 @@ from mlx_parallm.server.planning import adapter_named_by, check_ids
 from mlx_parallm.server.services import CollectionDep, KeyDep, Services, ServicesDep, TrainingDep
 
 if TYPE_CHECKING:
+    from mlx_parallm.app.lessons import Lessons
     from mlx_parallm.rl.service import TrainingService
 
 
@@ -223,11 +224,11 @@ async def feedback(
     score = math.fsum(body.token_rewards or ()) if body.score is None else body.score
     of_people: dict[str, Any] = {}
     if body.episode_id is not None:
-        await collection.trajectories.reward_episode(body.episode_id, body.group_id or "", score, key.reader)
+        await collection.reward_episode(body.episode_id, body.group_id or "", score, key.reader)
     elif body.token_rewards is not None:
-        await collection.trajectories.reward_tokens(body.trajectory_id or "", body.token_rewards, key.reader)
+        await collection.reward_tokens(body.trajectory_id or "", body.token_rewards, key.reader)
     else:
-        card = await collection.people.feedback(body.trajectory_id or "", score, body.user or "", key.reader)
+        card = await collection.feedback(body.trajectory_id or "", score, body.user or "", key.reader)
         of_people = {"reward": card.reward, "people": card.people, "late": card.late}
     return FeedbackObject(
         status="success", trajectory_id=body.trajectory_id, episode_id=body.episode_id, score=score, **of_people
@@ -246,7 +247,7 @@ async def close_group(
     """Lets no more answers into a group, so that it can be trained on. If its requests named a `scoring_function`, that
     rewards the members without a reward; otherwise they are dropped. The answer is 409 if the group was trained on or
     dropped."""
-    return await collection.trajectories.close_group(group_id, key.reader)
+    return await collection.close_group(group_id, key.reader)
 
 
 # -- control ---------------------------------------------------------------------------------------
@@ -272,7 +273,7 @@ async def stop_teaching(
     services: Services, training: TrainingService, adapter: str | None, *, reader: Reader
 ) -> TrainingStatus:
     """Stops the lesson of an adapter, if it has one, and then its training. That of the default adapter stays."""
-    lessons = services.lessons
+    lessons: Lessons | None = services.extras.get("lessons")
     card = lessons.card(reader) if lessons is not None and adapter != training.default_adapter else None
     if lessons is not None and card is not None and card.is_running and card.adapter == adapter:
         await lessons.stop(reader)

@@ -51,7 +51,7 @@ router = APIRouter(tags=["Atropos"])
 
 @dataclass(frozen=True, slots=True)
 class AtroposParts:
-    """What the routes need besides `Services`, on `app.state.atropos`. `trainer`: how it describes itself."""
+    """What the routes need besides `Services`, which has it among the extras. `trainer`: how it describes itself."""
 
     trainer: Registration
     training: TrainingService
@@ -77,7 +77,7 @@ class AtroposParts:
 async def parts_of(request: Request, services: ServicesDep) -> AtroposParts:
     """Raises UnknownModelError if the key does not see the default adapter, which these groups train."""
     services.require_training().status(reader=services.key.reader)
-    return cast(AtroposParts, request.app.state.atropos)
+    return cast(AtroposParts, services.extras["atropos"])
 
 
 PartsDep = Annotated[AtroposParts, Depends(parts_of)]

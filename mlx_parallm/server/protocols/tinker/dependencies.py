@@ -13,9 +13,10 @@ from mlx_parallm.server.services import Services, ServicesDep
 
 async def tinker_of(services: ServicesDep) -> TinkerServer:
     """The Tinker API for the request's key. Raises TrainingDisabledError if the server does not train."""
-    if services.tinker is None:
+    if "tinker" not in services.extras:
         raise TrainingDisabledError("This server does not train, so it has no Tinker API: use --enable-rl-training.")
-    return services.tinker.of(services.key)
+    tinker: TinkerServer = services.extras["tinker"]
+    return tinker.of(services.key)
 
 
 TinkerDep = Annotated[TinkerServer, Depends(tinker_of)]
