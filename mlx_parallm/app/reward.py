@@ -9,7 +9,7 @@ from mlx_parallm.errors import ConfigError, InvalidRequestError
 from mlx_parallm.rl.environments import Environment, is_of_episodes
 from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
 from mlx_parallm.rl.scoring.judges import Judge
-from mlx_parallm.rl.scoring.reward import RewardSpec, read_reward
+from mlx_parallm.rl.scoring.scorers import RewardSpec, read_reward
 
 
 def reward_of(config: Config) -> RewardSpec | None:

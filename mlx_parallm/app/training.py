@@ -34,7 +34,7 @@ from mlx_parallm.rl.reward_models.learning import RewardModelDevice
 from mlx_parallm.rl.reward_models.service import RewardModels
 from mlx_parallm.rl.reward_models.work import RewardModelWork
 from mlx_parallm.rl.runs.journal import Journal
-from mlx_parallm.rl.scoring.reward import RewardSpec
+from mlx_parallm.rl.scoring.scorers import REWARD_MODEL, RewardSpec
 from mlx_parallm.rl.scoring.service import ScoringService
 from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.rl.tasks import FileTasks
@@ -255,7 +255,7 @@ def build_training(
         judge_of(config),
     )
 
-    scorers.catalogue.check_reward_models()
+    scorers.catalogue.check_reward(REWARD_MODEL)
 
     async def policy_of(ref: AdapterRef) -> PolicySnapshot:
         with known.registry.lease(str(ref)) as version:

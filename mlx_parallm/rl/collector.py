@@ -44,8 +44,7 @@ from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.hooks import TrainingHooks
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.records import Arrival, Closed, EpisodeReward, Fate, Feedback, GroupEntry, Score, TokenRewards
-from mlx_parallm.rl.scoring.catalogue import ANSWER, lacks_answer, terms_without_answer
-from mlx_parallm.rl.scoring.reward import names_reward
+from mlx_parallm.rl.scoring.scorers import ANSWER, lacks_answer, names_reward, terms_without_answer
 from mlx_parallm.rl.scoring.service import ScoringService
 from mlx_parallm.rl.tasks import PROBLEM_ID, FileTasks
 from mlx_parallm.rl.updates.loop import TrainingLoop

@@ -18,10 +18,8 @@ from typing import Any
 
 from mlx_parallm.errors import ConfigError, InvalidRequestError
 from mlx_parallm.rl.conversations import Message, read_conversation
-from mlx_parallm.rl.scoring import sample
-from mlx_parallm.rl.scoring.catalogue import ANSWER
-from mlx_parallm.rl.scoring.registry import terms
-from mlx_parallm.rl.scoring.reward import REWARD
+from mlx_parallm.rl.scoring import builtin
+from mlx_parallm.rl.scoring.scorers import ANSWER, REWARD, terms
 from mlx_parallm.rl.task_files import Row, find_file, rows_of
 
 PROBLEM_ID = "problem_id"
@@ -186,7 +184,7 @@ def _answer(row: Mapping[str, Any], rewarded: bool) -> Any:
     if rewarded and not isinstance(given, str):
         return given
     try:
-        answer = sample.answer({ANSWER: given}).rpartition("####")[2].strip()
+        answer = builtin.answer({ANSWER: given}).rpartition("####")[2].strip()
     except InvalidRequestError:
         answer = ""
     if not answer and not rewarded:
@@ -202,7 +200,7 @@ def _level(row: Mapping[str, Any]) -> str | None:
 
 def _is_number(answer: object) -> bool:
     try:
-        sample.number({ANSWER: answer})
+        builtin.number({ANSWER: answer})
     except InvalidRequestError:
         return False
     return True

@@ -38,7 +38,7 @@ from mlx_parallm.model.tools.thinking import REASONINGS
 from mlx_parallm.ranks.tensor_parallel import SPLIT_FAMILIES
 from mlx_parallm.rl.collect.group_rewards import MAX_PEOPLE
 from mlx_parallm.rl.collect.groups import DropReason
-from mlx_parallm.rl.scoring.registry import BUILTINS
+from mlx_parallm.rl.scoring.builtin import BUILTINS
 from mlx_parallm.rl.tracking.history import MAX_EVENTS
 from mlx_parallm.selftest.checks import CHECKS
 from mlx_parallm.server.access.roles import DECLARED, Role

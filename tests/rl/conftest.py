@@ -8,7 +8,7 @@ import pytest
 from rl.scoring_rig import LONG_S, NAMES, SOURCE
 from rl.user_package import install
 
-from mlx_parallm.rl.scoring.registry import GROUP
+from mlx_parallm.rl.scoring.scorers import GROUP
 from mlx_parallm.rl.scoring.service import ScoringService
 
 

@@ -11,8 +11,8 @@ from rl.user_package import install
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl.environments import GROUP, environment
-from mlx_parallm.rl.scoring.reward import load
 from mlx_parallm.rl.scoring.sample import ScorerInput
+from mlx_parallm.rl.scoring.scorers import load
 
 NAME = "reasoning_gym:chain_sum"
 

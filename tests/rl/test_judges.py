@@ -14,8 +14,8 @@ from rl.scoring_rig import LONG_S, group
 
 from mlx_parallm.rl.scoring import judges
 from mlx_parallm.rl.scoring.judges import Judge, grader, ranker
-from mlx_parallm.rl.scoring.reward import RewardSpec, read_reward
 from mlx_parallm.rl.scoring.sample import ScorerError, ScorerInput
+from mlx_parallm.rl.scoring.scorers import RewardSpec, read_reward
 from mlx_parallm.rl.scoring.service import ScoringService
 
 Answer = Callable[[dict[str, Any]], object]

@@ -13,8 +13,7 @@ from mlx_parallm.errors import ConfigError, InvalidRequestError
 from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
 from mlx_parallm.rl.scoring.judges import Judge
 from mlx_parallm.rl.scoring.pool import ScoringError
-from mlx_parallm.rl.scoring.registry import Term
-from mlx_parallm.rl.scoring.reward import RewardSpec, read_reward
+from mlx_parallm.rl.scoring.scorers import RewardSpec, Term, read_reward
 from mlx_parallm.rl.scoring.service import ScoringService
 
 SOURCE = """

@@ -25,7 +25,7 @@ from mlx_parallm.rl.reward_models.service import MOST_LOADED, RewardModels
 from mlx_parallm.rl.reward_models.work import RewardModelWork
 from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
 from mlx_parallm.rl.scoring.pool import ScoringError
-from mlx_parallm.rl.scoring.reward import RewardSpec, read_reward
+from mlx_parallm.rl.scoring.scorers import RewardSpec, read_reward
 from mlx_parallm.rl.scoring.service import ScoringService
 
 END = 257
@@ -97,9 +97,11 @@ def test_a_configured_reward_that_is_unknown_ends_the_start() -> None:
     with pytest.raises(ConfigError, match="reward: reward_model:other cannot be used: there are rm"):
         catalogue.check_reward()
     with pytest.raises(ConfigError, match="reward: reward_model:other cannot be used"):
-        catalogue.check_reward_models()
-    ScorerCatalogue(RewardSpec(read_reward("0.5*reward_model:rm + 0.5*exact")), Known().check).check_reward_models()
-    ScorerCatalogue().check_reward_models()
+        catalogue.check_reward("reward_model:")
+    ScorerCatalogue(RewardSpec(read_reward("0.5*reward_model:rm + 0.5*exact")), Known().check).check_reward(
+        "reward_model:"
+    )
+    ScorerCatalogue().check_reward("reward_model:")
     with pytest.raises(ConfigError, match="score in a server or a run that trains"):
         ScorerCatalogue(RewardSpec(read_reward("reward_model:rm"))).check_reward()
 

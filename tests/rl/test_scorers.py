@@ -13,11 +13,11 @@ import pytest
 
 from mlx_parallm.core import CollectionSpec
 from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
+from mlx_parallm.rl.scoring.builtin import BUILTINS
+from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue, _Description
 from mlx_parallm.rl.scoring.gym import TextAsCodeError, dataset, no_code_from_text
-from mlx_parallm.rl.scoring.registry import BUILTINS, Term, terms
-from mlx_parallm.rl.scoring.reward import load
 from mlx_parallm.rl.scoring.sample import ScorerInput
+from mlx_parallm.rl.scoring.scorers import Term, load, terms
 
 
 def score(scorer, text, tokens=3, finish_reason="stop", **metadata):
@@ -194,7 +194,7 @@ def test_math_reads_latex(answer, text, reward):
 
 def test_mathematics_has_a_limit_of_processor_time_and_leaves_other_alarms_alone(monkeypatch):
     """A busy machine costs nobody a reward, and a timer of the program, such as a test's, still rings."""
-    monkeypatch.setattr("mlx_parallm.rl.scoring.registry._MATH_LIMIT_S", 0.5)
+    monkeypatch.setattr("mlx_parallm.rl.scoring.builtin._MATH_LIMIT_S", 0.5)
     rung = []
     before = signal.signal(signal.SIGALRM, lambda *_: rung.append(True))
     try:
@@ -370,7 +370,7 @@ def test_unknown_names_are_refused_with_what_was_probably_meant():
     "name",
     [
         *("reward.py", "reward.py:score", "./reward.py:score", "/etc/passwd", "file:///etc/passwd", "../exact"),
-        *("os:system", "os.system", "builtins:eval", "json", "mlx_parallm.rl.scoring.registry:load_one", "exact\0"),
+        *("os:system", "os.system", "builtins:eval", "json", "mlx_parallm.rl.scoring.scorers:load_one", "exact\0"),
     ],
 )
 def test_a_request_names_no_file_and_no_function(name, tmp_path, monkeypatch):
@@ -427,8 +427,8 @@ def test_nothing_is_asked_twice(monkeypatch):
     """A name that is not built in costs a child process once, whether or not it can be used."""
     catalogue, started = ScorerCatalogue(), []
     monkeypatch.setattr(
-        "mlx_parallm.rl.scoring.catalogue._worker_description",
-        lambda name: started.append(name) or {"requires": [], "tasks": ["a", "b"], "problem": "broken"},
+        "mlx_parallm.rl.scoring.catalogue._describe",
+        lambda name: started.append(name) or _Description((), ("a", "b"), "broken"),
     )
     for _ in range(3):
         for name in ("reasoning_gym:a", "reasoning_gym:b", "reasoning_gym:c"):

@@ -17,7 +17,7 @@ from rl.user_package import install
 from mlx_parallm.core import CollectionSpec
 from mlx_parallm.errors import InvalidRequestError, OverloadedError
 from mlx_parallm.rl.scoring.pool import ScoringError
-from mlx_parallm.rl.scoring.registry import GROUP
+from mlx_parallm.rl.scoring.scorers import GROUP
 
 pytestmark = pytest.mark.ci
 

@@ -15,8 +15,8 @@ import pytest
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl import task_files
 from mlx_parallm.rl.environments import answers_of, environment
-from mlx_parallm.rl.scoring.reward import load
 from mlx_parallm.rl.scoring.sample import ScorerInput
+from mlx_parallm.rl.scoring.scorers import load
 from mlx_parallm.rl.tasks import FileTask, find_tasks, read_tasks
 from mlx_parallm.server.api.chat.messages import Message
 

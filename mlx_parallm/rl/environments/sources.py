@@ -12,7 +12,7 @@ from typing import Any
 from mlx_parallm.core import CollectionSpec
 from mlx_parallm.rl.environments.protocol import Environment, EpisodeEnvironment, RolloutClient, Task, is_of_episodes
 from mlx_parallm.rl.scoring import gym
-from mlx_parallm.rl.scoring.reward import REWARD
+from mlx_parallm.rl.scoring.scorers import REWARD
 from mlx_parallm.rl.tasks import FileTask, FileTasks
 
 _CHUNK = 50

@@ -18,7 +18,7 @@ Stamp = tuple[int, int]
 
 
 class RewardModels:
-    """Implements `scoring.RewardModelScorers`. Event loop's thread only, except `check`.
+    """Event loop's thread only, except `check`.
 
     Attributes:
         device: computes their rewards.
@@ -32,11 +32,11 @@ class RewardModels:
         self._loading = asyncio.Lock()
 
     def check(self, name: str) -> None:
-        """See `RewardModelScorers.check`."""
+        """Raises InvalidRequestError: there is none of this name, or it cannot be used. Blocks on the disk."""
         self.folder.check(name)
 
     async def rewards(self, name: str, group: Sequence[Trajectory]) -> Sequence[float]:
-        """See `RewardModelScorers.rewards`."""
+        """The rewards of these answers, in order. Raises what `score` raises."""
         return await self.score(name, [each.prompt_ids + each.completion_ids for each in group])
 
     async def score(self, name: str, rows: Sequence[tuple[int, ...]]) -> Sequence[float]:

@@ -19,7 +19,6 @@ import json
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -133,9 +132,13 @@ class RewardFunction:
     def __init__(self, function: Callable[..., object], name: str, folder: Path | None) -> None:
         self._function, self._name, self._folder = function, name, folder
         try:
-            self._parameters = _Parameters.of(function)
+            parameters = inspect.signature(function).parameters.values()
         except (TypeError, ValueError) as error:
             raise ScorerError(f"{name}: its parameters cannot be read: {error}") from error
+        named = [each for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
+        self._names = frozenset(each.name for each in named)
+        self._required = frozenset(each.name for each in named if each.default is each.empty)
+        self._takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
         self._score = self._chosen()
 
     def __call__(self, group: Sequence[ScorerInput]) -> list[float | None]:
@@ -152,14 +155,13 @@ class RewardFunction:
             raise ScorerError(explained(error, self._folder)) from error
 
     def _chosen(self) -> Callable[[Sequence[ScorerInput]], list[float | None]]:
-        parameters = self._parameters
-        if parameters.names & _OF_A_GROUP:
+        if self._names & _OF_A_GROUP:
             return self._whole_group
-        if parameters.names & _OF_ONE:
+        if self._names & _OF_ONE:
             return self._each_by_name
-        if len(parameters.required) == 1 or (not parameters.required and len(parameters.names) == 1):
+        if len(self._required) == 1 or (not self._required and len(self._names) == 1):
             return self._each_sample
-        raise ScorerError(f"{self._name}: {_SIGNATURES}; this one takes ({', '.join(sorted(parameters.names))})")
+        raise ScorerError(f"{self._name}: {_SIGNATURES}; this one takes ({', '.join(sorted(self._names))})")
 
     def _whole_group(self, group: Sequence[ScorerInput]) -> list[float | None]:
         (rewards,) = _awaited([self._function(**self._arguments(_lists(group), group))])
@@ -180,36 +182,20 @@ class RewardFunction:
 
     def _arguments(self, values: Values, group: Sequence[ScorerInput]) -> Values:
         """The values that the function asks for."""
-        if missing := self._parameters.required - values.keys():
+        if missing := self._required - values.keys():
             columns = ", ".join(sorted({key for sample in group for key in sample.metadata})) or "none"
             raise ScorerError(
                 f"{self._name} asks for {', '.join(sorted(missing))}: no such column of its tasks; they have {columns}"
             )
-        if self._parameters.takes_any:
+        if self._takes_any:
             return values
-        return {name: value for name, value in values.items() if name in self._parameters.names}
+        return {name: value for name, value in values.items() if name in self._names}
 
     def _reward(self, value: object) -> float | None:
         try:
             return None if value is None else as_number(value)
         except TypeError as error:
             raise ScorerError(f"{self._name} {error}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class _Parameters:
-    """The names of a function's parameters. `required`: those without a default. `takes_any`: it has **kwargs."""
-
-    names: frozenset[str]
-    required: frozenset[str]
-    takes_any: bool
-
-    @staticmethod
-    def of(function: Callable[..., object]) -> _Parameters:
-        found = inspect.signature(function).parameters.values()
-        named = [p for p in found if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-        required = frozenset(p.name for p in named if p.default is p.empty)
-        return _Parameters(frozenset(p.name for p in named), required, any(p.kind is p.VAR_KEYWORD for p in found))
 
 
 def _awaited(results: Sequence[object]) -> Sequence[object]:

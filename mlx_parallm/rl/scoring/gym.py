@@ -13,24 +13,18 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.extras import REASONING_GYM
-from mlx_parallm.rl.scoring.sample import Scorer, ScorerInput
-from mlx_parallm.rl.scoring.sample import entry as entry_of
+from mlx_parallm.rl.scoring.sample import Metadata, Scorer, ScorerError, ScorerInput, json_object, refused, unusable
 
 PREFIX = "reasoning_gym:"
 
-_PARAM = "scoring_function"
+_ENTRY_KEYS = ("question", "answer", "metadata")
 
 _NEEDS_CONFIGURATION = frozenset({"composite"})
 _USES_TUPLES = frozenset({"arc_agi", "rearc"})
 """Tasks that compare boards as tuples of tuples, which JSON has turned into lists."""
 
 _TRIES = 10
-
-
-class UnusableTaskError(Exception):
-    """The scoring of a task always runs text as code."""
 
 
 def task_names() -> tuple[str, ...]:
@@ -51,14 +45,22 @@ def entries(data: Any, count: int) -> Iterator[dict[str, Any]]:
     made, fault = 0, Exception("the data set is empty")
     for index in range(min(count, len(data))):
         try:
-            entry = data[index]
+            one = data[index]
         except Exception as error:  # noqa: BLE001 - a random draw that the generator does not handle
             fault = error
         else:
             made += 1
-            yield entry
+            yield one
     if not made:
         raise fault
+
+
+def entry(metadata: Metadata) -> dict[str, Any]:
+    """`entry`: one entry of a reasoning-gym data set, as an object or its JSON text."""
+    value = json_object(metadata, "entry")
+    if missing := [key for key in _ENTRY_KEYS if key not in value]:
+        raise refused("entry", f"lacks {', '.join(missing)}: give the entry as the data set has it")
+    return value
 
 
 def scorer(task: str) -> Scorer:
@@ -70,30 +72,30 @@ def scorer(task: str) -> Scorer:
 
     Raises:
         InvalidRequestError: no such task.
-        UnusableTaskError: its scoring always runs text as code.
+        ScorerError: its scoring always runs text as code.
     """
     if task not in task_names():
-        raise InvalidRequestError(f"{_PARAM}: reasoning-gym has no task {task}", _PARAM)
+        raise unusable(f"reasoning-gym has no task {task}")
     data = dataset(task, seed=0)
     _check_usable(data)
     from reasoning_gym.utils import extract_answer
 
     def score(completion: ScorerInput) -> float:
-        entry = _with_tuples(task, entry_of(completion.metadata))
+        own = _with_tuples(task, entry(completion.metadata))
         if not completion.ended:
             return 0.0
         answer = extract_answer(completion.text)
-        return _score(data, completion.text.strip() if answer is None else answer, entry)
+        return _score(data, completion.text.strip() if answer is None else answer, own)
 
     return score
 
 
-def _score(data: Any, answer: str, entry: dict[str, Any]) -> float:
+def _score(data: Any, answer: str, own: dict[str, Any]) -> float:
     with no_code_from_text():
         try:
-            return float(data.score_answer(answer, entry))
+            return float(data.score_answer(answer, own))
         except Exception:  # noqa: BLE001 - caused by the answer, or by the entry
-            data.score_answer(entry["answer"], entry)  # raises if the entry is the cause
+            data.score_answer(own["answer"], own)  # raises if the entry is the cause
             return 0.0
 
 
@@ -103,19 +105,19 @@ def _check_usable(data: Any) -> None:
     Scores it twice: the first time, without the guard, imports what the scoring needs.
 
     Raises:
-        UnusableTaskError: it does.
+        ScorerError: it does.
     """
-    entry = next(entries(data, _TRIES))
-    data.score_answer(entry["answer"], entry)
+    own = next(entries(data, _TRIES))
+    data.score_answer(own["answer"], own)
     before = refusals()
     with contextlib.suppress(TextAsCodeError), no_code_from_text():
-        data.score_answer(entry["answer"], entry)
+        data.score_answer(own["answer"], own)
     if refusals() > before:
-        raise UnusableTaskError("its scoring runs text as code; choose another task")
+        raise ScorerError("its scoring runs text as code; choose another task")
 
 
-def _with_tuples(task: str, entry: dict[str, Any]) -> dict[str, Any]:
-    return {**entry, "metadata": _tuples(entry["metadata"])} if task in _USES_TUPLES else entry
+def _with_tuples(task: str, own: dict[str, Any]) -> dict[str, Any]:
+    return {**own, "metadata": _tuples(own["metadata"])} if task in _USES_TUPLES else own
 
 
 def _tuples(value: Any) -> Any:
@@ -126,7 +128,7 @@ def _tuples(value: Any) -> Any:
 
 def _factory() -> Any:
     if not REASONING_GYM.installed:
-        raise InvalidRequestError(f"{_PARAM}: {REASONING_GYM.missing}", _PARAM)
+        raise unusable(REASONING_GYM.missing)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)  # one of its dependencies causes it
         import reasoning_gym.factory

@@ -1,7 +1,7 @@
 """ScoringService checks the metadata that requests give to their scorers, and scores groups of trajectories.
 
     server's process                                    child processes
-    ScoringService ── ScoringPool ── groups ──▶ worker ──▶ registry ──▶ exact, math, a package's own, ...
+    ScoringService ── ScoringPool ── groups ──▶ worker ──▶ scorers ──▶ builtin, gym, functions, judges, ...
        ├── ScoringPool ── metadata of requests ──▶ worker
        └── ScorerCatalogue ── once per scorer name ──▶ worker NAME
 
@@ -19,19 +19,20 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.core import CollectionSpec, Trajectory
 from mlx_parallm.errors import EngineError, InvalidRequestError, OverloadedError
-from mlx_parallm.rl.scoring import sample
-from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
+from mlx_parallm.rl.scoring.builtin import BUILTINS
+from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue, no_reward_model
 from mlx_parallm.rl.scoring.judges import INSTRUCTION, JUDGE, Judge
 from mlx_parallm.rl.scoring.pool import ScoringError, ScoringPool
 from mlx_parallm.rl.scoring.queue import Rule
-from mlx_parallm.rl.scoring.registry import Term
-from mlx_parallm.rl.scoring.reward import REWARD, RewardSpec, names_reward
-from mlx_parallm.rl.scoring.reward_models import PREFIX, NoRewardModels, RewardModelScorers
-from mlx_parallm.rl.scoring.sample import ScorerInput
+from mlx_parallm.rl.scoring.sample import PARAM, ScorerInput
+from mlx_parallm.rl.scoring.scorers import REWARD, REWARD_MODEL, RewardSpec, Term, names_reward
+
+if TYPE_CHECKING:
+    from mlx_parallm.rl.reward_models.service import RewardModels
 
 _WAIT_S = 15.0
 """How long a request waits for its check, and for the checks of other requests before it."""
@@ -65,7 +66,7 @@ class ScoringService:
         batch_size: int,
         timeout_s: float,
         reward: RewardSpec | None = None,
-        reward_models: RewardModelScorers | None = None,
+        reward_models: RewardModels | None = None,
         judge: Judge | None = None,
     ) -> None:
         self.last_fault = ""
@@ -74,10 +75,12 @@ class ScoringService:
         self._timeout_s = timeout_s
         self._pool = ScoringPool(processes, batch_size, timeout_s)
         self._checks = ScoringPool(1, 1, _CHECK_S)
-        self._reward_models = reward_models or NoRewardModels()
-        self.catalogue = ScorerCatalogue(reward, self._reward_models.check)
+        self._reward_models = reward_models
+        self.catalogue = ScorerCatalogue(reward, reward_models.check if reward_models else no_reward_model)
         self._describing = asyncio.Lock()
         self._refusals: OrderedDict[bytes, str] = OrderedDict()  # by digest of scorer and value; "": not refused
+
+    # -- rewards ---------------------------------------------------------------------------------
 
     async def score(self, group: Sequence[Trajectory]) -> tuple[float, ...]:
         """The rewards of trajectories that have the same scorer, in order: finite numbers.
@@ -93,8 +96,7 @@ class ScoringService:
         rule = Rule(collection.client, scorer, _digest(dict(collection.metadata)).hex())
         try:
             message = self._message(group, await self._of_reward_models(group))
-            reply = await self._pool.run(rule, len(group), message)
-            return _checked_rewards(reply, len(group))
+            return _checked_rewards(await self._pool.run(rule, len(group), message), len(group))
         except (ScoringError, InvalidRequestError, EngineError) as error:
             slow = str(error) == f"took more than {self._timeout_s:g} s"
             advice = "; rl_training.scoring_timeout_s is the limit" if slow else ""
@@ -103,29 +105,34 @@ class ScoringService:
 
     async def _of_reward_models(self, group: Sequence[Trajectory]) -> dict[str, Sequence[float]]:
         """The rewards that reward models give, by scorer."""
+        rewards: dict[str, Sequence[float]] = {}
         self.on_device += 1
         try:
-            return {
-                name: await self._reward_models.rewards(name.removeprefix(PREFIX), group)
-                for name in self.catalogue.reward_models(group[0].collection)
-            }
+            for scorer in self.catalogue.scorers(group[0].collection):
+                if scorer.startswith(REWARD_MODEL):
+                    name = scorer.removeprefix(REWARD_MODEL)
+                    if self._reward_models is None:
+                        no_reward_model(name)
+                    else:
+                        rewards[scorer] = await self._reward_models.rewards(name, group)
         finally:
             self.on_device -= 1
+        return rewards
 
-    def _message(self, group: Sequence[Trajectory], given: Mapping[str, Sequence[float]]) -> Mapping[str, Any]:
-        """What a scoring process needs to score the group. `given`: the rewards of reward models."""
+    def _message(self, group: Sequence[Trajectory], of_models: Mapping[str, Sequence[float]]) -> Mapping[str, Any]:
+        """What a scoring process needs to score the group. `of_models`: the rewards of reward models."""
         collection = group[0].collection
         reward = self._reward_of(collection)
         samples = [ScorerInput.to_json(trajectory, reward is not None) for trajectory in group]
-        for at, sample_of in enumerate(samples):
-            sample_of["reward_models"] = {name: rewards[at] for name, rewards in given.items()}
+        for at, sample in enumerate(samples):
+            sample["reward_models"] = {name: rewards[at] for name, rewards in of_models.items()}
         if reward is None:
             return {"scorer": collection.scorer, "samples": samples}
         scorer = REWARD if collection.scorer == JUDGE else collection.scorer
         return {"scorer": scorer, "samples": samples, "reward": reward.to_json()}
 
     def _reward_of(self, collection: CollectionSpec) -> RewardSpec | None:
-        """What the scorer `reward` stands for: the configured reward, or a lesson's judge. None: neither is used."""
+        """What the scorer `reward` stands for: the operator's reward, or a lesson's judge. None: neither is used."""
         instruction = collection.metadata.get(INSTRUCTION)
         if collection.scorer == JUDGE and instruction is not None:
             return RewardSpec((Term(1.0, JUDGE),), replace(self._judge, instruction=instruction))
@@ -138,6 +145,12 @@ class ScoringService:
         if self._reward is not None and not self._reward.judge.url:
             judge = replace(self._reward.judge, url=url, api_key=api_key)
             self._reward = replace(self._reward, judge=judge)
+
+    async def close(self) -> None:
+        """Ends the processes; waiting groups fail."""
+        await asyncio.gather(self._pool.close(), self._checks.close())
+
+    # -- what requests bring ---------------------------------------------------------------------
 
     async def check(self, collection: CollectionSpec) -> None:
         """Checks that the scorer of a request is known, and that `metadata` has what it reads.
@@ -153,13 +166,9 @@ class ScoringService:
                 await asyncio.to_thread(self.catalogue.check_bounds, collection)
         else:
             self.catalogue.check_bounds(collection)
-        for name, builtin in self.catalogue.builtins(collection):
-            if builtin.read is not None:
-                await self._check_value(name, builtin.key, collection)
-
-    async def close(self) -> None:
-        """Ends the processes; waiting groups fail."""
-        await asyncio.gather(self._pool.close(), self._checks.close())
+        for name in self.catalogue.scorers(collection):
+            if name in BUILTINS and BUILTINS[name].read is not None:
+                await self._check_value(name, BUILTINS[name].key, collection)
 
     async def _check_value(self, scorer: str, key: str, collection: CollectionSpec) -> None:
         """Checks one value of `metadata` in the checking process, unless its result is remembered."""
@@ -173,12 +182,12 @@ class ScoringService:
             except TimeoutError as error:
                 raise OverloadedError("The metadata of other requests is being checked; try again.") from error
             except ScoringError as error:
-                self._refusals[digest] = f"{sample.PARAM}.{key} could not be checked: {error}"
+                self._refusals[digest] = f"{PARAM}.{key} could not be checked: {error}"
             if len(self._refusals) > _REMEMBERED:
                 self._refusals.popitem(last=False)
         self._refusals.move_to_end(digest)
         if refusal := self._refusals[digest]:
-            raise InvalidRequestError(refusal, sample.PARAM)
+            raise InvalidRequestError(refusal, PARAM)
 
 
 def _digest(value: object) -> bytes:

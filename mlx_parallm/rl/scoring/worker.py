@@ -8,7 +8,7 @@ stdin:  {"id": 8, "check": "regex", "metadata": {...}}      can the scorer use t
 stdout: {"id": 8, "begun": true}
         {"id": 8, "refused": ""}  or  {"id": 8, "refused": "metadata.pattern ..."}
 
-With the argument NAME it describes one scorer, or one function of the configured reward, as JSON instead: `requires`
+With the argument NAME it describes one scorer, or one function of the operator's reward, as JSON instead: `requires`
 (the keys of `metadata` that it reads), `tasks` (all tasks of reasoning-gym, if the scorer is one of them) and `problem`
 (why it cannot be used, or "").
 """
@@ -19,15 +19,17 @@ import json
 import math
 import os
 import sys
-from typing import Any, BinaryIO
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.processes import end_with_parent, private_pipes
 from mlx_parallm.rl.scoring import gym
+from mlx_parallm.rl.scoring.builtin import BUILTINS, TooSlowError, cpu_limit
 from mlx_parallm.rl.scoring.functions import load_function
-from mlx_parallm.rl.scoring.registry import BUILTINS, TooSlowError, cpu_limit, load_one
-from mlx_parallm.rl.scoring.reward import RewardSpec, is_function, load
 from mlx_parallm.rl.scoring.sample import ScorerError, ScorerInput
+from mlx_parallm.rl.scoring.scorers import RewardSpec, is_function, load, load_one
 
 CHECK_S = 1.0
 """Processor time for one check."""
@@ -40,15 +42,19 @@ def main() -> None:
     os.nice(_NICE)
     end_with_parent()
     requests, replies = private_pipes()
+
+    def reply(message: dict[str, Any]) -> None:
+        replies.write(json.dumps(message).encode() + b"\n")
+        replies.flush()
+
     if len(sys.argv) > 1:
-        _reply(replies, describe(sys.argv[1]))
+        reply(describe(sys.argv[1]))
         return
     for line in requests:
         message = json.loads(line)
-        if "check" in message:
-            _check(message, replies)
-        else:
-            _score(message, replies)
+        number = {"id": message["id"]}
+        answer = _check if "check" in message else _score
+        reply({**number, **answer(message, partial(reply, {**number, "begun": True}))})
 
 
 def describe(name: str) -> dict[str, Any]:
@@ -60,17 +66,15 @@ def describe(name: str) -> dict[str, Any]:
         scorer = load_function(name) if is_function(name) else load_one(name)
         requires = [str(key) for key in getattr(scorer, "requires", ())]
         problem = "" if callable(scorer) else "it cannot be called"
-    except (gym.UnusableTaskError, ScorerError) as error:
-        problem = str(error)
     except BaseException as error:  # noqa: BLE001 - importing a user's package may raise anything
-        problem = f"{type(error).__name__}: {error}"
+        problem = _text(error)
     return {"requires": requires, "tasks": tasks, "problem": problem}
 
 
-def _check(message: dict[str, Any], replies: BinaryIO) -> None:
+def _check(message: dict[str, Any], begin: Callable[[], None]) -> dict[str, Any]:
     builtin = BUILTINS[message["check"]]
     builtin.load()
-    _reply(replies, {"id": message["id"], "begun": True})
+    begin()
     refused = ""
     try:
         with cpu_limit(CHECK_S):
@@ -80,22 +84,18 @@ def _check(message: dict[str, Any], replies: BinaryIO) -> None:
         refused = str(error)
     except TooSlowError as error:
         refused = f"metadata.{builtin.key} is too complex: checking it {error}"
-    _reply(replies, {"id": message["id"], "refused": refused})
+    return {"refused": refused}
 
 
-def _score(group: dict[str, Any], replies: BinaryIO) -> None:
+def _score(group: dict[str, Any], begin: Callable[[], None]) -> dict[str, Any]:
     try:
         reward = RewardSpec.from_json(group["reward"]) if "reward" in group else None
         scorer = load(group["scorer"], reward)
-        _reply(replies, {"id": group["id"], "begun": True})
-        given = scorer([ScorerInput(**sample) for sample in group["samples"]])
-        rewards = [_finite(number, value) for number, value in enumerate(given, 1)]
-    except ScorerError as error:
-        _reply(replies, {"id": group["id"], "error": str(error)[:_MAX_ERROR]})
+        begin()
+        rewards = scorer([ScorerInput(**sample) for sample in group["samples"]])
+        return {"rewards": [_finite(number, value) for number, value in enumerate(rewards, 1)]}
     except BaseException as error:  # noqa: BLE001 - a scorer may raise anything, even SystemExit: its group fails
-        _reply(replies, {"id": group["id"], "error": f"{type(error).__name__}: {error}"[:_MAX_ERROR]})
-    else:
-        _reply(replies, {"id": group["id"], "rewards": rewards})
+        return {"error": _text(error)[:_MAX_ERROR]}
 
 
 def _finite(number: int, reward: float | None) -> float:
@@ -106,9 +106,9 @@ def _finite(number: int, reward: float | None) -> float:
     return reward
 
 
-def _reply(replies: BinaryIO, message: dict[str, Any]) -> None:
-    replies.write(json.dumps(message).encode() + b"\n")
-    replies.flush()
+def _text(error: BaseException) -> str:
+    """What failed. Errors that are not ours may say little without their type."""
+    return str(error) if isinstance(error, ScorerError) else f"{type(error).__name__}: {error}"
 
 
 if __name__ == "__main__":
