@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+import pytest
 from configs import TRAINING, changed
 from lora import remove_adapters
 from mlx.utils import tree_flatten
@@ -224,3 +225,27 @@ def assert_close(got: dict[str, np.ndarray], want: dict[str, np.ndarray], relati
     assert largest > 0
     for name, leaf in want.items():
         np.testing.assert_allclose(got[name], leaf, rtol=0, atol=relative * largest, err_msg=name)
+
+
+def finish(trainer: GRPOTrainer) -> None:
+    """Runs all units that wait."""
+    while trainer.waits():
+        trainer.advance()
+
+
+def failing(trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch, owner: object, method: str) -> None:
+    """The next call raises what a device would."""
+    inner: Callable[..., object] = getattr(owner, method)
+
+    def once(*args: object, **kwargs: object) -> object:
+        monkeypatch.setattr(owner, method, inner)
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(owner, method, once)
+
+
+def fall(trainer: GRPOTrainer) -> None:
+    """Units up to one that fails, as the engine takes it."""
+    with pytest.raises(RuntimeError, match="injected"):
+        finish(trainer)
+    trainer.reset()

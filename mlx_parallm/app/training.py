@@ -25,6 +25,7 @@ from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.model.device import on_cpu
 from mlx_parallm.model.families import untried_packages
 from mlx_parallm.model.manager import SharedModelManager
+from mlx_parallm.ranks.training import FollowingTraining, LeadingTrainableModel
 from mlx_parallm.rl.collect.log import TrajectoryLog
 from mlx_parallm.rl.environments import Task, answers_of, read_system_prompt
 from mlx_parallm.rl.environments.prompts import read_text
@@ -47,7 +48,6 @@ from mlx_parallm.train.learner import Learner
 from mlx_parallm.train.model import TrainableModel
 from mlx_parallm.train.packed_pass import SEGMENT, SHORT_SEGMENT
 from mlx_parallm.train.policy import PolicySnapshot
-from mlx_parallm.train.several_ranks import FollowingTraining, LeadingTrainableModel
 from mlx_parallm.train.taking_turns import TakingTurns
 from mlx_parallm.train.trainer import GRPOTrainer
 

@@ -20,9 +20,9 @@ from mlx_parallm.train.context import Params, Span
 from mlx_parallm.train.head import HeadBlocks, Scores, head_blocks
 from mlx_parallm.train.losses import Figures, TokenBatch, UpdateTotals, loss
 from mlx_parallm.train.model import TrainableModel, TrunkPass
+from mlx_parallm.train.pacing import Stage, StageKind
 from mlx_parallm.train.packing import MicroBatch
 from mlx_parallm.train.policy import PolicyState
-from mlx_parallm.train.stages import Stage, StageKind
 
 
 @dataclass(frozen=True, slots=True)

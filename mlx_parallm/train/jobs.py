@@ -14,10 +14,9 @@ from mlx_parallm.train.forwards import MicroStepInput, TrainingForwards
 from mlx_parallm.train.job_memory import JobMemory
 from mlx_parallm.train.logprobs import Logprobs
 from mlx_parallm.train.losses import k3
-from mlx_parallm.train.pacing import Pacer
+from mlx_parallm.train.pacing import Pacer, Stage
 from mlx_parallm.train.packing import SampleBatch, pack
 from mlx_parallm.train.policy import PolicyState
-from mlx_parallm.train.stages import Stage
 from mlx_parallm.train.step import Step
 
 Work = Accumulation | Step | Logprobs

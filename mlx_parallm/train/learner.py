@@ -7,14 +7,13 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.config import ModelConfig, OptimizerConfig, ResolvedLoss
 from mlx_parallm.core import AdapterRef, DeviceThread, completed, then
 from mlx_parallm.errors import EngineDeadError
 from mlx_parallm.train.accumulation import Contribution
-from mlx_parallm.train.asking import ask_device
 from mlx_parallm.train.data import Datum, UpdateBatch, UpdateOutcome
 from mlx_parallm.train.losses import UpdateTotals
 from mlx_parallm.train.policy import PolicySnapshot, PolicyState
@@ -26,6 +25,33 @@ Publish = Callable[[UpdateOutcome, AdapterWeights], Future[AdapterRef] | None]
 """Publishes the weights of a finished update, or returns None if they are not to go live. On the device thread."""
 
 _log = logging.getLogger(__name__)
+
+
+async def ask_device(device: DeviceThread, ask: Callable[[], Future[T]], cancel: Callable[[Future[Any]], None]) -> T:
+    """The result of what `ask` begins on the device thread, where its future is completed.
+
+    Args:
+        cancel: called on the device thread with that future if the caller is cancelled.
+
+    Raises:
+        Exception: what the future raises.
+    """
+    asked: list[Future[T]] = []
+
+    def begin() -> Future[T]:
+        asked.append(ask())
+        return asked[0]
+
+    def take_back() -> None:
+        for future in asked:
+            cancel(future)
+
+    try:
+        return await device.run(begin)
+    except asyncio.CancelledError:
+        with suppress(EngineDeadError):
+            await device.run(take_back)
+        raise
 
 
 class Learner:

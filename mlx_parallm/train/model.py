@@ -32,9 +32,9 @@ from mlx_parallm.model.layer_state import Caches
 from mlx_parallm.model.mixers import training_mode
 from mlx_parallm.model.split import Head, trunk_of, with_layers
 from mlx_parallm.train.context import Params, Span, TrainingContext, adapted_paths
+from mlx_parallm.train.pacing import Stage, StageKind
 from mlx_parallm.train.packed_pass import SEGMENT, LearnedPass, computed_again
 from mlx_parallm.train.recomputation import floats_of
-from mlx_parallm.train.stages import Stage, StageKind
 
 Recomputes = Callable[[int, int, int], bool]
 """(tokens of a pass, tokens of its longest row, largest rank of its head's adapters, 0 for none) → whether each layer

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
 
-from mlx_parallm.train.stages import Stage, StageKind
+import mlx.core as mx
 
 _TARGET = 0.75
 """Fraction of the budget that a unit aims at; the rest absorbs noise in the measured times."""
@@ -23,6 +25,32 @@ _LATEST_START = 0.5
 
 _NEWEST = 0.5
 """Weight of the newest measurement in the running mean of a stage kind's time."""
+
+
+class StageKind(Enum):
+    """What a stage computes. The value is its cost relative to the forward pass of one layer: a guess that is used
+    until a stage of this kind has been measured."""
+
+    FORWARD = 1.0
+    HEAD = 8.0
+    HEAD_BACKWARD = 20.0
+    BACKWARD = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Lazy arrays (any tree) that are evaluated together, after the arrays of the stages before it.
+
+    `positions`: how many positions of the head it computes; None if it computes something for every token.
+    """
+
+    kind: StageKind
+    arrays: object
+    positions: int | None = None
+
+    def evaluate(self) -> None:
+        """Computes the arrays, and waits for them."""
+        mx.eval(self.arrays)
 
 
 class Pacer:

@@ -25,9 +25,9 @@ from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.model.linears import install_adapters
 from mlx_parallm.ranks.parts import FollowingParts
 from mlx_parallm.ranks.tensor_parallel import split_model
+from mlx_parallm.ranks.training import FollowingTraining, LeadingTrainableModel
 from mlx_parallm.ranks.wire import decode, encode
 from mlx_parallm.train.data import UpdateBatch
-from mlx_parallm.train.several_ranks import FollowingTraining, LeadingTrainableModel
 from mlx_parallm.train.trainer import GRPOTrainer
 
 FAMILIES = ("llama", "qwen2", "qwen3", "quantized")

@@ -26,13 +26,13 @@ from mlx_parallm.ranks.joining import Ranks, join
 from mlx_parallm.ranks.leader import Leader
 from mlx_parallm.ranks.parts import FollowingParts, LeadingParts
 from mlx_parallm.ranks.tensor_parallel import split_model
+from mlx_parallm.ranks.training import FollowingTraining, LeadingTrainableModel
 from mlx_parallm.rl.reward_models.fitting import RewardModelInTraining
 from mlx_parallm.rl.reward_models.model import RewardModel
 from mlx_parallm.rl.reward_models.preferences import Preference
 from mlx_parallm.rl.reward_models.work import RewardModelWork
 from mlx_parallm.train.data import UpdateBatch
 from mlx_parallm.train.policy import Policy
-from mlx_parallm.train.several_ranks import FollowingTraining, LeadingTrainableModel
 from mlx_parallm.train.trainer import GRPOTrainer
 
 HEADS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}

@@ -18,7 +18,7 @@ from mlx_parallm.rl.reward_models.fitting import RewardModelInTraining
 from mlx_parallm.rl.reward_models.model import RewardModel
 from mlx_parallm.rl.reward_models.preferences import Agreement, Preference
 from mlx_parallm.rl.reward_models.work import RewardModelWork, Row, StepLoss
-from mlx_parallm.train.asking import ask_device
+from mlx_parallm.train.learner import ask_device
 
 T = TypeVar("T")
 

@@ -26,8 +26,7 @@ from mlx_parallm.train.job_memory import JobMemory
 from mlx_parallm.train.layout import Row as LaidOutRow
 from mlx_parallm.train.layout import laid_out
 from mlx_parallm.train.model import TrainableModel, TrunkPass
-from mlx_parallm.train.pacing import Pacer
-from mlx_parallm.train.stages import Stage, StageKind
+from mlx_parallm.train.pacing import Pacer, Stage, StageKind
 
 T = TypeVar("T")
 

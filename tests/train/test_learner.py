@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from configs import changed
-from rl.test_trainer_together import failing
 from trainers import (
     SETTINGS,
     assert_close,
+    failing,
     learn,
     leaves,
     make_policy,

@@ -8,10 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from configs import changed
-from rl.test_trainer_together import failing, fall
 from trainers import (
     SETTINGS,
     assert_close,
+    failing,
+    fall,
     learn,
     leaves,
     make_policy,

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from mlx_parallm.train.pacing import Pacer
-from mlx_parallm.train.stages import Stage, StageKind
+from mlx_parallm.train.pacing import Pacer, Stage, StageKind
 
 LAYERS = 30
 FORWARD, HEAD, HEAD_BACKWARD, BACKWARD = StageKind.FORWARD, StageKind.HEAD, StageKind.HEAD_BACKWARD, StageKind.BACKWARD
@@ -24,7 +23,7 @@ class Machine:
         self.slow = 1.0
         self.order: list[object] = []
         monkeypatch.setattr("mlx_parallm.train.pacing.time.monotonic", lambda: self.now)
-        monkeypatch.setattr("mlx_parallm.train.stages.mx.eval", self._eval)
+        monkeypatch.setattr("mlx_parallm.train.pacing.mx.eval", self._eval)
 
     def _eval(self, stage: tuple[int, StageKind, int]) -> None:
         at, kind, tokens = stage

@@ -35,7 +35,7 @@ from mlx_parallm.core.operations import Followers, TrainedSpan, TrainingPass, Tr
 from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.train.context import Params, Span
 from mlx_parallm.train.model import Recomputes, TrainableModel, TrunkPass
-from mlx_parallm.train.stages import Stage, StageKind
+from mlx_parallm.train.pacing import Stage, StageKind
 
 
 class SplitTrainableModel(TrainableModel):

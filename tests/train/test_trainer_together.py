@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -14,6 +14,9 @@ from trainers import (
     SETTINGS,
     Recorder,
     assert_close,
+    failing,
+    fall,
+    finish,
     gradients,
     learn,
     leaves,
@@ -48,11 +51,6 @@ class Outcomes:
     def of(self, name: str) -> UpdateOutcome | Exception:
         (outcome,) = [outcome for ended, outcome in self.ended if ended == name]
         return outcome
-
-
-def finish(trainer: GRPOTrainer) -> None:
-    while trainer.waits():
-        trainer.advance()
 
 
 def passes(trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -202,24 +200,6 @@ def test_device_time_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---- faults --------------------------------------------------------------------------------------
-
-
-def failing(trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch, owner: object, method: str) -> None:
-    """The next call raises what a device would."""
-    inner: Callable[..., object] = getattr(owner, method)
-
-    def once(*args: object, **kwargs: object) -> object:
-        monkeypatch.setattr(owner, method, inner)
-        raise RuntimeError("injected")
-
-    monkeypatch.setattr(owner, method, once)
-
-
-def fall(trainer: GRPOTrainer) -> None:
-    """Units up to one that fails, as the engine takes it."""
-    with pytest.raises(RuntimeError, match="injected"):
-        finish(trainer)
-    trainer.reset()
 
 
 def test_a_failed_micro_step_costs_the_updates_that_were_in_it_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ def test_a_unit_that_fails_costs_its_update_wherever_it_stood(failing: int, monk
     futures.append(trainer.begin(policy, UpdateBatch(tuple(samples()))))
     for _ in range(failing - 1):
         trainer.advance()
-    monkeypatch.setattr("mlx_parallm.train.stages.mx.eval", lambda _: 1 / 0)
+    monkeypatch.setattr("mlx_parallm.train.pacing.mx.eval", lambda _: 1 / 0)
     monkeypatch.setattr("mlx_parallm.train.step.Step.run", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trainer.advance()

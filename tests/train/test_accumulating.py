@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from configs import changed, limited, loss_config
-from rl.test_trainer_together import failing
 from trainers import (
     LORA,
     SETTINGS,
     SINGLE,
     Recorder,
     assert_close,
+    failing,
     gradients,
     learn,
     leaves,
