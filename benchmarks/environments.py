@@ -73,7 +73,7 @@ class ServedRun:
 ENVIRONMENT = f'''\
 import random
 
-from mlx_parallm.rl.environments.calculator import Calculator
+from mlx_parallm.rl.environments.builtin import Calculator
 
 
 class Logged(Calculator):

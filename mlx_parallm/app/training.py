@@ -28,7 +28,7 @@ from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.ranks.training import FollowingTraining, LeadingTrainableModel
 from mlx_parallm.rl.collect.log import TrajectoryLog
 from mlx_parallm.rl.environments import Task, answers_of, read_system_prompt
-from mlx_parallm.rl.environments.prompts import read_text
+from mlx_parallm.rl.environments.names import read_text
 from mlx_parallm.rl.environments.thread import EnvironmentThread
 from mlx_parallm.rl.inference.http import EngineServer
 from mlx_parallm.rl.reward_models.learning import RewardModelDevice

@@ -8,7 +8,7 @@ import pytest
 from rl.rollout_rig import END, last_message, rig
 
 from mlx_parallm.rl.environments import environment, is_of_episodes
-from mlx_parallm.rl.environments.calculator import Calculator, calculate, calculated
+from mlx_parallm.rl.environments.builtin import Calculator, calculate, calculated
 from mlx_parallm.rl.scoring.sample import ScorerInput
 from mlx_parallm.rl.scoring.scorers import load
 

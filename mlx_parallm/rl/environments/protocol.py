@@ -115,5 +115,12 @@ def is_of_episodes(environment: Environment) -> TypeGuard[EpisodeEnvironment]:
     return hasattr(environment, "rollout")
 
 
+def with_system_prompt(task: Task, system_prompt: str | None) -> tuple[Message, ...]:
+    """The messages of the task, after the system prompt if they have no system message of their own."""
+    if system_prompt is None or any(message["role"] == "system" for message in task.messages):
+        return task.messages
+    return ({"role": "system", "content": system_prompt}, *task.messages)
+
+
 class RolloutError(Exception):
     """A rollout cannot go on."""
