@@ -1,6 +1,6 @@
 """The budget of one decode step: where its time goes here, and what it launches and reads on a Mac.
 
-    python benchmarks/step.py [--only times counts operations budget compared] [--quick]
+    python benchmarks/step.py [--only times counts operations budget training compared] [--quick]
         [--models bundled 1b 8b hybrid] [--rows 1 8 16 32] [--contexts 64 512 1024] [--repeats 7] [--out FILE]
     python benchmarks/step.py --record-counts
 
@@ -9,6 +9,8 @@ counts: kernels launched and bytes moved, counted from the graphs that our code 
     machine, always the same. They are compared with the record, results/step_counts.json.
 operations: which operations launch and move most, in a step of 16 rows of Llama-3.1-8B.
 budget: the time of a step of Llama-3.1-8B in 4 bits on an M4 Max, as arithmetic over these counts.
+training: kernels, nodes of the graph, products and waits of a training micro-step beside one of a plain trainer of
+    mlx-lm, eager and under mx.compile, of the bundled model with rank 16. Seconds; its record is that of the counts.
 compared: a whole step of the engine beside one of mlx-lm's batch generator: kernels, nodes of the graph, waits, copies,
     and the time of the host, a step of each in turn. For 1 to 32 rows of 500 and 4,000 tokens of four models without
     weights, whose layers and widths are the true ones. About 5 minutes, and its record is results/step_compared.json.
@@ -20,7 +22,7 @@ compared: a whole step of the engine beside one of mlx-lm's batch generator: ker
 
 import argparse
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -35,12 +37,15 @@ from lib.step.decode import Rows
 from lib.step.engines import Batch
 from lib.step.models import LLAMA_8B, Architecture
 from lib.step.timing import Timer, Times
+from lib.step.training import COMPILED, OURS, TOGETHER
 from rich.table import Table
 
 RECORD = Path(__file__).parent / "results" / "step.json"
 COMPARED = RECORD.with_name("step_compared.json")
-PARTS = ("times", "counts", "operations", "budget", "compared")
+PARTS = ("times", "counts", "operations", "budget", "training", "compared")
 COMPARED_REPEATS = 15
+MOST_MICRO_STEP_KERNELS, MOST_MICRO_STEP_WAITS = 1.6, 10
+"""Times those of the compiled plain trainer; if no request waits."""
 AIMS = {"kernels": (1.2, 1.6), "nodes": (1.4, None), "host": (1.8, 2.4)}
 """At most so many times mlx-lm's, with 16 rows of 500 tokens; with eight adapters."""
 BUDGET_ROWS = (1, 8, 16, 32, 64)
@@ -53,7 +58,7 @@ def main() -> int:
     """Returns the exit code: 1 if a step launches or moves more than the record allows."""
     arguments = _arguments()
     if arguments.record_counts:
-        cases.write_record(cases.as_record(cases.counted(cases.cases())) | cases.whole_steps())
+        cases.write_record(cases.as_record(cases.counted(cases.cases())) | cases.whole_steps() | cases.micro_steps())
         print(f"written to {cases.RECORD}")
         return 0
     figures: list[Figure] = []
@@ -63,8 +68,13 @@ def main() -> int:
     if "counts" in arguments.only:
         found = cases.counted(cases.cases())
         tables.append(_counts_table(found))
-        before = cases.read_record()
-        more = cases.excess(cases.as_record(found), {name: before[name] for name in before if "engine: " not in name})
+        more += cases.excess(cases.as_record(found), cases.read_record(""))
+    if "training" in arguments.only:
+        micro_steps = cases.micro_steps()
+        tables.append(_micro_steps_table(micro_steps))
+        record["micro_steps"] = micro_steps
+        figures += _micro_step_figures(micro_steps)
+        more += cases.excess(micro_steps, cases.read_record("training"))
     if "operations" in arguments.only:
         tables.append(_operations_table(Case(LLAMA_8B, Rows.of([512] * 16))))
     if "budget" in arguments.only:
@@ -183,6 +193,22 @@ def _counts_table(found: Mapping[Case, Counts]) -> Table:
         numbers = [f"{getattr(counts, name):,}" for name in launches]
         table.add_row(case.name, *numbers, *(f"{getattr(counts, name) / 1e6:,.1f}" for name in sizes))
     return table
+
+
+def _micro_steps_table(found: Mapping[str, Mapping[str, int]]) -> Table:
+    compiled = found[f"training: {COMPILED}"]
+    table = _table("A training micro-step, and its multiples of the compiled plain trainer", list(compiled))
+    for name, counts in found.items():
+        table.add_row(name, *(f"{value:,}, {value / compiled[what]:.2f}x" for what, value in counts.items()))
+    return table
+
+
+def _micro_step_figures(found: Mapping[str, Mapping[str, int]]) -> Iterator[Figure]:
+    compiled = found[f"training: {COMPILED}"]
+    for name in (f"training: {OURS}", f"training: {TOGETHER}"):
+        kernels, waits = found[name]["kernels"] / compiled["kernels"], found[name]["waits"]
+        yield Figure(f"{name}: kernels", "x", *reported([kernels]), MOST_MICRO_STEP_KERNELS)
+        yield Figure(f"{name}: waits", "", *reported([waits]), MOST_MICRO_STEP_WAITS)
 
 
 def _operations_table(case: Case) -> Table:

@@ -1,7 +1,11 @@
-"""Attention over packed tokens (see `layout`), in one forward pass.
+"""Attention of a pass with gradients over packed tokens (see `layout`).
 
-A branch is one attention call, and so is a bucket: each of its rows attends to the branches above it and to itself. In
-a pass with many scores, all calls are made in blocks.
+    by parts    one call for each bucket, and one for each branch: their rows attend to what is above them and to
+                themselves
+    together    one call for all tokens, with a mask of those that belong together
+
+A CPU pays for scores, and attends by parts. A GPU pays for calls: it attends to all tokens together as long as these
+have few scores. Calls with many scores are made in blocks.
 """
 
 from __future__ import annotations
@@ -9,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import cast
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_parallm.batch.attention import additive, attention
 from mlx_parallm.core.branches import Branch
+from mlx_parallm.model.device import on_cpu
 from mlx_parallm.train.recomputation import Unit, watching
 
 SCORES_AT_ONCE = 1 << 19
@@ -23,71 +28,137 @@ SCORES_AT_ONCE = 1 << 19
 of a long row grows with its length and not with the square of it."""
 
 
-def branches_at(branches: Sequence[Branch]) -> Iterator[tuple[Branch, int]]:
-    """The branches, each with the index of its first token."""
-    return zip(branches, accumulate((each.tokens for each in branches), initial=0), strict=False)
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedPart:
+    """Rows of `width` tokens that lie one after the other: those of a bucket, or the tokens of a branch as one row.
+
+    start: where the first row begins. offset: the position of each row's first token. above: the tokens before them,
+    which all rows share; None if there are none.
+    """
+
+    start: int
+    rows: int
+    width: int
+    offset: int
+    above: PackedPart | None = None
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.rows * self.width
+
+    @property
+    def scores(self) -> int:
+        """Attention scores of one head."""
+        return self.rows * self.width * (self.offset + self.width)
 
 
-def attend(
-    branches: Sequence[Branch],
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    scale: float,
-    window: int | None,
-    sinks: mx.array | None,
-) -> mx.array:
-    """Attention of all tokens, arrays [N, heads, 1, head_dim] → [N, heads, 1, head_dim of values]."""
-    call = _Call(queries, keys, values, scale, window, sinks, sum(map(_scores, branches)) > SCORES_AT_ONCE)
-    return mx.concatenate([part for branch, at in branches_at(branches) for part in call.branch(branch, at)])
+def packed_parts(branches: Sequence[Branch]) -> list[PackedPart]:
+    """All tokens of the branches, in the order in which they lie."""
+    found: list[PackedPart] = []
 
+    def add(rows: int, width: int, offset: int, above: PackedPart | None) -> PackedPart | None:
+        if not rows * width:
+            return above
+        found.append(PackedPart(found[-1].stop if found else 0, rows, width, offset, above))
+        return found[-1]
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """Attention in one layer; arrays [N, heads, 1, head_dim]. `large`: it is made in blocks."""
-
-    queries: mx.array
-    keys: mx.array
-    values: mx.array
-    scale: float
-    window: int | None
-    sinks: mx.array | None
-    large: bool
-
-    def branch(self, branch: Branch, at: int, above: tuple[mx.array, mx.array] | None = None) -> Iterator[mx.array]:
-        """The outputs of a branch, whose tokens lie from `at` on. `above`: keys and values of the branches above it."""
-        if branch.length:
-            output, above = self._rows_at(at, 1, branch.length, branch.start, above)
-            yield output
-        at += branch.length
+    def add_branch(branch: Branch, above: PackedPart | None) -> None:
+        above = add(1, branch.length, branch.start, above)
         for bucket in branch.buckets:
-            if bucket.width:
-                yield self._rows_at(at, bucket.rows, bucket.width, branch.stop, above)[0]
-            at += bucket.tokens
+            add(bucket.rows, bucket.width, branch.stop, above)
         for inner in branch.branches:
-            yield from self.branch(inner, at, above)
-            at += inner.tokens
+            add_branch(inner, above)
 
-    def _rows_at(
-        self, at: int, rows: int, width: int, offset: int, above: tuple[mx.array, mx.array] | None
-    ) -> tuple[mx.array, tuple[mx.array, mx.array]]:
-        """The outputs of rows of `width` tokens from position `offset` on, and their keys and values with those above
-        them."""
-        queries, *own = (_rows(each[at : at + rows * width], rows) for each in (self.queries, self.keys, self.values))
-        keys, values = own if above is None else map(_join, above, own)
-        attended = in_blocks(self._attend, offset) if self.large else partial(self._attend, offset)
-        return _tokens(attended(queries, keys, values)), (keys, values)
-
-    def _attend(self, offset: int, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
-        """The outputs of queries at the positions from `offset` on, [rows, heads, T, head_dim]."""
-        mask = _mask(offset, queries.shape[2], self.window, queries.dtype)
-        return attention(queries, keys, values, self.scale, mask, self.sinks)
+    for branch in branches:
+        add_branch(branch, None)
+    return found
 
 
-def _scores(branch: Branch) -> int:
-    """The attention scores of one head."""
-    own = branch.length * branch.stop + sum(each.tokens * (branch.stop + each.width) for each in branch.buckets)
-    return own + sum(map(_scores, branch.branches))
+class PackedAttention:
+    """The attention of one pass. Its masks are made once, and not in every layer. `parts`: see `packed_parts`."""
+
+    def __init__(self, branches: Sequence[Branch]) -> None:
+        self.parts = packed_parts(branches)
+        self._is_large = sum(part.scores for part in self.parts) > SCORES_AT_ONCE
+        self._masks: dict[tuple[object, ...], mx.array] = {}
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        window: int | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Attention of all tokens, arrays [N, heads, 1, head_dim] → [N, heads, 1, head_dim of values]."""
+        if len(self.parts) > 1 and len(queries) ** 2 <= SCORES_AT_ONCE and not on_cpu():
+            mine, keys, values = (each.transpose(2, 1, 0, 3) for each in (queries, keys, values))
+            mask = self._mask_of_all(window, queries.dtype)
+            return attention(mine, keys, values, scale, mask, sinks).transpose(2, 1, 0, 3)
+
+        def attend(offset: int, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+            """Of queries at the positions from `offset` on, [rows, heads, T, head_dim]."""
+            mask = self._mask(offset, queries.shape[2], window, queries.dtype)
+            return attention(queries, keys, values, scale, mask, sinks)
+
+        outputs: list[mx.array] = []
+        seen: dict[PackedPart | None, Sequence[mx.array]] = {}
+        for part, *arrays in zip(self.parts, *map(self.split, (queries, keys, values)), strict=True):
+            mine, *own = (_rows(each, part.rows) for each in arrays)
+            seen[part] = own if part.above is None else list(map(_join, seen[part.above], own))
+            attend_part = in_blocks(attend, part.offset) if self._is_large else partial(attend, part.offset)
+            outputs.append(_tokens(attend_part(mine, *seen[part])))
+        return mx.concatenate(outputs)
+
+    def split(self, tokens: mx.array) -> Sequence[mx.array]:
+        """What each part has of an array of all tokens, [N, ...]. The gradient is one concatenation; that of slices
+        would be an array of all tokens for each of them."""
+        starts = [part.start for part in self.parts[1:]]
+        return list(mx.split(tokens, starts)) if starts else [tokens]
+
+    def _mask(self, offset: int, tokens: int, window: int | None, dtype: mx.Dtype) -> mx.array:
+        """The additive mask of T tokens from position `offset` on, [T, offset + T]. Those of blocks would take too much
+        memory together to be kept."""
+        if self._is_large:
+            return additive(causal(offset, tokens, window), dtype)
+        key = offset, tokens, window, dtype
+        if key not in self._masks:
+            self._masks[key] = additive(causal(offset, tokens, window), dtype)
+        return self._masks[key]
+
+    def _mask_of_all(self, window: int | None, dtype: mx.Dtype) -> mx.array:
+        """The additive mask of all tokens, [N, N]."""
+        key = window, dtype
+        if key not in self._masks:
+            self._masks[key] = additive(mx.array(_seen(self.parts, window)), dtype)
+        return self._masks[key]
+
+
+def causal(offset: int, tokens: int, window: int | None) -> mx.array:
+    """The keys that T tokens from position `offset` on see, bool [T, offset + T]. A window limits how far back."""
+    queries = mx.arange(offset, offset + tokens)[:, None]
+    keys = mx.arange(offset + tokens)[None]
+    seen = keys <= queries
+    return seen if window is None else seen & (keys > queries - window)
+
+
+def _seen(parts: Sequence[PackedPart], window: int | None) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
+    """The keys that each of all tokens sees, [N, N]."""
+    seen = np.zeros((parts[-1].stop, parts[-1].stop), np.bool_)
+    positions = np.concatenate([np.tile(np.arange(part.width) + part.offset, part.rows) for part in parts])
+    for part in parts:
+        for start in range(part.start, part.stop, part.width):
+            row = slice(start, start + part.width)
+            seen[row, row] = np.tri(part.width, dtype=np.bool_)
+        above = part.above
+        while above is not None:
+            seen[part.start : part.stop, above.start : above.stop] = True
+            above = above.above
+    return seen if window is None else seen & (positions[None] > positions[:, None] - window)
+
+
+# -- blocks --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,12 +252,3 @@ def _tokens(rows: mx.array) -> mx.array:
 def _join(above: mx.array, own: mx.array) -> mx.array:
     """Puts [1, heads, P, head_dim] before each row of [G, heads, T, head_dim]."""
     return mx.concatenate([mx.broadcast_to(above, (own.shape[0], *above.shape[1:])), own], axis=2)
-
-
-def _mask(offset: int, tokens: int, window: int | None, dtype: mx.Dtype) -> mx.array:
-    """Additive causal mask [T, offset + T] of T tokens from position `offset` on. A window limits how far back they
-    attend."""
-    queries = mx.arange(offset, offset + tokens)[:, None]
-    keys = mx.arange(offset + tokens)[None]
-    seen = keys <= queries
-    return additive(seen if window is None else seen & (keys > queries - window), dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import mlx.core as mx
@@ -35,20 +35,29 @@ class TrainingContext:
 
     spans: tuple[Span, ...]
     recomputed: bool = False
+    _inputs: dict[int, tuple[mx.array, Sequence[mx.array]]] = field(default_factory=dict, repr=False)
 
     def adapt(self, _group: LinearGroup, path: str, x: mx.array, base: BaseProduct) -> mx.array:
         """base(x) + scale · (x a) b for the linear at `path`; x [B, T, in] with B · T tokens."""
         y = base(x)
-        if len(self.spans) == 1:
-            return _adapted(self.spans[0], path, x, y)
         if not any(path in span.params for span in self.spans):
             return y
-        stops = list(accumulate(span.tokens for span in self.spans))
-        parts = zip(self.spans, [0, *stops], stops, strict=False)
-        rows, outputs = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
-        return mx.concatenate(
-            [_adapted(span, path, rows[start:stop], outputs[start:stop]) for span, start, stop in parts]
-        ).reshape(y.shape)
+        parts = zip(self.spans, self._inputs_of(x), self._split(y), strict=True)
+        return mx.concatenate([_adapted(span, path, *arrays) for span, *arrays in parts]).reshape(y.shape)
+
+    def _inputs_of(self, x: mx.array) -> Sequence[mx.array]:
+        """What each span has of the input of a linear, float32. Linears that have the same input follow each other, so
+        the last one is kept."""
+        if id(x) not in self._inputs:
+            self._inputs.clear()
+            self._inputs[id(x)] = x, self._split(x.astype(mx.float32))
+        return self._inputs[id(x)][1]
+
+    def _split(self, x: mx.array) -> Sequence[mx.array]:
+        """[B, T, width] → what each span has of it, [tokens, width]."""
+        starts = [*accumulate(span.tokens for span in self.spans)][:-1]
+        tokens = x.reshape(-1, x.shape[-1])
+        return list(mx.split(tokens, starts)) if starts else [tokens]
 
     def changes(self, groups: Iterable[LinearGroup]) -> bool:
         """See `AdapterContext.changes`."""
@@ -99,11 +108,12 @@ class TrainingContext:
 
 
 def _adapted(span: Span, path: str, x: mx.array, y: mx.array) -> mx.array:
+    """y + scale · (x a) b, of the tokens of a span; x is float32."""
     pair = span.params.get(path)
     if pair is None:
         return y
-    change = (x.astype(mx.float32) @ pair["a"]) @ pair["b"]
-    return y + (span.scale * change).astype(y.dtype)
+    low = span.scale * (x @ pair["a"])
+    return mx.addmm(y, low, pair["b"]) if y.dtype == low.dtype else y + (low @ pair["b"]).astype(y.dtype)
 
 
 def adapted_paths(module: nn.Module) -> tuple[str, ...]:

@@ -67,7 +67,7 @@ class MicroStep:
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardPass:
+class ScoredPass:
     """One pass over trunk and head. `scores`: one pair for each micro-batch. `blocks`: the scores of each block of
     positions."""
 
@@ -95,7 +95,7 @@ class TrainingForwards:
         references, stages = self._references(inputs)
         entropy_gradient = any(each.loss.entropy_coef for each in inputs)
 
-        def objective(params: list[Params]) -> tuple[mx.array, tuple[ForwardPass, list[tuple[mx.array, Figures]]]]:
+        def objective(params: list[Params]) -> tuple[mx.array, tuple[ScoredPass, list[tuple[mx.array, Figures]]]]:
             spans = [
                 Span(each.batch.tokens.size, factors, each.policy.scale)
                 for each, factors in zip(inputs, params, strict=True)
@@ -117,7 +117,7 @@ class TrainingForwards:
         backward = self._backward(forward, [each.gradients for each in results])
         return MicroStep(results, [*stages, *forward.stages(arrays), *backward])
 
-    def _backward(self, forward: ForwardPass, gradients: Sequence[Params]) -> Iterator[Stage]:
+    def _backward(self, forward: ScoredPass, gradients: Sequence[Params]) -> Iterator[Stage]:
         """The stages of the backward pass: one for each block of the head, then one for the gradients of each layer,
         from the last layer to the first."""
         *first, last = forward.blocks.gradients
@@ -132,7 +132,7 @@ class TrainingForwards:
         spans: Sequence[Span] | None,
         entropy_gradient: bool = False,
         learns: bool = False,
-    ) -> ForwardPass:
+    ) -> ScoredPass:
         """The scores of all micro-batches, in one pass. `spans`: the tokens' LoRA factors; None: the base model.
         `entropy_gradient`: whether the entropies have a gradient. `learns`: see `TrainableModel.trunk`."""
         tokens, branches = mx.concatenate([batch.tokens for batch in batches]), [batch.branch for batch in batches]
@@ -149,7 +149,7 @@ class TrainingForwards:
         )
         logp, entropy = blocks.joined()
         stops = accumulate((batch.targets.size for batch in batches), initial=0)
-        return ForwardPass([(logp[start:stop], entropy[start:stop]) for start, stop in pairwise(stops)], trunk, blocks)
+        return ScoredPass([(logp[start:stop], entropy[start:stop]) for start, stop in pairwise(stops)], trunk, blocks)
 
     def _head_spans(self, batches: Sequence[MicroBatch], spans: Sequence[Span]) -> Sequence[Span]:
         """The head's LoRA factors of the trained positions; none if no policy has any."""

@@ -61,11 +61,13 @@ def head_blocks(
         entropy_gradient: whether the entropies have a gradient.
     """
     blocks = HeadBlocks()
-    for start in range(0, hidden.shape[0], HEAD_BLOCK):
-        stop = start + HEAD_BLOCK
-        inside = list(_within(spans, start, stop))
+    starts = range(0, len(hidden), HEAD_BLOCK)
+    for start, *arrays in zip(
+        starts, *(mx.split(each, starts[1:]) for each in (hidden, targets, temperatures)), strict=True
+    ):
+        inside = list(_within(spans, start, start + HEAD_BLOCK))
         block = _block_scores(head, inside, entropy_gradient, blocks.gradients)
-        blocks.scores.append(block(hidden[start:stop], targets[start:stop], temperatures[start:stop], *_leaves(inside)))
+        blocks.scores.append(block(*arrays, *_leaves(inside)))
     return blocks
 
 

@@ -31,6 +31,7 @@ from mlx_parallm.model.hooks import answered_by
 from mlx_parallm.model.layer_state import Caches
 from mlx_parallm.model.mixers import training_mode
 from mlx_parallm.model.split import Head, trunk_of, with_layers
+from mlx_parallm.train.attention import PackedAttention
 from mlx_parallm.train.context import Params, Span, TrainingContext, adapted_paths
 from mlx_parallm.train.pacing import Stage, StageKind
 from mlx_parallm.train.packed_pass import SEGMENT, LearnedPass, computed_again
@@ -135,7 +136,8 @@ class TrainableModel:
             learns: whether the caller differentiates the result with respect to these factors.
         """
         context = None if spans is None else TrainingContext(tuple(spans), self._recomputed(tokens, branches, spans))
-        run = LearnedPass(branches, self._cache_plan, self.bank, self.segment)
+        positions = mx.array([at for branch in branches for at in branch.positions()], mx.int32)
+        run = LearnedPass(PackedAttention(branches), positions, self._cache_plan, self.bank, self.segment)
         self._outputs.clear()
         with self.bank.using(context), answered_by(run), training_mode(self._trunk, True):
             hidden: mx.array = self._trunk(tokens[:, None], cache=self._expected.nested(run.caches))

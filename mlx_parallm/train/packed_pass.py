@@ -20,13 +20,12 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, CacheList
 
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.core.branches import Branch
 from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.model.hooks import InPart, answered_by, answering
 from mlx_parallm.model.layer_state import LayerSpec, RecurrentSpec
 from mlx_parallm.model.linears import LatentHeads
 from mlx_parallm.model.mixers import Call, Part, PassCache, PassMask, joined
-from mlx_parallm.train.attention import attend, branches_at
+from mlx_parallm.train.attention import PackedAttention, PackedPart, causal
 from mlx_parallm.train.context import Params, TrainingContext, adapted_paths
 from mlx_parallm.train.recomputation import floats_of, recomputed
 
@@ -38,61 +37,49 @@ some loops over tokens does."""
 class LearnedPass:
     """One pass with gradients. Implements `hooks.Attention`.
 
-    `segment`: tokens of a segment. `offset`: the positions of all tokens, int32 [N]; None: they are made of the
-    branches.
+    `positions`: of all tokens, int32 [N]. `segment`: tokens of a segment.
     """
 
     def __init__(
-        self,
-        branches: Sequence[Branch],
-        plan: CachePlan,
-        bank: AdapterBank,
-        segment: int = SEGMENT,
-        offset: mx.array | None = None,
+        self, attention: PackedAttention, positions: mx.array, plan: CachePlan, bank: AdapterBank, segment: int
     ) -> None:
-        self.branches, self.plan, self.bank, self.segment = tuple(branches), plan, bank, segment
-        self.offset = (
-            mx.array([at for each in branches for at in each.positions()], mx.int32) if offset is None else offset
-        )
+        self.attention, self.offset = attention, positions
+        self.plan, self.bank, self.segment = plan, bank, segment
         self.takes_heads = plan.layout.is_latent
         self.heads: LatentHeads | None = None
         self.caches = [LearnedCache(self, number) for number in range(len(plan.layout.layers))]
-        self._positions: dict[int, tuple[mx.array, mx.array]] = {}
+        self._latents: dict[int, tuple[mx.array, mx.array]] = {}
+        self._split: dict[int, tuple[mx.array, Sequence[mx.array]]] = {}
 
     def again(self) -> LearnedPass:
         """The same before it has run."""
-        return LearnedPass(self.branches, self.plan, self.bank, self.segment, self.offset)
+        return LearnedPass(self.attention, self.offset, self.plan, self.bank, self.segment)
 
     def finish(self) -> None:
         """Drops all arrays. Call it when the pass is built: its caches and parts hold each other."""
         self.caches.clear()
-        self._positions.clear()
+        self._latents.clear()
+        self._split.clear()
         for part in vars(self).pop("parts", ()):
             part.finish()
 
     @cached_property
     def parts(self) -> list[RowsOfBranch]:
         """The parts of the pass, in order."""
-        placed = branches_at(self.branches)
-        return [part for branch, at in placed for part in self._parts(branch, at, None)]
+        found: dict[PackedPart | None, RowsOfBranch] = {}
+        for number, packed in enumerate(self.attention.parts):
+            found[packed] = RowsOfBranch(self, packed, number, found.get(packed.above))
+        return list(found.values())
 
-    def _parts(self, branch: Branch, at: int, above: RowsOfBranch | None) -> Iterator[RowsOfBranch]:
-        """The parts of a branch, whose tokens lie from `at` on."""
-        if branch.length:
-            above = RowsOfBranch(self, at, 1, branch.length, branch.start, above)
-            yield above
-        at += branch.length
-        for bucket in branch.buckets:
-            if bucket.width:
-                yield RowsOfBranch(self, at, bucket.rows, bucket.width, branch.stop, above)
-            at += bucket.tokens
-        for inner in branch.branches:
-            yield from self._parts(inner, at, above)
-            at += inner.tokens
+    def split(self, tokens: mx.array) -> Sequence[mx.array]:
+        """See `PackedAttention.split`. Every array is split once."""
+        if id(tokens) not in self._split:
+            self._split[id(tokens)] = tokens, self.attention.split(tokens)
+        return self._split[id(tokens)][1]
 
     def own_latent(self, latent: mx.array, positions: mx.array) -> None:
         """Adds, to keys that are the latent, the part that has positions. See `batch.forward.LayerCache`."""
-        self._positions[id(latent)] = latent, positions
+        self._latents[id(latent)] = latent, positions
 
     def attend(
         self,
@@ -110,7 +97,7 @@ class LearnedPass:
             TypeError: the model made an attention mask of its own.
         """
         window = None
-        if (found := self._positions.get(id(keys))) is not None:
+        if (found := self._latents.get(id(keys))) is not None:
             queries, scale = mx.concatenate([queries * scale, mask], -1), 1.0
             keys = mx.concatenate([keys, found[1]], -1)
             heads, self.heads = self.heads, None
@@ -119,7 +106,7 @@ class LearnedPass:
             window = mask.window
         elif mask is not None:
             raise TypeError("the model makes its own attention mask; it cannot be trained")
-        return attend(self.branches, queries, keys, values, scale, window, sinks)
+        return self.attention.attend(queries, keys, values, scale, window, sinks)
 
 
 class LearnedCache(PassCache):
@@ -170,19 +157,21 @@ class LearnedCache(PassCache):
 
 
 class RowsOfBranch(Part):
-    """Rows of a bucket, or the tokens of a branch. `above`: the part with the tokens before theirs. `width`: tokens of
-    a row."""
+    """The packed rows of one part of a pass. `above`: the part with the tokens before theirs."""
 
     kind = InPart.LEARNED
 
-    def __init__(
-        self, of_pass: LearnedPass, start: int, rows: int, width: int, offset: int, above: RowsOfBranch | None
-    ) -> None:
-        super().__init__(start, start + rows * width, rows, offset)
-        self._plan, self._bank, self._segment = of_pass.plan, of_pass.bank, max(1, of_pass.segment // rows)
-        self._above, self._width = above, width
+    def __init__(self, of_pass: LearnedPass, packed: PackedPart, number: int, above: RowsOfBranch | None) -> None:
+        super().__init__(packed.start, packed.stop, packed.rows, packed.offset)
+        self._pass, self._number = of_pass, number
+        self._plan, self._bank, self._segment = of_pass.plan, of_pass.bank, max(1, of_pass.segment // packed.rows)
+        self._above, self._width = above, packed.width
         self._caches: dict[int, Any] = {}
         self._masks: dict[int | None, mx.array] = {}
+
+    def rows_of(self, tokens: mx.array) -> mx.array:
+        """See `Part.rows_of`."""
+        return self._pass.split(tokens)[self._number].reshape(self.rows, -1, *tokens.shape[2:])
 
     def run(
         self, mixer: nn.Module, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any], positions: mx.array
@@ -225,10 +214,7 @@ class RowsOfBranch(Part):
             return None
         if mask.window not in self._masks:
             assert isinstance(self.offset, int)
-            queries = mx.arange(self.offset, self.offset + self._width)[:, None]
-            keys = mx.arange(self.offset + self._width)[None]
-            seen = keys <= queries
-            self._masks[mask.window] = seen if mask.window is None else seen & (keys > queries - mask.window)
+            self._masks[mask.window] = causal(self.offset, self._width, mask.window)
         return self._masks[mask.window]
 
 
@@ -252,7 +238,7 @@ class _Segment(Part):
     def rows_of(self, tokens: mx.array) -> mx.array:
         """See `Part.rows_of`."""
         if id(tokens) not in self._cuts:
-            rows = super().rows_of(tokens)
+            rows = self._part.rows_of(tokens)
             self._cuts[id(tokens)] = list(mx.split(rows, range(self._size, rows.shape[1], self._size), axis=1))
         return self._cuts[id(tokens)][self._number]
 

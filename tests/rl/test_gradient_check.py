@@ -22,8 +22,11 @@ def checked(served: Served, segment: int = packed_pass.SEGMENT) -> Finding:
     return gradients(trainable, served.model, served.vocab)
 
 
+@pytest.mark.parametrize("by_parts", [True, False])
 @pytest.mark.parametrize("name", ["gpt_oss", "olmo2", "qwen3_moe"])
-def test_right_gradients_pass(name: str) -> None:
+def test_right_gradients_pass(name: str, by_parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With attention as on a CPU, and as on a GPU."""
+    monkeypatch.setattr("mlx_parallm.train.attention.on_cpu", lambda: by_parts)
     assert checked(Served(name)).problem == ""
 
 

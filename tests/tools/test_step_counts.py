@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 from lib.step.budget import budget, row_factor
-from lib.step.cases import Case, as_record, by_operation, cases, counted, excess, read_record, whole_steps
+from lib.step.cases import Case, as_record, by_operation, cases, counted, excess, micro_steps, read_record, whole_steps
 from lib.step.compared import counted as compare
 from lib.step.counting import Counts, count
 from lib.step.decode import Rows
@@ -12,6 +12,7 @@ from lib.step.graph import Kind, placeholder
 from lib.step.metal import reshaped
 from lib.step.models import BUNDLED, TINY
 from lib.step.stand_ins import gpu_graphs
+from lib.step.training import COMPILED, OURS, TOGETHER
 from mlx_lm.models import activations
 
 pytestmark = pytest.mark.ci
@@ -27,13 +28,21 @@ def counts_of(function, *shapes, kind=Kind.OTHER):
 
 
 def test_a_decode_step_launches_and_moves_no_more_than_its_record_says():
-    more = excess(as_record(counted(cases())) | whole_steps(), read_record())
+    more = excess(as_record(counted(cases())) | whole_steps(), read_record("") | read_record("engine"))
     assert not more, "\n".join([
         "A decode step costs more on Metal than its record says:",
         *more,
         "`python benchmarks/step.py --only counts operations compared` shows what it launches and moves.",
         "If it has to, record it with `python benchmarks/step.py --record-counts`, and say why in the commit message.",
     ])  # fmt: skip
+
+
+def test_a_training_micro_step_launches_no_more_than_its_record_says():
+    """And at most 1.6 times as many kernels as mlx-lm's own code under `mx.compile`."""
+    found = micro_steps()
+    assert excess(found, read_record("training")) == []
+    for name in (OURS, TOGETHER):
+        assert found[f"training: {name}"]["kernels"] <= 1.6 * found[f"training: {COMPILED}"]["kernels"]
 
 
 def test_two_percent_more_is_allowed_and_three_are_not():

@@ -109,6 +109,13 @@ def test_like_lengths_are_one_bucket() -> None:
     assert [(bucket.rows, bucket.width) for bucket in branch.buckets] == [(4, 12)]
 
 
+@pytest.fixture(params=["by parts", "together"])
+def attending(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention as on a CPU, and as on a GPU."""
+    monkeypatch.setattr("mlx_parallm.train.attention.on_cpu", lambda: request.param == "by parts")
+
+
+@pytest.mark.usefixtures("attending")
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_buckets_change_no_logprob(family: str, checkpointed: bool) -> None:
@@ -125,6 +132,7 @@ def test_buckets_change_no_logprob(family: str, checkpointed: bool) -> None:
         assert got[row, : len(want)].tolist() == pytest.approx(want, abs=1e-4)
 
 
+@pytest.mark.usefixtures("attending")
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_buckets_change_no_gradient(checkpointed: bool) -> None:
     """Against one sample a micro-step, where there is nothing to share and no padding."""

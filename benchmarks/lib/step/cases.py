@@ -16,6 +16,7 @@ from lib.step.graph import Kind, Operation
 from lib.step.metal import Cost, costs
 from lib.step.models import BUNDLED, HYBRID_4B, LLAMA_8B, TINY, Architecture, ShapedModel, build, runner_of
 from lib.step.stand_ins import gpu_graphs, new_arrays_without_memory
+from lib.step.training import counted as training_counts
 
 RECORD = Path(__file__).parents[2] / "results" / "step_counts.json"
 ALLOWED = 0.02
@@ -103,14 +104,20 @@ def whole_steps() -> dict[str, dict[str, int]]:
     }
 
 
+def micro_steps() -> dict[str, dict[str, int]]:
+    """The counts of training micro-steps, by name."""
+    return {f"training: {name}": asdict(counts) for name, counts in training_counts().items()}
+
+
 def write_record(found: Mapping[str, Mapping[str, int]]) -> None:
     machine = {"processor": "no machine: counted from the graph", "mlx": mx.__version__}
     RECORD.write_text(json.dumps({"machine": machine, "cases": found}, indent=2) + "\n")
 
 
-def read_record() -> dict[str, dict[str, int]]:
+def read_record(kind: str) -> dict[str, dict[str, int]]:
+    """The cases of one kind: `engine`, `training`, or those of a runner's step, which have no such prefix."""
     record: dict[str, dict[str, int]] = json.loads(RECORD.read_text())["cases"]
-    return record
+    return {name: figures for name, figures in record.items() if name.rpartition(": ")[0] == kind}
 
 
 def excess(found: Mapping[str, Mapping[str, int]], record: Mapping[str, Mapping[str, int]]) -> list[str]:
