@@ -12,7 +12,7 @@ from configs import TRAINING, changed
 from mlx_parallm.app.environment_run import Batch, StepRollouts
 from mlx_parallm.core import AdapterRef, GroupCard, TrainingEvent
 from mlx_parallm.errors import EngineDeadError, TrainingFailedError
-from mlx_parallm.rl.rollouts.answers import DrawResult, TakenTasks
+from mlx_parallm.rl.rollouts.answers import RolloutResult, TakenTasks
 
 GROUPS, SIZE = 2, 4
 
@@ -36,7 +36,7 @@ class Rollouts:
         self._may_end |= {number: asyncio.Event() for number in range(first, self.taken)}
         return TakenTasks(first, (RuntimeError(),) * groups)
 
-    async def answer(self, taken: TakenTasks, version: AdapterRef) -> DrawResult:
+    async def answer(self, taken: TakenTasks, version: AdapterRef) -> RolloutResult:
         world, numbers = self._world, range(taken.first, taken.end)
         world.begun.append((taken.first, version.version))
         try:
@@ -47,7 +47,7 @@ class Rollouts:
         except asyncio.CancelledError:
             world.cancelled.append(taken.first)
             raise
-        return DrawResult(len(numbers), ())
+        return RolloutResult(len(numbers), ())
 
     def draw(self, *numbers: int) -> None:
         for number in numbers:
@@ -95,12 +95,12 @@ class World:
 
     # -- what the test does --------------------------------------------------------------------------
 
-    async def begin(self, is_last: bool = False) -> tuple[Batch, asyncio.Task[DrawResult]]:
+    async def begin(self, is_last: bool = False) -> tuple[Batch, asyncio.Task[RolloutResult]]:
         """Begins a step. The task ends when all its answers have their rewards."""
         self.steps.begin_step(is_last)
         return await self.go_on(GROUPS)
 
-    async def go_on(self, groups: int) -> tuple[Batch, asyncio.Task[DrawResult]]:
+    async def go_on(self, groups: int) -> tuple[Batch, asyncio.Task[RolloutResult]]:
         batch = await self.steps.next_batch(groups)
         return batch, asyncio.create_task(self.steps.finish(batch))
 

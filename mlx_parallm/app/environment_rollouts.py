@@ -23,10 +23,17 @@ from mlx_parallm.core import BASE_ADAPTER, AdapterRef, Event, GenerationRequest,
 from mlx_parallm.rl.environments import Environment, Task, is_of_episodes, read_system_prompt
 from mlx_parallm.rl.environments.thread import in_daemon_thread
 from mlx_parallm.rl.inference.engine import InferenceEngine
-from mlx_parallm.rl.rollouts.answers import DrawEpisodes, DrawResult, OnDrawn, Rollouts, RolloutSettings, TakenTasks
+from mlx_parallm.rl.rollouts.answers import (
+    OnSampled,
+    RolloutResult,
+    Rollouts,
+    RolloutSettings,
+    SampleEpisodes,
+    TakenTasks,
+)
 from mlx_parallm.rl.rollouts.curriculum import TAKEN, Curriculum
 from mlx_parallm.rl.rollouts.episodes import Episodes
-from mlx_parallm.rl.rollouts.held_out import without
+from mlx_parallm.rl.rollouts.tasks import without
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +48,7 @@ class EnvironmentRollouts:
         training: TrainingRuntime,
         source: Environment,
         group_size: int,
-        on_drawn: OnDrawn = lambda _, __: None,
+        on_drawn: OnSampled = lambda _, __: None,
     ) -> None:
         self._config, self._served, self._training = config, served, training
         self._source, self._group_size, self._on_drawn = source, group_size, on_drawn
@@ -113,7 +120,7 @@ class EnvironmentRollouts:
         state = self._curriculum.state
         return state if before is None or state[TAKEN] <= before else {}
 
-    async def draw(self, groups: int) -> DrawResult:
+    async def draw(self, groups: int) -> RolloutResult:
         """Takes the next tasks and answers them with the live version."""
         return await self.answer(await self.take(groups), self.live)
 
@@ -122,7 +129,7 @@ class EnvironmentRollouts:
         assert self._rollouts is not None  # `open` was called
         return await self._rollouts.take(groups)
 
-    async def answer(self, taken: TakenTasks, version: AdapterRef) -> DrawResult:
+    async def answer(self, taken: TakenTasks, version: AdapterRef) -> RolloutResult:
         """See `Rollouts.answer`."""
         assert self._rollouts is not None  # `open` was called
         return await self._rollouts.answer(taken, BASE_ADAPTER.name if version == BASE_ADAPTER else str(version))
@@ -185,7 +192,7 @@ class EnvironmentRollouts:
             self._draw_episodes(settings),
         )
 
-    def _draw_episodes(self, settings: RolloutSettings) -> DrawEpisodes | None:
+    def _draw_episodes(self, settings: RolloutSettings) -> SampleEpisodes | None:
         if not is_of_episodes(self._source):
             return None
         episodes = Episodes(
@@ -197,7 +204,7 @@ class EnvironmentRollouts:
             settings,
             self._on_drawn,
         )
-        return episodes.draw
+        return episodes.sample
 
     async def _collect_episodes(self, trajectories: Sequence[Trajectory], rewards: Mapping[str, float]) -> str:
         """See `Collector.collect_episodes`. A group without a signal ends there without an event, so its rewards are

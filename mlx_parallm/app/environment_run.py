@@ -28,9 +28,9 @@ from mlx_parallm.core import AdapterRef, Signal, TrainingEvent
 from mlx_parallm.errors import TrainingFailedError
 from mlx_parallm.rl.collect.groups import DropReason
 from mlx_parallm.rl.environments import Environment
-from mlx_parallm.rl.rollouts.answers import DrawResult
+from mlx_parallm.rl.rollouts.answers import RolloutResult
 from mlx_parallm.rl.rollouts.curriculum import figures
-from mlx_parallm.rl.rollouts.warm_up import warm_up_batches
+from mlx_parallm.rl.rollouts.tasks import warm_up_batches
 from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.rl.updates.selection import REFILLS
 
@@ -57,12 +57,12 @@ class Batch:
     first: int
     end: int
     version: AdapterRef
-    drawing: asyncio.Task[DrawResult]
+    drawing: asyncio.Task[RolloutResult]
     began: float
     drawn: int = 0
     seconds: float = 0.0
     waited: bool = False
-    rewarded: asyncio.Task[DrawResult] = field(init=False)
+    rewarded: asyncio.Task[RolloutResult] = field(init=False)
 
 
 class StepRollouts:
@@ -143,7 +143,7 @@ class StepRollouts:
         self._current = batch or await self._begin(groups)
         return self._current
 
-    async def finish(self, batch: Batch) -> DrawResult:
+    async def finish(self, batch: Batch) -> RolloutResult:
         """Returns when all answers of the current batch are drawn and have their rewards.
 
         Raises:
@@ -200,7 +200,7 @@ class StepRollouts:
         batch.rewarded = asyncio.create_task(self._follow(batch))
         return batch
 
-    async def _follow(self, batch: Batch) -> DrawResult:
+    async def _follow(self, batch: Batch) -> RolloutResult:
         """Returns when all answers of a batch are drawn and have their rewards. Notes whether it has waited."""
         longest = math.inf if self._config.draw_ahead_after_s is None else self._config.draw_ahead_after_s
         while not batch.drawing.done() or self._waits_for_rewards(batch):

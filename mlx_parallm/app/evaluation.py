@@ -23,7 +23,7 @@ from mlx_parallm.rl.evaluation.answers import HeldOutAnswers, HeldOutTask
 from mlx_parallm.rl.evaluation.episodes import HeldOutEpisodes
 from mlx_parallm.rl.evaluation.evaluator import AnswerSettings, Evaluator
 from mlx_parallm.rl.rollouts.episodes import play
-from mlx_parallm.rl.rollouts.held_out import held_out_tasks
+from mlx_parallm.rl.rollouts.tasks import held_out_tasks
 from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
 from mlx_parallm.rl.scoring.service import ScoringService
 

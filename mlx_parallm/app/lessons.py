@@ -42,7 +42,7 @@ from mlx_parallm.rl.lessons.examples import batches_of, can_be_shown, examples_o
 from mlx_parallm.rl.lessons.progress import LessonProgress
 from mlx_parallm.rl.lessons.record import interrupted, new_id, read_lesson, write_lesson
 from mlx_parallm.rl.lessons.rules import answers_per_update, collection_of, tasks_of
-from mlx_parallm.rl.rollouts.answers import DrawResult, Rollouts, RolloutSettings, group_prefixes, task_number
+from mlx_parallm.rl.rollouts.answers import RolloutResult, Rollouts, RolloutSettings, group_prefixes, task_number
 from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.rl.updates.pace import Pace
 from mlx_parallm.tasks import spawn
@@ -116,11 +116,11 @@ class Lesson:
             await asyncio.gather(self._examples, return_exceptions=True)
         await self._driver.close()
 
-    async def draw(self, groups: int) -> DrawResult:
+    async def draw(self, groups: int) -> RolloutResult:
         """See `rollout_driver.Source`."""
         live = self._needs.live
         try:
-            drawn = await self._rollouts.draw(groups, BASE_ADAPTER.name if live == BASE_ADAPTER else str(live))
+            drawn = await self._rollouts.sample(groups, BASE_ADAPTER.name if live == BASE_ADAPTER else str(live))
         except Exception as error:  # whatever it is, the lesson says why it ended; the driver logs it
             self._failed(str(error) or type(error).__name__, for_good=True)
             raise

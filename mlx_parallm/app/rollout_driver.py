@@ -18,7 +18,7 @@ from typing import Protocol
 from mlx_parallm.config import RLTrainingConfig
 from mlx_parallm.core.training import RolloutState
 from mlx_parallm.errors import EngineDeadError
-from mlx_parallm.rl.rollouts.answers import DrawResult
+from mlx_parallm.rl.rollouts.answers import RolloutResult
 from mlx_parallm.tasks import spawn
 
 _POLL_S = 0.1
@@ -52,7 +52,7 @@ class Source(Protocol):
     def quiet_s(self) -> float:
         """Seconds for which no rollout has asked the engine; 0 while it draws."""
 
-    async def draw(self, groups: int) -> DrawResult:
+    async def draw(self, groups: int) -> RolloutResult:
         """Answers the next tasks with the live version, and collects the answers."""
 
 
@@ -182,7 +182,7 @@ class RolloutDriver:
         else:
             await self._count(drawn)
 
-    async def _count(self, drawn: DrawResult) -> None:
+    async def _count(self, drawn: RolloutResult) -> None:
         for failure in (*drawn.failures, *drawn.faults):
             self.last_failure = failure
             _log.warning("%s", failure)

@@ -10,7 +10,7 @@ import pytest
 from configs import TRAINING, changed
 
 from mlx_parallm.app.rollout_driver import RolloutDriver
-from mlx_parallm.rl.rollouts.answers import DrawResult
+from mlx_parallm.rl.rollouts.answers import RolloutResult
 
 WANTED, SIZE = 4, 2
 
@@ -25,7 +25,7 @@ class World:
         self.taken, self.quiet_s = 0, 0.0
         self.wants_groups, self.is_paused, self.is_updating = True, False, False
         self.with_signal = self.groups_in_scoring = self.held = 0
-        self.drawing: list[asyncio.Future[DrawResult]] = []
+        self.drawing: list[asyncio.Future[RolloutResult]] = []
         config = changed(TRAINING, **{"draw_ahead_after_s": 0.01, **settings})
         self.looks = 0
         self.driver = RolloutDriver(self, self, config, SIZE, 16, self.holds_back)
@@ -36,7 +36,7 @@ class World:
         self.looks += 1
         return self.is_paused
 
-    async def draw(self, groups: int) -> DrawResult:
+    async def draw(self, groups: int) -> RolloutResult:
         self.taken += groups
         self.drawing.append(asyncio.get_running_loop().create_future())
         return await self.drawing[-1]
@@ -46,7 +46,7 @@ class World:
         self.groups_in_scoring += groups
         self.held += groups * SIZE
         for drawn in self.drawing[:groups]:
-            drawn.set_result(DrawResult(1, ()))
+            drawn.set_result(RolloutResult(1, ()))
         del self.drawing[:groups]
 
     def reward(self, groups: int) -> None:

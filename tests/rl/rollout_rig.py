@@ -86,12 +86,12 @@ class Rig:
         if is_of_episodes(environment):
             draw = Episodes(
                 environment, self.thread, self.engine.generate, self._collect, Tokenizer(), options, self._count
-            ).draw
+            ).sample
         tasks = itertools.islice(environment.tasks(options.seed), options.taken, None)
         self.rollouts = Rollouts(self.engine.generate, Leases(), Tokenizer(), tasks, options, self._count, draw)
 
     async def draw(self, groups: int = 1):
-        return await self.rollouts.draw(groups, "math")
+        return await self.rollouts.sample(groups, "math")
 
     async def _collect(self, turns: Sequence[Trajectory], rewards: Mapping[str, float]) -> str:
         self.groups.append((turns, rewards))

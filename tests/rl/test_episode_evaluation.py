@@ -19,7 +19,7 @@ from mlx_parallm.rl.environments.thread import EnvironmentThread
 from mlx_parallm.rl.evaluation.episodes import HeldOutEpisodes
 from mlx_parallm.rl.evaluation.evaluator import AnswerSettings, EvaluationError, Evaluator
 from mlx_parallm.rl.rollouts.episodes import play
-from mlx_parallm.rl.rollouts.held_out import held_out_tasks
+from mlx_parallm.rl.rollouts.tasks import held_out_tasks
 
 NEW = AdapterRef("math", 7)
 GREEDY = AnswerSettings(samples=1, temperature=0.0, max_tokens=9)

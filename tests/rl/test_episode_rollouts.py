@@ -62,7 +62,7 @@ async def test_a_turn_continues_the_tokens_that_were_drawn() -> None:
                     else event
                 )
 
-        world.rollouts._draw_episodes.__self__._generate = with_other_tokens
+        world.rollouts._sample.__self__._generate = with_other_tokens
         await world.draw()
         first, second, third, edited = world.groups[0][0]
         tokens = (*first.prompt_ids, 7, 8, END)
@@ -268,7 +268,7 @@ async def test_the_time_of_answers_does_not_count() -> None:
             async for event in generate(request):
                 yield event
 
-        world.rollouts._draw_episodes.__self__._generate = slow
+        world.rollouts._sample.__self__._generate = slow
         drawn = await world.draw(1)
         assert (drawn.failures, drawn.faults) == ((), ())
 
@@ -302,7 +302,7 @@ async def test_a_dead_engine_ends_the_draw() -> None:
             raise EngineDeadError("the device thread has stopped")
             yield
 
-        world.rollouts._draw_episodes.__self__._generate = dies
+        world.rollouts._sample.__self__._generate = dies
         with pytest.raises(EngineDeadError):
             await world.draw()
 

@@ -28,7 +28,7 @@ from mlx_parallm.rl.environments import Task
 from mlx_parallm.rl.evaluation.answers import HeldOutAnswers, HeldOutTask
 from mlx_parallm.rl.evaluation.evaluator import AnswerSettings, EvaluationError, Evaluator, interval
 from mlx_parallm.rl.evaluation.history import EvaluationHistory
-from mlx_parallm.rl.rollouts.held_out import held_out_tasks, without
+from mlx_parallm.rl.rollouts.tasks import held_out_tasks, without
 
 NEW = AdapterRef("math", 7)
 GREEDY = AnswerSettings(samples=1, temperature=0.0, max_tokens=9)

@@ -24,7 +24,7 @@ from mlx_parallm.core import (
 from mlx_parallm.errors import ContextLengthError, EngineDeadError, EngineError, StepFailedError, TrainingFailedError
 from mlx_parallm.model.tools.formats import HERMES
 from mlx_parallm.rl.environments import Task
-from mlx_parallm.rl.rollouts.answers import DrawResult, Rollouts, RolloutSettings, events_of
+from mlx_parallm.rl.rollouts.answers import RolloutResult, Rollouts, RolloutSettings, events_of
 
 LIVE = AdapterRef("math", 3)
 
@@ -94,9 +94,9 @@ def rollouts(
 
 
 async def test_each_task_becomes_one_collected_group_of_class_training() -> None:
-    drawing, engine, leases, told = rollouts(temperature=0.8)
-    assert await drawing.draw(3, "math") == DrawResult(12, ())
-    assert await drawing.draw(1, "math") == DrawResult(4, ())
+    rolling, engine, leases, told = rollouts(temperature=0.8)
+    assert await rolling.sample(3, "math") == RolloutResult(12, ())
+    assert await rolling.sample(1, "math") == RolloutResult(4, ())
     assert [request.prompts for request in engine.requests] == [((1,),), ((2,),), ((3,),), ((4,),)]
     assert [request.collection.metadata["answer"] for request in engine.requests] == ["1", "2", "3", "4"]
     for request in engine.requests:
@@ -114,8 +114,8 @@ async def test_a_task_with_turns_of_tools_is_drawn_as_its_template_can_write_the
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "yes"},
     )
-    drawing, engine, *_ = rollouts(given=[Task(turns, CollectionSpec("exact", {"answer": "1"}))])
-    await drawing.draw(1, "math")
+    rolling, engine, *_ = rollouts(given=[Task(turns, CollectionSpec("exact", {"answer": "1"}))])
+    await rolling.sample(1, "math")
     written = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
     assert engine.requests[0].prompts == ((1, len(written), len("<tool_response>\nyes\n</tool_response>")),)
     assert engine.requests[0].collection.messages == turns
@@ -124,28 +124,28 @@ async def test_a_task_with_turns_of_tools_is_drawn_as_its_template_can_write_the
 async def test_no_two_samples_of_any_runs_share_a_seed() -> None:
     seeds = []
     for seed in (0, 1, 2**20):
-        drawing, engine, _, _ = rollouts(seed)
-        await drawing.draw(50, "math")
+        rolling, engine, _, _ = rollouts(seed)
+        await rolling.sample(50, "math")
         seeds += [request.sampling.seed + at for request in engine.requests for at in range(request.n)]
     assert len(set(seeds)) == len(seeds) == 3 * 50 * 4
 
 
 async def test_a_run_that_goes_on_draws_what_it_would_have_drawn_without_a_stop() -> None:
     whole, engine, _, _ = rollouts(run="a")
-    await whole.draw(6, "math")
+    await whole.sample(6, "math")
     assert whole.taken == 6
     again, resumed, _, _ = rollouts(run="a", taken=4)
-    await again.draw(2, "math")
+    await again.sample(2, "math")
     asked = [(r.request_id, r.prompts, r.sampling.seed) for r in engine.requests]
     assert [(r.request_id, r.prompts, r.sampling.seed) for r in resumed.requests] == asked[4:]
     assert len({name for name, _, _ in asked}) == 6
     other, stranger, _, _ = rollouts(run="b")
-    await other.draw(6, "math")
+    await other.sample(6, "math")
     assert {r.request_id for r in stranger.requests}.isdisjoint(name for name, _, _ in asked), "another run"
 
 
 async def test_a_task_that_fails_costs_itself_only() -> None:
-    drawing, engine, leases, told = rollouts()
+    rolling, engine, leases, told = rollouts()
     answer, raised = engine.generate, []
 
     async def long_prompts_fail(request: GenerationRequest):
@@ -160,17 +160,17 @@ async def test_a_task_that_fails_costs_itself_only() -> None:
         raise KeyError("column")
 
     engine.generate = long_prompts_fail
-    assert await drawing.draw(3, "math") == DrawResult(8, ("task 1: too long",))
+    assert await rolling.sample(3, "math") == RolloutResult(8, ("task 1: too long",))
     assert len(told) == 8
     assert leases.held == {str(LIVE): 0}
-    drawing._tasks = broken_tasks(drawing._tasks)
+    rolling._tasks = broken_tasks(rolling._tasks)
     with pytest.raises(TrainingFailedError, match="no more tasks after it raised: 'column'"):
-        await drawing.draw(3, "math")
+        await rolling.sample(3, "math")
     assert raised
 
 
 async def test_a_dead_engine_ends_the_draw() -> None:
-    drawing, engine, leases, _ = rollouts()
+    rolling, engine, leases, _ = rollouts()
 
     async def dies(request: GenerationRequest):
         raise EngineDeadError("the device thread has stopped")
@@ -178,18 +178,18 @@ async def test_a_dead_engine_ends_the_draw() -> None:
 
     engine.generate = dies
     with pytest.raises(EngineDeadError):
-        await drawing.draw(2, "math")
+        await rolling.sample(2, "math")
     assert leases.held == {str(LIVE): 0}
 
 
 async def test_an_engine_that_fails_costs_its_task_and_gives_the_lease_back() -> None:
-    drawing, engine, leases, told = rollouts()
+    rolling, engine, leases, told = rollouts()
 
     async def fails(request: GenerationRequest):
         yield RequestFailed(StepFailedError("out of memory"))
 
     engine.generate = fails
-    assert await drawing.draw(1, "math") == DrawResult(0, ("task 0: out of memory",))
+    assert await rolling.sample(1, "math") == RolloutResult(0, ("task 0: out of memory",))
     assert leases.held == {str(LIVE): 0}
     assert told == []
 

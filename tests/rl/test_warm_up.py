@@ -14,7 +14,7 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl.environments import environment
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.rl.objectives.signals import prepare_signal
-from mlx_parallm.rl.rollouts.warm_up import PASSES, example, warm_up_batches
+from mlx_parallm.rl.rollouts.tasks import PASSES, example, warm_up_batches
 from mlx_parallm.rl.updates.given import given_groups
 
 CONVERSATION = (

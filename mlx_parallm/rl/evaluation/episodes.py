@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Sequence
 
 from mlx_parallm.core import AdapterRef, EngineClient, TextTokenizer
-from mlx_parallm.errors import EngineDeadError
 from mlx_parallm.rl.environments import Task
 from mlx_parallm.rl.evaluation.evaluator import AnswerSettings, TaskResult
-from mlx_parallm.rl.rollouts.answers import RolloutSettings
+from mlx_parallm.rl.rollouts.answers import RolloutSettings, all_ended
 from mlx_parallm.rl.rollouts.episodes import EpisodeClient
 from mlx_parallm.rl.scoring.service import ScoringService
 
@@ -59,14 +57,8 @@ class HeldOutEpisodes:
             EpisodeClient(self._engine.generate, self._tokenizer, settings, version, task, number, episode)
             for episode in range(samples)
         ]
-        played = (self._reward(client, task) for client in clients)
-        rewards = await asyncio.gather(*played, return_exceptions=True)
-        fault = None
-        for reward in rewards:
-            if isinstance(reward, EngineDeadError) or not isinstance(reward, float | Exception):
-                raise reward
-            if isinstance(reward, Exception):
-                fault = fault or reward
+        rewards = await all_ended(self._reward(client, task) for client in clients)
+        fault = next((reward for reward in rewards if isinstance(reward, Exception)), None)
         return TaskResult(tuple(reward for reward in rewards if isinstance(reward, float)), fault)
 
     async def _reward(self, client: EpisodeClient, task: Task) -> float:

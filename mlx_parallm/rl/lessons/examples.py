@@ -26,7 +26,7 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.rl.lessons.rules import word_pattern
 from mlx_parallm.rl.rollouts.answers import Generate, events_of
-from mlx_parallm.rl.rollouts.warm_up import AT_A_TIME, PASSES
+from mlx_parallm.rl.rollouts.tasks import AT_A_TIME, PASSES
 
 SAMPLES = 16
 """Answers to each prompt that are drawn."""

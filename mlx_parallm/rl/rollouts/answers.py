@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from mlx_parallm.core import (
     AdapterRef,
@@ -28,15 +28,17 @@ from mlx_parallm.rl.environments.thread import in_daemon_thread
 if TYPE_CHECKING:
     from mlx_parallm.adapters.service import AdapterService
 
+T = TypeVar("T")
+
 Generate = Callable[[GenerationRequest], AsyncIterator[Event]]
 
-OnDrawn = Callable[[int, int], None]
+OnSampled = Callable[[int, int], None]
 """Called with the number of a task and how many of its answers or episodes have just ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutSettings:
-    """How rollouts are drawn: `group_size` samples for each task, of at most `max_tokens` tokens, at `temperature`.
+    """How rollouts are sampled: `group_size` samples for each task, of at most `max_tokens` tokens, at `temperature`.
 
     `system_prompt`: the system message of tasks that have none of their own; None: they get none.
     `seed`: all samples get their seeds from it. `run`: part of the trajectories' ids. `taken`: tasks that were taken in
@@ -55,24 +57,6 @@ class RolloutSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class DrawnTask:
-    """The answers to one task. `tokens`: completion tokens. `fault`: why not all of them will be trained on, or ""."""
-
-    tokens: int
-    fault: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class DrawResult:
-    """What was drawn. `tokens`: completion tokens. `failures`: for people, one line for each task that failed.
-    `faults`: one for each task of which a part failed."""
-
-    tokens: int
-    failures: tuple[str, ...]
-    faults: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class TakenTasks:
     """Tasks that were taken from the environment. `first`: the number of the first one; the others follow it. Where
     the environment has raised, its exception is in the task's place."""
@@ -86,17 +70,35 @@ class TakenTasks:
         return self.first + len(self.tasks)
 
 
-DrawEpisodes = Callable[[int, Task, AdapterRef], Awaitable[DrawnTask]]
-"""Does the task of a number several times with one version; see `Episodes.draw`."""
+@dataclass(frozen=True, slots=True)
+class AnsweredTask:
+    """The answers to one task. `tokens`: completion tokens. `fault`: why not all of them will be trained on, or ""."""
+
+    tokens: int
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutResult:
+    """What was sampled. `tokens`: completion tokens. `failures`: for people, one line for each task that failed.
+    `faults`: one for each task of which a part failed."""
+
+    tokens: int
+    failures: tuple[str, ...]
+    faults: tuple[str, ...] = ()
+
+
+SampleEpisodes = Callable[[int, Task, AdapterRef], Awaitable[AnsweredTask]]
+"""Does the task of a number several times with one version; see `Episodes.sample`."""
 
 
 class Rollouts:
-    """Draws groups of trajectories. Event loop's thread only.
+    """Samples groups of trajectories. Event loop's thread only.
 
     Args:
         generate: answers a request, and collects its trajectories.
         tasks: endless; starts after the tasks that were taken before.
-        draw_episodes: does the tasks of an environment with rollouts of its own; None: a task is one request.
+        sample_episodes: does the tasks of an environment with rollouts of its own; None: a task is one request.
 
     Attributes:
         taken: tasks taken so far, `settings.taken` included.
@@ -109,20 +111,16 @@ class Rollouts:
         tokenizer: TextTokenizer,
         tasks: Iterator[Task],
         settings: RolloutSettings,
-        on_drawn: OnDrawn = lambda _, __: None,
-        draw_episodes: DrawEpisodes | None = None,
+        on_sampled: OnSampled = lambda _, __: None,
+        sample_episodes: SampleEpisodes | None = None,
     ) -> None:
         self.taken = settings.taken
-        self._generate = generate
-        self._adapters = adapters
-        self._tokenizer = tokenizer
-        self._tasks = tasks
-        self._settings = settings
-        self._on_drawn = on_drawn
-        self._draw_episodes = draw_episodes
+        self._generate, self._adapters, self._tokenizer = generate, adapters, tokenizer
+        self._tasks, self._settings, self._on_sampled = tasks, settings, on_sampled
+        self._sample = sample_episodes or self._sample_answers
         self._taking = asyncio.Lock()
 
-    async def draw(self, groups: int, selector: str) -> DrawResult:
+    async def sample(self, groups: int, selector: str) -> RolloutResult:
         """Takes the next `groups` tasks and answers them. Raises what `take` and `answer` raise."""
         return await self.answer(await self.take(groups), selector)
 
@@ -133,22 +131,23 @@ class Rollouts:
             first, self.taken = self.taken, self.taken + groups
         return TakenTasks(first, tasks)
 
-    async def answer(self, taken: TakenTasks, selector: str) -> DrawResult:
+    async def answer(self, taken: TakenTasks, selector: str) -> RolloutResult:
         """Answers tasks with the current version of `selector`. A failing task does not stop others.
 
         Raises:
             EngineDeadError: the device thread has stopped.
         """
-        first = taken.first
-        answers = [self._answer(number, task, selector) for number, task in enumerate(taken.tasks, first)]
-        results = await asyncio.gather(*answers, return_exceptions=True)
-        for result in results:
-            if isinstance(result, EngineDeadError) or not isinstance(result, DrawnTask | Exception):
-                raise result
-        drawn = [result for result in results if isinstance(result, DrawnTask)]
-        failures = [f"task {n}: {_text(r)}" for n, r in enumerate(results, first) if isinstance(r, Exception)]
-        faults = [f"task {n}: {r.fault}" for n, r in enumerate(results, first) if isinstance(r, DrawnTask) and r.fault]
-        return DrawResult(sum(result.tokens for result in drawn), tuple(failures), tuple(faults))
+        numbered = enumerate(taken.tasks, taken.first)
+        results = await all_ended(self._answer(number, task, selector) for number, task in numbered)
+        tokens, failures, faults = 0, list[str](), list[str]()
+        for number, result in enumerate(results, taken.first):
+            if isinstance(result, Exception):
+                failures.append(f"task {number}: {_text(result)}")
+                continue
+            tokens += result.tokens
+            if result.fault:
+                faults.append(f"task {number}: {result.fault}")
+        return RolloutResult(tokens, tuple(failures), tuple(faults))
 
     async def _next_tasks(self, groups: int) -> list[Task | Exception]:
         try:
@@ -170,22 +169,21 @@ class Rollouts:
                 taken.append(error)
         return taken
 
-    async def _answer(self, number: int, task: Task | Exception, selector: str) -> DrawnTask:
+    async def _answer(self, number: int, task: Task | Exception, selector: str) -> AnsweredTask:
         """Raises what the task fails with."""
         if isinstance(task, Exception):
             raise task
         task = replace(task, messages=with_system_prompt(task, self._settings.system_prompt))
         with self._adapters.lease(selector, f"rollout-{self._settings.run}-{number}") as adapter:
-            draw = self._draw_episodes or self._draw_answers
-            return await draw(number, task, adapter)
+            return await self._sample(number, task, adapter)
 
-    async def _draw_answers(self, number: int, task: Task, adapter: AdapterRef) -> DrawnTask:
-        """Draws all answers with one request."""
+    async def _sample_answers(self, number: int, task: Task, adapter: AdapterRef) -> AnsweredTask:
+        """Samples all answers with one request."""
         settings = self._settings
         request = GenerationRequest(
             request_id=f"rollout-{settings.run}-{number}",  # see `task_number`
             prompts=(tuple(chat_prompt(self._tokenizer, task.messages)),),
-            # Sample j of a group is drawn with seed + j.
+            # Sample j of a group is sampled with seed + j.
             sampling=SamplingParams(
                 temperature=settings.temperature, seed=settings.seed * 2**32 + number * settings.group_size
             ),
@@ -199,8 +197,8 @@ class Rollouts:
         async for event in events_of(self._generate(request)):
             if isinstance(event, RequestFinished):
                 tokens = event.completion_tokens
-        self._on_drawn(number, settings.group_size)
-        return DrawnTask(tokens)
+        self._on_sampled(number, settings.group_size)
+        return AnsweredTask(tokens)
 
 
 def group_prefixes(run: str) -> tuple[str, ...]:
@@ -212,6 +210,23 @@ def task_number(group_id: str, run: str) -> int:
     """The number of the task that a group of the run has answered."""
     prefix = next(prefix for prefix in group_prefixes(run) if group_id.startswith(prefix))
     return int(group_id.removeprefix(prefix).partition("-")[0])
+
+
+async def all_ended(calls: Iterable[Awaitable[T]]) -> list[T | Exception]:
+    """The results of calls that run at the same time, in order. One that raises does not stop the others: its error is
+    in its place.
+
+    Raises:
+        EngineDeadError: the device thread has stopped.
+    """
+    results: list[T | Exception] = []
+    for result in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(result, EngineDeadError) or (
+            isinstance(result, BaseException) and not isinstance(result, Exception)
+        ):
+            raise result
+        results.append(result)
+    return results
 
 
 async def events_of(events: AsyncIterator[Event]) -> AsyncGenerator[Event, None]:

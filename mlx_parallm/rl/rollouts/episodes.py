@@ -32,11 +32,11 @@ from mlx_parallm.core import (
 from mlx_parallm.core.splitter import MAX_CALLS_PER_ANSWER, AnswerSyntax, split
 from mlx_parallm.core.tool_text import chat_prompt
 from mlx_parallm.core.turns import Closers, continued
-from mlx_parallm.errors import EngineDeadError, InvalidRequestError, TrainingFailedError
+from mlx_parallm.errors import InvalidRequestError, TrainingFailedError
 from mlx_parallm.rl.collect.recorder import TrajectoryRecorder
 from mlx_parallm.rl.environments import Answer, EpisodeEnvironment, Message, RolloutError, Task
 from mlx_parallm.rl.environments.thread import EnvironmentThread
-from mlx_parallm.rl.rollouts.answers import DrawnTask, Generate, OnDrawn, RolloutSettings, events_of
+from mlx_parallm.rl.rollouts.answers import AnsweredTask, Generate, OnSampled, RolloutSettings, all_ended, events_of
 
 _MAX_TURNS = 100
 """Turns of an episode. A program that asks for ever must end."""
@@ -48,7 +48,7 @@ _RENDERED_ANEW = "the chat template writes the earlier messages differently now"
 @dataclass(frozen=True, slots=True)
 class _Turn:
     """An answered turn: the conversation with its answer, what the template made of the conversation without it, and
-    the tokens as they were drawn."""
+    the sampled tokens."""
 
     conversation: tuple[Message, ...]
     rendered: tuple[int, ...]
@@ -110,10 +110,10 @@ class EpisodeClient:
         stopping = StopParams(most if max_tokens is None else max(1, min(max_tokens, most)))
         rendered = self._render(conversation, tools)
         prompt, unmatched = self._prompt_of(conversation, rendered, tools)
-        drawing = asyncio.run_coroutine_threadsafe(
-            self._draw(tuple(prompt), stopping, conversation, unmatched, bool(tools)), self._loop
+        sampling = asyncio.run_coroutine_threadsafe(
+            self._sample(tuple(prompt), stopping, conversation, unmatched, bool(tools)), self._loop
         )
-        trajectory = await asyncio.wrap_future(drawing)
+        trajectory = await asyncio.wrap_future(sampling)
         answer = _answer(trajectory, tools, self._tokenizer)
         self._answered.append(_Turn((*conversation, answer.message), tuple(rendered), trajectory))
         return answer
@@ -137,8 +137,8 @@ class EpisodeClient:
             (json.dumps(tools), before[-1]["role"]),
             lambda each: self._render((*before, each), tools, add_generation_prompt=False),
         )
-        drawn = turn.trajectory.completion_ids
-        ids = continued((*turn.trajectory.prompt_ids, *drawn), len(drawn), history, closer, rendered)
+        sampled = turn.trajectory.completion_ids
+        ids = continued((*turn.trajectory.prompt_ids, *sampled), len(sampled), history, closer, rendered)
         return (rendered, _RENDERED_ANEW) if ids is None else (ids, "")
 
     def _render(
@@ -148,7 +148,7 @@ class EpisodeClient:
 
     # -- the engine ------------------------------------------------------------------------------
 
-    async def _draw(
+    async def _sample(
         self,
         prompt: tuple[int, ...],
         stopping: StopParams,
@@ -156,7 +156,7 @@ class EpisodeClient:
         unmatched: str,
         calls_tools: bool,
     ) -> Trajectory:
-        """Draws one turn and records it. On the event loop of the engine."""
+        """Samples one turn and records it. On the event loop of the engine."""
         turn, self._asked = self._asked, self._asked + 1
         if self._ended:
             raise RolloutError("the rollout has ended")
@@ -239,7 +239,7 @@ OWN_REWARD = "environment"
 
 
 class Episodes:
-    """Draws groups of episodes. Event loop's thread only.
+    """Samples groups of episodes. Event loop's thread only.
 
     Args:
         generate: answers a request without collecting it.
@@ -254,14 +254,14 @@ class Episodes:
         collect: CollectEpisodes,
         tokenizer: TextTokenizer,
         settings: RolloutSettings,
-        on_drawn: OnDrawn = lambda _, __: None,
+        on_sampled: OnSampled = lambda _, __: None,
     ) -> None:
         self._environment, self._thread = environment, thread
         self._generate, self._collect = generate, collect
         self._tokenizer, self._settings = tokenizer, settings
-        self._on_drawn = on_drawn
+        self._on_sampled = on_sampled
 
-    async def draw(self, number: int, task: Task, adapter: AdapterRef) -> DrawnTask:
+    async def sample(self, number: int, task: Task, adapter: AdapterRef) -> AnsweredTask:
         """Does a task `group_size` times with one version. An episode that fails does not stop the others.
 
         Raises:
@@ -274,28 +274,24 @@ class Episodes:
             EpisodeClient(self._generate, self._tokenizer, self._settings, adapter, task, number, episode)
             for episode in range(self._settings.group_size)
         ]
-        ended = await asyncio.gather(*(self._run(client, number, task) for client in clients), return_exceptions=True)
-        failures = [result for result in ended if isinstance(result, BaseException)]
-        for failure in failures:
-            if isinstance(failure, EngineDeadError) or not isinstance(failure, Exception):
-                raise failure
-        done = [
-            (client, reward)
-            for client, reward in zip(clients, ended, strict=True)
-            if not isinstance(reward, BaseException)
-        ]
-        if not done:
+        ended = await all_ended(self._play(client, number, task) for client in clients)
+        failures = [result for result in ended if isinstance(result, Exception)]
+        if len(failures) == len(clients):
             raise TrainingFailedError(_text(failures[0]))
-        turns = [turn for client, _ in done for turn in client.turns]
-        rewards = {client.episode_id: reward for client, reward in done if reward is not None}
+        turns, rewards = list[Trajectory](), dict[str, float]()
+        for client, reward in zip(clients, ended, strict=True):
+            if not isinstance(reward, Exception):
+                turns += client.turns
+                if reward is not None:
+                    rewards[client.episode_id] = reward
         fault = await self._collect(turns, rewards)
         if failures:
             fault = f"{len(failures)} of {len(clients)} episodes failed, the first with: {_text(failures[0])}"
-        return DrawnTask(sum(len(turn.completion_ids) for turn in turns), fault)
+        return AnsweredTask(sum(len(turn.completion_ids) for turn in turns), fault)
 
-    async def _run(self, client: EpisodeClient, number: int, task: Task) -> float | None:
+    async def _play(self, client: EpisodeClient, number: int, task: Task) -> float | None:
         reward = await play(self._environment, self._thread, client, task)
-        self._on_drawn(number, 1)
+        self._on_sampled(number, 1)
         return reward
 
 
