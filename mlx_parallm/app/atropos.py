@@ -6,6 +6,7 @@ import asyncio
 import logging
 
 from mlx_parallm.app.build import Served
+from mlx_parallm.app.train_progress import ENDLESS
 from mlx_parallm.config import Config
 from mlx_parallm.rl.atropos.scored_data import TokenLimits
 from mlx_parallm.rl.atropos.source import AtroposSource
@@ -17,9 +18,6 @@ _log = logging.getLogger(__name__)
 
 PROJECT = "mlx-parallm"
 """The project of the tracker that environments use."""
-
-ENDLESS = 10**9
-"""Steps of a server, which trains until it is stopped."""
 
 
 def registration(config: Config, served: Served, step: int, steps: int = ENDLESS) -> Registration:

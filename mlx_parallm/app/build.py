@@ -20,11 +20,11 @@ from mlx_parallm.app.base_model import BaseModel, Built, SharedDevice
 from mlx_parallm.app.base_paths import base_paths
 from mlx_parallm.app.checks import check
 from mlx_parallm.app.device import device_schedule, mlx_limits
-from mlx_parallm.app.extras import install_extras
+from mlx_parallm.app.extras import install_extras, reward_models_of
 from mlx_parallm.app.machine import MachineWatch
 from mlx_parallm.app.ranks import Lead
 from mlx_parallm.app.speculation import BASE as DRAFT_BASE
-from mlx_parallm.app.training import TrainingInputs, TrainingRuntime, build_reward_models, build_trainer, build_training
+from mlx_parallm.app.training import TrainingInputs, TrainingRuntime, build_trainer, build_training
 from mlx_parallm.config import Config
 from mlx_parallm.core import EngineClient, Event, GenerationRequest, ModelCard, TrainingWork
 from mlx_parallm.engine.engine import EngineParts
@@ -39,6 +39,7 @@ from mlx_parallm.ranks.parts import Parts
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.record import RunFile, RunState, read_record
 from mlx_parallm.rl.runs.store import JournalFile
+from mlx_parallm.train.taking_turns import TakingTurns
 
 _log = logging.getLogger(__name__)
 
@@ -222,7 +223,8 @@ def _training(
     assert run is not None  # a server that trains has a run
     assert inputs is not None
     journal = Journal(JournalFile(run.path / JOURNAL, manager.fingerprint))
-    reward_models, work = build_reward_models(processor, trainer, manager, config)
+    reward_models = reward_models_of(processor, trainer, manager, config)
+    work = trainer if reward_models is None else TakingTurns([trainer, reward_models.device.work])
     training = build_training(
         processor, trainer, base.adapters, base.known, base.tokenizer, config, journal, reward_models, inputs
     )

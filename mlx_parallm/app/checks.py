@@ -13,11 +13,11 @@ from pathlib import Path
 
 from mlx_parallm.app.adapters import no_such_adapter
 from mlx_parallm.app.base_paths import base_paths
+from mlx_parallm.app.extras import check_trackers
 from mlx_parallm.app.reward import check_reward
 from mlx_parallm.config import Config, ServerConfig
 from mlx_parallm.core import BASE_ADAPTER, GENERIC_NAME
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.rl.tracking.trackers import check_installed
 
 
 def check_http(server: ServerConfig) -> None:
@@ -51,7 +51,7 @@ def check(config: Config) -> None:
         _check_writable("debug.trace", config.debug.trace)
     if training.enabled and training.trajectory_log is not None:
         _check_writable("rl_training.trajectory_log", training.trajectory_log)
-    check_installed(training.trackers)
+    check_trackers(training.trackers)
     check_reward(config)
 
 

@@ -113,7 +113,7 @@ class ClusterTraining:
 
 class ClusterEngine:
     """Draws the samples of a training run at the head of the cluster, which spreads them over all nodes. Implements
-    `rl.inference.engine.InferenceEngine`.
+    `rl.rollouts.engine.InferenceEngine`.
 
     Args:
         url: the address of the head.

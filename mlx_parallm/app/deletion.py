@@ -14,16 +14,14 @@ from pathlib import Path
 
 from mlx_parallm import atomic
 from mlx_parallm.adapters.cards import KeptPart
-from mlx_parallm.adapters.reward_models import is_reward_model
 from mlx_parallm.adapters.runs import JOURNAL, METRICS
 from mlx_parallm.adapters.runs import VERSIONS_FILE as VERSIONS
 from mlx_parallm.adapters.service import has_adapter
+from mlx_parallm.app.extras import forget_kept, is_reward_model, kept_of
 from mlx_parallm.config import Config
 from mlx_parallm.errors import StorageError
 from mlx_parallm.rl.collect.log import of_trainee
 from mlx_parallm.rl.json_lines import Wanted, count_lines, remove_lines
-from mlx_parallm.rl.lessons.record import FILE as LESSON
-from mlx_parallm.rl.lessons.record import forget_lesson, read_lesson
 from mlx_parallm.rl.runs.store import JournalFile
 from mlx_parallm.rl.service import TrainingService
 
@@ -67,8 +65,7 @@ class Deletion:
             journal.close()
         yield KeptPart("collected trajectories", str(self._run / JOURNAL), trajectories)
         yield KeptPart("updates and other changes of its training", str(self._run / JOURNAL), changes)
-        lesson = read_lesson(self._run)
-        yield KeptPart("lesson", str(self._run / LESSON), int(lesson is not None and lesson.adapter == adapter))
+        yield from kept_of(self._run, adapter)
         metrics = self._run / METRICS
         yield KeptPart("lines of metrics", str(metrics), count_lines(metrics, _of(adapter)))
 
@@ -107,7 +104,7 @@ class Deletion:
                 journal.forget(adapter)
             finally:
                 journal.close()
-        forget_lesson(self._run, adapter)
+        forget_kept(self._run, adapter)
         remove_lines(self._run / METRICS, _of(adapter))
 
 

@@ -13,16 +13,16 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from mlx_parallm.app.build import Served
-from mlx_parallm.app.inference import build_inference
+from mlx_parallm.app.extras import curriculum_of, outside_engine
 from mlx_parallm.app.training import TrainingRuntime
-from mlx_parallm.config import Config
+from mlx_parallm.config import Config, EngineKind
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef, Event, GenerationRequest, LevelCard, TrainingEvent, Trajectory
+from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl.environments import Environment, Task, is_of_episodes, read_system_prompt
 from mlx_parallm.rl.environments.thread import in_daemon_thread
-from mlx_parallm.rl.inference.engine import InferenceEngine
 from mlx_parallm.rl.rollouts.answers import (
     OnSampled,
     RolloutResult,
@@ -31,11 +31,34 @@ from mlx_parallm.rl.rollouts.answers import (
     SampleEpisodes,
     TakenTasks,
 )
-from mlx_parallm.rl.rollouts.curriculum import TAKEN, Curriculum
+from mlx_parallm.rl.rollouts.engine import InferenceEngine, SharedEngine
 from mlx_parallm.rl.rollouts.episodes import Episodes
 from mlx_parallm.rl.rollouts.tasks import without
 
+if TYPE_CHECKING:
+    from mlx_parallm.rl.rollouts.curriculum import Curriculum
+
 _log = logging.getLogger(__name__)
+
+
+def check_inference(config: Config) -> None:
+    """Checks what can be known before a model is loaded. Raises ConfigError: no sample could be drawn."""
+    kind, temperature = config.inference.engine, config.rl_training.rollout_temperature
+    if kind is EngineKind.NONE:
+        raise ConfigError(
+            "inference.engine: none draws no samples, and this run asks for some; choose shared, or an engine and its "
+            "--inference-url"
+        )
+    if kind.outside and kind is not EngineKind.SGLANG and temperature != 1:
+        raise ConfigError(
+            f"rl_training.rollout_temperature: the engine {kind} gives logprobs of temperature 1, which do not fit "
+            f"samples of temperature {temperature:g}; draw with --temperature 1, or with the engine shared or sglang"
+        )
+    if kind is EngineKind.MLX and config.inference.model is None and config.model.base_model_path is None:
+        raise ConfigError(
+            "inference.model: mlx_lm.server cannot load the bundled model; name the model that it serves with "
+            "--inference-model, and the same one with --model-path"
+        )
 
 
 class EnvironmentRollouts:
@@ -67,17 +90,22 @@ class EnvironmentRollouts:
         tasks = await in_daemon_thread(partial(self._tasks, taken, state))
         self._taken = taken
         self._rollouts = self._build(tasks, taken)
-        if isinstance(tasks, Curriculum):
-            self._curriculum = tasks
+        if self._curriculum is not None:
             self._training.service.add_sink(self._learn_rewards)
 
     async def open_inference(self, cluster: InferenceEngine | None = None) -> None:
-        """Opens the engine that samples are drawn from. `cluster`: see `build_inference`.
+        """Opens the engine that samples are drawn from.
+
+        Args:
+            cluster: draws from the nodes of the cluster that is trained for, in place of this process. An outside
+                engine is one more node then.
 
         Raises:
             ConfigError: the engine cannot draw what training needs.
         """
-        self._inference = build_inference(self._config, self._served, cluster)
+        check_inference(self._config)
+        outside = outside_engine(self._config, self._served, cluster)
+        self._inference = outside or cluster or SharedEngine(self._served.engine)
         await self._inference.open(self._training.service.status().current or BASE_ADAPTER)
 
     @property
@@ -118,7 +146,12 @@ class EnvironmentRollouts:
             return {}
         self._curriculum.settle(before)
         state = self._curriculum.state
-        return state if before is None or state[TAKEN] <= before else {}
+        return state if before is None or self._curriculum.settled_tasks <= before else {}
+
+    @property
+    def settled_tasks(self) -> int:
+        """Tasks that were taken before what `settle` returned."""
+        return 0 if self._curriculum is None else self._curriculum.settled_tasks
 
     async def draw(self, groups: int) -> RolloutResult:
         """Takes the next tasks and answers them with the live version."""
@@ -151,7 +184,8 @@ class EnvironmentRollouts:
         tasks = itertools.chain([first], tasks)
         if first.level is None:
             _log.warning("curriculum: the first task has no level; all tasks without one count as one level")
-        return Curriculum(tasks, curriculum, self._config.rl_training.seed, taken, state, self._lag)
+        self._curriculum = curriculum_of(self._config, tasks, taken, state, self._lag)
+        return self._curriculum
 
     @property
     def _lag(self) -> int:

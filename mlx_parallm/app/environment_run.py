@@ -17,19 +17,18 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from mlx_parallm.app.environment_rollouts import EnvironmentRollouts
 from mlx_parallm.app.training_run import STEPS, TASKS, Filled, TrainingRun
 from mlx_parallm.config import RLTrainingConfig
-from mlx_parallm.core import AdapterRef, Signal, TrainingEvent
+from mlx_parallm.core import LEVEL_PREFIX, AdapterRef, LevelCard, Signal, TrainingEvent
 from mlx_parallm.errors import TrainingFailedError
 from mlx_parallm.rl.collect.groups import DropReason
 from mlx_parallm.rl.environments import Environment
 from mlx_parallm.rl.rollouts.answers import RolloutResult
-from mlx_parallm.rl.rollouts.curriculum import figures
 from mlx_parallm.rl.rollouts.tasks import warm_up_batches
 from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.rl.updates.selection import REFILLS
@@ -237,6 +236,15 @@ def _stop_clock(batch: Batch) -> None:
     batch.seconds = time.monotonic() - batch.began
 
 
+def figures_of(cards: Sequence[LevelCard]) -> Mapping[str, float]:
+    """The figures of the levels by name, such as `curriculum/easy/success`."""
+    return {
+        f"{LEVEL_PREFIX}{card.level}/{name}": value
+        for card in cards
+        for name, value in (("success", card.success), ("share", card.share), ("drawn", float(card.drawn)))
+    }
+
+
 WARM_UP = "warm_up_updates"
 """Key of an update's progress: the updates of the warm-up so far."""
 
@@ -326,8 +334,9 @@ class EnvironmentRun(TrainingRun):
         tasks = self.step_rollouts.end_step()
         state = self.rollouts.settle(tasks.stop)
         speed = {"tokens_per_second": tokens / drawing if drawing else 0.0}
-        levels = figures(self.rollouts.levels)
-        return Filled(speed, tuple(failures), levels, partial(self._is_of, tasks), tasks.stop, state)
+        return Filled(
+            speed, tuple(failures), figures_of(self.rollouts.levels), partial(self._is_of, tasks), tasks.stop, state
+        )
 
     async def _next_batch(self, groups: int) -> Batch:
         batch = await self.step_rollouts.next_batch(groups)

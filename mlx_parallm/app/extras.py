@@ -3,22 +3,37 @@
     install_extras ─▶ competition, people, …   which add to the hooks of training
     install_served_extras ─▶ averages, lessons, Tinker, Atropos, …   which requests ask for by name
 
-An extra that is not there is left out. What a setting asks for must be there.
+An extra that is not there is left out. One that a setting asks for must be there: a ConfigError says so.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlx_parallm.config import Config
+from mlx_parallm.adapters.cards import KeptPart
+from mlx_parallm.adapters.runs import Run
+from mlx_parallm.config import Config, TrackerName
+from mlx_parallm.config.training import TeacherConfig
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.rl.environments import Environment, Task
+from mlx_parallm.rl.environments.names import LOADERS
+from mlx_parallm.rl.scoring.catalogue import no_reward_model
+from mlx_parallm.rl.tracking.tracking import Tracker
 
 if TYPE_CHECKING:
     from mlx_parallm.app.build import Served
     from mlx_parallm.app.training import TrainingRuntime
-
-_log = logging.getLogger(__name__)
+    from mlx_parallm.app.training_run import TrainingRun
+    from mlx_parallm.engine.thread import ContinuousBatchProcessor
+    from mlx_parallm.model.manager import SharedModelManager
+    from mlx_parallm.rl.reward_models.service import RewardModels
+    from mlx_parallm.rl.rollouts.curriculum import Curriculum
+    from mlx_parallm.rl.rollouts.engine import InferenceEngine
+    from mlx_parallm.rl.teachers import Score
+    from mlx_parallm.train.trainer import GRPOTrainer
 
 Install = Callable[[Config, "Served", "TrainingRuntime"], Any]
 """Puts an extra in, and returns what requests ask for; None: they ask for nothing."""
@@ -36,20 +51,17 @@ def install_served_extras(config: Config, served: Served, training: TrainingRunt
 
 def _install(extras: Iterable[Install], config: Config, served: Served, training: TrainingRuntime) -> None:
     for install in extras:
-        name = install.__name__.strip("_")
         try:
             extra = install(config, served, training)
         except ModuleNotFoundError as error:
-            if not is_extra(error):
-                raise
-            _log.info("%s is left out: there is no %s", name, error.name)
+            _without(error)
             continue
         if extra is not None:
-            training.extras[name] = extra
+            training.extras[install.__name__.strip("_")] = extra
 
 
 def is_extra(error: ModuleNotFoundError) -> bool:
-    """Whether what was not found is a module of this package, which only extras lack."""
+    """Whether what was not found is a module of this package, which only extras may lack."""
     return (error.name or "").startswith("mlx_parallm.")
 
 
@@ -75,6 +87,8 @@ def _lesson_groups(config: Config, served: Served, training: TrainingRuntime) ->
 
 
 def _reward_models(config: Config, served: Served, training: TrainingRuntime) -> Any:
+    if training.reward_models is None:
+        return None
     from mlx_parallm.rl.reward_models.trainer import RewardModelTrainer
 
     return RewardModelTrainer(training.reward_models, training.service.parts.journal, config.model)
@@ -131,3 +145,148 @@ def _atropos_batches(config: Config, served: Served, training: TrainingRuntime) 
     batches = Batches(config, served, training.service)
     training.on_start.append(batches.start)
     training.on_end.append(batches.close)
+
+
+# ---- of the process, before training is there ------------------------------------------------------
+
+
+def reward_models_of(
+    processor: ContinuousBatchProcessor, trainer: GRPOTrainer, manager: SharedModelManager, config: Config
+) -> RewardModels | None:
+    """The reward models of the adapter folder. Their work shares training's device time with the trainer."""
+    try:
+        from mlx_parallm.adapters.reward_models import RewardModelFolder
+        from mlx_parallm.rl.reward_models.learning import RewardModelDevice
+        from mlx_parallm.rl.reward_models.service import RewardModels
+        from mlx_parallm.rl.reward_models.work import RewardModelWork
+    except ModuleNotFoundError as error:
+        _without(error)
+        return None
+    work = RewardModelWork(trainer.model, trainer.config.micro_batch_tokens)
+    folder = RewardModelFolder(config.adapters.adapter_dir, manager.fingerprint)
+    return RewardModels(RewardModelDevice(processor, work), folder, manager.tokenizer)
+
+
+def reward_model_check(config: Config) -> Callable[[str], None]:
+    """Looks for a reward model by its name, before the model is loaded."""
+    try:
+        from mlx_parallm.adapters.reward_models import RewardModelFolder
+    except ModuleNotFoundError as error:
+        _without(error)
+        return no_reward_model
+    return RewardModelFolder(config.adapters.adapter_dir).check
+
+
+def is_reward_model(folder: Path) -> bool:
+    """Whether a folder of adapter files is that of a reward model."""
+    try:
+        from mlx_parallm.adapters import reward_models
+    except ModuleNotFoundError as error:
+        _without(error)
+        return False
+    return reward_models.is_reward_model(folder)
+
+
+def kept_of(run: Path, adapter: str) -> Iterator[KeptPart]:
+    """What extras keep of an adapter in the folder of a run. Raises OSError."""
+    try:
+        from mlx_parallm.rl.lessons.record import FILE, read_lesson
+    except ModuleNotFoundError as error:
+        _without(error)
+        return
+    lesson = read_lesson(run)
+    yield KeptPart("lesson", str(run / FILE), int(lesson is not None and lesson.adapter == adapter))
+
+
+def forget_kept(run: Path, adapter: str) -> None:
+    """Removes what extras keep of an adapter. Raises OSError."""
+    try:
+        from mlx_parallm.rl.lessons.record import forget_lesson
+    except ModuleNotFoundError as error:
+        _without(error)
+    else:
+        forget_lesson(run, adapter)
+
+
+def _without(error: ModuleNotFoundError) -> None:
+    """Goes on without an extra. Raises `error` if it is none that was not found."""
+    if not is_extra(error):
+        raise error
+
+
+# ---- for a setting ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def _needed_by(setting: str) -> Iterator[None]:
+    """Raises ConfigError: the extra that the block imports is not there."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if not is_extra(error):
+            raise
+        raise ConfigError(f"{setting}: this needs {error.name}, which is not there") from error
+
+
+def check_trackers(wanted: Sequence[TrackerName]) -> None:
+    """Raises ConfigError: the package of a tracker is not installed."""
+    if wanted:
+        with _needed_by("rl_training.trackers"):
+            from mlx_parallm.rl.tracking.trackers import check_installed
+        check_installed(wanted)
+
+
+def trackers_of(config: Config, run: Run) -> Mapping[str, Callable[[], Tracker]]:
+    """Functions that open the trackers which the configuration names, by name."""
+    wanted = config.rl_training.trackers
+    if not wanted:
+        return {}
+    with _needed_by("rl_training.trackers"):
+        from mlx_parallm.rl.tracking.trackers import TrackedRun, trackers_of
+    shown = config.model_dump(mode="json", include={"model", "rl_training"})
+    return trackers_of(TrackedRun(run.path, run.id, run.path.name, config.adapters.default_adapter, shown), wanted)
+
+
+def curriculum_of(
+    config: Config, tasks: Iterator[Task], taken: int, state: Mapping[str, float] | None, lag: int
+) -> Curriculum:
+    """The tasks of an environment in the order of a curriculum; see `Curriculum`."""
+    with _needed_by("rl_training.curriculum.enabled"):
+        from mlx_parallm.rl.rollouts.curriculum import Curriculum
+    return Curriculum(tasks, config.rl_training.curriculum, config.rl_training.seed, taken, state, lag)
+
+
+def outside_engine(config: Config, served: Served, cluster: InferenceEngine | None) -> InferenceEngine | None:
+    """The outside engine of the configuration, together with the engine of a cluster. None: there is neither."""
+    if cluster is None and not config.inference.engine.outside:
+        return None
+    with _needed_by("inference.engine"):
+        from mlx_parallm.app.inference import outside_engine
+    return outside_engine(config, served, cluster)
+
+
+def teacher_score(config: TeacherConfig) -> tuple[Score, Callable[[], Awaitable[None]]]:
+    """How the teacher on another server scores, and what ends its connection."""
+    with _needed_by("rl_training.teacher.url"):
+        from mlx_parallm.rl.inference.http import EngineServer
+        from mlx_parallm.rl.inference.teacher import server_score
+    assert config.url is not None
+    key = config.api_key.get_secret_value() if config.api_key else ""
+    server = EngineServer("teacher's", config.url, key, 2 * config.timeout_s)  # `Teacher` has the shorter limit
+    return server_score(server, config.model or ""), server.close
+
+
+def atropos_run(*parts: Any) -> TrainingRun:
+    """The run of `mlx_parallm_train` on Atropos' groups."""
+    with _needed_by("rl_training.atropos_url"):
+        from mlx_parallm.app.atropos_run import AtroposRun
+    return AtroposRun(*parts)
+
+
+def _verifiers(name: str) -> Environment:
+    with _needed_by("environment"):
+        from mlx_parallm.rl.environments import verifiers
+    return verifiers.load(name)
+
+
+LOADERS["verifiers:"] = _verifiers

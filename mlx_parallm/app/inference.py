@@ -1,4 +1,4 @@
-"""Builds the inference engine that a training run draws its samples from."""
+"""Builds the outside engine that a training run draws its samples from."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ from mlx_parallm.core import (
     StopParams,
     WorkClass,
 )
-from mlx_parallm.errors import ConfigError
 from mlx_parallm.model.tokenizer import detokenizer_for
 from mlx_parallm.rl.inference.api import EngineApi
-from mlx_parallm.rl.inference.engine import InferenceEngine, SharedEngine
 from mlx_parallm.rl.inference.http import EngineServer
 from mlx_parallm.rl.inference.max import MaxApi
 from mlx_parallm.rl.inference.mlx import MlxApi
@@ -31,51 +29,22 @@ from mlx_parallm.rl.inference.sglang import SglangApi
 from mlx_parallm.rl.inference.spread import SpreadEngine
 from mlx_parallm.rl.inference.sync import AdapterSync, WriteAdapter
 from mlx_parallm.rl.rollouts.answers import events_of
+from mlx_parallm.rl.rollouts.engine import InferenceEngine
 
 _FOLDER = ".inference"
 """Folder of a run in which adapter versions wait for an outside engine."""
 
-_CLUSTER_PATIENCE_S = 120.0
+_PATIENCE_S = 120.0
 """How long a run draws again while its cluster fails, in seconds: a head may be starting again."""
 
 _TRIAL = ({"role": "user", "content": "Hello"},)
 
 
-def check_inference(config: Config) -> None:
-    """Checks what can be known before a model is loaded. Raises ConfigError: no sample could be drawn."""
-    kind, temperature = config.inference.engine, config.rl_training.rollout_temperature
-    if kind is EngineKind.NONE:
-        raise ConfigError(
-            "inference.engine: none draws no samples, and this run asks for some; choose shared, or an engine and its "
-            "--inference-url"
-        )
-    if kind.outside and kind is not EngineKind.SGLANG and temperature != 1:
-        raise ConfigError(
-            f"rl_training.rollout_temperature: the engine {kind} gives logprobs of temperature 1, which do not fit "
-            f"samples of temperature {temperature:g}; draw with --temperature 1, or with the engine shared or sglang"
-        )
-    if kind is EngineKind.MLX and config.inference.model is None and config.model.base_model_path is None:
-        raise ConfigError(
-            "inference.model: mlx_lm.server cannot load the bundled model; name the model that it serves with "
-            "--inference-model, and the same one with --model-path"
-        )
-
-
-def build_inference(config: Config, served: Served, cluster: InferenceEngine | None = None) -> InferenceEngine:
-    """The configured engine. An outside engine's server is not asked for anything yet.
-
-    Args:
-        cluster: draws from the nodes of the cluster that is trained for, in place of this process. An outside engine is
-            one more node then.
-
-    Raises:
-        ConfigError: no sample could be drawn.
-    """
-    check_inference(config)
-    outside = _outside(config, served) if config.inference.engine.outside else None
-    if cluster is not None:
-        return SpreadEngine([cluster] if outside is None else [cluster, outside], _CLUSTER_PATIENCE_S)
-    return SharedEngine(served.engine) if outside is None else outside
+def outside_engine(config: Config, served: Served, cluster: InferenceEngine | None) -> InferenceEngine:
+    """The configured outside engine, whose server is not asked for anything yet. `cluster`: draws from the nodes of a
+    cluster, of which an outside engine is one more."""
+    outside = [_outside(config, served)] if config.inference.engine.outside else []
+    return outside[0] if cluster is None else SpreadEngine([cluster, *outside], _PATIENCE_S)
 
 
 def _outside(config: Config, served: Served) -> OutsideEngine:

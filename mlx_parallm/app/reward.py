@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlx_parallm.adapters.reward_models import RewardModelFolder
+from mlx_parallm.app.extras import reward_model_check
 from mlx_parallm.config import Config, Mode
 from mlx_parallm.core import BASE_ADAPTER
 from mlx_parallm.errors import ConfigError, InvalidRequestError
@@ -59,4 +59,4 @@ def check_scorable(config: Config, source: Environment) -> None:
 
 def catalogue_of(config: Config) -> ScorerCatalogue:
     """The scorers that requests and tasks may name."""
-    return ScorerCatalogue(reward_of(config), RewardModelFolder(config.adapters.adapter_dir).check)
+    return ScorerCatalogue(reward_of(config), reward_model_check(config))

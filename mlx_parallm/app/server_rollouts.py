@@ -13,7 +13,6 @@ from mlx_parallm.config import Config
 from mlx_parallm.core import RolloutStatus
 from mlx_parallm.rl.environments import Environment, environment
 from mlx_parallm.rl.rollouts.answers import group_prefixes, task_number
-from mlx_parallm.rl.rollouts.curriculum import TAKEN
 from mlx_parallm.rl.runs.listing import RUN_TASKS
 
 _GROUPS_LOOKED_AT = 1000
@@ -92,7 +91,7 @@ class ServerRollouts:
     def progress(self) -> Mapping[str, float] | None:
         """What `open` needs in another process, to be noted with an update. None: it needs nothing."""
         state = self._rollouts.settle()
-        return {RUN_TASKS: state[TAKEN], **state} if state else None
+        return {RUN_TASKS: self._rollouts.settled_tasks, **state} if state else None
 
     async def _taken_before(self) -> int:
         """The number of the first task that no earlier process of the run has answered, or one after it."""

@@ -13,10 +13,10 @@ from dataclasses import asdict
 from typing import Any, NoReturn
 
 from mlx_parallm import logs
-from mlx_parallm.app.atropos_run import AtroposRun
 from mlx_parallm.app.build import Engine, Served
+from mlx_parallm.app.environment_rollouts import check_inference
 from mlx_parallm.app.environment_run import EnvironmentRun
-from mlx_parallm.app.inference import check_inference
+from mlx_parallm.app.extras import atropos_run
 from mlx_parallm.app.machine import MachineWatch
 from mlx_parallm.app.ranks import check_splittable, follow
 from mlx_parallm.app.reward import check_scorable
@@ -126,7 +126,7 @@ def _run_of(parts: RunParts, source: Environment | None) -> TrainingRun:
     if source is not None:
         return EnvironmentRun(*parts, source=source)
     if not _learns_from_clients(parts[0]):
-        return AtroposRun(*parts)
+        return atropos_run(*parts)
     from mlx_parallm.app.cluster_run import ClusterRun
 
     return ClusterRun(*parts)

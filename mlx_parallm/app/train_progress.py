@@ -13,6 +13,9 @@ from mlx_parallm.app.tracking import metrics_file
 from mlx_parallm.config import Config
 from mlx_parallm.core import EvaluationResult, TrajectoryCard, UpdateReport
 
+ENDLESS = 10**9
+"""Steps of what trains until it is stopped."""
+
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:

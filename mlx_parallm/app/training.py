@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.adapters.reward_models import RewardModelFolder
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.app.adapters import KnownAdapters
 from mlx_parallm.app.evaluation import HeldOutTasks, evaluator_of, held_out_of
+from mlx_parallm.app.extras import teacher_score
 from mlx_parallm.app.model_check import kept_verdict
 from mlx_parallm.app.reward import judge_of, reward_of
 from mlx_parallm.config import Config, Mode, ResolvedTraining, RLTrainingConfig
-from mlx_parallm.core import AdapterRef, TextTokenizer, TrainingWork
+from mlx_parallm.core import AdapterRef, TextTokenizer
 from mlx_parallm.core.operations import Followers
 from mlx_parallm.engine.thread import ContinuousBatchProcessor
 from mlx_parallm.errors import UnsupportedModelError
@@ -30,16 +30,12 @@ from mlx_parallm.rl.collect.log import TrajectoryLog
 from mlx_parallm.rl.environments import Task, answers_of, read_system_prompt
 from mlx_parallm.rl.environments.names import read_text
 from mlx_parallm.rl.environments.thread import EnvironmentThread
-from mlx_parallm.rl.inference.http import EngineServer
-from mlx_parallm.rl.reward_models.learning import RewardModelDevice
-from mlx_parallm.rl.reward_models.service import RewardModels
-from mlx_parallm.rl.reward_models.work import RewardModelWork
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.scoring.scorers import REWARD_MODEL, RewardSpec
 from mlx_parallm.rl.scoring.service import ScoringService
 from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.rl.tasks import FileTasks
-from mlx_parallm.rl.teachers import Teacher, engine_score, server_score
+from mlx_parallm.rl.teachers import Teacher, engine_score
 from mlx_parallm.rl.updates.checkpoints import PolicyCheckpoints
 from mlx_parallm.rl.updates.parts import TrainingParts
 from mlx_parallm.train.check import gradients
@@ -48,8 +44,10 @@ from mlx_parallm.train.learner import Learner
 from mlx_parallm.train.model import TrainableModel
 from mlx_parallm.train.packed_pass import SEGMENT, SHORT_SEGMENT
 from mlx_parallm.train.policy import PolicySnapshot
-from mlx_parallm.train.taking_turns import TakingTurns
 from mlx_parallm.train.trainer import GRPOTrainer
+
+if TYPE_CHECKING:
+    from mlx_parallm.rl.reward_models.service import RewardModels
 
 
 def build_trainer(
@@ -80,17 +78,6 @@ def build_trainer(
     training = micro_steps_sized(config.rl_training, footprint, manager, memory, stall_s)
     model = trainable(training, footprint, manager, bank, memory, followers)
     return GRPOTrainer(model, training, config.model, memory=memory)
-
-
-def build_reward_models(
-    processor: ContinuousBatchProcessor, trainer: GRPOTrainer, manager: SharedModelManager, config: Config
-) -> tuple[RewardModels, TrainingWork]:
-    """The reward models of the adapter folder, and the work that shares training's device time between them and the
-    trainer."""
-    work = RewardModelWork(trainer.model, trainer.config.micro_batch_tokens)
-    folder = RewardModelFolder(config.adapters.adapter_dir, manager.fingerprint)
-    models = RewardModels(RewardModelDevice(processor, work), folder, manager.tokenizer)
-    return models, TakingTurns([trainer, work])
 
 
 def micro_steps_sized(
@@ -172,7 +159,7 @@ class TrainingRuntime:
     service: TrainingService
     scorers: ScoringService
     learner: Learner
-    reward_models: RewardModels
+    reward_models: RewardModels | None
     known: KnownAdapters
     default_adapter: str
     environment_thread: EnvironmentThread
@@ -233,7 +220,7 @@ def build_training(
     tokenizer: TextTokenizer,
     config: Config,
     journal: Journal,
-    reward_models: RewardModels,
+    reward_models: RewardModels | None,
     inputs: TrainingInputs,
 ) -> TrainingRuntime:
     """The service that learns from collected trajectories, with its scorers. It closes the journal.
@@ -295,9 +282,8 @@ def _teacher(
     prompt_ids, bos_id = tokenizer.encode(prompt, False), bos[0] if len(bos) == 1 else None
     if config.url is None:
         return Teacher(engine_score(engine, adapters, config.adapter), config.timeout_s, prompt_ids, bos_id)
-    key = config.api_key.get_secret_value() if config.api_key else ""
-    server = EngineServer("teacher's", config.url, key, 2 * config.timeout_s)  # `Teacher` has the shorter limit
-    return Teacher(server_score(server, config.model or ""), config.timeout_s, prompt_ids, bos_id, server.close)
+    score, close = teacher_score(config)
+    return Teacher(score, config.timeout_s, prompt_ids, bos_id, close)
 
 
 def _tasks(config: Config) -> FileTasks:

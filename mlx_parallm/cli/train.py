@@ -77,8 +77,7 @@ def run(args: argparse.Namespace) -> int:
     if not PLOTS.installed:
         print(f"WARNING: no curves will be drawn: {PLOTS.missing}", file=sys.stderr)
     from mlx_parallm.app import train as training
-    from mlx_parallm.app.atropos import ENDLESS
-    from mlx_parallm.app.train_progress import TrainOptions
+    from mlx_parallm.app.train_progress import ENDLESS, TrainOptions
     from mlx_parallm.cli.train_end import closing
 
     options = TrainOptions(

@@ -11,8 +11,7 @@ from mlx_parallm.cli.main import main, train
 from mlx_parallm.config import Mode
 from mlx_parallm.core import AdapterRef, EvaluationResult, UpdateReport
 from mlx_parallm.errors import ModelNotFoundError
-from mlx_parallm.rl.tracking.trackers import JsonlTracker
-from mlx_parallm.rl.tracking.tracking import Record
+from mlx_parallm.rl.tracking.tracking import JsonlTracker, Record
 
 pytestmark = pytest.mark.ci
 

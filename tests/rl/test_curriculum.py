@@ -12,10 +12,11 @@ from threading import Event, Thread
 
 import pytest
 
+from mlx_parallm.app.environment_run import figures_of
 from mlx_parallm.config import CurriculumConfig
 from mlx_parallm.core import CollectionSpec
 from mlx_parallm.rl.environments import Task
-from mlx_parallm.rl.rollouts.curriculum import LAG, MOST_LEVELS, OTHER, WITHOUT, Curriculum, figures
+from mlx_parallm.rl.rollouts.curriculum import LAG, MOST_LEVELS, OTHER, WITHOUT, Curriculum
 
 ON = CurriculumConfig(enabled=True)
 LEVELS = ("easy", "fair", "hard")
@@ -65,7 +66,7 @@ def test_levels_are_drawn_above_a_floor_by_how_often_their_rewards_differ() -> N
     assert {level: count / 2000 for level, count in counts.items()} == pytest.approx(expected, abs=0.04)
     assert {card.level: card.success for card in curriculum.cards} == pytest.approx(success, abs=0.03)
     assert {card.level: card.drawn for card in curriculum.cards} == counts
-    assert figures(curriculum.cards)["curriculum/easy/drawn"] == counts["easy"]
+    assert figures_of(curriculum.cards)["curriculum/easy/drawn"] == counts["easy"]
 
 
 def test_levels_that_teach_nothing_keep_the_floor() -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 from mlx_parallm.core import TrainingEvent
 from mlx_parallm.rl.events import EventHub
 from mlx_parallm.rl.tracking.history import History, events_of
-from mlx_parallm.rl.tracking.trackers import JsonlTracker
-from mlx_parallm.rl.tracking.tracking import Tracking
+from mlx_parallm.rl.tracking.tracking import JsonlTracker, Tracking
 
 
 def update(version: int, adapter: str = "tone", status: str = "published", at: float = 7.5) -> TrainingEvent:

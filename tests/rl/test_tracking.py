@@ -17,8 +17,8 @@ import pytest
 from mlx_parallm.config import TrackerName
 from mlx_parallm.core import TrainingEvent
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.rl.tracking.trackers import TrackedRun, check_installed, tracker_openers
-from mlx_parallm.rl.tracking.tracking import Record, Tracking
+from mlx_parallm.rl.tracking.trackers import TrackedRun, check_installed, trackers_of
+from mlx_parallm.rl.tracking.tracking import JsonlTracker, Record, Tracking
 
 UPDATE = Record(
     "update", 3, {"loss": 0.5, "grad_norm": math.inf, "eval_mean": 0.25}, {"adapter": "default", "version": 4}, 7.5
@@ -136,7 +136,8 @@ def test_updates_and_evaluations_of_the_event_stream_are_records() -> None:
 
 
 def written(folder: Path, *wanted: TrackerName, log: Path | None = None) -> Tracking:
-    tracking = Tracking(tracker_openers(run(folder), wanted, log))
+    file = log or folder / "metrics.jsonl"
+    tracking = Tracking({"jsonl": lambda: JsonlTracker(file), **trackers_of(run(folder), wanted)})
     tracking.write(UPDATE)
     tracking.write(OTHER)
     tracking.close()

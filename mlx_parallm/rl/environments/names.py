@@ -17,7 +17,6 @@ from typing import Any
 from mlx_parallm.core import CollectionSpec
 from mlx_parallm.errors import ConfigError, shown
 from mlx_parallm.extras import REASONING_GYM
-from mlx_parallm.rl.environments import verifiers
 from mlx_parallm.rl.environments.builtin import BUILT_IN
 from mlx_parallm.rl.environments.protocol import Environment, EpisodeEnvironment, RolloutClient, Task, is_of_episodes
 from mlx_parallm.rl.scoring import gym
@@ -32,7 +31,7 @@ GROUP = "mlx_parallm.environments"
 _OF_FILE = ".py:"
 _OTHER_FORMS = (
     f"{gym.PREFIX}<task>",
-    f"{verifiers.PREFIX}<id>",
+    "verifiers:<id>",
     "FILE.jsonl (such as gsm8k's train.jsonl)",
     "FILE.py:NAME",
 )
@@ -58,10 +57,8 @@ def environment(name: str, rewarded: bool = False) -> Environment:
 
 
 def _environment(name: str, rewarded: bool) -> Environment:
-    if name.startswith(gym.PREFIX):
-        return _reasoning_gym(name)
-    if name.startswith(verifiers.PREFIX):
-        return verifiers.load(name)
+    if (prefix := _prefix_of(name)) is not None:
+        return LOADERS[prefix](name)
     if _OF_FILE in name:
         return _of_file(name)
     file = find_tasks(name, rewarded)
@@ -76,12 +73,16 @@ def answers_of(name: str, rewarded: bool = False) -> FileTasks:
     Raises:
         ConfigError: it is unknown, or its file cannot be used.
     """
-    if name.startswith((gym.PREFIX, verifiers.PREFIX)) or _OF_FILE in name:
+    if _prefix_of(name) is not None or _OF_FILE in name:
         return FileTasks()
     file = find_tasks(name, rewarded)
     if file is None:
         _installed(name)
     return file or FileTasks()
+
+
+def _prefix_of(name: str) -> str | None:
+    return next((prefix for prefix in LOADERS if name.startswith(prefix)), None)
 
 
 # ---- files of tasks, and reasoning-gym -----------------------------------------------------------
@@ -130,6 +131,10 @@ def _reasoning_gym(name: str) -> Environment:
     if task not in tasks:
         raise _unknown(name, [gym.PREFIX + known for known in tasks])
     return ReasoningGym(task)
+
+
+LOADERS: dict[str, Callable[[str], Environment]] = {gym.PREFIX: _reasoning_gym}
+"""What loads the environments whose names have a prefix. Extras add to it."""
 
 
 # ---- one object each -----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import cast
 
 from mlx_parallm.core import AdapterRef, Event, GenerationRequest
 from mlx_parallm.errors import EngineError
-from mlx_parallm.rl.inference.engine import InferenceEngine
+from mlx_parallm.rl.rollouts.engine import InferenceEngine
 
 _AGAIN_S = 0.5
 

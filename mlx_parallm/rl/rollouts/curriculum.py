@@ -53,7 +53,7 @@ LAG = 8
 _PRIOR = 0.5
 """Success of a level that was never tried, and its `s`. It counts as one task, so that new levels are tried soon."""
 
-_SKIPPED, _SEEN, TAKEN, _LAG = (LEVEL_PREFIX + name for name in ("skipped", "seen", "taken", "lag"))
+_SKIPPED, _SEEN, _TAKEN, _LAG = (LEVEL_PREFIX + name for name in ("skipped", "seen", "taken", "lag"))
 """Keys of a state that belong to no level."""
 
 _CAME, _MEAN = (LEVEL_PREFIX + name for name in ("came", "mean"))
@@ -135,7 +135,7 @@ class Curriculum(Iterator[Task]):
         self._drawing = Lock()
         state = state if state and _SEEN in state else {_SKIPPED: taken, _SEEN: 0}
         self._skipped, self._seen = int(state[_SKIPPED]), 0
-        self._taken = int(state.get(TAKEN, taken))
+        self._taken = int(state.get(_TAKEN, taken))
         self._ended = False
         deque(islice(tasks, self._skipped), maxlen=0)
         self._tasks = tasks
@@ -155,6 +155,11 @@ class Curriculum(Iterator[Task]):
     def state(self) -> Mapping[str, float]:
         """All that another process needs to continue from where rewards were looked at last. Any thread may read it."""
         return self._state
+
+    @property
+    def settled_tasks(self) -> int:
+        """Tasks that were taken before `state`."""
+        return int(self._state[_TAKEN])
 
     # -- rewards ---------------------------------------------------------------------------------
 
@@ -210,7 +215,7 @@ class Curriculum(Iterator[Task]):
 
     def _levels_state(self) -> Mapping[str, float]:
         """The state before the next task is taken, without the rewards that do not count for it."""
-        state: dict[str, float] = {_SKIPPED: self._skipped, _SEEN: self._seen, TAKEN: self._taken, _LAG: self._lag}
+        state: dict[str, float] = {_SKIPPED: self._skipped, _SEEN: self._seen, _TAKEN: self._taken, _LAG: self._lag}
         for level in self._levels.values():
             values = {
                 "drawn": level.drawn,
@@ -319,12 +324,3 @@ class Curriculum(Iterator[Task]):
             if 0 <= came < 2 * len(names):
                 mean = state.get(f"{_MEAN}{number % lag}", 0.0)
                 self._came[number] = _Reward(names[came // 2], mean, bool(came % 2))
-
-
-def figures(cards: Sequence[LevelCard]) -> Mapping[str, float]:
-    """The figures of the levels by name, such as `curriculum/easy/success`."""
-    return {
-        f"{LEVEL_PREFIX}{card.level}/{name}": value
-        for card in cards
-        for name, value in (("success", card.success), ("share", card.share), ("drawn", float(card.drawn)))
-    }

@@ -1,20 +1,17 @@
-"""The trackers: metrics.jsonl, and TensorBoard, Weights & Biases and Trackio, whose packages are extras.
+"""TensorBoard, Weights & Biases and Trackio, whose packages are extras.
 
 A package is imported when its tracker is opened, and only if `rl_training.trackers` names it.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.adapters.runs import METRICS
 from mlx_parallm.config import TrackerName
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.extras import TENSORBOARD, TRACKIO, WANDB, Extra
@@ -48,47 +45,9 @@ def check_installed(wanted: Sequence[TrackerName]) -> None:
             raise ConfigError(f"rl_training.trackers: {name.value}: {extra.missing}")
 
 
-def tracker_openers(
-    run: TrackedRun, wanted: Sequence[TrackerName], log: Path | None = None
-) -> dict[str, Callable[[], Tracker]]:
-    """Functions that open the wanted trackers, by name, and first of all the JSONL file.
-
-    Args:
-        log: the JSONL file; None: `metrics.jsonl` in the run's folder.
-    """
-    openers: dict[str, Callable[[], Tracker]] = {"jsonl": partial(JsonlTracker, log or run.folder / METRICS)}
-    return openers | {name.value: partial(_PACKAGES[name][1], run) for name in wanted}
-
-
-# ---- JSONL ---------------------------------------------------------------------------------------
-
-
-class JsonlTracker:
-    """Appends a line for each record, in one write: the metrics by name (null if not finite), and the other fields."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def write(self, record: Record) -> None:
-        line = {
-            "at": round(record.at, 3),
-            "kind": record.kind,
-            **{name: value if math.isfinite(value) else None for name, value in record.metrics.items()},
-            **record.fields,
-            "step": record.step,
-        }
-        data = (json.dumps(line, default=str) + "\n").encode()
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        try:
-            os.write(descriptor, data)
-        finally:
-            os.close(descriptor)
-
-    def close(self) -> None:
-        """Nothing is open between two records."""
-
-
-# ---- packages ------------------------------------------------------------------------------------
+def trackers_of(run: TrackedRun, wanted: Sequence[TrackerName]) -> dict[str, Callable[[], Tracker]]:
+    """Functions that open the wanted trackers, by name."""
+    return {name.value: partial(_PACKAGES[name][1], run) for name in wanted}
 
 
 def _scalars(run: TrackedRun, record: Record) -> dict[str, float]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import math
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from mlx_parallm.core import TrainingEvent
@@ -49,6 +53,31 @@ class Tracker(Protocol):
     def write(self, record: Record) -> None: ...
 
     def close(self) -> None: ...
+
+
+class JsonlTracker:
+    """Appends a line for each record, in one write: the metrics by name (null if not finite), and the other fields."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, record: Record) -> None:
+        line = {
+            "at": round(record.at, 3),
+            "kind": record.kind,
+            **{name: value if math.isfinite(value) else None for name, value in record.metrics.items()},
+            **record.fields,
+            "step": record.step,
+        }
+        data = (json.dumps(line, default=str) + "\n").encode()
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            os.write(descriptor, data)
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        """Nothing is open between two records."""
 
 
 class Tracking:
