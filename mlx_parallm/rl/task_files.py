@@ -4,13 +4,14 @@ the file."""
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.errors import ConfigError, RequestError
 from mlx_parallm.extras import PARQUET
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
@@ -19,16 +20,12 @@ MAX_FILE_BYTES = 64 * 1024 * 1024
 _HUB_ID = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
 _SUFFIXES = (".jsonl", ".parquet")
 _ROWS_AT_ONCE = 256
+_LOGGED_ROWS = 20
 _SURROGATE = rb"\ud"
 
+_log = logging.getLogger(__name__)
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One row: any JSON value. `place`: its line or row, 1 the first, for messages. `fault`: why it cannot be read."""
-
-    place: str
-    value: object = None
-    fault: Exception | None = None
+T = TypeVar("T")
 
 
 def find_file(name: str, setting: str = "environment") -> Path | None:
@@ -49,21 +46,38 @@ def find_file(name: str, setting: str = "environment") -> Path | None:
     return _download(name, setting) if _HUB_ID.fullmatch(name) else None
 
 
-def rows_of(file: Path, setting: str = "environment") -> Iterator[Row]:
-    """The rows of a file. `setting`: what errors name.
+def read_rows(
+    file: Path, read: Callable[[Mapping[str, Any]], T], setting: str = "environment"
+) -> tuple[dict[str, T], list[str]]:
+    """What `read` makes of the rows of a file, each a JSON object, by `line 1`, `line 2`, and so on. A row that it
+    cannot use is left out, and a line of the log says which.
+
+    Args:
+        read: raises ValueError, RecursionError or a RequestError if it cannot use a row.
+        setting: what errors name.
+
+    Returns:
+        The results; and for people, which rows are left out and why.
 
     Raises:
         ConfigError: the file cannot be read, or is too large.
     """
-    return _parquet_rows(file, setting) if file.suffix == ".parquet" else _jsonl_rows(file, setting)
-
-
-def _json(line: bytes) -> object:
-    """Raises ValueError, RecursionError: it is no JSON, or has half of a surrogate pair, which no tokenizer takes."""
-    value = json.loads(line.decode("utf-8-sig"))
-    if _SURROGATE in line.lower():
-        check_surrogates(value)
-    return value
+    found: dict[str, T] = {}
+    unusable = []
+    for place, row in _rows(file, setting):
+        try:
+            if isinstance(row, Exception):
+                raise row
+            if not isinstance(row, dict):
+                raise ValueError("it is not a JSON object")
+            found[place] = read(row)
+        except (ValueError, RecursionError, RequestError) as error:
+            unusable.append(f"{place} of {file} is left out: {error}")
+    for message in unusable[:_LOGGED_ROWS]:
+        _log.warning("%s", message)
+    if others := unusable[_LOGGED_ROWS:]:
+        _log.warning("%d more rows of %s are left out", len(others), file)
+    return found, unusable
 
 
 def check_surrogates(value: object) -> None:
@@ -75,51 +89,63 @@ def check_surrogates(value: object) -> None:
         raise ValueError(f"{half} is half of a surrogate pair, which is no character") from None
 
 
-def _jsonl_rows(file: Path, setting: str) -> Iterator[Row]:
-    for number, line in enumerate(_read(file, setting).split(b"\n"), 1):
-        if line.strip():
-            try:
-                yield Row(f"line {number}", _json(line))
-            except (ValueError, RecursionError) as error:
-                yield Row(f"line {number}", fault=error)
+class _TooLargeError(Exception):
+    """The file, or what it holds, has more than MAX_FILE_BYTES."""
 
 
-def _read(file: Path, setting: str) -> bytes:
+def _rows(file: Path, setting: str) -> Iterator[tuple[str, object]]:
+    """Each row with its place for messages: any JSON value, or the error of one that cannot be read."""
     try:
-        with file.open("rb") as opened:
-            content = opened.read(MAX_FILE_BYTES + 1)
+        yield from _parquet_rows(file) if file.suffix == ".parquet" else _jsonl_rows(file)
+    except _TooLargeError as error:
+        most = f"{MAX_FILE_BYTES // 2**20} MiB"
+        raise ConfigError(f"{setting}: {file} has more than {most}; give a part of it") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{setting}: {file} cannot be read: {error}") from error
+
+
+def _jsonl_rows(file: Path) -> Iterator[tuple[str, object]]:
+    with file.open("rb") as opened:
+        content = opened.read(MAX_FILE_BYTES + 1)
     if len(content) > MAX_FILE_BYTES:
-        raise _too_large(file, setting)
-    return content
+        raise _TooLargeError
+    for number, line in enumerate(content.split(b"\n"), 1):
+        if line.strip():
+            yield f"line {number}", _json(line)
 
 
-def _parquet_rows(file: Path, setting: str) -> Iterator[Row]:
+def _json(line: bytes) -> object:
+    """The value, or the error if it is no JSON, or has half of a surrogate pair."""
+    try:
+        value = json.loads(line.decode("utf-8-sig"))
+        if _SURROGATE in line.lower():
+            check_surrogates(value)
+    except (ValueError, RecursionError) as error:
+        return error
+    return value
+
+
+def _parquet_rows(file: Path) -> Iterator[tuple[str, object]]:
     """Values that JSON lacks, such as dates, become text."""
     try:
         import pyarrow
         from pyarrow import parquet
     except ImportError as error:
-        raise ConfigError(f"{setting}: {file} cannot be read: {PARQUET.missing}") from error
+        raise ValueError(PARQUET.missing) from error
     number = size = 0
+    if file.stat().st_size > MAX_FILE_BYTES:
+        raise _TooLargeError
     try:
-        if file.stat().st_size > MAX_FILE_BYTES:
-            raise _too_large(file, setting)
         with parquet.ParquetFile(file) as opened:
             for batch in opened.iter_batches(_ROWS_AT_ONCE):
                 for row in batch.to_pylist():
                     text = json.dumps(row, default=str)
                     number, size = number + 1, size + len(text)
                     if size > MAX_FILE_BYTES:
-                        raise _too_large(file, setting)
-                    yield Row(f"row {number}", json.loads(text))
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise ConfigError(f"{setting}: {file} cannot be read: {error}") from error
-
-
-def _too_large(file: Path, setting: str) -> ConfigError:
-    return ConfigError(f"{setting}: {file} has more than {MAX_FILE_BYTES // 2**20} MiB; give a part of it")
+                        raise _TooLargeError
+                    yield f"row {number}", json.loads(text)
+    except pyarrow.ArrowException as error:
+        raise ValueError(str(error)) from error
 
 
 def _download(name: str, setting: str) -> Path:

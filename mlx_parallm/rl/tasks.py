@@ -10,7 +10,6 @@ The second row has gsm8k's own form. Only a prompt is always needed; without a c
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,7 @@ from mlx_parallm.errors import ConfigError, InvalidRequestError
 from mlx_parallm.rl.conversations import Message, read_conversation
 from mlx_parallm.rl.scoring import builtin
 from mlx_parallm.rl.scoring.scorers import ANSWER, REWARD, terms
-from mlx_parallm.rl.task_files import Row, find_file, rows_of
+from mlx_parallm.rl.task_files import find_file, read_rows
 
 PROBLEM_ID = "problem_id"
 """The key of a request's `metadata` for the id of a task."""
@@ -35,9 +34,6 @@ _MAX_COLUMNS = 64 * 1024
 
 _MAX_LEVEL = 64
 """Characters of a level's name; the rest is cut off."""
-
-_LOGGED_ROWS = 20
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,50 +115,40 @@ def read_tasks(file: Path, rewarded: bool = False) -> FileTasks:
     Raises:
         ConfigError: the file cannot be read, is too large, has no task, or has two tasks with one id.
     """
-    tasks, unusable = [], []
-    place_of_id: dict[str, str] = {}
     answers: dict[str, Any] = {}
-    for row in rows_of(file):
-        try:
-            task = _task(row, rewarded)
-            if answers.setdefault(json.dumps(task.prompt), task.answer) != task.answer:
-                raise ValueError("an earlier one has the same prompt and another answer")
-        except (ValueError, RecursionError, InvalidRequestError) as error:
-            unusable.append(f"{row.place} of {file} is left out: {error}")
-            continue
-        if task.id is not None and (first := place_of_id.setdefault(task.id, row.place)) != row.place:
-            raise ConfigError(f"environment: {first} and {row.place} of {file} have the same id; change one")
-        tasks.append(task)
-    for message in unusable[:_LOGGED_ROWS]:
-        _log.warning("%s", message)
-    if others := unusable[_LOGGED_ROWS:]:
-        _log.warning("%d more rows of %s are left out", len(others), file)
+
+    def read(row: Mapping[str, Any]) -> FileTask:
+        task = _task(row, rewarded)
+        if answers.setdefault(json.dumps(task.prompt), task.answer) != task.answer:
+            raise ValueError("an earlier one has the same prompt and another answer")
+        return task
+
+    tasks, _ = read_rows(file, read)
+    place_of_id: dict[str, str] = {}
+    for place, task in tasks.items():
+        if task.id is not None and (first := place_of_id.setdefault(task.id, place)) != place:
+            raise ConfigError(f"environment: {first} and {place} of {file} have the same id; change one")
     if not tasks:
         needs = "a prompt (or question, or messages)" + ("" if rewarded else " and an answer")
         raise ConfigError(f"environment: {file} has no task; each row needs {needs}")
-    return FileTasks(tasks)
+    return FileTasks([*tasks.values()])
 
 
-def _task(row: Row, rewarded: bool) -> FileTask:
+def _task(row: Mapping[str, Any], rewarded: bool) -> FileTask:
     """Raises ValueError, RecursionError or InvalidRequestError: the row lacks something, or it has the wrong type."""
-    if row.fault is not None:
-        raise row.fault
-    value = row.value
-    if not isinstance(value, dict):
-        raise ValueError("it is not a JSON object")
-    prompt, columns = _prompt(value), {key: column for key, column in value.items() if key not in _OWN}
-    answer = _answer(value, rewarded)
-    scorer = REWARD if rewarded else value.get("scoring_function") or ("gsm8k" if _is_number(answer) else "math")
+    prompt, columns = _prompt(row), {key: column for key, column in row.items() if key not in _OWN}
+    answer = _answer(row, rewarded)
+    scorer = REWARD if rewarded else row.get("scoring_function") or ("gsm8k" if _is_number(answer) else "math")
     if not isinstance(scorer, str):
         raise ValueError("scoring_function must be text")
     terms(scorer)
     if (size := len(json.dumps(columns))) > _MAX_COLUMNS:
         raise ValueError(f"its columns have {size} bytes as JSON; at most {_MAX_COLUMNS} are kept")
-    number = value.get("id")
+    number = row.get("id")
     if number is not None and (not isinstance(number, str | int) or isinstance(number, bool)):
         raise ValueError("id must be text or a whole number")
     kept = columns if rewarded else {}
-    return FileTask(prompt, answer, scorer, None if number is None else str(number), kept, _level(value))
+    return FileTask(prompt, answer, scorer, None if number is None else str(number), kept, _level(row))
 
 
 def _prompt(row: Mapping[str, Any]) -> Prompt:

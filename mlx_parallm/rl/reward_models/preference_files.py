@@ -10,7 +10,6 @@ A prompt that is a text is one message of the user.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -18,15 +17,12 @@ from typing import Any
 
 from mlx_parallm.core import TextTokenizer, control_ids, end_id
 from mlx_parallm.core.tool_text import chat_prompt
-from mlx_parallm.errors import ConfigError, ContextLengthError, InvalidRequestError
+from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl.conversations import Message, read_conversation
 from mlx_parallm.rl.reward_models.preferences import Preference
-from mlx_parallm.rl.task_files import Row, find_file, rows_of
+from mlx_parallm.rl.task_files import find_file, read_rows
 
 _PROMPTS = ("prompt", "messages", "prompt_messages", "question")
-_LOGGED_ROWS = 20
-
-_log = logging.getLogger(__name__)
 
 
 def read_preferences(name: str, tokenizer: TextTokenizer, context_length: int, setting: str) -> list[Preference]:
@@ -40,29 +36,16 @@ def read_preferences(name: str, tokenizer: TextTokenizer, context_length: int, s
         ConfigError: the file cannot be read, is too large, or has no preference.
     """
     file = find_file(name, setting) or Path(name)
-    found, unusable = [], []
-    for row in rows_of(file, setting):
-        try:
-            found.append(_preference(row, tokenizer, context_length))
-        except (ValueError, RecursionError, InvalidRequestError, ContextLengthError) as error:
-            unusable.append(f"{row.place} of {file} is left out: {error}")
-    for message in unusable[:_LOGGED_ROWS]:
-        _log.warning("%s", message)
-    if others := unusable[_LOGGED_ROWS:]:
-        _log.warning("%d more rows of %s are left out", len(others), file)
+    found, unusable = read_rows(file, lambda row: _preference(row, tokenizer, context_length), setting)
     if not found:
         first = f" ({unusable[0]})" if unusable else ""
         raise ConfigError(f"{setting}: {file} has no preference; each row needs prompt, chosen and rejected{first}")
-    return found
+    return [*found.values()]
 
 
-def _preference(row: Row, tokenizer: TextTokenizer, context_length: int) -> Preference:
+def _preference(row: Mapping[str, Any], tokenizer: TextTokenizer, context_length: int) -> Preference:
     """Raises ValueError, RecursionError or a RequestError: the row lacks something, or cannot be encoded."""
-    if row.fault is not None:
-        raise row.fault
-    if not isinstance(row.value, dict):
-        raise ValueError("it is not a JSON object")
-    prompt, chosen, rejected = _texts(row.value)
+    prompt, chosen, rejected = _texts(row)
     if chosen == rejected:
         raise ValueError("chosen and rejected are the same")
     ids = tuple(chat_prompt(tokenizer, prompt, at_most=context_length))
