@@ -46,7 +46,7 @@ class FileTask:
         scorer: the one that the row names, else gsm8k for a number and math for other text; the configured reward, if
             there is one.
         columns: all other columns of the row.
-        level: what the curriculum draws it by; None if the row has none that is text or a number.
+        level: what the curriculum samples it by; None if the row has none that is text or a number.
     """
 
     prompt: Prompt
@@ -166,11 +166,11 @@ def _prompt(row: Mapping[str, Any]) -> Prompt:
 def _answer(row: Mapping[str, Any], rewarded: bool) -> Any:
     """The answer; of a text that ends with `#### 42`, only 42. A configured reward may have none, and gets any other
     JSON value as it is."""
-    given = next((row[key] for key in _ANSWERS if row.get(key) is not None), None)
-    if rewarded and not isinstance(given, str):
-        return given
+    value = next((row[key] for key in _ANSWERS if row.get(key) is not None), None)
+    if rewarded and not isinstance(value, str):
+        return value
     try:
-        answer = builtin.answer({ANSWER: given}).rpartition("####")[2].strip()
+        answer = builtin.answer({ANSWER: value}).rpartition("####")[2].strip()
     except InvalidRequestError:
         answer = ""
     if not answer and not rewarded:

@@ -22,7 +22,7 @@ class Task:
     """A conversation to be continued (dicts with `role` and `content`), and how the answers are scored.
 
     The rollouts of an environment that rewards its own episodes need no scoring function: `collection.scorer` is None.
-    `level`: tasks of one level are about as hard as each other; a curriculum draws levels by their success.
+    `level`: tasks of one level are about as hard as each other; a curriculum samples levels by their success.
     """
 
     messages: tuple[Message, ...]
@@ -36,7 +36,7 @@ class Answer:
 
     Attributes:
         finish_reason: `stop` if the model ended its answer, `length` if it was cut off.
-        token_ids: as they were drawn, with the end-of-sequence token if the model has drawn it.
+        token_ids: as they were sampled, with the end-of-sequence token if the model has sampled it.
         text: without the calls of tools.
         tool_calls: of the tools that were offered, each with its id. If the answer was cut off, the last one may be
             incomplete.

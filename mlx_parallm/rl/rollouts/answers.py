@@ -71,24 +71,16 @@ class TakenTasks:
 
 
 @dataclass(frozen=True, slots=True)
-class AnsweredTask:
-    """The answers to one task. `tokens`: completion tokens. `fault`: why not all of them will be trained on, or ""."""
-
-    tokens: int
-    fault: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class RolloutResult:
     """What was sampled. `tokens`: completion tokens. `failures`: for people, one line for each task that failed.
-    `faults`: one for each task of which a part failed."""
+    `faults`: one for each task whose answers will not all be trained on."""
 
     tokens: int
-    failures: tuple[str, ...]
+    failures: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
 
 
-SampleEpisodes = Callable[[int, Task, AdapterRef], Awaitable[AnsweredTask]]
+SampleEpisodes = Callable[[int, Task, AdapterRef], Awaitable[RolloutResult]]
 """Does the task of a number several times with one version; see `Episodes.sample`."""
 
 
@@ -143,10 +135,9 @@ class Rollouts:
         for number, result in enumerate(results, taken.first):
             if isinstance(result, Exception):
                 failures.append(f"task {number}: {_text(result)}")
-                continue
-            tokens += result.tokens
-            if result.fault:
-                faults.append(f"task {number}: {result.fault}")
+            else:
+                tokens += result.tokens
+                faults += [f"task {number}: {fault}" for fault in result.faults]
         return RolloutResult(tokens, tuple(failures), tuple(faults))
 
     async def _next_tasks(self, groups: int) -> list[Task | Exception]:
@@ -169,7 +160,7 @@ class Rollouts:
                 taken.append(error)
         return taken
 
-    async def _answer(self, number: int, task: Task | Exception, selector: str) -> AnsweredTask:
+    async def _answer(self, number: int, task: Task | Exception, selector: str) -> RolloutResult:
         """Raises what the task fails with."""
         if isinstance(task, Exception):
             raise task
@@ -177,7 +168,7 @@ class Rollouts:
         with self._adapters.lease(selector, f"rollout-{self._settings.run}-{number}") as adapter:
             return await self._sample(number, task, adapter)
 
-    async def _sample_answers(self, number: int, task: Task, adapter: AdapterRef) -> AnsweredTask:
+    async def _sample_answers(self, number: int, task: Task, adapter: AdapterRef) -> RolloutResult:
         """Samples all answers with one request."""
         settings = self._settings
         request = GenerationRequest(
@@ -198,7 +189,7 @@ class Rollouts:
             if isinstance(event, RequestFinished):
                 tokens = event.completion_tokens
         self._on_sampled(number, settings.group_size)
-        return AnsweredTask(tokens)
+        return RolloutResult(tokens)
 
 
 def group_prefixes(run: str) -> tuple[str, ...]:

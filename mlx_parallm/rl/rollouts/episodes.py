@@ -36,7 +36,7 @@ from mlx_parallm.errors import InvalidRequestError, TrainingFailedError
 from mlx_parallm.rl.collect.recorder import TrajectoryRecorder
 from mlx_parallm.rl.environments import Answer, EpisodeEnvironment, Message, RolloutError, Task
 from mlx_parallm.rl.environments.thread import EnvironmentThread
-from mlx_parallm.rl.rollouts.answers import AnsweredTask, Generate, OnSampled, RolloutSettings, all_ended, events_of
+from mlx_parallm.rl.rollouts.answers import Generate, OnSampled, RolloutResult, RolloutSettings, all_ended, events_of
 
 _MAX_TURNS = 100
 """Turns of an episode. A program that asks for ever must end."""
@@ -261,7 +261,7 @@ class Episodes:
         self._tokenizer, self._settings = tokenizer, settings
         self._on_sampled = on_sampled
 
-    async def sample(self, number: int, task: Task, adapter: AdapterRef) -> AnsweredTask:
+    async def sample(self, number: int, task: Task, adapter: AdapterRef) -> RolloutResult:
         """Does a task `group_size` times with one version. An episode that fails does not stop the others.
 
         Raises:
@@ -287,7 +287,8 @@ class Episodes:
         fault = await self._collect(turns, rewards)
         if failures:
             fault = f"{len(failures)} of {len(clients)} episodes failed, the first with: {_text(failures[0])}"
-        return AnsweredTask(sum(len(turn.completion_ids) for turn in turns), fault)
+        tokens = sum(len(turn.completion_ids) for turn in turns)
+        return RolloutResult(tokens, faults=(fault,) if fault else ())
 
     async def _play(self, client: EpisodeClient, number: int, task: Task) -> float | None:
         reward = await play(self._environment, self._thread, client, task)

@@ -202,8 +202,8 @@ def _equal(completion: ScorerInput, gold: str, text: str) -> float:
                 raise ValueError("metadata.answer is no mathematical expression that math-verify can read")
             if not completion.ended:
                 return 0.0
-            given = _parsed(text) or _parsed_as_math(text)
-            return float(math_verify.verify(wanted, given, timeout_seconds=None))
+            found = _parsed(text) or _parsed_as_math(text)
+            return float(math_verify.verify(wanted, found, timeout_seconds=None))
     except TooSlowError:
         return 0.0
 

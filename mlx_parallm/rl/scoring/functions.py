@@ -1,4 +1,4 @@
-"""Reward functions in the operator's own file: how they are loaded, and how a group is given to them.
+"""Reward functions in the operator's own file: how they are loaded, and what arguments they get.
 
     def score(prompts, completions, completion_ids, answer, **kwargs): return [...]     TRL: the whole group
     def score(prompt, completion, answer, state, task, info): return 1.0                verifiers: any of these
@@ -222,7 +222,7 @@ def _loop() -> asyncio.Runner:
     return asyncio.Runner()
 
 
-# ---- what a function is given --------------------------------------------------------------------
+# ---- arguments -----------------------------------------------------------------------------------
 
 
 def _values(sample: ScorerInput) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def entries(data: Any, count: int) -> Iterator[dict[str, Any]]:
     for index in range(min(count, len(data))):
         try:
             one = data[index]
-        except Exception as error:  # noqa: BLE001 - a random draw that the generator does not handle
+        except Exception as error:  # noqa: BLE001 - random numbers that the generator does not handle
             fault = error
         else:
             made += 1

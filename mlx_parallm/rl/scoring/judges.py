@@ -113,10 +113,10 @@ def _conversation(sample: ScorerInput, end: int) -> str:
 
 
 def _turns(messages: Sequence[Metadata]) -> str:
-    return "".join(f"{turn.get('role')}: {_said(turn)}\n\n" for turn in messages)
+    return "".join(f"{turn.get('role')}: {_text_of(turn)}\n\n" for turn in messages)
 
 
-def _said(turn: Metadata) -> str:
+def _text_of(turn: Metadata) -> str:
     """The text of a message, and the calls of tools in it as JSON."""
     calls = (json.dumps(call.get("function"), ensure_ascii=False) for call in turn.get("tool_calls") or ())
     return "\n".join(filter(None, [turn.get("content"), *calls]))

@@ -192,23 +192,22 @@ def load(name: str, reward: RewardSpec | None = None) -> GroupScorer:
     Raises:
         Exception: a package's scorer and a function of a file may raise anything when they are imported.
     """
-    parts = []
-    for term in terms(name):
-        if term.scorer != REWARD:
-            parts.append((term.weight, _of_group(load_one(term.scorer))))
-        elif reward is None:
-            raise unusable(f"there is no {REWARD} here")
-        else:
-            own = [(each.weight, load_term(each.scorer, reward.judge)) for each in reward.terms]
-            parts.append((term.weight, _sum(own)))
-    return _sum(parts)
+    return _sum([(term.weight, _term(term.scorer, reward)) for term in terms(name)])
 
 
-def load_term(scorer: str, judge: Judge) -> GroupScorer:
+def _term(name: str, reward: RewardSpec | None) -> GroupScorer:
+    if name != REWARD:
+        return _of_group(load_one(name))
+    if reward is None:
+        raise unusable(f"there is no {REWARD} here")
+    return _sum([(term.weight, _reward_term(term.scorer, reward.judge)) for term in reward.terms])
+
+
+def _reward_term(name: str, judge: Judge) -> GroupScorer:
     """A term of the operator's reward."""
-    if scorer in JUDGES:
-        return JUDGES[scorer](judge)
-    return load_function(scorer) if is_function(scorer) else _of_group(load_one(scorer))
+    if name in JUDGES:
+        return JUDGES[name](judge)
+    return load_function(name) if is_function(name) else _of_group(load_one(name))
 
 
 def load_one(name: str) -> Scorer:
