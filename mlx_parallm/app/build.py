@@ -222,7 +222,7 @@ def _training(
     run = shared.run
     assert run is not None  # a server that trains has a run
     assert inputs is not None
-    journal = Journal(JournalFile(run.path / JOURNAL, manager.fingerprint))
+    journal = Journal(JournalFile(run.path / JOURNAL, manager.fingerprint), config.checkpointing.journal_updates)
     reward_models = reward_models_of(processor, trainer, manager, config)
     work = trainer if reward_models is None else TakingTurns([trainer, reward_models.device.work])
     training = build_training(

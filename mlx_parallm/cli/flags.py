@@ -200,6 +200,7 @@ GROUPS = (
             Flag("--checkpoint-minutes", "checkpointing.minutes", "MINUTES"),
             Flag("--resume", "checkpointing.resume"),
             Flag("--keep-n-checkpoints", "checkpointing.keep_n_checkpoints", "CHECKPOINTS"),
+            Flag("--journal-updates", "checkpointing.journal_updates", "UPDATES"),
         ),
     ),
     FlagGroup(

@@ -130,6 +130,10 @@ class CheckpointingConfig(Section):
     """Number of newest checkpoints kept for each adapter. Saving deletes older ones, except those that have a tag or
     are served.
     """
+    journal_updates: Integer = Field(default=1000, ge=100)
+    """Number of newest updates of each adapter that the journal keeps with their trajectories. Older ones are removed
+    from it when checkpoints have them, so feedback on their answers comes too late.
+    """
     checkpoint_dir: Folder | None = None
     """Folder of one run: its checkpoints, its journal and run.json. What is found there is served and trained from.
     Only one process at a time may use it. null means a new folder under ./checkpoints for each run that trains;

@@ -116,6 +116,7 @@ def test_every_flag_sets_its_own_key(app):
     values |= {"--cors-origins": "http://a", "--max-model-len": "5", "--shutdown-timeout": "1", "--access-log": "false"}
     values |= {"--rl-algorithm": "dapo", "--update-frequency": "7", "--trajectory-buffer-size": "700"}
     values |= {"--connect-to": "node1:1", "--advertise": "node1:1", "--nats-url": "nats://node1:1"}
+    values |= {"--journal-updates": "700"}
     numbers = ("--max-batch-size", "--max-batched-tokens", "--max-queued", "--max-loras", "--max-cpu-loras")
     numbers += ("--max-lora-rank", "--checkpoint-interval", "--keep-n-checkpoints", "--lora-rank", "--lora-alpha")
     numbers += ("--max-staleness", "--micro-batch-tokens", "--seed", "--max-decode-stall-ms")

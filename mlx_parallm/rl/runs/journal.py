@@ -12,7 +12,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +21,8 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from mlx_parallm.core import Trajectory
-from mlx_parallm.errors import StorageError
+from mlx_parallm.errors import ConfigError, StorageError
+from mlx_parallm.rl.runs.compaction import compaction
 from mlx_parallm.rl.runs.opening import TRAJECTORY
 from mlx_parallm.rl.runs.records import (
     Arrival,
@@ -65,11 +66,16 @@ class _Entry:
 class Journal:
     """The journal of one run. Event loop's thread only; nothing blocks it.
 
-    `file` None: nothing is written, and every call returns at once.
+    Args:
+        file: None: nothing is written, and every call returns at once.
+        keep: changes of an adapter that stay whole even if a checkpoint covers them; see `compaction`.
     """
 
-    def __init__(self, file: JournalFile | None = None) -> None:
+    def __init__(self, file: JournalFile | None = None, keep: int = 1000) -> None:
         self._file = file
+        self._keep = keep
+        self._compacting: asyncio.Task[None] | None = None
+        self._compacted: dict[str, int] = {}  # the last change that a compaction of this process was asked to remove
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._waiting: list[_Entry] = []
         self._unwritten: list[_Entry] = []  # kept ones, in order, that the disk has refused
@@ -137,6 +143,26 @@ class Journal:
         """See `JournalFile.forget`."""
         await self.flush()
         await self._read(lambda file: file.forget(adapter), None)
+
+    def compact(self, adapter: str, covered: int, needed: Collection[str]) -> None:
+        """Removes what no start can need any more, a little at a time; see `compaction`. Nothing happens while another
+        compaction is under way, or if there is little to remove. Call this after a checkpoint was saved."""
+        is_worthwhile = covered - self._compacted.get(adapter, 0) > self._keep // 10
+        if self._file is not None and self._compacting is None and is_worthwhile:
+            self._compacted[adapter] = covered
+            steps = compaction(self._file, adapter, covered, self._keep, frozenset(needed))
+            self._compacting = spawn(self._compact(steps), _log, "removing old entries from the journal")
+
+    async def _compact(self, steps: Iterator[None]) -> None:
+        """Commits of clients come between two steps."""
+        try:
+            more = True
+            while more and not self._closed:
+                more = await self._read(lambda _: next(steps, False) is None, False)
+        except (StorageError, ConfigError) as error:
+            _log.warning("%s; old entries will be removed after a later checkpoint", error)
+        finally:
+            self._compacting = None
 
     # -- reading, before anything is written -----------------------------------------------------
     # These raise ConfigError if the file is damaged.

@@ -147,7 +147,9 @@ def _check(connection: sqlite3.Connection, path: Path, model: str, least: int, t
 
 
 def _prepare(connection: sqlite3.Connection, model: str) -> None:
-    """Makes the tables if the file is new, and copies all rows into the main file."""
+    """Makes the tables if the file is new, copies all rows into the main file, and makes that smaller if most of it is
+    free."""
+    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # of a new file, or after VACUUM
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA secure_delete = ON").fetchall()  # what is removed is not left in the file
@@ -157,6 +159,10 @@ def _prepare(connection: sqlite3.Connection, model: str) -> None:
             for statement in _TABLES:
                 connection.execute(statement)
             connection.execute("INSERT INTO about (name, value) VALUES ('model', ?)", (model,))
+    ((pages, free),) = connection.execute("SELECT * FROM pragma_page_count, pragma_freelist_count").fetchall()
+    if 2 * free > pages:  # an older version made the file, or a compaction was cut short; it copies the other pages
+        with suppress(sqlite3.Error):  # without room for the copy, the free pages are used for new rows
+            connection.execute("VACUUM")
     connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
 

@@ -160,6 +160,7 @@ class Update:
         teacher_logprobs: for each sample, those of a teacher; see `teachers.TeacherLogprobs`. None: its loss read none,
             or an older version wrote it.
         trend: of rewards when it began; see `RewardTrend.observed`. None: an older version wrote it.
+        reduced: whether a compaction has removed its groups, so that it cannot be made again; see `compaction`.
     """
 
     groups: tuple[TrainedGroup, ...]
@@ -175,6 +176,7 @@ class Update:
     all_progress: bool = False
     teacher_logprobs: tuple[tuple[float, ...], ...] | None = None
     trend: Mapping[str, float] | None = None
+    reduced: bool = False
 
     @property
     def changed_policy(self) -> bool:

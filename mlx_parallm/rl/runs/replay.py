@@ -67,7 +67,9 @@ def plan(changes: Sequence[PolicyChange], start: StartPoint) -> Recovery:
     at = max((place for place, change in enumerate(later) if not isinstance(change.body, Update)), default=None)
     origin = None if at is None else later[at].body
     updates = tuple(later if at is None else later[at + 1 :])
-    if not _can_begin(origin, start):
+    from_start = origin is None and later[0].number == (start.number or 0) + 1  # otherwise some of them were removed
+    is_whole = (from_start or origin is not None) and not any(_is_reduced(change) for change in updates)
+    if not is_whole or not _can_begin(origin, start):
         lost = sum(isinstance(change.body, Update) and change.body.changed_policy for change in later)
         return Recovery(last, lost=lost, is_new=True)
     to = origin.checkpoint if isinstance(origin, Rollback) and origin.checkpoint != start.checkpoint else ""
@@ -86,6 +88,10 @@ def _can_begin(origin: Start | Rollback | Update | None, start: StartPoint) -> b
             return bool(checkpoint)
         case _:
             return start.number is not None
+
+
+def _is_reduced(change: PolicyChange) -> bool:
+    return isinstance(change.body, Update) and change.body.reduced
 
 
 def _lineage(changes: Sequence[PolicyChange]) -> tuple[str, ...]:

@@ -59,7 +59,7 @@ _COUNTED = "INSERT OR REPLACE INTO about (name, value) VALUES ('commits', ?)"
 _CHANGES = "SELECT adapter, number, at, kind, body FROM changes"
 _UPDATES = "SELECT body FROM changes WHERE adapter = ? AND kind = 'update' ORDER BY number DESC"
 _NEWEST_VERSION = (
-    "SELECT json_extract(body, '$.version') AS version FROM changes "
+    "SELECT json_extract(body, '$.version') AS version, number FROM changes "
     "WHERE adapter = ? AND kind = 'update' AND version IS NOT NULL ORDER BY number DESC LIMIT 1"
 )
 _LAST_REPLACED = "SELECT coalesce(max(number), 0) FROM changes WHERE adapter = ? AND kind != 'update'"
@@ -70,7 +70,8 @@ _FORGET = (
     "DELETE FROM intake WHERE adapter = ?",
     "DELETE FROM changes WHERE adapter = ?",
 )
-_BEFORE = 1000
+_FEW_PAGES = 2048
+LINEAGE_CHANGES = 1000
 """Changes before the start of a replay that it reads: they have the lineage and the metrics of updates."""
 
 
@@ -123,8 +124,8 @@ class JournalFile:
 
     def count(self, adapter: str) -> tuple[int, int]:
         """How many trajectories of an adapter there are, and how many changes of its policy."""
-        ((trajectories,),) = self._rows(_COUNT_TRAJECTORIES, adapter) or [(0,)]
-        ((changes,),) = self._rows("SELECT count(*) FROM changes WHERE adapter = ?", adapter) or [(0,)]
+        ((trajectories,),) = self.rows(_COUNT_TRAJECTORIES, adapter) or [(0,)]
+        ((changes,),) = self.rows("SELECT count(*) FROM changes WHERE adapter = ?", adapter) or [(0,)]
         return trajectories, changes
 
     def forget(self, adapter: str) -> None:
@@ -144,6 +145,20 @@ class JournalFile:
             with suppress(sqlite3.Error):  # the commits are on the disk either way
                 self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
+    def remove(self, statements: Statements) -> None:
+        """Executes statements that remove rows, and gives their pages back to the disk. Many pages would take long:
+        they stay, as do all of a file that an older version has made. New rows use them, and the next start gives
+        most of them back.
+
+        Raises:
+            StorageError: nothing was removed.
+        """
+        self.commit(statements)
+        ((free,),) = self.rows("PRAGMA freelist_count")
+        if self._connection is not None and free <= _FEW_PAGES:
+            with suppress(sqlite3.Error):  # a failure costs only room on the disk
+                self._connection.executescript("PRAGMA incremental_vacuum")  # `execute` would give back one page
+
     def close(self) -> None:
         self._count.close()
         if self._connection is not None:
@@ -157,7 +172,7 @@ class JournalFile:
         """The trajectories for an adapter that were neither trained on nor dropped, and what came for their groups, in
         order. Trajectories that came in together are one entry."""
         entries: dict[str, list[Trajectory] | GroupEntry] = {}
-        for kind, arrival, body in self._rows(_WAITING, adapter):
+        for kind, arrival, body in self.rows(_WAITING, adapter):
             if kind != TRAJECTORY:
                 entries[str(len(entries))] = self._read(partial(body_from_json, kind), body)
             elif isinstance(together := entries.setdefault(arrival, []), list):
@@ -171,7 +186,7 @@ class JournalFile:
             some = ids[start : start + _IDS_AT_A_TIME]
             marks = ", ".join("?" * len(some))
             query = f"SELECT body FROM intake WHERE kind = '{TRAJECTORY}' AND trajectory_id IN ({marks})"
-            for (body,) in self._rows(query, *some):
+            for (body,) in self.rows(query, *some):
                 trajectory = self._read(trajectory_from_json, body)
                 found[trajectory.trajectory_id] = trajectory
         return found
@@ -182,7 +197,7 @@ class JournalFile:
             "SELECT i.adapter, i.body, e.state, e.reason FROM intake i LEFT JOIN ends e USING (trajectory_id) "
             f"WHERE i.kind = '{TRAJECTORY}' AND i.trajectory_id = ?"
         )
-        for adapter, body, state, reason in self._rows(query, trajectory_id):
+        for adapter, body, state, reason in self.rows(query, trajectory_id):
             return Fate(adapter, self._read(trajectory_from_json, body), state or "", reason or "")
         return None
 
@@ -192,22 +207,22 @@ class JournalFile:
             f"SELECT group_id FROM intake WHERE kind = '{TRAJECTORY}' AND substr(group_id, 1, ?) = ? "
             "GROUP BY group_id ORDER BY max(number) DESC LIMIT ?"
         )
-        return tuple(group_id for (group_id,) in self._rows(query, len(prefix), prefix, count))
+        return tuple(group_id for (group_id,) in self.rows(query, len(prefix), prefix, count))
 
     def groups(self, prefix: str, but: str, most: int) -> tuple[tuple[Trajectory, ...], ...]:
         """The newest `most` groups whose ids begin with `prefix`, of all adapters, whatever became of them, but for
         those that were dropped for the reason `but`; oldest first."""
         groups: dict[str, list[Trajectory]] = {}
-        for group_id, body in self._rows(_GROUPS, prefix, f"{prefix}\U0010ffff", but, most):
+        for group_id, body in self.rows(_GROUPS, prefix, f"{prefix}\U0010ffff", but, most):
             groups.setdefault(group_id, []).append(self._read(trajectory_from_json, body))
         return tuple(map(tuple, groups.values()))
 
     def changes_since(self, adapter: str, number: int) -> tuple[PolicyChange, ...]:
         """What a start from the change of this number needs, in order: the changes after it or, if the policy was
         replaced since then, from the last time on; and up to 1,000 before these."""
-        ((replaced,),) = self._rows(_LAST_REPLACED, adapter) or [(0,)]
-        after = max(number, replaced) - _BEFORE
-        rows = self._rows(f"{_CHANGES} WHERE adapter = ? AND number > ? ORDER BY number", adapter, after)
+        ((replaced,),) = self.rows(_LAST_REPLACED, adapter) or [(0,)]
+        after = max(number, replaced) - LINEAGE_CHANGES
+        rows = self.rows(f"{_CHANGES} WHERE adapter = ? AND number > ? ORDER BY number", adapter, after)
         return tuple(map(self._change, rows))
 
     def progress(self, adapter: str) -> dict[str, float]:
@@ -227,23 +242,34 @@ class JournalFile:
 
     def trained(self) -> tuple[str, ...]:
         """The adapters that were in training last, besides the default one."""
-        rows = self._rows("SELECT value FROM about WHERE name = 'trained'")
+        rows = self.rows("SELECT value FROM about WHERE name = 'trained'")
         return tuple(self._read(json.loads, rows[0][0])) if rows else ()
 
     def newest_version(self, adapter: str) -> int:
         """The number of the newest version of an adapter that an update has published; 0 if there is none."""
-        ((number,),) = self._rows(_NEWEST_VERSION, adapter) or [(0,)]
+        ((version, _),) = self.rows(_NEWEST_VERSION, adapter) or [(0, 0)]
+        return int(version)
+
+    def newest_version_change(self, adapter: str) -> int:
+        """The number of the change that has published that version; 0 if there is none."""
+        ((_, number),) = self.rows(_NEWEST_VERSION, adapter) or [(0, 0)]
         return int(number)
+
+    def has_all_progress(self, adapter: str) -> bool:
+        """Whether the newest update of an adapter has all of its progress; see `progress`."""
+        ((body,),) = self.rows(f"{_UPDATES} LIMIT 1", adapter) or [("{}",)]
+        return bool(self._read(json.loads, body).get("all_progress"))
 
     def newest_changes(self, count: int) -> tuple[PolicyChange, ...]:
         """The newest changes of all adapters, newest first."""
-        return tuple(map(self._change, self._rows(f"{_CHANGES} ORDER BY at DESC, number DESC LIMIT ?", count)))
+        return tuple(map(self._change, self.rows(f"{_CHANGES} ORDER BY at DESC, number DESC LIMIT ?", count)))
 
     def _change(self, row: tuple[Any, ...]) -> PolicyChange:
         adapter, number, at, kind, text = row
         return PolicyChange(adapter, number, at, self._read(partial(body_from_json, kind), text))
 
-    def _rows(self, query: str, *values: object) -> list[tuple[Any, ...]]:
+    def rows(self, query: str, *values: object) -> list[tuple[Any, ...]]:
+        """The rows that a query gives; none if there is no file yet."""
         if self._connection is None:
             return []
         try:

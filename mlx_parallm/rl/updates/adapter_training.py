@@ -329,9 +329,16 @@ class AdapterTraining:
             card = await self.checkpoints.save(ref, policy, metrics, tags, step)
             if not has_version:
                 self.versions.add_saved(card.adapter)
+            self.journal.compact(self.name, self._covered(card), self.plateau.remembered_ids)
             return card
         finally:
             self._discard_announced()
+
+    def _covered(self, saved: CheckpointCard) -> int:
+        """The last change that every checkpoint has from which training may resume: those without a tag, which go when
+        there are newer ones, and the one that was `saved`. A rollback to one with a tag needs no later change."""
+        cards = [saved, *(card for card in self.checkpoints.cards() if not card.tags)]
+        return int(min(card.metrics[CHANGE] for card in cards if CHANGE in card.metrics))
 
     # -- rollback --------------------------------------------------------------------------------
 

@@ -254,9 +254,13 @@ class AdapterCheckpoints:
 
     # -- saving ----------------------------------------------------------------------------------
 
+    def cards(self) -> tuple[CheckpointCard, ...]:
+        """The checkpoints of the adapter, oldest first."""
+        return self._checkpoints.cards(self._name)
+
     def newest_of(self, ref: AdapterRef | None) -> CheckpointCard | None:
         """The newest checkpoint of a version."""
-        cards = [card for card in self._checkpoints.cards(self._name) if card.adapter == ref]
+        cards = [card for card in self.cards() if card.adapter == ref]
         return cards[-1] if cards else None
 
     async def save(

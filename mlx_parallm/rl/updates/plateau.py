@@ -13,6 +13,7 @@ from collections.abc import Callable
 from itertools import count
 
 from mlx_parallm.config import PlateauConfig
+from mlx_parallm.core import Trajectory
 from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.objectives.batches import ScoredGroup
 from mlx_parallm.rl.objectives.episodes import token_deviation
@@ -104,6 +105,12 @@ class Plateau:
         if level is None:
             return []
         return [kept for reward, _, kept in sorted(self._best, reverse=True) if reward > level + _TOLERANCE]
+
+    @property
+    def remembered_ids(self) -> list[str]:
+        """The ids of the trajectories of the best answers so far, which an update may learn from again."""
+        episodes = (episode for _, _, kept in self._best for episode in kept.episodes)
+        return [turn.trajectory_id for episode in episodes for turn in episode.turns if isinstance(turn, Trajectory)]
 
     @property
     def advice(self) -> str:
