@@ -77,7 +77,7 @@ class OldLogprobs(StrEnum):
 
     SAMPLER: the logprobs that came with the trajectory, of the sampler's policy μ. TRAINER: for samples of the current
     version, the logprobs that the trainer computes before the update, of its policy π_old. Each token is then weighted
-    by min(π_old / μ, `mismatch_cap`), because the sampler drew it. AUTO is resolved before training starts.
+    by min(π_old / μ, `mismatch_cap`), because it was sampled from μ. AUTO is resolved before training starts.
     """
 
     AUTO = "auto"

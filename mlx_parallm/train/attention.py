@@ -1,4 +1,4 @@
-"""Attention of a pass with gradients over packed tokens (see `layout`).
+"""Attention of a pass with gradients over packed tokens (see `packing`).
 
     by parts    one call for each bucket, and one for each branch: their rows attend to what is above them and to
                 themselves
@@ -161,31 +161,6 @@ def _seen(parts: Sequence[PackedPart], window: int | None) -> np.ndarray[tuple[i
 # -- blocks --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """Some queries of some rows, and the keys that they see."""
-
-    rows: slice
-    queries: slice
-    keys: slice
-
-    def of_queries(self, queries: mx.array) -> mx.array:
-        return queries[self.rows, :, self.queries]
-
-    def of_keys(self, keys: mx.array) -> mx.array:
-        return keys[self.rows, :, self.keys]
-
-
-def _blocks(rows: int, tokens: int, offset: int) -> Iterator[_Block]:
-    """Blocks of as many rows as have SCORES_AT_ONCE scores, or of so many queries of one row."""
-    together = max(1, SCORES_AT_ONCE // (tokens * (offset + tokens)))
-    size = tokens if together > 1 else max(1, SCORES_AT_ONCE // (offset + tokens))
-    for row in range(0, rows, together):
-        for start in range(0, tokens, size):
-            stop = min(start + size, tokens)
-            yield _Block(slice(row, row + together), slice(start, stop), slice(0, offset + stop))
-
-
 def in_blocks(attend: Callable[..., mx.array], offset: int) -> Callable[..., mx.array]:
     """Attention of the queries at the positions from `offset` on, block after block.
 
@@ -202,24 +177,23 @@ def in_blocks(attend: Callable[..., mx.array], offset: int) -> Callable[..., mx.
     def forward(queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
         outputs = mx.zeros((*queries.shape[:3], values.shape[3]), queries.dtype)
         last: list[mx.array] = []
-        for block in _blocks(queries.shape[0], queries.shape[2], offset):
-            (mine,) = _after([block.of_queries(queries)], last)
-            last = [attend(offset + block.queries.start, mine, block.of_keys(keys), block.of_keys(values))]
-            outputs[block.rows, :, block.queries] = last[0]
+        for rows, mine, seen in _blocks(queries.shape[0], queries.shape[2], offset):
+            (block,) = _after([queries[rows, :, mine]], last)
+            last = [attend(offset + mine.start, block, keys[rows, :, seen], values[rows, :, seen])]
+            outputs[rows, :, mine] = last[0]
         return outputs
 
     def gradient(primals: Sequence[mx.array], cotangent: mx.array, *_: mx.array) -> tuple[mx.array, ...]:
         queries, keys, values = primals
         into_queries, into_keys, into_values = mx.zeros_like(queries), mx.zeros_like(keys), mx.zeros_like(values)
-        for block in _blocks(queries.shape[0], queries.shape[2], offset):
+        for rows, mine, seen in _blocks(queries.shape[0], queries.shape[2], offset):
             done = [into_queries, into_keys, into_values]
-            mine, upstream = _after([block.of_queries(queries), block.of_queries(cotangent)], done)
-            attend_block = partial(attend, offset + block.queries.start)
-            arguments = [mine, block.of_keys(keys), block.of_keys(values)]
-            of_queries, of_keys, of_values = mx.vjp(attend_block, arguments, [upstream])[1]
-            into_queries[block.rows, :, block.queries] = of_queries
-            into_keys = into_keys.at[block.rows, :, block.keys].add(of_keys)
-            into_values = into_values.at[block.rows, :, block.keys].add(of_values)
+            block, upstream = _after([queries[rows, :, mine], cotangent[rows, :, mine]], done)
+            arguments = [block, keys[rows, :, seen], values[rows, :, seen]]
+            of_queries, of_keys, of_values = mx.vjp(partial(attend, offset + mine.start), arguments, [upstream])[1]
+            into_queries[rows, :, mine] = of_queries
+            into_keys = into_keys.at[rows, :, seen].add(of_keys)
+            into_values = into_values.at[rows, :, seen].add(of_values)
         return into_queries, into_keys, into_values
 
     watch = watching()
@@ -230,6 +204,17 @@ def in_blocks(attend: Callable[..., mx.array], offset: int) -> Callable[..., mx.
     attended = mx.custom_function(forward)
     attended.vjp(gradient)
     return cast(Callable[..., mx.array], attended)
+
+
+def _blocks(rows: int, tokens: int, offset: int) -> Iterator[tuple[slice, slice, slice]]:
+    """Blocks of as many rows as have SCORES_AT_ONCE scores, or of so many queries of one row: the rows, their queries,
+    and the keys that these see."""
+    together = max(1, SCORES_AT_ONCE // (tokens * (offset + tokens)))
+    size = tokens if together > 1 else max(1, SCORES_AT_ONCE // (offset + tokens))
+    for row in range(0, rows, together):
+        for start in range(0, tokens, size):
+            stop = min(start + size, tokens)
+            yield slice(row, row + together), slice(start, stop), slice(0, offset + stop)
 
 
 def _after(arrays: list[mx.array], done: list[mx.array]) -> list[mx.array]:

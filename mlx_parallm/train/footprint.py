@@ -25,7 +25,7 @@ from mlx_parallm.adapters.weights import AdapterLayout
 from mlx_parallm.batch.distributions import BLOCK
 from mlx_parallm.core.branches import Branch, Bucket
 from mlx_parallm.train.context import Span
-from mlx_parallm.train.head import HEAD_BLOCK
+from mlx_parallm.train.forwards import HEAD_BLOCK
 from mlx_parallm.train.model import TrainableModel
 from mlx_parallm.train.packed_pass import SEGMENT
 from mlx_parallm.train.recomputation import Unit

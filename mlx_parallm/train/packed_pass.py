@@ -1,4 +1,4 @@
-"""A pass with gradients over packed tokens (see `layout`): the objects that take the place of a model's caches.
+"""A pass with gradients over packed tokens (see `packing`): the objects that take the place of a model's caches.
 
 A branch is one part, and so is a bucket. What rows share is computed once: the keys, values and states after a branch's
 own tokens are what each of its rows, and of the branches in it, begins with. Padding is at the end of a row, and

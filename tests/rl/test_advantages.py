@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from mlx_parallm.config import Algorithm, LossKind, RewardScale
 from mlx_parallm.core import GivenTrajectory
 from mlx_parallm.rl.collect.groups import FEEDBACK, DropReason
-from mlx_parallm.rl.objectives.advantages import GroupAdvantages, group_advantages, reward_range
-from mlx_parallm.rl.objectives.batches import ScoredGroup, prepare
+from mlx_parallm.rl.objectives.batches import ScoredGroup, no_signal, prepare
 from mlx_parallm.rl.objectives.episodes import Episode
 from mlx_parallm.rl.objectives.rewards import FEEDBACK_BASELINE, RewardHistory, RunningBaseline
+from mlx_parallm.train.advantages import GroupAdvantages, group_advantages, reward_range
 
 ONE, OTHER = (Episode((GivenTrajectory((1,), (2, token)),)) for token in (3, 4))
 
 
-def advantages_of(groups, scale, ranges=None) -> tuple[GroupAdvantages, ...]:
+def advantages_of(groups, scale, ranges=None) -> tuple[GroupAdvantages | None, ...]:
     """`ranges`: those of these groups, unless given."""
     ranges = ranges or [max(map(reward_range, groups), default=0.0)] * len(groups)
     return group_advantages(groups, scale, ranges, [0.0] * len(groups))
@@ -43,7 +43,7 @@ def test_every_group_adds_up_to_zero_and_keeps_its_order(scale):
     rng = np.random.default_rng(0)
     groups = [rng.normal(rng.uniform(-100, 100), rng.uniform(0.01, 10), n).tolist() for n in (2, 3, 8, 31)]
     for rewards, group in zip(groups, advantages_of(groups, scale), strict=True):
-        assert group.dropped is None
+        assert group is not None
         assert sum(group.values) == pytest.approx(0, abs=1e-9)
         assert np.argsort(group.values).tolist() == np.argsort(rewards).tolist()
 
@@ -62,9 +62,9 @@ def test_every_group_adds_up_to_zero_and_keeps_its_order(scale):
 )
 def test_groups_that_teach_nothing_are_reported_and_zero(scale, rewards, reason):
     good, bad = advantages_of([[0.0, 1.0], rewards], scale)
-    assert bad.dropped is reason
-    assert bad.values == (0.0,) * len(rewards)
-    assert good.dropped is None
+    assert bad is None
+    assert no_signal(rewards) is reason
+    assert good is not None
     assert np.isfinite(good.values).all()
 
 
@@ -78,7 +78,9 @@ def test_a_number_that_is_added_to_all_rewards_changes_nothing(scale, rewards, o
     plain = advantages_of([[each / 64 for each in group] for group in rewards], scale)
     shifted = advantages_of([[each / 64 + offset for each in group] for group in rewards], scale)
     for one, other in zip(plain, shifted, strict=True):
-        assert other.dropped is one.dropped
+        assert (other is None) == (one is None)
+        if one is None:
+            continue
         assert other.values == pytest.approx(one.values, rel=1e-6, abs=1e-6)
         assert other.strength == pytest.approx(one.strength, rel=1e-6)
 
@@ -134,7 +136,7 @@ def test_rewards_that_are_far_too_large_do_not_make_the_others_weak(absurd, befo
 
     def strengths(*highs):
         groups = [ScoredGroup((ONE, OTHER), (0.0, high), FEEDBACK) for high in highs]
-        return [group.strength for group in prepare(groups, loss_config(), history).advantages]
+        return [each.strength for each in prepare(groups, loss_config(), history).advantages]
 
     history = RewardHistory()
     for _ in range(before):
@@ -188,10 +190,10 @@ def test_a_group_that_is_all_but_solved_is_not_a_full_signal():
 @pytest.mark.parametrize("scale", RewardScale)
 def test_strength_does_not_depend_on_the_scale_or_the_units(scale):
     groups = [[1.0] * 7 + [0.99], [0.2, 0.8], [3.0, 3.0]]
-    one, full, none = (group.strength for group in advantages_of(groups, scale))
-    assert (0 < one < 1, full, none) == (True, 1.0, 0.0)
+    one, full, none = (group and group.strength for group in advantages_of(groups, scale))
+    assert (0 < one < 1, full, none) == (True, 1.0, None)
     scaled = advantages_of([[1000 * reward for reward in group] for group in groups], scale)
-    assert [group.strength for group in scaled] == pytest.approx([one, full, none])
+    assert [group and group.strength for group in scaled] == [pytest.approx(one), full, None]
 
 
 @pytest.mark.parametrize("dropped", [[9.0, 9.0], [9.0]])

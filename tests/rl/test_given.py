@@ -14,7 +14,7 @@ from sample_parts import advantage, answer
 from mlx_parallm.config import Algorithm
 from mlx_parallm.core import GivenTrajectory
 from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.rl.objectives.episodes import Episode, samples_of
+from mlx_parallm.rl.objectives.episodes import Episode, data_of
 from mlx_parallm.train.data import Datum
 
 ROW = GivenTrajectory(
@@ -50,8 +50,8 @@ def test_a_row_is_the_sample_that_its_turns_make() -> None:
     row = replace(ROW, completion_ids=(3, 4, 8, 9, 5), mask=ROW.mask[:5], sampling_logprobs=(-0.3, -0.4, 0, 0, -0.5))
     first = GivenTrajectory((1, 2), (3, 4), 1.0, "a", (-0.3, -0.4), 0.5)
     second = GivenTrajectory((1, 2, 3, 4, 8, 9), (5,), 1.0, "a", (-0.5,), 0.5)
-    (of_row,) = samples_of(Episode((row,)), [[0.25] * 5], 3, False, False)
-    (of_turns,) = samples_of(Episode((first, second)), [[0.25] * 2, [0.25]], 3, False, False)
+    (of_row,) = data_of(Episode((row,)), [[0.25] * 5], 3, False, False)
+    (of_turns,) = data_of(Episode((first, second)), [[0.25] * 2, [0.25]], 3, False, False)
     assert answer(of_row) == answer(of_turns) == (3, 4, 5)
     assert of_trained(of_row) == of_trained(of_turns)
 

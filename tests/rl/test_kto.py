@@ -11,8 +11,8 @@ import pytest
 from configs import changed, loss_config
 from mlx.utils import tree_flatten
 from rl.fakes import answers, trajectories
-from rl.loss_reference import Row, token_batch, totals_of
 from sample_parts import advantage, answer, with_advantage
+from train.loss_reference import Row, token_batch, totals_of
 from trainers import (
     Recorder,
     assert_close,

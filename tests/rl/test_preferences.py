@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from configs import changed, loss_config
 from rl.fakes import answers, trajectories
-from rl.loss_reference import Row, token_batch, totals_of
 from sample_parts import advantage, answer, with_advantage
+from train.loss_reference import Row, token_batch, totals_of
 from trainers import assert_close, gradients, learn, make_policy, make_trainer, plain_logprobs, samples, unclipped
 
 from mlx_parallm.config import Algorithm
@@ -124,7 +124,7 @@ def test_the_best_and_the_worst_sample_of_each_group_are_a_pair() -> None:
     groups = [group("a", 0.5, 1.0, 0.0, 0.75), group("b", 1.0, 1.0), group("c", 1.0), group("d", 0.0, 0.1)]
     prepared = prepare(groups, DPO, RewardHistory())
     made = [(answer(sample)[1], advantage(sample), sample.group) for sample in prepared.batch.samples]
-    assert made == [(5, 1.0, 0), (6, -1.0, 0), (5, 1.0, 1), (4, -1.0, 1)]
+    assert made == [(5, 1.0, 0), (6, -1.0, 0), (4, -1.0, 3), (5, 1.0, 3)]
     assert prepared.drop_reasons == (None, DropReason.ZERO_VARIANCE, DropReason.SINGLE, None)
     assert prepared.batch.step_scale == pytest.approx(6 / 9)
 

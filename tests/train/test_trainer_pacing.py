@@ -60,7 +60,7 @@ def test_a_unit_of_one_stage_computes_a_layer_and_no_more(monkeypatch: pytest.Mo
 
 def test_the_head_is_computed_in_blocks_of_positions_and_each_may_be_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     """So the longest unit does not grow with the trained tokens of a micro-step; and nothing else changes."""
-    monkeypatch.setattr("mlx_parallm.train.head.HEAD_BLOCK", 5)
+    monkeypatch.setattr("mlx_parallm.train.forwards.HEAD_BLOCK", 5)
     settings = changed(limited(SETTINGS, kl_step=None), micro_batch_tokens=1000, kl_coef=0.1)
     whole, _, _ = trained(settings, WHOLE, updates=1)
     cut, many, _ = trained(settings, ONE_STAGE, updates=1)

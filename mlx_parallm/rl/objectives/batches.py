@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, compress
+from operator import mul
 from statistics import fmean
 
 import numpy as np
@@ -12,9 +13,9 @@ import numpy as np
 from mlx_parallm.config import LossKind, ResolvedLoss, RewardScale
 from mlx_parallm.core import FinishReason, Signal
 from mlx_parallm.rl.collect.groups import FEEDBACK, DropReason
-from mlx_parallm.rl.objectives.advantages import GroupAdvantages, group_advantages, no_signal, reward_range
-from mlx_parallm.rl.objectives.episodes import Episode, samples_of, token_advantages, token_deviation
+from mlx_parallm.rl.objectives.episodes import Episode, data_of, token_advantages, token_deviation
 from mlx_parallm.rl.objectives.rewards import RewardHistory
+from mlx_parallm.train.advantages import GroupAdvantages, differ, group_advantages, reward_range
 from mlx_parallm.train.data import Datum, UpdateBatch
 
 # ---- what an update learns from ------------------------------------------------------------------
@@ -25,9 +26,9 @@ class ScoredGroup:
     """The episodes of one group, and their rewards in the same order.
 
     `rewards` is empty if none were given. `scorer`: a single episode is compared with earlier rewards of this scorer.
-    `staleness`: versions published since the oldest of its turns was drawn. `on_policy`: the version in training drew
-    all of them. `signal`: what it teaches. `remembered`: its one answer is an old one that is learnt again, as if the
-    version in training had sampled it now.
+    `staleness`: versions published since the oldest of its turns was sampled. `on_policy`: the version in training
+    sampled all of them. `signal`: what it teaches. `remembered`: its one answer is an old one that is learnt again, as
+    if the version in training had sampled it now.
     """
 
     episodes: tuple[Episode, ...]
@@ -65,196 +66,165 @@ class ScoredGroup:
 
 # ---- the batch of an update ----------------------------------------------------------------------
 
+Advantages = GroupAdvantages | DropReason
+"""The advantages of a group, or why the update does not train on it."""
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedBatch:
     """The batch of one update, and the advantages of all of its groups, in order."""
 
     batch: UpdateBatch
-    advantages: tuple[GroupAdvantages, ...]
+    advantages: tuple[Advantages, ...]
 
     @property
     def drop_reasons(self) -> tuple[DropReason | None, ...]:
         """For each group, why it is not in the batch; None if it is."""
-        return tuple(group.dropped for group in self.advantages)
+        return tuple(each if isinstance(each, DropReason) else None for each in self.advantages)
 
 
 def prepare(
     groups: Sequence[ScoredGroup], loss: ResolvedLoss, history: RewardHistory, wanted: int | None = None
 ) -> PreparedBatch:
-    """The batch of one update.
+    """The batch of one update. The kind of the loss decides how advantages are made.
 
-    The loss cross_entropy imitates the samples whose reward exceeds `imitation_threshold`, and those without a reward.
-    The loss dpo takes the best and the worst sample of each group. For kto, a sample is desirable if its reward exceeds
-    the mean of its group, or `imitation_threshold` if it is compared with no other one. Distillation takes all samples,
-    whatever their rewards. Every other loss compares rewards within their group, and samples without a group with their
-    scorer's earlier rewards. Advantages that a client has given are taken as they are.
+    SFT imitates the answers whose reward exceeds `imitation_threshold`, and those without a reward. PAIRWISE takes the
+    best and the worst answer of each group. For KTO, an answer is desirable if its reward exceeds the mean of its
+    group, or `imitation_threshold` if it is compared with no other one. POLICY_GRADIENT compares rewards within their
+    group, and answers without a group with their scorer's earlier rewards; with a teacher, rewards do not matter.
 
     Args:
         wanted: how many trajectories with a signal make a whole update; None, or more than there are: all that there
             are. If fewer have a signal, the step is smaller in proportion.
     """
-    if loss.kind is LossKind.SFT:
-        return _prepare_imitation(groups, loss)
-    if loss.kind is LossKind.PAIRWISE:
-        return _prepare_pairs(groups, loss, wanted)
-    if loss.reads_teacher:  # which says how good each token is
-        return batch_of(groups, [GroupAdvantages((0.0,) * len(group.episodes)) for group in groups], loss, wanted)
-    if loss.kind is LossKind.KTO:
-        return batch_of(groups, [_rated(group, loss.imitation_threshold) for group in groups], loss, wanted)
-    scaled = loss.scale_rewards is not RewardScale.NONE
-    compared = iter(_compared_advantages([group for group in groups if group.is_compared], loss.scale_rewards, history))
-    given = iter(_given_advantages([group for group in groups if group.has_advantages]))
-    advantages = [
-        next(given)
-        if group.has_advantages
-        else next(compared)
-        if group.is_compared
-        else _single_advantages(group, history, scaled)
-        for group in groups
-    ]
+    match loss.kind:
+        case LossKind.SFT:
+            advantages = [_imitated(group, loss.imitation_threshold) for group in groups]
+        case LossKind.PAIRWISE:
+            advantages = [_best_and_worst(group, loss.mask_truncated) for group in groups]
+        case LossKind.KTO:
+            advantages = [_desirable(group, loss.imitation_threshold) for group in groups]
+        case LossKind.POLICY_GRADIENT:
+            advantages = _compared(groups, loss, history)
     return batch_of(groups, advantages, loss, wanted)
 
 
 def batch_of(
-    groups: Sequence[ScoredGroup],
-    advantages: Sequence[GroupAdvantages],
-    loss: ResolvedLoss,
-    wanted: int | None = None,
+    groups: Sequence[ScoredGroup], advantages: Sequence[Advantages], loss: ResolvedLoss, wanted: int | None = None
 ) -> PreparedBatch:
     """The batch of these groups with these advantages. `wanted`: see `prepare`."""
-    samples, new = _samples(groups, advantages, loss.mask_truncated), [each for each in groups if not each.remembered]
-    batch = UpdateBatch(samples, _reward_metrics(new) | _metrics(new), _step_scale(advantages, wanted))
-    return PreparedBatch(batch, tuple(advantages))
+    data = _data(groups, advantages, loss)
+    if loss.kind is LossKind.SFT:
+        imitated = list(map(_imitated_only, groups, advantages))
+        return PreparedBatch(UpdateBatch(data, _metrics(imitated)), tuple(advantages))
+    new = [group for group in groups if not group.remembered]
+    metrics = _reward_metrics(new) | _metrics(new)
+    return PreparedBatch(UpdateBatch(data, metrics, _step_scale(groups, advantages, wanted)), tuple(advantages))
 
 
-def _prepare_imitation(groups: Sequence[ScoredGroup], loss: ResolvedLoss) -> PreparedBatch:
-    kept = [_above(group, loss.imitation_threshold) for group in groups]
-    advantages = [GroupAdvantages((1.0,) * len(group.episodes)) for group in kept]
-    samples = _samples(kept, advantages, loss.mask_truncated)
-    imitated = tuple(_imitated(group, loss.imitation_threshold) for group in groups)
-    return PreparedBatch(UpdateBatch(samples, _metrics(kept)), imitated)
+def no_signal(rewards: Sequence[float]) -> DropReason | None:
+    """Why nothing is learnt from comparing these rewards; None if something is."""
+    if len(rewards) < 2:
+        return DropReason.SINGLE
+    return None if differ(rewards) else DropReason.ZERO_VARIANCE
 
 
-def _prepare_pairs(groups: Sequence[ScoredGroup], loss: ResolvedLoss, wanted: int | None) -> PreparedBatch:
-    considered = [_untruncated(group) for group in groups] if loss.mask_truncated else groups
-    reasons = [no_signal(group.rewards) for group in considered]
-    signals = [
-        GroupAdvantages.none(len(group.rewards), reason) if reason else GroupAdvantages((0.0,) * len(group.rewards))
-        for group, reason in zip(groups, reasons, strict=True)
-    ]
-    pairs = [_extremes(group) for group, reason in zip(considered, reasons, strict=True) if reason is None]
-    samples = _samples(pairs, [GroupAdvantages((1.0, -1.0))] * len(pairs), mask_truncated=False, one_each=True)
-    batch = UpdateBatch(samples, _reward_metrics(groups) | _metrics(groups), _step_scale(signals, wanted))
-    ends = iter(pairs)
-    chosen = (
-        signal if reason else _chosen(group, next(ends))
-        for group, signal, reason in zip(groups, signals, reasons, strict=True)
-    )
-    return PreparedBatch(batch, tuple(chosen))
+# -- advantages ----------------------------------------------------------------------------------
 
 
-def _imitated(group: ScoredGroup, threshold: float) -> GroupAdvantages:
-    """1 for each episode that is imitated, 0 for the others."""
+def _imitated(group: ScoredGroup, threshold: float) -> Advantages:
+    """1 for each answer that is imitated, 0 for the others."""
     values = tuple(float(reward > threshold) for reward in group.rewards) or (1.0,) * len(group.episodes)
-    return GroupAdvantages(values, None if any(values) else DropReason.LOW_REWARD)
+    return GroupAdvantages(values) if any(values) else DropReason.LOW_REWARD
 
 
-def _chosen(group: ScoredGroup, ends: ScoredGroup) -> GroupAdvantages:
-    """1 for the best episode of a group, -1 for the worst one, 0 for the others. `ends`: see `_extremes`."""
-    best, worst = ends.episodes
-    return GroupAdvantages(tuple(float(each is best) - float(each is worst) for each in group.episodes))
+def _best_and_worst(group: ScoredGroup, mask_truncated: bool) -> Advantages:
+    """1 for the best answer of a group, -1 for the worst one, 0 for the others. `mask_truncated`: it is none that the
+    token limit cut off."""
+    ends = [episode.finish_reason for episode in group.episodes]
+    considered = [at for at, end in enumerate(ends) if not (mask_truncated and end is FinishReason.LENGTH)]
+    if reason := no_signal([group.rewards[at] for at in considered]):
+        return reason
+    best = max(considered, key=group.rewards.__getitem__)
+    worst = min(reversed(considered), key=group.rewards.__getitem__)
+    return GroupAdvantages(tuple(float(at == best) - float(at == worst) for at in range(len(ends))))
 
 
-def _rated(group: ScoredGroup, threshold: float) -> GroupAdvantages:
-    """1 for a desirable trajectory, -1 for an undesirable one, 0 for one that has just the mean reward of its group."""
+def _desirable(group: ScoredGroup, threshold: float) -> Advantages:
+    """1 for a desirable answer, -1 for an undesirable one, 0 for one that has just the mean reward of its group."""
     reason = no_signal(group.rewards)  # rewards of tokens do not count
     is_compared = group.is_compared and not (reason and group.scorer == FEEDBACK)
-    if is_compared and reason:
-        return GroupAdvantages.none(len(group.rewards), reason)
-    if is_compared:
-        return GroupAdvantages(tuple(np.sign(np.subtract(group.rewards, fmean(group.rewards))).tolist()))
-    return GroupAdvantages(tuple(1.0 if reward > threshold else -1.0 for reward in group.rewards))
+    if not is_compared:
+        return GroupAdvantages(tuple(1.0 if reward > threshold else -1.0 for reward in group.rewards))
+    return reason or GroupAdvantages(tuple(np.sign(np.subtract(group.rewards, fmean(group.rewards))).tolist()))
 
 
-def _untruncated(group: ScoredGroup) -> ScoredGroup:
-    whole = [episode.finish_reason is not FinishReason.LENGTH for episode in group.episodes]
-    return _only(group, whole)
+def _compared(groups: Sequence[ScoredGroup], loss: ResolvedLoss, history: RewardHistory) -> list[Advantages]:
+    """The advantages of each token of a turn are those that a client gave with it, if any; see `token_advantages`.
+    Groups of such turns are all kept, or none of them if these are all 0."""
+    if loss.reads_teacher:  # which says how good each token is
+        return [GroupAdvantages((0.0,) * len(group.episodes)) for group in groups]
+    rivals = [group for group in groups if group.is_compared]
+    ranges = history.ranges([(group.scorer, reward_range(group.rewards)) for group in rivals])
+    deviations = [token_deviation(group.episodes) for group in rivals]
+    centred = iter(group_advantages([group.rewards for group in rivals], loss.scale_rewards, ranges, deviations))
+    turns = (turn for group in groups if group.has_advantages for each in group.episodes for turn in each.turns)
+    has_signal = any(any(turn.advantages) for turn in turns)
+    advantages: list[Advantages] = []
+    for group in groups:
+        if group.has_advantages:
+            zeros = GroupAdvantages((0.0,) * len(group.episodes))
+            advantages.append(zeros if has_signal else DropReason.ZERO_VARIANCE)
+        elif group.is_compared:
+            advantages.append(next(centred) or no_signal(group.rewards) or DropReason.ZERO_VARIANCE)
+        else:
+            advantages.append(_single(group, history, loss.scale_rewards is not RewardScale.NONE))
+    return advantages
 
 
-def _extremes(group: ScoredGroup) -> ScoredGroup:
-    """The best episode of a group, and the worst."""
-    order = sorted(range(len(group.rewards)), key=lambda at: -group.rewards[at])
-    ends = (order[0], order[-1])
-    return replace(
-        group,
-        episodes=tuple(group.episodes[at] for at in ends),
-        rewards=tuple(group.rewards[at] for at in ends),
-    )
+def _single(group: ScoredGroup, history: RewardHistory, scaled: bool) -> Advantages:
+    """The advantages over the scorer's earlier rewards."""
+    values = [history.advantage(group.scorer, reward, scaled) for reward in group.rewards]
+    known = tuple(value for value in values if value is not None)
+    if len(known) < len(values):
+        return DropReason.SINGLE
+    if not any(known):
+        return DropReason.ZERO_VARIANCE
+    return GroupAdvantages(known, strength=min(1.0, float(np.abs(known).mean())) if scaled else 1.0)
 
 
-def _above(group: ScoredGroup, threshold: float) -> ScoredGroup:
-    if not group.rewards:
-        return group
-    return _only(group, [reward > threshold for reward in group.rewards])
+# -- what they make ------------------------------------------------------------------------------
 
 
-def _only(group: ScoredGroup, kept: Sequence[bool]) -> ScoredGroup:
-    return replace(group, episodes=tuple(compress(group.episodes, kept)), rewards=tuple(compress(group.rewards, kept)))
-
-
-def _given_advantages(groups: Sequence[ScoredGroup]) -> list[GroupAdvantages]:
-    """Keeps all groups, whose tokens have the advantages that a client gave (see `token_advantages`); or none of them,
-    if these are all 0."""
-    turns = (turn for group in groups for episode in group.episodes for turn in episode.turns)
-    reason = None if any(any(turn.advantages) for turn in turns) else DropReason.ZERO_VARIANCE
-    return [GroupAdvantages((0.0,) * len(group.episodes), reason) for group in groups]
-
-
-def _compared_advantages(
-    groups: Sequence[ScoredGroup], scale: RewardScale, history: RewardHistory
-) -> tuple[GroupAdvantages, ...]:
-    rewards = [group.rewards for group in groups]
-    ranges = [(group.scorer, reward_range(group.rewards)) for group in groups]
-    return group_advantages(rewards, scale, history.ranges(ranges), [token_deviation(each.episodes) for each in groups])
-
-
-def _single_advantages(group: ScoredGroup, history: RewardHistory, scaled: bool) -> GroupAdvantages:
-    advantages = [history.advantage(group.scorer, reward, scaled) for reward in group.rewards]
-    values = tuple(advantage or 0.0 for advantage in advantages)
-    if None in advantages:
-        return GroupAdvantages.none(len(values), DropReason.SINGLE)
-    if not any(values):
-        return GroupAdvantages.none(len(values), DropReason.ZERO_VARIANCE)
-    return GroupAdvantages(values, strength=min(1.0, float(np.abs(values).mean())) if scaled else 1.0)
-
-
-def _step_scale(advantages: Sequence[GroupAdvantages], wanted: int | None) -> float:
-    """The fraction of the wanted trajectories that have a signal; weak ones count in part."""
-    given = sum(len(group.values) for group in advantages)
-    wanted = given if wanted is None else min(wanted, given)
-    with_signal = sum(group.strength * len(group.values) for group in advantages)
-    return min(1.0, with_signal / wanted) if wanted else 1.0
-
-
-def _samples(
-    groups: Sequence[ScoredGroup],
-    advantages: Sequence[GroupAdvantages],
-    mask_truncated: bool,
-    one_each: bool = False,
-) -> tuple[Datum, ...]:
-    """The samples of the groups that are not dropped. `one_each`: of each episode, the longest one only."""
+def _data(groups: Sequence[ScoredGroup], advantages: Sequence[Advantages], loss: ResolvedLoss) -> tuple[Datum, ...]:
+    """The data of the groups that are not dropped. Of an answer of a pair, only the longest one."""
     made: list[Datum] = []
+    in_pairs, omits_zeros = loss.kind is LossKind.PAIRWISE, loss.kind in (LossKind.SFT, LossKind.PAIRWISE)
     for number, (group, computed) in enumerate(zip(groups, advantages, strict=True)):
-        if computed.dropped is not None or not group.episodes:
+        if isinstance(computed, DropReason):
             continue
-        values = token_advantages(group.episodes, computed.values, computed.divisor)
-        for episode, of_turns in zip(group.episodes, values, strict=True):
-            samples = list(samples_of(episode, of_turns, number, group.on_policy, mask_truncated))
-            if samples and one_each:
-                samples = [replace(max(samples, key=lambda sample: len(sample.token_ids)), share=1.0)]
-            made += [replace(sample, sampling_logprobs=()) for sample in samples] if group.remembered else samples
+        of_tokens = token_advantages(group.episodes, computed.values, computed.divisor)
+        for episode, value, of_turns in zip(group.episodes, computed.values, of_tokens, strict=True):
+            if omits_zeros and not value:
+                continue
+            data = list(data_of(episode, of_turns, number, group.on_policy, loss.mask_truncated and not in_pairs))
+            if data and in_pairs:
+                data = [replace(max(data, key=lambda datum: len(datum.token_ids)), share=1.0)]
+            made += [replace(datum, sampling_logprobs=()) for datum in data] if group.remembered else data
     return tuple(made)
+
+
+def _step_scale(groups: Sequence[ScoredGroup], advantages: Sequence[Advantages], wanted: int | None) -> float:
+    """The fraction of the wanted trajectories that have a signal; weak ones count in part."""
+    sizes = [len(group.episodes) for group in groups]
+    strengths = [0.0 if isinstance(each, DropReason) else each.strength for each in advantages]
+    wanted = sum(sizes) if wanted is None else min(wanted, sum(sizes))
+    return min(1.0, sum(map(mul, sizes, strengths)) / wanted) if wanted else 1.0
+
+
+def _imitated_only(group: ScoredGroup, advantages: Advantages) -> ScoredGroup:
+    values = () if isinstance(advantages, DropReason) else advantages.values
+    return replace(group, episodes=tuple(compress(group.episodes, values)))
 
 
 def _reward_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:

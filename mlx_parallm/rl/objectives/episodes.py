@@ -1,10 +1,10 @@
-"""Episode: one member of a group as an update sees it, and the samples that are made of its turns.
+"""Episode: one member of a group as an update sees it, and the data that are made of its turns.
 
-turn 0   prompt A | drawn B
-turn 1   A B | tool result C | drawn D          its prompt continues A B: both turns are one sample
-turn 2   prompt E | drawn F                     its prompt does not: a sample of its own
+turn 0   prompt A | sampled B
+turn 1   A B | tool result C | sampled D        its prompt continues A B: both turns are one datum
+turn 2   prompt E | sampled F                   its prompt does not: a datum of its own
 
-A turn that a client gives may have context between the tokens that were drawn; its mask says where.
+A turn that a client gives may have context between its sampled tokens; its mask says where.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Episode:
 
     @property
     def completion_tokens(self) -> int:
-        """The number of tokens that were drawn."""
+        """The number of sampled tokens."""
         return sum(turn.trained_tokens for turn in self.turns)
 
     @property
@@ -65,12 +65,12 @@ def finish_reason(turn: Turn) -> FinishReason | None:
 
 
 def sampled_spans(turn: Turn) -> Iterator[tuple[int, int]]:
-    """Where tokens of the completion were drawn, as [start, stop)."""
+    """Where tokens of the completion were sampled, as [start, stop)."""
     if not turn.mask:
         yield 0, len(turn.completion_ids)
         return
-    for drawn, places in groupby(range(len(turn.mask)), key=turn.mask.__getitem__):
-        if drawn:
+    for sampled, places in groupby(range(len(turn.mask)), key=turn.mask.__getitem__):
+        if sampled:
             span = [*places]
             yield span[0], span[-1] + 1
 
@@ -127,14 +127,14 @@ def _of_turn(episode: Episode, turn: int, advantage: float, mean: float, divisor
     return [advantage + (mean - before) / divisor for before, _ in zip(earlier, range(tokens), strict=False)]
 
 
-def samples_of(
+def data_of(
     episode: Episode,
     advantages: Sequence[Sequence[float]],
     group: int,
     on_policy: bool,
     mask_truncated: bool,
 ) -> Iterator[Datum]:
-    """The samples of one episode. A turn joins the longest sample that its prompt continues. Together they count as one
+    """The data of one episode. A turn joins the longest datum that its prompt continues. Together they count as one
     sequence: the share of each is that of its tokens.
 
     Args:
@@ -152,13 +152,13 @@ def samples_of(
     whole = fsum(weight for draft in drafts for weight in draft.weights)
     for draft in drafts:
         if any(draft.weights):
-            # Without logprobs it is unknown what drew a turn. The trainer's own logprobs take their place.
-            yield draft.sample(group, on_policy or not draft.has_logprobs, fsum(draft.weights) / whole)
+            # Without logprobs it is unknown what sampled a turn. The trainer's own logprobs take their place.
+            yield draft.datum(group, on_policy or not draft.has_logprobs, fsum(draft.weights) / whole)
 
 
 @dataclass(slots=True)
 class _Draft:
-    """A sample that later turns may continue."""
+    """A datum that later turns may continue."""
 
     ids: list[int] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
@@ -186,7 +186,7 @@ class _Draft:
             self.weights[at + start : at + stop] = [1.0 if trains else 0.0] * (stop - start)
             self.sampled.append(SampledSpan(at + start, at + stop, turn.temperature, turn.adapter, finish_reason(turn)))
 
-    def sample(self, group: int, on_policy: bool, share: float) -> Datum:
+    def datum(self, group: int, on_policy: bool, share: float) -> Datum:
         return Datum(
             tuple(self.ids),
             tuple(self.weights),

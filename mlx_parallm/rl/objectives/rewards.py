@@ -163,7 +163,7 @@ class RewardTrend:
     used last count.
 
     Attributes:
-        has_current: whether the version in training drew a group that has become complete since the last `mark_best`.
+        has_current: whether a group that the version in training sampled is complete since the last `mark_best`.
     """
 
     def __init__(self) -> None:
@@ -173,7 +173,7 @@ class RewardTrend:
         self.scorers: dict[str, RunningReward] = {}  # the one used last comes last
 
     def observe(self, scorer: str, reward: float, current: bool) -> None:
-        """Adds the mean reward of one group. `current`: the version in training drew it."""
+        """Adds the mean reward of one group. `current`: the version in training sampled it."""
         known = self.scorers.pop(scorer, None)
         self.scorers[scorer] = known.including(reward) if known else RunningReward(1, reward, reward, 0.0)
         self.has_current |= current

@@ -5,7 +5,8 @@
     preferences     dpo: a chosen answer and a rejected one
     corrections     cross_entropy: an answer to imitate
 
-The last three compare the policy with the base model or with nothing, so it does not matter how old an answer is.
+The losses of the last three compare the policy with the base model or with nothing: they are off-policy, and limits of
+staleness do not apply.
 
 An update of rewards that looks for a way out of a plateau, where rewards within a group teach nothing, has a batch of
 its own:
@@ -29,9 +30,9 @@ from numpy.typing import NDArray
 from mlx_parallm.config import Algorithm, ResolvedLoss, RewardScale
 from mlx_parallm.core import FinishReason, Signal
 from mlx_parallm.rl.collect.groups import DropReason
-from mlx_parallm.rl.objectives.advantages import EPSILON, GroupAdvantages, no_signal
-from mlx_parallm.rl.objectives.batches import PreparedBatch, ScoredGroup, batch_of, prepare
+from mlx_parallm.rl.objectives.batches import Advantages, PreparedBatch, ScoredGroup, batch_of, prepare
 from mlx_parallm.rl.objectives.rewards import RewardHistory
+from mlx_parallm.train.advantages import EPSILON, GroupAdvantages, differ
 
 
 def prepare_exploring(groups: Sequence[ScoredGroup], loss: ResolvedLoss) -> PreparedBatch:
@@ -39,8 +40,8 @@ def prepare_exploring(groups: Sequence[ScoredGroup], loss: ResolvedLoss) -> Prep
     scores = np.array(list(chain.from_iterable(group.rewards for group in groups)), np.float64)
     if not any(group.remembered for group in groups):
         scores = _by_length(groups, scores)
-    if no_signal(scores):
-        return batch_of(groups, [GroupAdvantages.none(len(g.rewards), DropReason.ZERO_VARIANCE) for g in groups], loss)
+    if not differ(scores):
+        return batch_of(groups, [DropReason.ZERO_VARIANCE] * len(groups), loss)
     values = iter(((scores - scores.mean()) / (scores.std() + EPSILON)).tolist())
     advantages = [GroupAdvantages(tuple(next(values) for _ in group.rewards)) for group in groups]
     return batch_of(groups, advantages, loss)
@@ -92,7 +93,7 @@ def prepare_signal(
         return prepare(groups, loss, history, wanted)
     if signal is Signal.LATE_FEEDBACK:
         verdicts = [_verdict(group) for group in groups]
-        loss = _balanced(loss, [verdict.values[0] for verdict in verdicts])
+        loss = _balanced(loss, [each.values[0] for each in verdicts if isinstance(each, GroupAdvantages)])
         prepared = batch_of(groups, verdicts, loss, wanted)
     else:
         prepared = prepare(groups, loss, history, wanted)
@@ -120,9 +121,9 @@ def _balanced(loss: ResolvedLoss, verdicts: Sequence[float]) -> ResolvedLoss:
     )
 
 
-def _verdict(group: ScoredGroup) -> GroupAdvantages:
+def _verdict(group: ScoredGroup) -> Advantages:
     """1 if most people were for the answer, -1 if most were against it. As many for it as against it say nothing."""
     reward = group.rewards[0]
     if reward == 0:
-        return GroupAdvantages.none(1, DropReason.ZERO_VARIANCE)
+        return DropReason.ZERO_VARIANCE
     return GroupAdvantages((1.0 if reward > 0 else -1.0,))

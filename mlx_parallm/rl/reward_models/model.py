@@ -18,9 +18,8 @@ from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.core.branches import Branch
 from mlx_parallm.train.context import Params, Span
-from mlx_parallm.train.layout import Row, laid_out
 from mlx_parallm.train.model import TrainableModel, TrunkPass
-from mlx_parallm.train.packing import indices_of
+from mlx_parallm.train.packing import Row, indices_of, laid_out
 from mlx_parallm.train.policy import new_factors
 
 HEAD = "score"

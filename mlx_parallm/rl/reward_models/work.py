@@ -23,10 +23,10 @@ from mlx_parallm.rl.reward_models.fitting import Gradients, RewardModelInTrainin
 from mlx_parallm.rl.reward_models.model import HEAD, PackedRows, RewardModel, preference_loss, rewards
 from mlx_parallm.rl.reward_models.preferences import Preference
 from mlx_parallm.train.job_memory import JobMemory
-from mlx_parallm.train.layout import Row as LaidOutRow
-from mlx_parallm.train.layout import laid_out
 from mlx_parallm.train.model import TrainableModel, TrunkPass
 from mlx_parallm.train.pacing import Pacer, Stage, StageKind
+from mlx_parallm.train.packing import Row as LaidOutRow
+from mlx_parallm.train.packing import laid_out
 
 T = TypeVar("T")
 

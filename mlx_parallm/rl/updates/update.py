@@ -15,8 +15,7 @@ from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, Trajector
 from mlx_parallm.rl.collect.sources import SourceLedger
 from mlx_parallm.rl.divergence.pausing import Pausing
 from mlx_parallm.rl.events import Emit
-from mlx_parallm.rl.objectives.advantages import GroupAdvantages
-from mlx_parallm.rl.objectives.batches import PreparedBatch, ScoredGroup
+from mlx_parallm.rl.objectives.batches import Advantages, PreparedBatch, ScoredGroup
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.rl.objectives.signals import prepare_signal, signal_of
 from mlx_parallm.rl.runs.records import CHANGED
@@ -26,6 +25,7 @@ from mlx_parallm.rl.updates.pace import OF_LESSONS
 from mlx_parallm.rl.updates.recovery import PolicyJournal
 from mlx_parallm.rl.updates.selection import GroupSelection
 from mlx_parallm.rl.updates.turns import UpdateTurns, sources
+from mlx_parallm.train.advantages import GroupAdvantages
 from mlx_parallm.train.data import PLACEHOLDERS, Datum
 from mlx_parallm.train.step import NO_GRADIENT
 
@@ -267,9 +267,12 @@ def _reasons(prepared: PreparedBatch, report: UpdateReport) -> list[DropReason |
     return [reason or _DROP_REASONS[report.status] for reason in prepared.drop_reasons]
 
 
-def _note_advantages(groups: Sequence[TrajectoryGroup], advantages: Sequence[GroupAdvantages]) -> None:
+def _note_advantages(groups: Sequence[TrajectoryGroup], advantages: Sequence[Advantages]) -> None:
     """Keeps the advantages of the members that an update has taken, for people to look at."""
     for group, computed in zip(groups, advantages, strict=True):
+        members = group.in_state(TrajectoryState.TRAINING)
+        if isinstance(computed, DropReason):
+            computed = GroupAdvantages((0.0,) * len(members))
         group.divisor = computed.divisor
-        for member, value in zip(group.in_state(TrajectoryState.TRAINING), computed.values, strict=True):
+        for member, value in zip(members, computed.values, strict=True):
             member.advantage = value

@@ -33,7 +33,7 @@ from trainers import (
 from mlx_parallm.config import Algorithm, ModelConfig
 from mlx_parallm.train.context import Span
 from mlx_parallm.train.data import UpdateBatch
-from mlx_parallm.train.head import head_blocks
+from mlx_parallm.train.forwards import head_blocks
 from mlx_parallm.train.policy import Policy
 from mlx_parallm.train.trainer import GRPOTrainer
 
@@ -51,7 +51,7 @@ NEAR = 1e-4
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a few samples make several blocks of the head, which begin and end within policies."""
-    monkeypatch.setattr("mlx_parallm.train.head.HEAD_BLOCK", 5)
+    monkeypatch.setattr("mlx_parallm.train.forwards.HEAD_BLOCK", 5)
 
 
 def trainer_of(name: str, lora: ModelConfig, **settings: Any) -> tuple[GRPOTrainer, Any]:

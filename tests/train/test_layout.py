@@ -9,7 +9,7 @@ import pytest
 from trainers import all_buckets
 
 from mlx_parallm.core.branches import Branch, Bucket
-from mlx_parallm.train.layout import Row, laid_out
+from mlx_parallm.train.packing import Row, laid_out
 
 
 def rows(*tokens: Sequence[int]) -> list[Row]:

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_parallm.config import RewardScale
-from mlx_parallm.rl.collect.groups import DropReason
 
 EPSILON = 1e-4
 """Added to standard deviations."""
@@ -27,21 +26,16 @@ float64. It is small, since a number that is added to all rewards must not hide 
 
 @dataclass(frozen=True, slots=True)
 class GroupAdvantages:
-    """The advantages of one group. `values`: one for each reward, in order; all 0 if the group is dropped.
+    """The advantages of one group that is trained on. `values`: one for each of its members, in order.
 
-    `divisor`: what centred rewards were divided by; None if they were not centred. `dropped`: why the group is dropped;
-    None if it is trained on. `strength`: how strong the group's signal is, 0 (dropped) to 1. An update of weak groups
-    makes a smaller step. `values` are relative to the strongest group of the update, so that this counts once.
+    `divisor`: what centred rewards were divided by; None if they were not centred. `strength`: how strong the group's
+    signal is, above 0 and at most 1. An update of weak groups makes a smaller step. `values` are relative to the
+    strongest group of the update, so that this counts once.
     """
 
     values: tuple[float, ...]
-    dropped: DropReason | None = None
     strength: float = 1.0
     divisor: float | None = None
-
-    @classmethod
-    def none(cls, size: int, reason: DropReason) -> GroupAdvantages:
-        return cls((0.0,) * size, reason, 0.0)
 
 
 def group_advantages(
@@ -49,8 +43,9 @@ def group_advantages(
     scale: RewardScale,
     ranges: Sequence[float],
     token_deviations: Sequence[float],
-) -> tuple[GroupAdvantages, ...]:
-    """The advantages of all groups of one update, in order. A number that is added to all rewards changes nothing.
+) -> tuple[GroupAdvantages | None, ...]:
+    """The advantages of all groups of one update, in order; None if a group has no signal. A number that is added to
+    all rewards changes nothing.
 
     The strength of a group is its standard deviation divided by 0.02 times a wide range (largest minus smallest reward)
     of groups with the same scorer, at most 1. So seven rewards of 1 and one of 0.999 are a weak signal where others
@@ -68,9 +63,10 @@ def group_advantages(
             credits of tokens are of the usual size even if rewards are (nearly) equal.
     """
     rewards = [np.asarray(group, np.float64) for group in groups]
-    reasons = [no_signal(group) for group in rewards]
-    deviations = [0.0 if reason else float(group.std()) for group, reason in zip(rewards, reasons, strict=True)]
-    deviations = [max(own, of_tokens) for own, of_tokens in zip(deviations, token_deviations, strict=True)]
+    deviations = [
+        max(float(group.std()) if differ(group) else 0.0, of_tokens)
+        for group, of_tokens in zip(rewards, token_deviations, strict=True)
+    ]
     strengths = [
         min(1.0, own / (_LEAST_DEVIATION * width or own or 1.0)) for own, width in zip(deviations, ranges, strict=True)
     ]
@@ -80,13 +76,11 @@ def group_advantages(
 
     def centred(group: NDArray[np.float64], deviation: float, strength: float) -> GroupAdvantages:
         divisor = deviation * strongest / strength + EPSILON if scale is RewardScale.GROUP else of_all
-        return GroupAdvantages(tuple(((group - group.mean()) / divisor).tolist()), None, strength, divisor)
+        return GroupAdvantages(tuple(((group - group.mean()) / divisor).tolist()), strength, divisor)
 
     return tuple(
-        centred(group, deviation, strength)
-        if strength
-        else GroupAdvantages.none(group.size, reason or DropReason.ZERO_VARIANCE)
-        for group, reason, deviation, strength in zip(rewards, reasons, deviations, strengths, strict=True)
+        centred(group, deviation, strength) if strength else None
+        for group, deviation, strength in zip(rewards, deviations, strengths, strict=True)
     )
 
 
@@ -95,10 +89,6 @@ def reward_range(rewards: Sequence[float] | NDArray[np.float64]) -> float:
     return float(np.ptp(rewards)) if len(rewards) else 0.0
 
 
-def no_signal(rewards: Sequence[float] | NDArray[np.float64]) -> DropReason | None:
-    """Why a group with these rewards, which are finite, cannot be trained on; None if it can."""
-    if len(rewards) < 2:
-        return DropReason.SINGLE
-    if np.ptp(rewards) <= _LEAST_SPREAD * np.abs(rewards).max():
-        return DropReason.ZERO_VARIANCE
-    return None
+def differ(rewards: Sequence[float] | NDArray[np.float64]) -> bool:
+    """Whether there are two rewards, which are finite, that differ by more than the rounding of float64."""
+    return len(rewards) > 1 and bool(np.ptp(rewards) > _LEAST_SPREAD * np.abs(rewards).max())
