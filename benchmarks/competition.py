@@ -36,8 +36,8 @@ from rich.table import Table
 
 from mlx_parallm.config import CompetitionConfig
 from mlx_parallm.core import AdapterRef, CollectionSpec, ComparisonSpec, FinishReason, Trajectory
-from mlx_parallm.rl.collect.groups import TrajectoryGroup, TrajectoryState
 from mlx_parallm.rl.competition.service import CompetitionService
+from mlx_parallm.rl.trajectories import TrajectoryGroup, TrajectoryState
 
 LIVE, CANDIDATE = AdapterRef("default", 1), AdapterRef("default", 2)
 USERS = 5000

@@ -24,7 +24,7 @@ from mlx_parallm.core import (
     Trajectory,
 )
 from mlx_parallm.errors import ConflictError, StorageError, shown
-from mlx_parallm.rl.collect.recorder import collect
+from mlx_parallm.rl.recording import record
 from mlx_parallm.rl.runs.records import (
     Arrival,
     EpisodeReward,
@@ -80,7 +80,7 @@ class ClusterCollection:
         """See `core.CollectingClient.collect`."""
         if request.stopping.max_tokens == 0:
             return events
-        return collect(request, events, self._send_group, lambda: None, nullcontext())
+        return record(request, events, self._send_group, lambda: None, nullcontext())
 
     async def reward_tokens(self, trajectory_id: str, rewards: Sequence[float], reader: Reader = EVERYTHING) -> None:
         """See `core.CollectingClient.reward_tokens`."""

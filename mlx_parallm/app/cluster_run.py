@@ -22,9 +22,9 @@ from mlx_parallm.cluster.trajectories import Delivery
 from mlx_parallm.config import Config
 from mlx_parallm.core import EVERYTHING, Reader, TrainingEvent, Trajectory
 from mlx_parallm.errors import ConflictError, QueueFullError, RequestError, TrainingFailedError
-from mlx_parallm.rl.collect.groups import TrajectoryGroup
 from mlx_parallm.rl.runs.records import Arrival, Feedback, GroupEntry
 from mlx_parallm.rl.service import TrainingService
+from mlx_parallm.rl.trajectories import TrajectoryGroup
 
 _AGAIN_S = 0.1
 

@@ -20,10 +20,9 @@ from mlx_parallm.adapters.service import has_adapter
 from mlx_parallm.app.extras import forget_kept, is_reward_model, kept_of
 from mlx_parallm.config import Config
 from mlx_parallm.errors import StorageError
-from mlx_parallm.rl.collect.log import of_trainee
-from mlx_parallm.rl.json_lines import Wanted, count_lines, remove_lines
 from mlx_parallm.rl.runs.store import JournalFile
 from mlx_parallm.rl.service import TrainingService
+from mlx_parallm.rl.trajectory_log import Wanted, count_lines, of_trainee, remove_lines
 
 
 class Deletion:

@@ -26,11 +26,11 @@ from mlx_parallm.app.training_run import STEPS, TASKS, Filled, TrainingRun
 from mlx_parallm.config import RLTrainingConfig
 from mlx_parallm.core import LEVEL_PREFIX, AdapterRef, LevelCard, Signal, TrainingEvent
 from mlx_parallm.errors import TrainingFailedError
-from mlx_parallm.rl.collect.groups import DropReason
 from mlx_parallm.rl.environments import Environment
 from mlx_parallm.rl.rollouts.answers import RolloutResult
 from mlx_parallm.rl.rollouts.tasks import warm_up_batches
 from mlx_parallm.rl.service import TrainingService
+from mlx_parallm.rl.trajectories import DropReason
 from mlx_parallm.rl.updates.selection import REFILLS
 
 _POLL_S = 0.05

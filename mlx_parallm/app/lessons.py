@@ -37,13 +37,13 @@ from mlx_parallm.core import (
     TrainingEvent,
 )
 from mlx_parallm.errors import ConflictError, ContextLengthError, InvalidRequestError
-from mlx_parallm.rl.collect.groups import DropReason
 from mlx_parallm.rl.lessons.examples import batches_of, can_be_shown, examples_of, request_for
 from mlx_parallm.rl.lessons.progress import LessonProgress
 from mlx_parallm.rl.lessons.record import interrupted, new_id, read_lesson, write_lesson
 from mlx_parallm.rl.lessons.rules import answers_per_update, collection_of, tasks_of
 from mlx_parallm.rl.rollouts.answers import RolloutResult, Rollouts, RolloutSettings, group_prefixes, task_number
 from mlx_parallm.rl.service import TrainingService
+from mlx_parallm.rl.trajectories import DropReason
 from mlx_parallm.rl.updates.pace import Pace
 from mlx_parallm.tasks import spawn
 

@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from mlx_parallm.core import AdapterRef, Trajectory
-from mlx_parallm.rl.collect.groups import TrajectoryGroup
 from mlx_parallm.rl.runs.records import Feedback
+from mlx_parallm.rl.trajectories import TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,9 +34,9 @@ from mlx_parallm.errors import (
     UnknownTrajectoryError,
     shown,
 )
-from mlx_parallm.rl.collect.groups import ABOUT, DropReason, TrajectoryGroup
-from mlx_parallm.rl.collect.late import LATE, NOT_COUNTED, late_copy, late_opinion
+from mlx_parallm.rl.recording import LATE, NOT_COUNTED, late_copy, late_opinion
 from mlx_parallm.rl.runs.records import Fate, Feedback, Score
+from mlx_parallm.rl.trajectories import ABOUT, DropReason, TrajectoryGroup
 
 if TYPE_CHECKING:
     from mlx_parallm.rl.service import TrainingService

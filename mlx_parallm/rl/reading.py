@@ -22,10 +22,10 @@ from mlx_parallm.core import (
     Trajectory,
 )
 from mlx_parallm.errors import UnknownTrajectoryError, shown
-from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
-from mlx_parallm.rl.collect.groups import ABOUT, GroupMember, TrajectoryGroup, TrajectoryState
-from mlx_parallm.rl.collect.late import LATE, NOT_COUNTED
+from mlx_parallm.rl.buffer import TrajectoryBuffer
 from mlx_parallm.rl.objectives.episodes import episode_of, token_advantages
+from mlx_parallm.rl.recording import LATE, NOT_COUNTED
+from mlx_parallm.rl.trajectories import ABOUT, GroupMember, TrajectoryGroup, TrajectoryState
 
 _FATES = (
     TrajectoryState.TRAINING,
@@ -57,13 +57,13 @@ class GroupReader:
     async def page(self, wanted: GroupFilter, after: int | None, limit: int, reader: Reader) -> GroupPage:
         """The newest `limit` groups that are wanted, of those that are older than the group with the number `after`;
         None: of all."""
-        numbers = self._buffer.numbers
+        numbers = [*self._buffer.known]
         older = numbers if after is None else numbers[: bisect_left(numbers, after)]
         rows: list[GroupRow] = []
         for looked_at, number in enumerate(reversed(older), 1):
             if looked_at % _GROUPS_AT_A_TIME == 0:
                 await asyncio.sleep(_PAUSE_S)
-            group = self._buffer.numbered(number)  # it may have been forgotten meanwhile
+            group = self._buffer.known.get(number)  # it may have been forgotten meanwhile
             row = None if group is None or wanted.adapter not in (None, group.adapter) else _row(group, reader)
             if row is None or not _passes(row, wanted):
                 continue
@@ -93,7 +93,7 @@ class GroupReader:
     def _edits_of(self, members: Sequence[GroupMember], reader: Reader) -> Mapping[str, list[EditedAnswer]]:
         """The edits of these answers that the reader may see, by the id of the answer, oldest first."""
         found: dict[str, list[EditedAnswer]] = {turn.trajectory_id: [] for member in members for turn in member.turns}
-        for group in self._buffer.edits():
+        for group in (group for group in self._buffer.known.values() if group.signal in _EDITS):
             chosen = group.members[0]
             about = chosen.trajectory.collection.metadata.get(ABOUT)
             if about in found and reader.may_read(chosen.trajectory.owner):

@@ -31,15 +31,14 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.errors import ConflictError, ParaLLMError, UnknownModelError
 from mlx_parallm.rl.changes import Changes
-from mlx_parallm.rl.collect.groups import DropReason
-from mlx_parallm.rl.collect.sources import SourceLedger
-from mlx_parallm.rl.collector import Collector
+from mlx_parallm.rl.collect import Collector
 from mlx_parallm.rl.divergence.webhook import Webhook
 from mlx_parallm.rl.events import Emit, EventHub, Listener
 from mlx_parallm.rl.hooks import TrainingHooks
 from mlx_parallm.rl.reading import GroupReader
 from mlx_parallm.rl.tracking.history import History
 from mlx_parallm.rl.tracking.tracking import Tracking
+from mlx_parallm.rl.trajectories import DropReason
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
 from mlx_parallm.rl.updates.loop import TrainingLoop
 from mlx_parallm.rl.updates.needs import AdapterNeeds
@@ -73,21 +72,9 @@ class TrainingService:
         self._loops: dict[str, TrainingLoop] = {}
         self._running: dict[str, asyncio.Task[None]] = {}  # the loop of each
         self._noted: tuple[str, ...] = ()  # those that the journal knows to be in training
-        self.ledger = SourceLedger()
         self.changes = Changes()
-        self.trajectories = Collector(
-            config,
-            parts.scorers,
-            parts.tasks,
-            parts.journal,
-            parts.log,
-            self._loops,
-            default_adapter,
-            self._hub.emit,
-            self.changes,
-            self.hooks,
-            self.ledger,
-        )
+        self.trajectories = Collector(parts, self._loops, default_adapter, self._hub.emit, self.changes, self.hooks)
+        self.ledger = self.trajectories.ledger
         self.collected_groups = GroupReader(self.trajectories.buffer)
         self._history = History()
         self._hub.add_sink(self._history.on_event)

@@ -32,9 +32,9 @@ from mlx_parallm.core import (
     TrainingEvent,
 )
 from mlx_parallm.errors import ConflictError
-from mlx_parallm.rl.collect.given import trajectories_of
 from mlx_parallm.rl.competition.service import CompetitionService
 from mlx_parallm.rl.competition.trained import TrainedAdapter
+from mlx_parallm.rl.recording import given_trajectories
 from mlx_parallm.rl.runs.records import Score
 from mlx_parallm.rl.service import TrainingService
 
@@ -302,7 +302,7 @@ async def test_training_goes_on_if_its_adapter_is_unloaded_meanwhile(
         else:
             monkeypatch.setattr(TrainedAdapter, "keep", keep_and_unload)
         answers = [GivenTrajectory((5, 6), (7 + at,), float(at)) for at in range(4)]
-        given = trajectories_of(GivenGroup("g", "test", tuple(answers)))
+        given = given_trajectories(GivenGroup("g", "test", tuple(answers)))
         scores = [Score(one.trajectory_id, float(at)) for at, one in enumerate(given)]
         await made.service.trajectories.keep("tone", "test", given, scores)
         async with asyncio.timeout(20):

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 
 import numpy as np
+from configs import TRAINING
 
 from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair, Version, VersionInfo
@@ -26,8 +27,12 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.engine.figures import EngineStats
 from mlx_parallm.errors import AdapterFileError, ConflictError, InvalidRequestError, UnknownModelError
+from mlx_parallm.rl.buffer import TrajectoryBuffer
+from mlx_parallm.rl.groups import Groups
 from mlx_parallm.rl.objectives.episodes import Episode
+from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.scoring.pool import ScoringError
+from mlx_parallm.rl.trajectories import TrajectoryGroup
 from mlx_parallm.train.data import UpdateBatch, UpdateOutcome
 from mlx_parallm.train.learner import Publish
 from mlx_parallm.train.policy import PolicySnapshot
@@ -251,6 +256,17 @@ class FakeScorers:
         if self.rewards is None:
             raise ScoringError("it threw")
         return tuple(map(self.rewards, group))
+
+
+def groups_of(buffer: TrajectoryBuffer) -> Groups:
+    """What changes the groups of a buffer, with no scorer, no journal and nobody who listens."""
+    return Groups(buffer, FakeScorers(), TRAINING, Journal(), lambda group: None, lambda kind, **data: None)
+
+
+def set_scores(group: TrajectoryGroup, rewards: Sequence[float]) -> None:
+    """Sets a scorer's rewards."""
+    for member, reward in zip(group.members, rewards, strict=True):
+        member.score(reward)
 
 
 class FakeEngine:

@@ -6,14 +6,13 @@ import asyncio
 from dataclasses import dataclass, field
 
 from configs import TRAINING, changed
-from rl.fakes import FakeLearner, FakePublisher, trajectories
+from rl.fakes import FakeLearner, FakePublisher, set_scores, trajectories
 
 from mlx_parallm.config import CheckpointingConfig, ResolvedTraining, RewardScale
 from mlx_parallm.core import AdapterRef
-from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
-from mlx_parallm.rl.collect.group_rewards import GroupRewards
-from mlx_parallm.rl.collect.groups import TrajectoryGroup
+from mlx_parallm.rl.buffer import TrajectoryBuffer
 from mlx_parallm.rl.evaluation.evaluator import Evaluator
+from mlx_parallm.rl.trajectories import TrajectoryGroup
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
 from mlx_parallm.rl.updates.checkpoints import PolicyOf
 from mlx_parallm.rl.updates.gate import Gate
@@ -83,7 +82,7 @@ class Rig:
         drawn_by = by or self.training.versions.latest
         group = TrajectoryGroup(NAME, trajectories(f"g{self.groups}", drawn_by, len(rewards), scorer))
         self.buffer.add(group)
-        GroupRewards(self.buffer).score(group, rewards)
+        set_scores(group, rewards)
         self.loop.wake()
         return group
 

@@ -25,13 +25,13 @@ from mlx_parallm.core import (
     Trajectory,
 )
 from mlx_parallm.rl import people
-from mlx_parallm.rl.collect.log import TrajectoryLog
 from mlx_parallm.rl.competition import service as competition
 from mlx_parallm.rl.evaluation.evaluator import Evaluator
 from mlx_parallm.rl.lessons import record
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.rl.teachers import Teacher
+from mlx_parallm.rl.trajectory_log import TrajectoryLog
 from mlx_parallm.rl.updates.parts import TrainingParts
 
 SETTINGS = changed(TRAINING, update_frequency=4, scale_rewards=RewardScale.NONE, max_staleness=9)

@@ -19,7 +19,7 @@ from mlx_parallm.errors import (
     StepFailedError,
     UnknownModelError,
 )
-from mlx_parallm.rl.collect.groups import DropReason
+from mlx_parallm.rl.trajectories import DropReason
 from mlx_parallm.train.data import UpdateBatch
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from rl.fakes import trajectories
+from rl.fakes import groups_of, set_scores, trajectories
 
 from mlx_parallm.core import AdapterRef
 from mlx_parallm.errors import ConflictError, UnknownTrajectoryError
-from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
-from mlx_parallm.rl.collect.group_rewards import GroupRewards
-from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup
+from mlx_parallm.rl.buffer import TrajectoryBuffer
+from mlx_parallm.rl.runs.records import Feedback
+from mlx_parallm.rl.trajectories import DropReason, TrajectoryGroup
 
 NAME = "math"
 
@@ -35,7 +35,7 @@ def added(
 
 def scored(buffer: TrajectoryBuffer, name: str, *rewards: float, version: int = 1) -> TrajectoryGroup:
     group = added(buffer, name, len(rewards), version)
-    GroupRewards(buffer).score(group, rewards)
+    set_scores(group, rewards)
     return group
 
 
@@ -46,9 +46,9 @@ def states(group: TrajectoryGroup) -> list[str]:
 def test_a_group_is_complete_when_all_are_scored() -> None:
     buffer = TrajectoryBuffer(10)
     group = added(buffer, "g")
-    GroupRewards(buffer).feedback("g-0", 1.0)
+    groups_of(buffer).apply(Feedback("g-0", 1.0))
     assert buffer.ready(NAME) == ()
-    GroupRewards(buffer).feedback("g-1", 0.0)
+    groups_of(buffer).apply(Feedback("g-1", 0.0))
     assert buffer.ready(NAME) == (group,)
     assert buffer.ready("other") == ()
     assert buffer.take(NAME) == (group,)
@@ -61,18 +61,18 @@ def test_a_group_is_complete_when_all_are_scored() -> None:
 def test_the_last_feedback_before_training_counts_and_outweighs_a_scorer() -> None:
     buffer = TrajectoryBuffer(10)
     group = added(buffer, "g")
-    GroupRewards(buffer).feedback("g-0", 1.0)
-    GroupRewards(buffer).score(group, (0.25, 0.5))
-    GroupRewards(buffer).feedback("g-0", 0.75)
+    groups_of(buffer).apply(Feedback("g-0", 1.0))
+    set_scores(group, (0.25, 0.5))
+    groups_of(buffer).apply(Feedback("g-0", 0.75))
     assert [member.reward for member in group.members] == [0.75, 0.5]
     buffer.take(NAME)
     with pytest.raises(ConflictError, match="taken"):
-        GroupRewards(buffer).feedback("g-0", 0.0)
+        groups_of(buffer).apply(Feedback("g-0", 0.0))
     buffer.finish(group)
     with pytest.raises(ConflictError):
-        GroupRewards(buffer).feedback("g-1", 0.0)
+        groups_of(buffer).apply(Feedback("g-1", 0.0))
     with pytest.raises(UnknownTrajectoryError):
-        GroupRewards(buffer).feedback("h-0", 0.0)
+        groups_of(buffer).apply(Feedback("h-0", 0.0))
     assert [member.reward for member in group.members] == [0.75, 0.5]
 
 
@@ -90,7 +90,7 @@ def test_the_oldest_groups_that_no_update_has_make_room() -> None:
     assert states(fourth) == ["waiting"] * 3
     assert buffer.drops[NAME] == {DropReason.BUFFER_FULL: 4}
     with pytest.raises(ConflictError, match="buffer_full"):
-        GroupRewards(buffer).feedback("b-0", 1.0)
+        groups_of(buffer).apply(Feedback("b-0", 1.0))
     buffer.check_integrity()
 
 
@@ -144,13 +144,13 @@ def test_at_its_time_limit_a_group_makes_do_with_the_rewards_it_has(
     buffer = TrajectoryBuffer(10)
     group = added(buffer, "g", n)
     for index in from_feedback:
-        GroupRewards(buffer).feedback(f"g-{index}", float(index))
-    GroupRewards(buffer).expire("g")
+        groups_of(buffer).apply(Feedback(f"g-{index}", float(index)))
+    groups_of(buffer).expire("g")
     assert states(group) == left
     assert group.complete is complete
     assert buffer.ready(NAME) == ((group,) if complete else ())
-    GroupRewards(buffer).expire("g")
-    GroupRewards(buffer).expire("never was")
+    groups_of(buffer).expire("g")
+    groups_of(buffer).expire("never was")
     assert states(group) == left
     buffer.check_integrity()
 
@@ -159,8 +159,8 @@ def test_a_failed_scorer_costs_its_group_only_and_not_one_that_feedback_complete
     buffer = TrajectoryBuffer(10)
     failed, kept, other = added(buffer, "a"), added(buffer, "b"), added(buffer, "c")
     for index in range(2):
-        GroupRewards(buffer).feedback(f"b-{index}", 1.0)
-    GroupRewards(buffer).feedback("a-0", 1.0)
+        groups_of(buffer).apply(Feedback(f"b-{index}", 1.0))
+    groups_of(buffer).apply(Feedback("a-0", 1.0))
     buffer.drop(failed, DropReason.SCORING_FAILED, failed.waiting)
     buffer.drop(kept, DropReason.SCORING_FAILED, kept.waiting)
     assert [states(group) for group in (failed, kept, other)] == [
@@ -174,9 +174,9 @@ def test_a_failed_scorer_costs_its_group_only_and_not_one_that_feedback_complete
 def test_one_judged_sample_is_taken_and_the_others_still_wait() -> None:
     buffer = TrajectoryBuffer(10)
     group = added(buffer, "g", 4, scorer=None)
-    GroupRewards(buffer).feedback("g-2", 1.0)
+    groups_of(buffer).apply(Feedback("g-2", 1.0))
     assert buffer.take(NAME) == (group,)
-    GroupRewards(buffer).feedback("g-0", 1.0)
+    groups_of(buffer).apply(Feedback("g-0", 1.0))
     assert buffer.ready(NAME) == ()  # until the update that has the other one has ended
     buffer.finish(group)
     assert states(group) == ["scored", "waiting", "trained", "waiting"]
@@ -184,9 +184,9 @@ def test_one_judged_sample_is_taken_and_the_others_still_wait() -> None:
     buffer.finish(group, DropReason.HELD)
     assert states(group) == ["held", "waiting", "trained", "waiting"]
     with pytest.raises(ConflictError, match="taken for training"):
-        GroupRewards(buffer).feedback("g-2", 0.0)
+        groups_of(buffer).apply(Feedback("g-2", 0.0))
     buffer.check_integrity()
-    GroupRewards(buffer).expire("g")
+    groups_of(buffer).expire("g")
     assert states(group) == ["held", "timeout", "trained", "timeout"]
     assert not buffer.holds(group)
     assert buffer.trained[NAME] == 1
@@ -196,9 +196,9 @@ def test_one_judged_sample_is_taken_and_the_others_still_wait() -> None:
 def test_siblings_of_what_an_update_has_may_become_stale_meanwhile() -> None:
     buffer = TrajectoryBuffer(10)
     group = added(buffer, "g", 3, scorer=None)
-    GroupRewards(buffer).feedback("g-0", 1.0)
+    groups_of(buffer).apply(Feedback("g-0", 1.0))
     buffer.take(NAME)
-    GroupRewards(buffer).feedback("g-1", 1.0)
+    groups_of(buffer).apply(Feedback("g-1", 1.0))
     buffer.sweep(NAME, lambda drawn_by: DropReason.STALE)
     assert states(group) == ["training", "stale", "stale"]
     assert buffer.holds(group)
@@ -210,7 +210,7 @@ def test_siblings_of_what_an_update_has_may_become_stale_meanwhile() -> None:
 def test_what_nobody_judged_makes_room_before_what_has_a_reward() -> None:
     buffer = TrajectoryBuffer(6)
     from_feedback, silent, newer = (added(buffer, name, scorer=None) for name in "abc")
-    GroupRewards(buffer).feedback("a-0", 1.0)
+    groups_of(buffer).apply(Feedback("a-0", 1.0))
     added(buffer, "d")
     added(buffer, "e")
     assert [buffer.holds(group) for group in (from_feedback, silent, newer)] == [True, False, False]
@@ -244,9 +244,9 @@ def test_what_is_past_is_remembered_for_as_many_trajectories_as_are_kept() -> No
     for name in "abc":
         buffer.drop(added(buffer, name), DropReason.STALE)
     with pytest.raises(UnknownTrajectoryError):
-        GroupRewards(buffer).feedback("a-0", 1.0)
+        groups_of(buffer).apply(Feedback("a-0", 1.0))
     with pytest.raises(ConflictError, match="stale"):
-        GroupRewards(buffer).feedback("b-0", 1.0)
+        groups_of(buffer).apply(Feedback("b-0", 1.0))
     buffer.check_integrity()
 
 

@@ -7,13 +7,13 @@ from collections import Counter
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from rl.fakes import trajectories
+from rl.fakes import groups_of, set_scores, trajectories
 
 from mlx_parallm.core import AdapterRef
 from mlx_parallm.errors import ConflictError, UnknownTrajectoryError
-from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
-from mlx_parallm.rl.collect.group_rewards import GroupRewards
-from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, TrajectoryState
+from mlx_parallm.rl.buffer import TrajectoryBuffer
+from mlx_parallm.rl.runs.records import Feedback
+from mlx_parallm.rl.trajectories import DropReason, TrajectoryGroup, TrajectoryState
 
 NAME = "math"
 
@@ -61,7 +61,7 @@ class Life(RuleBasedStateMachine):
     def score(self, data: st.DataObject) -> None:
         group = self.some(data, self.groups)
         before = [member.reward for member in group.members]
-        GroupRewards(self.buffer).score(group, [float(index) for index in range(len(group.members))])
+        set_scores(group, [float(index) for index in range(len(group.members))])
         assert all(now.reward == old for now, old in zip(group.members, before, strict=True) if old is not None)
 
     @precondition(lambda self: self.groups)
@@ -77,7 +77,7 @@ class Life(RuleBasedStateMachine):
         member = group.members[index % len(group.members)]
         open_fate = member.state in (TrajectoryState.WAITING, TrajectoryState.SCORED)
         try:
-            GroupRewards(self.buffer).feedback(member.trajectory.trajectory_id, score)
+            groups_of(self.buffer).apply(Feedback(member.trajectory.trajectory_id, score))
         except (ConflictError, UnknownTrajectoryError):
             assert not open_fate
         else:
@@ -88,7 +88,7 @@ class Life(RuleBasedStateMachine):
     @rule(data=st.data())
     def expire(self, data: st.DataObject) -> None:
         group = self.some(data, self.groups)
-        GroupRewards(self.buffer).expire(group.group_id)
+        groups_of(self.buffer).expire(group.group_id)
         assert not group.waiting
 
     @rule(adapter=st.sampled_from(["math", "tone"]), least=st.none() | st.integers(1, 6))
@@ -123,9 +123,7 @@ class Life(RuleBasedStateMachine):
 
     @rule(n=st.integers(1, 4))
     def lose(self, n: int) -> None:
-        before = self.buffer.drops["math"][DropReason.ABORTED]
-        self.buffer.count_aborted("math", n)
-        assert self.buffer.drops["math"][DropReason.ABORTED] == before + n
+        self.buffer.drops["math"][DropReason.ABORTED] += n
 
     @invariant()
     def books_agree(self) -> None:

@@ -22,7 +22,7 @@ from mlx_parallm.core import (
     Trajectory,
 )
 from mlx_parallm.errors import EngineError, StepFailedError
-from mlx_parallm.rl.collect.recorder import collect
+from mlx_parallm.rl.recording import record
 
 REF = AdapterRef("math", 3)
 FINISHED = RequestFinished(4, 4, 0.0, 0.0, 0.0, 1.0)
@@ -42,7 +42,7 @@ class Seen:
         self.aborted += 1
 
     def collect(self, engine: FakeEngine, asked: GenerationRequest) -> AsyncIterator[Event]:
-        return collect(asked, engine.generate(asked), self.on_group, self.on_abort, nullcontext())
+        return record(asked, engine.generate(asked), self.on_group, self.on_abort, nullcontext())
 
 
 def request(prompts: tuple[tuple[int, ...], ...] = ((1, 2),), n: int = 2, **fields: object) -> GenerationRequest:

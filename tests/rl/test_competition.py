@@ -16,8 +16,8 @@ from rl.fakes import trajectories
 from mlx_parallm.config import CompetitionConfig
 from mlx_parallm.core import AdapterRef, ComparisonCard, ComparisonSpec, Reader
 from mlx_parallm.errors import ConflictError, InvalidRequestError, UnknownModelError
-from mlx_parallm.rl.collect.groups import TrajectoryGroup, TrajectoryState
 from mlx_parallm.rl.competition.service import CompetitionService
+from mlx_parallm.rl.trajectories import TrajectoryGroup, TrajectoryState
 
 LIVE, CANDIDATE, OTHER = (AdapterRef("main", number) for number in (1, 2, 3))
 SPEC = ComparisonSpec("main@2")

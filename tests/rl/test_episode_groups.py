@@ -11,9 +11,9 @@ from rl.fakes import FakeLearner, trajectories
 from rl.service_rig import CHECKPOINTING, SETTINGS, World, settle, until, world
 
 from mlx_parallm.core import BASE_ADAPTER, CollectionSpec, Trajectory
-from mlx_parallm.rl.collect.groups import DropReason
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.store import JournalFile
+from mlx_parallm.rl.trajectories import DropReason
 
 
 def episodes(name: str, *turns: int, scorer: str = "environment") -> list[Trajectory]:

@@ -28,10 +28,10 @@ from trainers import (
 
 from mlx_parallm.config import Algorithm
 from mlx_parallm.core import BASE_ADAPTER, Signal
-from mlx_parallm.rl.collect.groups import FEEDBACK, DropReason
 from mlx_parallm.rl.objectives.batches import ScoredGroup, prepare
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.rl.objectives.signals import prepare_signal
+from mlx_parallm.rl.trajectories import FEEDBACK, DropReason
 from mlx_parallm.train.context import Params
 from mlx_parallm.train.data import Datum, mismatched
 from mlx_parallm.train.losses import loss, means

@@ -11,8 +11,8 @@ from rl.test_recovery import Run
 
 from mlx_parallm.config import LearningRateSchedule, OptimizerConfig
 from mlx_parallm.core import BASE_ADAPTER, CollectionSpec, GenerationRequest, SamplingParams, StopParams
-from mlx_parallm.rl.collect.groups import DropReason
 from mlx_parallm.rl.lessons.record import new_id
+from mlx_parallm.rl.trajectories import DropReason
 from mlx_parallm.rl.updates.pace import Pace
 
 TAG = "before-lesson"

@@ -20,8 +20,8 @@ from mlx_parallm.errors import (
     StepFailedError,
     UnknownModelError,
 )
-from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, TrajectoryState
 from mlx_parallm.rl.objectives.rewards import RewardHistory
+from mlx_parallm.rl.trajectories import DropReason, TrajectoryGroup, TrajectoryState
 
 
 async def test_an_update_begins_when_complete_groups_hold_enough_trajectories() -> None:

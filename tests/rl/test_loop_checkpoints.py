@@ -17,7 +17,7 @@ from mlx_parallm.errors import (
     StorageError,
     UnknownModelError,
 )
-from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, TrajectoryState
+from mlx_parallm.rl.trajectories import DropReason, TrajectoryGroup, TrajectoryState
 from mlx_parallm.rl.updates.adapter_training import CHANGE
 
 

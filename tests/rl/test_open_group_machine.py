@@ -9,14 +9,15 @@ from configs import TRAINING
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from rl.fakes import FakeScorers, trajectories
+from rl.fakes import FakeScorers, groups_of, trajectories
 
 from mlx_parallm.core import AdapterRef, CollectionSpec
 from mlx_parallm.errors import ConflictError, UnknownTrajectoryError
-from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
-from mlx_parallm.rl.collect.group_rewards import GroupRewards
-from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, TrajectoryState, group_name
-from mlx_parallm.rl.collect.intake import Intake
+from mlx_parallm.rl.buffer import TrajectoryBuffer
+from mlx_parallm.rl.groups import Groups
+from mlx_parallm.rl.runs.journal import Journal
+from mlx_parallm.rl.runs.records import Closed, EpisodeReward, Feedback, TokenRewards
+from mlx_parallm.rl.trajectories import DropReason, TrajectoryGroup, TrajectoryState, group_name
 
 SIZE = 12
 GROUPS, EPISODES = ("", "g", "h"), ("", "a", "b")
@@ -29,7 +30,7 @@ class OpenGroups(RuleBasedStateMachine):
         super().__init__()
         self.ends: Counter[str] = Counter()
         self.buffer = TrajectoryBuffer(SIZE, self.ended)
-        self.intake = Intake(self.buffer, FakeScorers(), TRAINING, lambda _: None, lambda kind, **_: None)
+        self.groups = Groups(self.buffer, FakeScorers(), TRAINING, Journal(), lambda _: None, lambda kind, **_: None)
         self.made: list[str] = []
         self.taken: list[TrajectoryGroup] = []
 
@@ -52,7 +53,7 @@ class OpenGroups(RuleBasedStateMachine):
         self.made.append(one.trajectory_id)
         known = self.buffer.find(one.group_id)
         was_open = known is None or not known.closed
-        added = self.intake.add("math", [one], None)
+        added = self.groups.add("math", [one], None)
         assert was_open or not group_name(spec) or added.dropped is DropReason.CLOSED
 
     @rule(group=st.sampled_from(GROUPS), episode=st.sampled_from(EPISODES[1:]), score=st.floats(-1, 1))
@@ -61,7 +62,7 @@ class OpenGroups(RuleBasedStateMachine):
         member = None if found is None else found.episode(episode)
         can = member is not None and member.is_open
         try:
-            self.intake.reward_episode(episode, group, score)
+            self.groups.apply(EpisodeReward(episode, group, score))
         except (ConflictError, UnknownTrajectoryError):
             assert not can
         else:
@@ -75,16 +76,16 @@ class OpenGroups(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(self.made))
         try:
             if tokens:
-                self.intake.reward_tokens(name, [score, 0.0])
+                self.groups.apply(TokenRewards(name, (score, 0.0)))
             else:
-                self.intake.feedback(name, score)
+                self.groups.apply(Feedback(name, score))
         except (ConflictError, UnknownTrajectoryError):
             pass
 
     @rule(group=st.sampled_from(["g", "h", "episode-a", "episode-b"]))
     def close(self, group: str) -> None:
         try:
-            closed = self.intake.close_group(group)
+            closed = self.groups.apply(Closed(group))
         except (ConflictError, UnknownTrajectoryError):
             assert self.buffer.find(group) is None
         else:
@@ -93,7 +94,7 @@ class OpenGroups(RuleBasedStateMachine):
 
     @rule(group=st.sampled_from(["g", "h", "episode-a"]))
     def expire(self, group: str) -> None:
-        GroupRewards(self.buffer).expire(group)
+        groups_of(self.buffer).expire(group)
 
     @rule()
     def take(self) -> None:

@@ -11,9 +11,11 @@ from rl.fakes import FakeScorers, trajectories
 
 from mlx_parallm.core import AdapterRef, CollectionSpec
 from mlx_parallm.errors import ConflictError, InvalidRequestError, UnknownTrajectoryError
-from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
-from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, TrajectoryState, group_name
-from mlx_parallm.rl.collect.intake import Intake
+from mlx_parallm.rl.buffer import TrajectoryBuffer
+from mlx_parallm.rl.groups import Groups
+from mlx_parallm.rl.runs.journal import Journal
+from mlx_parallm.rl.runs.records import Closed, EpisodeReward, Feedback, TokenRewards
+from mlx_parallm.rl.trajectories import DropReason, TrajectoryGroup, TrajectoryState, group_name
 
 REF = AdapterRef("math", 1)
 
@@ -27,8 +29,8 @@ class World:
         self.scorers = FakeScorers(lambda trajectory: float(len(trajectory.completion_ids)))
         config = changed(TRAINING, **settings)
         self.events: list[str] = []
-        self.intake = Intake(
-            self.buffer, self.scorers, config, lambda _: None, lambda kind, **_: self.events.append(kind)
+        self.groups = Groups(
+            self.buffer, self.scorers, config, Journal(), lambda _: None, lambda kind, **_: self.events.append(kind)
         )
         self.requests = 0
 
@@ -41,7 +43,7 @@ class World:
             replace(one, collection=collection, group_id=group_name(collection) or name)
             for one in trajectories(name, adapter, n)
         ]
-        added = self.intake.add(adapter.name, made, refused)
+        added = self.groups.add(adapter.name, made, refused)
         self.buffer.check_integrity()
         return made[-1], added
 
@@ -67,9 +69,9 @@ async def test_a_group_is_complete_when_as_many_answers_have_rewards_as_it_is_to
     first, _ = world.add(group_id="g", group_size=2)
     second, _ = world.add(group_id="g", group_size=2)
     assert not world.group().closed
-    world.intake.feedback(first.trajectory_id, 1.0)
+    world.groups.apply(Feedback(first.trajectory_id, 1.0))
     assert world.ready() == 0
-    world.intake.feedback(second.trajectory_id, 0.0)
+    world.groups.apply(Feedback(second.trajectory_id, 0.0))
     assert world.ready() == 1
     assert world.rewards == [1.0, 0.0]
     assert world.events == ["collected", "collected", "scored", "closed", "scored"]
@@ -79,12 +81,12 @@ async def test_more_may_come_than_are_wanted_and_the_late_ones_are_dropped() -> 
     world = World()
     made = [world.add(group_id="g", group_size=2)[0] for _ in range(3)]
     for one in made[1:]:
-        world.intake.feedback(one.trajectory_id, 1.0)
+        world.groups.apply(Feedback(one.trajectory_id, 1.0))
     assert reasons(world.group()) == [DropReason.UNREWARDED, TrajectoryState.SCORED, TrajectoryState.SCORED]
     late, added = world.add(group_id="g", group_size=2)
     assert added.dropped is DropReason.CLOSED
     with pytest.raises(ConflictError, match="closed"):
-        world.intake.feedback(late.trajectory_id, 1.0)
+        world.groups.apply(Feedback(late.trajectory_id, 1.0))
     for group in world.buffer.take(REF.name):
         world.buffer.finish(group)
     world.buffer.check_integrity()
@@ -95,24 +97,24 @@ async def test_closing_a_group_ends_it_with_what_has_a_reward() -> None:
     world = World()
     first, _ = world.add(group_id="g")
     world.add(group_id="g")
-    world.intake.feedback(first.trajectory_id, 1.0)
+    world.groups.apply(Feedback(first.trajectory_id, 1.0))
     assert world.ready() == 0
-    world.intake.close_group("g")
+    world.groups.apply(Closed("g"))
     assert reasons(world.group()) == [TrajectoryState.SCORED, DropReason.UNREWARDED]
     assert world.ready() == 1
-    world.intake.close_group("g")
+    world.groups.apply(Closed("g"))
     with pytest.raises(UnknownTrajectoryError):
-        world.intake.close_group("other")
+        world.groups.apply(Closed("other"))
 
 
 async def test_a_group_without_any_reward_ends_when_it_is_closed() -> None:
     world = World()
     world.add(group_id="g")
     group = world.group()
-    world.intake.close_group("g")
+    world.groups.apply(Closed("g"))
     assert world.ended == [group]
     with pytest.raises(ConflictError):
-        world.intake.close_group("g")
+        world.groups.apply(Closed("g"))
 
 
 async def test_a_scorer_gets_the_whole_group_at_once() -> None:
@@ -131,7 +133,7 @@ async def test_episodes_with_a_scorer_wait_until_their_group_is_closed() -> None
             world.add(group_id="g", group_size=2, scorer="exact", episode_id=episode, turn=turn)
     await asyncio.sleep(0.01)
     assert world.rewards == [None, None]
-    world.intake.close_group("g")
+    world.groups.apply(Closed("g"))
     await asyncio.sleep(0.01)
     assert world.rewards == [2.0, 2.0]
 
@@ -142,23 +144,23 @@ async def test_an_episode_is_one_member_and_ends_with_its_reward() -> None:
         for turn in range(3):
             world.add(group_id="g", group_size=2, episode_id=episode, turn=turn)
     assert [len(member.turns) for member in world.group().members] == [3, 3]
-    world.intake.reward_episode("a", "g", 1.0)
+    world.groups.apply(EpisodeReward("a", "g", 1.0))
     assert world.ready() == 0
-    world.intake.reward_episode("b", "g", 0.5)
+    world.groups.apply(EpisodeReward("b", "g", 0.5))
     assert world.ready() == 1
     (taken,) = world.buffer.take(REF.name)
     world.buffer.finish(taken)
     world.buffer.check_integrity()
     assert world.buffer.trained[REF.name] == 6
     with pytest.raises(ConflictError):
-        world.intake.reward_episode("a", "g", 1.0)
+        world.groups.apply(EpisodeReward("a", "g", 1.0))
 
 
 async def test_an_episode_without_a_group_is_a_group_of_one() -> None:
     world = World()
     world.add(episode_id="a")
     world.add(episode_id="a")
-    world.intake.reward_episode("a", "", 1.0)
+    world.groups.apply(EpisodeReward("a", "", 1.0))
     assert world.ready() == 1
     assert world.group("episode-a").closed
 
@@ -167,10 +169,10 @@ async def test_rewards_of_turns_and_tokens_add_to_that_of_the_episode() -> None:
     world = World()
     first, _ = world.add(group_id="g", group_size=1, episode_id="a")
     second, _ = world.add(group_id="g", group_size=1, episode_id="a")
-    world.intake.feedback(first.trajectory_id, 0.25)
-    world.intake.reward_tokens(second.trajectory_id, [0.5, 0.0])
+    world.groups.apply(Feedback(first.trajectory_id, 0.25))
+    world.groups.apply(TokenRewards(second.trajectory_id, (0.5, 0.0)))
     assert world.ready() == 0, "neither ends the episode"
-    world.intake.reward_episode("a", "g", 1.0)
+    world.groups.apply(EpisodeReward("a", "g", 1.0))
     assert world.rewards == [1.75]
     (member,) = world.group().members
     assert member.token_rewards == {first.trajectory_id: (0.0, 0.25), second.trajectory_id: (0.5, 0.0)}
@@ -180,8 +182,8 @@ async def test_episodes_with_rewards_of_turns_only_count_when_their_group_is_clo
     world = World()
     first, _ = world.add(group_id="g", episode_id="a")
     world.add(group_id="g", episode_id="b")
-    world.intake.feedback(first.trajectory_id, 0.25)
-    world.intake.close_group("g")
+    world.groups.apply(Feedback(first.trajectory_id, 0.25))
+    world.groups.apply(Closed("g"))
     assert reasons(world.group()) == [TrajectoryState.SCORED, DropReason.UNREWARDED]
 
 
@@ -189,8 +191,8 @@ async def test_rewards_of_the_tokens_of_an_answer_are_its_reward() -> None:
     world = World()
     one, _ = world.add(group_id="g", group_size=1)
     with pytest.raises(InvalidRequestError, match="has 2 tokens, and there are 3"):
-        world.intake.reward_tokens(one.trajectory_id, [0.0] * 3)
-    world.intake.reward_tokens(one.trajectory_id, [0.5, 0.25])
+        world.groups.apply(TokenRewards(one.trajectory_id, (0.0,) * 3))
+    world.groups.apply(TokenRewards(one.trajectory_id, (0.5, 0.25)))
     assert world.rewards == [0.75]
     assert world.ready() == 1
 
@@ -199,7 +201,7 @@ async def test_a_turn_that_comes_again_replaces_the_earlier_one() -> None:
     world = World()
     world.add(episode_id="a", turn=0)
     lost, _ = world.add(episode_id="a", turn=1)
-    world.intake.feedback(lost.trajectory_id, 9.0)
+    world.groups.apply(Feedback(lost.trajectory_id, 9.0))
     again, _ = world.add(episode_id="a", turn=1)
     before, _ = world.add(episode_id="a", turn=4)
     between, _ = world.add(episode_id="a", turn=2)
@@ -208,7 +210,7 @@ async def test_a_turn_that_comes_again_replaces_the_earlier_one() -> None:
     assert member.reward is None
     assert world.buffer.drops[REF.name] == {DropReason.REPLACED: 1}
     with pytest.raises(UnknownTrajectoryError):
-        world.intake.feedback(lost.trajectory_id, 1.0)
+        world.groups.apply(Feedback(lost.trajectory_id, 1.0))
 
 
 async def test_turns_are_counted_by_whether_they_continue_the_tokens_of_an_earlier_one() -> None:
@@ -218,29 +220,29 @@ async def test_turns_are_counted_by_whether_they_continue_the_tokens_of_an_earli
     follow = replace(
         first, trajectory_id="x", prompt_ids=(*first.prompt_ids, *first.completion_ids, 7), completion_ids=(8, 9)
     )
-    assert not world.intake.add(REF.name, [follow], None).apart
+    assert not world.groups.add(REF.name, [follow], None).apart
     assert world.add(episode_id="a")[1].apart
-    assert world.intake.turns[REF.name] == {"first": 1, "continued": 1, "apart": 1}
+    assert world.groups.turns[REF.name] == {"first": 1, "continued": 1, "apart": 1}
 
 
 async def test_what_a_request_says_of_its_group_must_agree_with_the_first() -> None:
     world = World()
     first = CollectionSpec("exact", group_id="g", group_size=2)
-    world.intake.check(first, "math")
+    world.groups.check(first, "math")
     world.add(group_id="g", group_size=2, scorer="exact")
-    world.intake.check(first, "math")
+    world.groups.check(first, "math")
     for other, param in (
         (replace(first, group_size=3), "group_size"),
         (replace(first, scorer=None), "scoring_function"),
     ):
         with pytest.raises(InvalidRequestError) as refused:
-            world.intake.check(other, "math")
+            world.groups.check(other, "math")
         assert refused.value.param == param
     with pytest.raises(ConflictError, match="trains another adapter than other"):
-        world.intake.check(first, "other")
-    world.intake.close_group("g")
+        world.groups.check(first, "other")
+    world.groups.apply(Closed("g"))
     with pytest.raises(ConflictError, match="closed"):
-        world.intake.check(first, "math")
+        world.groups.check(first, "math")
 
 
 async def test_one_stale_turn_drops_its_episode_and_no_other() -> None:
@@ -278,7 +280,7 @@ async def test_an_open_group_that_nobody_rewards_ends_after_the_time_limit_of_fe
     world = World(feedback_timeout_s=0.01)
     first, _ = world.add(group_id="g")
     world.add(group_id="g")
-    world.intake.feedback(first.trajectory_id, 1.0)
+    world.groups.apply(Feedback(first.trajectory_id, 1.0))
     await asyncio.sleep(0.05)
     assert reasons(world.group()) == [TrajectoryState.SCORED, DropReason.TIMEOUT]
     assert world.ready() == 1

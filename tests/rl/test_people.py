@@ -83,7 +83,7 @@ async def test_opinions_survive_a_crash_person_by_person(tmp_path: Path) -> None
 
 
 async def test_one_answer_takes_a_bounded_number_of_people(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_parallm.rl.collect.group_rewards.MAX_PEOPLE", 2)
+    monkeypatch.setattr("mlx_parallm.rl.groups.MAX_PEOPLE", 2)
     async with world(MANUAL) as one:
         first, _ = await one.request(scorer=None)
         await one.service.trajectories.feedback(first, 1.0, "ann")

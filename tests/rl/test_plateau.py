@@ -9,16 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 from configs import TRAINING, changed
-from rl.fakes import answers, trajectories
+from rl.fakes import answers, set_scores, trajectories
 from rl.rig import NAME, SETTINGS, Rig, opened, running, settle
 
 from mlx_parallm.config import PlateauConfig, RewardScale
 from mlx_parallm.core import AdapterRef, FinishReason, Trajectory
-from mlx_parallm.rl.collect.group_rewards import GroupRewards
-from mlx_parallm.rl.collect.groups import TrajectoryGroup
 from mlx_parallm.rl.objectives.batches import PreparedBatch, ScoredGroup
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.rl.objectives.signals import prepare_signal
+from mlx_parallm.rl.trajectories import TrajectoryGroup
 from mlx_parallm.rl.updates.plateau import Plateau
 
 VERSION = AdapterRef(NAME, 1)
@@ -202,7 +201,7 @@ def sampled(rig: Rig, rewards: Sequence[float], lengths: Sequence[int]) -> None:
     ]
     group = TrajectoryGroup(NAME, members)
     rig.buffer.add(group)
-    GroupRewards(rig.buffer).score(group, rewards)
+    set_scores(group, rewards)
     rig.loop.wake()
 
 

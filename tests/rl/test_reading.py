@@ -7,17 +7,16 @@ from dataclasses import replace
 
 import pytest
 from configs import changed
-from rl.fakes import trajectories
+from rl.fakes import set_scores, trajectories
 from rl.service_rig import SETTINGS, World, settle, world
 from rl.test_recovery import MANUAL
 
 from mlx_parallm.config import RewardScale
 from mlx_parallm.core import EVERYTHING, AdapterRef, Edit, GroupFilter, Reader, Thumbs
 from mlx_parallm.errors import UnknownTrajectoryError
-from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
-from mlx_parallm.rl.collect.group_rewards import GroupRewards
-from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup
+from mlx_parallm.rl.buffer import TrajectoryBuffer
 from mlx_parallm.rl.reading import GroupReader
+from mlx_parallm.rl.trajectories import DropReason, TrajectoryGroup
 
 ALL = GroupFilter()
 
@@ -43,7 +42,7 @@ class Shelf:
         group = TrajectoryGroup(adapter, owned)
         self.buffer.add(group)
         if rewards:
-            GroupRewards(self.buffer).score(group, rewards)
+            set_scores(group, rewards)
         return group
 
     async def names(

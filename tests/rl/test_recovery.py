@@ -146,7 +146,7 @@ class Run:
                 self.saved = [pair for pair in self.saved if pair[0].tags or pair is self.saved[-1]]
             for task in tuple(one.service.changes._tasks):
                 task.cancel()
-            await one.service.trajectories._intake.close()
+            await one.service.trajectories.close()
 
 
 async def finished_update(one: World):
@@ -350,7 +350,7 @@ def test_any_history_with_crashes_ends_as_the_same_history_without(
         found: object = None
         for part in parts:
             async with run.process() as one:
-                await until(lambda: not one.service.trajectories._intake._scoring)
+                await until(lambda: not one.service.trajectories.groups_in_scoring)
                 for step in part:
                     await did(one, step, run)
                 one.service.check_integrity()
@@ -411,7 +411,7 @@ async def did(one: World, step: str, run: Run) -> None:
     match step:
         case "request" | "people":
             await one.request(live, "exact" if step == "request" else None)
-            await until(lambda: not one.service.trajectories._intake._scoring)
+            await until(lambda: not one.service.trajectories.groups_in_scoring)
         case "alone":
             one.requests += 1
             await alone(one, f"r{one.requests}")
@@ -451,7 +451,7 @@ async def alone(one: World, request_id: str) -> str:
     asked = GenerationRequest(request_id, ((1,),), SamplingParams(), StopParams(4), adapter=live, collection=spec)
     events = one.service.trajectories.collect(asked, FakeEngine(ONE_ANSWER).generate(asked))
     (answer,) = [event async for event in events][-1].trajectory_ids
-    await until(lambda: not one.service.trajectories._intake._scoring)
+    await until(lambda: not one.service.trajectories.groups_in_scoring)
     return answer
 
 
@@ -543,7 +543,7 @@ async def test_the_rewards_of_groups_that_wait_count_once_after_a_crash(tmp_path
             await one.service.save(None, None, [], {})
         assert len([state for state in one.states().values() if state == "scored"]) == 8
     async with run.process() as one:
-        await until(lambda: not one.service.trajectories._intake._scoring)
+        await until(lambda: not one.service.trajectories.groups_in_scoring)
         assert len([state for state in one.states().values() if state == "scored"]) == 8
         await one.service.update()
         assert counted(one) == 6

@@ -7,15 +7,15 @@ import asyncio
 import numpy as np
 import pytest
 from configs import changed
-from rl.fakes import trajectories
+from rl.fakes import groups_of, trajectories
 from rl.rig import NAME, SETTINGS, opened, ref, running, settle
 from sample_parts import advantage
 
 from mlx_parallm.config import RewardScale
 from mlx_parallm.core import GivenTrajectory
-from mlx_parallm.rl.collect.group_rewards import GroupRewards
-from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, TrajectoryState
 from mlx_parallm.rl.objectives.rewards import RewardTrend
+from mlx_parallm.rl.runs.records import Feedback
+from mlx_parallm.rl.trajectories import DropReason, TrajectoryGroup, TrajectoryState
 
 GROUPS = changed(SETTINGS, update_frequency=64, scale_rewards=RewardScale.GROUP, trajectory_buffer_size=64)
 SOLVED = (1.0,) * 8
@@ -138,7 +138,7 @@ async def test_a_group_whose_update_was_cancelled_counts_once() -> None:
     group = TrajectoryGroup(NAME, trajectories("g", rig.training.versions.latest, 2, None))
     rig.buffer.add(group)
     for member, score in zip(group.members, (1.0, 0.0), strict=True):
-        GroupRewards(rig.buffer).feedback(member.trajectory.trajectory_id, score)
+        groups_of(rig.buffer).apply(Feedback(member.trajectory.trajectory_id, score))
     rig.learner.error = asyncio.CancelledError()
     for _ in range(3):
         with pytest.raises(asyncio.CancelledError):
@@ -168,7 +168,7 @@ async def test_each_part_of_a_group_counts_when_people_score_it_in_parts() -> No
     group = TrajectoryGroup(NAME, trajectories("g", rig.training.versions.latest, 2, None))
     rig.buffer.add(group)
     for member, score in zip(group.members, (1.0, 0.0), strict=True):
-        GroupRewards(rig.buffer).feedback(member.trajectory.trajectory_id, score)
+        groups_of(rig.buffer).apply(Feedback(member.trajectory.trajectory_id, score))
         await rig.loop.update(None)
     assert rig.training.rewards.to_metrics()["reward_count.feedback"] == 2
 

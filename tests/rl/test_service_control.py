@@ -29,7 +29,7 @@ from mlx_parallm.errors import (
     StepFailedError,
     UnknownModelError,
 )
-from mlx_parallm.rl.collect.log import TrajectoryLog
+from mlx_parallm.rl.trajectory_log import TrajectoryLog
 
 
 async def test_a_name_that_means_another_version_by_now_begins_again_with_it() -> None:

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rl.fakes import trajectories
+from rl.fakes import groups_of, trajectories
 
 from mlx_parallm.core import AdapterRef
-from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
-from mlx_parallm.rl.collect.group_rewards import GroupRewards
-from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup
-from mlx_parallm.rl.collect.log import TrajectoryLog
+from mlx_parallm.rl.buffer import TrajectoryBuffer
+from mlx_parallm.rl.runs.records import Feedback
+from mlx_parallm.rl.trajectories import DropReason, TrajectoryGroup
+from mlx_parallm.rl.trajectory_log import TrajectoryLog
 
 NAME = "math"
 
@@ -36,8 +36,8 @@ async def test_each_trajectory_is_one_line_once_its_fate_is_known(tmp_path: Path
     group = TrajectoryGroup(NAME, trajectories("g", AdapterRef(NAME, 4), 3, metadata={"answer": "4\n", "tag": "é"}))
     buffer.add(group)
     for index in (0, 2):
-        GroupRewards(buffer).feedback(f"g-{index}", index / 2)
-    GroupRewards(buffer).expire("g")
+        groups_of(buffer).apply(Feedback(f"g-{index}", index / 2))
+    groups_of(buffer).expire("g")
     buffer.take(NAME)
     buffer.finish(group)
     added(buffer, "open")

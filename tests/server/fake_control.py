@@ -33,7 +33,7 @@ from mlx_parallm.errors import (
     UnknownModelError,
     UnknownTrajectoryError,
 )
-from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
+from mlx_parallm.rl.buffer import TrajectoryBuffer
 from mlx_parallm.rl.reading import GroupReader
 
 COMPARISON = ComparisonCard(

@@ -3,12 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from rl.fakes import trajectories
+from rl.fakes import set_scores, trajectories
 from server.keys import key_file
 
 from mlx_parallm.core import AdapterRef, CollectionSpec
-from mlx_parallm.rl.collect.group_rewards import GroupRewards
-from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup
+from mlx_parallm.rl.trajectories import DropReason, TrajectoryGroup
 from mlx_parallm.server.api.training.collected.route import MAX_TOKENS
 
 LIST = "/v1/training/trajectories"
@@ -24,7 +23,7 @@ def put(training):
         group = TrajectoryGroup("policy", drawn)
         training.buffer.add(group)
         if rewards:
-            GroupRewards(training.buffer).score(group, rewards)
+            set_scores(group, rewards)
         return group
 
     return put

@@ -46,7 +46,7 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl.atropos.trajectory_api import Registration
-from mlx_parallm.rl.collect.groups import TrajectoryGroup
+from mlx_parallm.rl.trajectories import TrajectoryGroup
 from mlx_parallm.server.access import guard
 from mlx_parallm.server.access.keys import new_key
 from mlx_parallm.server.access.roles import Role

@@ -7,7 +7,7 @@ import pytest
 from rl.fakes import trajectories
 
 from mlx_parallm.core import AdapterRef
-from mlx_parallm.rl.collect.groups import TrajectoryGroup
+from mlx_parallm.rl.trajectories import TrajectoryGroup
 from mlx_parallm.server.openapi.examples import EXAMPLES
 from mlx_parallm.server.openapi.responses import KINDS
 

@@ -13,8 +13,8 @@ from weakref import WeakSet
 from mlx_parallm.config import CompetitionConfig
 from mlx_parallm.core import AdapterRef, ComparisonCard
 from mlx_parallm.core.competition import ComparisonVerdict
-from mlx_parallm.rl.collect.groups import TrajectoryGroup
 from mlx_parallm.rl.competition.evidence import Contrast, DifferenceTest, Verdict
+from mlx_parallm.rl.trajectories import TrajectoryGroup
 
 
 @dataclass(slots=True)

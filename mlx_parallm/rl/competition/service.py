@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 from mlx_parallm.config import CompetitionConfig
 from mlx_parallm.core import EVERYTHING, AdapterRef, ComparisonCard, ComparisonSpec, Reader, Trajectory
 from mlx_parallm.errors import ConflictError, InvalidRequestError
-from mlx_parallm.rl.collect.groups import TrajectoryGroup
 from mlx_parallm.rl.competition.comparison import NOT_FINITE, OUT_OF_TIME, Comparison, Outcome
 from mlx_parallm.rl.competition.trained import TrainedAdapter
 from mlx_parallm.rl.events import Emit
+from mlx_parallm.rl.trajectories import TrajectoryGroup
 
 if TYPE_CHECKING:
     from mlx_parallm.adapters.service import AdapterService

@@ -16,8 +16,8 @@ from mlx_parallm.core import (
     StopParams,
     WorkClass,
 )
-from mlx_parallm.rl.collect.recorder import TrajectoryRecorder
 from mlx_parallm.rl.evaluation.evaluator import AnswerSettings, TaskResult
+from mlx_parallm.rl.recording import TrajectoryRecorder
 from mlx_parallm.rl.rollouts.answers import events_of
 from mlx_parallm.rl.scoring.service import ScoringService
 

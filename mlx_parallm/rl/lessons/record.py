@@ -15,8 +15,8 @@ from pydantic import TypeAdapter
 
 from mlx_parallm import atomic
 from mlx_parallm.core import LessonCard, LessonOutcome
-from mlx_parallm.rl.collect.groups import DropReason
 from mlx_parallm.rl.rollouts.answers import group_prefixes
+from mlx_parallm.rl.trajectories import DropReason
 
 if TYPE_CHECKING:
     from mlx_parallm.rl.service import TrainingService

@@ -15,7 +15,7 @@ from itertools import accumulate, groupby
 from math import fsum, sqrt
 
 from mlx_parallm.core import FinishReason, GivenTrajectory, Trajectory
-from mlx_parallm.rl.collect.groups import GroupMember
+from mlx_parallm.rl.trajectories import GroupMember
 from mlx_parallm.train.data import Datum, SampledSpan
 
 Turn = Trajectory | GivenTrajectory

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TypeVar
 
-from mlx_parallm.rl.collect.groups import FEEDBACK
+from mlx_parallm.rl.trajectories import FEEDBACK
 
 _MAX_SCORERS = 32
 _MAX_SCORER_NAME = 100

@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 
 from mlx_parallm.config import Algorithm, ResolvedLoss, RewardScale
 from mlx_parallm.core import FinishReason, Signal
-from mlx_parallm.rl.collect.groups import DropReason
 from mlx_parallm.rl.objectives.batches import Advantages, PreparedBatch, ScoredGroup, batch_of, prepare
 from mlx_parallm.rl.objectives.rewards import RewardHistory
+from mlx_parallm.rl.trajectories import DropReason
 from mlx_parallm.train.advantages import EPSILON, GroupAdvantages, differ
 
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.core import RewardModelCard, RewardModelSpec, Signal, Trajectory
 from mlx_parallm.errors import ConfigError, ConflictError, InvalidRequestError
-from mlx_parallm.rl.collect.groups import DropReason
 from mlx_parallm.rl.reward_models.learning import FitResult, FitSettings, fit
 from mlx_parallm.rl.reward_models.preferences import Preference, split
 from mlx_parallm.rl.reward_models.service import RewardModels
 from mlx_parallm.rl.runs.journal import Journal
+from mlx_parallm.rl.trajectories import DropReason
 
 MOST_PREFERENCES = 4096
 """The newest of the run are taken."""

@@ -33,9 +33,9 @@ from mlx_parallm.core.splitter import MAX_CALLS_PER_ANSWER, AnswerSyntax, split
 from mlx_parallm.core.tool_text import chat_prompt
 from mlx_parallm.core.turns import Closers, continued
 from mlx_parallm.errors import InvalidRequestError, TrainingFailedError
-from mlx_parallm.rl.collect.recorder import TrajectoryRecorder
 from mlx_parallm.rl.environments import Answer, EpisodeEnvironment, Message, RolloutError, Task
 from mlx_parallm.rl.environments.thread import EnvironmentThread
+from mlx_parallm.rl.recording import TrajectoryRecorder
 from mlx_parallm.rl.rollouts.answers import Generate, OnSampled, RolloutResult, RolloutSettings, all_ended, events_of
 
 _MAX_TURNS = 100

@@ -20,7 +20,6 @@ from functools import partial
 from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
 from mlx_parallm.core import BASE_ADAPTER, BEST, AdapterRef, Divergence, EvaluationResult, UpdateReport
-from mlx_parallm.rl.collect.versions import VersionHistory
 from mlx_parallm.rl.divergence.watch import DivergenceWatch
 from mlx_parallm.rl.evaluation.history import EvaluationHistory
 from mlx_parallm.rl.events import UpdateReporter
@@ -31,6 +30,7 @@ from mlx_parallm.rl.updates.pace import Pace
 from mlx_parallm.rl.updates.parts import AdapterTrainingParts
 from mlx_parallm.rl.updates.plateau import Plateau
 from mlx_parallm.rl.updates.undo import UndoablePolicy
+from mlx_parallm.rl.versions import VersionHistory
 from mlx_parallm.train.data import UpdateBatch, UpdateOutcome
 
 CHANGE = "journal_change"

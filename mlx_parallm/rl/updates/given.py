@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from mlx_parallm.config import LossKind, ResolvedLoss
 from mlx_parallm.core import AdapterRef, GivenTrajectory
 from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.rl.collect.given import check_given
 from mlx_parallm.rl.objectives.batches import ScoredGroup
 from mlx_parallm.rl.objectives.episodes import Episode
+from mlx_parallm.rl.recording import check_given
 
 _ALL = "trajectories"
 """The field that an error about several trajectories names."""

@@ -15,12 +15,12 @@ from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.config import ResolvedTraining
 from mlx_parallm.core import AdapterRef, EvaluationResult, GivenTrajectory, Signal, TrainingStatus, UpdateReport
 from mlx_parallm.errors import InvalidRequestError, StorageError
-from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
-from mlx_parallm.rl.collect.groups import DropReason
-from mlx_parallm.rl.collect.sources import SourceLedger
+from mlx_parallm.rl.buffer import TrajectoryBuffer
 from mlx_parallm.rl.divergence.pausing import Pausing
 from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.objectives.signals import loss_of, signal_of
+from mlx_parallm.rl.sources import SourceLedger
+from mlx_parallm.rl.trajectories import DropReason
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
 from mlx_parallm.rl.updates.given import check_loss, given_groups
 from mlx_parallm.rl.updates.pace import Pace

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef
-from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
+from mlx_parallm.rl.buffer import TrajectoryBuffer
 from mlx_parallm.rl.updates.loop import TrainingLoop
 
 

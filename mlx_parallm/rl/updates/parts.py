@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.config import CheckpointingConfig, ResolvedTraining
-from mlx_parallm.rl.collect.log import TrajectoryLog
 from mlx_parallm.rl.evaluation.evaluator import Evaluator
 from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.scoring.service import ScoringService
 from mlx_parallm.rl.tasks import FileTasks
 from mlx_parallm.rl.teachers import Teacher
+from mlx_parallm.rl.trajectory_log import TrajectoryLog
 from mlx_parallm.rl.updates.checkpoints import PolicyCheckpoints, PolicyOf
 from mlx_parallm.rl.updates.gate import Gate
 from mlx_parallm.train.learner import Learner

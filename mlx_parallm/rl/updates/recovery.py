@@ -12,7 +12,6 @@ from types import MappingProxyType
 from mlx_parallm.config import LossKind, ResolvedTraining
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef, GivenTrajectory, Signal, Trajectory, UpdateReport
 from mlx_parallm.errors import EngineError, ParaLLMError, RequestError
-from mlx_parallm.rl.collect.groups import DropReason
 from mlx_parallm.rl.objectives.batches import ScoredGroup
 from mlx_parallm.rl.objectives.episodes import Episode
 from mlx_parallm.rl.objectives.rewards import RewardHistory
@@ -20,6 +19,7 @@ from mlx_parallm.rl.objectives.signals import prepare_signal
 from mlx_parallm.rl.runs.records import CHANGED, PolicyChange, Rollback, Start, TrainedEpisode, TrainedGroup, Update
 from mlx_parallm.rl.runs.replay import plan
 from mlx_parallm.rl.teachers import TeacherLogprobs, logprobs_for, taught
+from mlx_parallm.rl.trajectories import DropReason
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
 
 _LINEAGE = 100

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 
 from mlx_parallm.config import LossKind, ResolvedTraining
-from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
-from mlx_parallm.rl.collect.groups import FEEDBACK, DropReason, GroupKey, GroupMember, TrajectoryGroup, TrajectoryState
+from mlx_parallm.rl.buffer import TrajectoryBuffer
 from mlx_parallm.rl.objectives.batches import ScoredGroup
 from mlx_parallm.rl.objectives.episodes import episode_of
+from mlx_parallm.rl.trajectories import FEEDBACK, DropReason, GroupKey, GroupMember, TrajectoryGroup, TrajectoryState
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
 
 REFILLS = 3

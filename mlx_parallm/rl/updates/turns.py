@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from mlx_parallm.config import ResolvedTraining
 from mlx_parallm.core import Signal
-from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
-from mlx_parallm.rl.collect.groups import TrajectoryGroup, TrajectoryState
-from mlx_parallm.rl.collect.sources import source_of
+from mlx_parallm.rl.buffer import TrajectoryBuffer
 from mlx_parallm.rl.objectives.batches import ScoredGroup
 from mlx_parallm.rl.objectives.episodes import Episode
+from mlx_parallm.rl.sources import source_of
+from mlx_parallm.rl.trajectories import TrajectoryGroup, TrajectoryState
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
 from mlx_parallm.rl.updates.selection import GroupSelection
 

@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 
 from mlx_parallm.config import Action, ResolvedTraining
 from mlx_parallm.core import Divergence, Signal, UpdateReport
-from mlx_parallm.rl.collect.buffer import TrajectoryBuffer
-from mlx_parallm.rl.collect.groups import DropReason, TrajectoryGroup, TrajectoryState
-from mlx_parallm.rl.collect.sources import SourceLedger
+from mlx_parallm.rl.buffer import TrajectoryBuffer
 from mlx_parallm.rl.divergence.pausing import Pausing
 from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.objectives.batches import Advantages, PreparedBatch, ScoredGroup
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.rl.objectives.signals import prepare_signal, signal_of
 from mlx_parallm.rl.runs.records import CHANGED
+from mlx_parallm.rl.sources import SourceLedger
 from mlx_parallm.rl.teachers import logprobs_for, taught
+from mlx_parallm.rl.trajectories import DropReason, TrajectoryGroup, TrajectoryState
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
 from mlx_parallm.rl.updates.pace import OF_LESSONS
 from mlx_parallm.rl.updates.recovery import PolicyJournal

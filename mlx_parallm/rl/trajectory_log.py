@@ -1,4 +1,5 @@
-"""TrajectoryLog: appends every trajectory to a JSONL file, with its reward and whether it was trained on or dropped."""
+"""TrajectoryLog: appends every trajectory to a JSONL file, with its reward and whether it was trained on or dropped.
+Lines of such files are counted and removed here too."""
 
 from __future__ import annotations
 
@@ -6,17 +7,18 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from mlx_parallm.core import Trajectory
-from mlx_parallm.rl.collect.groups import GroupMember, TrajectoryGroup
-from mlx_parallm.rl.json_lines import Wanted, remove_lines
+from mlx_parallm.rl.trajectories import GroupMember, TrajectoryGroup
 
 _MAX_PENDING = 1000
 """Groups that may wait for a slow disk. Further groups are not written, and counted as failures."""
+
+Wanted = Callable[[dict[str, Any]], bool]
 
 _log = logging.getLogger(__name__)
 
@@ -109,3 +111,34 @@ def _record(group: TrajectoryGroup, member: GroupMember, trajectory: Trajectory)
         "finish_reason": trajectory.finish_reason and trajectory.finish_reason.value,
         "created": trajectory.created,
     }
+
+
+# -- lines of any JSONL file ---------------------------------------------------------------------
+
+
+def count_lines(path: Path, wanted: Wanted) -> int:
+    """How many lines of a file are wanted; 0 if there is no file. Raises OSError."""
+    return sum(found for _, found in _lines(path, wanted)) if path.is_file() else 0
+
+
+def remove_lines(path: Path, unwanted: Wanted) -> None:
+    """Removes lines of a file. Lines that another process appends meanwhile may be lost. Raises OSError."""
+    if not count_lines(path, unwanted):
+        return
+    aside = path.with_name(f".tmp-{path.name}")
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, path.stat().st_mode & 0o777)
+    with os.fdopen(descriptor, "wb") as file:
+        file.writelines(line for line, found in _lines(path, unwanted) if not found)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def _lines(path: Path, wanted: Wanted) -> Iterator[tuple[bytes, bool]]:
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:  # cut off by a crash
+                record = None
+            yield line, isinstance(record, dict) and wanted(record)

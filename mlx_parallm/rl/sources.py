@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from mlx_parallm.core import Signal, SourceReport
-from mlx_parallm.rl.collect.groups import GroupMember, TrajectoryGroup, TrajectoryState
+from mlx_parallm.rl.trajectories import GroupMember, TrajectoryGroup, TrajectoryState
 
 SCORERS, ENVIRONMENTS, FEEDBACK, UNRATED = "scorers", "environments", "feedback", "unrated"
 """Sources of rewards. The other sources are the other signals. UNRATED: the answer waits, or waited, for feedback."""

@@ -1,4 +1,4 @@
-"""TrajectoryGroup: members whose rewards are compared with each other, and their states.
+"""TrajectoryGroup: members whose rewards are compared with each other, their states, and why they are dropped.
 
 A member is one answer, or an episode of several answers. A group without an id of its own comes with one request and is
 closed at once. A group that requests name with `group_id` or `episode_id` stays open until it has its members.
@@ -144,6 +144,11 @@ class GroupMember:
             self.reward_tokens(turn, (*(0.0,) * (len(turn.completion_ids) - 1), mean))
         else:
             self.set_reward(mean)
+
+    def score(self, reward: float) -> None:
+        """Sets a scorer's reward, unless the member has one of a client."""
+        if self.state is TrajectoryState.WAITING:
+            self.own_reward, self.state = reward, TrajectoryState.SCORED
 
     def set_reward(self, reward: float) -> None:
         """Sets a client's reward of the member as a whole."""

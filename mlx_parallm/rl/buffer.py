@@ -8,7 +8,7 @@ from itertools import chain, islice
 
 from mlx_parallm.core import AdapterRef, Signal, Trajectory, TrajectoryCard
 from mlx_parallm.errors import QueueFullError
-from mlx_parallm.rl.collect.groups import (
+from mlx_parallm.rl.trajectories import (
     NEVER_COLLECTED,
     DropReason,
     GroupKey,
@@ -26,6 +26,7 @@ class TrajectoryBuffer:
     that left are remembered, so that feedback on them gets an error that says what became of them.
 
     `collected`, `trained` and `drops` (by reason) count trajectories, by adapter name; each turn of an episode is one.
+    `known`: the groups that are held and those that are remembered, by number, oldest first.
     `on_end` is called with each group that leaves, `on_drop` with trajectories that are dropped and why.
 
     Invariant: collected == open + trained + dropped. Open trajectories are neither trained nor dropped. Those of
@@ -41,11 +42,11 @@ class TrajectoryBuffer:
         self.collected: Counter[str] = Counter()
         self.trained: Counter[str] = Counter()
         self.drops: defaultdict[str, Counter[DropReason]] = defaultdict(Counter)
+        self.known: dict[int, TrajectoryGroup] = {}
         self._size = size
         self._on_end = on_end
         self._on_drop = on_drop
         self._groups: dict[GroupKey, TrajectoryGroup] = {}  # oldest first
-        self._known: dict[int, TrajectoryGroup] = {}  # those held and those of the past, by number, oldest first
         self._past: deque[TrajectoryGroup] = deque()
         self._past_keys: Counter[GroupKey] = Counter()
         self._members: dict[str, tuple[TrajectoryGroup, GroupMember]] = {}
@@ -58,7 +59,7 @@ class TrajectoryBuffer:
         assert group.key not in self._groups
         self._arrivals += 1
         group.number = self._arrivals
-        self._groups[group.key] = self._known[group.number] = group
+        self._groups[group.key] = self.known[group.number] = group
         self._members.update((t.trajectory_id, (group, member)) for member in group.members for t in member.turns)
         self._count_in(group, [turn for member in group.members for turn in member.turns])
 
@@ -140,19 +141,15 @@ class TrajectoryBuffer:
                 sizes.setdefault(group.source, []).append(len(group.members))
         return sizes
 
-    def count_aborted(self, adapter: str, trajectories: int, reason: DropReason = DropReason.ABORTED) -> None:
-        """Counts trajectories that are not collected. `reason`: one of NEVER_COLLECTED."""
-        self.drops[adapter][reason] += trajectories
+    def named(self, group_id: str) -> list[TrajectoryGroup]:
+        """The groups with this id that have not left, oldest first: at most one of each owner."""
+        return [group for (_, name), group in self._groups.items() if name == group_id]
 
     def find(self, group_id: str, owner: str | None = "") -> TrajectoryGroup | None:
         """The group of this id and owner, if it has not left. `owner` None: the oldest one of this id."""
         if owner is not None:
             return self._groups.get((owner, group_id))
-        return next((group for (_, name), group in self._groups.items() if name == group_id), None)
-
-    def owners(self, group_id: str) -> set[str]:
-        """The owners of the groups with this id that have not left."""
-        return {owner for owner, name in self._groups if name == group_id}
+        return next(iter(self.named(group_id)), None)
 
     def member(self, trajectory_id: str) -> tuple[TrajectoryGroup, GroupMember] | None:
         """The group and the member of a trajectory, also of one that has left; None: it is not known here."""
@@ -161,24 +158,10 @@ class TrajectoryBuffer:
     def called(self, name: str) -> Iterator[TrajectoryGroup]:
         """The groups with this id, those that are held first, and the group of the trajectory with this id; also those
         that have left, the last one first."""
-        yield from (group for (_, group_id), group in self._groups.items() if group_id == name)
+        yield from self.named(name)
         if (known := self._members.get(name)) is not None:
             yield known[0]
         yield from (group for group in reversed(self._past) if group.group_id == name)
-
-    @property
-    def numbers(self) -> Sequence[int]:
-        """The numbers of all groups that are known here, also of those that have left; in order."""
-        return tuple(self._known)
-
-    def numbered(self, number: int) -> TrajectoryGroup | None:
-        """The group with this number; None: it is forgotten."""
-        return self._known.get(number)
-
-    def edits(self) -> Iterator[TrajectoryGroup]:
-        """The edits that are known here, also those that have left, oldest first."""
-        signals = (Signal.PREFERENCES, Signal.CORRECTIONS)
-        return (group for group in self._known.values() if group.signal in signals)
 
     def has_left(self, group_id: str, owner: str | None = "") -> bool:
         """Whether a group of this id and owner has left, and is still remembered. `owner` None: of any."""
@@ -272,7 +255,7 @@ class TrajectoryBuffer:
 
     def _forget(self, group: TrajectoryGroup) -> None:
         self._remembered -= group.trajectories
-        del self._known[group.number]
+        del self.known[group.number]
         self._past_keys[group.key] -= 1
         if not self._past_keys[group.key]:
             del self._past_keys[group.key]
@@ -304,7 +287,7 @@ class TrajectoryBuffer:
 
     def cards(self, limit: int) -> tuple[TrajectoryCard, ...]:
         """The newest trajectories, newest first."""
-        newest = reversed(self._known.values())
+        newest = reversed(self.known.values())
         members: Iterable[GroupMember] = chain.from_iterable(reversed(group.members) for group in newest)
         return tuple(islice(chain.from_iterable(reversed(member.cards()) for member in members), limit))
 
@@ -314,8 +297,8 @@ class TrajectoryBuffer:
         assert sum(group.trajectories for group in held) == self._held <= self._size
         assert sum(group.trajectories for group in past) == self._remembered <= self._size
         assert Counter(group.key for group in past) == self._past_keys
-        assert {group.number: group for group in held + past} == self._known
-        assert sorted(self._known) == [*self._known]
+        assert {group.number: group for group in held + past} == self.known
+        assert sorted(self.known) == [*self.known]
         every = [(group, member, turn) for group in held + past for member in group.members for turn in member.turns]
         assert {turn.trajectory_id: (group, member) for group, member, turn in every} == self._members
         for group in held:
