@@ -43,6 +43,14 @@ def word(sample):
 def sleeps(sample):
     time.sleep(1000)
 
+def starts_another(sample):
+    """Hangs with a process of its own."""
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    with open(sample.metadata["folder"] + "/other.new", "w") as file:
+        file.write(str(other.pid))
+    os.rename(sample.metadata["folder"] + "/other.new", sample.metadata["folder"] + "/other")
+    time.sleep(1000)
+
 def holds_the_gil(sample):
     re.match(r"(a+)+$", "a" * 60 + "b")
 
@@ -87,7 +95,19 @@ def mlx(sample):
     import mlx_parallm
     return float("mlx.core" in sys.modules or mlx_parallm.BLAS.fast)
 '''
-NAMES = ["size", "seen", "throws", "exits", "vanishes", "not_finite", "word", "sleeps", "holds_the_gil", "prints"]
+NAMES = [
+    "size",
+    "seen",
+    "throws",
+    "exits",
+    "vanishes",
+    "not_finite",
+    "word",
+    "sleeps",
+    "holds_the_gil",
+    "prints",
+    "starts_another",
+]
 NAMES += ["vandal", "waits", "busy", "pid", "nice", "mlx", "absent"]
 
 

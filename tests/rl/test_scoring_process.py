@@ -7,7 +7,7 @@ import os
 import signal
 
 import pytest
-from rl.scoring_rig import SHORT_S, fault, file_of, group
+from rl.scoring_rig import SHORT_S, fault, file_of, gone, group
 
 from mlx_parallm.core import FinishReason
 from mlx_parallm.rl.scoring import pool as pool_module
@@ -100,6 +100,12 @@ async def test_a_scorer_that_hangs_is_killed_and_others_of_its_batch_are_scored(
         os.kill(int(first[0]), 0)
 
 
+async def test_what_a_scorer_that_hangs_has_started_is_killed_too(service, tmp_path):
+    with pytest.raises(ScoringError, match="took more than 2 s"):
+        await service(SHORT_S).score(group("starts_another", "x", folder=str(tmp_path)))
+    await asyncio.wait_for(gone(int(await file_of(tmp_path, "other"))), 20)
+
+
 async def test_a_child_that_always_dies_is_given_up_after_a_second_try(service):
     scoring = service()
     bad, after = await asyncio.gather(
@@ -171,15 +177,16 @@ async def test_a_child_that_cannot_be_started_costs_the_groups_that_wanted_it(se
     assert await scoring.score(group("size", "ab")) == (2,)
 
 
-async def test_a_listener_that_goes_away_disturbs_nobody(service, tmp_path):
+async def test_a_listener_that_goes_away_frees_its_process_and_disturbs_nobody(service, tmp_path):
     scoring = service()
-    gone = asyncio.create_task(scoring.score(group("waits", "x", folder=str(tmp_path))))
+    leaves = asyncio.create_task(scoring.score(group("waits", "x", folder=str(tmp_path))))
     stays = asyncio.create_task(scoring.score(group("size", "ab")))
-    await file_of(tmp_path, "pid")
-    gone.cancel()
-    (tmp_path / "go").touch()
+    child = int(await file_of(tmp_path, "pid"))
+    leaves.cancel()
     assert await stays == (2,)
-    assert gone.cancelled()
+    assert leaves.cancelled()
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
 
 
 async def test_close_ends_the_child_and_fails_what_waits(service, tmp_path):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cached_property, partial
 from importlib.metadata import entry_points
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from mlx_parallm.core import CollectionSpec
 from mlx_parallm.errors import ConfigError, InvalidRequestError, shown
@@ -28,7 +28,7 @@ ReadMetadata = Callable[[Metadata], object]
 """Reads one key of `metadata`. Raises InvalidRequestError: it is missing, or cannot be used."""
 
 
-def no_reward_model(name: str) -> None:
+def no_reward_model(name: str) -> NoReturn:
     """Refuses all reward models, where answers are scored without the device."""
     raise InvalidRequestError("reward models score in a server or a run that trains, and not here")
 

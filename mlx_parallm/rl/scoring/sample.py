@@ -71,6 +71,7 @@ class ScorerInput:
             "completion_tokens": len(trajectory.completion_ids),
             "finish_reason": trajectory.finish_reason and trajectory.finish_reason.value,
             "metadata": dict(collection.metadata),
+            "reward_models": {},
             **({"prompt": prompt, **ids} if whole else {}),
         }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -154,11 +154,9 @@ class RewardSpec:
         sources = [file.read_text("utf-8", "replace") for file in files if file.suffix == ".py"]
         return repr((self.terms, self.judge, sources))  # without the judge's key, which is not in its repr
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> RewardSpec:
+        """The reward of which `value` has the fields, as JSON has them."""
         return RewardSpec(tuple(Term(**term) for term in value["terms"]), Judge(**value["judge"]))
 
 

@@ -18,7 +18,7 @@ import json
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.core import CollectionSpec, Trajectory
@@ -29,7 +29,7 @@ from mlx_parallm.rl.scoring.judges import INSTRUCTION, JUDGE, Judge
 from mlx_parallm.rl.scoring.pool import ScoringError, ScoringPool
 from mlx_parallm.rl.scoring.queue import Rule
 from mlx_parallm.rl.scoring.sample import PARAM, ScorerInput
-from mlx_parallm.rl.scoring.scorers import REWARD, REWARD_MODEL, RewardSpec, Term, names_reward
+from mlx_parallm.rl.scoring.scorers import REWARD, REWARD_MODEL, RewardSpec, Term
 
 if TYPE_CHECKING:
     from mlx_parallm.rl.reward_models.service import RewardModels
@@ -95,48 +95,40 @@ class ScoringService:
             raise ScoringError("the group names no scorer")
         rule = Rule(collection.client, scorer, _digest(dict(collection.metadata)).hex())
         try:
-            message = self._message(group, await self._of_reward_models(group))
-            return _checked_rewards(await self._pool.run(rule, len(group), message), len(group))
+            reply = await self._pool.run(rule, len(group), await self._message(group))
+            return _checked_rewards(reply, len(group))
         except (ScoringError, InvalidRequestError, EngineError) as error:
             slow = str(error) == f"took more than {self._timeout_s:g} s"
             advice = "; rl_training.scoring_timeout_s is the limit" if slow else ""
             self.last_fault = f"{scorer}: {error}{advice}"
             raise ScoringError(self.last_fault) from error
 
-    async def _of_reward_models(self, group: Sequence[Trajectory]) -> dict[str, Sequence[float]]:
-        """The rewards that reward models give, by scorer."""
-        rewards: dict[str, Sequence[float]] = {}
+    async def _message(self, group: Sequence[Trajectory]) -> Mapping[str, Any]:
+        """What a scoring process needs to score the group: the samples, with the rewards of reward models, and what the
+        scorer `reward` stands for if it is used, which a lesson's judge is too."""
+        collection, reward = group[0].collection, None
+        scorer, scorers = collection.scorer, self.catalogue.scorers(collection)
+        if scorer == JUDGE and INSTRUCTION in collection.metadata:
+            judge = replace(self._judge, instruction=collection.metadata[INSTRUCTION])
+            scorer, reward = REWARD, RewardSpec((Term(1.0, JUDGE),), judge)
+        elif REWARD in scorers:
+            reward = self._reward
+        samples = [ScorerInput.to_json(trajectory, reward is not None) for trajectory in group]
+        for name in scorers:
+            if name.startswith(REWARD_MODEL):
+                for sample, value in zip(samples, await self._rewards_of(name, group), strict=True):
+                    sample["reward_models"][name] = value
+        return {"scorer": scorer, "samples": samples, "reward": reward and asdict(reward)}
+
+    async def _rewards_of(self, reward_model: str, group: Sequence[Trajectory]) -> Sequence[float]:
+        name = reward_model.removeprefix(REWARD_MODEL)
+        if self._reward_models is None:
+            no_reward_model(name)
         self.on_device += 1
         try:
-            for scorer in self.catalogue.scorers(group[0].collection):
-                if scorer.startswith(REWARD_MODEL):
-                    name = scorer.removeprefix(REWARD_MODEL)
-                    if self._reward_models is None:
-                        no_reward_model(name)
-                    else:
-                        rewards[scorer] = await self._reward_models.rewards(name, group)
+            return await self._reward_models.rewards(name, group)
         finally:
             self.on_device -= 1
-        return rewards
-
-    def _message(self, group: Sequence[Trajectory], of_models: Mapping[str, Sequence[float]]) -> Mapping[str, Any]:
-        """What a scoring process needs to score the group. `of_models`: the rewards of reward models."""
-        collection = group[0].collection
-        reward = self._reward_of(collection)
-        samples = [ScorerInput.to_json(trajectory, reward is not None) for trajectory in group]
-        for at, sample in enumerate(samples):
-            sample["reward_models"] = {name: rewards[at] for name, rewards in of_models.items()}
-        if reward is None:
-            return {"scorer": collection.scorer, "samples": samples}
-        scorer = REWARD if collection.scorer == JUDGE else collection.scorer
-        return {"scorer": scorer, "samples": samples, "reward": reward.to_json()}
-
-    def _reward_of(self, collection: CollectionSpec) -> RewardSpec | None:
-        """What the scorer `reward` stands for: the operator's reward, or a lesson's judge. None: neither is used."""
-        instruction = collection.metadata.get(INSTRUCTION)
-        if collection.scorer == JUDGE and instruction is not None:
-            return RewardSpec((Term(1.0, JUDGE),), replace(self._judge, instruction=instruction))
-        return self._reward if names_reward(collection) else None
 
     def judge_by(self, url: str, api_key: str) -> None:
         """Sets the server that judges are asked on, if the configuration names none: this one."""

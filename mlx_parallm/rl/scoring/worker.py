@@ -1,10 +1,10 @@
 """The scoring process: `python -m mlx_parallm.rl.scoring.worker`. It imports neither MLX nor a BLAS.
 
-stdin:  {"id": 7, "scorer": "exact", "samples": [...]}      one group per line; `reward`, if the scorer names it
-stdout: {"id": 7, "begun": true}                            the scorer is loaded: the group's time limit starts
+stdin:  {"id": 7, "scorer": "exact", "samples": [...], "reward": null}      one group; `reward`: a RewardSpec, if used
+stdout: {"id": 7, "begun": true}                 the scorer is loaded: the group's time limit starts
         {"id": 7, "rewards": [1.0, 0.0]}  or  {"id": 7, "error": "..."}
 
-stdin:  {"id": 8, "check": "regex", "metadata": {...}}      can the scorer use this metadata?
+stdin:  {"id": 8, "check": "regex", "metadata": {...}}                      can the scorer use this metadata?
 stdout: {"id": 8, "begun": true}
         {"id": 8, "refused": ""}  or  {"id": 8, "refused": "metadata.pattern ..."}
 
@@ -89,7 +89,7 @@ def _check(message: dict[str, Any], begin: Callable[[], None]) -> dict[str, Any]
 
 def _score(group: dict[str, Any], begin: Callable[[], None]) -> dict[str, Any]:
     try:
-        reward = RewardSpec.from_json(group["reward"]) if "reward" in group else None
+        reward = RewardSpec.from_json(group["reward"]) if group["reward"] else None
         scorer = load(group["scorer"], reward)
         begin()
         rewards = scorer([ScorerInput(**sample) for sample in group["samples"]])
