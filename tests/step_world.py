@@ -13,6 +13,7 @@ from mlx_parallm.app.environment_run import Batch, StepRollouts
 from mlx_parallm.core import AdapterRef, GroupCard, TrainingEvent
 from mlx_parallm.errors import EngineDeadError, TrainingFailedError
 from mlx_parallm.rl.rollouts.answers import RolloutResult, TakenTasks
+from mlx_parallm.rl.trajectories import DropReason
 
 GROUPS, SIZE = 2, 4
 
@@ -82,12 +83,20 @@ class World:
     def status(self) -> SimpleNamespace:
         return SimpleNamespace(trajectories_collected=self.collected)
 
-    def groups(self) -> list[GroupCard]:
+    default_adapter = "a"
+
+    @property
+    def trajectories(self) -> World:
+        return self
+
+    def groups(self, adapter: str) -> list[GroupCard]:
         cards = [GroupCard(f"task {n}", "a", SIZE, SIZE * ok, ok) for n, ok in self.rewarded.items()]
         return [GroupCard("of a client", "a", 1, 0, False), *cards]
 
-    def trains_on(self, version: AdapterRef) -> bool:
-        return version in self.usable
+    def loop(self) -> SimpleNamespace:
+        return SimpleNamespace(
+            reason_against=lambda version: None if version in self.usable else DropReason.UNKNOWN_VERSION
+        )
 
     def _check(self) -> None:
         if not self.alive:

@@ -40,7 +40,9 @@ def open_source(config: Config, served: Served, service: TrainingService, regist
     url = config.rl_training.atropos_url
     assert url is not None
     limits = TokenLimits(served.card.context_length, served.card.vocab_size)
-    return AtroposSource(TrajectoryApi(url), registered, service, limits)
+    return AtroposSource(
+        TrajectoryApi(url), registered, limits, service.trajectories.give, lambda: service.loop().has_enough
+    )
 
 
 class Batches:

@@ -34,9 +34,10 @@ class AtroposRun(TrainingRun):
         assert self.source is not None  # `_open` was called
         self.wanted, refused = self.config.rl_training.update_frequency, self.source.refused
         self._report_rollout(0)
-        while self.service.wants_groups:
+        loop = self.service.loop()
+        while not loop.has_enough:
             self._check_alive()
             if not await self.source.take():
                 await asyncio.sleep(_POLL_S)
-            self._report_rollout(min(self.service.waiting_with_signal, self.wanted) - self.drawn)
+            self._report_rollout(min(loop.with_signal, self.wanted) - self.drawn)
         return Filled(failures=("a group from Atropos could not be used",) * (self.source.refused - refused))

@@ -119,7 +119,7 @@ class ClusterIntake:
     async def _add(self, trajectories: Sequence[Trajectory]) -> None:
         """Adds trajectories that are new. While an update is due, it waits until they fit without dropping others."""
         collector = self._service.trajectories
-        while collector.buffer.room < len(trajectories) and not self._service.wants_groups:
+        while collector.buffer.room < len(trajectories) and self._service.loop().has_enough:
             await asyncio.sleep(_AGAIN_S)
         try:
             if reason := await collector.receive(trajectories):
@@ -184,15 +184,15 @@ class ClusterRun(TrainingRun):
     async def _fill(self, is_last: bool) -> Filled:
         self.wanted = self.config.rl_training.update_frequency
         self._report_rollout(0)
-        warned = False
-        while self.service.wants_groups:
+        warned, loop = False, self.service.loop()
+        while not loop.has_enough:
             self._check_alive()
             assert self.reading is not None  # `_open` was called
             if self.reading.done():
                 self.reading.result()  # raises what has ended it
             await asyncio.sleep(_POLL_S)
-            self._report_rollout(min(self.service.waiting_with_signal, self.wanted) - self.drawn)
-            if not warned and (alike := self.service.dropped_without_signal) >= self.wanted:
+            self._report_rollout(min(loop.with_signal, self.wanted) - self.drawn)
+            if not warned and (alike := loop.without_signal) >= self.wanted:
                 warned = True
                 _log.warning(
                     "%d answers were dropped, because all answers of their group have the same reward; an update waits "

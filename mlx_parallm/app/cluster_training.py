@@ -71,7 +71,7 @@ class ClusterTraining:
         registry = await self.node.registry()
         live = registry.live.get(name)
         newest = max((ref.version for ref in registry.staged if ref.name == name), default=0)
-        if live is not None and not service.has_made(live.ref):
+        if live is not None and not service.loop(name).training.versions.includes_ever(live.ref):
             await self._adopt(live)
             await service.start_adapter(name)
             await service.pause()  # starting has resumed it

@@ -24,7 +24,7 @@ from functools import partial
 from mlx_parallm.app.environment_rollouts import EnvironmentRollouts
 from mlx_parallm.app.training_run import STEPS, TASKS, Filled, TrainingRun
 from mlx_parallm.config import RLTrainingConfig
-from mlx_parallm.core import LEVEL_PREFIX, AdapterRef, LevelCard, Signal, TrainingEvent
+from mlx_parallm.core import LEVEL_PREFIX, AdapterRef, GroupCard, LevelCard, Signal, TrainingEvent
 from mlx_parallm.errors import TrainingFailedError
 from mlx_parallm.rl.environments import Environment
 from mlx_parallm.rl.rollouts.answers import RolloutResult
@@ -131,7 +131,7 @@ class StepRollouts:
             TrainingFailedError: there is no next task.
         """
         batch, self._ahead = self._ahead, None
-        if batch is not None and not self._service.trains_on(batch.version):
+        if batch is not None and self._service.loop().reason_against(batch.version):
             _log.warning(
                 "what %s has drawn ahead is dropped: training does not continue from it any more", batch.version
             )
@@ -155,6 +155,10 @@ class StepRollouts:
         await self._draw_ahead(batch)
         return await batch.rewarded
 
+    @property
+    def _cards(self) -> Sequence[GroupCard]:
+        return self._service.trajectories.groups(self._service.default_adapter)
+
     def unscored(self, batch: Batch) -> int:
         """Tasks of a batch whose answers could not be scored."""
         return sum(batch.first <= number < batch.end for number in self._unscored)
@@ -162,7 +166,7 @@ class StepRollouts:
     @property
     def ready(self) -> list[int]:
         """The tasks of the current step whose groups an update can take, in order."""
-        numbers = (self._rollouts.number_of(card.group_id) for card in self._service.groups() if card.complete)
+        numbers = (self._rollouts.number_of(card.group_id) for card in self._cards if card.complete)
         return sorted(number for number in numbers if number is not None and self._first <= number < self._end_of_drawn)
 
     def end_step(self) -> range:
@@ -208,7 +212,7 @@ class StepRollouts:
         return await batch.drawing
 
     def _waits_for_rewards(self, batch: Batch) -> bool:
-        numbers = (self._rollouts.number_of(card.group_id) for card in self._service.groups() if not card.complete)
+        numbers = (self._rollouts.number_of(card.group_id) for card in self._cards if not card.complete)
         return any(number is not None and number < batch.end for number in numbers)
 
     def answered(self, number: int, count: int) -> None:
@@ -289,7 +293,7 @@ class EnvironmentRun(TrainingRun):
 
     async def _open(self, done: int, taken: int) -> None:
         """Raises ConfigError: the engine cannot draw what training needs."""
-        await self.rollouts.open(taken, self.service.progress())
+        await self.rollouts.open(taken, self.service.loop().training.progress)
         self.step_rollouts.open(taken)
         if done < self.options.steps:
             await self.rollouts.open_inference(self.cluster.engine if self.cluster is not None else None)
@@ -305,7 +309,7 @@ class EnvironmentRun(TrainingRun):
             return
         seed, tokenizer = self.config.rl_training.seed, self.served.tokenizer
         batches = warm_up_batches(self.source, self.options.warm_up, seed, tokenizer)
-        made = int(self.service.progress().get(WARM_UP, 0))
+        made = int(self.service.loop().training.progress.get(WARM_UP, 0))
         for number, batch in enumerate(batches[made:], made + 1):
             progress = {STEPS: 0, TASKS: 0, WARM_UP: number}
             report = await self.service.update(given=batch, signal=Signal.CORRECTIONS, progress=progress)

@@ -37,7 +37,7 @@ from mlx_parallm.core import (
     TrainingEvent,
 )
 from mlx_parallm.errors import ConflictError, ContextLengthError, InvalidRequestError
-from mlx_parallm.rl.lessons.examples import batches_of, can_be_shown, examples_of, request_for
+from mlx_parallm.rl.lessons.examples import batches_of, can_be_shown, examples_of, imitating, request_for
 from mlx_parallm.rl.lessons.progress import LessonProgress
 from mlx_parallm.rl.lessons.record import interrupted, new_id, read_lesson, write_lesson
 from mlx_parallm.rl.lessons.rules import answers_per_update, collection_of, tasks_of
@@ -181,7 +181,7 @@ class Lesson:
         """Has the adapter imitate answers that meet the rule. Meanwhile nothing else is drawn."""
         progress, loss = self.progress, None
         try:
-            with self._service.imitating(self.adapter):
+            with imitating(self._service, self.adapter):
                 for showing, batch in batches_of(await self._draw_examples()):
                     progress.showing = replace(showing, loss=loss)
                     report = await self._service.update(self.adapter, batch, signal=Signal.CORRECTIONS)
@@ -324,7 +324,9 @@ class Lessons:
 
     async def _begun(self, spec: LessonSpec, adapter: str) -> Lesson:
         pace = Pace(answers_per_update(spec), spec.learning_rate)
-        checkpoint = await self._service.begin_lesson(adapter, pace, TAG)
+        await self._service.start(adapter)
+        self._service.check_changeable(adapter)
+        checkpoint = await self._service.changes.finished(self._service.loop(adapter).begin_lesson(pace, TAG))
         return Lesson(
             spec,
             adapter,
@@ -360,7 +362,8 @@ class Lessons:
         await lesson.close()
         self._last, self._lesson = lesson.card(), None
         await self._note(self._last)
-        await self._service.end_lesson(lesson.adapter, lesson.prefix)
+        self._service.trajectories.drop(lesson.adapter, lesson.prefix, DropReason.STOPPED)
+        await self._service.changes.finished(self._service.loop(lesson.adapter).end_lesson())
         outcome = str(self._last.outcome)
         self._service.emit("lesson_ended", adapter=lesson.adapter, lesson=self._last.lesson_id, outcome=outcome)
         return self._last

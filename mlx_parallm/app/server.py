@@ -263,7 +263,7 @@ class IntegratedServer:
         await training.service.start_again()
         assert served.run is not None  # a server that trains keeps checkpoints
         earlier = await asyncio.to_thread(events_of, metrics_file(served.run))
-        training.service.restore_history(earlier)
+        training.service.past.restore(earlier)
         self._tracking = start_tracking(self._config, served.run)
         training.service.track(self._tracking)
         self._engine.watch.attach(training.service.hold)
@@ -273,7 +273,7 @@ class IntegratedServer:
             self._rollouts = ServerRollouts(self._config, served, training, self._environment)
             await self._rollouts.open()
             training.service.own_rollouts = self._rollouts.status
-            training.service.note_progress(self._rollouts.progress)
+            training.service.loop().own_progress = self._rollouts.progress
             self._rollouts.start()
 
     async def _close_training(self) -> None:

@@ -62,7 +62,7 @@ class ServerRollouts:
         Raises:
             ConfigError: the engine cannot draw what training needs.
         """
-        progress = self._service.progress()
+        progress = self._service.loop().training.progress
         taken = max(await self._taken_before(), int(progress.get(RUN_TASKS, 0)))
         await self._rollouts.open(taken, progress)
         await self._rollouts.open_inference()
@@ -97,5 +97,7 @@ class ServerRollouts:
         """The number of the first task that no earlier process of the run has answered, or one after it."""
         assert self._served.run is not None  # a server that trains keeps checkpoints
         run = self._served.run.id
-        found = [await self._service.newest_groups(prefix, _GROUPS_LOOKED_AT) for prefix in group_prefixes(run)]
+        found = [
+            await self._service.parts.journal.newest_groups(prefix, _GROUPS_LOOKED_AT) for prefix in group_prefixes(run)
+        ]
         return max((task_number(group_id, run) + 1 for groups in found for group_id in groups), default=0)

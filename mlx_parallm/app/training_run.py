@@ -133,7 +133,7 @@ class TrainingRun(ABC):
 
     def _progress(self) -> tuple[int, int]:
         """The steps made and the tasks taken before the run was resumed."""
-        progress = self.service.progress()
+        progress = self.service.loop().training.progress
         return int(progress.get(STEPS, 0)), int(progress.get(TASKS, 0))
 
     async def _step(self, step: int) -> None:

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import Context
 from dataclasses import replace
 
 from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.core import (
     EVERYTHING,
-    AdapterRef,
     EvaluationResult,
     GivenTrajectory,
-    GroupCard,
     Reader,
     RolloutStatus,
     Signal,
@@ -33,7 +30,7 @@ from mlx_parallm.errors import ConflictError, ParaLLMError, UnknownModelError
 from mlx_parallm.rl.changes import Changes
 from mlx_parallm.rl.collect import Collector
 from mlx_parallm.rl.divergence.webhook import Webhook
-from mlx_parallm.rl.events import Emit, EventHub, Listener
+from mlx_parallm.rl.events import EventHub, Listener
 from mlx_parallm.rl.hooks import TrainingHooks
 from mlx_parallm.rl.reading import GroupReader
 from mlx_parallm.rl.tracking.history import History
@@ -42,7 +39,6 @@ from mlx_parallm.rl.trajectories import DropReason
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
 from mlx_parallm.rl.updates.loop import TrainingLoop
 from mlx_parallm.rl.updates.needs import AdapterNeeds
-from mlx_parallm.rl.updates.pace import Pace
 from mlx_parallm.rl.updates.parts import TrainingParts
 from mlx_parallm.rl.updates.turns import Chosen
 
@@ -59,33 +55,33 @@ class TrainingService:
         hooks: where extras take part.
         changes: what must not be cut off by a client that leaves.
         ledger: counts what was learnt from.
+        past: what has happened in the training of each adapter. `emit`, `add_sink`: see `EventHub`.
         own_rollouts: the status of the rollouts that the server draws by itself; None: it draws none.
     """
 
     def __init__(self, parts: TrainingParts, default_adapter: str) -> None:
         config = parts.config
         self.parts, self.hooks = parts, TrainingHooks()
-        self._config = config
-        self._default = default_adapter
+        self.default_adapter = default_adapter
         self._hub = EventHub()
-        self._journal = parts.journal
+        self.emit, self.add_sink = self._hub.emit, self._hub.add_sink
         self._loops: dict[str, TrainingLoop] = {}
         self._running: dict[str, asyncio.Task[None]] = {}  # the loop of each
         self._noted: tuple[str, ...] = ()  # those that the journal knows to be in training
         self.changes = Changes()
-        self.trajectories = Collector(parts, self._loops, default_adapter, self._hub.emit, self.changes, self.hooks)
+        self.trajectories = Collector(parts, self._loops, default_adapter, self.emit, self.changes, self.hooks)
         self.ledger = self.trajectories.ledger
         self.collected_groups = GroupReader(self.trajectories.buffer)
-        self._history = History()
-        self._hub.add_sink(self._history.on_event)
-        self._hub.add_sink(self._on_event)
-        self._adapter_parts = parts.of_adapters(self._hub.emit)
+        self.past = History()
+        self.add_sink(self.past.on_event)
+        self.add_sink(self._on_event)
+        self._adapter_parts = parts.of_adapters(self.emit)
         self.own_rollouts: Callable[[], RolloutStatus] | None = None
         self._tracking: Tracking | None = None
         url = config.divergence.webhook
         self._webhook = Webhook(url.get_secret_value()) if url else None
         if self._webhook is not None:
-            self._hub.add_sink(self._webhook.on_event)
+            self.add_sink(self._webhook.on_event)
         self._starting = asyncio.Lock()
         self._hold_reason = ""
 
@@ -104,8 +100,10 @@ class TrainingService:
         async with self._starting:
             loop = self._loops.get(name)
             if loop is None:
-                training = AdapterTraining(check_name(name, "lora_adapter"), self._adapter_parts, name == self._default)
-                loop = TrainingLoop(training, self.trajectories.buffer, self._config, self._hub.emit, self.ledger)
+                training = AdapterTraining(
+                    check_name(name, "lora_adapter"), self._adapter_parts, name == self.default_adapter
+                )
+                loop = TrainingLoop(training, self.trajectories.buffer, self.parts.config, self.emit, self.ledger)
                 await loop.open()
                 loop.hold(self._hold_reason)
                 self._loops[name] = loop
@@ -123,7 +121,7 @@ class TrainingService:
 
     async def start_again(self) -> None:
         """Trains the adapters that were in training when the last process of the run ended."""
-        self._noted = tuple(await self._journal.trained())
+        self._noted = tuple(await self.parts.journal.trained())
         for name in self._noted:
             try:
                 await self.start_adapter(name)
@@ -144,13 +142,13 @@ class TrainingService:
             StorageError: it could not be saved, and is still in training.
         """
         name = self.loop(adapter, reader).name
-        if name == self._default:
+        if name == self.default_adapter:
             raise ConflictError(
                 f"{name!r} is the default adapter, which is in training as long as the server trains; pause it "
                 "with POST /v1/training/pause, or start the server without --enable-rl-training.",
                 param="lora_adapter",
             )
-        self._check_changeable(name)
+        self.check_changeable(name)
         return await self.changes.finished(self._stop(name))
 
     async def _stop(self, name: str) -> TrainingStatus:
@@ -164,25 +162,25 @@ class TrainingService:
             self.trajectories.drop_all(name, DropReason.STOPPED)
             loop.training.checkpoints.set_best(None)
             await self.parts.learner.close(name)
-            self._hub.emit("stopped", adapter=name)
+            self.emit("stopped", adapter=name)
             return status
 
     async def forget(self, adapter: str) -> None:
         """Removes all that is known of an adapter, which is not in training. Raises StorageError."""
         self.trajectories.buffer.forget(adapter)
-        self._history.forget(adapter)
+        self.past.forget(adapter)
         for forgotten in self.hooks.forgotten:
             forgotten(adapter)
-        await self._journal.forget(adapter)
+        await self.parts.journal.forget(adapter)
         if self.parts.log is not None:
             await self.parts.log.forget(adapter)
 
     def _note_trained(self) -> None:
         """Keeps for a restart which adapters are in training."""
-        trained = tuple(name for name in self._loops if name != self._default)
+        trained = tuple(name for name in self._loops if name != self.default_adapter)
         if trained != self._noted:
             self._noted = trained
-            self._journal.trains(trained)
+            self.parts.journal.trains(trained)
 
     async def close(self) -> None:
         """Ends training: an update in progress is given up, and what is in no checkpoint yet is saved.
@@ -198,7 +196,7 @@ class TrainingService:
         self._hub.close()
         if self._webhook is not None:
             await self._webhook.close()
-        await self._journal.close()
+        await self.parts.journal.close()
         if self.parts.log is not None:
             await self.parts.log.close()
         for error in errors:
@@ -211,33 +209,6 @@ class TrainingService:
         """What the next update of an adapter waits for. Raises UnknownModelError if it is not trained."""
         scoring = self.trajectories
         return AdapterNeeds(self.loop(adapter), scoring.buffer, lambda: scoring.groups_in_scoring)
-
-    @property
-    def wants_groups(self) -> bool:
-        """Whether the next update of the default adapter waits for more trajectories."""
-        return not self.loop().has_enough
-
-    @property
-    def waiting_with_signal(self) -> int:
-        """Trajectories that the next update of the default adapter can learn from."""
-        return self.loop().with_signal
-
-    @property
-    def dropped_without_signal(self) -> int:
-        """Trajectories of the default adapter since its last update whose group has one and the same reward."""
-        return self.loop().without_signal
-
-    def groups(self) -> tuple[GroupCard, ...]:
-        """The groups of the default adapter that are neither trained on nor dropped, oldest first."""
-        return self.trajectories.groups(self._default)
-
-    def trains_on(self, version: AdapterRef) -> bool:
-        """Whether what this version draws can be trained on now, by the default adapter."""
-        return self.loop().reason_against(version) is None
-
-    async def newest_groups(self, prefix: str, count: int) -> Sequence[str]:
-        """The ids of the last groups that begin with `prefix`, in earlier processes too; newest first."""
-        return await self._journal.newest_groups(prefix, count)
 
     # -- updates ---------------------------------------------------------------------------------
 
@@ -268,28 +239,20 @@ class TrainingService:
         """
         loop = self.loop(adapter, reader)
         tag = None if checkpoint_name is None else check_tag(checkpoint_name)
-        self._check_changeable(loop.name)
+        self.check_changeable(loop.name)
         return await self.changes.finished(loop.update(given, publish, tag, progress, signal, chosen))
 
     async def evaluate_if_due(self, adapter: str | None = None, early: bool = False) -> EvaluationResult | None:
         """See `AdapterTraining.evaluate_if_due`."""
         return await self.changes.finished(self.loop(adapter).evaluate_if_due(early))
 
-    def note_progress(self, progress: Callable[[], Mapping[str, float] | None]) -> None:
-        """Has the updates of the default adapter note what `progress` returns, unless they are given another one."""
-        self.loop().own_progress = progress
-
-    def progress(self, adapter: str | None = None) -> Mapping[str, float]:
-        """See `AdapterTraining.progress`."""
-        return self.loop(adapter).training.progress
-
     def status(self, adapter: str | None = None, *, reader: Reader = EVERYTHING) -> TrainingStatus:
         """A snapshot of the training of one adapter."""
-        name, trained = reader.named(adapter, self._default), tuple(filter(reader.sees, self._loops))
+        name, trained = reader.named(adapter, self.default_adapter), tuple(filter(reader.sees, self._loops))
         if adapter is None and name not in self._loops:
             return TrainingStatus(state="idle", adapter=name, trained=trained)
         status, log = self.loop(name, reader).status(), self.parts.log
-        rollouts = self.own_rollouts() if self.own_rollouts and status.adapter == self._default else None
+        rollouts = self.own_rollouts() if self.own_rollouts and status.adapter == self.default_adapter else None
         draws = self.trajectories.sampling[status.adapter] > 0 or (rollouts is not None and rollouts.state == "drawing")
         return replace(
             status,
@@ -310,21 +273,16 @@ class TrainingService:
             },
         )
 
-    @property
-    def default_adapter(self) -> str:
-        """The name of the default adapter."""
-        return self._default
-
     def statuses(self, *, reader: Reader = EVERYTHING) -> Sequence[TrainingStatus]:
         """The status of every trained adapter that the reader sees, the default one first, which need not have been
         started."""
-        default = [self.status(reader=reader)] if reader.sees(self._default) else []
-        others = (name for name in self._loops if name != self._default and reader.sees(name))
+        default = [self.status(reader=reader)] if reader.sees(self.default_adapter) else []
+        others = (name for name in self._loops if name != self.default_adapter and reader.sees(name))
         return [*default, *(self.status(name, reader=reader) for name in others)]
 
     async def start(self, adapter: str | None = None, *, reader: Reader = EVERYTHING) -> TrainingStatus:
         """Trains this adapter too. Training starts from its live version, or from new weights if it has none."""
-        name = reader.named(adapter, self._default)
+        name = reader.named(adapter, self.default_adapter)
         await self.changes.finished(self.start_adapter(name))
         self._note_trained()
         return self.status(name, reader=reader)
@@ -358,7 +316,7 @@ class TrainingService:
             ConflictError: there is no such version.
         """
         loop = self.loop(adapter, reader)
-        self._check_changeable(loop.name)
+        self.check_changeable(loop.name)
         await self.changes.finished(loop.roll_back(to))
         return self.status(adapter, reader=reader)
 
@@ -366,15 +324,10 @@ class TrainingService:
         """Whether an adapter of this name is in training, whatever version of it is live."""
         return name in self._loops
 
-    def has_made(self, version: AdapterRef) -> bool:
-        """Whether a version was made in this run, or training has started from it."""
-        loop = self._loops.get(version.name)
-        return loop is not None and loop.training.versions.includes_ever(version)
-
     def trains(self, selector: str | None, *, reader: Reader = EVERYTHING) -> bool:
         """Whether the selector names the live version of an adapter that the reader sees and that is trained here:
         `save` must save it."""
-        loop = self._loops.get(self._default if selector is None else selector)
+        loop = self._loops.get(self.default_adapter if selector is None else selector)
         if loop is None or not reader.sees(loop.name):
             return False
         return loop.training.live in (None, loop.training.versions.latest)
@@ -400,50 +353,7 @@ class TrainingService:
         tags = [check_tag(tag) for tag in tags]
         return await self.changes.finished(self.loop(adapter, reader).save(step, tags, metrics))
 
-    # -- lessons ---------------------------------------------------------------------------------
-
-    async def begin_lesson(self, adapter: str, pace: Pace, tag: str) -> CheckpointCard:
-        """Makes the updates of an adapter at the pace of a lesson until `end_lesson`. Its training is started, or
-        resumed.
-
-        Returns:
-            The checkpoint of the adapter as it is before the lesson, which gets this tag.
-
-        Raises:
-            ConflictError: two of its versions are being compared.
-            StorageError: it could not be saved.
-            Also what `start_adapter` raises.
-        """
-        await self.changes.finished(self.start_adapter(adapter))
-        self._note_trained()
-        self._check_changeable(adapter)
-        return await self.changes.finished(self.loop(adapter).begin_lesson(pace, tag))
-
-    @contextmanager
-    def imitating(self, adapter: str) -> Iterator[None]:
-        """While the block runs, examples are sampled for an adapter and imitated, because its answers earn nothing; so
-        these are no plateau. Raises UnknownModelError if it is not trained."""
-        plateau = self.loop(adapter).training.plateau
-        plateau.restart()
-        plateau.rests = True
-        try:
-            with self.trajectories.samples(adapter):
-                yield
-        finally:
-            plateau.rests = False
-
-    async def end_lesson(self, adapter: str, prefix: str) -> None:
-        """Makes the updates of an adapter as configured again, and drops the lesson's groups that no update has taken:
-        those whose ids begin with `prefix`."""
-        self.trajectories.drop(adapter, prefix, DropReason.STOPPED)
-        await self.changes.finished(self.loop(adapter).end_lesson())
-
     # -- events ----------------------------------------------------------------------------------
-
-    @property
-    def emit(self) -> Emit:
-        """Sends an event to all listeners."""
-        return self._hub.emit
 
     def events(self, after: str = "", *, reader: Reader = EVERYTHING) -> Listener:
         """The events that the reader sees, from now on, until the iterator is closed. A slow listener loses some; see
@@ -456,32 +366,24 @@ class TrainingService:
 
     def history(self, adapter: str | None, limit: int, *, reader: Reader = EVERYTHING) -> TrainingHistory:
         """What has happened in the training of an adapter since the run began: the newest `limit` events."""
-        history = self._history.of(self.status(adapter, reader=reader).adapter, limit, self._hub.last_id)
+        history = self.past.of(self.status(adapter, reader=reader).adapter, limit, self._hub.last_id)
         return replace(history, events=tuple(seen for event in history.events if (seen := event.seen_by(reader))))
-
-    def restore_history(self, earlier: Iterable[TrainingEvent]) -> None:
-        """Puts the events of earlier processes of the run, oldest first, before those of this one."""
-        self._history.restore(earlier)
 
     def track(self, tracking: Tracking) -> None:
         """Gives every update and evaluation from now on to trackers."""
         self._tracking = tracking
         self.add_sink(tracking.on_event)
 
-    def add_sink(self, sink: Callable[[TrainingEvent], None]) -> None:
-        """See `EventHub.add_sink`."""
-        self._hub.add_sink(sink)
-
     def loop(self, adapter: str | None = None, reader: Reader = EVERYTHING) -> TrainingLoop:
         """The training of an adapter. Raises UnknownModelError."""
-        name = reader.named(adapter, self._default)
+        name = reader.named(adapter, self.default_adapter)
         if name not in self._loops:
             raise UnknownModelError(
                 f"{name!r} is not trained here; begin with POST /v1/training/start.", param="lora_adapter"
             )
         return self._loops[name]
 
-    def _check_changeable(self, name: str) -> None:
+    def check_changeable(self, name: str) -> None:
         """Raises ConflictError: an extra needs the adapter as it is now."""
         for check in self.hooks.before_change:
             check(name)

@@ -9,27 +9,28 @@ from mlx_parallm.app.cluster_run import ClusterRun
 from mlx_parallm.app.train_progress import TrainOptions
 
 
-class Service:
+class Loop:
     """Answers come and are dropped, 3 at a time, until 6 of use come."""
 
-    waiting_with_signal = dropped_without_signal = 0
+    with_signal = without_signal = 0
 
     @property
-    def wants_groups(self) -> bool:
-        if self.dropped_without_signal < 18:
-            self.dropped_without_signal += 3
+    def has_enough(self) -> bool:
+        if self.without_signal < 18:
+            self.without_signal += 3
         else:
-            self.waiting_with_signal = 6
-        return self.waiting_with_signal < 6
+            self.with_signal = 6
+        return self.with_signal == 6
 
 
 async def test_a_step_says_once_that_the_answers_are_rewarded_alike(tmp_path, caplog):
+    loop = Loop()
     steps = ClusterRun(
         config=config(tmp_path, "grpo", rl_training__update_frequency=6),
         options=TrainOptions("default", 1, 2, 3),
         view=View(),
         served=SimpleNamespace(engine=SimpleNamespace(stats=lambda: SimpleNamespace(alive=True))),
-        training=SimpleNamespace(service=Service()),
+        training=SimpleNamespace(service=SimpleNamespace(loop=lambda: loop)),
         tracking=None,
     )
     steps.reading = asyncio.create_task(asyncio.sleep(100))

@@ -130,7 +130,7 @@ class Rig:
     async def assert_nothing_is_left(self) -> None:
         """Everybody gets the live version, and the bank, the names and the buffer agree."""
         await self.service.pause()
-        await self.service._loops["default"].settled()
+        await self.service.loop().settled()
         assert {await self.request(10_000 + number, {}) for number in range(8)} == {self.live}
         assert all(card.leases <= 1 for card in self.served.adapters.cards())
         assert self.served.adapters.stats().slots_pinned == 0
@@ -149,7 +149,7 @@ async def rig(path: Path, **keys: object) -> AsyncIterator[Rig]:
     served = await asyncio.to_thread(engine.start)
     assert served.training is not None
     made = Rig(engine, served, served.training)
-    served.training.service._hub.add_sink(made.events.append)
+    served.training.service.add_sink(made.events.append)
     await made.training.start()
     try:
         yield made
@@ -176,7 +176,7 @@ async def test_the_winner_is_live_for_all(tmp_path: Path, candidate_is_better: b
         verdict = await made.until_the_end(rewards)
         winner = candidate if candidate_is_better else live
         assert verdict == ("promoted" if candidate_is_better else "withdrawn")
-        assert made.live == made.service._loops["default"].training.versions.latest == winner
+        assert made.live == made.service.loop().training.versions.latest == winner
         assert min(made.drew[live], made.drew[candidate]) >= 5
         assert [e.kind for e in made.events if e.kind.startswith("comparison")] == [
             "comparison_started",
@@ -308,7 +308,7 @@ async def test_training_goes_on_if_its_adapter_is_unloaded_meanwhile(
         async with asyncio.timeout(20):
             while made.service.status("tone").updates_total < 2:
                 await asyncio.sleep(0.01)
-        await made.service._loops["tone"].settled()
+        await made.service.loop("tone").settled()
         status = made.service.status("tone")
         assert (status.state, status.step, status.current) == ("idle", 2, made.served.adapters.live("tone"))
         skipped = [str(event.data["reason"]) for event in made.events if event.kind == "skipped"]

@@ -13,6 +13,7 @@ from mlx_parallm.app import lessons as module
 from mlx_parallm.app.lessons import Lessons
 from mlx_parallm.core import LessonOutcome, Reader
 from mlx_parallm.errors import ConflictError, UnknownModelError
+from mlx_parallm.rl.changes import Changes
 from mlx_parallm.rl.hooks import TrainingHooks
 from mlx_parallm.rl.lessons.record import write_lesson
 
@@ -47,7 +48,7 @@ def world(tmp_path, monkeypatch):
     monkeypatch.setattr(Lessons, "_check_prompts", lambda self, spec: None)
     begun, saving = asyncio.Event(), asyncio.Event()
 
-    async def begin_lesson(adapter, pace, tag):
+    async def begin_lesson(pace, tag):
         begun.set()
         await saving.wait()
 
@@ -58,8 +59,11 @@ def world(tmp_path, monkeypatch):
         hooks=TrainingHooks(),
         add_sink=lambda sink: None,
         emit=lambda kind, **data: None,
-        begin_lesson=begin_lesson,
-        end_lesson=done,
+        start=done,
+        check_changeable=lambda adapter: None,
+        changes=Changes(),
+        loop=lambda adapter: SimpleNamespace(begin_lesson=begin_lesson, end_lesson=done),
+        trajectories=SimpleNamespace(drop=lambda *arguments: None),
     )
     training = SimpleNamespace(service=service, default_adapter="policy", scorers=SimpleNamespace(check=done))
     write_lesson(tmp_path, replace(FakeLessons()._begun(OF_ACME), outcome=LessonOutcome.STOPPED))

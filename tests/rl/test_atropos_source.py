@@ -30,18 +30,13 @@ class Training:
         self.errors: list[Exception] = []
         self.wanted = 100
 
-    @property
-    def trajectories(self) -> Training:
-        return self
-
     async def give(self, group: GivenGroup) -> None:
         if self.errors:
             raise self.errors.pop()
         self.groups.append(group)
 
-    @property
-    def wants_groups(self) -> bool:
-        return len(self.groups) < self.wanted
+    def has_enough(self) -> bool:
+        return len(self.groups) >= self.wanted
 
 
 @pytest.fixture
@@ -59,7 +54,7 @@ def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def taking(url: str, training: Training) -> AsyncIterator[AtroposSource]:
-    source = AtroposSource(TrajectoryApi(url), REGISTRATION, training, LIMITS)
+    source = AtroposSource(TrajectoryApi(url), REGISTRATION, LIMITS, training.give, training.has_enough)
     task = asyncio.create_task(source.run())
     try:
         yield source

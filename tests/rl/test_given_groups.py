@@ -24,7 +24,7 @@ def group(name: str, source: str = "atropos:a", size: int = 2, **fields: object)
 async def test_given_groups_are_trained_when_there_are_enough() -> None:
     async with world() as one:
         await one.service.trajectories.give(group("g0"))
-        assert one.service.wants_groups
+        assert not one.service.loop().has_enough
         assert one.service.trajectories.given_sizes() == {"atropos:a": [2]}
         await one.service.trajectories.give(group("g1"))
         await until(lambda: one.service.status().updates_total == 1)

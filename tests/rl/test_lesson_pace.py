@@ -54,7 +54,7 @@ def test_its_learning_rate_has_no_schedule() -> None:
 async def test_its_updates_are_made_again_after_a_crash_with_its_learning_rate(tmp_path: Path) -> None:
     run = Run(tmp_path / "journal.sqlite")
     async with run.process() as one:
-        await one.service.begin_lesson("main", Pace(2, 1e-3), TAG)
+        await one.service.loop().begin_lesson(Pace(2, 1e-3), TAG)
         await one.request()
         await until(lambda: one.service.status().step == 1)
         assert [batch.learning_rate for batch in one.learner.batches] == [1e-3]
@@ -65,11 +65,12 @@ async def test_its_updates_are_made_again_after_a_crash_with_its_learning_rate(t
 
 async def test_what_is_left_of_it_is_not_trained_on() -> None:
     async with world() as one:
-        await one.service.begin_lesson("main", Pace(8, 1e-3), TAG)
+        await one.service.loop().begin_lesson(Pace(8, 1e-3), TAG)
         ids = await one.request(one.service.status().current or BASE_ADAPTER)
         others = await one.request(one.service.status().current or BASE_ADAPTER)
         await settle()
-        await one.service.end_lesson("main", "group-r1")
+        one.service.trajectories.drop("main", "group-r1", DropReason.STOPPED)
+        await one.service.loop().end_lesson()
         await settle()
         states = one.states()
         assert {states[one_id] for one_id in ids} == {DropReason.STOPPED}
@@ -79,7 +80,7 @@ async def test_what_is_left_of_it_is_not_trained_on() -> None:
 async def test_what_is_left_of_one_that_ended_with_its_process_is_not_trained_on(tmp_path: Path) -> None:
     run = Run(tmp_path / "journal.sqlite")
     async with run.process() as one:
-        await one.service.begin_lesson("main", Pace(8, 1e-3), TAG)
+        await one.service.loop().begin_lesson(Pace(8, 1e-3), TAG)
         drawn = GenerationRequest(
             f"rollout-{new_id()}-0", ((1,),), SamplingParams(), StopParams(4), n=2, collection=CollectionSpec("exact")
         )

@@ -139,7 +139,7 @@ class Run:
         await one.service.start_adapter("main")
         try:
             yield one
-            await one.service._journal.flush()  # what has been acknowledged is on the disk; nothing else is done
+            await one.service.parts.journal.flush()  # what has been acknowledged is on the disk; nothing else is done
         finally:
             self.requests, self.saved = one.requests, one.publisher.saved
             if self.keep == 0:
@@ -395,7 +395,7 @@ def test_after_a_kill_at_any_commit_the_policy_is_the_one_of_the_last_change_on_
                     gone = set(one.states()) - waiting
                     seen.setdefault(training.change, ((one.learner.policies["main"], baselines(one)), gone))
         async with run.process() as one:
-            numbers = [change.number for change in await one.service._journal.changes_since("main", 0)]
+            numbers = [change.number for change in await one.service.parts.journal.changes_since("main", 0)]
             policy, gone = seen[max(numbers, default=1)]
             assert (one.learner.policies["main"], baselines(one)) == policy
             assert not gone & {ids for ids, state in one.states().items() if state in OPEN}
@@ -520,7 +520,7 @@ async def test_the_trend_of_rewards_is_the_same_to_the_bit_after_a_crash(tmp_pat
                 report = await one.service.update()
                 assert report.status == {"trained": "published", "no_signal": "skipped"}.get(end, end)
         found = trend(one)
-        await one.service._journal.flush()
+        await one.service.parts.journal.flush()
     async with run.process() as one:
         assert trend(one) == found
 
@@ -640,7 +640,7 @@ async def test_rewards_that_only_moved_the_baselines_move_them_once_whenever_the
         assert one.states() == {}
         assert (await one.service.update()).reason == "no_trajectories"
         assert baselines(one) == found
-        fate = await one.service._journal.fate(answer)
+        fate = await one.service.parts.journal.fate(answer)
         assert (fate.state, fate.reason) == ("dropped", "single")
 
 
@@ -698,7 +698,7 @@ async def test_an_update_that_left_a_plateau_is_made_again_with_the_answers_that
         made = one.learner.batches[-1]
         assert [sample.sampling_logprobs == () for sample in made.samples].count(True) == 1, "it earned more, long ago"
         policy = one.learner.policies["main"]
-        await one.service._journal.flush()
+        await one.service.parts.journal.flush()
     async with run.process() as one:
         assert one.learner.batches[-1].samples == made.samples
         assert one.learner.policies["main"] == policy

@@ -30,6 +30,7 @@ from mlx_parallm.errors import (
     UnknownModelError,
     UnknownTrajectoryError,
 )
+from mlx_parallm.rl.lessons.examples import imitating
 
 
 async def test_requests_become_versions() -> None:
@@ -71,7 +72,7 @@ async def test_it_runs_while_answers_are_being_sampled_for_it() -> None:
 async def test_it_runs_while_it_imitates_examples_and_its_answers_are_no_plateau() -> None:
     async with world(changed(SETTINGS, update_frequency=1000)) as one:
         one.scorers.rewards = lambda trajectory: 0.0
-        with one.service.imitating("main"):
+        with imitating(one.service, "main"):
             assert one.service.status().state == "running"
             for _ in range(20):
                 await one.request()

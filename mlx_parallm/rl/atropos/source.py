@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -38,35 +38,29 @@ _CLOSE_S = 10.0
 _log = logging.getLogger(__name__)
 
 
-class Given(Protocol):
-    """Where groups go; see `Collector.give`."""
-
-    async def give(self, group: GivenGroup) -> None: ...
-
-
-class Training(Protocol):
-    """What a source needs of training; see `rl.service.TrainingService`."""
-
-    @property
-    def trajectories(self) -> Given: ...
-
-    @property
-    def wants_groups(self) -> bool:
-        """Whether fewer trajectories wait than make an update."""
-
-
 class AtroposSource:
     """Registers this trainer, and takes batches while training wants groups. Event loop's thread only.
 
     Attributes:
         accepted, refused: groups so far.
+
+    Args:
+        give: see `Collector.give`.
+        has_enough: whether the trajectories that wait make an update.
     """
 
-    def __init__(self, api: TrajectoryApi, registration: Registration, training: Training, limits: TokenLimits) -> None:
+    def __init__(
+        self,
+        api: TrajectoryApi,
+        registration: Registration,
+        limits: TokenLimits,
+        give: Callable[[GivenGroup], Awaitable[None]],
+        has_enough: Callable[[], bool],
+    ) -> None:
         self.accepted = self.refused = 0
         self._api = api
         self._registration = registration
-        self._training = training
+        self._give_to_training, self._has_enough = give, has_enough
         self._limits = limits
         self._registered = self._down = self._closing = False
         self._taking: asyncio.Task[int] | None = None
@@ -76,7 +70,7 @@ class AtroposSource:
         while True:
             taken = 0
             try:
-                if self._training.wants_groups:
+                if not self._has_enough():
                     taken = await self.take()
             except Exception:  # noqa: BLE001 - whatever a batch contains, it costs that batch only
                 _log.exception("a batch from Atropos could not be used")
@@ -165,7 +159,7 @@ class AtroposSource:
         failed = False
         while True:
             try:
-                await self._training.trajectories.give(group)
+                await self._give_to_training(group)
                 return True
             except InvalidRequestError as error:
                 _log.warning("a group from Atropos is left out: %s", error)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
+from typing import TYPE_CHECKING
 
 from mlx_parallm.core import (
     Event,
@@ -27,6 +29,9 @@ from mlx_parallm.core import (
 from mlx_parallm.rl.lessons.rules import word_pattern
 from mlx_parallm.rl.rollouts.answers import Generate, events_of
 from mlx_parallm.rl.rollouts.tasks import AT_A_TIME, PASSES
+
+if TYPE_CHECKING:
+    from mlx_parallm.rl.service import TrainingService
 
 SAMPLES = 16
 """Answers to each prompt that are drawn."""
@@ -78,6 +83,20 @@ def batches_of(examples: Sequence[GivenTrajectory]) -> Iterator[tuple[LessonShow
     for time, start in product(range(1, PASSES + 1), range(0, len(examples), AT_A_TIME)):
         batch = [*examples[start : start + AT_A_TIME]]
         yield LessonShowing(len(examples), start + len(batch), time, PASSES), batch
+
+
+@contextmanager
+def imitating(training: TrainingService, adapter: str) -> Iterator[None]:
+    """While the block runs, examples are sampled for an adapter and imitated, because its answers earn nothing; so
+    these are no plateau. Raises UnknownModelError if it is not trained."""
+    plateau = training.loop(adapter).training.plateau
+    plateau.restart()
+    plateau.rests = True
+    try:
+        with training.trajectories.samples(adapter):
+            yield
+    finally:
+        plateau.rests = False
 
 
 async def _drawn(events: AsyncIterator[Event]) -> list[tuple[str, tuple[int, ...]]]:
