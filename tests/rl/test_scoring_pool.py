@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_parallm.rl.scoring import pool as pool_module
-from mlx_parallm.rl.scoring.pool import ScoringError, ScoringPool, WorkerFault, WorkerHung
-from mlx_parallm.rl.scoring.queue import Rule
+from mlx_parallm.rl.scoring.pool import Rule, ScoringError, ScoringPool, WorkerFault, WorkerHung
 
 FAULTS = {"dies": WorkerFault("died"), "hangs": WorkerHung("took more than 1 s"), "raises": ScoringError("no")}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.rl.scoring.queue import FairQueue, Rule, ScoringJob
+from mlx_parallm.rl.scoring.pool import FairQueue, Rule, ScoringJob
 
 
 def job(client: str, scorer: str = "exact", size: int = 1) -> ScoringJob:

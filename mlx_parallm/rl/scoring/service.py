@@ -26,8 +26,7 @@ from mlx_parallm.errors import EngineError, InvalidRequestError, OverloadedError
 from mlx_parallm.rl.scoring.builtin import BUILTINS
 from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue, no_reward_model
 from mlx_parallm.rl.scoring.judges import INSTRUCTION, JUDGE, Judge
-from mlx_parallm.rl.scoring.pool import ScoringError, ScoringPool
-from mlx_parallm.rl.scoring.queue import Rule
+from mlx_parallm.rl.scoring.pool import Rule, ScoringError, ScoringPool
 from mlx_parallm.rl.scoring.sample import PARAM, ScorerInput
 from mlx_parallm.rl.scoring.scorers import REWARD, REWARD_MODEL, RewardSpec, Term
 
