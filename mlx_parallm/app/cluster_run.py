@@ -90,7 +90,7 @@ class ClusterIntake:
         if (held := self._held.get(first)) is not None:  # it comes again because it has waited for long
             held.delivery = delivery
             return
-        fates = [await self._service.trajectories.fate(each.trajectory_id) for each in trajectories]
+        fates = [await self._service.parts.journal.fate(each.trajectory_id) for each in trajectories]
         known = any(fates)
         waiting = {
             each.trajectory_id

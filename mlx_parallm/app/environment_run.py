@@ -157,7 +157,7 @@ class StepRollouts:
 
     @property
     def _cards(self) -> Sequence[GroupCard]:
-        return self._service.trajectories.groups(self._service.default_adapter)
+        return self._service.trajectories.cards(self._service.default_adapter)
 
     def unscored(self, batch: Batch) -> int:
         """Tasks of a batch whose answers could not be scored."""

@@ -11,7 +11,7 @@ from mlx_parallm.app.banner import checkpoints_text
 from mlx_parallm.app.build import Served
 from mlx_parallm.app.tracking import metrics_file
 from mlx_parallm.config import Config
-from mlx_parallm.core import EvaluationResult, TrajectoryCard, UpdateReport
+from mlx_parallm.core import EvaluationResult, Trajectory, UpdateReport
 
 ENDLESS = 10**9
 """Steps of what trains until it is stopped."""
@@ -45,11 +45,10 @@ class SampleText:
     reward: float
 
     @classmethod
-    def of(cls, card: TrajectoryCard) -> SampleText:
-        trajectory = card.trajectory
+    def of(cls, trajectory: Trajectory, reward: float) -> SampleText:
         messages = trajectory.collection.messages
         prompt = str(messages[-1].get("content", "")) if messages else ""
-        return cls(prompt, trajectory.text, card.reward or 0.0)
+        return cls(prompt, trajectory.text, reward)
 
 
 class TrainView(Protocol):

@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mlx_parallm.app.build import Served
@@ -179,12 +180,15 @@ class TrainingRun(ABC):
     def _show_samples(self, chosen: Chosen | None) -> None:
         """Shows the best and the worst sample of this step to the view."""
         limit = self.drawn if chosen is None else self.config.rl_training.trajectory_buffer_size
-        cards = self.service.trajectories.newest(limit)
-        if chosen is not None:
-            cards = tuple(card for card in cards if chosen(card.trajectory.group_id))
-        scored = sorted((card.reward, number, card) for number, card in enumerate(cards) if card.reward is not None)
-        if scored:
-            self.view.sampled(SampleText.of(scored[-1][2]), SampleText.of(scored[0][2]))
+        newest = self.service.trajectories.buffer.newest(limit)
+        samples = [
+            SampleText.of(trajectory, member.reward)
+            for trajectory, member in newest
+            if member.reward is not None and (chosen is None or chosen(trajectory.group_id))
+        ]
+        samples.sort(key=attrgetter("reward"))
+        if samples:
+            self.view.sampled(samples[-1], samples[0])
 
     async def _evaluated(self, report: UpdateReport) -> UpdateReport:
         """Evaluates the version that the run ends with, unless it was evaluated before."""

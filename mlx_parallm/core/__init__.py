@@ -51,16 +51,6 @@ from mlx_parallm.core.cluster import (
     SharedVersion,
     VersionState,
 )
-from mlx_parallm.core.collected import (
-    CollectedGroup,
-    CollectedSample,
-    CollectedTurn,
-    EditedAnswer,
-    GroupFilter,
-    GroupPage,
-    GroupRow,
-    Thumbs,
-)
 from mlx_parallm.core.competition import ComparisonCard, ComparisonSpec
 from mlx_parallm.core.device import (
     MODE_SHARES,
@@ -171,5 +161,4 @@ from mlx_parallm.core.trajectories import (
     GivenTrajectory,
     GroupCard,
     Trajectory,
-    TrajectoryCard,
 )

@@ -54,19 +54,6 @@ class Trajectory:
 
 
 @dataclass(frozen=True, slots=True)
-class TrajectoryCard:
-    """A trajectory and its state: waiting (for a reward), scored, training, trained or dropped.
-
-    `reward` is None until it is scored. `reason` says why it was dropped, and is empty otherwise.
-    """
-
-    trajectory: Trajectory
-    reward: float | None
-    state: str
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class GroupCard:
     """A group that requests have named."""
 

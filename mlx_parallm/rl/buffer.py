@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 
-from mlx_parallm.core import AdapterRef, Signal, Trajectory, TrajectoryCard
+from mlx_parallm.core import AdapterRef, Signal, Trajectory
 from mlx_parallm.errors import QueueFullError
 from mlx_parallm.rl.trajectories import (
     NEVER_COLLECTED,
@@ -285,11 +285,10 @@ class TrajectoryBuffer:
         """The groups of an adapter, oldest first."""
         return (group for group in self._groups.values() if group.adapter == adapter)
 
-    def cards(self, limit: int) -> tuple[TrajectoryCard, ...]:
-        """The newest trajectories, newest first."""
-        newest = reversed(self.known.values())
-        members: Iterable[GroupMember] = chain.from_iterable(reversed(group.members) for group in newest)
-        return tuple(islice(chain.from_iterable(reversed(member.cards()) for member in members), limit))
+    def newest(self, limit: int) -> list[tuple[Trajectory, GroupMember]]:
+        """The newest trajectories, each with its member, newest first."""
+        members = (member for group in reversed(self.known.values()) for member in reversed(group.members))
+        return list(islice(((turn, member) for member in members for turn in reversed(member.turns)), limit))
 
     def check_integrity(self) -> None:
         """Raises AssertionError if counts and contents disagree."""

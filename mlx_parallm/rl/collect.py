@@ -26,7 +26,6 @@ from mlx_parallm.core import (
     Reader,
     Signal,
     Trajectory,
-    TrajectoryCard,
 )
 from mlx_parallm.errors import ConflictError, RequestError, StorageError, UnknownTrajectoryError, shown
 from mlx_parallm.rl.buffer import TrajectoryBuffer
@@ -35,7 +34,7 @@ from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.groups import Added, Groups, group_of_episode
 from mlx_parallm.rl.hooks import TrainingHooks
 from mlx_parallm.rl.recording import GIVEN, given_rewards, given_trajectories, outlived, record
-from mlx_parallm.rl.runs.records import Arrival, Closed, EpisodeReward, Fate, Feedback, GroupEntry, Score, TokenRewards
+from mlx_parallm.rl.runs.records import Arrival, Closed, EpisodeReward, Feedback, GroupEntry, Score, TokenRewards
 from mlx_parallm.rl.scoring.scorers import ANSWER, lacks_answer, names_reward, terms_without_answer
 from mlx_parallm.rl.sources import SourceLedger
 from mlx_parallm.rl.tasks import PROBLEM_ID
@@ -61,6 +60,8 @@ class Collector:
         hooks: of extras.
 
     Attributes:
+        buffer: the groups that wait, and the last ones that have left.
+        groups: what changes them.
         ledger: counts the groups that leave the buffer.
         on_end: called with each group whose members are all trained or dropped.
         late_feedback: takes opinions of answers that do not wait, with the error that they lead to otherwise.
@@ -85,7 +86,7 @@ class Collector:
         self._coming: Counter[str] = Counter()  # trajectories that are given, by source, on their way into the buffer
         self.on_end: Callable[[TrajectoryGroup], None] = lambda group: None
         self.buffer = TrajectoryBuffer(parts.config.trajectory_buffer_size, self._on_group_end, self._on_drop)
-        self._groups = Groups(self.buffer, parts.scorers, parts.config, parts.journal, self._on_ready, emit)
+        self.groups = Groups(self.buffer, parts.scorers, parts.config, parts.journal, self._on_ready, emit)
 
     async def restore(self, name: str, loop: TrainingLoop) -> Sequence[Feedback]:
         """Puts the trajectories of the journal that wait for an adapter back into the buffer, with their rewards.
@@ -97,7 +98,7 @@ class Collector:
         versions = [entry.trajectories[0].adapter for entry in entries if isinstance(entry, Arrival)]
         newest = max((version.version for version in versions if version and version.name == name), default=0)
         loop.training.number_versions_from(newest + 1)  # no other version gets the number of one that has drawn
-        too_late = self._groups.restore(name, entries, loop.reason_against)
+        too_late = self.groups.restore(name, entries, loop.reason_against)
         if versions:
             _log.info("%d collected requests wait for %s again", len(versions), name)
             loop.wake()
@@ -105,7 +106,7 @@ class Collector:
 
     async def close(self) -> None:
         """Cancels all scoring."""
-        await self._groups.close()
+        await self.groups.close()
 
     # -- answers ---------------------------------------------------------------------------------
 
@@ -121,7 +122,7 @@ class Collector:
                 "or POST /v1/training/start.",
                 param="collect_trajectory",
             )
-        self._groups.check(collection, loop.name, reader.name)
+        self.groups.check(collection, loop.name, reader.name)
         task = self._parts.tasks.find(collection.metadata.get(PROBLEM_ID), prompt)
         if task is not None and names_reward(collection):
             collection = replace(collection, metadata={**task.metadata, **collection.metadata})
@@ -215,7 +216,7 @@ class Collector:
         await self._journal.accept(adapter, trajectories, entries)
         loop = self._loops.get(adapter)
         refused = loop.reason_against(version) if loop else DropReason.UNKNOWN_VERSION
-        return self._groups.add(adapter, trajectories, None if self._is_wanted(version) else refused, entries)
+        return self.groups.add(adapter, trajectories, None if self._is_wanted(version) else refused, entries)
 
     def _why(self, dropped: DropReason, version: AdapterRef) -> str:
         config = self._parts.config
@@ -277,7 +278,7 @@ class Collector:
         finally:
             self._coming[source] -= size
             self._coming += Counter()  # forgets sources of which none come any more
-        if (dropped := self._groups.add(adapter, trajectories, entries=entries).dropped) is not None:
+        if (dropped := self.groups.add(adapter, trajectories, entries=entries).dropped) is not None:
             raise ConflictError(f"The trajectories were dropped ({dropped}): they will not be trained on.")
 
     def given_sizes(self) -> Mapping[str, Sequence[int]]:
@@ -334,11 +335,11 @@ class Collector:
             RequestError: it does not apply; see `Groups.group_of`.
             UnknownTrajectoryError: the reader does not see the adapter that the group trains.
         """
-        group = self._groups.group_of(entry)
+        group = self.groups.group_of(entry)
         if not reader.sees(group.adapter):
             raise UnknownTrajectoryError("No trajectory has this id, or it is forgotten by now.")
         await self._journal.entered(group.adapter, group.group_id, entry)
-        return self._groups.apply(entry)  # the group may have been trained on meanwhile
+        return self.groups.apply(entry)  # the group may have been trained on meanwhile
 
     def _owner(self, group_id: str, reader: Reader) -> str:
         """The owner of the group that a reader means by its id: its own one, or else another one that it may read.
@@ -360,7 +361,7 @@ class Collector:
 
     # -- what is here ----------------------------------------------------------------------------
 
-    def groups(self, adapter: str) -> tuple[GroupCard, ...]:
+    def cards(self, adapter: str) -> tuple[GroupCard, ...]:
         """The groups of an adapter that are in the buffer, oldest first."""
         return tuple(map(_card, self.buffer.of(adapter)))
 
@@ -370,23 +371,6 @@ class Collector:
         group = self.buffer.find(group_id)
         members = () if group is None else group.members
         return [(member.trajectory.text, member.reward) for member in members if member.reward is not None]
-
-    async def fate(self, trajectory_id: str) -> Fate | None:
-        """See `Journal.fate`."""
-        return await self._journal.fate(trajectory_id)
-
-    def newest(self, limit: int) -> tuple[TrajectoryCard, ...]:
-        """The newest trajectories, newest first."""
-        return self.buffer.cards(limit)
-
-    @property
-    def groups_in_scoring(self) -> int:
-        """Groups whose scoring functions are at work."""
-        return self._groups.in_scoring
-
-    def turns(self, adapter: str) -> dict[str, int]:
-        """Turns of episodes that train an adapter, by kind."""
-        return {kind.value: count for kind, count in self._groups.turns[adapter].items()}
 
     # -- the end of a group ----------------------------------------------------------------------
 
@@ -419,7 +403,7 @@ class Collector:
         self.on_end(group)
         for copy, opinions in outlived(group):
             self._journal.added(group.adapter, [copy], opinions)
-            self._groups.add(group.adapter, [copy], entries=opinions)
+            self.groups.add(group.adapter, [copy], entries=opinions)
         if self._parts.log is not None:
             self._parts.log.append(group)
 

@@ -73,7 +73,7 @@ class Groups:
     ) -> None:
         self._buffer, self._scorers, self._config = buffer, scorers, config
         self._journal, self._on_ready, self._emit = journal, on_ready, emit
-        self.turns: defaultdict[str, Counter[TurnKind]] = defaultdict(Counter)
+        self.turns: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._scoring: set[asyncio.Task[None]] = set()
 
     @property

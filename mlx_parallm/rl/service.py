@@ -207,8 +207,8 @@ class TrainingService:
 
     def needs(self, adapter: str | None = None) -> AdapterNeeds:
         """What the next update of an adapter waits for. Raises UnknownModelError if it is not trained."""
-        scoring = self.trajectories
-        return AdapterNeeds(self.loop(adapter), scoring.buffer, lambda: scoring.groups_in_scoring)
+        scoring = self.trajectories.groups
+        return AdapterNeeds(self.loop(adapter), self.trajectories.buffer, lambda: scoring.in_scoring)
 
     # -- updates ---------------------------------------------------------------------------------
 
@@ -264,7 +264,7 @@ class TrainingService:
             ),
             trained=trained,
             rollouts=rollouts,
-            turns=self.trajectories.turns(status.adapter),
+            turns=dict(self.trajectories.groups.turns[status.adapter]),
             detail={
                 **status.detail,
                 "trajectory_log_failures": log.failures if log else 0,

@@ -12,7 +12,7 @@ from enum import StrEnum
 from itertools import chain
 from math import fsum
 
-from mlx_parallm.core import AdapterRef, CollectionSpec, Signal, Trajectory, TrajectoryCard
+from mlx_parallm.core import AdapterRef, CollectionSpec, Signal, Trajectory
 
 ABOUT = "about"
 """The key in the metadata of an edit that has the id of the trajectory which was edited."""
@@ -22,7 +22,7 @@ FEEDBACK = "feedback"
 
 
 class TrajectoryState(StrEnum):
-    """State of one trajectory; the values are those of `core.TrajectoryCard.state`."""
+    """State of a member: it waits for a reward, it waits for an update, an update is using it, or it has ended."""
 
     WAITING = "waiting"
     SCORED = "scored"
@@ -159,10 +159,6 @@ class GroupMember:
         self.token_rewards[turn.trajectory_id], self.from_feedback = rewards, True
         if not turn.collection.episode_id:
             self.state = TrajectoryState.SCORED
-
-    def cards(self) -> list[TrajectoryCard]:
-        """One card for each turn. All have the reward and the state of the member."""
-        return [TrajectoryCard(turn, self.reward, self.state.value, self.reason or "") for turn in self.turns]
 
 
 def group_name(collection: CollectionSpec) -> str:

@@ -147,8 +147,9 @@ async def test_rewards_come_as_messages_and_what_is_no_message_costs_itself_only
     await trainer.take(broken, stranger, answers("a", scorer=None), reward, answers("b", scorer="unknown scorer"))
     assert (broken.acknowledged, stranger.acknowledged, reward.acknowledged) == (1, 1, 1)
     assert caplog.text.count("cannot be trained on") >= 2
-    card = next(each for each in trainer.service.trajectories.newest(9) if each.trajectory.trajectory_id == "traj-a-1")
-    assert card.reward == 0.25
+    known = trainer.service.trajectories.buffer.member("traj-a-1")
+    assert known is not None
+    assert known[1].reward == 0.25
 
 
 async def test_that_answers_wait_for_feedback_is_said_once(trainer, caplog):

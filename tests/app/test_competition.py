@@ -245,7 +245,7 @@ async def test_every_new_version_has_to_win(tmp_path: Path) -> None:
         alternating = iter([1.0, -1.0] * 100)
         while not made.competes:
             await made.request(next(numbers), {})
-            newest = made.service.trajectories.newest(1)[0].trajectory.trajectory_id
+            newest = made.service.trajectories.buffer.newest(1)[0][0].trajectory_id
             if not made.competes:
                 await made.service.trajectories.feedback(newest, next(alternating))
             await asyncio.sleep(0)
@@ -265,7 +265,7 @@ async def test_after_a_restart_a_new_version_still_has_to_win(tmp_path: Path) ->
         numbers, alternating = iter(range(50_000, 60_000)), iter([1.0, -1.0] * 100)
         while not made.competes:
             await made.request(next(numbers), {})
-            newest = made.service.trajectories.newest(1)[0].trajectory.trajectory_id
+            newest = made.service.trajectories.buffer.newest(1)[0][0].trajectory_id
             if not made.competes:
                 await made.service.trajectories.feedback(newest, next(alternating))
             await asyncio.sleep(0)

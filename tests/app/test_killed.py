@@ -94,7 +94,8 @@ async def rounds(path: Path, count: int) -> AsyncIterator[Found]:
         assert served.training is not None
         service = served.training.service
         waiting: dict[str, list[object]] = {
-            card.trajectory.trajectory_id: [card.state, card.reward] for card in service.trajectories.newest(100)
+            each.trajectory_id: [member.state, member.reward]
+            for each, member in service.trajectories.buffer.newest(100)
         }
 
         async def found() -> Found:

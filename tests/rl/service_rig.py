@@ -101,8 +101,8 @@ class World:
         return self.service.trajectories.collect(request, self.engine.generate(request))
 
     def states(self) -> dict[str, str]:
-        cards = self.service.trajectories.newest(1000)
-        return {card.trajectory.trajectory_id: card.reason or card.state for card in cards}
+        newest = self.service.trajectories.buffer.newest(1000)
+        return {one.trajectory_id: member.reason or member.state for one, member in newest}
 
 
 @asynccontextmanager

@@ -250,12 +250,11 @@ def test_what_is_past_is_remembered_for_as_many_trajectories_as_are_kept() -> No
     buffer.check_integrity()
 
 
-def test_cards_are_of_the_newest_first() -> None:
+def test_the_newest_trajectories_come_first() -> None:
     buffer = TrajectoryBuffer(10)
     buffer.drop(added(buffer, "a"), DropReason.STALE)
     scored(buffer, "b", 1.0, 0.5)
-    cards = buffer.cards(3)
-    assert [(card.trajectory.trajectory_id, card.reward, card.state, card.reason) for card in cards] == [
-        ("b-1", 0.5, "scored", ""), ("b-0", 1.0, "scored", ""), ("a-1", None, "dropped", "stale")]  # fmt: skip
-    assert len(buffer.cards(100)) == 4
-    assert buffer.cards(0) == ()
+    newest = [(one.trajectory_id, each.reward, each.state, each.reason) for one, each in buffer.newest(3)]
+    assert newest == [("b-1", 0.5, "scored", None), ("b-0", 1.0, "scored", None), ("a-1", None, "dropped", "stale")]
+    assert len(buffer.newest(100)) == 4
+    assert buffer.newest(0) == []

@@ -48,9 +48,10 @@ async def test_episodes_without_a_reward_are_scored_by_the_groups_scorer() -> No
         await one.service.pause()
         await one.service.trajectories.collect_episodes(episodes("g", 1, 1, 1, scorer="exact"), {"g-1": 5.0})
         await until(lambda: one.service.status().groups_ready == 1)
-        cards = {card.trajectory.collection.episode_id: card.reward for card in one.service.trajectories.newest(9)}
-        assert cards["g-1"] == 5.0
-        assert None not in cards.values()
+        newest = one.service.trajectories.buffer.newest(9)
+        rewards = {each.collection.episode_id: member.reward for each, member in newest}
+        assert rewards["g-1"] == 5.0
+        assert None not in rewards.values()
 
 
 async def test_equal_rewards_have_no_signal() -> None:

@@ -58,10 +58,10 @@ async def test_what_waits_when_the_process_is_killed_is_trained_once_by_the_next
     async with run.process() as one:
         assert set(one.states().values()) == {"scored"}
         assert len(one.states()) == 2, "the trained group does not wait again"
-        cards = one.service.trajectories.newest(9)
-        assert {card.trajectory.mask for card in cards} == {(False, True)}
-        assert {card.trajectory.adapter for card in cards} == {None}
-        assert sorted(card.reward for card in cards) == [0.0, 1.0]
+        newest = one.service.trajectories.buffer.newest(9)
+        assert {each.mask for each, _ in newest} == {(False, True)}
+        assert {each.adapter for each, _ in newest} == {None}
+        assert sorted(member.reward for _, member in newest) == [0.0, 1.0]
         assert await one.service.trajectories.last_given(9) == ["waiting", "trained"]
         assert (await one.service.update()).metrics["trajectories"] == 2.0
     async with run.process() as one:

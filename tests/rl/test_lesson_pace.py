@@ -93,5 +93,5 @@ async def test_what_is_left_of_one_that_ended_with_its_process_is_not_trained_on
             status = one.service.status()
             assert (status.step, status.groups_ready) == (0, 1)
             assert {one.states()[one_id] for one_id in others} == {"scored"}
-            fates = [await one.service.trajectories.fate(one_id) for one_id in left]
+            fates = [await one.service.parts.journal.fate(one_id) for one_id in left]
             assert [fate.reason for fate in fates] == [DropReason.STOPPED] * 2

@@ -37,7 +37,7 @@ def preference(number: int = 0, **fields: str) -> Edit:
 
 
 def rewards(one: World) -> dict[str, float | None]:
-    return {card.trajectory.trajectory_id: card.reward for card in one.service.trajectories.newest(99)}
+    return {each.trajectory_id: member.reward for each, member in one.service.trajectories.buffer.newest(99)}
 
 
 def of_source(one: World, name: str) -> SourceReport:

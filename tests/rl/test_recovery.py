@@ -168,7 +168,7 @@ async def test_what_waited_waits_again_with_its_rewards(tmp_path: Path) -> None:
         ]
     async with run.process(scores=False) as one:
         assert one.states() == before
-        rewards = {card.trajectory.trajectory_id: card.reward for card in one.service.trajectories.newest(99)}
+        rewards = {each.trajectory_id: member.reward for each, member in one.service.trajectories.buffer.newest(99)}
         assert (rewards[scored[0]], rewards[scored[1]], rewards[silent[1]]) == (1.0, 0.0, 0.5)
         one.scorers.gate.set()
         await until(lambda: one.states()[unscored[1]] == "scored")
@@ -350,12 +350,14 @@ def test_any_history_with_crashes_ends_as_the_same_history_without(
         found: object = None
         for part in parts:
             async with run.process() as one:
-                await until(lambda: not one.service.trajectories.groups_in_scoring)
+                await until(lambda: not one.service.trajectories.groups.in_scoring)
                 for step in part:
                     await did(one, step, run)
                 one.service.check_integrity()
-                cards = one.service.trajectories.newest(999)
-                waiting = {c.trajectory.trajectory_id: (c.state, c.reward) for c in cards if c.state in OPEN}
+                newest = one.service.trajectories.buffer.newest(999)
+                waiting = {
+                    t.trajectory_id: (member.state, member.reward) for t, member in newest if member.state in OPEN
+                }
                 found = (one.learner.policies["main"], baselines(one), waiting)
         return found
 
@@ -405,13 +407,13 @@ def test_after_a_kill_at_any_commit_the_policy_is_the_one_of_the_last_change_on_
 
 async def did(one: World, step: str, run: Run) -> None:
     live = one.service.status().current or BASE_ADAPTER
-    cards = [card for card in one.service.trajectories.newest(999) if card.state in OPEN]
-    of_people = [card.trajectory for card in cards if card.trajectory.collection.scorer is None]
+    newest = one.service.trajectories.buffer.newest(999)
+    of_people = [each for each, member in newest if member.state in OPEN and each.collection.scorer is None]
     turns = [turn for turn in of_people if turn.collection.episode_id]
     match step:
         case "request" | "people":
             await one.request(live, "exact" if step == "request" else None)
-            await until(lambda: not one.service.trajectories.groups_in_scoring)
+            await until(lambda: not one.service.trajectories.groups.in_scoring)
         case "alone":
             one.requests += 1
             await alone(one, f"r{one.requests}")
@@ -431,7 +433,7 @@ async def did(one: World, step: str, run: Run) -> None:
         case "episode" if turns:
             of_turn = turns[0].collection
             await one.service.trajectories.reward_episode(of_turn.episode_id, of_turn.group_id, float(one.requests % 3))
-        case "close" if any(card.reward is not None and card.trajectory in turns for card in cards):
+        case "close" if any(member.reward is not None and each in turns for each, member in newest):
             await one.service.trajectories.close_group(turns[0].group_id)
         case "update" | "given":
             run.group += 1
@@ -451,7 +453,7 @@ async def alone(one: World, request_id: str) -> str:
     asked = GenerationRequest(request_id, ((1,),), SamplingParams(), StopParams(4), adapter=live, collection=spec)
     events = one.service.trajectories.collect(asked, FakeEngine(ONE_ANSWER).generate(asked))
     (answer,) = [event async for event in events][-1].trajectory_ids
-    await until(lambda: not one.service.trajectories.groups_in_scoring)
+    await until(lambda: not one.service.trajectories.groups.in_scoring)
     return answer
 
 
@@ -537,13 +539,13 @@ async def test_the_rewards_of_groups_that_wait_count_once_after_a_crash(tmp_path
         for _ in range(6):
             await one.request()
             await settle()
-        chosen = [card.group_id for card in one.service.trajectories.groups("main")][:2]
+        chosen = [card.group_id for card in one.service.trajectories.cards("main")][:2]
         await one.service.loop().update(None, chosen=chosen.__contains__)
         if saves:
             await one.service.save(None, None, [], {})
         assert len([state for state in one.states().values() if state == "scored"]) == 8
     async with run.process() as one:
-        await until(lambda: not one.service.trajectories.groups_in_scoring)
+        await until(lambda: not one.service.trajectories.groups.in_scoring)
         assert len([state for state in one.states().values() if state == "scored"]) == 8
         await one.service.update()
         assert counted(one) == 6

@@ -122,7 +122,7 @@ async def test_a_request_that_draws_no_token_leaves_no_trajectory() -> None:
     async with world() as one:
         asked = GenerationRequest("none", ((1,),), SamplingParams(), StopParams(0), n=2, collection=CollectionSpec())
         assert [event async for event in one.generate(asked)] == one.engine.events
-        assert one.service.trajectories.newest(9) == ()
+        assert one.service.trajectories.buffer.newest(9) == []
 
 
 async def test_everything_is_told_in_order() -> None:

@@ -334,7 +334,6 @@ class FakeTraining:
         self.known = {"traj-0"}
         self.found = {"traj-0": FoundTrajectory("policy", (1, 2), (3, 257), "c")}
         self.edits = []
-        self.cards = ()
         self.past = ()
         self.checked = []
         self.prompts = []
@@ -496,9 +495,6 @@ class FakeTraining:
                     yield seen
         finally:
             self.listening -= 1
-
-    def newest(self, limit):
-        return self.cards[:limit]
 
     async def _work(self, reader, name, adapter, *arguments):
         status = self.status(adapter, reader=reader)

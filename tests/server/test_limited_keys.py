@@ -36,7 +36,6 @@ from mlx_parallm.core import (
     CollectionSpec,
     FinishReason,
     FoundTrajectory,
-    GroupFilter,
     ModelState,
     Reader,
     TrainingEvent,
@@ -46,6 +45,7 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl.atropos.trajectory_api import Registration
+from mlx_parallm.rl.reading import GroupFilter
 from mlx_parallm.rl.trajectories import TrajectoryGroup
 from mlx_parallm.server.access import guard
 from mlx_parallm.server.access.keys import new_key

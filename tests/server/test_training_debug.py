@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from mlx_parallm.core import BASE_ADAPTER, AdapterRef, CollectionSpec, FinishReason, Trajectory, TrajectoryCard
+from mlx_parallm.core import BASE_ADAPTER, AdapterRef, CollectionSpec, FinishReason, Trajectory
+from mlx_parallm.rl.trajectories import DropReason, TrajectoryGroup
 
 
 def trajectory(number):
@@ -26,10 +27,10 @@ def trajectory(number):
 
 
 async def test_debug_trajectories(client, training):
-    training.cards = (
-        TrajectoryCard(trajectory(1), None, "waiting"),
-        TrajectoryCard(trajectory(0), 1.0, "dropped", "stale"),
-    )
+    group = TrajectoryGroup("policy", [trajectory(0), trajectory(1)])
+    training.buffer.add(group)
+    group.members[0].score(1.0)
+    training.buffer.drop(group, DropReason.STALE, group.scored)
     got = (await client.get("/debug/trajectories")).json()
     newest = {
         "trajectory_id": "traj-1",

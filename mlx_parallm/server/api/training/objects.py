@@ -13,10 +13,11 @@ from mlx_parallm.core import (
     RolloutStatus,
     TrainingEvent,
     TrainingStatus,
-    TrajectoryCard,
+    Trajectory,
     UpdateReport,
 )
 from mlx_parallm.core.json_values import finite, utc
+from mlx_parallm.rl.trajectories import GroupMember
 from mlx_parallm.server.api.fields import FinishReasonText, WireOutput
 
 
@@ -291,8 +292,7 @@ def event_object(event: TrainingEvent) -> EventObject:
     return EventObject(kind=event.kind, at=utc(event.at), data=as_json(event.data))
 
 
-def trajectory_object(card: TrajectoryCard) -> DebugTrajectory:
-    trajectory = card.trajectory
+def trajectory_object(trajectory: Trajectory, member: GroupMember) -> DebugTrajectory:
     return DebugTrajectory(
         trajectory_id=trajectory.trajectory_id,
         group_id=trajectory.group_id,
@@ -300,9 +300,9 @@ def trajectory_object(card: TrajectoryCard) -> DebugTrajectory:
         episode_id=trajectory.collection.episode_id or None,
         turn=trajectory.collection.turn,
         lora_adapter=_name(trajectory.adapter),
-        state=card.state,
-        reason=card.reason,
-        reward=finite(card.reward),
+        state=member.state.value,
+        reason=member.reason or "",
+        reward=finite(member.reward),
         scoring_function=trajectory.collection.scorer,
         metadata=as_json(trajectory.collection.metadata),
         prompt_token_ids=list(trajectory.prompt_ids),

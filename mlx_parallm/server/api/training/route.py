@@ -347,8 +347,8 @@ async def debug_trajectories(
     services: ServicesDep, limit: Annotated[int, Query(ge=1, le=MAX_LISTED, description="Maximum number.")] = 20
 ) -> DebugTrajectories:
     """The newest trajectories with their prompts and answers, newest first."""
-    cards = services.training.trajectories.newest(limit) if services.training else ()
-    return DebugTrajectories(object="list", data=[trajectory_object(card) for card in cards])
+    newest = services.training.trajectories.buffer.newest(limit) if services.training else ()
+    return DebugTrajectories(object="list", data=[trajectory_object(*each) for each in newest])
 
 
 # -- events ----------------------------------------------------------------------------------------
