@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,11 +45,13 @@ class World:
 
     def __init__(self) -> None:
         self.drawn, self.made = asyncio.Event(), asyncio.Semaphore(0)
-        self.updates, self.imitates, self.status = 0, False, "published"
+        self.updates, self.status = 0, "published"
         needs = SimpleNamespace(pause_reason=None, live=BASE_ADAPTER)
-        answers = SimpleNamespace(answers=lambda group: [("no", 0.0)] * 8)
+        answers = SimpleNamespace(answers=lambda group: [("no", 0.0)] * 8, samples=lambda adapter: nullcontext())
+        self._plateau = SimpleNamespace(restart=lambda: None, rests=False)
+        loop = SimpleNamespace(training=SimpleNamespace(plateau=self._plateau))
         service: Any = SimpleNamespace(
-            needs=lambda adapter: needs, trajectories=answers, update=self._update, imitating=self._imitating
+            needs=lambda adapter: needs, trajectories=answers, update=self._update, loop=lambda adapter: loop
         )
         tokenizer = SimpleNamespace(apply_chat_template=lambda messages: [1])
         served: Any = SimpleNamespace(generate=self._generate, adapters=None, tokenizer=tokenizer)
@@ -69,11 +71,9 @@ class World:
         self.updates += 1
         return UpdateReport(AdapterRef(adapter, self.updates), self.updates, self.status, metrics={"loss": 4.0})
 
-    @contextmanager
-    def _imitating(self, adapter: str) -> Iterator[None]:
-        self.imitates = True
-        yield
-        self.imitates = False
+    @property
+    def imitates(self) -> bool:
+        return bool(self._plateau.rests)
 
     async def rewarded_with_nothing(self) -> None:
         """As many answers as an update has, and those that were being drawn when these came."""
