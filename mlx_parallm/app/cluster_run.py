@@ -50,7 +50,7 @@ class ClusterIntake:
         self._of_trajectory: dict[str, _Held] = {}
         self._in_checkpoint: list[Delivery] = []
         self._told = False  # that some answers wait for feedback
-        service.trajectories.on_end = self._on_end
+        service.hooks.ended.append(self._on_end)
         service.add_sink(self._on_event)
 
     async def run(self, deliveries: AsyncGenerator[Delivery, None]) -> None:

@@ -140,7 +140,12 @@ class Lesson:
         elif not group.startswith(self.prefix):
             return
         elif event.kind == "scored" and data.get("complete"):
-            answers = [LessonAnswer(text, reward) for text, reward in self._service.trajectories.answers(group)]
+            found = self._service.trajectories.buffer.find(group)
+            answers = [
+                LessonAnswer(member.trajectory.text, member.reward)
+                for member in (found.members if found is not None else ())
+                if member.reward is not None
+            ]
             self.progress.scored(task_number(group, self._id), answers)
             self._look()
             if self._examples is None and self.progress.needs_examples and can_be_shown(self._spec):
@@ -362,7 +367,7 @@ class Lessons:
         await lesson.close()
         self._last, self._lesson = lesson.card(), None
         await self._note(self._last)
-        self._service.trajectories.drop(lesson.adapter, lesson.prefix, DropReason.STOPPED)
+        self._service.trajectories.buffer.drop_own(lesson.adapter, lesson.prefix, DropReason.STOPPED)
         await self._service.changes.finished(self._service.loop(lesson.adapter).end_lesson())
         outcome = str(self._last.outcome)
         self._service.emit("lesson_ended", adapter=lesson.adapter, lesson=self._last.lesson_id, outcome=outcome)

@@ -15,18 +15,18 @@ from mlx_parallm.core.signals import FeedbackCard
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One finished sequence with the token ids as they were drawn. It is never tokenised again.
+    """One finished sequence with the token ids as they were sampled. It is never tokenised again.
 
     Attributes:
         group_size: the number of trajectories that its group will have; 0 if that is not known.
-        adapter: the version that drew the tokens; None if it is unknown, because they were drawn elsewhere.
+        adapter: the version that sampled the tokens; None if it is unknown, because they were sampled elsewhere.
         completion_ids: includes the end-of-sequence token if that ended the sequence; `text` does not.
-        sampling_logprobs: one for each of `completion_ids`, fp32 nats, of the distribution that drew the token: the
-            model's with `adapter` at `temperature`, without filters and penalties. Empty if they are unknown.
+        sampling_logprobs: one for each of `completion_ids`, fp32 nats, of the distribution that it was sampled from:
+            that of the model with `adapter` at `temperature`, without filters and penalties. Empty if they are unknown.
         finish_reason: None if it is unknown.
         created: Unix time in seconds.
         mask, advantages, reference_logprobs: as in `GivenTrajectory`.
-        owner: the name of the API key that sent it or its request. Empty: the server has drawn it for a task of its
+        owner: the name of the API key that sent it or its request. Empty: the server has sampled it for a task of its
             own. None: that is not known.
     """
 
@@ -80,8 +80,8 @@ class GivenTrajectory:
             needs it.
         group_id: shared by the trajectories of one prompt, whose rewards are compared.
         sampling_logprobs: one for each token of the completion; empty if unknown. The trainer's own logprobs are used
-            then, as if the current version had drawn the completion.
-        adapter: the version that drew the completion; None if unknown.
+            then, as if the current version had sampled the completion.
+        adapter: the version that sampled the completion; None if unknown.
         mask: for each token of the completion, whether it is trained. The others, such as the results of tools, are
             context, and their logprobs and advantages are not read. Empty: all are trained.
         advantages: one for each token of the completion, in place of those computed from rewards; empty: none given.
@@ -110,11 +110,12 @@ class GivenTrajectory:
 
 @dataclass(frozen=True, slots=True)
 class GivenGroup:
-    """A group that was drawn and rewarded elsewhere, and waits for an update.
+    """A group that was sampled and rewarded elsewhere, and waits for an update.
 
     Attributes:
         group_id: of this group alone.
-        source: who drew it, in place of a scorer's name. Rewards of one source are compared with each other over time.
+        source: who sampled it, in place of a scorer's name. Rewards of one source are compared with each other over
+            time.
         trajectories: each has a reward.
         texts: of the completions, in the same order; empty if they are not known.
     """
@@ -153,7 +154,7 @@ class CollectingClient(Protocol):
         """Passes the events of a request with `collection` through, and collects its trajectories when it finishes.
 
         RequestFinished gets the ids of the trajectories, and a warning if they will not be trained on. A request that
-        draws no token (max_tokens 0) leaves no trajectory. Closing the result closes `events`.
+        samples no token (max_tokens 0) leaves no trajectory. Closing the result closes `events`.
         """
 
     async def feedback(self, trajectory_id: str, score: float, user: str, reader: Reader) -> FeedbackCard:

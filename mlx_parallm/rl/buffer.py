@@ -216,9 +216,21 @@ class TrajectoryBuffer:
             self._on_drop(member.turns, reason)
         self._remove_if_ended(group)
 
+    def drop_all(self, adapter: str, reason: DropReason) -> None:
+        """Drops all groups of an adapter, which is not in training any more."""
+        for group in [*self.of(adapter)]:
+            self.drop(group, reason)
+
+    def drop_own(self, adapter: str, prefix: str, reason: DropReason) -> None:
+        """Drops the groups of an adapter that the server has sampled itself, whose ids begin with `prefix`, unless an
+        update has taken them."""
+        for group in [*self.of(adapter)]:
+            if group.group_id.startswith(prefix) and not group.owner and not group.taken:
+                self.drop(group, reason)
+
     def sweep(self, adapter: str, reason_against: Callable[[AdapterRef], DropReason | None]) -> None:
-        """Drops the members that no update has taken, if `reason_against` returns a reason for a version that drew
-        them."""
+        """Drops the members that no update has taken, if `reason_against` returns a reason for a version that
+        sampled them."""
         for group in [*self.of(adapter)]:
             reasons: dict[AdapterRef | None, DropReason | None] = {
                 version: reason_against(version) for version in group.versions

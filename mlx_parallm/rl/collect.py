@@ -1,6 +1,6 @@
 """Collector: takes answers and rewards in. Each is on the disk before the server acknowledges it to the client.
 
-request to be collected ─▶ record ─▶ Journal ─▶ Groups ─▶ TrajectoryBuffer ─▶ TrainingLoop of the adapter that drew it
+request to be collected ─▶ record ─▶ Journal ─▶ Groups ─▶ TrajectoryBuffer ─▶ TrainingLoop of the adapter
                                                   └─ rewards: ScoringService, feedback
 """
 
@@ -50,8 +50,8 @@ _log = logging.getLogger(__name__)
 class Collector:
     """Implements `core.CollectingClient`. Event loop's thread only.
 
-    A trajectory trains the adapter that drew it. Trajectories of the base model train the default adapter, as long as
-    the base model is in its version history.
+    A trajectory trains the adapter that sampled it. Trajectories of the base model train the default adapter, as long
+    as the base model is in its version history.
 
     Args:
         loops: of all adapters in training, by name; changed by the owner.
@@ -63,7 +63,6 @@ class Collector:
         buffer: the groups that wait, and the last ones that have left.
         groups: what changes them.
         ledger: counts the groups that leave the buffer.
-        on_end: called with each group whose members are all trained or dropped.
         late_feedback: takes opinions of answers that do not wait, with the error that they lead to otherwise.
         sampling: requests whose answers are being sampled, by the adapter that they train.
     """
@@ -84,7 +83,6 @@ class Collector:
         self.late_feedback: LateFeedback | None = None
         self.sampling: Counter[str] = Counter()
         self._coming: Counter[str] = Counter()  # trajectories that are given, by source, on their way into the buffer
-        self.on_end: Callable[[TrajectoryGroup], None] = lambda group: None
         self.buffer = TrajectoryBuffer(parts.config.trajectory_buffer_size, self._on_group_end, self._on_drop)
         self.groups = Groups(self.buffer, parts.scorers, parts.config, parts.journal, self._on_ready, emit)
 
@@ -97,7 +95,7 @@ class Collector:
         entries = await self._journal.waiting(name)
         versions = [entry.trajectories[0].adapter for entry in entries if isinstance(entry, Arrival)]
         newest = max((version.version for version in versions if version and version.name == name), default=0)
-        loop.training.number_versions_from(newest + 1)  # no other version gets the number of one that has drawn
+        loop.training.number_versions_from(newest + 1)  # no other version gets the number of one that has sampled
         too_late = self.groups.restore(name, entries, loop.reason_against)
         if versions:
             _log.info("%d collected requests wait for %s again", len(versions), name)
@@ -167,8 +165,8 @@ class Collector:
             return f"{error}: these trajectories will not be trained on."
 
     async def receive(self, trajectories: Sequence[Trajectory]) -> str:
-        """Keeps the answers of one request to one prompt that another server has drawn, and returns when they are on
-        the disk.
+        """Keeps the answers of one request to one prompt that another server has sampled, and returns when they are
+        on the disk.
 
         Returns:
             Why they will not be trained on, or "".
@@ -185,7 +183,7 @@ class Collector:
         """Keeps the turns of a group of episodes that have ended, and returns when they are on the disk.
 
         Args:
-            trajectories: the turns of all episodes of the group, drawn by one version; those of an episode in order.
+            trajectories: the turns of all episodes of the group, sampled by one version; those of an episode in order.
             rewards: by episode id. Episodes without one are scored by the scoring function of the group.
 
         Returns:
@@ -210,7 +208,7 @@ class Collector:
         return collection.unscored
 
     async def _add(self, trajectories: Sequence[Trajectory], entries: Sequence[GroupEntry] = ()) -> Added:
-        """Writes what an engine has drawn into the journal, with the rewards that it came with, and adds it."""
+        """Writes trajectories of an engine into the journal, with the rewards that came with them, and adds them."""
         version = _version(trajectories)
         adapter = self._trained_by(version)
         await self._journal.accept(adapter, trajectories, entries)
@@ -250,7 +248,7 @@ class Collector:
 
     async def give(self, group: GivenGroup) -> None:
         """Adds a group to those that wait for an update of the default adapter, and returns when it is on the disk. It
-        is trained on even if versions were published since it was drawn, because what drew it is unknown.
+        is trained on even if versions were published since then, because the version that sampled it is unknown.
 
         Raises:
             InvalidRequestError: it cannot be trained on.
@@ -365,26 +363,7 @@ class Collector:
         """The groups of an adapter that are in the buffer, oldest first."""
         return tuple(map(_card, self.buffer.of(adapter)))
 
-    def answers(self, group_id: str) -> Sequence[tuple[str, float]]:
-        """The texts of the answers of a group that the server has sampled itself, and their rewards, while the group is
-        in the buffer."""
-        group = self.buffer.find(group_id)
-        members = () if group is None else group.members
-        return [(member.trajectory.text, member.reward) for member in members if member.reward is not None]
-
     # -- the end of a group ----------------------------------------------------------------------
-
-    def drop(self, adapter: str, prefix: str, reason: DropReason) -> None:
-        """Drops the groups of an adapter that the server has sampled itself, whose ids begin with `prefix`, unless an
-        update has taken them."""
-        for group in [*self.buffer.of(adapter)]:
-            if group.group_id.startswith(prefix) and not group.owner and not group.taken:
-                self.buffer.drop(group, reason)
-
-    def drop_all(self, adapter: str, reason: DropReason) -> None:
-        """Drops all groups of an adapter, which is not in training any more."""
-        for group in [*self.buffer.of(adapter)]:
-            self.buffer.drop(group, reason)
 
     def _on_ready(self, group: TrajectoryGroup) -> None:
         for scored in self._hooks.scored:
@@ -400,7 +379,8 @@ class Collector:
             reasons = Counter(str(member.reason) for member in dropped)
             self._emit("dropped", **group.event_data, reasons=dict(reasons))
         self.ledger.ended(group)
-        self.on_end(group)
+        for ended in self._hooks.ended:
+            ended(group)
         for copy, opinions in outlived(group):
             self._journal.added(group.adapter, [copy], opinions)
             self.groups.add(group.adapter, [copy], entries=opinions)
@@ -409,7 +389,7 @@ class Collector:
 
 
 def _version(trajectories: Sequence[Trajectory]) -> AdapterRef:
-    """The version of an engine that drew trajectories."""
+    """The version that sampled trajectories of an engine."""
     version = trajectories[0].adapter
     assert version is not None
     return version

@@ -24,7 +24,7 @@ class GroupFilter:
 
     Attributes:
         adapter: name of the adapter that they train.
-        version: a version that drew some of their answers, such as `math@3`.
+        version: a version that sampled some of their answers, such as `math@3`.
         fate: see `GroupRow`.
         least_reward, most_reward: bounds of the mean reward. A group without a reward is outside of any bounds.
     """
@@ -43,7 +43,7 @@ class GroupRow:
     Attributes:
         number: grows from one group to the next that arrives, in one process.
         adapter: name of the adapter that it trains.
-        versions: those that drew its answers; none if they are unknown.
+        versions: those that sampled its answers; none if they are unknown.
         samples: the number of its answers or episodes.
         reward: mean of those that have one; None: none has, or it is an edit.
         fate: scored, if an update can take it now; else the first one of training, waiting (for a reward), scored,

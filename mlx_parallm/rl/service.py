@@ -159,7 +159,7 @@ class TrainingService:
             status = replace(loop.status(), state="stopped")
             del self._loops[name]
             self._note_trained()
-            self.trajectories.drop_all(name, DropReason.STOPPED)
+            self.trajectories.buffer.drop_all(name, DropReason.STOPPED)
             loop.training.checkpoints.set_best(None)
             await self.parts.learner.close(name)
             self.emit("stopped", adapter=name)

@@ -91,7 +91,7 @@ class SourceLedger:
         """An update on so many members of each source has changed the policy."""
         learnt, total = self._of[adapter], sum(sources.values())
         if (reward := metrics.get("reward_mean")) is not None:
-            learnt.rewards.measured(reward)  # of answers that were drawn before this update
+            learnt.rewards.measured(reward)  # of answers that were sampled before this update
         for source, members in sources.items():
             learnt.updates[source] += 1
             learnt.gradients[source] += metrics.get("grad_norm", 0.0) * members / total

@@ -32,33 +32,40 @@ class TrajectoryState(StrEnum):
 
 
 class DropReason(StrEnum):
-    """Why a trajectory was not trained on.
-
-    STALE: its version is more than `max_staleness` versions old. ZERO_VARIANCE: all rewards of its group are equal.
-    SINGLE: there is no other reward to compare its reward with. LOW_REWARD: the loss is cross_entropy, and the reward
-    does not exceed the threshold. ABORTED: its request did not finish. UNKNOWN_VERSION: the version that drew it is not
-    in the version history of its adapter. SKIPPED: its update was skipped. HELD: the gate refused its update. REPLACED:
-    the same turn of its episode came again. UNREWARDED: its group was closed before it had a reward. CLOSED: its group
-    had been closed before it came. NOT_RECORDED: the journal of the run could not be written when it came. STOPPED: its
-    lesson has ended.
-    """
+    """Why a trajectory was not trained on."""
 
     BUFFER_FULL = "buffer_full"
+    """Newer trajectories needed its room in the buffer, or it found none."""
     STALE = "stale"
+    """Its version is more than `max_staleness` versions old."""
     ZERO_VARIANCE = "zero_variance"
+    """All rewards of its group are equal."""
     SINGLE = "single"
+    """There is no other reward to compare its reward with."""
     LOW_REWARD = "low_reward"
+    """The loss is cross_entropy, and the reward does not exceed the threshold."""
     SCORING_FAILED = "scoring_failed"
+    """The scoring function of its group raised, or took too long."""
     TIMEOUT = "timeout"
+    """It had no reward when the time limit of its group passed."""
     ABORTED = "aborted"
+    """Its request did not finish."""
     UNKNOWN_VERSION = "unknown_version"
+    """The version that sampled it is not in the version history of its adapter."""
     SKIPPED = "skipped"
+    """Its update was skipped."""
     HELD = "held"
+    """The gate refused its update."""
     REPLACED = "replaced"
+    """The same turn of its episode came again."""
     UNREWARDED = "unrewarded"
+    """Its group was closed before it had a reward."""
     CLOSED = "closed"
+    """Its group had been closed before it came."""
     NOT_RECORDED = "not_recorded"
+    """The journal of the run could not be written when it came."""
     STOPPED = "stopped"
+    """Its lesson has ended, or the training of its adapter."""
 
 
 NEVER_COLLECTED = (DropReason.ABORTED, DropReason.NOT_RECORDED)
@@ -251,7 +258,7 @@ class TrajectoryGroup:
 
     @property
     def versions(self) -> frozenset[AdapterRef]:
-        """The adapter versions that drew its trajectories, as far as they are known."""
+        """The adapter versions that sampled its trajectories, as far as they are known."""
         return frozenset(turn.adapter for member in self.members for turn in member.turns if turn.adapter is not None)
 
     @property
@@ -261,7 +268,7 @@ class TrajectoryGroup:
 
     @property
     def was_given(self) -> bool:
-        """Whether it was drawn elsewhere; see `core.GivenGroup`. The versions that drew it are unknown."""
+        """Whether it was sampled elsewhere; see `core.GivenGroup`. The versions that sampled it are unknown."""
         return self.members[0].trajectory.adapter is None
 
     @property

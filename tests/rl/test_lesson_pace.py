@@ -69,7 +69,7 @@ async def test_what_is_left_of_it_is_not_trained_on() -> None:
         ids = await one.request(one.service.status().current or BASE_ADAPTER)
         others = await one.request(one.service.status().current or BASE_ADAPTER)
         await settle()
-        one.service.trajectories.drop("main", "group-r1", DropReason.STOPPED)
+        one.service.trajectories.buffer.drop_own("main", "group-r1", DropReason.STOPPED)
         await one.service.loop().end_lesson()
         await settle()
         states = one.states()

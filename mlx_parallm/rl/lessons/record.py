@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 def install(training: TrainingService) -> None:
     """Drops what lessons have sampled in earlier processes: a lesson ends with its process."""
-    drop = training.trajectories.drop
+    drop = training.trajectories.buffer.drop_own
     training.hooks.begun.append(lambda adapter: drop(adapter, GROUPS, DropReason.STOPPED))
 
 
