@@ -15,7 +15,7 @@ from mlx_parallm.core import EvaluationResult
 from mlx_parallm.errors import ConfigError, ParaLLMError
 from mlx_parallm.rl.environments import read_system_prompt
 from mlx_parallm.rl.environments.thread import EnvironmentThread
-from mlx_parallm.rl.evaluation.evaluator import EvaluationError
+from mlx_parallm.rl.evaluation import EvaluationError
 from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
 from mlx_parallm.rl.scoring.service import ScoringService
 

@@ -19,9 +19,8 @@ from mlx_parallm.rl.environments import (
     with_system_prompt,
 )
 from mlx_parallm.rl.environments.thread import EnvironmentThread
-from mlx_parallm.rl.evaluation.answers import HeldOutAnswers, HeldOutTask
-from mlx_parallm.rl.evaluation.episodes import HeldOutEpisodes
-from mlx_parallm.rl.evaluation.evaluator import AnswerSettings, Evaluator
+from mlx_parallm.rl.evaluation import AnswerSettings, Evaluator
+from mlx_parallm.rl.held_out import HeldOutAnswers, HeldOutEpisodes, HeldOutTask
 from mlx_parallm.rl.rollouts.episodes import play
 from mlx_parallm.rl.rollouts.tasks import held_out_tasks
 from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue

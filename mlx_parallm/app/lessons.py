@@ -1,6 +1,6 @@
 """Lessons: what clients teach the server while it runs, one lesson at a time.
 
-    prompts, rule ─▶ Lesson ─▶ RolloutDriver ─▶ engine ─▶ trajectory buffer ─▶ TrainingLoop, at the lesson's pace
+    prompts, rule ─▶ Lesson ─▶ RolloutDriver ─▶ engine ─▶ trajectory buffer ─▶ AdapterRun, at the lesson's pace
                        ▲                                        │
                        └──────────── rewards, updates ──────────┘
 
@@ -44,7 +44,7 @@ from mlx_parallm.rl.lessons.rules import answers_per_update, collection_of, task
 from mlx_parallm.rl.rollouts.answers import RolloutResult, Rollouts, RolloutSettings, group_prefixes, task_number
 from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.rl.trajectories import DropReason
-from mlx_parallm.rl.updates.pace import Pace
+from mlx_parallm.rl.updates.adapter_training import Pace
 from mlx_parallm.tasks import spawn
 
 

@@ -1,6 +1,6 @@
 """RolloutDriver: draws groups for one adapter while the server serves, as many as its next update wants.
 
-    tasks ─▶ RolloutDriver ─▶ engine (rows of rollouts) ─▶ trajectory buffer ─▶ TrainingLoop
+    tasks ─▶ RolloutDriver ─▶ engine (rows of rollouts) ─▶ trajectory buffer ─▶ AdapterRun
 
 Rollouts share the rows of the batch with live requests by `server.priority_ratios`. The update is made by the training
 loop, as for trajectories that clients send. While all groups of an update wait for their rewards or for tools, those of
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class Needs(Protocol):
-    """What the next update waits for; see `rl.updates.needs.AdapterNeeds`."""
+    """What the next update waits for; see `rl.updates.run.AdapterNeeds`."""
 
     @property
     def per_update(self) -> int: ...

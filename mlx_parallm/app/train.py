@@ -28,16 +28,15 @@ from mlx_parallm.config import Config
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.extras import CLUSTER
 from mlx_parallm.ranks.joining import join
-from mlx_parallm.rl import events
-from mlx_parallm.rl.divergence import watch
+from mlx_parallm.rl import divergence
 from mlx_parallm.rl.environments import Environment, environment
 from mlx_parallm.rl.runs.record import RunState
 from mlx_parallm.rl.tracking.tracking import Tracking
-from mlx_parallm.rl.updates import plateau
+from mlx_parallm.rl.updates import plateau, reports
 
 RunParts = tuple[Config, TrainOptions, TrainView, Served, TrainingRuntime, Tracking]
 
-_SHOWN = (events.__name__, watch.__name__, plateau.__name__)
+_SHOWN = (reports.__name__, divergence.__name__, plateau.__name__)
 """Loggers of what the view shows too."""
 
 _SHOW_CURSOR = b"\x1b[?25h"

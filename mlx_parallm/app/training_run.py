@@ -21,8 +21,8 @@ from mlx_parallm.core import UpdateReport
 from mlx_parallm.errors import EngineDeadError, TrainingFailedError
 from mlx_parallm.rl.runs.listing import RUN_STEPS, RUN_TASKS
 from mlx_parallm.rl.tracking.tracking import Record, Tracking
-from mlx_parallm.rl.updates.loop import UNTAUGHT_S
-from mlx_parallm.rl.updates.turns import Chosen
+from mlx_parallm.rl.updates.run import UNTAUGHT_S
+from mlx_parallm.rl.updates.selection import Chosen
 
 if TYPE_CHECKING:  # it needs the extra `cluster`
     from mlx_parallm.app.cluster_training import ClusterTraining

@@ -18,9 +18,8 @@ from mlx_parallm.core import (
     check_name,
 )
 from mlx_parallm.errors import ConfigError, ConflictError, InvalidRequestError
-from mlx_parallm.rl.evaluation.evaluator import EvaluationError
-from mlx_parallm.rl.events import Refusal
-from mlx_parallm.rl.updates.gate import Gate
+from mlx_parallm.rl.evaluation import EvaluationError
+from mlx_parallm.rl.updates.reports import Refusal, refusal_of_evaluation
 
 if TYPE_CHECKING:
     from mlx_parallm.adapters.registry import AdapterRegistry
@@ -127,7 +126,7 @@ class Averages:
         except EvaluationError as error:
             _log.warning("the evaluation of %s failed: %s", ref, error)
             return None, Refusal("evaluation", f"the evaluation failed: {error}")
-        return result, Gate(self._training.parts.config.gate.eval_floor).judge_evaluation(result)
+        return result, refusal_of_evaluation(result, self._training.parts.config.gate.eval_floor)
 
     def _report(self, name: str, card: AverageCard) -> None:
         self._training.emit(

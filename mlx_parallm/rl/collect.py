@@ -1,6 +1,6 @@
 """Collector: takes answers and rewards in. Each is on the disk before the server acknowledges it to the client.
 
-request to be collected ─▶ record ─▶ Journal ─▶ Groups ─▶ TrajectoryBuffer ─▶ TrainingLoop of the adapter
+request to be collected ─▶ record ─▶ Journal ─▶ Groups ─▶ TrajectoryBuffer ─▶ AdapterRun of the adapter
                                                   └─ rewards: ScoringService, feedback
 """
 
@@ -39,8 +39,8 @@ from mlx_parallm.rl.scoring.scorers import ANSWER, lacks_answer, names_reward, t
 from mlx_parallm.rl.sources import SourceLedger
 from mlx_parallm.rl.tasks import PROBLEM_ID
 from mlx_parallm.rl.trajectories import DropReason, TrajectoryGroup, TrajectoryState
-from mlx_parallm.rl.updates.loop import TrainingLoop
 from mlx_parallm.rl.updates.parts import TrainingParts
+from mlx_parallm.rl.updates.run import AdapterRun
 
 LateFeedback = Callable[[str, float, str, RequestError, Reader], Awaitable[FeedbackCard]]
 
@@ -70,7 +70,7 @@ class Collector:
     def __init__(
         self,
         parts: TrainingParts,
-        loops: Mapping[str, TrainingLoop],
+        loops: Mapping[str, AdapterRun],
         default_adapter: str,
         emit: Emit,
         changes: Changes,
@@ -86,7 +86,7 @@ class Collector:
         self.buffer = TrajectoryBuffer(parts.config.trajectory_buffer_size, self._on_group_end, self._on_drop)
         self.groups = Groups(self.buffer, parts.scorers, parts.config, parts.journal, self._on_ready, emit)
 
-    async def restore(self, name: str, loop: TrainingLoop) -> Sequence[Feedback]:
+    async def restore(self, name: str, loop: AdapterRun) -> Sequence[Feedback]:
         """Puts the trajectories of the journal that wait for an adapter back into the buffer, with their rewards.
 
         Returns:

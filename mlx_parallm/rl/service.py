@@ -1,6 +1,6 @@
 """TrainingService trains several adapters, with one trajectory buffer and one stream of events.
 
-Collector ── trajectories with rewards ─▶ TrainingLoop of each adapter ─▶ versions, checkpoints
+Collector ── trajectories with rewards ─▶ AdapterRun of each adapter ─▶ versions, checkpoints
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from mlx_parallm.core import (
 from mlx_parallm.errors import ConflictError, ParaLLMError, UnknownModelError
 from mlx_parallm.rl.changes import Changes
 from mlx_parallm.rl.collect import Collector
-from mlx_parallm.rl.divergence.webhook import Webhook
 from mlx_parallm.rl.events import EventHub, Listener
 from mlx_parallm.rl.hooks import TrainingHooks
 from mlx_parallm.rl.reading import GroupReader
@@ -37,10 +36,10 @@ from mlx_parallm.rl.tracking.history import History
 from mlx_parallm.rl.tracking.tracking import Tracking
 from mlx_parallm.rl.trajectories import DropReason
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
-from mlx_parallm.rl.updates.loop import TrainingLoop
-from mlx_parallm.rl.updates.needs import AdapterNeeds
 from mlx_parallm.rl.updates.parts import TrainingParts
-from mlx_parallm.rl.updates.turns import Chosen
+from mlx_parallm.rl.updates.run import AdapterNeeds, AdapterRun
+from mlx_parallm.rl.updates.selection import Chosen
+from mlx_parallm.rl.webhook import Webhook
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ class TrainingService:
         self.default_adapter = default_adapter
         self._hub = EventHub()
         self.emit, self.add_sink = self._hub.emit, self._hub.add_sink
-        self._loops: dict[str, TrainingLoop] = {}
+        self._loops: dict[str, AdapterRun] = {}
         self._running: dict[str, asyncio.Task[None]] = {}  # the loop of each
         self._noted: tuple[str, ...] = ()  # those that the journal knows to be in training
         self.changes = Changes()
@@ -75,7 +74,6 @@ class TrainingService:
         self.past = History()
         self.add_sink(self.past.on_event)
         self.add_sink(self._on_event)
-        self._adapter_parts = parts.of_adapters(self.emit)
         self.own_rollouts: Callable[[], RolloutStatus] | None = None
         self._tracking: Tracking | None = None
         url = config.divergence.webhook
@@ -100,10 +98,9 @@ class TrainingService:
         async with self._starting:
             loop = self._loops.get(name)
             if loop is None:
-                training = AdapterTraining(
-                    check_name(name, "lora_adapter"), self._adapter_parts, name == self.default_adapter
-                )
-                loop = TrainingLoop(training, self.trajectories.buffer, self.parts.config, self.emit, self.ledger)
+                check_name(name, "lora_adapter")
+                training = AdapterTraining(name, self.parts, self.emit, name == self.default_adapter)
+                loop = AdapterRun(training, self.trajectories.buffer, self.parts.config, self.emit, self.ledger)
                 await loop.open()
                 loop.hold(self._hold_reason)
                 self._loops[name] = loop
@@ -232,7 +229,7 @@ class TrainingService:
                 trained on; None: what has rewards or, if there is nothing, any others.
             checkpoint_name: also saves the policy under this tag, even if the update was held or skipped.
             progress: see `AdapterTraining.progress`.
-            chosen: see `UpdateTurns.take_all`.
+            chosen: see `GroupSelection.take_all`.
 
         Raises:
             StorageError: the update succeeded but could not be saved.
@@ -374,7 +371,7 @@ class TrainingService:
         self._tracking = tracking
         self.add_sink(tracking.on_event)
 
-    def loop(self, adapter: str | None = None, reader: Reader = EVERYTHING) -> TrainingLoop:
+    def loop(self, adapter: str | None = None, reader: Reader = EVERYTHING) -> AdapterRun:
         """The training of an adapter. Raises UnknownModelError."""
         name = reader.named(adapter, self.default_adapter)
         if name not in self._loops:

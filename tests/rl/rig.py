@@ -6,18 +6,17 @@ import asyncio
 from dataclasses import dataclass, field
 
 from configs import TRAINING, changed
-from rl.fakes import FakeLearner, FakePublisher, set_scores, trajectories
+from rl.fakes import FakeLearner, FakePublisher, FakeScorers, set_scores, trajectories
 
 from mlx_parallm.config import CheckpointingConfig, ResolvedTraining, RewardScale
 from mlx_parallm.core import AdapterRef
 from mlx_parallm.rl.buffer import TrajectoryBuffer
-from mlx_parallm.rl.evaluation.evaluator import Evaluator
+from mlx_parallm.rl.evaluation import Evaluator
 from mlx_parallm.rl.trajectories import TrajectoryGroup
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
 from mlx_parallm.rl.updates.checkpoints import PolicyOf
-from mlx_parallm.rl.updates.gate import Gate
-from mlx_parallm.rl.updates.loop import TrainingLoop
-from mlx_parallm.rl.updates.parts import AdapterTrainingParts
+from mlx_parallm.rl.updates.parts import TrainingParts
+from mlx_parallm.rl.updates.run import AdapterRun
 
 NAME = "math"
 SETTINGS = changed(TRAINING, update_frequency=4, scale_rewards=RewardScale.NONE)
@@ -49,20 +48,18 @@ class Rig:
     def restart(self) -> None:
         """The process ends, whenever; what is on disk and live stays."""
         self.buffer = TrajectoryBuffer(self.settings.trajectory_buffer_size)
-        gate = Gate(self.settings.gate.eval_floor)
-        parts = AdapterTrainingParts(
+        parts = TrainingParts(
             self.learner,
             self.publisher,
             self.publisher,
-            gate,
+            FakeScorers(lambda _: 0.0),
             self.settings,
             self.checkpointing,
-            self.emit,
-            self.policy_of,
             self.evaluator,
+            self.policy_of,
         )
-        self.training = AdapterTraining(NAME, parts, self.serves_base)
-        self.loop = TrainingLoop(self.training, self.buffer, self.settings, self.emit)
+        self.training = AdapterTraining(NAME, parts, self.emit, self.serves_base)
+        self.loop = AdapterRun(self.training, self.buffer, self.settings, self.emit)
 
     def emit(self, kind: str, **data: object) -> None:
         self.events.append((kind, data))

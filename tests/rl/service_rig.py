@@ -26,7 +26,7 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.rl import people
 from mlx_parallm.rl.competition import service as competition
-from mlx_parallm.rl.evaluation.evaluator import Evaluator
+from mlx_parallm.rl.evaluation import Evaluator
 from mlx_parallm.rl.lessons import record
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.service import TrainingService

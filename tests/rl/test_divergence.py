@@ -14,7 +14,7 @@ from rl.rig import NAME, SETTINGS, Rig, opened, ref, running, settle
 
 from mlx_parallm.config import Action, DivergenceConfig, ResolvedTraining
 from mlx_parallm.core import BASE_ADAPTER, UpdateReport
-from mlx_parallm.rl.divergence.watch import DivergenceRules
+from mlx_parallm.rl.divergence import DivergenceRules
 
 HEALTHY = {
     "loss": 0.1,

@@ -12,7 +12,7 @@ from configs import TRAINING, changed
 from trainers import everywhere, make_policy, make_trainer
 
 from mlx_parallm.config import DivergenceConfig
-from mlx_parallm.rl.divergence.watch import DivergenceRules
+from mlx_parallm.rl.divergence import DivergenceRules
 from mlx_parallm.train.data import Datum, UpdateBatch, UpdateOutcome, answered
 
 pytestmark = pytest.mark.ci

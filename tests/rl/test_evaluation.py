@@ -25,9 +25,8 @@ from mlx_parallm.core import (
 )
 from mlx_parallm.errors import ConfigError, ContextLengthError, EngineDeadError, StepFailedError
 from mlx_parallm.rl.environments import Task
-from mlx_parallm.rl.evaluation.answers import HeldOutAnswers, HeldOutTask
-from mlx_parallm.rl.evaluation.evaluator import AnswerSettings, EvaluationError, Evaluator, interval
-from mlx_parallm.rl.evaluation.history import EvaluationHistory
+from mlx_parallm.rl.evaluation import AnswerSettings, EvaluationError, EvaluationHistory, Evaluator, interval
+from mlx_parallm.rl.held_out import HeldOutAnswers, HeldOutTask
 from mlx_parallm.rl.rollouts.tasks import held_out_tasks, without
 
 NEW = AdapterRef("math", 7)

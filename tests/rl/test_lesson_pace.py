@@ -13,7 +13,7 @@ from mlx_parallm.config import LearningRateSchedule, OptimizerConfig
 from mlx_parallm.core import BASE_ADAPTER, CollectionSpec, GenerationRequest, SamplingParams, StopParams
 from mlx_parallm.rl.lessons.record import new_id
 from mlx_parallm.rl.trajectories import DropReason
-from mlx_parallm.rl.updates.pace import Pace
+from mlx_parallm.rl.updates.adapter_training import Pace
 
 TAG = "before-lesson"
 

@@ -780,7 +780,7 @@ async def test_other_settings_of_the_loss_do_not_keep_a_server_from_starting_aft
 async def test_trajectories_wait_again_if_the_teacher_scores_none_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlx_parallm.rl.updates.loop.UNTAUGHT_S", 0.01)
+    monkeypatch.setattr("mlx_parallm.rl.updates.run.UNTAUGHT_S", 0.01)
     run, scores = Run(tmp_path / "journal.sqlite", changed(DISTILLATION, update_frequency=2, max_skips=2)), Scores()
     run.teacher, scores.error = Teacher(scores, 5.0), EngineError("no log-probability for the token 1234")
     async with run.process() as one:

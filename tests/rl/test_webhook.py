@@ -15,7 +15,7 @@ from rl.service_rig import GIVEN, SETTINGS, world
 
 from mlx_parallm.config import ResolvedTraining
 from mlx_parallm.core import TrainingEvent
-from mlx_parallm.rl.divergence.webhook import Webhook
+from mlx_parallm.rl.webhook import Webhook
 
 DATA = {
     "adapter": "math",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from mlx_parallm.core import AdapterRef
 from mlx_parallm.errors import ConflictError
 from mlx_parallm.rl.updates.checkpoints import PolicyCheckpoints
-from mlx_parallm.rl.updates.loop import TrainingLoop
+from mlx_parallm.rl.updates.run import AdapterRun
 
 if TYPE_CHECKING:
     from mlx_parallm.adapters.service import AdapterService
@@ -17,9 +17,9 @@ INCUMBENT = "incumbent"
 
 
 class TrainedAdapter:
-    """One adapter in training: what comparisons of its versions ask of its `TrainingLoop`."""
+    """One adapter in training: what comparisons of its versions ask of its `AdapterRun`."""
 
-    def __init__(self, loop: TrainingLoop, checkpoints: PolicyCheckpoints, adapters: AdapterService) -> None:
+    def __init__(self, loop: AdapterRun, checkpoints: PolicyCheckpoints, adapters: AdapterService) -> None:
         self._loop, self._checkpoints, self._adapters = loop, checkpoints, adapters
 
     @property

@@ -11,37 +11,86 @@ from learn to flip happens on the device thread, without a trip to the event loo
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import replace
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 
 from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
-from mlx_parallm.core import BASE_ADAPTER, BEST, AdapterRef, Divergence, EvaluationResult, UpdateReport
-from mlx_parallm.rl.divergence.watch import DivergenceWatch
-from mlx_parallm.rl.evaluation.history import EvaluationHistory
-from mlx_parallm.rl.events import UpdateReporter
+from mlx_parallm.core import BASE_ADAPTER, BEST, AdapterRef, Divergence, EvaluationResult, Signal, UpdateReport
+from mlx_parallm.rl.divergence import DivergenceWatch
+from mlx_parallm.rl.evaluation import EvaluationHistory
+from mlx_parallm.rl.events import Emit
+from mlx_parallm.rl.objectives.batches import PreparedBatch, ScoredGroup
 from mlx_parallm.rl.objectives.rewards import RewardHistory
+from mlx_parallm.rl.objectives.signals import prepare_signal, signal_of
 from mlx_parallm.rl.runs.replay import StartPoint
+from mlx_parallm.rl.teachers import TeacherLogprobs, logprobs_for, taught
 from mlx_parallm.rl.updates.checkpoints import AdapterCheckpoints, TrainedVersion
-from mlx_parallm.rl.updates.pace import Pace
-from mlx_parallm.rl.updates.parts import AdapterTrainingParts
+from mlx_parallm.rl.updates.parts import TrainingParts
 from mlx_parallm.rl.updates.plateau import Plateau
-from mlx_parallm.rl.updates.undo import UndoablePolicy
+from mlx_parallm.rl.updates.reports import UpdateReporter, refusal_of, refusal_of_evaluation
 from mlx_parallm.rl.versions import VersionHistory
 from mlx_parallm.train.data import UpdateBatch, UpdateOutcome
+from mlx_parallm.train.policy import PolicySnapshot, PolicyState
 
 CHANGE = "journal_change"
 """Key of a checkpoint's metrics: the number of the last change of the policy that is in it."""
 
+OF_LESSONS = (Signal.REWARDS, Signal.CORRECTIONS)
+"""What the updates of a lesson learn from: rewards, and examples that are imitated."""
 
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How much an update of one adapter takes, and how far it steps. A lesson changes it as long as it lasts.
+
+    Attributes:
+        trajectories: those with a signal that make an update of rewards.
+        learning_rate: of updates of OF_LESSONS, without a schedule; None: as configured.
+    """
+
+    trajectories: int
+    learning_rate: float | None = None
+
+
+@dataclass(slots=True)
+class PreparedUpdate:
+    """One update that is about to be made.
+
+    Attributes:
+        groups: what it learns from.
+        history: of rewards, with those of these groups.
+        wanted: trajectories that make a whole update; None: all that there are.
+        publish: whether a version is made of it.
+        explores: whether it looks for a way out of a plateau.
+        learning_rate: see `objectives.batches.UpdateBatch`.
+        teacher_logprobs: for each sample, those of a teacher; None: the loss reads none.
+    """
+
+    groups: Sequence[ScoredGroup]
+    batch: PreparedBatch
+    history: RewardHistory
+    wanted: int | None
+    publish: bool
+    explores: bool
+    learning_rate: float | None = None
+    teacher_logprobs: TeacherLogprobs | None = None
+
+    @property
+    def signal(self) -> Signal:
+        return signal_of(self.groups)
+
+
 class AdapterTraining:
-    """Trains one adapter. The lock of `TrainingLoop` ensures that one coroutine uses it at a time.
+    """Trains one adapter. The lock of `AdapterRun` ensures that one coroutine uses it at a time.
+
+    Invariant: while the learner's policy may differ from the one that versions and reports describe, `_undo` is the
+    policy that they describe. It is restored before the learner's policy is used for anything else.
 
     Attributes:
         unpublished: whether the policy has updates that are in no published version.
@@ -59,7 +108,7 @@ class AdapterTraining:
             first version at once, equal to the base model.
     """
 
-    def __init__(self, name: str, parts: AdapterTrainingParts, serves_base: bool) -> None:
+    def __init__(self, name: str, parts: TrainingParts, emit: Emit, serves_base: bool) -> None:
         self.name = name
         self.versions = VersionHistory(BASE_ADAPTER)
         self.rewards = RewardHistory()
@@ -69,19 +118,20 @@ class AdapterTraining:
         self.change = 0
         self.start = StartPoint()
         self.pace = Pace(parts.config.update_frequency)
-        self.plateau = Plateau(name, parts.config.plateau, parts.emit, lambda: self.pace.trajectories)
+        self.plateau = Plateau(name, parts.config.plateau, emit, lambda: self.pace.trajectories)
         self.checkpoints = AdapterCheckpoints(
-            name, parts.learner, parts.adapters, parts.checkpoints, parts.checkpointing, parts.emit, parts.policy_of
+            name, parts.learner, parts.adapters, parts.checkpoints, parts.checkpointing, emit, parts.policy_of
         )
-        self.reports = UpdateReporter(name, parts.emit)
-        self.watch = DivergenceWatch(name, parts.config.divergence, parts.emit, self._can_roll_back)
+        self.reports = UpdateReporter(name, emit)
+        self.watch = DivergenceWatch(name, parts.config.divergence, emit, self._can_roll_back)
         self._parts = parts
+        self._emit = emit
+        self._config = parts.config
         self.journal = parts.journal
-        self.teacher = parts.teacher
         self._learner = parts.learner
         self._adapters = parts.adapters
         self._serves_base = serves_base
-        self._policy = UndoablePolicy(name, parts.learner, self._discard_announced)
+        self._undo: PolicyState | PolicySnapshot | None = None
         self._evaluated: EvaluationResult | None = None  # of the last update; `evaluate_if_due` adds it
         self._info: VersionInfo  # of every version that training makes; set by `open`
 
@@ -105,15 +155,15 @@ class AdapterTraining:
         start = None if live is None else await self.checkpoints.policy_of(live, card)
         await self._learner.open(self.name, start)
         self._info = VersionInfo.of(self._learner.weights(self.name))
-        self._policy.accept()
+        self._undo = None
         self.unpublished, self.rewards = False, RewardHistory()
         self.watch.restart()
         self.plateau.restart()
-        emit, every = partial(self._parts.emit, adapter=self.name), self._parts.config.evaluation.every or 1
+        emit, every = partial(self._emit, adapter=self.name), self._config.evaluation.every or 1
         self.evaluations = EvaluationHistory(self._parts.evaluator, every, emit)
         self.checkpoints.unsaved.clear()
         self.checkpoints.set_best(None)
-        self.versions = VersionHistory(live or BASE_ADAPTER, self._parts.config.max_staleness)
+        self.versions = VersionHistory(live or BASE_ADAPTER, self._config.max_staleness)
         self.reports.step = start.step if start else 0
         number = card.metrics.get(CHANGE) if card is not None else None
         self.start = StartPoint(
@@ -130,12 +180,12 @@ class AdapterTraining:
             found = TrainedVersion(best.ref) if best else TrainedVersion(self.versions.latest, start, self._histories())
             self.checkpoints.set_best(found)
         elif live is None and not self._serves_base:
-            async with self._policy.undone_on_failure():
+            async with self._undone_on_failure():
                 ref = await self._stage()
                 await self._adapters.flip(ref)
                 self.versions.append(ref)
-                self._policy.accept()
-        self._parts.emit("started", adapter=self.name, version=str(self.versions.latest), step=self.reports.step)
+                self._undo = None
+        self._emit("started", adapter=self.name, version=str(self.versions.latest), step=self.reports.step)
 
     def begin_lesson(self, pace: Pace) -> None:
         """Makes the next updates of rewards at this pace, until `end_lesson`. What was known of earlier rewards and
@@ -144,7 +194,7 @@ class AdapterTraining:
         self._forget_rewards()
 
     def end_lesson(self) -> None:
-        self.pace = Pace(self._parts.config.update_frequency)
+        self.pace = Pace(self._config.update_frequency)
         self.plateau.restart()
 
     def _forget_rewards(self) -> None:
@@ -163,7 +213,7 @@ class AdapterTraining:
 
     async def _set_best_to_latest(self) -> None:
         latest = self.versions.latest
-        policy = None if latest == BASE_ADAPTER else await self._policy.current()
+        policy = None if latest == BASE_ADAPTER else await self._policy()
         self.checkpoints.set_best(TrainedVersion(latest, policy, self._histories()))
 
     def _histories(self) -> dict[str, float]:
@@ -178,6 +228,27 @@ class AdapterTraining:
     def _can_roll_back(self) -> bool:
         best = self.checkpoints.best
         return best is not None and (self.unpublished or best.ref != self.versions.latest)
+
+    def prepare(
+        self, groups: Sequence[ScoredGroup], wanted: int | None = None, publish: bool = True, explores: bool = False
+    ) -> PreparedUpdate:
+        """An update on these groups, which all have the same signal; see `PreparedUpdate`."""
+        history = self.rewards.draft()
+        batch = prepare_signal(groups, self._config.loss, history, wanted, explores)
+        rate = self.pace.learning_rate if signal_of(groups) in OF_LESSONS else None
+        return PreparedUpdate(groups, batch, history, wanted, publish, explores, rate)
+
+    async def taught(self, update: PreparedUpdate) -> tuple[UpdateBatch, str]:
+        """The batch of an update, with the logprobs of a teacher if its loss reads some. They are asked for unless the
+        update has them, and then it has.
+
+        Returns:
+            Also why the batch has no samples, if the teacher scored none of them.
+        """
+        batch, problem = replace(update.batch.batch, learning_rate=update.learning_rate), ""
+        if update.teacher_logprobs is None:
+            update.teacher_logprobs, problem = await logprobs_for(self._parts.teacher, batch, self._config.loss)
+        return taught(batch, update.teacher_logprobs), problem
 
     async def learn(
         self,
@@ -196,29 +267,29 @@ class AdapterTraining:
         Raises:
             Exception: raised by the learner or while publishing; policy and versions are as before.
         """
-        gate, evaluation, loss = self._parts.gate, None, batch.loss or self._parts.config.loss
-        evaluates_first = gate.reads_evaluations and not again and self.evaluations.due(self.reports.step + 1)
-        async with self._policy.undone_on_failure():
-            judge = partial(self.watch.judge, loss, again)
-            make_version = partial(self._publish, not evaluates_first, judge) if publish else None
-            outcome, ref = await self._learner.learn(self.name, batch, make_version)
+        loss, floor, evaluation = batch.loss or self._config.loss, self._config.gate.eval_floor, None
+        evaluates_first = floor is not None and not again and self.evaluations.due(self.reports.step + 1)
+        judge = partial(self.watch.judge, loss, again)
+        stage = partial(self._stage_on_device, not evaluates_first, judge) if publish else None
+        async with self._undone_on_failure():
+            outcome, ref = await self._learner.learn(self.name, batch, stage)
             found = judge(outcome)
             self.watch.tell(found, self.rewards.trend, self.live, self.reports.step)
             self.watch.observe(loss, outcome)
             if outcome.skipped:
                 skipped = self.reports.skipped(self.live, outcome.skipped, metrics=outcome.metrics)
                 return replace(skipped, divergences=found)
-            refusal = gate.judge(found)
+            refusal = refusal_of(found)
             if refusal is None and ref is not None and evaluates_first:
                 evaluation = await self._evaluate(ref, outcome.step)
-                refusal = gate.judge_evaluation(evaluation)
+                refusal = refusal_of_evaluation(evaluation, floor)
             if evaluation is not None:
                 outcome = replace(outcome, metrics={**outcome.metrics, **evaluation.metrics})
             if refusal is not None:
                 return replace(self.reports.held(self.live, refusal, outcome), divergences=found)
             if ref is not None and evaluates_first:
                 await self._adapters.flip(ref)
-            self._policy.accept()
+            self._undo = None
             self.checkpoints.unsaved.add()
             self.unpublished = ref is None
             self.progress = {**self.progress, **(progress or {})}
@@ -229,7 +300,7 @@ class AdapterTraining:
             self._evaluated = evaluation
         return replace(report, divergences=found)
 
-    def _publish(
+    def _stage_on_device(
         self,
         goes_live: bool,
         judge: Callable[[UpdateOutcome], Sequence[Divergence]],
@@ -238,7 +309,7 @@ class AdapterTraining:
     ) -> Future[AdapterRef] | None:
         """Stages an update as a new version if the gate accepts it. If `goes_live` is true, the version goes live as
         soon as it is staged. Called on the device thread, right after the update."""
-        if outcome.skipped or self._parts.gate.judge(judge(outcome)):
+        if outcome.skipped or refusal_of(judge(outcome)):
             return None
         return self._adapters.publish_trained(self.name, weights, self._info, self.versions.announce, goes_live)
 
@@ -248,6 +319,28 @@ class AdapterTraining:
         version = await self._adapters.publish(self.name, weights, self._info, goes_live=False)
         self.versions.announce(version.ref)
         return version.ref
+
+    async def _policy(self) -> PolicyState | PolicySnapshot:
+        """The policy, after a pending undo has been done."""
+        if self._undo is not None:
+            await self._learner.restore(self.name, self._undo)
+            self._undo = None
+        return self._learner.state(self.name)
+
+    @asynccontextmanager
+    async def _undone_on_failure(self) -> AsyncIterator[None]:
+        """At the end of the block, restores the policy and discards the version that was staged, unless the block has
+        cleared `_undo`. So a cancelled update never goes live, whatever the device is doing for it."""
+        self._undo = await self._policy()
+        try:
+            yield
+        finally:
+            if self._undo is not None:
+                self._discard_announced()
+                try:
+                    await self._policy()
+                except Exception:  # noqa: BLE001 - the block's own error is what the caller should see
+                    _log.exception("the policy of %s could not be restored; it will be before its next use", self.name)
 
     def _discard_announced(self) -> None:
         """Forgets the version that was announced, unless it is in `versions`."""
@@ -321,7 +414,7 @@ class AdapterTraining:
             Exception: see `PolicyCheckpoints.save`.
         """
         await self.journal.flush()  # a checkpoint never has an update that the journal lacks
-        policy = await self._policy.current()
+        policy = await self._policy()
         metrics = {**(metrics or self.reports.metrics), **self._histories()}
         has_version = not self.unpublished and self.versions.latest != BASE_ADAPTER
         try:
@@ -355,7 +448,7 @@ class AdapterTraining:
         """
         goal = await self.checkpoints.find(to)
         with self._adapters.lease(goal.selector):
-            async with self._policy.undone_on_failure():
+            async with self._undone_on_failure():
                 await self._learner.restore(self.name, goal.policy)
                 # the base model is no version of the adapter: in its place, a new version that equals it goes live
                 ref = goal.ref if goal.ref != BASE_ADAPTER else await self._stage()
@@ -363,11 +456,11 @@ class AdapterTraining:
                 self.versions.rewind_to(goal.ref)
                 if ref != goal.ref:
                     self.versions.append(ref)
-                self._policy.accept()
+                self._undo = None
             self.unpublished = False
             self._forget_rewards()
             self.reports.step = goal.policy.step if goal.policy else 0
-            self._parts.emit("rollback", adapter=self.name, version=str(ref), step=self.reports.step)
+            self._emit("rollback", adapter=self.name, version=str(ref), step=self.reports.step)
             await self._resume_from(ref, best=to in (None, BEST))
         return ref
 
@@ -375,7 +468,7 @@ class AdapterTraining:
         """Makes a restart of the server resume from this version. If it is the best one, it is saved, because it may
         have no checkpoint yet."""
         if best:
-            self.checkpoints.set_best(TrainedVersion(ref, await self._policy.current(), self._histories()))
+            self.checkpoints.set_best(TrainedVersion(ref, await self._policy(), self._histories()))
             self.checkpoints.unsaved.add()
             with suppress(Exception):  # `save` has logged it, and the next checkpoint saves the best version again
                 await self.save()

@@ -14,13 +14,10 @@ from mlx_parallm.core import BASE_ADAPTER, AdapterRef, GivenTrajectory, Signal, 
 from mlx_parallm.errors import EngineError, ParaLLMError, RequestError
 from mlx_parallm.rl.objectives.batches import ScoredGroup
 from mlx_parallm.rl.objectives.episodes import Episode
-from mlx_parallm.rl.objectives.rewards import RewardHistory
-from mlx_parallm.rl.objectives.signals import prepare_signal
 from mlx_parallm.rl.runs.records import CHANGED, PolicyChange, Rollback, Start, TrainedEpisode, TrainedGroup, Update
 from mlx_parallm.rl.runs.replay import plan
-from mlx_parallm.rl.teachers import TeacherLogprobs, logprobs_for, taught
 from mlx_parallm.rl.trajectories import DropReason
-from mlx_parallm.rl.updates.adapter_training import AdapterTraining
+from mlx_parallm.rl.updates.adapter_training import AdapterTraining, PreparedUpdate
 
 _LINEAGE = 100
 """Versions of a lineage that are kept. Trajectories of older ones are too stale to be trained on."""
@@ -29,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class PolicyJournal:
-    """The changes of one adapter's policy. The lock of `TrainingLoop` orders the calls.
+    """The changes of one adapter's policy. The lock of `AdapterRun` orders the calls.
 
     Methods that write raise StorageError if a change is not on the disk yet; it is written later.
     """
@@ -55,25 +52,19 @@ class PolicyJournal:
 
     async def updated(
         self,
-        groups: Sequence[ScoredGroup],
+        update: PreparedUpdate,
         reasons: Sequence[DropReason | None],
-        history: RewardHistory,
-        wanted: int | None,
-        publish: bool,
         report: UpdateReport,
-        learning_rate: float | None = None,
-        explores: bool = False,
-        teacher_logprobs: TeacherLogprobs | None = None,
     ) -> None:
-        """An update on these groups has ended. `reasons`: why each group was not trained on; None: it was.
+        """An update has ended. `reasons`: why each of its groups was not trained on; None: it was.
 
-        `history`: of rewards, with those of these groups. It counts if the update has changed the policy, or has no
-        signal that could. If neither changes policy nor baselines, the update is kept without its groups.
+        Its history of rewards counts if it has changed the policy, or has no signal that could. If neither policy nor
+        baselines have changed, the update is kept without its groups.
         """
         changed = report.status in CHANGED
-        moved = (changed or report.reason == "no_signal") and self._training.rewards.accept(history)
+        moved = (changed or report.reason == "no_signal") and self._training.rewards.accept(update.history)
         published = report.status == "published" and report.adapter is not None
-        trained = tuple(map(_trained, groups))
+        trained = tuple(map(_trained, update.groups))
         dropped = {
             one: reason.value
             for group, reason in zip(trained, reasons, strict=True)
@@ -83,17 +74,17 @@ class PolicyJournal:
         await self._changed(
             Update(
                 groups=trained if changed or moved else (),
-                wanted=wanted,
-                publish=publish,
+                wanted=update.wanted,
+                publish=update.publish,
                 version=report.adapter.version if published and report.adapter is not None else None,
                 status=report.status,
                 step=report.step,
                 metrics=dict(report.metrics),
                 progress=dict(self._training.progress),
-                learning_rate=learning_rate,
-                explores=explores,
-                teacher_logprobs=teacher_logprobs if changed else None,
-                trend=history.trend.observed(),
+                learning_rate=update.learning_rate,
+                explores=update.explores,
+                teacher_logprobs=update.teacher_logprobs if changed else None,
+                trend=update.history.trend.observed(),
                 all_progress=True,
             ),
             dropped,
@@ -174,22 +165,19 @@ class PolicyJournal:
         try:
             groups = [_scored(group, known) for group in update.groups]
             self._observe(update, groups)
-            history = training.rewards.draft()
-            prepared = prepare_signal(groups, self._config.loss, history, update.wanted, update.explores)
+            made = training.prepare(groups, update.wanted, update.publish, update.explores)
+            made.learning_rate = update.learning_rate
             await training.mark_best()
             if not update.changed_policy:
-                training.rewards.accept(history)
+                training.rewards.accept(made.history)
                 training.change = change.number
                 return
             await training.evaluate_if_due()  # the version that training starts from
             if update.version is not None:
                 training.number_versions_from(update.version)
-            batch = replace(prepared.batch, learning_rate=update.learning_rate)
-            logprobs, problem = update.teacher_logprobs, ""
-            if logprobs is None or not (batch.loss or self._config.loss).reads_teacher:
-                # an older version did not write them, or the present settings read none
-                logprobs, problem = await logprobs_for(training.teacher, batch, self._config.loss)
-            batch = taught(batch, logprobs)
+            if (made.batch.batch.loss or self._config.loss).reads_teacher:
+                made.teacher_logprobs = update.teacher_logprobs  # an older version did not write them
+            batch, problem = await training.taught(made)
             if not batch.samples:
                 raise EngineError(problem or "under the present settings it has no samples")
             report = await training.learn(batch, update.publish, update.progress or None, again=True)
@@ -198,7 +186,7 @@ class PolicyJournal:
             return
         training.change = change.number
         if report.status in CHANGED:
-            training.rewards.accept(history)
+            training.rewards.accept(made.history)
             if report.status == "published":
                 await training.evaluate_if_due()
         else:

@@ -1,4 +1,4 @@
-"""DivergenceWatch: watches the training of one adapter, and says when the figures of an update are beyond their limits.
+"""Divergence: watches the training of one adapter, and says when the figures of an update are beyond their limits.
 
 metrics of an update ─┐
 recent updates       ─┼─▶ rules ─▶ divergences ─▶ hold, pause, roll back
@@ -12,7 +12,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 
 from mlx_parallm.config import Action, DivergenceConfig, LossKind, ResolvedLoss
@@ -27,9 +27,66 @@ RECENT = 8
 _LEAST_RECENT = 3
 """Fewer updates have no median to compare with."""
 
+_SHOWN = 8
+"""Divergences that the status shows."""
+
 _OF_POLICY = ("kl", "entropy", "length", "reward")
 """Signals of the policy that drew the samples, which may stay beyond their limits for many updates. Those are
 reported once, and training pauses for them once. The other signals are of one update, and each update is judged."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Figure:
+    """A metric of an update. `before`: of the update before it; None: there is none. `usual`: its median over recent
+    updates; None: there are too few, or the rewards are no worse than theirs, and then what it was does not count."""
+
+    value: float
+    before: float | None
+    usual: float | None
+
+
+_RULES: tuple[tuple[str, str, Callable[[_Figure, float], bool], str], ...] = (
+    (
+        "kl_step",
+        "kl_step",
+        lambda kl, limit: kl.value > limit,
+        "kl_step {value:.3g} is above {limit:g}: the update moved the policy too far",
+    ),
+    (
+        "ratio",
+        "ratio_mean",
+        lambda ratio, limit: ratio.value > limit,
+        "ratio_mean {value:.3g} is above {limit:g}: the policy has left the samples behind",
+    ),
+    (
+        "ratio",
+        "ratio_mean",
+        lambda ratio, limit: not ratio.value >= 1 / limit,  # NaN is beyond it too
+        "ratio_mean {value:.3g} is below {inverse:.3g}: the policy has left the samples behind",
+    ),
+    (
+        "kl",
+        "kl",
+        lambda kl, limit: kl.before is not None and min(kl.before, kl.value) > limit,
+        "kl was above {limit:g} in two updates: the policy is far from the base model",
+    ),
+    (
+        "entropy",
+        "entropy",
+        lambda entropy, limit: entropy.usual is not None and entropy.value < limit * entropy.usual,
+        "entropy {value:.3g} is below {limit:g} of what it was, {usual:.3g}",
+    ),
+    (
+        "length",
+        "completion_tokens",
+        lambda tokens, limit: tokens.usual is not None and tokens.value > limit * tokens.usual,
+        "completion_tokens {value:.3g} is above {limit:g} times what it was, {usual:.3g}",
+    ),
+)
+"""For each rule: its signal, whose limit and action are configured; the metric that it reads; whether the metric is
+beyond the limit; and what people are told."""
 
 
 class DivergenceRules:
@@ -41,6 +98,7 @@ class DivergenceRules:
 
     def __init__(self, config: DivergenceConfig) -> None:
         self._config = config
+        self._limits = {signal: getattr(config, signal) for signal, *_ in _RULES}
         self._recent: deque[Mapping[str, float]] = deque(maxlen=RECENT)
         self._standing: set[str] = set()
 
@@ -92,53 +150,23 @@ class DivergenceRules:
 
     # -- rules -----------------------------------------------------------------------------------
 
-    def _beyond(self, metrics: Mapping[str, float]) -> Iterator[Divergence]:
-        yield from self._kl_step(metrics)
-        yield from self._ratio(metrics)
-        yield from self._kl(metrics)
-        yield from self._entropy(metrics)
-        yield from self._length(metrics)
-
     def _not_finite(self, metrics: Mapping[str, float], skipped: str) -> Iterator[Divergence]:
         names = sorted(name for name, value in metrics.items() if not math.isfinite(value))
         what = skipped.removesuffix("_not_finite") if skipped.endswith("_not_finite") else ", ".join(names)
         if what:
             yield _found("not_finite", math.nan, None, self._config.not_finite.action, f"not finite: {what}")
 
-    def _kl_step(self, metrics: Mapping[str, float]) -> Iterator[Divergence]:
-        rule, value = self._config.kl_step, metrics.get("kl_step")
-        if rule.limit is not None and value is not None and value > rule.limit:
-            reason = f"kl_step {value:.3g} is above {rule.limit:g}: the update moved the policy too far"
-            yield _found("kl_step", value, rule.limit, rule.action, reason)
-
-    def _ratio(self, metrics: Mapping[str, float]) -> Iterator[Divergence]:
-        rule, value = self._config.ratio, metrics.get("ratio_mean")
-        if rule.limit is not None and value is not None and not 1 / rule.limit <= value <= rule.limit:
-            side = f"above {rule.limit:g}" if value > rule.limit else f"below {1 / rule.limit:.3g}"
-            reason = f"ratio_mean {value:.3g} is {side}: the policy has left the samples behind"
-            yield _found("ratio", value, rule.limit, rule.action, reason)
-
-    def _kl(self, metrics: Mapping[str, float]) -> Iterator[Divergence]:
-        rule, values = self._config.kl, [*(update.get("kl", 0.0) for update in self._recent), metrics.get("kl", 0.0)]
-        if rule.limit is not None and len(values) > 1 and min(values[-2:]) > rule.limit:
-            reason = f"kl was above {rule.limit:g} in two updates: the policy is far from the base model"
-            yield _found("kl", values[-1], rule.limit, rule.action, reason)
-
-    def _entropy(self, metrics: Mapping[str, float]) -> Iterator[Divergence]:
-        rule, value, usual = self._config.entropy, metrics.get("entropy"), self._usual("entropy")
-        if rule.limit is None or value is None or usual is None or self._is_as_good(metrics):
-            return
-        if value < rule.limit * usual:
-            reason = f"entropy {value:.3g} is below {rule.limit:g} of what it was, {usual:.3g}"
-            yield _found("entropy", value, rule.limit, rule.action, reason)
-
-    def _length(self, metrics: Mapping[str, float]) -> Iterator[Divergence]:
-        rule, value, usual = self._config.length, metrics.get("completion_tokens"), self._usual("completion_tokens")
-        if rule.limit is None or value is None or usual is None or self._is_as_good(metrics):
-            return
-        if value > rule.limit * usual:
-            reason = f"completion_tokens {value:.3g} is above {rule.limit:g} times what it was, {usual:.3g}"
-            yield _found("length", value, rule.limit, rule.action, reason)
+    def _beyond(self, metrics: Mapping[str, float]) -> Iterator[Divergence]:
+        is_as_good = self._is_as_good(metrics)
+        for signal, metric, is_beyond, reason in _RULES:
+            rule, value = self._limits[signal], metrics.get(metric)
+            if rule.limit is None or value is None:
+                continue
+            before = self._recent[-1].get(metric, 0.0) if self._recent else None
+            figure = _Figure(value, before, None if is_as_good else self._usual(metric))
+            if is_beyond(figure, rule.limit):
+                text = reason.format(value=value, limit=rule.limit, inverse=1 / rule.limit, usual=figure.usual)
+                yield _found(signal, value, rule.limit, rule.action, text)
 
     def _is_as_good(self, metrics: Mapping[str, float]) -> bool:
         """Whether the rewards are no worse than in most recent updates. Without rewards (imitation) that is unknown,
@@ -163,12 +191,6 @@ def without_rollback(found: Sequence[Divergence]) -> tuple[Divergence, ...]:
     return tuple(
         replace(each, action=str(instead[each.signal])) if each.action == Action.ROLL_BACK else each for each in found
     )
-
-
-_SHOWN = 8
-"""Divergences that the status shows."""
-
-_log = logging.getLogger(__name__)
 
 
 class DivergenceWatch:
