@@ -35,7 +35,7 @@ from mlx_parallm.rl.updates.checkpoints import PolicyCheckpoints
 from mlx_parallm.train.data import PLACEHOLDERS, Datum
 from mlx_parallm.train.learner import Learner
 from mlx_parallm.train.policy import PolicySnapshot
-from mlx_parallm.train.summed import TOTALS, datum_of, loss_value, resolved_loss, scored_places
+from mlx_parallm.train.summed import TOTALS, datum_of, loss_value, resolved_loss, scored_positions
 
 _log = logging.getLogger(__name__)
 
@@ -209,7 +209,7 @@ class PolicyService:
             StepFailedError: the device failed; the gradients are as before.
         """
         self._policy(name)
-        places = [scored_places(each) for each in sequences]
+        places = [scored_positions(each) for each in sequences]
         samples = [datum_of(each, at) for each, at in zip(sequences, places, strict=True)]
         self._warn_of_placeholders(name, samples)
         added = await self._learner.accumulate(name, samples, resolved_loss(loss), TOTALS, returns_logprobs=True)

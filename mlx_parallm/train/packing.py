@@ -41,19 +41,12 @@ class Row:
         return cls(array, array.astype(">i4").tobytes())
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """`order`: the indices of the rows that were laid out, in the order in which they lie."""
-
-    branch: Branch
-    order: tuple[int, ...]
-
-
-def laid_out(rows: Sequence[Row]) -> Layout:
-    """The layout of these rows, which does not depend on their order. What all of them share is always a branch."""
+def laid_out(rows: Sequence[Row]) -> tuple[Branch, Sequence[int]]:
+    """How these rows lie, whatever their order, and the indices of the rows in the order in which they lie. What all of
+    them share is always a branch."""
     ids = [row.ids for row in rows]
     branch, order = _branch(ids, sorted(range(len(rows)), key=lambda row: rows[row].key), 0)
-    return Layout(branch, tuple(order))
+    return branch, order
 
 
 def _branch(rows: Sequence[NDArray[np.int32]], members: list[int], start: int) -> tuple[Branch, list[int]]:
@@ -111,22 +104,23 @@ def _buckets(widths: Iterator[int]) -> tuple[Bucket, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleBatch:
-    """The samples that an update adds to one micro-step, and how their tokens lie.
+    """The samples that an update adds to one micro-step, and how their tokens lie; see `laid_out`.
 
     Two batches of equal samples are two batches, so each is equal to itself alone.
     """
 
     samples: tuple[Datum, ...]
-    layout: Layout
+    branch: Branch
+    order: Sequence[int]
 
     @classmethod
     def of(cls, samples: Sequence[Datum]) -> SampleBatch:
-        return cls(tuple(samples), laid_out([_row(sample) for sample in samples]))
+        return cls(tuple(samples), *laid_out([_row(sample) for sample in samples]))
 
     @property
     def size(self) -> int:
         """The number of tokens: what samples share once, padding included."""
-        return self.layout.branch.tokens
+        return self.branch.tokens
 
     @property
     def trained_tokens(self) -> int:
@@ -142,7 +136,7 @@ class MicroBatch:
     branch: how the tokens lie.
     positions: int32 [N], indices in M of the hidden states that predict the trained tokens.
     targets: int32 [N].  temperatures: fp32 [N].
-    places: int32 [B, C], indices in N of each row's tokens.
+    rows: int32 [B, C], indices in N of the tokens of each row.
     weights: fp32 [B, C], 0 on padding.  advantages: fp32 [B, C].
     sampling_logprobs: fp32 [B, C].  known: bool [B, 1], whether the row has sampling logprobs.
     on_policy: bool [B, 1].
@@ -157,7 +151,7 @@ class MicroBatch:
     positions: mx.array
     targets: mx.array
     temperatures: mx.array
-    places: mx.array
+    rows: mx.array
     weights: mx.array
     advantages: mx.array
     sampling_logprobs: mx.array
@@ -171,7 +165,7 @@ class MicroBatch:
 
     def padded(self, flat: mx.array) -> mx.array:
         """[N] → [B, C]; on padding there is the value of some other token."""
-        return flat[self.places]
+        return flat[self.rows]
 
 
 def split_samples(samples: Sequence[Datum], most: int, whole_groups: bool = False) -> Iterator[SampleBatch]:
@@ -184,7 +178,7 @@ def split_samples(samples: Sequence[Datum], most: int, whole_groups: bool = Fals
     rows = {id(sample): _row(sample) for sample in samples}
 
     def batch_of(members: Sequence[Datum]) -> SampleBatch:
-        return SampleBatch(tuple(members), laid_out([rows[id(sample)] for sample in members]))
+        return SampleBatch(tuple(members), *laid_out([rows[id(sample)] for sample in members]))
 
     batch: list[Datum] = []
     for group in _groups(samples):
@@ -230,18 +224,18 @@ def _order(sample: Datum) -> tuple[object, ...]:
 def pack(batch: SampleBatch, old_logprobs: Sequence[Sequence[float]] | None = None) -> MicroBatch:
     """The arrays of one micro-batch. `old_logprobs`: of the trained tokens of each sample, under the policy before the
     first step of the update, if that is not the policy now."""
-    samples, branch = batch.samples, batch.layout.branch
+    samples, branch = batch.samples, batch.branch
     tokens = np.zeros(branch.tokens, np.int32)
     positions: list[NDArray[np.int64]] = [np.zeros(0, np.int64)] * len(samples)
     trained = [np.array(sample.trained()) for sample in samples]
-    for row, pieces in zip(batch.layout.order, branch.rows(), strict=True):
+    for row, pieces in zip(batch.order, branch.rows(), strict=True):
         ids = _row(samples[row]).ids
         at = indices_of(pieces)[: len(ids)]
         tokens[at] = ids
         positions[row] = at[trained[row] - 1]
     lengths = [len(targets) for targets in trained]
     ends = np.cumsum(lengths)
-    places = _table([np.arange(end - length, end) for end, length in zip(ends, lengths, strict=True)], np.int32)
+    rows = _table([np.arange(end - length, end) for end, length in zip(ends, lengths, strict=True)], np.int32)
 
     def of_targets(values: Sequence[Sequence[float]]) -> mx.array:
         """Values of all tokens of each sample → those of its trained tokens, fp32 [B, C]."""
@@ -260,7 +254,7 @@ def pack(batch: SampleBatch, old_logprobs: Sequence[Sequence[float]] | None = No
         temperatures=mx.array(
             np.concatenate([np.array(s.temperatures())[at] for s, at in zip(samples, trained, strict=True)]), mx.float32
         ),
-        places=places,
+        rows=rows,
         weights=of_targets([s.loss_weights for s in samples]),
         advantages=of_targets([s.advantages for s in samples]),
         sampling_logprobs=of_targets([s.sampling_logprobs or (0.0,) * len(s.token_ids) for s in samples]),

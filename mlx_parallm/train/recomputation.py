@@ -96,17 +96,17 @@ def floats_of(value: Any) -> tuple[list[mx.array], Callable[[Sequence[mx.array]]
     """The floating-point arrays in any nesting of tuples, lists and dicts, each once, and a function that gives the
     same nesting with others in their place. MLX loses the gradient of an array that a function gives twice."""
     found: dict[int, mx.array] = {}
-    places: list[int] = []
+    indices: list[int] = []
 
     def keep(array: mx.array) -> mx.array:
         found.setdefault(id(array), array)
-        places.append(list(found).index(id(array)))
+        indices.append(list(found).index(id(array)))
         return array
 
     _walk(value, keep)
 
     def with_arrays(arrays: Sequence[mx.array]) -> Any:
-        rest = iter(places)
+        rest = iter(indices)
         return _walk(value, lambda _: arrays[next(rest)])
 
     return list(found.values()), with_arrays

@@ -38,17 +38,17 @@ def resolved_loss(loss: SummedLoss) -> ResolvedLoss:
     return final
 
 
-def scored_places(each: TargetedTokens) -> list[int]:
-    """The places whose logprobs the gradient needs: those with an advantage or a sampling logprob; all if there are
+def scored_positions(each: TargetedTokens) -> list[int]:
+    """The positions whose logprobs the gradient needs: those with an advantage or a sampling logprob; all if there are
     none."""
     logprobs = each.sampling_logprobs or each.advantages
-    places = [at for at, values in enumerate(zip(each.advantages, logprobs, strict=True)) if any(values)]
-    return places or list(range(len(each.token_ids)))
+    positions = [at for at, values in enumerate(zip(each.advantages, logprobs, strict=True)) if any(values)]
+    return positions or list(range(len(each.token_ids)))
 
 
-def datum_of(each: TargetedTokens, places: Sequence[int]) -> Datum:
-    """The datum that learns the targets at these places."""
-    scored = set(places)
+def datum_of(each: TargetedTokens, positions: Sequence[int]) -> Datum:
+    """The datum that learns the targets at these positions."""
+    scored = set(positions)
     return Datum(
         token_ids=(*each.token_ids, each.targets[-1]),
         loss_weights=(0.0, *(float(at in scored) for at in range(len(each.token_ids)))),

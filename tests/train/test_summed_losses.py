@@ -12,7 +12,7 @@ from trainers import VOCABULARY, Recorder, assert_close, everywhere, make_policy
 
 from mlx_parallm.core import SummedLoss, TargetedTokens, TokenLoss
 from mlx_parallm.train.policy import Policy
-from mlx_parallm.train.summed import TOTALS, datum_of, loss_value, resolved_loss, scored_places
+from mlx_parallm.train.summed import TOTALS, datum_of, loss_value, resolved_loss, scored_positions
 from mlx_parallm.train.trainer import GRPOTrainer
 
 LOSSES = (
@@ -90,7 +90,7 @@ def test_value_and_gradient_are_those_of_the_formula(rig: Any, loss: SummedLoss)
         return mx.stack(parts).sum()
 
     want = {name: np.array(leaf) for name, leaf in tree_flatten(mx.grad(objective)(params))}
-    places = [scored_places(each) for each in given]
+    places = [scored_positions(each) for each in given]
     drawn = [datum_of(each, at) for each, at in zip(given, places, strict=True)]
     recorder = Recorder(policy)
     added = finish(trainer, trainer.accumulate(recorder, drawn, resolved_loss(loss), TOTALS, returns_logprobs=True))
@@ -110,7 +110,7 @@ def test_value_and_gradient_are_those_of_the_formula(rig: Any, loss: SummedLoss)
 def test_two_halves_add_up_to_the_whole(rig: Any) -> None:
     trainer, _, policy = rig
     loss, given = LOSSES[0], sequences()
-    drawn = [datum_of(each, scored_places(each)) for each in given]
+    drawn = [datum_of(each, scored_positions(each)) for each in given]
     seen = []
     for parts in ([drawn], [drawn[:1], drawn[1:]]):
         recorder = Recorder(policy)
@@ -132,16 +132,16 @@ def test_every_logprob_can_be_asked_for(rig: Any) -> None:
 
 def test_places_that_change_no_gradient_are_left_out() -> None:
     each = TargetedTokens((1, 2, 3, 4), (0, 0, 4, 5), (0.0, 0.0, 0.0, 0.5), (0.0, 0.0, -1.0, -2.0))
-    assert scored_places(each) == [2, 3], "drawn without an advantage: its ratio is of interest"
+    assert scored_positions(each) == [2, 3], "drawn without an advantage: its ratio is of interest"
     none = TargetedTokens((1, 2), (2, 3), (0.0, 0.0))
-    assert scored_places(none) == [0, 1], "a sample has at least one"
+    assert scored_positions(none) == [0, 1], "a sample has at least one"
 
 
 def test_a_closed_policy_leaves_nothing_behind(rig: Any) -> None:
     trainer, _, _ = rig
     before = trainer.bytes_held
     policy = trainer.open("other", seed=9)
-    drawn = [datum_of(each, scored_places(each)) for each in sequences()]
+    drawn = [datum_of(each, scored_positions(each)) for each in sequences()]
     finish(trainer, trainer.accumulate(policy, drawn, resolved_loss(LOSSES[0]), TOTALS))
     waiting = trainer.accumulate(policy, drawn, resolved_loss(LOSSES[0]), TOTALS)
     assert trainer.bytes_held > before

@@ -97,7 +97,7 @@ def test_an_eighth_of_the_tokens_at_most_is_padding(most: int) -> None:
     random = np.random.default_rng(1)
     lengths = [int(length) for length in random.integers(1, 120, 32)]
     parts = list(split_samples(group(lengths), most))
-    buckets = [bucket for part in parts for bucket in all_buckets(part.layout.branch)]
+    buckets = [bucket for part in parts for bucket in all_buckets(part.branch)]
     used, padding = sum(part.size for part in parts), sum(bucket.padding for bucket in buckets)
     assert used - padding == sum(length - 1 for length in lengths) + 5 * len(parts)
     assert padding <= 0.125 * used

@@ -90,13 +90,13 @@ class PackedRows:
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]]) -> PackedRows:
-        layout = laid_out([Row.of(row) for row in rows])
-        tokens, last = np.zeros(layout.branch.tokens, np.int32), np.zeros(len(rows), np.int32)
-        for row, pieces in zip(layout.order, layout.branch.rows(), strict=True):
+        branch, order = laid_out([Row.of(row) for row in rows])
+        tokens, last = np.zeros(branch.tokens, np.int32), np.zeros(len(rows), np.int32)
+        for row, pieces in zip(order, branch.rows(), strict=True):
             at = indices_of(pieces)[: len(rows[row])]
             tokens[at] = rows[row]
             last[row] = at[-1]
-        return cls(mx.array(tokens), layout.branch, mx.array(last))
+        return cls(mx.array(tokens), branch, mx.array(last))
 
 
 def rewards(

@@ -220,7 +220,7 @@ def batches(groups: Sequence[Sequence[tuple[int, ...]]], most: int) -> Iterator[
     batch: list[int] = []
     for at in sorted(range(len(groups)), key=lambda at: tuple(groups[at])):
         rows = [LaidOutRow.of(row) for each in (*batch, at) for row in groups[each]]
-        if batch and laid_out(rows).branch.tokens > most:
+        if batch and laid_out(rows)[0].tokens > most:
             yield batch
             batch = []
         batch.append(at)
