@@ -4,8 +4,9 @@
                 themselves
     together    one call for all tokens, with a mask of those that belong together
 
-A CPU pays for scores, and attends by parts. A GPU pays for calls: it attends to all tokens together as long as these
-have few scores. Calls with many scores are made in blocks.
+A CPU pays for scores, and attends by parts. A GPU pays for calls: as long as all tokens have few scores, it attends to
+them together. Those scores are never kept, and those of one layer take less than the logits of one block of positions.
+Calls with many scores are made in blocks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 from mlx_parallm.batch.attention import additive, attention
 from mlx_parallm.core.branches import Branch
 from mlx_parallm.model.device import on_cpu
-from mlx_parallm.train.recomputation import Unit, watching
+from mlx_parallm.train.recomputation import Unit, recomputed, watching
 
 SCORES_AT_ONCE = 1 << 19
 """Attention scores of one head that may be in memory at a time. A pass with more is made in blocks, so that the memory
@@ -93,9 +94,7 @@ class PackedAttention:
     ) -> mx.array:
         """Attention of all tokens, arrays [N, heads, 1, head_dim] → [N, heads, 1, head_dim of values]."""
         if len(self.parts) > 1 and len(queries) ** 2 <= SCORES_AT_ONCE and not on_cpu():
-            mine, keys, values = (each.transpose(2, 1, 0, 3) for each in (queries, keys, values))
-            mask = self._mask_of_all(window, queries.dtype)
-            return attention(mine, keys, values, scale, mask, sinks).transpose(2, 1, 0, 3)
+            return self._together(queries, keys, values, scale, self._mask_of_all(window, queries.dtype), sinks)
 
         def attend(offset: int, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
             """Of queries at the positions from `offset` on, [rows, heads, T, head_dim]."""
@@ -110,6 +109,25 @@ class PackedAttention:
             attend_part = in_blocks(attend, part.offset) if self._is_large else partial(attend, part.offset)
             outputs.append(_tokens(attend_part(mine, *seen[part])))
         return mx.concatenate(outputs)
+
+    def _together(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: mx.array,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Attention in one call, whose scores are computed again in the backward pass: nearly all of them are of tokens
+        that do not belong together, and would be kept in vain."""
+        one_row = [each.transpose(2, 1, 0, 3) for each in (queries, keys, values)]
+
+        def attend(others: list[mx.array], queries: mx.array) -> list[mx.array]:
+            keys, values = others
+            return [attention(queries, keys, values, scale, mask, sinks)]
+
+        return recomputed(attend)(one_row[1:], one_row[0])[0].transpose(2, 1, 0, 3)
 
     def split(self, tokens: mx.array) -> Sequence[mx.array]:
         """What each part has of an array of all tokens, [N, ...]. The gradient is one concatenation; that of slices
