@@ -382,10 +382,22 @@ class Collector:
         for ended in self._hooks.ended:
             ended(group)
         for copy, opinions in outlived(group):
-            self._journal.added(group.adapter, [copy], opinions)
-            self.groups.add(group.adapter, [copy], entries=opinions)
+            self._keep_late(group.adapter, copy, opinions)
         if self._parts.log is not None:
             self._parts.log.append(group)
+
+    def _keep_late(self, adapter: str, copy: Trajectory, opinions: Sequence[Feedback]) -> None:
+        """Keeps the opinions of an answer that was dropped. If an opinion that came after that has made the copy, the
+        others join it."""
+        if (known := self.buffer.member(copy.trajectory_id)) is None:
+            self._journal.added(adapter, [copy], opinions)
+            self.groups.add(adapter, [copy], entries=opinions)
+            return
+        newer = known[1].opinions[copy.trajectory_id]
+        for opinion in opinions if known[1].is_open else ():
+            if opinion.user not in newer:
+                self._journal.noted(adapter, copy.group_id, opinion)
+                self.groups.apply(opinion)
 
 
 def _version(trajectories: Sequence[Trajectory]) -> AdapterRef:

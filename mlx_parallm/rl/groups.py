@@ -132,6 +132,9 @@ class Groups:
         group = self._buffer.find(*key)
         closed = group.closed or group.adapter != adapter if group else self._buffer.has_left(*key)
         refused = refused or (DropReason.CLOSED if closed and group_name(first.collection) else None)
+        if entries and refused is None and group is not None and group.closed:  # an opinion has made this late copy
+            self._set_all(group, entries)
+            return Added(None, apart=False)
         if refused is not None or group is None:
             group = self._begin(adapter, trajectories, refused)
         else:
@@ -200,7 +203,7 @@ class Groups:
             UnknownTrajectoryError: what it is for is not known, or forgotten, or another key's.
             ConflictError: it was taken for training, or dropped; or too many people have judged the answer.
         """
-        return self._buffer_group(entry.group_id, entry.key) if isinstance(entry, Closed) else self._target(entry)[0]
+        return self._held_group(entry.group_id, entry.key) if isinstance(entry, Closed) else self._target(entry)[0]
 
     def apply(self, entry: GroupEntry) -> TrajectoryGroup:
         """Sets a reward, or closes a group. Raises what `group_of` does."""
@@ -228,7 +231,7 @@ class Groups:
     def _set(self, entry: GroupEntry) -> TrajectoryGroup:
         """The only place where rewards are set."""
         if isinstance(entry, Closed):
-            group = self._buffer_group(entry.group_id, entry.key)
+            group = self._held_group(entry.group_id, entry.key)
             self._close(group)
             return group
         group, member = self._target(entry)
@@ -276,7 +279,7 @@ class Groups:
                 group, member = self._open_answer(trajectory_id, None)
         return group, member
 
-    def _buffer_group(self, group_id: str, key: str | None) -> TrajectoryGroup:
+    def _held_group(self, group_id: str, key: str | None) -> TrajectoryGroup:
         """A group that has not left. `key`: its owner; None: any."""
         if (group := self._buffer.find(group_id, key)) is None:
             if self._buffer.has_left(group_id, key):

@@ -23,6 +23,7 @@ from mlx_parallm.errors import (
     UnknownTrajectoryError,
 )
 from mlx_parallm.rl.runs.journal import Journal
+from mlx_parallm.rl.trajectories import DropReason
 
 STRICT = changed(MANUAL, max_staleness=0)
 """Everything that the last update's version did not draw is too old."""
@@ -173,6 +174,23 @@ async def test_opinions_in_time_are_not_lost_when_other_updates_make_their_answe
     async with run.process() as one:
         assert rewards(one)[f"late-{first}"] == pytest.approx(1 / 3)
         assert (await one.service.update(signal=Signal.LATE_FEEDBACK)).status == "published"
+
+
+async def test_opinions_in_time_join_those_that_came_late_while_their_group_was_trained_on(tmp_path: Path) -> None:
+    run = Run(tmp_path / "journal.sqlite", MANUAL)
+    async with run.process() as one:
+        first, second = await one.request(scorer=None)
+        await one.service.trajectories.feedback(first, 1.0, "ann")
+        buffer = one.service.trajectories.buffer
+        (group,) = buffer.take("main")
+        await one.service.trajectories.feedback(second, 1.0, "ann")
+        await one.service.trajectories.feedback(second, 1.0, "bob")
+        buffer.sweep("main", lambda version: DropReason.STALE)
+        assert (await one.service.trajectories.feedback(second, 0.0, "bob")).late
+        buffer.finish(group)
+        assert rewards(one)[f"late-{second}"] == 0.0, "ann is for it, and bob is against it now"
+    async with run.process() as one:
+        assert rewards(one)[f"late-{second}"] == 0.0
 
 
 async def test_opinions_count_though_the_process_was_killed_before_their_answer_was_dropped(tmp_path: Path) -> None:
