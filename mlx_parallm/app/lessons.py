@@ -83,7 +83,7 @@ class Lesson:
         self.prefix = group_prefixes(self._id)[0]
         self._spec, self._service, self._checkpoint = spec, service, checkpoint
         self._fault, self._on_change = fault, on_change
-        self._needs = service.needs(adapter)
+        self._loop = service.loop(adapter)
         self._examples: asyncio.Task[None] | None = None
         self._per_update = answers_per_update(spec)
         self.progress = LessonProgress(len(spec.prompts), self._per_update, spec.updates)
@@ -101,10 +101,13 @@ class Lesson:
         )
 
         def is_paused() -> bool:
-            return self.progress.showing is not None or is_held_back() or self._needs.pause_reason is not None
+            return self.progress.showing is not None or is_held_back() or self._loop.pause_reason is not None
+
+        def in_scoring() -> int:
+            return service.trajectories.groups.in_scoring
 
         rows = config.server.max_batch_size
-        self._driver = RolloutDriver(self, self._needs, training, spec.group_size, rows, is_paused)
+        self._driver = RolloutDriver(self, self._loop, in_scoring, training, spec.group_size, rows, is_paused)
 
     def start(self) -> None:
         self._driver.start()
@@ -118,7 +121,7 @@ class Lesson:
 
     async def draw(self, groups: int) -> RolloutResult:
         """See `rollout_driver.Source`."""
-        live = self._needs.live
+        live = self._loop.live
         try:
             drawn = await self._rollouts.sample(groups, BASE_ADAPTER.name if live == BASE_ADAPTER else str(live))
         except Exception as error:  # whatever it is, the lesson says why it ended; the driver logs it
@@ -155,7 +158,7 @@ class Lesson:
             self._failed(self._fault())
 
     def card(self) -> LessonCard:
-        progress, live = self.progress, self._needs.live
+        progress, live = self.progress, self._loop.live
         return LessonCard(
             lesson_id=self._id,
             spec=self._spec,
@@ -169,7 +172,7 @@ class Lesson:
             points=progress.points,
             samples=progress.samples,
             outcome=progress.outcome,
-            reason=progress.reason or self._needs.pause_reason or "",
+            reason=progress.reason or self._loop.pause_reason or "",
             advice=progress.advice,
             started=self._started,
             ended=None if progress.outcome is None else time.time(),

@@ -19,6 +19,7 @@ from mlx_parallm.config import RLTrainingConfig
 from mlx_parallm.core.training import RolloutState
 from mlx_parallm.errors import EngineDeadError
 from mlx_parallm.rl.rollouts.answers import RolloutResult
+from mlx_parallm.rl.updates.run import AdapterRun
 from mlx_parallm.tasks import spawn
 
 _POLL_S = 0.1
@@ -26,23 +27,6 @@ _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 60.0
 """Wait after a task that failed; twice as long after each one more in a row."""
 
 _log = logging.getLogger(__name__)
-
-
-class Needs(Protocol):
-    """What the next update waits for; see `rl.updates.run.AdapterNeeds`."""
-
-    @property
-    def per_update(self) -> int: ...
-    @property
-    def wants_groups(self) -> bool: ...
-    @property
-    def with_signal(self) -> int: ...
-    @property
-    def held(self) -> int: ...
-    @property
-    def groups_in_scoring(self) -> int: ...
-    @property
-    def is_updating(self) -> bool: ...
 
 
 class Source(Protocol):
@@ -68,6 +52,8 @@ class RolloutDriver:
         last_failure: for people; empty if there was none.
 
     Args:
+        loop: whose updates wait for the groups.
+        groups_in_scoring: the number of groups, of all adapters, whose scoring functions are at work.
         group_size: answers to each task.
         rows: of the batch. As many groups are drawn at a time as fit in, so that rollouts never wait for each other in
             the engine's queue for long.
@@ -77,7 +63,8 @@ class RolloutDriver:
     def __init__(
         self,
         source: Source,
-        needs: Needs,
+        loop: AdapterRun,
+        groups_in_scoring: Callable[[], int],
         config: RLTrainingConfig,
         group_size: int,
         rows: int,
@@ -86,7 +73,8 @@ class RolloutDriver:
         self.state: RolloutState = "waiting"
         self.drawn = self.failed = 0
         self.last_failure = ""
-        self._source, self._needs, self._config = source, needs, config
+        self._source, self._loop, self._config = source, loop, config
+        self._groups_in_scoring = groups_in_scoring
         self._group_size, self._most = group_size, max(1, rows // group_size)
         self._is_paused = is_paused
         self._drawing: set[asyncio.Task[None]] = set()
@@ -134,27 +122,27 @@ class RolloutDriver:
     def _wanted(self) -> int:
         """Members that are still wanted, without those that are being drawn or scored: for the next update and, while
         it waits, for the one after it."""
-        needs = self._needs
-        if not needs.wants_groups or (self._config.max_staleness == 0 and needs.is_updating):
+        loop = self._loop
+        if loop.has_enough or (self._config.max_staleness == 0 and loop.is_changing):
             return 0
         updates = 2 if self._draws_ahead else 1
-        return updates * needs.per_update - needs.with_signal - self._coming * self._group_size
+        return updates * loop.per_update - loop.with_signal - self._coming * self._group_size
 
     @property
     def _coming(self) -> int:
         """Groups that are being drawn or scored."""
-        return len(self._drawing) + self._needs.groups_in_scoring
+        return len(self._drawing) + self._groups_in_scoring()
 
     @property
     def _may_draw_ahead(self) -> bool:
         """Whether groups for the update after the next one may be drawn: the groups of the next one wait for something
         else than the model, groups may be one version old, and the buffer has room for them."""
-        config, needs = self._config, self._needs
-        if config.draw_ahead_after_s is None or config.max_staleness == 0 or needs.is_updating or not self._coming:
+        config, loop = self._config, self._loop
+        if config.draw_ahead_after_s is None or config.max_staleness == 0 or loop.is_changing or not self._coming:
             return False
         if self._draws_ahead:
             return True
-        held = max(needs.held, needs.per_update)
+        held = max(loop.waiting, loop.per_update)
         quiet = min(self._source.quiet_s, time.monotonic() - self._started_at)
         return self._wanted <= 0 and quiet >= config.draw_ahead_after_s and 2 * held <= config.trajectory_buffer_size
 

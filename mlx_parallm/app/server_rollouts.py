@@ -47,13 +47,16 @@ class ServerRollouts:
         self._config, self._served = config.rl_training, served
         self._service = training.service
         size, rows = self._config.rollout_group_size, config.server.max_batch_size
-        needs = self._service.needs()
+        loop = self._service.loop()
 
         def is_paused() -> bool:
-            return training.is_asleep() or needs.pause_reason is not None or served.engine.stats().paused
+            return training.is_asleep() or loop.pause_reason is not None or served.engine.stats().paused
+
+        def in_scoring() -> int:
+            return self._service.trajectories.groups.in_scoring
 
         self._rollouts = EnvironmentRollouts(config, served, training, source, size)
-        self._driver = RolloutDriver(self._rollouts, needs, self._config, size, rows, is_paused)
+        self._driver = RolloutDriver(self._rollouts, loop, in_scoring, self._config, size, rows, is_paused)
 
     async def open(self) -> None:
         """Gets ready. Tasks that were answered in an earlier process of the run are not answered again. A curriculum

@@ -37,7 +37,7 @@ from mlx_parallm.rl.tracking.tracking import Tracking
 from mlx_parallm.rl.trajectories import DropReason
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
 from mlx_parallm.rl.updates.parts import TrainingParts
-from mlx_parallm.rl.updates.run import AdapterNeeds, AdapterRun
+from mlx_parallm.rl.updates.run import AdapterRun
 from mlx_parallm.rl.updates.selection import Chosen
 from mlx_parallm.rl.webhook import Webhook
 
@@ -199,13 +199,6 @@ class TrainingService:
         for error in errors:
             if error is not None:
                 raise error
-
-    # -- what waits ------------------------------------------------------------------------------
-
-    def needs(self, adapter: str | None = None) -> AdapterNeeds:
-        """What the next update of an adapter waits for. Raises UnknownModelError if it is not trained."""
-        scoring = self.trajectories.groups
-        return AdapterNeeds(self.loop(adapter), self.trajectories.buffer, lambda: scoring.in_scoring)
 
     # -- updates ---------------------------------------------------------------------------------
 

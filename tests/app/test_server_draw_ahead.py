@@ -23,12 +23,12 @@ class World:
 
     def __init__(self, **settings: object) -> None:
         self.taken, self.quiet_s = 0, 0.0
-        self.wants_groups, self.is_paused, self.is_updating = True, False, False
-        self.with_signal = self.groups_in_scoring = self.held = 0
+        self.has_enough, self.is_paused, self.is_changing = False, False, False
+        self.with_signal = self.groups_in_scoring = self.waiting = 0
         self.drawing: list[asyncio.Future[RolloutResult]] = []
         config = changed(TRAINING, **{"draw_ahead_after_s": 0.01, **settings})
         self.looks = 0
-        self.driver = RolloutDriver(self, self, config, SIZE, 16, self.holds_back)
+        self.driver = RolloutDriver(self, self, lambda: self.groups_in_scoring, config, SIZE, 16, self.holds_back)
         self.driver.start()
 
     def holds_back(self) -> bool:
@@ -44,7 +44,7 @@ class World:
     def end(self, groups: int) -> None:
         """So many groups are drawn, and wait for their rewards."""
         self.groups_in_scoring += groups
-        self.held += groups * SIZE
+        self.waiting += groups * SIZE
         for drawn in self.drawing[:groups]:
             drawn.set_result(RolloutResult(1, ()))
         del self.drawing[:groups]
@@ -52,13 +52,13 @@ class World:
     def reward(self, groups: int) -> None:
         self.groups_in_scoring -= groups
         self.with_signal += groups * SIZE
-        self.wants_groups = self.with_signal < WANTED
+        self.has_enough = self.with_signal >= WANTED
 
     def update(self) -> None:
         """An update takes its groups, and is being made."""
         self.with_signal -= WANTED
-        self.held -= WANTED
-        self.wants_groups, self.is_updating = self.with_signal < WANTED, True
+        self.waiting -= WANTED
+        self.has_enough, self.is_changing = self.with_signal >= WANTED, True
 
     async def takes(self, tasks: int) -> None:
         """Exactly so many tasks are taken."""
@@ -102,7 +102,7 @@ async def test_while_rewards_are_awaited_the_groups_of_one_more_update_are_drawn
     await world.takes(4)
     world.update()
     await world.takes(4)  # the two that wait would be two versions old after the update that they are for
-    world.is_updating = False
+    world.is_changing = False
     await world.takes(6)
 
 

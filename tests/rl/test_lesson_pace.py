@@ -60,7 +60,7 @@ async def test_its_updates_are_made_again_after_a_crash_with_its_learning_rate(t
         assert [batch.learning_rate for batch in one.learner.batches] == [1e-3]
     async with run.process() as one:
         assert [batch.learning_rate for batch in one.learner.batches] == [1e-3]
-        assert one.service.needs().per_update == 1000, "the lesson itself has ended"
+        assert one.service.loop().per_update == 1000, "the lesson itself has ended"
 
 
 async def test_what_is_left_of_it_is_not_trained_on() -> None:

@@ -196,7 +196,7 @@ async def test_while_it_is_held_nothing_is_updated_by_itself_and_then_what_has_w
         status = one.service.status()
         assert (status.state, status.pause_reason) == ("paused", "the machine runs on battery")
         assert one.learner.batches == []
-        assert one.service.needs().pause_reason, "so that the server's own rollouts wait too"
+        assert one.service.loop().pause_reason, "so that the server's own rollouts wait too"
         one.service.hold("")
         await settle()
         assert len(one.learner.batches) == 1

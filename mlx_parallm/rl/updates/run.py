@@ -487,6 +487,21 @@ class AdapterRun:
     # -- status ----------------------------------------------------------------------------------
 
     @property
+    def live(self) -> AdapterRef:
+        """The version that samples what is trained on."""
+        return self.training.live or BASE_ADAPTER
+
+    @property
+    def per_update(self) -> int:
+        """Trajectories with a signal that make an update of rewards."""
+        return self.training.pace.trajectories
+
+    @property
+    def waiting(self) -> int:
+        """Trajectories that no update has taken yet."""
+        return self._buffer.waiting(self.name)
+
+    @property
     def has_enough(self) -> bool:
         """Whether the trajectories that wait are enough for an update of rewards."""
         return self._selection.enough
@@ -511,7 +526,7 @@ class AdapterRun:
             return "updating"
         if self._pausing.reason is not None:
             return "paused"
-        return "running" if self._buffer.waiting(self.name) else "idle"
+        return "running" if self.waiting else "idle"
 
     def status(self) -> TrainingStatus:
         """The status of the adapter. The service adds `checkpoints` and `trained`."""
@@ -567,53 +582,3 @@ def _note_advantages(groups: Sequence[TrajectoryGroup], advantages: Sequence[Adv
         group.divisor = computed.divisor
         for member, value in zip(members, computed.values, strict=True):
             member.advantage = value
-
-
-class AdapterNeeds:
-    """What the next update of one adapter waits for, as those who sample for it see it. Event loop's thread only.
-
-    Args:
-        groups_in_scoring: the number of groups, of all adapters, whose scoring functions are at work.
-    """
-
-    def __init__(self, loop: AdapterRun, buffer: TrajectoryBuffer, groups_in_scoring: Callable[[], int]) -> None:
-        self._loop, self._buffer, self._groups_in_scoring = loop, buffer, groups_in_scoring
-
-    @property
-    def per_update(self) -> int:
-        """Trajectories with a signal that make an update."""
-        return self._loop.training.pace.trajectories
-
-    @property
-    def wants_groups(self) -> bool:
-        """Whether the next update waits for more trajectories."""
-        return not self._loop.has_enough
-
-    @property
-    def with_signal(self) -> int:
-        """Trajectories that the next update can learn from."""
-        return self._loop.with_signal
-
-    @property
-    def held(self) -> int:
-        """Trajectories that no update has taken yet."""
-        return self._buffer.waiting(self._loop.name)
-
-    @property
-    def groups_in_scoring(self) -> int:
-        """Groups whose scoring functions are at work."""
-        return self._groups_in_scoring()
-
-    @property
-    def pause_reason(self) -> str | None:
-        """Why there are no automatic updates now; None: there are."""
-        return self._loop.pause_reason
-
-    @property
-    def is_updating(self) -> bool:
-        return self._loop.is_changing
-
-    @property
-    def live(self) -> AdapterRef:
-        """The version that samples what is trained on."""
-        return self._loop.training.live or BASE_ADAPTER
