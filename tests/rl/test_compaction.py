@@ -223,14 +223,16 @@ async def test_a_run_that_keeps_no_history_has_a_small_journal_and_goes_on(tmp_p
     await settle()
     await one.service.update()
     await one.service.save(None, None, [], {})
-    await until(lambda: one.service._journal._compacting is None)
+    await until(lambda: one.service.parts.journal._compacting is None)
     ids = await one.request(one.service.status().current or BASE_ADAPTER)
     await settle()
     await one.service.update()
     await one.service.update(given=GIVEN)
-    await one.service._journal.flush()
-    assert await one.service._journal.fate(first[0]) is not None, "one of the best answers, which may be learnt again"
-    assert await one.service._journal.fate(first[1]) is None
-    assert await one.service._journal.fate(ids[0]) is not None
-    assert len(await one.service._journal.waiting("main")) == 1
+    await one.service.parts.journal.flush()
+    assert await one.service.parts.journal.fate(first[0]) is not None, (
+        "one of the best answers, which may be learnt again"
+    )
+    assert await one.service.parts.journal.fate(first[1]) is None
+    assert await one.service.parts.journal.fate(ids[0]) is not None
+    assert len(await one.service.parts.journal.waiting("main")) == 1
     await one.service.close()
