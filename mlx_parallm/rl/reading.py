@@ -13,7 +13,7 @@ from math import fsum
 from mlx_parallm.core import AdapterRef, Reader, Signal, Trajectory
 from mlx_parallm.errors import UnknownTrajectoryError, shown
 from mlx_parallm.rl.buffer import TrajectoryBuffer
-from mlx_parallm.rl.objectives.episodes import episode_of, token_advantages
+from mlx_parallm.rl.objectives.episodes import token_advantages
 from mlx_parallm.rl.recording import LATE, NOT_COUNTED
 from mlx_parallm.rl.trajectories import ABOUT, GroupMember, TrajectoryGroup, TrajectoryState
 
@@ -300,5 +300,5 @@ def _advantages(group: TrajectoryGroup, members: Sequence[GroupMember]) -> Mappi
     if not any(member.token_rewards for member in taken):  # then each member's advantages are its own matter
         taken = [member for member in members if member.advantage is not None and not member.is_open]
     values = [member.advantage or 0.0 for member in taken]
-    computed = token_advantages([episode_of(member) for member in taken], values, group.divisor)
+    computed = token_advantages(taken, values, group.divisor)
     return {id(member): of_turns for member, of_turns in zip(taken, computed, strict=True)}

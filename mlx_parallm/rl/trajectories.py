@@ -12,7 +12,7 @@ from enum import StrEnum
 from itertools import chain
 from math import fsum
 
-from mlx_parallm.core import AdapterRef, CollectionSpec, Signal, Trajectory
+from mlx_parallm.core import AdapterRef, CollectionSpec, FinishReason, GivenTrajectory, Signal, Trajectory
 
 ABOUT = "about"
 """The key in the metadata of an edit that has the id of the trajectory which was edited."""
@@ -72,15 +72,54 @@ NEVER_COLLECTED = (DropReason.ABORTED, DropReason.NOT_RECORDED)
 """The reasons of trajectories that never came into the buffer."""
 
 
+Turn = Trajectory | GivenTrajectory
+
+
+def finish_reason(turn: Turn) -> FinishReason | None:
+    """Why a turn ended; None if it is unknown."""
+    return turn.finish_reason if isinstance(turn, Trajectory) else None
+
+
 @dataclass(eq=False, slots=True)
-class GroupMember:
-    """One answer of a group, or one episode of several answers.
+class Episode:
+    """One answer, or several answers of which later ones may continue earlier ones.
 
     Attributes:
-        turns: its trajectories, in order.
-        own_reward: of the member as a whole; None: there is none yet.
-        token_rewards: by trajectory id, one reward for each token of the completion. The reward of a turn counts for
-            its last token.
+        turns: in order; at least one.
+        token_rewards: for each turn, one reward for each token of its completion, or none. They are part of the
+            episode's reward. Empty: no token has one.
+    """
+
+    turns: Sequence[Turn]
+    token_rewards: Sequence[tuple[float, ...]] = ()
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the last turn ended; None if it is unknown."""
+        return finish_reason(self.turns[-1])
+
+    @property
+    def completion_tokens(self) -> int:
+        """The number of sampled tokens."""
+        return sum(turn.trained_tokens for turn in self.turns)
+
+    @property
+    def has_advantages(self) -> bool:
+        """Whether a client gave the advantages of all its tokens."""
+        return all(turn.advantages for turn in self.turns)
+
+    def rewards_before(self, turn: int) -> float:
+        """The sum of the rewards of the tokens of all turns before this one."""
+        return fsum(chain.from_iterable(self.token_rewards[:turn]))
+
+
+@dataclass(eq=False, slots=True)
+class GroupMember(Episode):
+    """An episode that was collected, while it gets its rewards and until it has ended. A client's reward of a turn
+    counts for its last token.
+
+    Attributes:
+        own_reward: of the episode as a whole; None: there is none yet.
         opinions: of people, by trajectory id and user; the user is empty if it is unknown.
         reason: set when it is dropped.
         from_feedback: its reward came from a client and not from a scorer.
@@ -88,8 +127,8 @@ class GroupMember:
     """
 
     turns: list[Trajectory]
+    token_rewards: list[tuple[float, ...]] = field(default_factory=list)
     own_reward: float | None = None
-    token_rewards: dict[str, tuple[float, ...]] = field(default_factory=dict)
     state: TrajectoryState = TrajectoryState.WAITING
     reason: DropReason | None = None
     from_feedback: bool = False
@@ -106,7 +145,7 @@ class GroupMember:
         """Its own reward and those of its tokens, summed. None if it has neither."""
         if self.own_reward is None and not self.token_rewards:
             return None
-        return fsum([self.own_reward or 0.0, *chain.from_iterable(self.token_rewards.values())])
+        return fsum([self.own_reward or 0.0, *chain.from_iterable(self.token_rewards)])
 
     @property
     def is_open(self) -> bool:
@@ -124,19 +163,24 @@ class GroupMember:
         Returns:
             The turn that it replaces, because it has the same number; None if there is none.
         """
-        number = turn.collection.turn
-        places = {other.collection.turn: place for place, other in enumerate(self.turns)}
-        if number is None:
-            self.turns.append(turn)
-            return None
-        if number in places:
-            replaced, self.turns[places[number]] = self.turns[places[number]], turn
-            self.token_rewards.pop(replaced.trajectory_id, None)
-            self.opinions.pop(replaced.trajectory_id, None)
-            return replaced
-        later = (place for other, place in places.items() if other is not None and other > number)
-        self.turns.insert(min(later, default=len(self.turns)), turn)
+        number, at = turn.collection.turn, len(self.turns)
+        if number is not None:
+            numbers = [other.collection.turn for other in self.turns]
+            if number in numbers:
+                return self._replace(numbers.index(number), turn)
+            at = next((place for place, other in enumerate(numbers) if other is not None and other > number), at)
+        self.turns.insert(at, turn)
+        if self.token_rewards:
+            self.token_rewards.insert(at, ())
         return None
+
+    def _replace(self, at: int, turn: Trajectory) -> Trajectory:
+        """Puts a turn in place of another one, whose rewards are forgotten. Returns the other one."""
+        replaced, self.turns[at] = self.turns[at], turn
+        self.opinions.pop(replaced.trajectory_id, None)
+        if self.token_rewards:
+            self._set_token_rewards(at, ())
+        return replaced
 
     def turn(self, trajectory_id: str) -> Trajectory:
         return next(turn for turn in self.turns if turn.trajectory_id == trajectory_id)
@@ -163,9 +207,15 @@ class GroupMember:
 
     def reward_tokens(self, turn: Trajectory, rewards: tuple[float, ...]) -> None:
         """Sets a client's rewards of the tokens of one turn. Those of an answer that is no episode are its reward."""
-        self.token_rewards[turn.trajectory_id], self.from_feedback = rewards, True
+        self._set_token_rewards(self.turns.index(turn), rewards)
+        self.from_feedback = True
         if not turn.collection.episode_id:
             self.state = TrajectoryState.SCORED
+
+    def _set_token_rewards(self, at: int, rewards: tuple[float, ...]) -> None:
+        of_turns = self.token_rewards or [()] * len(self.turns)
+        of_turns[at] = rewards
+        self.token_rewards = of_turns if any(of_turns) else []
 
 
 def group_name(collection: CollectionSpec) -> str:

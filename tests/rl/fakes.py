@@ -29,10 +29,9 @@ from mlx_parallm.engine.figures import EngineStats
 from mlx_parallm.errors import AdapterFileError, ConflictError, InvalidRequestError, UnknownModelError
 from mlx_parallm.rl.buffer import TrajectoryBuffer
 from mlx_parallm.rl.groups import Groups
-from mlx_parallm.rl.objectives.episodes import Episode
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.scoring.pool import ScoringError
-from mlx_parallm.rl.trajectories import TrajectoryGroup
+from mlx_parallm.rl.trajectories import Episode, TrajectoryGroup
 from mlx_parallm.train.data import UpdateBatch, UpdateOutcome
 from mlx_parallm.train.learner import Publish
 from mlx_parallm.train.policy import PolicySnapshot

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from mlx_parallm.config import Algorithm, LossKind, RewardScale
 from mlx_parallm.core import GivenTrajectory
 from mlx_parallm.rl.objectives.batches import ScoredGroup, no_signal, prepare
-from mlx_parallm.rl.objectives.episodes import Episode
 from mlx_parallm.rl.objectives.rewards import FEEDBACK_BASELINE, RewardHistory, RunningBaseline
-from mlx_parallm.rl.trajectories import FEEDBACK, DropReason
+from mlx_parallm.rl.trajectories import FEEDBACK, DropReason, Episode
 from mlx_parallm.train.advantages import GroupAdvantages, group_advantages, reward_range
 
 ONE, OTHER = (Episode((GivenTrajectory((1,), (2, token)),)) for token in (3, 4))

@@ -34,10 +34,10 @@ from mlx_parallm.errors import EngineError
 from mlx_parallm.rl.inference.http import EngineServer
 from mlx_parallm.rl.inference.teacher import server_score
 from mlx_parallm.rl.objectives.batches import ScoredGroup, prepare
-from mlx_parallm.rl.objectives.episodes import Episode
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.rl.teachers import Teacher
 from mlx_parallm.rl.teachers import taught as taught_batch
+from mlx_parallm.rl.trajectories import Episode
 from mlx_parallm.train.context import Params
 from mlx_parallm.train.data import Datum, UpdateBatch, answered
 

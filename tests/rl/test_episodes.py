@@ -12,9 +12,9 @@ from rl.fakes import trajectories
 from mlx_parallm.config import Algorithm, RewardScale
 from mlx_parallm.core import AdapterRef, FinishReason, Trajectory
 from mlx_parallm.rl.objectives.batches import ScoredGroup, prepare
-from mlx_parallm.rl.objectives.episodes import Episode, data_of, token_advantages
+from mlx_parallm.rl.objectives.episodes import data_of, token_advantages
 from mlx_parallm.rl.objectives.rewards import RewardHistory
-from mlx_parallm.rl.trajectories import FEEDBACK, DropReason
+from mlx_parallm.rl.trajectories import FEEDBACK, DropReason, Episode
 from mlx_parallm.train.advantages import GroupAdvantages
 from mlx_parallm.train.data import Datum
 from mlx_parallm.train.losses import LOSSES, TokenBatch, UpdateTotals, sequence_mean

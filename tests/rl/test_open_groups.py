@@ -175,7 +175,7 @@ async def test_rewards_of_turns_and_tokens_add_to_that_of_the_episode() -> None:
     world.groups.apply(EpisodeReward("a", "g", 1.0))
     assert world.rewards == [1.75]
     (member,) = world.group().members
-    assert member.token_rewards == {first.trajectory_id: (0.0, 0.25), second.trajectory_id: (0.5, 0.0)}
+    assert member.token_rewards == [(0.0, 0.25), (0.5, 0.0)]
 
 
 async def test_episodes_with_rewards_of_turns_only_count_when_their_group_is_closed() -> None:

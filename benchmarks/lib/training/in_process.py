@@ -17,10 +17,9 @@ from mlx_parallm.config import ModelConfig, RLTrainingConfig
 from mlx_parallm.core import CollectionSpec, FinishReason, Trajectory
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.rl.objectives.batches import ScoredGroup
-from mlx_parallm.rl.objectives.episodes import Episode
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.rl.objectives.signals import prepare_signal
-from mlx_parallm.rl.trajectories import FEEDBACK
+from mlx_parallm.rl.trajectories import FEEDBACK, Episode
 from mlx_parallm.rl.updates.plateau import Plateau
 from mlx_parallm.train.context import Params
 from mlx_parallm.train.data import UpdateOutcome

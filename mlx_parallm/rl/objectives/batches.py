@@ -12,9 +12,9 @@ import numpy as np
 
 from mlx_parallm.config import LossKind, ResolvedLoss, RewardScale
 from mlx_parallm.core import FinishReason, Signal
-from mlx_parallm.rl.objectives.episodes import Episode, data_of, token_advantages, token_deviation
+from mlx_parallm.rl.objectives.episodes import data_of, token_advantages, token_deviation
 from mlx_parallm.rl.objectives.rewards import RewardHistory
-from mlx_parallm.rl.trajectories import FEEDBACK, DropReason
+from mlx_parallm.rl.trajectories import FEEDBACK, DropReason, Episode
 from mlx_parallm.train.advantages import GroupAdvantages, differ, group_advantages, reward_range
 from mlx_parallm.train.data import Datum, UpdateBatch
 

@@ -1,4 +1,4 @@
-"""Episode: one member of a group as an update sees it, and the data that are made of its turns.
+"""The advantages of the tokens of episodes, and the data that are made of their turns.
 
 turn 0   prompt A | sampled B
 turn 1   A B | tool result C | sampled D        its prompt continues A B: both turns are one datum
@@ -14,54 +14,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from math import fsum, sqrt
 
-from mlx_parallm.core import FinishReason, GivenTrajectory, Trajectory
-from mlx_parallm.rl.trajectories import GroupMember
+from mlx_parallm.core import FinishReason
+from mlx_parallm.rl.trajectories import Episode, Turn, finish_reason
 from mlx_parallm.train.data import Datum, SampledSpan
-
-Turn = Trajectory | GivenTrajectory
-
-
-@dataclass(frozen=True, slots=True)
-class Episode:
-    """One answer, or several answers of which later ones may continue earlier ones.
-
-    Attributes:
-        turns: in order; at least one.
-        token_rewards: for each turn, one reward for each of its completion tokens, or none. They are part of the
-            episode's reward. Empty: no token has one.
-    """
-
-    turns: tuple[Turn, ...]
-    token_rewards: tuple[tuple[float, ...], ...] = ()
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """Why the last turn ended; None if it is unknown."""
-        return finish_reason(self.turns[-1])
-
-    @property
-    def completion_tokens(self) -> int:
-        """The number of sampled tokens."""
-        return sum(turn.trained_tokens for turn in self.turns)
-
-    @property
-    def has_advantages(self) -> bool:
-        """Whether a client gave the advantages of all its tokens."""
-        return all(turn.advantages for turn in self.turns)
-
-    def rewards_before(self, turn: int) -> float:
-        """The sum of the rewards of the tokens of all turns before this one."""
-        return fsum(reward for tokens in self.token_rewards[:turn] for reward in tokens)
-
-
-def episode_of(member: GroupMember) -> Episode:
-    """A member of a group with the rewards of its tokens."""
-    rewards = tuple(member.token_rewards.get(turn.trajectory_id, ()) for turn in member.turns)
-    return Episode(tuple(member.turns), rewards if any(rewards) else ())
-
-
-def finish_reason(turn: Turn) -> FinishReason | None:
-    return turn.finish_reason if isinstance(turn, Trajectory) else None
 
 
 def sampled_spans(turn: Turn) -> Iterator[tuple[int, int]]:
@@ -97,7 +52,7 @@ def token_advantages(
 def token_deviation(episodes: Sequence[Episode]) -> float:
     """How far the credits of the tokens of one group are from 0, by rewards of tokens alone: the root of the mean
     square. 0 if the episodes do not differ in them."""
-    if len({episode.token_rewards for episode in episodes}) < 2:
+    if len({tuple(episode.token_rewards) for episode in episodes}) < 2:
         return 0.0
     credits = _computed_advantages(episodes, [0.0] * len(episodes), 1.0)
     values = [value for of_episode in credits for of_turn in of_episode for value in of_turn]

@@ -96,7 +96,7 @@ CHANGED = ("published", "trained")
 @dataclass(frozen=True, slots=True)
 class TrainedEpisode:
     """One member of a group. Its turns are the trajectories of the journal with `trajectory_ids` or, if a client sent
-    it with the update, `given`. `token_rewards`: see `objectives.episodes.Episode`."""
+    it with the update, `given`. `token_rewards`: see `trajectories.Episode`."""
 
     trajectory_ids: tuple[str, ...] = ()
     token_rewards: tuple[tuple[float, ...], ...] = ()

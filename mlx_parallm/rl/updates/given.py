@@ -8,8 +8,8 @@ from mlx_parallm.config import LossKind, ResolvedLoss
 from mlx_parallm.core import AdapterRef, GivenTrajectory
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.rl.objectives.batches import ScoredGroup
-from mlx_parallm.rl.objectives.episodes import Episode
 from mlx_parallm.rl.recording import check_given
+from mlx_parallm.rl.trajectories import Episode
 
 _ALL = "trajectories"
 """The field that an error about several trajectories names."""

@@ -13,10 +13,9 @@ from mlx_parallm.config import LossKind, ResolvedTraining
 from mlx_parallm.core import BASE_ADAPTER, AdapterRef, GivenTrajectory, Signal, Trajectory, UpdateReport
 from mlx_parallm.errors import EngineError, ParaLLMError, RequestError
 from mlx_parallm.rl.objectives.batches import ScoredGroup
-from mlx_parallm.rl.objectives.episodes import Episode
 from mlx_parallm.rl.runs.records import CHANGED, PolicyChange, Rollback, Start, TrainedEpisode, TrainedGroup, Update
 from mlx_parallm.rl.runs.replay import plan
-from mlx_parallm.rl.trajectories import DropReason
+from mlx_parallm.rl.trajectories import DropReason, Episode
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining, PreparedUpdate
 
 _LINEAGE = 100
@@ -219,7 +218,7 @@ def _trained(group: ScoredGroup) -> TrainedGroup:
 def _trained_episode(episode: Episode) -> TrainedEpisode:
     given = tuple(turn for turn in episode.turns if isinstance(turn, GivenTrajectory))
     ids = tuple(turn.trajectory_id for turn in episode.turns if isinstance(turn, Trajectory))
-    return TrainedEpisode(ids, episode.token_rewards, given)
+    return TrainedEpisode(ids, tuple(episode.token_rewards), given)
 
 
 def _scored(group: TrainedGroup, known: Mapping[str, Trajectory]) -> ScoredGroup:

@@ -12,7 +12,6 @@ from mlx_parallm.config import LossKind, ResolvedTraining
 from mlx_parallm.core import Signal
 from mlx_parallm.rl.buffer import TrajectoryBuffer
 from mlx_parallm.rl.objectives.batches import ScoredGroup
-from mlx_parallm.rl.objectives.episodes import Episode, episode_of
 from mlx_parallm.rl.sources import source_of
 from mlx_parallm.rl.trajectories import FEEDBACK, DropReason, GroupKey, GroupMember, TrajectoryGroup, TrajectoryState
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
@@ -213,7 +212,7 @@ class GroupSelection:
         assert staleness is not None  # otherwise the buffer was swept
         from_feedback = group.scorer is None or all(member.from_feedback for member in members)
         return ScoredGroup(
-            tuple(map(episode_of, members)),
+            tuple(members),
             tuple(member.reward for member in members if member.reward is not None),
             group.scorer if group.scorer and not from_feedback else FEEDBACK,
             staleness,
@@ -235,7 +234,7 @@ def _of_people(group: TrajectoryGroup) -> ScoredGroup:
     members = group.in_state(TrajectoryState.TRAINING)
     rewards = tuple(member.reward for member in members if member.reward is not None)
     return ScoredGroup(
-        tuple(Episode(tuple(member.turns)) for member in members),
+        tuple(members),
         () if group.signal is Signal.CORRECTIONS else rewards,
         group.source,
         signal=group.signal,
