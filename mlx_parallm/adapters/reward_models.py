@@ -31,8 +31,13 @@ from mlx_parallm.adapters.formats import (
 )
 from mlx_parallm.adapters.runs import MANIFEST
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights
-from mlx_parallm.core import check_name, no_reward_model
-from mlx_parallm.errors import AdapterFileError, ConflictError, InvalidRequestError, StorageError
+from mlx_parallm.core import check_name
+from mlx_parallm.errors import AdapterFileError, ConflictError, InvalidRequestError, StorageError, shown
+
+
+def no_reward_model(name: str) -> InvalidRequestError:
+    """The error about a name that no reward model has. It lists no others, because a client may not know of them."""
+    return InvalidRequestError(f"no reward model is called {shown(name)}: --adapter-dir has no such subfolder")
 
 
 class RewardModelManifest(Sealed):

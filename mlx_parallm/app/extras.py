@@ -112,11 +112,11 @@ def _lessons(config: Config, served: Served, training: TrainingRuntime) -> Any:
 
 
 def _tinker(config: Config, served: Served, training: TrainingRuntime) -> Any:
-    from mlx_parallm.rl.policies import PolicyService
+    from mlx_parallm.rl.tinker.service import TinkerService
     from mlx_parallm.server.protocols.tinker.server import TinkerServer
 
     settings, parts, known = config.rl_training.tinker, training.service.parts, training.known
-    policies = PolicyService(
+    policies = TinkerService(
         training.learner,
         served.adapters,
         parts.checkpoints,

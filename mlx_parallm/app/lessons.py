@@ -24,19 +24,9 @@ from mlx_parallm.app.build import Served
 from mlx_parallm.app.rollout_driver import RolloutDriver
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import Config
-from mlx_parallm.core import (
-    BASE_ADAPTER,
-    LessonAnswer,
-    LessonCard,
-    LessonOutcome,
-    LessonShowing,
-    LessonSpec,
-    Reader,
-    RuleKind,
-    Signal,
-    TrainingEvent,
-)
+from mlx_parallm.core import BASE_ADAPTER, Reader, Signal, TrainingEvent
 from mlx_parallm.errors import ConflictError, ContextLengthError, InvalidRequestError
+from mlx_parallm.rl.lessons.cards import LessonAnswer, LessonCard, LessonOutcome, LessonShowing, LessonSpec, RuleKind
 from mlx_parallm.rl.lessons.examples import batches_of, can_be_shown, examples_of, imitating, request_for
 from mlx_parallm.rl.lessons.progress import LessonProgress
 from mlx_parallm.rl.lessons.record import interrupted, new_id, read_lesson, write_lesson

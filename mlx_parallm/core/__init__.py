@@ -37,7 +37,6 @@ from mlx_parallm.core.adapters import (
     check_tag,
     name_and_step,
 )
-from mlx_parallm.core.averages import AverageCard, AverageSpec
 from mlx_parallm.core.candidates import TOP_LOGPROBS, ManyCandidates
 from mlx_parallm.core.cluster import (
     BaseFile,
@@ -51,7 +50,6 @@ from mlx_parallm.core.cluster import (
     SharedVersion,
     VersionState,
 )
-from mlx_parallm.core.competition import ComparisonCard, ComparisonSpec
 from mlx_parallm.core.device import (
     MODE_SHARES,
     DeviceSchedule,
@@ -76,30 +74,8 @@ from mlx_parallm.core.grammar import (
     combined,
     parts_of,
 )
-from mlx_parallm.core.lessons import (
-    LessonAnswer,
-    LessonCard,
-    LessonOutcome,
-    LessonPoint,
-    LessonRule,
-    LessonSamples,
-    LessonShowing,
-    LessonSpec,
-    RuleKind,
-)
 from mlx_parallm.core.machine import UNKNOWN_MACHINE, MachineState, Relief, seconds_with_sleep
 from mlx_parallm.core.models import GENERIC_NAME, BaseModels, BaseStatus, ModelState, ServedModel
-from mlx_parallm.core.policies import (
-    AdamSettings,
-    Layers,
-    PolicyCard,
-    PolicySpec,
-    PolicyStep,
-    SummedLoss,
-    TargetedTokens,
-    TokenLoss,
-    TokenScores,
-)
 from mlx_parallm.core.readers import EVERYTHING, Reader
 from mlx_parallm.core.requests import (
     CollectionSpec,
@@ -115,21 +91,13 @@ from mlx_parallm.core.requests import (
     SamplingParams,
     SequenceOutput,
     SequencePooled,
+    Signal,
     StopParams,
     TokenLogprob,
     WorkClass,
 )
-from mlx_parallm.core.reward_models import RewardModelCard, RewardModelSpec, no_reward_model
 from mlx_parallm.core.schemas import enforceable_schema, unknown_format
-from mlx_parallm.core.signals import (
-    Edit,
-    EditCard,
-    FeedbackCard,
-    FoundTrajectory,
-    Signal,
-    SignalReport,
-    SourceReport,
-)
+from mlx_parallm.core.summed import SummedLoss, TargetedTokens, TokenLoss
 from mlx_parallm.core.text import (
     CallPiece,
     JsonPosition,
@@ -157,6 +125,7 @@ from mlx_parallm.core.training import (
 )
 from mlx_parallm.core.trajectories import (
     CollectingClient,
+    FeedbackCard,
     GivenGroup,
     GivenTrajectory,
     GroupCard,

@@ -10,7 +10,6 @@ from typing import Any
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.core.candidates import Candidate
 from mlx_parallm.core.grammar import Grammar
-from mlx_parallm.core.signals import Signal
 
 
 class WorkClass(StrEnum):
@@ -122,6 +121,20 @@ def _fallbacks(stop: str) -> tuple[int, ...]:
             border = fallbacks[border]
         border += 1
     return tuple(fallbacks)
+
+
+class Signal(StrEnum):
+    """What a group teaches, and so the loss of its updates.
+
+    REWARDS: its rewards, with the loss that is configured. LATE_FEEDBACK: opinions on an answer that had been dropped,
+    with kto. PREFERENCES: a chosen answer and a rejected one, with dpo. CORRECTIONS: an answer to imitate, with
+    cross_entropy. The losses of the last three need no answers of the newest version.
+    """
+
+    REWARDS = "rewards"
+    LATE_FEEDBACK = "late_feedback"
+    PREFERENCES = "preferences"
+    CORRECTIONS = "corrections"
 
 
 @dataclass(frozen=True, slots=True)

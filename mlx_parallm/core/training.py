@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from mlx_parallm.core.adapters import AdapterRef, AdapterText
 from mlx_parallm.core.json_values import ANSWER, Figure, UnixTime
 from mlx_parallm.core.readers import Reader
-from mlx_parallm.core.signals import Signal
+from mlx_parallm.core.requests import Signal
 
 if TYPE_CHECKING:
     pass

@@ -10,7 +10,6 @@ from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.json_values import ANSWER
 from mlx_parallm.core.readers import Reader
 from mlx_parallm.core.requests import CollectionSpec, Event, FinishReason, GenerationRequest
-from mlx_parallm.core.signals import FeedbackCard
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +123,16 @@ class GivenGroup:
     source: str
     trajectories: tuple[GivenTrajectory, ...]
     texts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FeedbackCard:
+    """What became of a score. `reward`: the mean of the last scores of all `people`. `late`: the answer had been
+    dropped, and is learnt from as late feedback."""
+
+    reward: float
+    people: int
+    late: bool = False
 
 
 class CollectingClient(Protocol):

@@ -5,18 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from mlx_parallm.adapters.average import Average, average
 from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
-from mlx_parallm.core import (
-    BASE_ADAPTER,
-    AdapterRef,
-    AverageCard,
-    AverageSpec,
-    EvaluationResult,
-    check_name,
-)
+from mlx_parallm.core import BASE_ADAPTER, AdapterRef, EvaluationResult, check_name
+from mlx_parallm.core.adapters import AdapterText
+from mlx_parallm.core.json_values import ANSWER
 from mlx_parallm.errors import ConfigError, ConflictError, InvalidRequestError
 from mlx_parallm.rl.evaluation import EvaluationError
 from mlx_parallm.rl.updates.reports import Refusal, refusal_of_evaluation
@@ -26,6 +22,49 @@ if TYPE_CHECKING:
     from mlx_parallm.rl.service import TrainingService
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AverageSpec:
+    """Which average to make. `weights` and `rank` as in `adapters.average.average`.
+
+    `adapters`: selectors of the versions. `name`: the adapter that the average becomes a version of.
+    """
+
+    adapters: Sequence[str]
+    name: str
+    weights: Sequence[float] | None = None
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AverageCard:
+    """An average that was made."""
+
+    __pydantic_config__ = ANSWER
+
+    status: Literal["published", "held"]
+    """`held`: it does not go live, and nothing of it is kept."""
+    reason: str
+    """Why it was held; empty if it is live."""
+    adapter: AdapterText | None
+    """The version that is live now; null if it was held."""
+    adapters: Sequence[AdapterText]
+    """The versions that were averaged."""
+    rank: int
+    """Rank of the average."""
+    full_rank: int
+    """The rank at which it would be exact."""
+    error: float
+    """The part of the mean's Frobenius norm that the rank loses, 0 to 1."""
+    worst: str
+    """The linear that loses the largest part."""
+    worst_error: float
+    """The part that it loses, 0 to 1."""
+    evaluation: EvaluationResult | None
+    """Its mean reward on the held-out tasks; null if the server does not evaluate versions, or if that failed."""
+    checkpoint: str | None
+    """Its checkpoint; null if it was held."""
 
 
 class Averages:

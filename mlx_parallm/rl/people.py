@@ -12,20 +12,11 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mlx_parallm.core import (
-    EVERYTHING,
-    CollectionSpec,
-    Edit,
-    EditCard,
-    FeedbackCard,
-    FoundTrajectory,
-    Reader,
-    Signal,
-    SignalReport,
-    Trajectory,
-)
+from mlx_parallm.core import EVERYTHING, CollectionSpec, FeedbackCard, Reader, Signal, Trajectory
+from mlx_parallm.core.json_values import ANSWER
 from mlx_parallm.errors import (
     ConflictError,
     QueueFullError,
@@ -36,12 +27,80 @@ from mlx_parallm.errors import (
 )
 from mlx_parallm.rl.recording import LATE, NOT_COUNTED, late_copy, late_opinion
 from mlx_parallm.rl.runs.records import Fate, Feedback, Score
+from mlx_parallm.rl.sources import SourceReport
 from mlx_parallm.rl.trajectories import ABOUT, DropReason, TrajectoryGroup
 
 if TYPE_CHECKING:
     from mlx_parallm.rl.service import TrainingService
 
 _USER = "user"
+
+
+@dataclass(frozen=True, slots=True)
+class FoundTrajectory:
+    """An answer that was collected, in any state. `adapter`: the name of the adapter that it trains."""
+
+    adapter: str
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """An answer that a person has written or chosen.
+
+    Attributes:
+        adapter: the name of the adapter that learns from it.
+        rejected_ids: of an answer to the same prompt that is worse; empty: `chosen_ids` are imitated.
+        user: who says so; empty if that is not known. The last edit of one user `about` one thing counts.
+        about: the id of the trajectory that was edited; empty: the prompt is what it is about.
+        owner: the name of the API key that sent it; None: that is not known.
+    """
+
+    adapter: str
+    prompt_ids: tuple[int, ...]
+    chosen_ids: tuple[int, ...]
+    rejected_ids: tuple[int, ...] = ()
+    chosen_text: str = ""
+    rejected_text: str = ""
+    user: str = ""
+    about: str = ""
+    owner: str | None = None
+
+    @property
+    def signal(self) -> Signal:
+        return Signal.PREFERENCES if self.rejected_ids else Signal.CORRECTIONS
+
+
+@dataclass(frozen=True, slots=True)
+class EditCard:
+    """An edit that waits for an update. `waiting`: edits of this signal that do; `wanted`: those that make an update.
+    `is_new` is False if it had been sent before and waits already."""
+
+    edit_id: str
+    signal: Signal
+    adapter: str
+    waiting: int
+    wanted: int
+    is_new: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SignalReport:
+    """What an adapter was taught by since the server started."""
+
+    __pydantic_config__ = ANSWER
+
+    adapter: str
+    """The adapter."""
+    opinions: int
+    """Scores that were taken as feedback."""
+    people: int
+    """Different users who sent feedback or edits, at most those that are remembered. Requests without a `user` do not
+    count."""
+    sources: Sequence[SourceReport]
+    """One entry for each source of which something came."""
 
 
 class People:

@@ -6,7 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from mlx_parallm.core import Signal, SourceReport
+from mlx_parallm.core import Signal
+from mlx_parallm.core.json_values import ANSWER
 from mlx_parallm.rl.trajectories import GroupMember, TrajectoryGroup, TrajectoryState
 
 SCORERS, ENVIRONMENTS, FEEDBACK, UNRATED = "scorers", "environments", "feedback", "unrated"
@@ -24,6 +25,35 @@ def source_of(group: TrajectoryGroup, member: GroupMember) -> str:
     if group.was_given or (group.scorer is None and member.reward is not None):
         return ENVIRONMENTS
     return UNRATED if group.scorer is None else SCORERS
+
+
+@dataclass(frozen=True, slots=True)
+class SourceReport:
+    """What was learnt from one source."""
+
+    __pydantic_config__ = ANSWER
+
+    source: str
+    """`scorers`; `environments`, which reward what they draw; `feedback` in time; `late_feedback`; `preferences`;
+    `corrections`; or `unrated`: answers that wait, or waited, for feedback."""
+    arrived: int = 0
+    """Answers, episodes or edits that came. A preference counts as two answers."""
+    waiting: int = 0
+    """Those that wait for a reward or an update."""
+    trained: int = 0
+    """Those that were trained on."""
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """Those that were not, by reason."""
+    updates: int = 0
+    """Updates that trained on some of them."""
+    gradient_share: float = 0.0
+    """Its part of the gradient norms of all these updates, 0 to 1. In an update of several sources, each counts by the
+    number of its answers."""
+    reward_change: float | None = None
+    """The changes of the mean reward after its updates, summed. If several sources had updates between two
+    measurements, each gets a part by its number of answers. null: none was measured."""
+    evaluation_change: float | None = None
+    """The same of the evaluations."""
 
 
 @dataclass(slots=True)

@@ -20,7 +20,6 @@ from mlx_parallm.config import LoRAConfig, RLConfig, configure
 from mlx_parallm.core import (
     AdapterRef,
     CollectionSpec,
-    ComparisonSpec,
     GenerationRequest,
     GivenGroup,
     GivenTrajectory,
@@ -32,6 +31,7 @@ from mlx_parallm.core import (
     TrainingEvent,
 )
 from mlx_parallm.errors import ConflictError
+from mlx_parallm.rl.competition.comparison import ComparisonSpec
 from mlx_parallm.rl.competition.service import CompetitionService
 from mlx_parallm.rl.competition.trained import TrainedAdapter
 from mlx_parallm.rl.recording import given_trajectories

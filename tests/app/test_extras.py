@@ -17,7 +17,7 @@ EXTRAS = {
     "curriculum": ("rl.rollouts.curriculum",),
     "lessons": ("rl.lessons", "app.lessons", "server.api.training.lessons"),
     "outside engines": ("rl.inference", "app.inference"),
-    "people": ("rl.people", "server.api.training.people"),
+    "people": ("rl.people", "server.api.training.people", "server.api.training.people_schema"),
     "retrain": ("app.retrain", "config.retrain"),
     "reward models": (
         "rl.reward_models",
@@ -25,7 +25,7 @@ EXTRAS = {
         "app.reward_model",
         "server.api.training.reward_model",
     ),
-    "tinker": ("rl.policies", "server.protocols.tinker"),
+    "tinker": ("rl.tinker", "server.protocols.tinker"),
     "trackers": ("rl.tracking.trackers",),
     "verifiers": ("rl.environments.verifiers",),
 }

@@ -25,7 +25,6 @@ from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.core import (
     AdapterRef,
     CollectionSpec,
-    Edit,
     GenerationRequest,
     GivenTrajectory,
     RequestFinished,
@@ -35,6 +34,7 @@ from mlx_parallm.core import (
     WorkClass,
 )
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.rl.people import Edit
 
 pytestmark = pytest.mark.ci
 

@@ -18,17 +18,12 @@ from mlx_parallm.core import (
     Event,
     FinishReason,
     GenerationRequest,
-    LessonCard,
-    LessonOutcome,
-    LessonRule,
-    LessonShowing,
-    LessonSpec,
     RequestFinished,
-    RuleKind,
     SequenceOutput,
     TrainingEvent,
     UpdateReport,
 )
+from mlx_parallm.rl.lessons.cards import LessonCard, LessonOutcome, LessonRule, LessonShowing, LessonSpec, RuleKind
 from mlx_parallm.rl.lessons.examples import SAMPLES
 
 pytestmark = pytest.mark.ci

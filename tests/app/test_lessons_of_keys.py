@@ -11,10 +11,11 @@ from server.fake_control import LESSON, FakeLessons
 
 from mlx_parallm.app import lessons as module
 from mlx_parallm.app.lessons import Lessons
-from mlx_parallm.core import LessonOutcome, Reader
+from mlx_parallm.core import Reader
 from mlx_parallm.errors import ConflictError, UnknownModelError
 from mlx_parallm.rl.changes import Changes
 from mlx_parallm.rl.hooks import TrainingHooks
+from mlx_parallm.rl.lessons.cards import LessonOutcome
 from mlx_parallm.rl.lessons.record import write_lesson
 
 ACME = Reader("acme", sees=lambda name: name.startswith("acme"))

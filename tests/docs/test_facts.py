@@ -28,14 +28,14 @@ from mlx_parallm.config import (
     TrackerName,
 )
 from mlx_parallm.core import PauseMode, RepairedCalls, ToolCall
-from mlx_parallm.core.competition import ComparisonVerdict
 from mlx_parallm.core.device import MODE_SHARES
 from mlx_parallm.core.models import ModelState
-from mlx_parallm.core.policies import TokenLoss
+from mlx_parallm.core.summed import TokenLoss
 from mlx_parallm.model.families import TESTED
 from mlx_parallm.model.tools.formats import FAMILIES, HERMES, OTHER_NAMES
 from mlx_parallm.model.tools.thinking import REASONINGS
 from mlx_parallm.ranks.tensor_parallel import SPLIT_FAMILIES
+from mlx_parallm.rl.competition.comparison import ComparisonVerdict
 from mlx_parallm.rl.groups import MAX_PEOPLE
 from mlx_parallm.rl.scoring.builtin import BUILTINS
 from mlx_parallm.rl.tracking.history import MAX_EVENTS

@@ -6,8 +6,9 @@ import asyncio
 from typing import Any
 
 from mlx_parallm.adapters.cards import CheckpointCard
-from mlx_parallm.core import BASE_ADAPTER, AdapterRef, Layers, PolicyCard, PolicyStep, TokenScores
+from mlx_parallm.core import BASE_ADAPTER, AdapterRef
 from mlx_parallm.errors import UnknownModelError
+from mlx_parallm.rl.tinker.records import Layers, PolicyCard, PolicyStep, TokenScores
 
 
 class FakePolicies:

@@ -16,6 +16,11 @@ from mlx_parallm.core import (
     FinishReason,
     GenerationRequest,
     GivenTrajectory,
+    RequestFinished,
+    SequenceOutput,
+    WorkClass,
+)
+from mlx_parallm.rl.lessons.cards import (
     LessonAnswer,
     LessonCard,
     LessonOutcome,
@@ -24,10 +29,7 @@ from mlx_parallm.core import (
     LessonSamples,
     LessonShowing,
     LessonSpec,
-    RequestFinished,
     RuleKind,
-    SequenceOutput,
-    WorkClass,
 )
 from mlx_parallm.rl.lessons.examples import SAMPLES, batches_of, can_be_shown, examples_of, request_for
 from mlx_parallm.rl.lessons.progress import LessonProgress

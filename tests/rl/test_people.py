@@ -13,7 +13,7 @@ from rl.service_rig import GIVEN, SETTINGS, World, settle, until, world
 from rl.test_recovery import MANUAL, Adding, Run
 
 from mlx_parallm.config import Algorithm
-from mlx_parallm.core import AdapterRef, CollectionSpec, Edit, GivenGroup, Signal, SourceReport
+from mlx_parallm.core import AdapterRef, CollectionSpec, GivenGroup, Signal
 from mlx_parallm.errors import (
     ConflictError,
     InvalidRequestError,
@@ -22,7 +22,9 @@ from mlx_parallm.errors import (
     UnknownModelError,
     UnknownTrajectoryError,
 )
+from mlx_parallm.rl.people import Edit
 from mlx_parallm.rl.runs.journal import Journal
+from mlx_parallm.rl.sources import SourceReport
 from mlx_parallm.rl.trajectories import DropReason
 
 STRICT = changed(MANUAL, max_staleness=0)

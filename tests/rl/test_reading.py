@@ -12,9 +12,10 @@ from rl.service_rig import SETTINGS, World, settle, world
 from rl.test_recovery import MANUAL
 
 from mlx_parallm.config import RewardScale
-from mlx_parallm.core import EVERYTHING, AdapterRef, Edit, Reader
+from mlx_parallm.core import EVERYTHING, AdapterRef, Reader
 from mlx_parallm.errors import UnknownTrajectoryError
 from mlx_parallm.rl.buffer import TrajectoryBuffer
+from mlx_parallm.rl.people import Edit
 from mlx_parallm.rl.reading import GroupFilter, GroupReader, Thumbs
 from mlx_parallm.rl.trajectories import DropReason, TrajectoryGroup
 

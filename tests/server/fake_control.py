@@ -5,24 +5,12 @@ import contextlib
 from dataclasses import replace
 
 from mlx_parallm.adapters.cards import AdapterCard, AdapterStats, CheckpointCard, KeptPart, Residence
+from mlx_parallm.adapters.reward_models import no_reward_model
 from mlx_parallm.core import (
     BASE_ADAPTER,
     AdapterRef,
-    AverageCard,
-    ComparisonCard,
-    EditCard,
     FeedbackCard,
-    FoundTrajectory,
     GroupCard,
-    LessonCard,
-    LessonOutcome,
-    LessonRule,
-    LessonSamples,
-    LessonSpec,
-    RewardModelCard,
-    RuleKind,
-    SignalReport,
-    SourceReport,
     TrainingHistory,
     TrainingStatus,
     UpdateReport,
@@ -33,8 +21,14 @@ from mlx_parallm.errors import (
     UnknownModelError,
     UnknownTrajectoryError,
 )
+from mlx_parallm.rl.averages import AverageCard
 from mlx_parallm.rl.buffer import TrajectoryBuffer
+from mlx_parallm.rl.competition.comparison import ComparisonCard
+from mlx_parallm.rl.lessons.cards import LessonCard, LessonOutcome, LessonRule, LessonSamples, LessonSpec, RuleKind
+from mlx_parallm.rl.people import EditCard, FoundTrajectory, SignalReport
 from mlx_parallm.rl.reading import GroupReader
+from mlx_parallm.rl.reward_models.cards import RewardModelCard
+from mlx_parallm.rl.sources import SourceReport
 
 COMPARISON = ComparisonCard(
     "policy", AdapterRef("policy", 2), AdapterRef("policy", 1), False, 0.2, 1_800_000_000.0, live_mean=0.25
@@ -267,6 +261,9 @@ class FakeRewardModels:
         if self.error:
             raise self.error
         return RewardModelCard(spec.name, 90, 12, 0.25, 0.875, 10, 0.9, 0.6, 0.98)
+
+    def unknown(self, name):
+        return no_reward_model(name)
 
     async def score(self, name, rows):
         self.asked.append((name, rows))

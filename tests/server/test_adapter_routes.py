@@ -7,7 +7,7 @@ import pytest
 from server.asking import post, refused
 
 from mlx_parallm.adapters.cards import AdapterStats, CheckpointCard
-from mlx_parallm.core import EVERYTHING, AdapterRef, ComparisonSpec
+from mlx_parallm.core import EVERYTHING, AdapterRef
 from mlx_parallm.errors import (
     AdapterFileError,
     AdapterUnavailableError,
@@ -15,6 +15,7 @@ from mlx_parallm.errors import (
     EngineDeadError,
     InvalidRequestError,
 )
+from mlx_parallm.rl.competition.comparison import ComparisonSpec
 
 LOAD, UNLOAD, ROUTE = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/adapters/route"
 ROLLBACK, SWITCH, SAVE = "/v1/adapters/rollback", "/v1/model/switch-lora", "/v1/training/checkpoint"

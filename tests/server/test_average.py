@@ -2,8 +2,8 @@
 
 import pytest
 
-from mlx_parallm.core import AverageSpec
 from mlx_parallm.errors import AdapterFileError, ConflictError, StorageError, UnknownModelError
+from mlx_parallm.rl.averages import AverageSpec
 
 AVERAGE = "/v1/training/average"
 GOOD = {"adapters": ["a", "b"], "lora_adapter": "mean"}

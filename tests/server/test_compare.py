@@ -2,8 +2,8 @@
 
 import pytest
 
-from mlx_parallm.core import ComparisonSpec
 from mlx_parallm.errors import ConflictError, UnknownModelError
+from mlx_parallm.rl.competition.comparison import ComparisonSpec
 
 COMPARE, STOP = "/v1/training/compare", "/v1/training/compare/stop"
 COMPLETIONS = "/v1/completions"

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from mlx_parallm.core import (
+from mlx_parallm.errors import ConflictError, ContextLengthError, InvalidRequestError, StorageError
+from mlx_parallm.rl.lessons.cards import (
     LessonAnswer,
     LessonOutcome,
     LessonPoint,
@@ -14,7 +15,6 @@ from mlx_parallm.core import (
     LessonSpec,
     RuleKind,
 )
-from mlx_parallm.errors import ConflictError, ContextLengthError, InvalidRequestError, StorageError
 
 ROUTE = "/v1/training/lesson"
 ASKED = {"prompts": ["Hello"], "reward": {"word": "please"}}

@@ -29,22 +29,22 @@ from server.keys import key_file
 from server.one_model import OneModel
 
 from mlx_parallm.adapters.cards import AdapterStats, CheckpointCard
+from mlx_parallm.adapters.reward_models import no_reward_model
 from mlx_parallm.config import ServerConfig, TinkerConfig
 from mlx_parallm.core import (
     AdapterRef,
     BaseStatus,
     CollectionSpec,
     FinishReason,
-    FoundTrajectory,
     ModelState,
     Reader,
     TrainingEvent,
     TrainingStatus,
     Trajectory,
-    no_reward_model,
 )
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl.atropos.trajectory_api import Registration
+from mlx_parallm.rl.people import FoundTrajectory
 from mlx_parallm.rl.reading import GroupFilter
 from mlx_parallm.rl.trajectories import TrajectoryGroup
 from mlx_parallm.server.access import guard

@@ -7,8 +7,11 @@ import pytest
 from pydantic import BaseModel
 
 from mlx_parallm import __version__
-from mlx_parallm.core import AverageCard, ComparisonCard, DeviceSchedule, SignalReport, WorkClass
+from mlx_parallm.core import DeviceSchedule, WorkClass
 from mlx_parallm.errors import StepFailedError
+from mlx_parallm.rl.averages import AverageCard
+from mlx_parallm.rl.competition.comparison import ComparisonCard
+from mlx_parallm.rl.people import SignalReport
 from mlx_parallm.server.api.adapters import schema as wire
 from mlx_parallm.server.api.chat.schema import ChatBody, ChatCompletion
 from mlx_parallm.server.api.completions import Completion, CompletionBody

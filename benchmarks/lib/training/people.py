@@ -22,7 +22,6 @@ from mlx_parallm import RLConfig, RLIntegratedServer
 from mlx_parallm.app.build import Served
 from mlx_parallm.core import (
     CollectionSpec,
-    Edit,
     GenerationRequest,
     RequestFailed,
     RequestFinished,
@@ -30,6 +29,7 @@ from mlx_parallm.core import (
     SequenceOutput,
     StopParams,
 )
+from mlx_parallm.rl.people import Edit
 
 USERS, QUESTIONS_EACH, RIGHT = 300, 2, 0.8
 BETWEEN_QUESTIONS_S, LATEST_S = 12.0, 3600.0

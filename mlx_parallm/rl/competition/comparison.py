@@ -8,13 +8,81 @@ import secrets
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Literal
 from weakref import WeakSet
 
 from mlx_parallm.config import CompetitionConfig
-from mlx_parallm.core import AdapterRef, ComparisonCard
-from mlx_parallm.core.competition import ComparisonVerdict
+from mlx_parallm.core import AdapterRef
+from mlx_parallm.core.adapters import AdapterText
+from mlx_parallm.core.json_values import ANSWER, UnixTime
 from mlx_parallm.rl.competition.evidence import Contrast, DifferenceTest, Verdict
 from mlx_parallm.rl.trajectories import TrajectoryGroup
+
+ComparisonVerdict = Literal["running", "promoted", "withdrawn", "no_difference", "stopped", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonSpec:
+    """What a client asks to be compared. None: as configured.
+
+    Attributes:
+        candidate: `name@version`, or the name or tag of a checkpoint of the adapter.
+        share: of the requests, for the candidate; above 0, at most 0.5.
+        smallest_effect: the smallest difference of the mean rewards that matters.
+        max_rewards, max_hours: when the comparison ends without a winner.
+    """
+
+    candidate: str
+    share: float | None = None
+    smallest_effect: float | None = None
+    max_rewards: int | None = None
+    max_hours: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonCard:
+    """A comparison that runs, or the last one of its adapter."""
+
+    __pydantic_config__ = ANSWER
+
+    adapter: str
+    """The adapter."""
+    live: AdapterText
+    """The version that stays live unless the candidate is promoted."""
+    candidate: AdapterText
+    """The version that is compared with it."""
+    automatic: bool
+    """Whether an update made the candidate; otherwise a request named it."""
+    share: float
+    """Share of the requests that get the candidate."""
+    started: UnixTime
+    """Time in ISO-8601, UTC."""
+    verdict: ComparisonVerdict = "running"
+    """`running`; `promoted`: the candidate is live now; `withdrawn`: its rewards were worse, or its numbers were not
+    finite; `no_difference`; `stopped`; `failed`: the version that had won could not go live."""
+    reason: str = ""
+    """Why it ended; empty while it runs."""
+    live_requests: int = 0
+    """Requests that the live version got in the comparison, rewarded or not."""
+    candidate_requests: int = 0
+    """Requests that the candidate got."""
+    live_rewards: int = 0
+    """Rewarded requests of the live version."""
+    candidate_rewards: int = 0
+    """Rewarded requests of the candidate."""
+    live_mean: float | None = None
+    """Mean reward of the live version; null before the first."""
+    candidate_mean: float | None = None
+    """Mean reward of the candidate; null before the first."""
+    p_better: float = 1.0
+    """The smallest error rate at which the candidate would have been called better by now, 0 to 1. It is valid at any
+    time, however often it is read."""
+    p_worse: float = 1.0
+    """The same for worse."""
+    clipped: int = 0
+    """Rewards outside of the configured range, which count as its ends."""
+    ended: UnixTime | None = None
+    """Time in ISO-8601, UTC; null while it runs."""
 
 
 @dataclass(slots=True)
@@ -35,7 +103,7 @@ class MeanReward:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a comparison ends. `verdict` and `reason`: as in `core.ComparisonCard`. `candidate_wins`: it goes live."""
+    """How a comparison ends. `verdict` and `reason`: as in `ComparisonCard`. `candidate_wins`: it goes live."""
 
     verdict: ComparisonVerdict
     reason: str
@@ -60,7 +128,7 @@ class Comparison:
     """One comparison that runs. It decides who gets the candidate, and counts one reward for each group: the mean over
     the answers of one request or, if requests name a group, of that group.
 
-    `settings`: with the numbers of this comparison. `automatic`: see `core.ComparisonCard`.
+    `settings`: with the numbers of this comparison. `automatic`: see `ComparisonCard`.
     """
 
     live: AdapterRef

@@ -20,9 +20,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.config import CompetitionConfig
-from mlx_parallm.core import EVERYTHING, AdapterRef, ComparisonCard, ComparisonSpec, Reader, Trajectory
+from mlx_parallm.core import EVERYTHING, AdapterRef, Reader, Trajectory
 from mlx_parallm.errors import ConflictError, InvalidRequestError
-from mlx_parallm.rl.competition.comparison import NOT_FINITE, OUT_OF_TIME, Comparison, Outcome
+from mlx_parallm.rl.competition.comparison import (
+    NOT_FINITE,
+    OUT_OF_TIME,
+    Comparison,
+    ComparisonCard,
+    ComparisonSpec,
+    Outcome,
+)
 from mlx_parallm.rl.competition.trained import TrainedAdapter
 from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.trajectories import TrajectoryGroup

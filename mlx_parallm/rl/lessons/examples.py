@@ -17,15 +17,13 @@ from mlx_parallm.core import (
     Event,
     GenerationRequest,
     GivenTrajectory,
-    LessonShowing,
-    LessonSpec,
-    RuleKind,
     SamplingParams,
     SequenceOutput,
     StopParams,
     TextTokenizer,
     WorkClass,
 )
+from mlx_parallm.rl.lessons.cards import LessonShowing, LessonSpec, RuleKind
 from mlx_parallm.rl.lessons.rules import word_pattern
 from mlx_parallm.rl.rollouts.answers import Generate, events_of
 from mlx_parallm.rl.rollouts.tasks import AT_A_TIME, PASSES

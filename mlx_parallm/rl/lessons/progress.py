@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import fmean
 
-from mlx_parallm.core import LessonAnswer, LessonOutcome, LessonPoint, LessonSamples, LessonShowing
 from mlx_parallm.rl.evaluation import interval
+from mlx_parallm.rl.lessons.cards import LessonAnswer, LessonOutcome, LessonPoint, LessonSamples, LessonShowing
 
 LEARNT = 0.95
 """Mean reward of the last answers at which a lesson is learnt."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pydantic import TypeAdapter
 
 from mlx_parallm import atomic
-from mlx_parallm.core import LessonCard, LessonOutcome
+from mlx_parallm.rl.lessons.cards import LessonCard, LessonOutcome
 from mlx_parallm.rl.rollouts.answers import group_prefixes
 from mlx_parallm.rl.trajectories import DropReason
 

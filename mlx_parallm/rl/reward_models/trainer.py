@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from mlx_parallm.adapters.reward_models import no_reward_model
 from mlx_parallm.config import ModelConfig
-from mlx_parallm.core import RewardModelCard, RewardModelSpec, Signal, Trajectory
+from mlx_parallm.core import Signal, Trajectory
 from mlx_parallm.errors import ConfigError, ConflictError, InvalidRequestError
+from mlx_parallm.rl.reward_models.cards import RewardModelCard, RewardModelSpec
 from mlx_parallm.rl.reward_models.learning import FitResult, FitSettings, fit
 from mlx_parallm.rl.reward_models.preferences import Preference, split
 from mlx_parallm.rl.reward_models.service import RewardModels
@@ -69,6 +71,10 @@ class RewardModelTrainer:
         """
         await asyncio.to_thread(self._models.check, name)
         return await self._models.score(name, rows)
+
+    def unknown(self, name: str) -> InvalidRequestError:
+        """The error about a name that no reward model has."""
+        return no_reward_model(name)
 
     async def _collected(self) -> list[Preference]:
         """The preferences of the run, whatever became of them, but for those that a later one of the same user has

@@ -24,7 +24,6 @@ from mlx_parallm.core import (
     SamplingParams,
     ServedModel,
     StopParams,
-    no_reward_model,
 )
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, TrainingDisabledError
 from mlx_parallm.server.access.permits import check_permitted
@@ -188,7 +187,7 @@ async def _rewards(body: PairsBody, name: str, services: Services, request: Requ
     models: RewardModelTrainer = services.require_extra("reward_models")
     request_id = new_request_id("score")
     if not key.sees(name):
-        raise no_reward_model(name)
+        raise models.unknown(name)
     account = record.account = services.accounts.of(key)
     with account.request(), services.gate.reserve(min(len(body.judged), MAX_SEQUENCES), account.queue_name):
         rows, lengths = await services.workers.run(request.state.body_bytes, partial(_rows, body, services.first))

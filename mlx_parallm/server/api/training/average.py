@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import APIRouter, Depends
 from pydantic import Field
 
-from mlx_parallm.core import BASE_ADAPTER, AverageCard, AverageSpec
+from mlx_parallm.core import BASE_ADAPTER
 from mlx_parallm.errors import (
     ConflictError,
     EngineDeadError,
@@ -16,6 +16,7 @@ from mlx_parallm.errors import (
     TrainingDisabledError,
     UnknownModelError,
 )
+from mlx_parallm.rl.averages import AverageCard, AverageSpec
 from mlx_parallm.server.api.fields import INT32_MAX, WireInput
 from mlx_parallm.server.errors import DrainingError
 from mlx_parallm.server.http.body import json_body

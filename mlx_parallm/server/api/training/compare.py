@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from fastapi import APIRouter, Depends
 from pydantic import Field
 
-from mlx_parallm.core import ComparisonCard, ComparisonSpec
 from mlx_parallm.errors import (
     AdapterUnavailableError,
     ConflictError,
@@ -16,6 +15,7 @@ from mlx_parallm.errors import (
     TrainingDisabledError,
     UnknownModelError,
 )
+from mlx_parallm.rl.competition.comparison import ComparisonCard, ComparisonSpec
 from mlx_parallm.server.api.fields import INT32_MAX, WireInput, WireOutput
 from mlx_parallm.server.api.training.schema import ControlBody
 from mlx_parallm.server.errors import DrainingError

@@ -7,15 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from fastapi import APIRouter, Depends
 from pydantic import Field, model_validator
 
-from mlx_parallm.core import (
-    LessonAnswer,
-    LessonCard,
-    LessonPoint,
-    LessonRule,
-    LessonShowing,
-    LessonSpec,
-    RuleKind,
-)
 from mlx_parallm.core.json_values import utc
 from mlx_parallm.errors import (
     ConflictError,
@@ -26,6 +17,15 @@ from mlx_parallm.errors import (
     StorageError,
     TrainingDisabledError,
     UnknownModelError,
+)
+from mlx_parallm.rl.lessons.cards import (
+    LessonAnswer,
+    LessonCard,
+    LessonPoint,
+    LessonRule,
+    LessonShowing,
+    LessonSpec,
+    RuleKind,
 )
 from mlx_parallm.server.api.fields import WireInput, WireOutput, refused
 from mlx_parallm.server.errors import DrainingError

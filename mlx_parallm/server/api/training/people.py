@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import APIRouter, Depends, Query
 from starlette.requests import Request
 
-from mlx_parallm.core import Edit, FoundTrajectory, Reader, SignalReport, control_ids, end_id
+from mlx_parallm.core import Reader, control_ids, end_id
 from mlx_parallm.errors import (
     ConflictError,
     ContextLengthError,
@@ -22,6 +22,7 @@ from mlx_parallm.errors import (
     UnknownModelError,
     UnknownTrajectoryError,
 )
+from mlx_parallm.rl.people import Edit, FoundTrajectory, SignalReport
 from mlx_parallm.server.api.chat.messages import Conversation
 from mlx_parallm.server.api.training.people_schema import (
     PreferenceBody,

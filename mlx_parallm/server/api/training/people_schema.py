@@ -6,12 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from mlx_parallm.core import EditCard
+from mlx_parallm.rl.people import EditCard
 from mlx_parallm.server.api.adapters.schema import MAX_NAME
 from mlx_parallm.server.api.chat.messages import Messages
 from mlx_parallm.server.api.fields import NonEmptyTokenIds, WireInput, WireOutput, refused
+from mlx_parallm.server.api.training.schema import User
 
-User = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 TrajectoryId = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 AnswerText = Annotated[str, Field(min_length=1)]
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from fastapi import APIRouter, Depends
 from pydantic import Field
 
-from mlx_parallm.core import RewardModelCard, RewardModelSpec
 from mlx_parallm.errors import (
     ConflictError,
     EngineDeadError,
@@ -17,6 +16,7 @@ from mlx_parallm.errors import (
     TrainingDisabledError,
     TrainingFailedError,
 )
+from mlx_parallm.rl.reward_models.cards import RewardModelCard, RewardModelSpec
 from mlx_parallm.server.access.views import shared
 from mlx_parallm.server.api.fields import INT32_MAX, WireInput, WireOutput
 from mlx_parallm.server.errors import DrainingError

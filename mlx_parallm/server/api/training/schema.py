@@ -18,7 +18,8 @@ from pydantic import Field, PlainValidator, model_validator
 from mlx_parallm.server.api.adapters.schema import MAX_NAME, Name
 from mlx_parallm.server.api.fields import INT32_MAX, NonEmptyTokenIds, WireInput, refused
 from mlx_parallm.server.api.generation_fields import MAX_EPISODE_ID, MIN_COLLECTED_TEMPERATURE
-from mlx_parallm.server.api.training.people_schema import User
+
+User = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 
 MAX_LOGPROB = 1e-3
 """Log-probabilities are at most 0, but float32 sums can be slightly above."""

@@ -1,7 +1,7 @@
 """TinkerServer: what the routes of the Tinker API do. It has sessions, models and futures, and ends what is left of a
 client that is gone.
 
-    route ─▶ place in the model's order ─▶ future ─▶ turn ─▶ PolicyService ─▶ result
+    route ─▶ place in the model's order ─▶ future ─▶ turn ─▶ TinkerService ─▶ result
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.config import TinkerConfig
-from mlx_parallm.core import BASE_ADAPTER, AdamSettings, Layers, ModelCard, PolicyCard, PolicySpec
+from mlx_parallm.core import BASE_ADAPTER, ModelCard
 from mlx_parallm.errors import InvalidRequestError, ParaLLMError, UnknownModelError
+from mlx_parallm.rl.tinker.records import AdamSettings, Layers, PolicyCard, PolicySpec
 from mlx_parallm.server.access.accounts import Account
 from mlx_parallm.server.access.keys import ANYONE, NamedKey
 from mlx_parallm.server.protocols.tinker.answers import Answer, Fields, LossAnswer
@@ -36,7 +37,7 @@ from mlx_parallm.server.protocols.tinker.sessions import Model, Sampler, SavedWe
 from mlx_parallm.tasks import spawn
 
 if TYPE_CHECKING:
-    from mlx_parallm.rl.policies import PolicyService
+    from mlx_parallm.rl.tinker.service import TinkerService
 
 ALPHA = 32.0
 """Tinker's LoRA adapters are scaled by 32 / rank."""
@@ -58,7 +59,7 @@ class TinkerServer:
         key: whose requests these are; see `of`.
     """
 
-    def __init__(self, policies: PolicyService, card: ModelCard, config: TinkerConfig) -> None:
+    def __init__(self, policies: TinkerService, card: ModelCard, config: TinkerConfig) -> None:
         self.policies = policies
         self.sessions = Sessions(config.max_sessions, config.session_timeout_s)
         self.futures = Futures()

@@ -1,4 +1,4 @@
-"""PolicyService: the policies that clients train step by step.
+"""TinkerService: the policies that clients train step by step.
 
     create ─▶ forward_backward ─▶ … ─▶ step ─▶ publish ─▶ requests name the version
                                           └──▶ save    ─▶ a checkpoint, from which others start
@@ -18,19 +18,9 @@ from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.adapters.weights import AdapterLayout, LinearSpec, VersionInfo
 from mlx_parallm.config import ModelConfig, OptimizerConfig
-from mlx_parallm.core import (
-    AdamSettings,
-    AdapterRef,
-    Layers,
-    PolicyCard,
-    PolicySpec,
-    PolicyStep,
-    SummedLoss,
-    TargetedTokens,
-    TokenScores,
-    check_name,
-)
+from mlx_parallm.core import AdapterRef, SummedLoss, TargetedTokens, check_name
 from mlx_parallm.errors import ConflictError, InvalidRequestError, OverloadedError, UnknownModelError
+from mlx_parallm.rl.tinker.records import AdamSettings, Layers, PolicyCard, PolicySpec, PolicyStep, TokenScores
 from mlx_parallm.rl.updates.checkpoints import PolicyCheckpoints
 from mlx_parallm.train.data import PLACEHOLDERS, Datum
 from mlx_parallm.train.learner import Learner
@@ -54,7 +44,7 @@ class _OpenPolicy:
     warned: bool = False
 
 
-class PolicyService:
+class TinkerService:
     """Trains policies for clients. Used on the event loop's thread only. `name` is the adapter's.
 
     Its methods raise UnknownModelError if no policy of that name is open. What is asked of one policy must be awaited
@@ -101,7 +91,7 @@ class PolicyService:
         return tuple(sorted({each.target for each in self._layout if wanted.get(self._kind(each))}))
 
     def _kind(self, linear: LinearSpec) -> str:
-        """Which of `core.Layers` a linear is; a router is none of them."""
+        """Which of `Layers` a linear is; a router is none of them."""
         if linear.chooses:
             return "router"
         if linear == self._layout.head:

@@ -4,13 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mlx_parallm.errors import InvalidRequestError, shown
-
-
-def no_reward_model(name: str) -> InvalidRequestError:
-    """The error about a name that no reward model has. It lists no others, because a client may not know of them."""
-    return InvalidRequestError(f"no reward model is called {shown(name)}: --adapter-dir has no such subfolder")
-
 
 @dataclass(frozen=True, slots=True)
 class RewardModelSpec:
