@@ -82,7 +82,7 @@ LEFT_OUT = (
 )
 RECORDS_LEFT_OUT = ("server", "model", "batch")
 RECORDS_OF_UPDATES = ("train.", "core.branches")
-BATCHES_AND_OUTCOMES = "train.samples"
+BATCHES_AND_OUTCOMES = "train.data"
 GOES_LIVE = function("adapters/", "flip")
 DRAWS_THE_LAST_TOKEN = RequestFinished.__init__.__code__
 STEPS = function("engine/thread.py", "step")
