@@ -11,7 +11,7 @@ forward and backward; as many primitives stand for them on both sides.
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import chain
 from typing import Any
 from unittest.mock import patch
@@ -34,7 +34,7 @@ from mlx_parallm.model.linears import install_adapters
 from mlx_parallm.train.data import Datum, UpdateBatch
 from mlx_parallm.train.forwards import MicroStep, MicroStepInput, TrainingForwards
 from mlx_parallm.train.model import TrainableModel
-from mlx_parallm.train.pacing import Stage
+from mlx_parallm.train.pacing import Pacer, Stage
 from mlx_parallm.train.trainer import GRPOTrainer
 
 PLAIN, COMPILED, OURS, TOGETHER = "plain trainer", "plain trainer, compiled", "ours", "ours, four groups together"
@@ -93,23 +93,28 @@ class _Ours:
         policy = self._trainer.open("counted")
         self._trainer.begin(policy, UpdateBatch(tuple(data)))
         arrays: list[object] = []
-        gradients, waits = TrainingForwards.gradients, 0
+        gradients, run, waits = TrainingForwards.gradients, Pacer.run, 0
 
         def seen(forwards: TrainingForwards, inputs: Sequence[MicroStepInput]) -> MicroStep:
             made = gradients(forwards, inputs)
             arrays.extend([made.results, *(stage.arrays for stage in made.stages)])
-            return replace(made, stages=_over_after(made.stages))
+            return made
 
-        def evaluate(*_: Any) -> None:
+        def only_one(pacer: Pacer, stages: Iterable[Stage], tokens: int) -> Iterator[None]:
+            yield from run(pacer, stages, tokens)
+            raise _Over
+
+        def wait(*_: Any) -> None:
             nonlocal waits
             waits += 1
 
+        self._trainer.pace(math.inf)
         with (
             patch.object(TrainingForwards, "gradients", seen),
-            patch.object(mx, "eval", evaluate),
+            patch.object(Pacer, "run", only_one),
+            patch.multiple(mx, eval=wait, synchronize=wait, async_eval=lambda *_: None),
             suppress(_Over),
         ):
-            self._trainer.pace(math.inf)
             while True:
                 self._trainer.advance()
         return _counts(arrays, waits)
@@ -117,11 +122,6 @@ class _Ours:
 
 class _Over(Exception):  # noqa: N818  it is no error
     """The micro-step is over."""
-
-
-def _over_after(stages: Iterable[Stage]) -> Iterator[Stage]:
-    yield from stages
-    raise _Over
 
 
 def _counts(arrays: object, waits: int) -> MicroStepCounts:
