@@ -30,6 +30,7 @@ from mlx_parallm.core import (
 from mlx_parallm.errors import ConflictError, RequestError, StorageError, UnknownTrajectoryError, shown
 from mlx_parallm.rl.buffer import TrajectoryBuffer
 from mlx_parallm.rl.changes import Changes
+from mlx_parallm.rl.environments.files import PROBLEM_ID
 from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.groups import Added, Groups, group_of_episode
 from mlx_parallm.rl.hooks import TrainingHooks
@@ -37,7 +38,6 @@ from mlx_parallm.rl.recording import GIVEN, given_rewards, given_trajectories, o
 from mlx_parallm.rl.runs.records import Arrival, Closed, EpisodeReward, Feedback, GroupEntry, Score, TokenRewards
 from mlx_parallm.rl.scoring.scorers import ANSWER, lacks_answer, names_reward, terms_without_answer
 from mlx_parallm.rl.sources import SourceLedger
-from mlx_parallm.rl.tasks import PROBLEM_ID
 from mlx_parallm.rl.trajectories import DropReason, TrajectoryGroup, TrajectoryState
 from mlx_parallm.rl.updates.parts import TrainingParts
 from mlx_parallm.rl.updates.run import AdapterRun
@@ -123,14 +123,15 @@ class Collector:
         self.groups.check(collection, loop.name, reader.name)
         task = self._parts.tasks.find(collection.metadata.get(PROBLEM_ID), prompt)
         if task is not None and names_reward(collection):
-            collection = replace(collection, metadata={**task.metadata, **collection.metadata})
+            collection = replace(collection, metadata={**task.collection.metadata, **collection.metadata})
         if lacks_answer(collection):
-            if task is None or task.answer is None:
+            answer = None if task is None else task.collection.metadata.get(ANSWER)
+            if answer is None:
                 for scorer in terms_without_answer(collection):  # a fault in these is reported all the same
                     await self._parts.scorers.check(replace(collection, scorer=scorer))
                 lacking = f"Neither metadata nor a task of the server has an answer for {collection.scorer}"
                 return replace(collection, scorer=None, unscored=f"{lacking}, so the trajectories wait for feedback.")
-            collection = replace(collection, metadata={**collection.metadata, ANSWER: task.answer})
+            collection = replace(collection, metadata={**collection.metadata, ANSWER: answer})
         await self._parts.scorers.check(collection)
         return collection
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from tiny import save_tiny
 
+from mlx_parallm.rl.environments.files import read_tasks
 from mlx_parallm.rl.scoring.functions import load_function
 from mlx_parallm.rl.scoring.sample import ScorerInput
-from mlx_parallm.rl.tasks import read_tasks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EXAMPLE = EXAMPLES / "serve_and_train.py"
@@ -35,11 +35,17 @@ def test_it_serves_and_trains_without_http(
 
 
 def test_the_rewards_of_one_word_fit_its_tasks(caplog: pytest.LogCaptureFixture) -> None:
-    tasks = read_tasks(EXAMPLES / "one_word" / "tasks.jsonl", rewarded=True).tasks
+    tasks = read_tasks(EXAMPLES / "one_word" / "tasks.jsonl", rewarded=True).rows
     assert (len(tasks), caplog.records) == (32, [])
     share, ended = (load_function(f"{EXAMPLES}/one_word/rewards.py:{name}") for name in ("share", "ended"))
     for task in tasks:
-        texts = (task.answer, f"It was {task.answer}.", "Positive or negative.")
-        samples = [ScorerInput(text, 9, 3, "length", task.metadata, task.prompt) for text in texts]
+        texts = (
+            task.collection.metadata["answer"],
+            f"It was {task.collection.metadata['answer']}.",
+            "Positive or negative.",
+        )
+        samples = [
+            ScorerInput(text, 9, 3, "length", task.collection.metadata, task.collection.prompt_text) for text in texts
+        ]
         assert list(share(samples)) == [1, pytest.approx(1 / 3), 0]
         assert list(ended(samples)) == [0, 0, 0]

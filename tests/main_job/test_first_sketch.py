@@ -72,4 +72,4 @@ def test_its_configuration_is_valid() -> None:
     assert config.rl_training.enabled
     assert config.model.lora_target_modules == ("q_proj", "v_proj")
     assert config.rl_training.environment is not None
-    assert len(answers_of(str(FOLDER.parents[1] / config.rl_training.environment)).tasks) == 3
+    assert len(answers_of(str(FOLDER.parents[1] / config.rl_training.environment)).rows) == 3

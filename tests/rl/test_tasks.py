@@ -14,10 +14,10 @@ import pytest
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl import task_files
-from mlx_parallm.rl.environments import answers_of, environment
+from mlx_parallm.rl.environments import Task, answers_of, environment
+from mlx_parallm.rl.environments.files import find_tasks, read_tasks
 from mlx_parallm.rl.scoring.sample import ScorerInput
 from mlx_parallm.rl.scoring.scorers import load
-from mlx_parallm.rl.tasks import FileTask, find_tasks, read_tasks
 from mlx_parallm.server.api.chat.messages import Message
 
 SOLUTION = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nTogether 48+24 = 72.\n#### 72"
@@ -50,6 +50,15 @@ def write(tmp_path: Path):
     return write
 
 
+def answer_of(task: Task):
+    return task.collection.metadata.get("answer")
+
+
+def seen(task: Task):
+    collection = task.collection
+    return collection.prompt_text, answer_of(task), collection.scorer, collection.metadata.get("problem_id")
+
+
 def test_both_forms_of_a_line_are_read(write) -> None:
     lines = [
         SUM,
@@ -59,13 +68,13 @@ def test_both_forms_of_a_line_are_read(write) -> None:
         {"prompt": "x?", "answer": 4.5, "scoring_function": "0.9*exact + 0.1*length", "source": "mine"},
         {"prompt": "one \u2028 line\r", "answer": "1,200"},
     ]
-    assert read_tasks(write(*lines)).tasks == (
-        FileTask("2 + 2 =", "4", "gsm8k", "sum"),
-        FileTask("How many clips?", "72", "gsm8k"),
-        FileTask("Half?", r"\frac{1}{2}", "math", "7"),
-        FileTask("x?", "4.5", "0.9*exact + 0.1*length"),
-        FileTask("one \u2028 line\r", "1,200", "gsm8k"),
-    )
+    assert [seen(task) for task in read_tasks(write(*lines)).rows] == [
+        ("2 + 2 =", "4", "gsm8k", "sum"),
+        ("How many clips?", "72", "gsm8k", None),
+        ("Half?", r"\frac{1}{2}", "math", "7"),
+        ("x?", "4.5", "0.9*exact + 0.1*length", None),
+        ("one \u2028 line\r", "1,200", "gsm8k", None),
+    ]
 
 
 BAD = [
@@ -92,8 +101,8 @@ BAD = [
 
 @pytest.mark.parametrize(("line", "message"), BAD, ids=[message for _, message in BAD])
 def test_a_bad_line_costs_itself_and_the_log_gives_its_number(write, caplog, line, message) -> None:
-    kept = read_tasks(write(SUM, line, {"prompt": "3 + 3 =", "answer": "6"})).tasks
-    assert [task.answer for task in kept] == ["4", "6"]
+    kept = read_tasks(write(SUM, line, {"prompt": "3 + 3 =", "answer": "6"})).rows
+    assert [answer_of(task) for task in kept] == ["4", "6"]
     (record,) = caplog.records
     assert record.getMessage().startswith("line 2 of ")
     assert re.search(message, record.getMessage())
@@ -112,7 +121,7 @@ def test_one_id_twice_is_an_error_that_names_both_lines(write) -> None:
 
 def test_the_same_task_twice_is_no_error(write) -> None:
     anonymous = {"prompt": "2 + 2 =", "answer": "4"}
-    assert len(read_tasks(write(anonymous, anonymous)).tasks) == 2
+    assert len(read_tasks(write(anonymous, anonymous)).rows) == 2
 
 
 def test_a_file_that_gives_no_task_is_refused(write, tmp_path: Path, monkeypatch) -> None:
@@ -126,7 +135,7 @@ def test_a_file_that_gives_no_task_is_refused(write, tmp_path: Path, monkeypatch
             read_tasks(file)
         assert str(caught.value).startswith("environment: ")
     monkeypatch.setattr(task_files, "MAX_FILE_BYTES", 1024 * 1024)
-    assert read_tasks(write(SUM, " " * (1024 * 1024 - len(json.dumps(SUM)) - 1))).tasks
+    assert read_tasks(write(SUM, " " * (1024 * 1024 - len(json.dumps(SUM)) - 1))).rows
     with pytest.raises(ConfigError, match="more than 1 MiB"):
         read_tasks(write(SUM, " " * (1024 * 1024 - len(json.dumps(SUM)))))
 
@@ -146,7 +155,7 @@ def test_a_task_is_found_by_its_id_and_else_by_its_prompt(write) -> None:
         (True, None, None),
     ):
         task = found.find(problem_id, prompt)
-        assert (task and task.answer) == answer, (problem_id, prompt)
+        assert (task and answer_of(task)) == answer, (problem_id, prompt)
 
 
 # ---- environments --------------------------------------------------------------------------------
@@ -172,9 +181,9 @@ def test_a_task_of_a_file_is_scored_by_its_answer(write) -> None:
 
 
 def test_a_server_reads_files_and_loads_no_other_environment(write, monkeypatch) -> None:
-    assert answers_of(str(write(SUM))).find("sum", None).answer == "4"
+    assert answers_of(str(write(SUM))).find("sum", None).collection.metadata["answer"] == "4"
     monkeypatch.setattr("mlx_parallm.rl.scoring.gym.task_names", lambda: pytest.fail("reasoning-gym was loaded"))
-    assert answers_of("reasoning_gym:leg_counting").tasks == ()
+    assert answers_of("reasoning_gym:leg_counting").rows == ()
 
 
 @pytest.mark.parametrize("find", [environment, answers_of])
@@ -194,21 +203,21 @@ def test_with_a_reward_every_column_is_passed_on_and_an_answer_is_optional(write
         {"messages": turns, "ground_truth": [4, 5]},
         {"prompt": turns[1:], "solution": "4", "info": {"deep": None}},
     ]
-    found = read_tasks(write(*lines), rewarded=True).tasks
-    assert {task.scorer for task in found} == {"reward"}
-    assert [task.metadata for task in found] == [
+    found = read_tasks(write(*lines), rewarded=True).rows
+    assert {task.collection.scorer for task in found} == {"reward"}
+    assert [task.collection.metadata for task in found] == [
         {"problem_id": "1", "level": 3},
         {"question": "b", "answer": "72", "tags": ["x"]},
         {"answer": [4, 5], "ground_truth": [4, 5]},
         {"answer": "4", "solution": "4", "info": {"deep": None}},
     ]
-    assert [task.prompt for task in found] == ["a", "b", tuple(turns), (turns[1],)]
+    assert [task.collection.prompt_text or task.messages for task in found] == ["a", "b", tuple(turns), (turns[1],)]
     assert [len(task.messages) for task in found] == [1, 1, 2, 1]
 
 
 def test_without_a_reward_only_the_answer_is_kept(write) -> None:
-    (task,) = read_tasks(write({"prompt": "2 + 2 =", "ground_truth": 4, "level": 3})).tasks
-    assert (task.metadata, task.scorer) == ({"answer": "4"}, "gsm8k")
+    (task,) = read_tasks(write({"prompt": "2 + 2 =", "ground_truth": 4, "level": 3})).rows
+    assert (task.collection.metadata, task.collection.scorer) == ({"answer": "4"}, "gsm8k")
 
 
 @pytest.mark.parametrize(
@@ -238,7 +247,7 @@ def test_without_a_reward_only_the_answer_is_kept(write) -> None:
     ],
 )
 def test_a_row_that_cannot_be_a_task_says_why(write, caplog, line, message) -> None:
-    assert len(read_tasks(write(line, {"prompt": "b"}), rewarded=True).tasks) == 1
+    assert len(read_tasks(write(line, {"prompt": "b"}), rewarded=True).rows) == 1
     assert re.search(message, caplog.records[0].getMessage())
 
 
@@ -247,7 +256,7 @@ def test_conversations_that_only_end_alike_are_not_mistaken_for_each_other(write
         return [{"role": "system", "content": system}, {"role": "user", "content": "2 + 2 ="}]
 
     found = read_tasks(write({"messages": turns("a"), "answer": 4}, {"messages": turns("b"), "answer": 5}))
-    assert len(found.tasks) == 2
+    assert len(found.rows) == 2
     assert found.find(None, "2 + 2 =") is None
 
 
@@ -267,22 +276,21 @@ def test_the_reward_scores_the_tasks_of_any_environment(write, name) -> None:
 @pytest.mark.parametrize("key", ["prompt", "messages"])
 def test_a_conversation_with_parts_and_tools_is_read_as_chat_reads_it(write, key, as_text) -> None:
     value = json.dumps(TOOL_TURNS) if as_text else TOOL_TURNS
-    (task,) = read_tasks(write({key: value}), rewarded=True).tasks
+    (task,) = read_tasks(write({key: value}), rewarded=True).rows
     assert list(task.messages) == [Message.model_validate(each).for_template() for each in TOOL_TURNS]
-    assert task.text == "2 + 2 ="
 
 
 def test_calls_and_results_of_a_row_may_have_no_ids(write) -> None:
     bare = [USER, {"role": "assistant", "tool_calls": [{"function": CALL["function"]}]}]
-    (task,) = read_tasks(write({"messages": [*bare, {"role": "tool", "content": "4"}]}), rewarded=True).tasks
+    (task,) = read_tasks(write({"messages": [*bare, {"role": "tool", "content": "4"}]}), rewarded=True).rows
     assert task.messages[1]["tool_calls"][0]["function"] == {"name": "sum", "arguments": {"a": 2, "b": 2.5}}
     assert task.messages[2] == {"role": "tool", "content": "4"}
 
 
 def test_a_text_that_only_looks_like_messages_is_a_text(write) -> None:
     texts = ['[{"a": 1}]', "[1, 2]", "[{", "[]", '{"role": "user", "content": "a"}']
-    tasks = read_tasks(write(*({"prompt": text} for text in texts)), rewarded=True).tasks
-    assert [task.prompt for task in tasks] == texts
+    tasks = read_tasks(write(*({"prompt": text} for text in texts)), rewarded=True).rows
+    assert [task.collection.prompt_text for task in tasks] == texts
 
 
 # ---- parquet -------------------------------------------------------------------------------------
@@ -304,10 +312,10 @@ def test_rows_of_parquet_are_tasks_with_their_columns(tmp_path: Path) -> None:
     ]
     file = tmp_path / "tasks.parquet"
     parquet.write_table(pyarrow.Table.from_pylist(rows), file)
-    first, second = find_tasks(str(file), rewarded=True).tasks
-    assert (first.prompt, first.answer) == (({"role": "user", "content": "a"},), "4")
-    assert first.columns == {"solution": "4", "at": "2026-01-02 00:00:00", "n": 1}
-    assert (second.answer, second.messages[0]["name"]) == (None, "me")
+    first, second = find_tasks(str(file), rewarded=True).rows
+    assert (first.messages, answer_of(first)) == (({"role": "user", "content": "a"},), "4")
+    assert first.collection.metadata == {"solution": "4", "at": "2026-01-02 00:00:00", "n": 1, "answer": "4"}
+    assert (answer_of(second), second.messages[0]["name"]) == (None, "me")
     file.write_bytes(b"PAR1 and nothing else")
     with pytest.raises(ConfigError, match=r"tasks\.parquet cannot be read"):
         find_tasks(str(file))
@@ -358,8 +366,8 @@ def hub(tmp_path: Path, monkeypatch):
 @pytest.mark.parametrize("files", [("sums.jsonl",), ("data/train.jsonl", "data/test.jsonl")])
 def test_a_data_set_of_the_hub_gives_its_file(hub, files) -> None:
     hub(*files)
-    (task,) = find_tasks("someone/sums").tasks
-    assert task.id == files[0]
+    (task,) = find_tasks("someone/sums").rows
+    assert task.collection.metadata["problem_id"] == files[0]
 
 
 @pytest.mark.parametrize("files", [(), ("a.jsonl", "b.jsonl")])
@@ -380,7 +388,7 @@ def test_a_data_set_that_cannot_be_had_says_what_to_do(monkeypatch) -> None:
 def test_the_level_of_a_row_is_that_of_its_task(write) -> None:
     levels = ["easy", " two digits ", 3, 0.5, None, True, ["a"], "", "x" * 99]
     rows = [{"prompt": f"{n}?", "answer": n, "level": level} for n, level in enumerate(levels)]
-    tasks = read_tasks(write(*rows)).tasks
+    tasks = read_tasks(write(*rows)).rows
     assert [task.level for task in tasks] == ["easy", "two digits", "3", "0.5", None, None, None, None, "x" * 64]
     given = {task.messages[0]["content"]: task.level for task in islice(environment(str(write(*rows))).tasks(0), 9)}
     assert given == {f"{n}?": task.level for n, task in enumerate(tasks)}

@@ -45,7 +45,7 @@ def test_without_the_package_the_extra_is_named(monkeypatch):
 
 
 def test_the_answers_of_its_tasks_are_not_looked_up_and_it_is_not_loaded():
-    assert not answers_of("verifiers:nobody").tasks
+    assert not answers_of("verifiers:nobody").rows
 
 
 def test_an_unknown_environment_and_one_that_cannot_be_imported_are_told_apart(monkeypatch, tmp_path):

@@ -18,12 +18,12 @@ from mlx_parallm.core import CollectionSpec
 from mlx_parallm.errors import ConfigError, shown
 from mlx_parallm.extras import REASONING_GYM
 from mlx_parallm.rl.environments.builtin import BUILT_IN
+from mlx_parallm.rl.environments.files import FileTasks, find_tasks
 from mlx_parallm.rl.environments.protocol import Environment, EpisodeEnvironment, RolloutClient, Task, is_of_episodes
 from mlx_parallm.rl.scoring import gym
 from mlx_parallm.rl.scoring.functions import module_of_file
 from mlx_parallm.rl.scoring.sample import ScorerError
 from mlx_parallm.rl.scoring.scorers import REWARD
-from mlx_parallm.rl.tasks import FileTask, FileTasks, find_tasks
 
 GROUP = "mlx_parallm.environments"
 """Entry points of a user's package: name = "module:object", an Environment or a class of one."""
@@ -61,8 +61,7 @@ def _environment(name: str, rewarded: bool) -> Environment:
         return LOADERS[prefix](name)
     if _OF_FILE in name:
         return _of_file(name)
-    file = find_tasks(name, rewarded)
-    return _installed(name)() if file is None else TasksOfFile(file)
+    return find_tasks(name, rewarded) or _installed(name)()
 
 
 def answers_of(name: str, rewarded: bool = False) -> FileTasks:
@@ -85,24 +84,7 @@ def _prefix_of(name: str) -> str | None:
     return next((prefix for prefix in LOADERS if name.startswith(prefix)), None)
 
 
-# ---- files of tasks, and reasoning-gym -----------------------------------------------------------
-
-
-class TasksOfFile:
-    """The tasks of a file, each once before any comes again, in an order that depends on the seed."""
-
-    def __init__(self, file: FileTasks) -> None:
-        self._file = file
-
-    def tasks(self, seed: int) -> Iterator[Task]:
-        for epoch in itertools.count():
-            order = random.Random(f"{seed}/{epoch}").sample(self._file.tasks, len(self._file.tasks))
-            yield from map(_from_row, order)
-
-
-def _from_row(task: FileTask) -> Task:
-    text = task.prompt if isinstance(task.prompt, str) else ""
-    return Task(task.messages, CollectionSpec(task.scorer, task.metadata, prompt_text=text), task.level)
+# ---- reasoning-gym -------------------------------------------------------------------------------
 
 
 class ReasoningGym:

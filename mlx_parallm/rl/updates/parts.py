@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.config import CheckpointingConfig, ResolvedTraining
+from mlx_parallm.rl.environments.files import FileTasks
 from mlx_parallm.rl.evaluation import Evaluator
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.scoring.service import ScoringService
-from mlx_parallm.rl.tasks import FileTasks
 from mlx_parallm.rl.teachers import Teacher
 from mlx_parallm.rl.trajectory_log import TrajectoryLog
 from mlx_parallm.rl.updates.checkpoints import PolicyCheckpoints, PolicyOf

@@ -9,22 +9,23 @@ The second row has gsm8k's own form. Only a prompt is always needed; without a c
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mlx_parallm.core import CollectionSpec
 from mlx_parallm.errors import ConfigError, InvalidRequestError
-from mlx_parallm.rl.conversations import Message, read_conversation
+from mlx_parallm.rl.conversations import read_conversation
+from mlx_parallm.rl.environments.protocol import Message, Task
 from mlx_parallm.rl.scoring import builtin
 from mlx_parallm.rl.scoring.scorers import ANSWER, REWARD, terms
 from mlx_parallm.rl.task_files import find_file, read_rows
 
 PROBLEM_ID = "problem_id"
 """The key of a request's `metadata` for the id of a task."""
-
-Prompt = str | tuple[Message, ...]
 
 _PROMPTS = ("prompt", "question", "messages")
 _ANSWERS = (ANSWER, "ground_truth", "solution")
@@ -36,61 +37,36 @@ _MAX_LEVEL = 64
 """Characters of a level's name; the rest is cut off."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileTask:
-    """One row of a file.
-
-    Attributes:
-        prompt: a text, or the messages of a conversation.
-        answer: None if the row has none.
-        scorer: the one that the row names, else gsm8k for a number and math for other text; the configured reward, if
-            there is one.
-        columns: all other columns of the row.
-        level: what the curriculum samples it by; None if the row has none that is text or a number.
-    """
-
-    prompt: Prompt
-    answer: Any
-    scorer: str
-    id: str | None = None
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    level: str | None = None
-
-    @property
-    def text(self) -> str | None:
-        """The prompt, or the last message of the user."""
-        if isinstance(self.prompt, str):
-            return self.prompt
-        return next((turn["content"] for turn in reversed(self.prompt) if turn["role"] == "user"), None)
-
-    @property
-    def messages(self) -> tuple[Message, ...]:
-        """The conversation. A prompt that is a text is one message of the user."""
-        return ({"role": "user", "content": self.prompt},) if isinstance(self.prompt, str) else self.prompt
-
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """What a scorer reads: the columns, the answer and the id, as far as there are any."""
-        answer = {} if self.answer is None else {ANSWER: self.answer}
-        return {**self.columns, **answer, **({} if self.id is None else {PROBLEM_ID: self.id})}
-
-
 class FileTasks:
-    """The tasks of a file, which are found by their id or their prompt."""
+    """The tasks of a file: an environment of one answer, whose tasks are found by their id or their prompt."""
 
-    def __init__(self, tasks: Sequence[FileTask] = ()) -> None:
-        self.tasks = tuple(tasks)
-        self._by_id = {task.id: task for task in tasks if task.id is not None}
-        self._by_text: dict[str | None, FileTask | None] = {}
-        for task in tasks:
-            known = self._by_text.setdefault(task.text, task)
-            if known is not None and known.answer != task.answer:  # conversations that only end alike
-                self._by_text[task.text] = None
+    def __init__(self, rows: Sequence[Task] = (), by_id: Mapping[str, Task] | None = None) -> None:
+        self.rows = tuple(rows)
+        self._by_id = by_id or {}
+        self._by_text: dict[str | None, Task | None] = {}
+        for task in rows:
+            known = self._by_text.setdefault(_text(task), task)
+            if known is not None and _answer_of(known) != _answer_of(task):  # conversations that only end alike
+                self._by_text[_text(task)] = None
 
-    def find(self, problem_id: object, prompt: str | None) -> FileTask | None:
+    def tasks(self, seed: int) -> Iterator[Task]:
+        """Each task once before any comes again, in an order that depends on the seed."""
+        for epoch in itertools.count():
+            yield from random.Random(f"{seed}/{epoch}").sample(self.rows, len(self.rows))
+
+    def find(self, problem_id: object, prompt: str | None) -> Task | None:
         """The task with this id, else the task with exactly this prompt, or with it as the user's last message."""
         by_id = self._by_id.get(str(problem_id)) if isinstance(problem_id, str | int) else None
         return by_id or (self._by_text.get(prompt) if prompt else None)
+
+
+def _text(task: Task) -> str | None:
+    """The prompt, or the last message of the user."""
+    return next((turn["content"] for turn in reversed(task.messages) if turn["role"] == "user"), None)
+
+
+def _answer_of(task: Task) -> Any:
+    return task.collection.metadata.get(ANSWER)
 
 
 def find_tasks(name: str, rewarded: bool = False) -> FileTasks | None:
@@ -117,25 +93,41 @@ def read_tasks(file: Path, rewarded: bool = False) -> FileTasks:
     """
     answers: dict[str, Any] = {}
 
-    def read(row: Mapping[str, Any]) -> FileTask:
-        task = _task(row, rewarded)
-        if answers.setdefault(json.dumps(task.prompt), task.answer) != task.answer:
+    def read(row: Mapping[str, Any]) -> tuple[str | None, Task]:
+        number = _id(row)
+        task = _task(row, number, rewarded)
+        prompt = json.dumps([task.collection.prompt_text, task.messages])
+        if answers.setdefault(prompt, _answer_of(task)) != _answer_of(task):
             raise ValueError("an earlier one has the same prompt and another answer")
-        return task
+        return number, task
 
-    tasks, _ = read_rows(file, read)
+    found, _ = read_rows(file, read)
     place_of_id: dict[str, str] = {}
-    for place, task in tasks.items():
-        if task.id is not None and (first := place_of_id.setdefault(task.id, place)) != place:
+    for place, (number, _) in found.items():
+        if number is not None and (first := place_of_id.setdefault(number, place)) != place:
             raise ConfigError(f"environment: {first} and {place} of {file} have the same id; change one")
-    if not tasks:
+    if not found:
         needs = "a prompt (or question, or messages)" + ("" if rewarded else " and an answer")
         raise ConfigError(f"environment: {file} has no task; each row needs {needs}")
-    return FileTasks([*tasks.values()])
+    by_id = {number: task for number, task in found.values() if number is not None}
+    return FileTasks([task for _, task in found.values()], by_id)
 
 
-def _task(row: Mapping[str, Any], rewarded: bool) -> FileTask:
-    """Raises ValueError, RecursionError or InvalidRequestError: the row lacks something, or it has the wrong type."""
+def _id(row: Mapping[str, Any]) -> str | None:
+    number = row.get("id")
+    if number is not None and (not isinstance(number, str | int) or isinstance(number, bool)):
+        raise ValueError("id must be text or a whole number")
+    return None if number is None else str(number)
+
+
+def _task(row: Mapping[str, Any], number: str | None, rewarded: bool) -> Task:
+    """The task of a row, with the scorer that the row names, else gsm8k for a number and math for other text; or the
+    configured reward. What scorers read are the answer and the id, as far as there are any; for a configured reward,
+    all other columns too.
+
+    Raises:
+        ValueError, RecursionError, InvalidRequestError: the row lacks something, or it has the wrong type.
+    """
     prompt, columns = _prompt(row), {key: column for key, column in row.items() if key not in _OWN}
     answer = _answer(row, rewarded)
     scorer = REWARD if rewarded else row.get("scoring_function") or ("gsm8k" if _is_number(answer) else "math")
@@ -144,14 +136,18 @@ def _task(row: Mapping[str, Any], rewarded: bool) -> FileTask:
     terms(scorer)
     if (size := len(json.dumps(columns))) > _MAX_COLUMNS:
         raise ValueError(f"its columns have {size} bytes as JSON; at most {_MAX_COLUMNS} are kept")
-    number = row.get("id")
-    if number is not None and (not isinstance(number, str | int) or isinstance(number, bool)):
-        raise ValueError("id must be text or a whole number")
-    kept = columns if rewarded else {}
-    return FileTask(prompt, answer, scorer, None if number is None else str(number), kept, _level(row))
+    metadata = {
+        **(columns if rewarded else {}),
+        **({} if answer is None else {ANSWER: answer}),
+        **({} if number is None else {PROBLEM_ID: number}),
+    }
+    if isinstance(prompt, str):
+        collection = CollectionSpec(scorer, metadata, prompt_text=prompt)
+        return Task(({"role": "user", "content": prompt},), collection, _level(row))
+    return Task(prompt, CollectionSpec(scorer, metadata), _level(row))
 
 
-def _prompt(row: Mapping[str, Any]) -> Prompt:
+def _prompt(row: Mapping[str, Any]) -> str | tuple[Message, ...]:
     value = next((row[key] for key in _PROMPTS if row.get(key) is not None), None)
     messages = read_conversation(value)
     if messages is not None:
