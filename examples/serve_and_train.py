@@ -36,7 +36,7 @@ async def main(*model: str) -> None:
                         texts[event.index] += event.text
             assert isinstance(event, RequestFinished), event
             for trajectory, text in zip(event.trajectory_ids, texts, strict=True):
-                await training.people.feedback(trajectory, -len(text) / 100)  # the reward
+                await training.trajectories.feedback(trajectory, -len(text) / 100)  # the reward
             report = await training.update()
             print(f"{adapter} answers {texts[0]!r}; reward {report.metrics['reward_mean']:.2f}, {report.status}")
 
