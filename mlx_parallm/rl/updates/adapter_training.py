@@ -429,9 +429,10 @@ class AdapterTraining:
 
     def _covered(self, saved: CheckpointCard) -> int:
         """The last change that every checkpoint has from which training may resume: those without a tag, which go when
-        there are newer ones, and the one that was `saved`. A rollback to one with a tag needs no later change."""
+        there are newer ones, and the one that was `saved`. A rollback to one with a tag needs no later change. Those of
+        older versions do not say it, and training resumes from them without the journal."""
         cards = [saved, *(card for card in self.checkpoints.cards() if not card.tags)]
-        return int(min(card.metrics[CHANGE] for card in cards if CHANGE in card.metrics))
+        return int(min((card.metrics[CHANGE] for card in cards if CHANGE in card.metrics), default=0))
 
     # -- rollback --------------------------------------------------------------------------------
 
