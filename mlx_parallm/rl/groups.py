@@ -128,17 +128,11 @@ class Groups:
             entries: their rewards and the end of their group, if these came with them.
         """
         first = trajectories[0]
-        key = (first.group_id, first.owner or "")
-        group = self._buffer.find(*key)
-        closed = group.closed or group.adapter != adapter if group else self._buffer.has_left(*key)
-        refused = refused or (DropReason.CLOSED if closed and group_name(first.collection) else None)
-        if entries and refused is None and group is not None and group.closed:  # an opinion has made this late copy
-            self._set_all(group, entries)
+        known = self._buffer.member(first.trajectory_id)
+        if entries and known is not None and self._buffer.holds(known[0]):  # another opinion has made this late copy
+            self._set_all(known[0], entries)
             return Added(None, apart=False)
-        if refused is not None or group is None:
-            group = self._begin(adapter, trajectories, refused)
-        else:
-            self._buffer.extend(group, trajectories)
+        group, refused = self._put(adapter, trajectories, refused)
         kinds = _kinds_of_turns(group, trajectories)
         self.turns[adapter].update(kinds)
         version = None if first.adapter is None else str(first.adapter)
@@ -155,6 +149,27 @@ class Groups:
         else:
             self._close_if_full(group)
         return Added(None, TurnKind.APART in kinds)
+
+    def _put(
+        self, adapter: str, trajectories: Sequence[Trajectory], refused: DropReason | None
+    ) -> tuple[TrajectoryGroup, DropReason | None]:
+        """Puts answers into the group that they name, or into a new one. Refused answers are a group of their own,
+        because that of their id may go on. Returns the group, and why the answers are refused."""
+        first = trajectories[0]
+        key = (first.group_id, first.owner or "")
+        group = self._buffer.find(*key)
+        closed = group.closed or group.adapter != adapter if group else self._buffer.has_left(*key)
+        refused = refused or (DropReason.CLOSED if closed and group_name(first.collection) else None)
+        if group is not None and refused is None:
+            self._buffer.extend(group, trajectories)
+            return group, None
+        group = TrajectoryGroup(adapter, trajectories)
+        if refused is not None:
+            group.group_id, group.closed = first.trajectory_id, True
+        self._buffer.add(group)
+        if not group.closed:
+            self._expire_after(self._config.feedback_timeout_s, group)
+        return group, refused
 
     def restore(
         self,
@@ -182,16 +197,6 @@ class Groups:
         finally:
             self._journal = journal
         return left_out
-
-    def _begin(self, adapter: str, trajectories: Sequence[Trajectory], refused: DropReason | None) -> TrajectoryGroup:
-        """Adds a new group. Refused answers are a group of their own, because that of their id may go on."""
-        group = TrajectoryGroup(adapter, trajectories)
-        if refused is not None:
-            group.group_id, group.closed = trajectories[0].trajectory_id, True
-        self._buffer.add(group)
-        if not group.closed:
-            self._expire_after(self._config.feedback_timeout_s, group)
-        return group
 
     # -- rewards ---------------------------------------------------------------------------------
 
