@@ -30,7 +30,7 @@ _AGAIN_S = 0.1
 
 
 @dataclass(eq=False, slots=True)
-class _Held:
+class _HeldDelivery:
     """A message that is not acknowledged. `waiting`: ids of its trajectories that are neither trained nor dropped."""
 
     delivery: Delivery
@@ -46,8 +46,8 @@ class ClusterIntake:
 
     def __init__(self, service: TrainingService) -> None:
         self._service = service
-        self._held: dict[str, _Held] = {}  # by the id of the first trajectory of each message
-        self._of_trajectory: dict[str, _Held] = {}
+        self._held: dict[str, _HeldDelivery] = {}  # by the id of the first trajectory of each message
+        self._of_trajectory: dict[str, _HeldDelivery] = {}
         self._in_checkpoint: list[Delivery] = []
         self._told = False  # that some answers wait for feedback
         service.hooks.ended.append(self._on_end)
@@ -100,7 +100,7 @@ class ClusterIntake:
         if not waiting:
             await delivery.acknowledge()
             return
-        held = self._held[first] = _Held(delivery, waiting)
+        held = self._held[first] = _HeldDelivery(delivery, waiting)
         self._of_trajectory.update(dict.fromkeys(waiting, held))
         if not known:
             self._tell_of_feedback(trajectories[0])

@@ -29,7 +29,7 @@ _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 60.0
 _log = logging.getLogger(__name__)
 
 
-class Source(Protocol):
+class GroupSource(Protocol):
     """Where the groups come from."""
 
     @property
@@ -62,7 +62,7 @@ class RolloutDriver:
 
     def __init__(
         self,
-        source: Source,
+        source: GroupSource,
         loop: AdapterRun,
         groups_in_scoring: Callable[[], int],
         config: RLTrainingConfig,

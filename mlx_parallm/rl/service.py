@@ -32,7 +32,7 @@ from mlx_parallm.rl.collect import Collector
 from mlx_parallm.rl.events import EventHub, Listener
 from mlx_parallm.rl.hooks import TrainingHooks
 from mlx_parallm.rl.reading import GroupReader
-from mlx_parallm.rl.tracking.history import History
+from mlx_parallm.rl.tracking.history import EventHistory
 from mlx_parallm.rl.tracking.tracking import Tracking
 from mlx_parallm.rl.trajectories import DropReason
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
@@ -71,7 +71,7 @@ class TrainingService:
         self.trajectories = Collector(parts, self._loops, default_adapter, self.emit, self.changes, self.hooks)
         self.ledger = self.trajectories.ledger
         self.collected_groups = GroupReader(self.trajectories.buffer)
-        self.past = History()
+        self.past = EventHistory()
         self.add_sink(self.past.on_event)
         self.add_sink(self._on_event)
         self.own_rollouts: Callable[[], RolloutStatus] | None = None

@@ -31,9 +31,9 @@ from mlx_parallm.core import (
     TrainingEvent,
 )
 from mlx_parallm.errors import ConflictError
+from mlx_parallm.rl.competition.compared import ComparedAdapter
 from mlx_parallm.rl.competition.comparison import ComparisonSpec
 from mlx_parallm.rl.competition.service import CompetitionService
-from mlx_parallm.rl.competition.trained import TrainedAdapter
 from mlx_parallm.rl.recording import given_trajectories
 from mlx_parallm.rl.runs.records import Score
 from mlx_parallm.rl.service import TrainingService
@@ -287,11 +287,11 @@ async def test_after_a_restart_a_new_version_still_has_to_win(tmp_path: Path) ->
 async def test_training_goes_on_if_its_adapter_is_unloaded_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    keep = TrainedAdapter.keep
+    keep = ComparedAdapter.keep
     async with rig(tmp_path, rl_training__competition__automatic=True) as made:
 
-        async def keep_and_unload(trained: TrainedAdapter, ref: AdapterRef) -> None:
-            monkeypatch.setattr(TrainedAdapter, "keep", keep)
+        async def keep_and_unload(trained: ComparedAdapter, ref: AdapterRef) -> None:
+            monkeypatch.setattr(ComparedAdapter, "keep", keep)
             await keep(trained, ref)
             await made.served.adapters.unload("tone")
 
@@ -300,7 +300,7 @@ async def test_training_goes_on_if_its_adapter_is_unloaded_meanwhile(
         if when == "before an update":
             await made.served.adapters.unload("tone")
         else:
-            monkeypatch.setattr(TrainedAdapter, "keep", keep_and_unload)
+            monkeypatch.setattr(ComparedAdapter, "keep", keep_and_unload)
         answers = [GivenTrajectory((5, 6), (7 + at,), float(at)) for at in range(4)]
         given = given_trajectories(GivenGroup("g", "test", tuple(answers)))
         scores = [Score(one.trajectory_id, float(at)) for at, one in enumerate(given)]

@@ -64,7 +64,7 @@ def world(tmp_path, monkeypatch):
         check_changeable=lambda adapter: None,
         changes=Changes(),
         loop=lambda adapter: SimpleNamespace(begin_lesson=begin_lesson, end_lesson=done),
-        trajectories=SimpleNamespace(drop=lambda *arguments: None),
+        trajectories=SimpleNamespace(buffer=SimpleNamespace(drop_own=lambda *arguments: None)),
     )
     training = SimpleNamespace(service=service, default_adapter="policy", scorers=SimpleNamespace(check=done))
     write_lesson(tmp_path, replace(FakeLessons()._begun(OF_ACME), outcome=LessonOutcome.STOPPED))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mlx_parallm.core import TrainingEvent
 from mlx_parallm.rl.events import EventHub
-from mlx_parallm.rl.tracking.history import History, events_of
+from mlx_parallm.rl.tracking.history import EventHistory, events_of
 from mlx_parallm.rl.tracking.tracking import JsonlTracker, Tracking
 
 
@@ -16,12 +16,12 @@ def update(version: int, adapter: str = "tone", status: str = "published", at: f
     return TrainingEvent(kind, at, {**data, "metrics": {"loss": 0.5}}, f"a-{version}")
 
 
-def versions(history: History, adapter: str = "tone", limit: int = 100) -> list[object]:
+def versions(history: EventHistory, adapter: str = "tone", limit: int = 100) -> list[object]:
     return [event.data["version"] for event in history.of(adapter, limit, "").events]
 
 
 def test_events_of_single_trajectories_are_not_kept_and_adapters_do_not_mix() -> None:
-    history = History()
+    history = EventHistory()
     for event in (update(1), TrainingEvent("scored", 8.0, {"adapter": "tone"}), update(1, "math"), update(2)):
         history.on_event(event)
     assert versions(history) == ["tone@1", "tone@2"]
@@ -30,7 +30,7 @@ def test_events_of_single_trajectories_are_not_kept_and_adapters_do_not_mix() ->
 
 
 def test_an_average_is_in_the_history_of_the_adapters_that_it_is_of() -> None:
-    history = History()
+    history = EventHistory()
     data = {"adapter": "mean", "adapters": ["tone@2", "math@1", "math@3"], "version": "mean@1"}
     history.on_event(TrainingEvent("averaged", 9.0, data))
     assert versions(history) == versions(history, "math") == versions(history, "mean") == ["mean@1"]
@@ -38,7 +38,7 @@ def test_an_average_is_in_the_history_of_the_adapters_that_it_is_of() -> None:
 
 
 def test_only_the_newest_events_of_an_adapter_are_kept_and_it_says_so() -> None:
-    history = History(max_events=3)
+    history = EventHistory(max_events=3)
     for number in range(1, 4):
         history.on_event(update(number))
     assert not history.of("tone", 3, "").truncated
@@ -72,7 +72,7 @@ def test_of_a_large_file_the_end_is_read(tmp_path: Path) -> None:
 
 
 def test_what_was_made_again_after_a_crash_is_there_once() -> None:
-    history = History()
+    history = EventHistory()
     history.on_event(update(2))
     history.restore([update(1), update(2)])
     history.on_event(update(3))
@@ -80,7 +80,7 @@ def test_what_was_made_again_after_a_crash_is_there_once() -> None:
 
 
 async def test_the_stream_continues_after_the_newest_event() -> None:
-    hub, history = EventHub(), History()
+    hub, history = EventHub(), EventHistory()
     hub.add_sink(history.on_event)
     hub.emit("paused", adapter="tone", reason="")
     hub.emit("scored", adapter="tone")

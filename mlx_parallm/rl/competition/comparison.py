@@ -15,7 +15,7 @@ from mlx_parallm.config import CompetitionConfig
 from mlx_parallm.core import AdapterRef
 from mlx_parallm.core.adapters import AdapterText
 from mlx_parallm.core.json_values import ANSWER, UnixTime
-from mlx_parallm.rl.competition.evidence import Contrast, DifferenceTest, Verdict
+from mlx_parallm.rl.competition.evidence import Contrast, DifferenceTest, Finding
 from mlx_parallm.rl.trajectories import TrajectoryGroup
 
 ComparisonVerdict = Literal["running", "promoted", "withdrawn", "no_difference", "stopped", "failed"]
@@ -102,7 +102,7 @@ class MeanReward:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ComparisonEnd:
     """How a comparison ends. `verdict` and `reason`: as in `ComparisonCard`. `candidate_wins`: it goes live."""
 
     verdict: ComparisonVerdict
@@ -114,13 +114,13 @@ class Outcome:
 
 
 _OUTCOMES = {
-    Verdict.BETTER: Outcome("promoted", "its rewards are better"),
-    Verdict.WORSE: Outcome("withdrawn", "its rewards are worse"),
-    Verdict.EQUIVALENT: Outcome("no_difference", "differences of smallest_effect are ruled out"),
+    Finding.BETTER: ComparisonEnd("promoted", "its rewards are better"),
+    Finding.WORSE: ComparisonEnd("withdrawn", "its rewards are worse"),
+    Finding.EQUIVALENT: ComparisonEnd("no_difference", "differences of smallest_effect are ruled out"),
 }
-NOT_FINITE = Outcome("withdrawn", "it has drawn tokens with log-probabilities that are not finite")
-OUT_OF_TIME = Outcome("no_difference", "max_hours have passed")
-OUT_OF_REWARDS = Outcome("no_difference", "max_rewards of the candidate have come")
+NOT_FINITE = ComparisonEnd("withdrawn", "it has drawn tokens with log-probabilities that are not finite")
+OUT_OF_TIME = ComparisonEnd("no_difference", "max_hours have passed")
+OUT_OF_REWARDS = ComparisonEnd("no_difference", "max_rewards of the candidate have come")
 
 
 @dataclass(slots=True)
@@ -162,7 +162,7 @@ class Comparison:
 
     # -- rewards ---------------------------------------------------------------------------------
 
-    def observe(self, group: TrajectoryGroup) -> Outcome | None:
+    def observe(self, group: TrajectoryGroup) -> ComparisonEnd | None:
         """Takes the rewards of a group that has become complete, once. Returns how the comparison ends, if it does."""
         version = next(iter(group.versions)) if len(group.versions) == 1 else None
         since_start = all(turn.created >= self.started for member in group.members for turn in member.turns)
@@ -172,7 +172,7 @@ class Comparison:
         rewards = [member.reward for member in group.scored if member.reward is not None]
         return self.add(math.fsum(rewards) / len(rewards), version == self.candidate)
 
-    def add(self, reward: float, of_candidate: bool) -> Outcome | None:
+    def add(self, reward: float, of_candidate: bool) -> ComparisonEnd | None:
         """Takes the reward of one group. Returns how the comparison ends, if it does."""
         within = min(max(reward, self.settings.lowest_reward), self.settings.highest_reward)
         self.clipped += within != reward
@@ -181,7 +181,7 @@ class Comparison:
             return _OUTCOMES[verdict]
         return OUT_OF_REWARDS if self._of_candidate.count >= self.settings.max_rewards else None
 
-    def card(self, outcome: Outcome | None = None) -> ComparisonCard:
+    def card(self, outcome: ComparisonEnd | None = None) -> ComparisonCard:
         """What is known now. `outcome`: how it has ended; None: it runs."""
         return ComparisonCard(
             adapter=self.live.name,

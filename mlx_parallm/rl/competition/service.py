@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING, Any
 from mlx_parallm.config import CompetitionConfig
 from mlx_parallm.core import EVERYTHING, AdapterRef, Reader, Trajectory
 from mlx_parallm.errors import ConflictError, InvalidRequestError
+from mlx_parallm.rl.competition.compared import ComparedAdapter
 from mlx_parallm.rl.competition.comparison import (
     NOT_FINITE,
     OUT_OF_TIME,
     Comparison,
     ComparisonCard,
+    ComparisonEnd,
     ComparisonSpec,
-    Outcome,
 )
-from mlx_parallm.rl.competition.trained import TrainedAdapter
 from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.trajectories import TrajectoryGroup
 
@@ -46,10 +46,10 @@ class _Running:
     """A comparison that runs, and what it holds. `outcome`: set when it is ending."""
 
     comparison: Comparison
-    trained: TrainedAdapter
+    trained: ComparedAdapter
     leases: ExitStack
     timer: asyncio.TimerHandle
-    outcome: Outcome | None = None
+    outcome: ComparisonEnd | None = None
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -65,7 +65,7 @@ class CompetitionService:
     def __init__(
         self,
         config: CompetitionConfig,
-        trained: Callable[[str | None, Reader], TrainedAdapter],
+        trained: Callable[[str | None, Reader], ComparedAdapter],
         versions: AdapterService,
         emit: Emit,
         spawn: Callable[[Coroutine[Any, Any, None]], object],
@@ -120,7 +120,7 @@ class CompetitionService:
         running = self._running.get(name)
         if running is None:
             raise ConflictError(f"No versions of {name!r} are being compared.", param="lora_adapter")
-        self._end_soon(running, Outcome("stopped", "asked"))
+        self._end_soon(running, ComparisonEnd("stopped", "asked"))
         await running.gone.wait()
         return self._last[name]
 
@@ -149,7 +149,7 @@ class CompetitionService:
     def close(self) -> None:
         """Ends all comparisons; the versions that are live stay so."""
         for running in tuple(self._running.values()):
-            self._leave(running, Outcome("stopped", "the server ends"))
+            self._leave(running, ComparisonEnd("stopped", "the server ends"))
 
     # -- a version that an update makes ------------------------------------------------------------
 
@@ -213,7 +213,7 @@ class CompetitionService:
 
     # -- from beginning to end -------------------------------------------------------------------
 
-    def _begin(self, trained: TrainedAdapter, comparison: Comparison) -> None:
+    def _begin(self, trained: ComparedAdapter, comparison: Comparison) -> None:
         """Splits the requests for the adapter between the two versions, which are kept until the end."""
         with ExitStack() as leases:
             for version in (comparison.live, comparison.candidate):
@@ -232,12 +232,12 @@ class CompetitionService:
         if running is not None and running.comparison is comparison:
             self._end_soon(running, OUT_OF_TIME)
 
-    def _end_soon(self, running: _Running, outcome: Outcome) -> None:
+    def _end_soon(self, running: _Running, outcome: ComparisonEnd) -> None:
         if running.outcome is None:
             running.outcome = outcome
             self._spawn(self._end(running, outcome))
 
-    async def _end(self, running: _Running, outcome: Outcome) -> None:
+    async def _end(self, running: _Running, outcome: ComparisonEnd) -> None:
         """Makes the winner live for all requests. If that fails, the version that is live now stays."""
         comparison, trained = running.comparison, running.trained
         winner = comparison.candidate if outcome.candidate_wins else comparison.live
@@ -250,10 +250,10 @@ class CompetitionService:
                 await trained.keep(winner)
         except Exception as error:  # noqa: BLE001 - whatever failed, requests are answered by the live version
             _log.exception("%s could not go live", winner)
-            outcome = Outcome("failed", f"{winner} could not go live: {error}")
+            outcome = ComparisonEnd("failed", f"{winner} could not go live: {error}")
         self._leave(running, outcome)
 
-    def _leave(self, running: _Running, outcome: Outcome) -> None:
+    def _leave(self, running: _Running, outcome: ComparisonEnd) -> None:
         name, card = running.trained.name, running.comparison.card(outcome)
         del self._running[name]
         running.timer.cancel()
@@ -295,8 +295,8 @@ def install(training: TrainingService) -> CompetitionService:
     """Lets two versions of an adapter in training be compared."""
     parts, hooks = training.parts, training.hooks
 
-    def trained(adapter: str | None, reader: Reader) -> TrainedAdapter:
-        return TrainedAdapter(training.loop(adapter, reader), parts.checkpoints, parts.adapters)
+    def trained(adapter: str | None, reader: Reader) -> ComparedAdapter:
+        return ComparedAdapter(training.loop(adapter, reader), parts.checkpoints, parts.adapters)
 
     def begun(name: str) -> None:
         training.loop(name).entry = partial(competition.entry, name)
@@ -315,7 +315,7 @@ def install(training: TrainingService) -> CompetitionService:
     return competition
 
 
-_REPLACED = Outcome("stopped", "another version went live")
+_REPLACED = ComparisonEnd("stopped", "another version went live")
 
 
 def _settings(config: CompetitionConfig, spec: ComparisonSpec) -> CompetitionConfig:
@@ -329,7 +329,7 @@ def _settings(config: CompetitionConfig, spec: ComparisonSpec) -> CompetitionCon
     return settings
 
 
-def _comparison(trained: TrainedAdapter, selector: str, settings: CompetitionConfig) -> Comparison:
+def _comparison(trained: ComparedAdapter, selector: str, settings: CompetitionConfig) -> Comparison:
     """Raises UnknownModelError, InvalidRequestError, ConflictError: see `CompetitionService.start`."""
     live, candidate = trained.live, trained.version(selector)
     if candidate.name != trained.name:

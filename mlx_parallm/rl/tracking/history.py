@@ -44,7 +44,7 @@ MAX_FILE_BYTES = 8 * 1024 * 1024
 """The part of the end of metrics.jsonl that is read at start."""
 
 
-class History:
+class EventHistory:
     """Keeps the newest events of each adapter. Event loop's thread only."""
 
     def __init__(self, max_events: int = MAX_EVENTS) -> None:

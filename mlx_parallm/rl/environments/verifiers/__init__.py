@@ -2,11 +2,11 @@
 
 environment  Verifiers: the tasks of an environment, and how one is played
 settings     its configuration here, and what is refused
-policy       Policy: verifiers' client, which asks the adapter in training
+policy       PolicyClient: verifiers' client, which asks the adapter in training
 chat         Chat: verifiers' harness for tasks that are conversations
 
     Verifiers.rollout ── Env.run_episode ──▶ harness ──HTTP on the loopback──▶ verifiers' interception server
-                                                                                    │ Policy.get_response
+                                                                                    │ PolicyClient.get_response
                                                                                     ▼
                                                                                 RolloutClient.ask
 

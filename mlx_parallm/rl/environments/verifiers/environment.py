@@ -1,5 +1,5 @@
-"""Verifiers: an environment of the package verifiers as one of ours. Policy: the client of verifiers that asks the
-adapter in training, and how each episode gets its own."""
+"""Verifiers: an environment of the package verifiers as one of ours. PolicyClient: the client of verifiers that asks
+the adapter in training, and how each episode gets its own."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ CLIENT = vf.TrainClientConfig(base_url="http://127.0.0.1:1", api_key_var="NONE")
 """Stands for the adapter in training in a configuration of verifiers. Nothing is sent there. With a configuration of
 this type, verifiers asks for whole answers and streams them itself to programs that want a stream."""
 
-_POLICY: ContextVar[Policy] = ContextVar("policy")
+_POLICY: ContextVar[PolicyClient] = ContextVar("policy")
 
 
-class Policy(vf.Client):
+class PolicyClient(vf.Client):
     """Answers the requests of one episode.
 
     Args:
@@ -213,7 +213,7 @@ class Verifiers:
             Exception: the last error of the client, if the episode failed with it.
         """
         assert isinstance(task, VerifiersTask)
-        environment, policy = await self._serving.environment(), Policy(client)
+        environment, policy = await self._serving.environment(), PolicyClient(client)
         with policy.playing():
             episode = await environment.run_episode(_with_system_prompt(task), self._context)
         if not episode.ok:

@@ -24,7 +24,7 @@ those of keys that have more."""
 
 
 @dataclass(slots=True)
-class Environment:
+class RegisteredEnvironment:
     """One environment. `last_seen`: on `time.monotonic`'s clock."""
 
     env_id: int
@@ -52,10 +52,10 @@ class Environments:
     of one that registers later."""
 
     def __init__(self) -> None:
-        self._by_id: dict[tuple[str, int], Environment] = {}
+        self._by_id: dict[tuple[str, int], RegisteredEnvironment] = {}
         self._next = time.time_ns() // 1_000_000
 
-    def register(self, wanted: RegisterEnv, key: NamedKey) -> Environment:
+    def register(self, wanted: RegisterEnv, key: NamedKey) -> RegisteredEnvironment:
         """Raises OverloadedError: there are too many, or too many of this key."""
         self._make_room(key)
         same = sum(each.desired_name == wanted.desired_name for each in self._by_id.values())
@@ -71,10 +71,10 @@ class Environments:
             wanted.group_size,
         )
 
-    def known(self, env_id: int, key: NamedKey) -> Environment | None:
+    def known(self, env_id: int, key: NamedKey) -> RegisteredEnvironment | None:
         return self._by_id.get((key.name, env_id))
 
-    def find(self, env_id: int, key: NamedKey) -> Environment:
+    def find(self, env_id: int, key: NamedKey) -> RegisteredEnvironment:
         """The environment of an id. One that registered before this server was restarted is added again, with what is
         known of it. Raises OverloadedError as `register` does."""
         found = self.known(env_id, key)
@@ -120,8 +120,10 @@ class Environments:
         max_token_length: int,
         weight: float,
         group_size: int,
-    ) -> Environment:
-        added = Environment(env_id, name, desired_name, max_token_length, weight, group_size, time.monotonic())
+    ) -> RegisteredEnvironment:
+        added = RegisteredEnvironment(
+            env_id, name, desired_name, max_token_length, weight, group_size, time.monotonic()
+        )
         self._by_id[key.name, env_id] = added
         return added
 

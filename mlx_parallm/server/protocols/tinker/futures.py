@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
-class Pending:
+class PendingAnswer:
     """One operation. `digest`: of its request. `nbytes`: of its request's body. Times are those of `time.monotonic`."""
 
     request_id: str
@@ -57,7 +57,7 @@ class Futures:
     """
 
     waiting_bytes: Counter[str] = field(default_factory=Counter)
-    _pending: dict[str, Pending] = field(default_factory=dict)
+    _pending: dict[str, PendingAnswer] = field(default_factory=dict)
     _held: Counter[str] = field(default_factory=Counter)
     """How many operations there are, by the marks of their keys."""
 
@@ -88,7 +88,7 @@ class Futures:
             held: what the operation holds; closed when it has ended, also if it never began.
         """
         task = asyncio.create_task(_answered(request_id, work))
-        pending = self._pending[request_id] = Pending(request_id, owner, digest, nbytes, task)
+        pending = self._pending[request_id] = PendingAnswer(request_id, owner, digest, nbytes, task)
         self._held[mark_of(request_id)] += 1
         self.waiting_bytes[mark_of(request_id)] += nbytes
 
@@ -146,7 +146,7 @@ class Futures:
         for pending in [each for each in self._pending.values() if each.outdated(now)]:
             self._forget(pending)
 
-    def _forget(self, pending: Pending) -> None:
+    def _forget(self, pending: PendingAnswer) -> None:
         del self._pending[pending.request_id]
         self._held -= Counter((mark_of(pending.request_id),))
 

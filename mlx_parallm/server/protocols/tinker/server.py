@@ -33,7 +33,7 @@ from mlx_parallm.server.protocols.tinker.schema import (
     OptimStepBody,
     SaveBody,
 )
-from mlx_parallm.server.protocols.tinker.sessions import Model, Sampler, SavedWeights, Session, Sessions, is_of
+from mlx_parallm.server.protocols.tinker.sessions import Model, Sampler, SavedWeights, Session, TinkerSessions, is_of
 from mlx_parallm.tasks import spawn
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class TinkerServer:
 
     def __init__(self, policies: TinkerService, card: ModelCard, config: TinkerConfig) -> None:
         self.policies = policies
-        self.sessions = Sessions(config.max_sessions, config.session_timeout_s)
+        self.sessions = TinkerSessions(config.max_sessions, config.session_timeout_s)
         self.futures = Futures()
         self._max_models = config.max_models
         self._card = card
@@ -78,7 +78,7 @@ class TinkerServer:
     # -- sessions --------------------------------------------------------------------------------
 
     def open_session(self) -> Session:
-        """See `Sessions.open`. While there are sessions, those that fall silent are looked for."""
+        """See `TinkerSessions.open`. While there are sessions, those that fall silent are looked for."""
         session = self.sessions.open(self.key)
         if all(task.done() for task in self._sweeping):
             self._spawn(self._sweeping, self._sweep(), "looking for silent sessions")

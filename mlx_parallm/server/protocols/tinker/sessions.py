@@ -210,7 +210,7 @@ class Session:
         return self.samplers.setdefault(sampler.sampler_id, sampler)
 
 
-class Sessions:
+class TinkerSessions:
     """All sessions. Event loop's thread only.
 
     Args:

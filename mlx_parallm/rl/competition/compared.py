@@ -1,4 +1,4 @@
-"""TrainedAdapter: one adapter in training, as a comparison of its versions needs it."""
+"""ComparedAdapter: one adapter in training, as a comparison of its versions needs it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INCUMBENT = "incumbent"
 """Tag of the checkpoint of the version that an automatic comparison began from, or that has won the last one."""
 
 
-class TrainedAdapter:
+class ComparedAdapter:
     """One adapter in training: what comparisons of its versions ask of its `AdapterRun`."""
 
     def __init__(self, loop: AdapterRun, checkpoints: PolicyCheckpoints, adapters: AdapterService) -> None:
