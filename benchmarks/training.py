@@ -144,7 +144,7 @@ def _watched(made: Rig) -> list[int]:
 
     def watched() -> None:
         advance()
-        if trainer._job is None and trainer.waits() and not made.served.adapters.stats().bank_bytes:
+        if trainer._running is None and trainer.waits() and not made.served.adapters.stats().bank_bytes:
             held.append(mx.get_active_memory() - made.engine.processor.stats().kv_bytes_held)
 
     trainer.advance = watched  # type: ignore[method-assign]

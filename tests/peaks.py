@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,7 +20,6 @@ from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.model.linears import install_adapters
 from mlx_parallm.train.data import Datum, UpdateBatch, answered
 from mlx_parallm.train.footprint import Footprint
-from mlx_parallm.train.jobs import Job
 from mlx_parallm.train.model import TrainableModel
 from mlx_parallm.train.policy import Policy
 from mlx_parallm.train.trainer import GRPOTrainer
@@ -94,14 +93,6 @@ class Trained:
         trainer = GRPOTrainer(trainable, training, ModelConfig(), measure_kl=False)
         policy = Policy(trainable.layout, ModelConfig())
         mx.eval(policy.state.params)
-        jobs: list[Job] = []
-        make = trainer._jobs.micro_step
-
-        def noted(batches: Any) -> Job:
-            jobs.append(make(batches))
-            return jobs[-1]
-
-        trainer._jobs.micro_step = noted  # type: ignore[method-assign]
         outcome = trainer.begin(policy, UpdateBatch(tuple(group.samples(min(self.plan.vocab_size, 1000)))))
         gc.collect()  # what earlier models have left is not freed meanwhile
         limit = mx.set_memory_limit(1)
@@ -111,4 +102,6 @@ class Trained:
         finally:
             mx.set_memory_limit(limit)
         outcome.result(timeout=0)
-        return jobs[0].memory.most, 4 * policy.parameters
+        gradients = 4 * policy.parameters
+        _, micro_step, *_ = trainer._pacer._pass_bytes
+        return micro_step + gradients, gradients

@@ -177,8 +177,8 @@ class _LeadingPass(TrunkPass):
 class _LeadingStage(Stage):
     together: _Together = field(kw_only=True)
 
-    def evaluate(self) -> None:
-        """See `Stage.evaluate`."""
+    def launch(self) -> None:
+        """Computes the arrays, and waits for them."""
         self.together.evaluate(self.arrays)
 
 
@@ -219,7 +219,7 @@ class FollowingTraining:
 
     def compute(self, number: int) -> None:
         """See `TrainingFollower.compute`."""
-        self._stages[number].popleft().evaluate()
+        mx.eval(self._stages[number].popleft().arrays)
         if not self._stages[number]:
             del self._stages[number]
 

@@ -22,14 +22,15 @@ from mlx_parallm.config import LearningRateSchedule, ModelConfig, OptimizerConfi
 from mlx_parallm.config.types import human_bytes
 from mlx_parallm.errors import AdapterFileError, AdapterTooLargeError, ConfigError, InvalidRequestError
 from mlx_parallm.train.context import Params
+from mlx_parallm.train.pacing import Stage, StageKind
 
 _OPTIMIZER_FILE = "optimizer.safetensors"
 _TRAINER_FILE = "trainer.json"
 _COPY_BYTES = 8 << 20
 """Bytes copied to host memory in one call on the device thread, which takes a few milliseconds."""
 
-_LEARNING_RATE = "learning_rate"
-"""Leaf of an optimizer's state: the learning rate of the last step."""
+_LEARNING_RATE, _STEP = "learning_rate", "step"
+"""Leaves of an optimizer's state: the learning rate of the last step, and how many steps it has made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class PolicyState:
     """A policy at one moment: LoRA factors (`params`, float32), their scale, AdamW's state and the number of optimizer
     steps. `rslora`: see `AdapterWeights`.
 
-    Nothing writes to its arrays: each update makes new ones. They are evaluated, and read on the device thread only.
+    Nothing writes to its arrays: each update makes new ones. They are read on the device thread only.
     """
 
     params: Params
@@ -78,6 +79,14 @@ class PolicyState:
     def learning_rate(self) -> float:
         """Learning rate of the last step."""
         return float(self.optimizer[_LEARNING_RATE].item())
+
+    def stages(self) -> Iterator[Stage]:
+        """The stages of an optimizer step that has made this state: one for each linear, so that the intermediate
+        arrays of few of them exist at a time."""
+        for path, pair in self.params.items():
+            values = sum(leaf.size for leaf in pair.values())
+            yield Stage(StageKind.OPTIMIZER, [pair, self.optimizer[path]], values)
+        yield Stage(StageKind.OPTIMIZER, [self.optimizer[_STEP], self.optimizer[_LEARNING_RATE]], 1)
 
     def copied(self, nbytes: int = _COPY_BYTES) -> Iterator[PolicySnapshot | None]:
         """Copies the state to host memory, about `nbytes` per step of the iterator.
@@ -151,23 +160,20 @@ class Policy:
     # -- states ----------------------------------------------------------------------------------
 
     def stepped(self, gradients: Params, settings: OptimizerConfig, scale: float = 1.0) -> PolicyState:
-        """Returns the state after one optimizer step; the policy itself stays as it is. The change of the factors is
-        multiplied by `scale`, but the optimizer's state is not.
+        """Returns the state after one optimizer step, which `PolicyState.stages` computes; the policy itself stays as
+        it is. The gradients and the change of the factors are multiplied by `scale`, but the optimizer's state is not.
 
-        The linears are launched one after the other, so that the intermediate arrays of few of them exist at a time.
-        They take the place of the gradients, if the caller has no other reference to those.
+        The arrays of the new state take the place of the gradients, if the caller has no other reference to those.
         """
         before, optimizer = self.state, new_optimizer(settings)
         learning_rate = optimizer.state[_LEARNING_RATE]
         # the step replaces leaves in this tree; a schedule sets the learning rate by itself
         optimizer.state = {**tree_map(lambda leaf: leaf, before.optimizer), _LEARNING_RATE: learning_rate}
+        if scale != 1.0:
+            gradients = tree_map(lambda leaf: scale * leaf, gradients)
         params = optimizer.apply_gradients(gradients, before.params)
         if scale != 1.0:
             params = _between(before.params, params, scale)
-        del gradients
-        for path, pair in params.items():
-            mx.async_eval(pair, optimizer.state[path])  # type: ignore[no-untyped-call]
-        mx.eval(params, optimizer.state)
         after = replace(before, params=cast(Params, params), optimizer=optimizer.state, step=before.step + 1)
         self.states.add(after)
         return after

@@ -5,40 +5,35 @@
     step(policy, optimizer)           ─▶ clip, AdamW, check ─▶ outcome
     begin(policy, batch)              ─▶ one of each, or several minibatches
 
-The trainer works on one job after another (see `jobs`), which is cut into parts that fit in one unit each (see
-`pacing`). What is asked of one policy is done in order. Different policies share micro-steps: each takes a batch of
-samples of what was asked first, and one of every other policy whose batch still fits.
+What is asked of one policy is done in order. Each is a generator (see `jobs`), whose parts fit in one unit each (see
+`pacing`). Different policies share micro-steps: each takes a batch of samples of what was asked first, and one of every
+other policy whose batch still fits.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections import deque
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeVar
 
-import mlx.core as mx
-
-from mlx_parallm.config import LossKind, ModelConfig, OptimizerConfig, ResolvedLoss, ResolvedTraining
+from mlx_parallm.config import ModelConfig, OptimizerConfig, ResolvedLoss, ResolvedTraining
 from mlx_parallm.errors import StepFailedError
-from mlx_parallm.train.accumulation import Accumulated, Accumulation, Contribution
+from mlx_parallm.train.accumulation import Accumulation, Contribution
 from mlx_parallm.train.data import Datum, UpdateBatch, UpdateOutcome
 from mlx_parallm.train.forwards import TrainingForwards
-from mlx_parallm.train.jobs import Job, Jobs, Work
-from mlx_parallm.train.logprobs import Logprobs
+from mlx_parallm.train.jobs import Job, JobKind, Jobs, Parts
 from mlx_parallm.train.losses import UpdateTotals
 from mlx_parallm.train.model import TrainableModel
 from mlx_parallm.train.pacing import Pacer
 from mlx_parallm.train.packing import SampleBatch, minibatches
 from mlx_parallm.train.policy import Policy, PolicySnapshot, PolicyState, check_room
-from mlx_parallm.train.step import Step
-from mlx_parallm.train.update import Update
 
-_MEASURED_JOBS = 16
-"""Jobs whose memory is remembered."""
+T = TypeVar("T")
 
 
 class GRPOTrainer:
@@ -66,12 +61,9 @@ class GRPOTrainer:
         self.policies: dict[str, Policy] = {}
         self._forwards = TrainingForwards(model)
         self._pacer = Pacer()
-        self._jobs = Jobs(self._forwards, self._pacer, measure_kl)
-        self._queue: list[Work] = []
-        self._accumulated: dict[Policy, Accumulated] = {}
-        self._job: Job | None = None
-        self._job_bytes = deque([0], maxlen=_MEASURED_JOBS)
-        self._peak_bytes = 0
+        self._jobs = Jobs(self._forwards, self._pacer, config, measure_kl)
+        self._queue: list[Job[Any]] = []
+        self._running: _Running | None = None
 
     # -- policies --------------------------------------------------------------------------------
 
@@ -130,10 +122,8 @@ class GRPOTrainer:
             What these samples contribute. The future is completed on the device thread. It raises StepFailedError if
             this failed or was abandoned; then the policy has accumulated what it had before.
         """
-        tokens = self.config.micro_batch_tokens
-        work = Accumulation(policy, samples, loss, tokens, totals, returns_logprobs=returns_logprobs)
-        self._queue.append(work)
-        return work.future
+        work = Accumulation(policy, samples, loss, self.config.micro_batch_tokens, totals, returns_logprobs)
+        return self._ask(JobKind.ACCUMULATE, policy, lambda job: self._jobs.accumulate(job, work))
 
     def step(self, policy: Policy, optimizer: OptimizerConfig) -> Future[UpdateOutcome]:
         """Makes an optimizer step from what the policy has accumulated, and forgets that, whatever comes of the step.
@@ -144,14 +134,12 @@ class GRPOTrainer:
         Raises:
             ValueError: nothing was accumulated since the last step.
         """
-        queued = [work for work in self._queue if work.policy is policy]
-        last = list(takewhile(lambda work: not isinstance(work, Step), reversed(queued)))
-        waited_for = [work for work in last if isinstance(work, Accumulation)]
-        if not waited_for and (len(last) < len(queued) or policy not in self._accumulated):
+        queued = [job for job in self._queue if job.policy is policy]
+        last = list(takewhile(lambda job: job.kind is not JobKind.STEP, reversed(queued)))
+        needs = [job for job in last if job.kind is JobKind.ACCUMULATE]
+        if not needs and (len(last) < len(queued) or policy not in self._jobs.accumulated):
             raise ValueError("the policy has accumulated no gradients since its last step")
-        work = Step(policy, optimizer, needs=waited_for)
-        self._queue.append(work)
-        return work.future
+        return self._ask(JobKind.STEP, policy, lambda job: self._jobs.step(job, optimizer), needs)
 
     def logprobs(self, policy: Policy | None, samples: Sequence[Datum]) -> Future[list[tuple[float, ...]]]:
         """The logprobs of each sample's trained tokens, in nats, under a policy as it is after what was asked of it
@@ -159,75 +147,69 @@ class GRPOTrainer:
 
         The future is completed on the device thread. It raises StepFailedError if this failed or was abandoned.
         """
-        work = Logprobs(policy, samples, self.config.micro_batch_tokens)
-        self._queue.append(work)
-        return work.future
+        return self._ask(JobKind.LOGPROBS, policy, lambda _: self._jobs.logprobs(policy, samples))
 
     def begin(self, policy: Policy, batch: UpdateBatch) -> Future[UpdateOutcome]:
         """Accumulates a batch and makes a step, with its loss and the configured optimizer; or several steps, if so
         many minibatches are configured. See `step` for the future."""
-        config = self.config
-        loss, optimizer = batch.loss or config.loss, config.optimizer.at(batch.learning_rate)
-        limited = optimizer.max_kl_step is not None or config.divergence.kl_step.limit is not None
-        measures_kl = loss.kind is LossKind.POLICY_GRADIENT and limited
-        parts = minibatches(batch.samples, config.minibatches)
-        if len(parts) > 1:
-            update = Update(policy, batch, parts, config, optimizer, measures_kl)
-            self._queue += update.works
-            return update.future
-        gradients = Accumulation(policy, batch.samples, loss, config.micro_batch_tokens)
-        measured = [gradients] if measures_kl else []
-        step = Step(
-            policy,
-            optimizer,
-            batch.step_scale,
-            batch.metrics,
-            needs=[gradients],
-            measured=measured,
-            needs_gradient=True,
-        )
-        self._queue += gradients, step
-        return step.future
+        config, loss = self.config, batch.loss or self.config.loss
+        works = [
+            Accumulation(policy, part, loss, config.micro_batch_tokens)
+            for part in minibatches(batch.samples, config.minibatches)
+        ]
+        optimizer = config.optimizer.at(batch.learning_rate)
+        return self._ask(JobKind.UPDATE, policy, lambda job: self._jobs.update(job, batch, works, optimizer))
+
+    def _ask(
+        self,
+        kind: JobKind,
+        policy: Policy | None,
+        parts: Callable[[Job[T]], Parts[T]],
+        needs: Sequence[Job[Any]] = (),
+    ) -> Future[T]:
+        job = Job[T](kind, policy, needs)
+        job.parts = parts(job)
+        self._queue.append(job)
+        return job.future
 
     def abandon(self, policy: Policy) -> None:
         """Fails what is queued for this policy, and forgets what it has accumulated."""
-        self._give_up([work for work in self._queue if work.policy is policy])
-        self._accumulated.pop(policy, None)
+        self._give_up([job for job in self._queue if job.policy is policy])
+        self._jobs.accumulated.pop(policy, None)
 
     def cancel(self, future: Future[Any]) -> None:
-        """Fails what was asked for with this future, if it is not done, and the steps that need it. What the policy had
+        """Fails what was asked for with this future, if it is not done, and the step that needs it. What the policy had
         accumulated before stays, unless a step that would have used it is among them."""
-        self._give_up([work for work in self._queue if work.future is future])
+        self._give_up([job for job in self._queue if job.future is future])
 
-    def _give_up(self, works: Sequence[Work]) -> None:
+    def _give_up(self, jobs: Sequence[Job[Any]]) -> None:
         """Fails these. A micro-step that others share goes on for them."""
-        if self._job is not None and all(work in works for work in self._job.tokens):
-            self._forget_job()
-        self._fail(works)
+        if self._running is not None and all(job in jobs for job in self._running.tokens):
+            self._running.parts.close()
+            self._running = None
+        self._fail(jobs)
+
+    # -- memory ----------------------------------------------------------------------------------
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of all policy states that are still referenced, and of accumulated gradients. Those of a policy whose
-        step is next are in `bytes_of_updates`."""
+        """Bytes of all policy states that are still referenced, and of accumulated gradients."""
         states = sum(policy.nbytes * len(policy.states) for policy in self.policies.values())
-        accumulating = {work.policy for work in self._queue if isinstance(work, Accumulation)}
-        stepping = {work.policy for work in self._queue if isinstance(work, Step)} - accumulating
-        return states + sum(4 * policy.parameters for policy in self._accumulated if policy not in stepping)
+        return states + sum(4 * policy.parameters for policy in self._jobs.accumulated)
 
     @property
     def bytes_of_updates(self) -> int:
-        """While work is queued: bytes of its float32 gradients, and of the other arrays of a micro-step, whose size is
-        known once a micro-step was measured."""
+        """While jobs are queued: bytes of their float32 gradients, and of the other arrays of a pass, whose size is
+        known once one was measured."""
         if not self._queue:
             return 0
-        learning = {work.policy for work in self._queue if not isinstance(work, Logprobs)}
-        gradients = 4 * sum(policy.parameters for policy in learning)
-        return gradients + max(*self._job_bytes, self._job.memory.most if self._job else 0)
+        learning = {job.policy for job in self._queue if job.kind in (JobKind.ACCUMULATE, JobKind.UPDATE)}
+        return 4 * sum(policy.parameters for policy in learning if policy) + self._pacer.pass_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes that MLX has held since the process started. Running a job resets MLX's own counter."""
-        return max(self._peak_bytes, mx.get_peak_memory())
+        """Most bytes that MLX has held since the process started."""
+        return self._pacer.peak_bytes
 
     # -- device work -----------------------------------------------------------------------------
 
@@ -239,93 +221,89 @@ class GRPOTrainer:
         self._pacer.budget = seconds
 
     def advance(self) -> None:
-        """Runs one unit: a part of a job, or several short jobs. A job that finishes something also ends the unit, so
-        that its outcome is not delayed."""
+        """Runs one unit: a part of a job or of a micro-step, or several short ones. A job that ends also ends the unit,
+        so that its outcome is not delayed."""
         self._pacer.begin()
         more = True
         while more:
-            self._peak_bytes = self.peak_bytes
-            job = self._job = self._job or self._next_job()
-            done = job.run()
-            if done and job.finishes is not None:
-                self._complete(job.finishes)
-            elif done:
-                self._forget_job()
-            more = done and job.finishes is None and self._pacer.has_room
+            running = self._running = self._running or self._next()
+            more = self._run(running) and self._pacer.has_room
 
-    def _complete(self, work: Work) -> None:
-        """Takes the result over, and completes the future. Nothing may fail once the work has left the queue."""
-        if isinstance(work, Logprobs):
-            logprobs = work.result()
-            self._leave(work)
-            work.future.set_result(logprobs)
-            return
-        if isinstance(work, Accumulation):
-            accumulated = Accumulated.of(work, self._accumulated.get(work.policy))
-            contribution = work.contribution()
-            self._leave(work)
-            self._accumulated[work.policy] = accumulated
-            work.future.set_result(contribution)
-            return
-        outcome = work.outcome(self._accumulated[work.policy])
-        self._leave(work)
-        del self._accumulated[work.policy]
-        if work.after is not None:
-            work.policy.restore(work.after)
-        work.future.set_result(outcome)
-
-    def _leave(self, work: Work) -> None:
-        self._forget_job()
-        self._queue.remove(work)
+    def _run(self, running: _Running) -> bool:
+        """Runs the next part. Returns whether another one may run in the same unit."""
+        try:
+            accumulation = running.run()
+        except StopIteration as end:
+            self._running = None
+            if running.job is not None:
+                self._queue.remove(running.job)
+                running.job.future.set_result(end.value)
+            return running.job is None
+        if accumulation is None:
+            return False
+        assert running.job is not None
+        self._running, running.job.accumulation = None, accumulation
+        return True
 
     def reset(self) -> None:
-        """Drops the current job, which failed or is abandoned, and fails what it works on. Policies are as before."""
-        failed = list(self._job.tokens) if self._job else self._queue[:1]
-        self._forget_job()
+        """Drops what runs now, which failed or is abandoned, and fails the jobs in it. Policies are as before."""
+        failed = list(self._running.tokens) if self._running else self._queue[:1]
+        self._running = None
         self._fail(failed)
 
-    def _forget_job(self) -> None:
-        if self._job is not None:
-            self._job_bytes.append(self._job.memory.most - max(self._job.memory.kept, 0))
-        self._job = None
-
-    def _fail(self, works: Sequence[Work]) -> None:
+    def _fail(self, jobs: Sequence[Job[Any]]) -> None:
         """Fails these, and what needs one of them. What was accumulated for a step that fails is forgotten."""
-        failed: list[Work] = []
-        for work in self._queue:  # what needs another work is behind it
-            if work in works or any(need in failed for need in work.needs):
-                failed.append(work)
-        self._queue = [work for work in self._queue if work not in failed]
-        for work in failed:
-            if isinstance(work, Step):
-                self._accumulated.pop(work.policy, None)
-            work.future.set_exception(StepFailedError("the update failed on the device; the policy is as before"))
+        failed: list[Job[Any]] = []
+        for job in self._queue:  # what needs another job is behind it
+            if job in jobs or any(need in failed for need in job.needs):
+                failed.append(job)
+        self._queue = [job for job in self._queue if job not in failed]
+        for job in failed:
+            job.parts.close()
+            if job.kind is JobKind.STEP and job.policy is not None:
+                self._jobs.accumulated.pop(job.policy, None)
+            job.future.set_exception(StepFailedError("the update failed on the device; the policy is as before"))
 
-    # -- jobs ------------------------------------------------------------------------------------
+    def _next(self) -> _Running:
+        """A job that waits for no micro-step, if one is first in the queue of its policy. Otherwise a micro-step: a
+        batch of samples of the oldest accumulation, and one of every other policy, as long as they fit."""
+        first: dict[Policy | None, Job[Any]] = {}
+        for job in self._queue:
+            first.setdefault(job.policy, job)
+        waiting = {job: job.accumulation for job in first.values() if job.accumulation and job.accumulation.pending}
+        for job in first.values():
+            if job not in waiting:
+                return _Running(job.parts, {job: 1}, job)
+        room: float = math.inf
+        batches: dict[Job[Any], SampleBatch] = {}
+        for job, accumulation in waiting.items():
+            if (batch := accumulation.take(room)) is not None:
+                room = min(room, self.config.micro_batch_tokens) - batch.size
+                batches[job] = batch
+        parts = self._jobs.micro_step({waiting[job]: batch for job, batch in batches.items()})
+        return _Running(parts, {job: batch.size for job, batch in batches.items()})
 
-    def _next_job(self) -> Job:
-        """A step, logprobs, or what comes before or after the micro-steps of an accumulation, if one is first in the
-        queue of its policy. Otherwise a micro-step: a batch of samples of the oldest accumulation, and one of every
-        other policy, as long as they fit."""
-        oldest: dict[Policy | None, Work] = {}
-        for work in self._queue:
-            oldest.setdefault(work.policy, work)
-        gathering: list[Accumulation] = []
-        for work in oldest.values():
-            if isinstance(work, Step):
-                return self._jobs.step(work, self._accumulated[work.policy])
-            if isinstance(work, Logprobs):
-                return self._jobs.logprobs(work)
-            if work.kl_estimate is None:
-                return self._jobs.estimate(work)
-            if not work.pending:
-                return self._jobs.end(work)
-            gathering.append(work)
-        room: float = self.config.micro_batch_tokens
-        batches: dict[Accumulation, SampleBatch] = {}
-        for each in gathering:
-            batch = each.take(room if batches else math.inf)
-            if batch is not None:
-                batches[each] = batch
-                room -= batch.size
-        return self._jobs.micro_step(batches)
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """What runs now: the parts of a job, or those of a micro-step of several jobs.
+
+    tokens: of each job in it. Its device time is charged in these proportions. job: the one whose parts they are.
+    """
+
+    parts: Generator[Accumulation | None, None, Any]
+    tokens: Mapping[Job[Any], int]
+    job: Job[Any] | None = None
+
+    def run(self) -> Accumulation | None:
+        """Runs the next part, and measures its time. Raises StopIteration, with the result, after the last one."""
+        started = time.monotonic()
+        for job in self.tokens:
+            job.resumed_at = started
+        try:
+            return next(self.parts)
+        finally:
+            seconds_per_token = (time.monotonic() - started) / sum(self.tokens.values())
+            for job, tokens in self.tokens.items():
+                job.charged_seconds += tokens * seconds_per_token
+                job.resumed_at = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +14,6 @@ from trainers import LORA, make_policy, make_trainer, samples
 
 from mlx_parallm.train.accumulation import Accumulated, Accumulation
 from mlx_parallm.train.policy import Policy
-from mlx_parallm.train.step import Step
 from mlx_parallm.train.trainer import GRPOTrainer
 
 
@@ -34,6 +34,13 @@ def gradients_of(policy: Policy) -> Any:
     return found
 
 
+def accumulation(trainer: GRPOTrainer, policy: Policy) -> Accumulation:
+    """One whose micro-steps are done."""
+    work = Accumulation(policy, samples(4), trainer.config.loss, 64)
+    work.gradients = gradients_of(policy)
+    return work
+
+
 @pytest.mark.parametrize("max_grad_norm", [1e9, 1e-3])
 def test_a_step_takes_no_memory_besides_the_new_state(
     learning: tuple[GRPOTrainer, Policy], max_grad_norm: float
@@ -41,20 +48,22 @@ def test_a_step_takes_no_memory_besides_the_new_state(
     """Gradients, clipped or not, and intermediate arrays are no more than the gradients were."""
     trainer, policy = learning
     accumulated = Accumulated(gradients_of(policy))
-    step = Step(policy, changed(trainer.config.optimizer, max_grad_norm=max_grad_norm))
     with growth() as grown:
-        step.run(accumulated)
-    assert step.after is not None
+        accumulated.clip(max_grad_norm)
+        after = policy.stepped(accumulated.take(), trainer.config.optimizer)
+        for stage in after.stages():
+            stage.launch()
+        mx.eval(after.params, after.optimizer)
+    assert after.step == 1
     assert grown.nbytes < policy.nbytes
 
 
 def test_gradients_of_several_calls_are_added_in_place(learning: tuple[GRPOTrainer, Policy]) -> None:
     trainer, policy = learning
-    work = Accumulation(policy, samples(4), trainer.config.loss, 64)
-    work.gradients = gradients_of(policy)
-    before = Accumulated(gradients_of(policy))
+    work, accumulated = accumulation(trainer, policy), Accumulated()
+    accumulated.add(accumulation(trainer, policy))
     with growth() as grown:
-        Accumulated.of(work, before)
+        accumulated.add(work)
     assert grown.nbytes < 4 * policy.parameters / 8
 
 
@@ -62,10 +71,10 @@ def test_gradients_of_micro_steps_are_added_in_place_layer_by_layer() -> None:
     trainer, policy = learning_with(layers=6)
     work = Accumulation(policy, samples(12), trainer.config.loss, 32)
     held = []
-    for batch in work.batches:
-        for stage in trainer._jobs._micro_step({work: batch}):
+    while batch := work.take(math.inf):
+        for stage in trainer._jobs.stages({work: batch}):
             with growth() as grown:
-                stage.evaluate()
+                mx.eval(stage.arrays)
             assert grown.nbytes < 2 / 6 * 4 * policy.parameters
         del stage
         held.append(mx.get_active_memory())

@@ -23,9 +23,14 @@ class Machine:
         self.slow = 1.0
         self.order: list[object] = []
         monkeypatch.setattr("mlx_parallm.train.pacing.time.monotonic", lambda: self.now)
-        monkeypatch.setattr("mlx_parallm.train.pacing.mx.eval", self._eval)
+        self.waits = 0
+        monkeypatch.setattr("mlx_parallm.train.pacing.mx.async_eval", self._launch)
+        monkeypatch.setattr("mlx_parallm.train.pacing.mx.eval", self._wait)
 
-    def _eval(self, stage: tuple[int, StageKind, int]) -> None:
+    def _wait(self, _: object) -> None:
+        self.waits += 1
+
+    def _launch(self, stage: tuple[int, StageKind, int]) -> None:
         at, kind, tokens = stage
         self.now += self.slow * SECONDS[kind] * tokens / 100
         self.order.append(at)
@@ -94,3 +99,20 @@ def test_what_a_unit_had_to_do_before_its_first_stage_counts(machine: Machine) -
     job = pacer.run([Stage(FORWARD, (at, FORWARD, 100)) for at in range(LAYERS)], 100)
     next(job)
     assert 1 <= len(machine.order) - len(MICRO_STEP) <= 5
+
+
+def test_stages_of_one_kind_are_waited_for_together_if_there_is_time(machine: Machine) -> None:
+    """So a device that computes ahead of the launches need not stop after each of them."""
+    pacer = Pacer(1e9)
+    machine.units(pacer)
+    machine.waits = 0
+    assert len(machine.units(pacer)) == 1
+    assert machine.waits == len(set(MICRO_STEP))
+
+
+def test_a_unit_that_is_short_of_time_looks_at_the_clock_more_often(machine: Machine) -> None:
+    """What was expected too short cannot take more than half of the unit before it is seen."""
+    pacer = Pacer(0.5)
+    machine.units(pacer)
+    machine.slow = 2.0
+    assert max(machine.units(pacer)) <= 0.75

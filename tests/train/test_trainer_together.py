@@ -30,6 +30,8 @@ from trainers import (
 
 from mlx_parallm.config import Algorithm
 from mlx_parallm.errors import StepFailedError
+from mlx_parallm.train import jobs as training_jobs
+from mlx_parallm.train.accumulation import Accumulation
 from mlx_parallm.train.data import Datum, UpdateBatch, UpdateOutcome
 from mlx_parallm.train.policy import Policy
 from mlx_parallm.train.trainer import GRPOTrainer
@@ -224,37 +226,38 @@ def test_a_failed_micro_step_costs_the_updates_that_were_in_it_and_no_other(monk
 
 def test_an_update_half_made_goes_on_after_anothers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its gradients so far are kept."""
-    settings = changed(unclipped(), micro_batch_tokens=1)
+    settings = changed(unclipped(), micro_batch_tokens=26)
     trainer, model = make_trainer(settings)
     (_, one, drawn), (_, two, _), _ = trio(trainer, model)
     want = gradients(trainer, one, drawn)
     outcomes, recorder = Outcomes(), Recorder(one)
-    outcomes.begin(trainer, two, drawn[:1], "first")
     outcomes.begin(trainer, recorder, drawn, "half")
-    trainer.advance()
+    outcomes.begin(trainer, two, drawn[:1], "first")
     failing(trainer, monkeypatch, two, "stepped")
     fall(trainer)
     assert [name for name, _ in outcomes.ended] == ["first"]
+    half = trainer._queue[0].accumulation
+    assert half.pending
+    assert half.gradients is not None
     finish(trainer)
     assert_close(recorder.seen, want, 1e-6)
 
 
-@pytest.mark.parametrize("place", ["step", "measurement", "outcome"])
+@pytest.mark.parametrize("place", ["base", "step", "measurement", "outcome"])
 def test_a_fault_after_the_micro_steps_leaves_the_policy_as_it_was(monkeypatch, place: str) -> None:
     trainer, _ = make_trainer(ROOM)
     policy, outcomes = make_policy(trainer, moved=0.05), Outcomes()
     learn(trainer, policy, samples(seed=3))
     before, state = leaves(policy), snapshot(policy)
     outcomes.begin(trainer, policy, samples(), "update")
-    trainer.advance()
     if place == "step":
         failing(trainer, monkeypatch, mx, "isfinite")
     elif place == "outcome":
-        failing(trainer, monkeypatch, trainer._queue[-1], "outcome")
+        failing(trainer, monkeypatch, training_jobs, "metrics")
+    elif place == "base":
+        failing(trainer, monkeypatch, training_jobs, "k3")
     else:
-        while trainer._queue[-1].after is None:
-            trainer.advance()
-        failing(trainer, monkeypatch, trainer._forwards, "scores")
+        failing(trainer, monkeypatch, trainer._jobs, "_mean_kl")
     fall(trainer)
     assert isinstance(outcomes.of("update"), StepFailedError)
     assert not trainer.waits()
@@ -270,7 +273,7 @@ def test_samples_that_cannot_be_packed_cost_their_update(monkeypatch: pytest.Mon
     trainer, _ = make_trainer(ROOM)
     policy, outcomes = make_policy(trainer), Outcomes()
     outcomes.begin(trainer, policy, samples(), "bad")
-    failing(trainer, monkeypatch, trainer._queue[0], "take")
+    failing(trainer, monkeypatch, Accumulation, "take")
     fall(trainer)
     assert isinstance(outcomes.of("bad"), StepFailedError)
     assert not trainer.waits()

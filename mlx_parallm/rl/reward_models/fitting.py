@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import cast
 
 import mlx.core as mx
-from mlx.utils import tree_map
+from mlx.optimizers import clip_grad_norm
 
 from mlx_parallm.config import OptimizerConfig
 from mlx_parallm.errors import TrainingFailedError
 from mlx_parallm.rl.reward_models.model import RewardModel
 from mlx_parallm.train.policy import new_optimizer
-from mlx_parallm.train.step import norm
 
 Gradients = Mapping[str, Mapping[str, mx.array]]
 
@@ -40,12 +38,9 @@ class RewardModelInTraining:
         Raises:
             TrainingFailedError: they are not finite. The model is as before.
         """
-        size = cast(float, norm(gradients).item())
-        if not math.isfinite(size):
+        gradients, norm = clip_grad_norm(gradients, self._settings.max_grad_norm)
+        if not math.isfinite(norm.item()):
             raise TrainingFailedError("the gradients of the reward model are not finite: lower the learning rate")
-        most = self._settings.max_grad_norm
-        if size > most:
-            gradients = tree_map(lambda leaf: leaf * (most / size), gradients)
         params = self._optimizer.apply_gradients(gradients, self.model.params)
         mx.eval(params, self._optimizer.state)
         self.model = replace(self.model, params=params)

@@ -8,7 +8,6 @@ One job runs after another. Each is cut into parts that fit in one unit, as upda
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -22,7 +21,6 @@ from mlx_parallm.errors import StepFailedError, TrainingFailedError
 from mlx_parallm.rl.reward_models.fitting import Gradients, RewardModelInTraining
 from mlx_parallm.rl.reward_models.model import HEAD, PackedRows, RewardModel, preference_loss, rewards
 from mlx_parallm.rl.reward_models.preferences import Preference
-from mlx_parallm.train.job_memory import JobMemory
 from mlx_parallm.train.model import TrainableModel, TrunkPass
 from mlx_parallm.train.pacing import Pacer, Stage, StageKind
 from mlx_parallm.train.packing import Row as LaidOutRow
@@ -32,8 +30,6 @@ T = TypeVar("T")
 
 Row = Sequence[int]
 
-_MEASURED_JOBS = 16
-"""Jobs whose memory is remembered."""
 _FAILED = "the reward model's work failed on the device"
 
 
@@ -51,12 +47,6 @@ class _Job:
 
     parts: Generator[None, None, Any]
     future: Future[Any] = field(default_factory=Future)
-    memory: JobMemory = field(default_factory=JobMemory)
-
-    def run(self) -> None:
-        """Runs the next part, and measures its memory. Raises StopIteration, with the result, after the last one."""
-        with self.memory.part():
-            next(self.parts)
 
 
 class RewardModelWork:
@@ -72,8 +62,6 @@ class RewardModelWork:
         self._pacer = Pacer()
         self._queue: list[_Job] = []
         self._held: WeakSet[RewardModel | RewardModelInTraining] = WeakSet()
-        self._job_bytes = deque([0], maxlen=_MEASURED_JOBS)
-        self._peak_bytes = 0
 
     def score(self, model: RewardModel, rows: Sequence[Row]) -> Future[list[float]]:
         """The rewards of these rows, in order. The future is completed on the device thread. It raises StepFailedError
@@ -100,13 +88,9 @@ class RewardModelWork:
         return job.future
 
     def _fail(self, job: _Job, error: Exception) -> None:
-        self._leave(job)
+        self._queue.remove(job)
         job.parts.close()
         job.future.set_exception(error)
-
-    def _leave(self, job: _Job) -> None:
-        self._queue.remove(job)
-        self._job_bytes.append(job.memory.most)
 
     # -- device work -----------------------------------------------------------------------------
 
@@ -125,11 +109,10 @@ class RewardModelWork:
 
     def _run(self, job: _Job) -> bool:
         """Runs the next part of a job. Returns whether the job has ended."""
-        self._peak_bytes = self.peak_bytes
         try:
-            job.run()
+            next(job.parts)
         except StopIteration as end:
-            self._leave(job)
+            self._queue.remove(job)
             job.future.set_result(end.value)
             return True
         except TrainingFailedError as error:
@@ -148,13 +131,13 @@ class RewardModelWork:
 
     @property
     def bytes_of_updates(self) -> int:
-        """While jobs wait: the most that a job has allocated."""
-        return max(*self._job_bytes, self._queue[0].memory.most) if self._queue else 0
+        """While jobs wait: the most that a pass has allocated."""
+        return self._pacer.pass_bytes if self._queue else 0
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes that MLX has held since the process started. Running a job resets MLX's own counter."""
-        return max(self._peak_bytes, mx.get_peak_memory())
+        """Most bytes that MLX has held since the process started."""
+        return self._pacer.peak_bytes
 
     # -- jobs ------------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ from mlx_parallm.rl.updates.recovery import PolicyJournal
 from mlx_parallm.rl.updates.selection import Chosen, GroupSelection
 from mlx_parallm.train.advantages import GroupAdvantages
 from mlx_parallm.train.data import PLACEHOLDERS, Datum
-from mlx_parallm.train.step import NO_GRADIENT
+from mlx_parallm.train.jobs import NO_GRADIENT
 
 UNTAUGHT_S = 10.0
 """Pause after an update for which the teacher scored nothing. The same trajectories are then tried again."""
