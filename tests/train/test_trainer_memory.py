@@ -114,7 +114,8 @@ def test_gradients_and_activations_count_while_updates_wait() -> None:
         held = active()
         trainer.advance()
         if trainer.waits():
-            assert mx.get_peak_memory() - held <= trainer.bytes_of_updates - SET + 1000  # the loss, and such
+            counted = trainer.bytes_of_updates - SET + trainer.bytes_held - resting
+            assert mx.get_peak_memory() - held <= counted + 10_000  # the losses of several micro-steps, and such
     assert (trainer.bytes_held, trainer.bytes_of_updates) == (resting, 0)
     trainer.begin(policy, UpdateBatch(tuple(samples(4, groups=1))))
     assert trainer.bytes_of_updates >= SET + working, "as last measured"
