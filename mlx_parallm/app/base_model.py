@@ -18,6 +18,7 @@ from mlx_parallm.app.adapters import KnownAdapters, find_adapters
 from mlx_parallm.app.base_paths import BasePath, base_of_adapter
 from mlx_parallm.app.device import build_runner, device_schedule, kv_budget, kv_layout, mlx_limits
 from mlx_parallm.app.speculation import build_draft_model, load_draft_model, sources_of
+from mlx_parallm.batch.model_parts import Parts
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Config
 from mlx_parallm.core import ModelCard, TrainingWork
@@ -36,7 +37,6 @@ from mlx_parallm.model.device import on_cpu
 from mlx_parallm.model.loading import LoadedModel, load, materializing
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.model.tokenizer import Tokenizer, detokenizer_for
-from mlx_parallm.ranks.parts import Parts
 
 _BANK_SHARE = 0.75
 """Largest part of the memory for requests and training that the adapter bank may take. Rows need the rest."""

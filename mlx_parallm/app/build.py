@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
@@ -20,11 +20,11 @@ from mlx_parallm.app.base_model import BaseModel, Built, SharedDevice
 from mlx_parallm.app.base_paths import base_paths
 from mlx_parallm.app.checks import check
 from mlx_parallm.app.device import device_schedule, mlx_limits
-from mlx_parallm.app.extras import install_extras, reward_models_of
+from mlx_parallm.app.extras import install_extras, leading, reward_models_of
 from mlx_parallm.app.machine import MachineWatch
-from mlx_parallm.app.ranks import Lead
 from mlx_parallm.app.speculation import BASE as DRAFT_BASE
 from mlx_parallm.app.training import TrainingInputs, TrainingRuntime, build_trainer, build_training
+from mlx_parallm.batch.model_parts import Parts
 from mlx_parallm.config import Config
 from mlx_parallm.core import EngineClient, Event, GenerationRequest, ModelCard, TrainingWork
 from mlx_parallm.engine.engine import EngineParts
@@ -34,12 +34,13 @@ from mlx_parallm.machine.processors import BlasThreads
 from mlx_parallm.model.device import MemoryLimits, device_name, on_cpu, set_limits
 from mlx_parallm.model.loading import find_model
 from mlx_parallm.model.tokenizer import Tokenizer
-from mlx_parallm.ranks.joining import Ranks
-from mlx_parallm.ranks.parts import Parts
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.record import RunFile, RunState, read_record
 from mlx_parallm.rl.runs.store import JournalFile
 from mlx_parallm.train.taking_turns import TakingTurns
+
+if TYPE_CHECKING:
+    from mlx_parallm.ranks.joining import Ranks
 
 _log = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class Engine:
         self.processor = ContinuousBatchProcessor(self._build, debug=config.debug.check_when_idle)
         self._threads = BlasThreads()
         self.watch = MachineWatch(config, self.processor, None if config.rl_training.enabled else self._threads)
-        self._lead = Lead(ranks, self.processor.lose) if ranks is not None else None
+        self._lead = leading(ranks, self.processor.lose) if ranks is not None else None
         parts = self._lead.parts if self._lead is not None else Parts()
         self.shared = SharedDevice(config, self.processor, base_paths(config), parts)
         self.bases = [BaseModel(at, self.shared) for at in self.shared.bases]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.app.model_check import prove_once
+from mlx_parallm.batch.model_parts import Parts
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Config
 from mlx_parallm.core import (
@@ -19,7 +20,6 @@ from mlx_parallm.kv.device_memory import Account, DeviceMemory, default_budget
 from mlx_parallm.model.device import MemoryLimits, machine_memory, memory_limits, on_cpu
 from mlx_parallm.model.layer_state import KVLayout
 from mlx_parallm.model.manager import SharedModelManager
-from mlx_parallm.ranks.parts import Parts
 
 _DECODE_STALL_S, _CPU_DECODE_STALL_S = 0.1, 0.5
 """Defaults of max_decode_stall_ms, in seconds. On a CPU, a single decode step takes most of 0.1 s."""

@@ -25,14 +25,17 @@ from mlx_parallm.rl.tracking.tracking import Tracker
 
 if TYPE_CHECKING:
     from mlx_parallm.app.build import Served
+    from mlx_parallm.app.ranks import Lead
     from mlx_parallm.app.training import TrainingRuntime
     from mlx_parallm.app.training_run import TrainingRun
     from mlx_parallm.engine.thread import ContinuousBatchProcessor
     from mlx_parallm.model.manager import SharedModelManager
+    from mlx_parallm.ranks.joining import Ranks
     from mlx_parallm.rl.reward_models.service import RewardModels
     from mlx_parallm.rl.rollouts.curriculum import Curriculum
     from mlx_parallm.rl.rollouts.engine import InferenceEngine
     from mlx_parallm.rl.teachers import Score
+    from mlx_parallm.train.model import TrainableModel
     from mlx_parallm.train.trainer import GRPOTrainer
 
 Install = Callable[[Config, "Served", "TrainingRuntime"], Any]
@@ -145,6 +148,48 @@ def _atropos_batches(config: Config, served: Served, training: TrainingRuntime) 
     batches = Batches(config, served, training.service)
     training.on_start.append(batches.start)
     training.on_end.append(batches.close)
+
+
+# ---- one model over several processes ---------------------------------------------------------------
+
+
+def joined(config: Config) -> Ranks | None:
+    """The processes that `mlx.launch` has started, among which the model is split; None: there is this one only.
+
+    Raises:
+        ConfigError: the configuration asks for what a split model cannot do.
+    """
+    try:
+        from mlx_parallm.app.ranks import check_splittable
+        from mlx_parallm.ranks.joining import join
+    except ModuleNotFoundError as error:
+        _without(error)
+        return None
+    ranks = join()
+    if ranks is not None:
+        check_splittable(config)
+    return ranks
+
+
+def leading(ranks: Ranks, lose: Callable[[str], None]) -> Lead:
+    """Rank 0 of several; see `app.ranks.Lead`."""
+    from mlx_parallm.app.ranks import Lead
+
+    return Lead(ranks, lose)
+
+
+def follow(config: Config, ranks: Ranks) -> int:
+    """Computes with rank 0 until it ends; see `app.ranks.follow`."""
+    from mlx_parallm.app.ranks import follow
+
+    return follow(config, ranks)
+
+
+def leading_model(*parts: Any) -> TrainableModel:
+    """The model with gradients on rank 0 of several; see `LeadingTrainableModel`."""
+    from mlx_parallm.ranks.training import LeadingTrainableModel
+
+    return LeadingTrainableModel(*parts)
 
 
 # ---- of the process, before training is there ------------------------------------------------------

@@ -13,9 +13,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
+from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.app.base_paths import base_paths
 from mlx_parallm.app.device import build_runner, kv_budget, mlx_limits
-from mlx_parallm.app.training import following_training
 from mlx_parallm.config import Config
 from mlx_parallm.errors import ConfigError, DeviceLostError
 from mlx_parallm.kv.device_memory import DeviceMemory
@@ -26,6 +26,7 @@ from mlx_parallm.ranks.follower import Follower
 from mlx_parallm.ranks.joining import Ranks
 from mlx_parallm.ranks.leader import Leader
 from mlx_parallm.ranks.parts import FollowingParts, LeadingParts
+from mlx_parallm.ranks.training import FollowingTraining
 from mlx_parallm.ranks.watchdog import Watchdog
 
 _GRACE_S = 1.0
@@ -125,3 +126,9 @@ def _exit(reason: str) -> None:
     """Ends this process at once, whatever its other threads wait for."""
     print(f"error: {reason}; start all ranks again", file=sys.stderr, flush=True)
     os._exit(1)
+
+
+def following_training(manager: SharedModelManager, bank: AdapterBank) -> FollowingTraining:
+    """What a rank other than 0 does of the training. Raises UnsupportedModelError: the model cannot be trained."""
+    assert manager.split is not None
+    return FollowingTraining(manager.model, bank, manager.plan, manager.split)

@@ -19,15 +19,13 @@ from mlx_parallm.app.build import Engine, Served
 from mlx_parallm.app.checks import check_http
 from mlx_parallm.app.cluster_collection import ClusterCollection
 from mlx_parallm.app.deletion import Deletion
-from mlx_parallm.app.extras import install_served_extras
-from mlx_parallm.app.ranks import check_splittable, follow
+from mlx_parallm.app.extras import follow, install_served_extras, joined
 from mlx_parallm.app.server_rollouts import ServerRollouts, environment_of
 from mlx_parallm.app.tracking import metrics_file, start_tracking
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import Config, LoRAConfig, RLConfig, configure
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.extras import CLUSTER
-from mlx_parallm.ranks.joining import Ranks, join
 from mlx_parallm.rl.environments import Environment
 from mlx_parallm.rl.tracking.history import events_of
 from mlx_parallm.rl.tracking.tracking import Tracking
@@ -40,6 +38,7 @@ if TYPE_CHECKING:  # the one is imported later, the other needs the extra `clust
     from fastapi import FastAPI
 
     from mlx_parallm.cluster.node import Node
+    from mlx_parallm.ranks.joining import Ranks
 
 _log = logging.getLogger(__name__)
 
@@ -54,10 +53,9 @@ def run(config: Config) -> int:
     logs.set_up(config.server.log_level, config.server.log_format == "json")
     if config.server.log_format == "text":
         request_log.write_plain_lines()
-    ranks = join()
+    ranks = joined(config)
     if ranks is None:
         return asyncio.run(_run(_prepared(config)))
-    check_splittable(config)
     return asyncio.run(_run(config, ranks)) if ranks.leads else follow(config, ranks)
 
 

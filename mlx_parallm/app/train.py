@@ -16,9 +16,8 @@ from mlx_parallm import logs
 from mlx_parallm.app.build import Engine, Served
 from mlx_parallm.app.environment_rollouts import check_inference
 from mlx_parallm.app.environment_run import EnvironmentRun
-from mlx_parallm.app.extras import atropos_run
+from mlx_parallm.app.extras import atropos_run, follow, joined
 from mlx_parallm.app.machine import MachineWatch
-from mlx_parallm.app.ranks import check_splittable, follow
 from mlx_parallm.app.reward import check_scorable
 from mlx_parallm.app.tracking import start_tracking
 from mlx_parallm.app.train_progress import TrainOptions, TrainView
@@ -27,7 +26,6 @@ from mlx_parallm.app.training_run import TrainingRun
 from mlx_parallm.config import Config
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.extras import CLUSTER
-from mlx_parallm.ranks.joining import join
 from mlx_parallm.rl import divergence
 from mlx_parallm.rl.environments import Environment, environment
 from mlx_parallm.rl.runs.record import RunState
@@ -58,11 +56,9 @@ def run(config: Config, options: TrainOptions, view: TrainView) -> int:
         EngineError: the device thread ended, or could not draw.
     """
     logs.set_up(config.server.log_level, config.server.log_format == "json", _SHOWN)
-    ranks = join()
-    if ranks is not None:
-        check_splittable(config)
-        if not ranks.leads:
-            return follow(config, ranks)
+    ranks = joined(config)
+    if ranks is not None and not ranks.leads:
+        return follow(config, ranks)
     if config.model.other_base_models:
         raise ConfigError("model.other_base_models: a run trains one base model; give --model-path one value")
     training = config.rl_training

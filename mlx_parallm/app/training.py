@@ -13,7 +13,7 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.app.adapters import KnownAdapters
 from mlx_parallm.app.evaluation import HeldOutTasks, evaluator_of, held_out_of
-from mlx_parallm.app.extras import teacher_score
+from mlx_parallm.app.extras import leading_model, teacher_score
 from mlx_parallm.app.model_check import kept_verdict
 from mlx_parallm.app.reward import judge_of, reward_of
 from mlx_parallm.config import Config, Mode, ResolvedTraining, RLTrainingConfig
@@ -25,7 +25,6 @@ from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.model.device import on_cpu
 from mlx_parallm.model.families import untried_packages
 from mlx_parallm.model.manager import SharedModelManager
-from mlx_parallm.ranks.training import FollowingTraining, LeadingTrainableModel
 from mlx_parallm.rl.environments import Task, answers_of, read_system_prompt
 from mlx_parallm.rl.environments.files import FileTasks
 from mlx_parallm.rl.environments.names import read_text
@@ -117,13 +116,7 @@ def trainable(
             if problem:
                 raise UnsupportedModelError(f"{manager.card.name} can be served and not trained: {problem}")
         return found
-    return LeadingTrainableModel(model, bank, plan, recomputes, manager.split, followers)
-
-
-def following_training(manager: SharedModelManager, bank: AdapterBank) -> FollowingTraining:
-    """What a rank other than 0 does of the training. Raises UnsupportedModelError: the model cannot be trained."""
-    assert manager.split is not None
-    return FollowingTraining(manager.model, bank, manager.plan, manager.split)
+    return leading_model(model, bank, plan, recomputes, manager.split, followers)
 
 
 def footprint_of(model: nn.Module, plan: CachePlan, bank: AdapterBank, head_rank: int = 0) -> Footprint:

@@ -18,6 +18,7 @@ EXTRAS = {
     "lessons": ("rl.lessons", "app.lessons", "server.api.training.lessons"),
     "outside engines": ("rl.inference", "app.inference"),
     "people": ("rl.people", "server.api.training.people", "server.api.training.people_schema"),
+    "ranks": ("ranks", "app.ranks"),
     "retrain": ("app.retrain", "config.retrain"),
     "reward models": (
         "rl.reward_models",

@@ -13,6 +13,7 @@ from tiny import tiny_model
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
+from mlx_parallm.batch.model_parts import Parts
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.batch.spans import Span, in_order
 from mlx_parallm.core.operations import Operation
@@ -22,7 +23,7 @@ from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.model.linears import install_adapters
 from mlx_parallm.ranks.follower import Follower
-from mlx_parallm.ranks.parts import FollowingParts, LeadingParts, Parts
+from mlx_parallm.ranks.parts import FollowingParts, LeadingParts
 from mlx_parallm.ranks.wire import decode, encode
 
 PROMPTS = ([7 * i % 250 for i in range(90)], [11 * i % 250 for i in range(70)])
