@@ -39,7 +39,7 @@ from mlx_parallm.model.device import prepare_device
 from mlx_parallm.model.hooks import InPart, answered_by
 from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.model.linears import install_adapters
-from mlx_parallm.train.context import Span
+from mlx_parallm.train.context import LoraSpan
 from mlx_parallm.train.model import TrainableModel
 
 PARTS = ("rule", "mixer", "prompt")
@@ -135,7 +135,7 @@ def _mixer(counts: Sequence[int], repeats: int) -> Iterator[Measured]:
 
         def gradients(tokens: int = tokens) -> Any:
             def value(params: Mapping[str, Mapping[str, mx.array]]) -> mx.array:
-                ids, spans = mx.arange(tokens) % 1000, [Span(tokens, params, 1.0)]
+                ids, spans = mx.arange(tokens) % 1000, [LoraSpan(tokens, params, 1.0)]
                 return trainable.trunk(ids, [Branch(0, tokens, ())], spans, learns=True).hidden.sum()
 
             return mx.grad(value)(factors)

@@ -32,8 +32,8 @@ from mlx_parallm.model.families import relative_error
 from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.model.linears import install_adapters
 from mlx_parallm.model.packing import to_float32
+from mlx_parallm.train.context import LoraSpan as Trained
 from mlx_parallm.train.context import Params
-from mlx_parallm.train.context import Span as Trained
 from mlx_parallm.train.model import TrainableModel
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = json.loads(

@@ -23,7 +23,7 @@ from mlx_parallm.core.branches import Branch, Bucket
 from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.model.linears import install_adapters
-from mlx_parallm.train.context import Params, Span, TrainingContext
+from mlx_parallm.train.context import LoraSpan, Params, TrainingContext
 from mlx_parallm.train.data import Datum, UpdateBatch, UpdateOutcome, answered
 from mlx_parallm.train.model import TrainableModel
 from mlx_parallm.train.packing import MicroBatch, SampleBatch, pack
@@ -118,14 +118,14 @@ def all_buckets(branch: Branch) -> list[Bucket]:
 
 def logprobs(trainer: GRPOTrainer, batch: MicroBatch, params: Params | None, scale: float) -> mx.array:
     """Of the trained tokens, [N], with these factors; None: of the base model."""
-    spans = None if params is None else [Span(batch.tokens.size, params, scale)]
+    spans = None if params is None else [LoraSpan(batch.tokens.size, params, scale)]
     ((logp, _),) = trainer._forwards.scores([batch], spans).scores
     return logp
 
 
 def everywhere(params: Params, scale: float) -> TrainingContext:
     """Every token of any forward uses these factors."""
-    return TrainingContext((Span(0, params, scale),))
+    return TrainingContext((LoraSpan(0, params, scale),))
 
 
 def plain_logprobs(trainer: GRPOTrainer, model: nn.Module, params: Params | None, sample: Datum) -> list[float]:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from mlx_parallm.config import CompetitionConfig
 from mlx_parallm.core import AdapterRef
-from mlx_parallm.rl.competition.comparison import Comparison
+from mlx_parallm.rl.competition.comparison import LiveComparison
 from mlx_parallm.rl.competition.evidence import BETS, Contrast
 
 LEAST_WEIGHT = 1 / 32
@@ -63,7 +63,7 @@ def ends(requests: Requests, settings: CompetitionConfig) -> tuple[list[str], li
 def ends_of_the_server(requests: Requests, settings: CompetitionConfig, runs: int) -> Iterator[tuple[str, int]]:
     """The ends of the first comparisons, by the server's own code."""
     for column in range(runs):
-        comparison = Comparison(AdapterRef("default", 1), AdapterRef("default", 2), settings)
+        comparison = LiveComparison(AdapterRef("default", 1), AdapterRef("default", 2), settings)
         pairs = zip(requests.rewards[:, column].tolist(), requests.candidate[:, column].tolist(), strict=True)
         outcomes = ((comparison.add(reward, candidate), number) for number, (reward, candidate) in enumerate(pairs, 1))
         yield next((outcome.verdict, number) for outcome, number in outcomes if outcome is not None)

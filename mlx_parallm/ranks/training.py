@@ -33,7 +33,7 @@ from mlx_parallm.adapters.weights import LoRAPair
 from mlx_parallm.core.branches import Branch
 from mlx_parallm.core.operations import Followers, TrainedSpan, TrainingPass, TrainingStage
 from mlx_parallm.model.cache_plan import CachePlan
-from mlx_parallm.train.context import Params, Span
+from mlx_parallm.train.context import LoraSpan, Params
 from mlx_parallm.train.model import Recomputes, TrainableModel, TrunkPass
 from mlx_parallm.train.pacing import Stage, StageKind
 
@@ -49,13 +49,13 @@ class SplitTrainableModel(TrainableModel):
         self._split = split
 
     def trunk(
-        self, tokens: mx.array, branches: Sequence[Branch], spans: Sequence[Span] | None, learns: bool = False
+        self, tokens: mx.array, branches: Sequence[Branch], spans: Sequence[LoraSpan] | None, learns: bool = False
     ) -> TrunkPass:
         """See `TrainableModel.trunk`. The factors are whole, and so are their gradients, on every rank."""
         trunk = super().trunk(tokens, branches, None if spans is None else self._parts(spans), learns)
         return replace(trunk, hidden=sum_gradients(self.group)(trunk.hidden))
 
-    def _parts(self, spans: Sequence[Span]) -> list[Span]:
+    def _parts(self, spans: Sequence[LoraSpan]) -> list[LoraSpan]:
         """The spans with this rank's part of their factors. The gradients of each layer are added over the ranks."""
         parts = [dict(span.params) for span in spans]
         for paths in self.layer_paths:
@@ -68,7 +68,7 @@ class SplitTrainableModel(TrainableModel):
                     parts[number][path] = {"a": part.a, "b": part.b}
         return [replace(span, params=params) for span, params in zip(spans, parts, strict=True)]
 
-    def shared_factors(self, spans: Sequence[Span]) -> list[Params]:
+    def shared_factors(self, spans: Sequence[LoraSpan]) -> list[Params]:
         """The factors that rank 0 has, on all ranks: of each span, those of the layers. All ranks call it at once.
         `spans`: on the other ranks, their factors are zeros."""
         shared: list[dict[str, dict[str, mx.array]]] = [{} for _ in spans]
@@ -125,7 +125,7 @@ class LeadingTrainableModel(SplitTrainableModel):
         self._dropped: list[int] = []
 
     def trunk(
-        self, tokens: mx.array, branches: Sequence[Branch], spans: Sequence[Span] | None, learns: bool = False
+        self, tokens: mx.array, branches: Sequence[Branch], spans: Sequence[LoraSpan] | None, learns: bool = False
     ) -> TrunkPass:
         """See `TrainableModel.trunk`.
 
@@ -145,7 +145,7 @@ class LeadingTrainableModel(SplitTrainableModel):
         trunk = super().trunk(tokens, branches, spans, learns)
         return _LeadingPass(trunk.hidden, trunk.layers, trunk.paths, together)
 
-    def _plan(self, span: Span) -> TrainedSpan:
+    def _plan(self, span: LoraSpan) -> TrainedSpan:
         paths = [path for paths in self.layer_paths for path in paths if path in span.params]
         return TrainedSpan(span.tokens, span.scale, {path: span.params[path]["a"].shape[-1] for path in paths})
 
@@ -198,7 +198,7 @@ class FollowingTraining:
         for number in operation.dropped:
             self._stages.pop(number, None)
         self._recomputed = operation.recomputed
-        spans = [Span(each.tokens, self._zeros(each.ranks), each.scale) for each in operation.spans]
+        spans = [LoraSpan(each.tokens, self._zeros(each.ranks), each.scale) for each in operation.spans]
         factors = self._model.shared_factors(spans)
         tokens = mx.array(operation.tokens, mx.int32)
 

@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_parallm.core.branches import Branch, Bucket
 from mlx_parallm.model.families import Finding, checked, logits_alone, sample_adapter, sample_tokens
 from mlx_parallm.model.mixers import training_mode
-from mlx_parallm.train.context import Params, Span, TrainingContext
+from mlx_parallm.train.context import LoraSpan, Params, TrainingContext
 from mlx_parallm.train.model import TrainableModel
 
 _SHARED, _RESTS, _ALONE = 6, (4, 3), 5
@@ -52,12 +52,12 @@ def _gradients(model: TrainableModel, served: nn.Module, vocab_size: int, recomp
     weights[second + _RESTS[1] : last] = 0.0
 
     def together(params: Params) -> mx.array:
-        spans = [Span(len(tokens), params, 1.0)]
+        spans = [LoraSpan(len(tokens), params, 1.0)]
         hidden = model.trunk(mx.array(tokens), branches, spans, learns=True).hidden
         return (model.logits(hidden, spans) * weights).sum()
 
     def apart(params: Params) -> mx.array:
-        with model.bank.using(TrainingContext((Span(0, params, 1.0),))), training_mode(served, True):
+        with model.bank.using(TrainingContext((LoraSpan(0, params, 1.0),))), training_mode(served, True):
             first, other, third = (logits_alone(served, row) for row in (*rows, alone))
         rest = (other[_SHARED:] * weights[second : second + _RESTS[1]]).sum()
         return (first * weights[:second]).sum() + rest + (third * weights[last:]).sum()

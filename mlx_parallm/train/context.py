@@ -20,7 +20,7 @@ of experts before these."""
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class LoraSpan:
     """`tokens` consecutive tokens, or positions of the head, that use the same LoRA factors."""
 
     tokens: int
@@ -33,7 +33,7 @@ class TrainingContext:
     """The LoRA factors of a pass with gradients: every token uses those of its span. Takes the place of serving's
     `ForwardContext`. `recomputed`: whether the backward pass computes each layer again."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[LoraSpan, ...]
     recomputed: bool = False
     _inputs: dict[int, tuple[mx.array, Sequence[mx.array]]] = field(default_factory=dict, repr=False)
 
@@ -102,12 +102,12 @@ class TrainingContext:
 
     def with_params(self, params: Sequence[Params]) -> TrainingContext:
         return TrainingContext(
-            tuple(Span(span.tokens, each, span.scale) for span, each in zip(self.spans, params, strict=True)),
+            tuple(LoraSpan(span.tokens, each, span.scale) for span, each in zip(self.spans, params, strict=True)),
             self.recomputed,
         )
 
 
-def _adapted(span: Span, path: str, x: mx.array, y: mx.array) -> mx.array:
+def _adapted(span: LoraSpan, path: str, x: mx.array, y: mx.array) -> mx.array:
     """y + scale · (x a) b, of the tokens of a span; x is float32."""
     pair = span.params.get(path)
     if pair is None:

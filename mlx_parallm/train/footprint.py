@@ -24,7 +24,7 @@ import mlx.core as mx
 from mlx_parallm.adapters.weights import AdapterLayout
 from mlx_parallm.batch.distributions import BLOCK
 from mlx_parallm.core.branches import Branch, Bucket
-from mlx_parallm.train.context import Span
+from mlx_parallm.train.context import LoraSpan
 from mlx_parallm.train.forwards import HEAD_BLOCK
 from mlx_parallm.train.model import TrainableModel
 from mlx_parallm.train.packed_pass import SEGMENT
@@ -131,7 +131,7 @@ def _trunk_memory(model: TrainableModel, tokens: int, context: int, found: Found
     def hidden(*leaves: mx.array) -> list[mx.array]:
         rest = iter(leaves)
         params = {path: {name: next(rest) for name in pair} for path, pair in factors.items()}
-        spans = [Span(tokens, params, 1.0)]
+        spans = [LoraSpan(tokens, params, 1.0)]
         return [model.trunk(mx.zeros(tokens, mx.int32), [branch], spans, learns=True).hidden]
 
     unit = Unit(hidden, [leaf for pair in factors.values() for leaf in pair.values()])

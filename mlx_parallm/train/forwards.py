@@ -17,7 +17,7 @@ from mlx.utils import tree_map
 
 from mlx_parallm.batch.distributions import exp, row_sum
 from mlx_parallm.config import OldLogprobs, ResolvedLoss
-from mlx_parallm.train.context import Params, Span
+from mlx_parallm.train.context import LoraSpan, Params
 from mlx_parallm.train.losses import Figures, TokenBatch, UpdateTotals, loss
 from mlx_parallm.train.model import TrainableModel, TrunkPass
 from mlx_parallm.train.pacing import Stage, StageKind
@@ -100,7 +100,7 @@ class TrainingForwards:
 
         def objective(params: list[Params]) -> tuple[mx.array, tuple[ScoredPass, list[tuple[mx.array, Figures]]]]:
             spans = [
-                Span(each.batch.tokens.size, factors, each.policy.scale)
+                LoraSpan(each.batch.tokens.size, factors, each.policy.scale)
                 for each, factors in zip(inputs, params, strict=True)
             ]
             forward = self.scores(batches, spans, entropy_gradient, learns=True)
@@ -132,7 +132,7 @@ class TrainingForwards:
     def scores(
         self,
         batches: Sequence[MicroBatch],
-        spans: Sequence[Span] | None,
+        spans: Sequence[LoraSpan] | None,
         entropy_gradient: bool = False,
         learns: bool = False,
     ) -> ScoredPass:
@@ -154,13 +154,13 @@ class TrainingForwards:
         stops = accumulate((batch.targets.size for batch in batches), initial=0)
         return ScoredPass([(logp[start:stop], entropy[start:stop]) for start, stop in pairwise(stops)], trunk, blocks)
 
-    def _head_spans(self, batches: Sequence[MicroBatch], spans: Sequence[Span]) -> Sequence[Span]:
+    def _head_spans(self, batches: Sequence[MicroBatch], spans: Sequence[LoraSpan]) -> Sequence[LoraSpan]:
         """The head's LoRA factors of the trained positions; none if no policy has any."""
         path = self._model.head_path
         if not any(path in span.params for span in spans):
             return ()
         return [
-            Span(batch.targets.size, {path: span.params[path]} if path in span.params else {}, span.scale)
+            LoraSpan(batch.targets.size, {path: span.params[path]} if path in span.params else {}, span.scale)
             for batch, span in zip(batches, spans, strict=True)
         ]
 
@@ -226,7 +226,7 @@ def _sum(one: Params, other: Params) -> Params:
 # The head's own LoRA factors, if there are any, are arguments of the fused function, because MLX gives gradients only
 # to arguments. Their gradient is that of logits → (hidden states, factors), applied to the gradient of the logits.
 
-Head = Callable[[mx.array, Sequence[Span]], mx.array]
+Head = Callable[[mx.array, Sequence[LoraSpan]], mx.array]
 """Hidden states [n, D], with the LoRA factors of their positions → logits [n, V]. No spans: the base model."""
 
 HEAD_BLOCK = 256
@@ -251,7 +251,7 @@ def head_blocks(
     hidden: mx.array,
     targets: mx.array,
     temperatures: mx.array,
-    spans: Sequence[Span],
+    spans: Sequence[LoraSpan],
     entropy_gradient: bool,
 ) -> HeadBlocks:
     """Logprob of each target, and entropy of each distribution softmax(logits / temperature), in nats, block by block.
@@ -276,7 +276,7 @@ def head_blocks(
 
 
 def _block_scores(
-    head: Head, spans: Sequence[Span], entropy_gradient: bool, gradients: list[list[mx.array]]
+    head: Head, spans: Sequence[LoraSpan], entropy_gradient: bool, gradients: list[list[mx.array]]
 ) -> Callable[..., Scores]:
     """Scores of one block. Its last arguments are the leaves of `spans`, whose own arrays are not used. Its backward
     pass appends the gradients of the hidden states and of these leaves to `gradients`."""
@@ -314,7 +314,7 @@ def _block_scores(
     return cast(Callable[..., Scores], scores)
 
 
-def _within(spans: Sequence[Span], start: int, stop: int) -> Iterator[Span]:
+def _within(spans: Sequence[LoraSpan], start: int, stop: int) -> Iterator[LoraSpan]:
     """The parts of the spans that lie in the positions [start, stop)."""
     ends = accumulate(span.tokens for span in spans)
     for span, end in zip(spans, ends, strict=True):
@@ -323,12 +323,12 @@ def _within(spans: Sequence[Span], start: int, stop: int) -> Iterator[Span]:
             yield replace(span, tokens=tokens)
 
 
-def _leaves(spans: Sequence[Span]) -> list[mx.array]:
+def _leaves(spans: Sequence[LoraSpan]) -> list[mx.array]:
     """The factors of all spans, in order."""
     return [leaf for span in spans for pair in span.params.values() for leaf in (pair["a"], pair["b"])]
 
 
-def _with_leaves(spans: Sequence[Span], leaves: Iterable[mx.array]) -> list[Span]:
+def _with_leaves(spans: Sequence[LoraSpan], leaves: Iterable[mx.array]) -> list[LoraSpan]:
     """The spans with other factors, in the order of `_leaves`."""
     rest = iter(leaves)
     return [replace(span, params={path: {"a": next(rest), "b": next(rest)} for path in span.params}) for span in spans]

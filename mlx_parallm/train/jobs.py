@@ -32,7 +32,7 @@ from mlx_parallm.train.accumulation import (
     metrics,
     of_samples,
 )
-from mlx_parallm.train.context import Params, Span
+from mlx_parallm.train.context import LoraSpan, Params
 from mlx_parallm.train.data import Datum, UpdateBatch, UpdateOutcome
 from mlx_parallm.train.forwards import MicroStepInput, TrainingForwards
 from mlx_parallm.train.losses import k3
@@ -301,7 +301,9 @@ class Jobs:
     def _forward(self, packed: MicroBatch, state: PolicyState | None) -> Parts[mx.array]:
         """The logprobs of the trained tokens of a batch under a policy, or the base model (None), fp32 [N]."""
         tokens = packed.tokens.size
-        forward = self._forwards.scores([packed], None if state is None else [Span(tokens, state.params, state.scale)])
+        forward = self._forwards.scores(
+            [packed], None if state is None else [LoraSpan(tokens, state.params, state.scale)]
+        )
         logprobs = forward.scores[0][0]
         yield from self._pacer.run(forward.stages(logprobs), tokens)
         return logprobs

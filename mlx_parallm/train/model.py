@@ -32,7 +32,7 @@ from mlx_parallm.model.layer_state import Caches
 from mlx_parallm.model.mixers import training_mode
 from mlx_parallm.model.split import Head, trunk_of, with_layers
 from mlx_parallm.train.attention import PackedAttention
-from mlx_parallm.train.context import Params, Span, TrainingContext, adapted_paths
+from mlx_parallm.train.context import LoraSpan, Params, TrainingContext, adapted_paths
 from mlx_parallm.train.pacing import Stage, StageKind
 from mlx_parallm.train.packed_pass import SEGMENT, LearnedPass, computed_again
 from mlx_parallm.train.recomputation import floats_of
@@ -119,14 +119,14 @@ class TrainableModel:
         head = self.layout.head
         return "" if head is None or self._head is None else head.path
 
-    def logits(self, hidden: mx.array, spans: Sequence[Span]) -> mx.array:
+    def logits(self, hidden: mx.array, spans: Sequence[LoraSpan]) -> mx.array:
         """Logits [n, V] of hidden states [n, D], in the model's dtype. `spans`: the LoRA factors of all positions, in
         order; none: the base model."""
         with self.bank.using(TrainingContext(tuple(spans)) if spans else None):
             return hidden if self._head is None else self._head(hidden)
 
     def trunk(
-        self, tokens: mx.array, branches: Sequence[Branch], spans: Sequence[Span] | None, learns: bool = False
+        self, tokens: mx.array, branches: Sequence[Branch], spans: Sequence[LoraSpan] | None, learns: bool = False
     ) -> TrunkPass:
         """Runs tokens int [N] through the trunk.
 
@@ -146,11 +146,11 @@ class TrainableModel:
         self._outputs.clear()
         return TrunkPass(hidden[:, 0], outputs, self.layer_paths)
 
-    def _recomputed(self, tokens: mx.array, branches: Sequence[Branch], spans: Sequence[Span]) -> bool:
+    def _recomputed(self, tokens: mx.array, branches: Sequence[Branch], spans: Sequence[LoraSpan]) -> bool:
         """Whether the backward pass computes each layer again."""
         return self.recomputes(tokens.size, max(branch.longest for branch in branches), self._head_rank(spans))
 
-    def _head_rank(self, spans: Sequence[Span]) -> int:
+    def _head_rank(self, spans: Sequence[LoraSpan]) -> int:
         path = self.head_path
         return max((span.params[path]["a"].shape[-1] for span in spans if path in span.params), default=0)
 

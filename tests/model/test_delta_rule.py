@@ -19,7 +19,7 @@ from tiny import tiny_model
 from mlx_parallm.core.branches import Branch, Bucket
 from mlx_parallm.model.delta_rule import gated_delta, gates, wkv7
 from mlx_parallm.model.mixers import training_mode
-from mlx_parallm.train.context import Span
+from mlx_parallm.train.context import LoraSpan
 from mlx_parallm.train.model import TrainableModel
 
 
@@ -142,7 +142,7 @@ def test_kernels_without_gradients_are_left_out_where_there_are_gradients(
     trainable = TrainableModel(served.model, served.bank, served.plan, lambda *_: True)
     assert calls
     calls.clear()
-    run = trainable.trunk(mx.array([1, 2, 3]), [Branch(0, 2, (Bucket(1, 1, 0),))], [Span(3, {}, 1.0)], learns=True)
+    run = trainable.trunk(mx.array([1, 2, 3]), [Branch(0, 2, (Bucket(1, 1, 0),))], [LoraSpan(3, {}, 1.0)], learns=True)
     mx.eval(run.hidden)
     assert not calls
 

@@ -18,7 +18,7 @@ from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, HeadPart
 from mlx_parallm.model.families import relative_error
 from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.model.linears import AdaptedHeads, install_adapters
-from mlx_parallm.train.context import Span, TrainingContext
+from mlx_parallm.train.context import LoraSpan, TrainingContext
 
 HEADS, KEYS, VALUES, LATENT = 3, 32, 64, 96
 PATH, PARTS = "at.kv_b_proj", HeadParts("at.embed_q", "at.unembed_out", HEADS, KEYS)
@@ -116,7 +116,11 @@ def test_spans_of_a_pass_with_gradients_use_their_own_factors() -> None:
     world = World()
     pairs = [weights.pairs[PATH] for weights in ADAPTERS]
     params = [{PATH: {"a": mx.array(pair.a), "b": mx.array(pair.b)}} for pair in pairs]
-    spans = (Span(2, params[0], pairs[0].scale), Span(1, {}, 1.0), Span(3, params[1], pairs[1].scale))
+    spans = (
+        LoraSpan(2, params[0], pairs[0].scale),
+        LoraSpan(1, {}, 1.0),
+        LoraSpan(3, params[1], pairs[1].scale),
+    )
     x = inputs(PARTS.values, True, 6, 1)
     with world.bank.using(TrainingContext(spans)):
         got = world.adapted[PARTS.values](x)

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from mlx_parallm.rl.competition.evidence import BETS, Capital, Contrast, DifferenceTest, Finding
+from mlx_parallm.rl.competition.evidence import BETS, Capital, Contrast, DifferenceTest, Verdict
 
 
 def test_the_capital_is_the_mean_over_bets_of_the_products_of_gains() -> None:
@@ -43,11 +43,11 @@ def test_certain_differences_are_found_at_once() -> None:
     verdicts = [test.observe(1.0) for _ in range(12)]
     first = next(place for place, verdict in enumerate(verdicts) if verdict)
     assert 5 < first < 11
-    assert verdicts[first] is Finding.BETTER
+    assert verdicts[first] is Verdict.BETTER
     assert test.p_better <= 0.05 < test.p_worse
 
 
-def ends(mean: float, seed: int, blocks: int, smallest: float = 0.2) -> Finding | None:
+def ends(mean: float, seed: int, blocks: int, smallest: float = 0.2) -> Verdict | None:
     """The verdict on differences of this mean, of which each is -1, 0 or 1."""
     dice, test = random.Random(seed), DifferenceTest(0.05, smallest)
     for _ in range(blocks):
@@ -58,22 +58,22 @@ def ends(mean: float, seed: int, blocks: int, smallest: float = 0.2) -> Finding 
 
 
 def test_equal_versions_are_rarely_called_different_however_often_one_looks() -> None:
-    different = sum(ends(0.0, seed, 300) in (Finding.BETTER, Finding.WORSE) for seed in range(400))
+    different = sum(ends(0.0, seed, 300) in (Verdict.BETTER, Verdict.WORSE) for seed in range(400))
     assert different / 400 <= 0.05
 
 
 def test_a_difference_is_found_in_its_direction() -> None:
-    assert [ends(0.3, seed, 1000) for seed in range(50)] == [Finding.BETTER] * 50
-    assert [ends(-0.3, seed, 1000) for seed in range(50)] == [Finding.WORSE] * 50
+    assert [ends(0.3, seed, 1000) for seed in range(50)] == [Verdict.BETTER] * 50
+    assert [ends(-0.3, seed, 1000) for seed in range(50)] == [Verdict.WORSE] * 50
 
 
 def test_equal_versions_are_called_equivalent_in_the_end() -> None:
     verdicts = [ends(0.0, seed, 1500) for seed in range(40)]
-    assert verdicts.count(Finding.EQUIVALENT) >= 36
+    assert verdicts.count(Verdict.EQUIVALENT) >= 36
 
 
 def test_what_matters_is_rarely_called_equivalent() -> None:
-    assert sum(ends(0.2, seed, 1500) is Finding.EQUIVALENT for seed in range(100)) <= 5
+    assert sum(ends(0.2, seed, 1500) is Verdict.EQUIVALENT for seed in range(100)) <= 5
 
 
 def test_evidence_is_never_taken_back() -> None:
@@ -105,7 +105,7 @@ def test_a_contrast_is_at_most_1() -> None:
         assert 0.9 < max(abs(contrast.add(0.0, candidate)) for candidate in (False, True)) <= 1
 
 
-def drifting(share: float, seed: int, better: float = 0.0, drift: float = 0.8, rewards: int = 2000) -> Finding | None:
+def drifting(share: float, seed: int, better: float = 0.0, drift: float = 0.8, rewards: int = 2000) -> Verdict | None:
     """The verdict on rewards of -1 or 1 of which ever more are 1; of the candidate's, `better` more."""
     dice, contrast = random.Random(seed), Contrast(share, -1.0, 1.0)
     test = DifferenceTest(0.05, 0.05 * contrast.scale)
@@ -122,10 +122,10 @@ def drifting(share: float, seed: int, better: float = 0.0, drift: float = 0.8, r
 def test_a_drift_of_both_versions_is_no_difference_at_any_share(share: float, drift: float) -> None:
     """One wrong verdict of 20 is what the error rate allows on average."""
     found = [drifting(share, seed, drift=drift) for seed in range(12)]
-    assert sum(verdict in (Finding.BETTER, Finding.WORSE) for verdict in found) <= 2
+    assert sum(verdict in (Verdict.BETTER, Verdict.WORSE) for verdict in found) <= 2
 
 
 def test_a_difference_is_found_under_a_drift_in_either_direction() -> None:
     for drift in (0.8, -0.8):
-        assert [drifting(0.4, seed, 0.3, drift) for seed in range(10)] == [Finding.BETTER] * 10
-        assert [drifting(0.4, seed, -0.3, drift) for seed in range(10)] == [Finding.WORSE] * 10
+        assert [drifting(0.4, seed, 0.3, drift) for seed in range(10)] == [Verdict.BETTER] * 10
+        assert [drifting(0.4, seed, -0.3, drift) for seed in range(10)] == [Verdict.WORSE] * 10

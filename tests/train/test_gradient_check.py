@@ -13,7 +13,7 @@ from mlx_parallm.core.branches import Branch
 from mlx_parallm.model.families import Finding
 from mlx_parallm.train import packed_pass
 from mlx_parallm.train.check import gradients
-from mlx_parallm.train.context import Params, Span
+from mlx_parallm.train.context import LoraSpan, Params
 from mlx_parallm.train.model import TrainableModel
 
 
@@ -62,7 +62,7 @@ def test_layers_use_no_kernel_without_a_gradient(recomputed: bool, monkeypatch: 
     flags.clear()
 
     def value(params: Params) -> mx.array:
-        return trainable.trunk(mx.arange(6), [Branch(0, 6, ())], [Span(6, params, 1.0)], learns=True).hidden.sum()
+        return trainable.trunk(mx.arange(6), [Branch(0, 6, ())], [LoraSpan(6, params, 1.0)], learns=True).hidden.sum()
 
     mx.eval(mx.grad(value)(params))
     assert len(flags) > 2
@@ -96,7 +96,7 @@ def test_what_each_token_keeps_is_kept_for_one_segment(name: str) -> None:
 
         def value(params: Params) -> mx.array:
             branches = [Branch(0, 256, ())]
-            return model.trunk(mx.arange(256) % 50, branches, [Span(256, params, 1.0)], learns=True).hidden.sum()
+            return model.trunk(mx.arange(256) % 50, branches, [LoraSpan(256, params, 1.0)], learns=True).hidden.sum()
 
         mx.reset_peak_memory()
         before = mx.get_active_memory()

@@ -31,7 +31,7 @@ from trainers import (
 )
 
 from mlx_parallm.config import Algorithm, ModelConfig
-from mlx_parallm.train.context import Span
+from mlx_parallm.train.context import LoraSpan
 from mlx_parallm.train.data import UpdateBatch
 from mlx_parallm.train.forwards import head_blocks
 from mlx_parallm.train.policy import Policy
@@ -129,7 +129,7 @@ def test_blocks_of_several_policies_have_the_gradients_of_the_plain_formula(entr
         return mx.concatenate(parts)
 
     def spans_of(params):
-        return [Span(count, each, 1.0 + at) for at, (count, each) in enumerate(zip(counts, params, strict=True))]
+        return [LoraSpan(count, each, 1.0 + at) for at, (count, each) in enumerate(zip(counts, params, strict=True))]
 
     def plain(states, params):
         logits = head(states, spans_of(params)) / temperatures[:, None]

@@ -9,7 +9,7 @@ import pytest
 from family_checks import Served
 
 from mlx_parallm.core.branches import Branch, Bucket
-from mlx_parallm.train.context import Span
+from mlx_parallm.train.context import LoraSpan
 from mlx_parallm.train.model import TrainableModel
 from mlx_parallm.train.packed_pass import LearnedCache, RowsOfBranch
 
@@ -25,7 +25,7 @@ def test_its_caches_and_parts_are_freed_at_once(name: str, recomputed: bool) -> 
     branches = [Branch(0, 3, (Bucket(2, 2, 0),))]
 
     def value(params: dict[str, dict[str, mx.array]]) -> mx.array:
-        run = model.trunk(mx.array([1, 2, 3, 4, 5, 6, 7]), branches, [Span(7, params, 1.0)], learns=True)
+        run = model.trunk(mx.array([1, 2, 3, 4, 5, 6, 7]), branches, [LoraSpan(7, params, 1.0)], learns=True)
         return run.hidden.sum()
 
     gc.collect()

@@ -27,7 +27,7 @@ from trainers import (
 )
 
 from mlx_parallm.config import Algorithm
-from mlx_parallm.train.context import Params, Span
+from mlx_parallm.train.context import LoraSpan, Params
 from mlx_parallm.train.data import Datum, answered
 from mlx_parallm.train.policy import Policy
 from mlx_parallm.train.trainer import GRPOTrainer
@@ -85,7 +85,7 @@ def test_policies_that_are_trained_together_keep_their_own_factors(family: str) 
     trainer, _ = trainer_for(family)
     policies = [make_policy(trainer, moved=0.1, name=name, seed=seed) for seed, name in enumerate("ab")]
     batches = [packed(samples(3, seed=1)), packed(samples(5, seed=2))]
-    spans = [Span(b.tokens.size, p.params, p.scale) for b, p in zip(batches, policies, strict=True)]
+    spans = [LoraSpan(b.tokens.size, p.params, p.scale) for b, p in zip(batches, policies, strict=True)]
     together = trainer._forwards.scores(batches, spans).scores
     for (got, _), batch, policy in zip(together, batches, policies, strict=True):
         assert mx.allclose(got, logprobs(trainer, batch, policy.params, policy.scale), atol=1e-4)

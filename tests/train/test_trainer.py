@@ -42,7 +42,7 @@ from trainers import (
 
 from mlx_parallm.config import Algorithm, OldLogprobs
 from mlx_parallm.train.accumulation import Accumulation
-from mlx_parallm.train.context import Span
+from mlx_parallm.train.context import LoraSpan
 from mlx_parallm.train.data import UpdateBatch
 from mlx_parallm.train.packing import split_samples
 
@@ -121,7 +121,9 @@ def test_entropy_gradients_equal_finite_differences() -> None:
             for path, pair in policy.params.items()
         }
         batch = packed(drawn)
-        ((_, entropies),) = trainer._forwards.scores([batch], [Span(batch.tokens.size, params, policy.scale)]).scores
+        ((_, entropies),) = trainer._forwards.scores(
+            [batch], [LoraSpan(batch.tokens.size, params, policy.scale)]
+        ).scores
         return float(entropies.mean().item())
 
     measured = -(entropy(0.002) - entropy(-0.002)) / 0.004

@@ -33,7 +33,7 @@ from mlx_parallm.core import (
     TrainingStatus,
     Trajectory,
 )
-from mlx_parallm.train.context import Params, Span
+from mlx_parallm.train.context import LoraSpan, Params
 from mlx_parallm.train.data import Datum, answered
 from mlx_parallm.train.packing import pack, split_samples
 from mlx_parallm.train.trainer import GRPOTrainer
@@ -128,7 +128,7 @@ class Rig:
         scale = 0.0 if weights is None else next(iter(weights.pairs.values())).scale
         for part in split_samples(mine, AT_ONCE):
             batch = pack(part)
-            spans = None if params is None else [Span(batch.tokens.size, params, scale)]
+            spans = None if params is None else [LoraSpan(batch.tokens.size, params, scale)]
             ((logp, _),) = self.trainer._forwards.scores([batch], spans).scores
             apart = mx.abs(batch.padded(logp) - batch.sampling_logprobs) * batch.weights
             worst = max(worst, float(apart.max().item()))

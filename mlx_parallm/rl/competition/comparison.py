@@ -15,7 +15,7 @@ from mlx_parallm.config import CompetitionConfig
 from mlx_parallm.core import AdapterRef
 from mlx_parallm.core.adapters import AdapterText
 from mlx_parallm.core.json_values import ANSWER, UnixTime
-from mlx_parallm.rl.competition.evidence import Contrast, DifferenceTest, Finding
+from mlx_parallm.rl.competition.evidence import Contrast, DifferenceTest, Verdict
 from mlx_parallm.rl.trajectories import TrajectoryGroup
 
 ComparisonVerdict = Literal["running", "promoted", "withdrawn", "no_difference", "stopped", "failed"]
@@ -114,9 +114,9 @@ class ComparisonEnd:
 
 
 _OUTCOMES = {
-    Finding.BETTER: ComparisonEnd("promoted", "its rewards are better"),
-    Finding.WORSE: ComparisonEnd("withdrawn", "its rewards are worse"),
-    Finding.EQUIVALENT: ComparisonEnd("no_difference", "differences of smallest_effect are ruled out"),
+    Verdict.BETTER: ComparisonEnd("promoted", "its rewards are better"),
+    Verdict.WORSE: ComparisonEnd("withdrawn", "its rewards are worse"),
+    Verdict.EQUIVALENT: ComparisonEnd("no_difference", "differences of smallest_effect are ruled out"),
 }
 NOT_FINITE = ComparisonEnd("withdrawn", "it has drawn tokens with log-probabilities that are not finite")
 OUT_OF_TIME = ComparisonEnd("no_difference", "max_hours have passed")
@@ -124,7 +124,7 @@ OUT_OF_REWARDS = ComparisonEnd("no_difference", "max_rewards of the candidate ha
 
 
 @dataclass(slots=True)
-class Comparison:
+class LiveComparison:
     """One comparison that runs. It decides who gets the candidate, and counts one reward for each group: the mean over
     the answers of one request or, if requests name a group, of that group.
 

@@ -23,7 +23,7 @@ _NEWEST_WEIGHT = 1 / 32
 """Least weight of the newest reward in the running mean."""
 
 
-class Finding(StrEnum):
+class Verdict(StrEnum):
     """What the rewards show about the candidate."""
 
     BETTER = "better"
@@ -64,17 +64,17 @@ class DifferenceTest:
         self._largest_above = self._largest_below = 1.0
         self._is_under = self._is_over = False
 
-    def observe(self, difference: float) -> Finding | None:
+    def observe(self, difference: float) -> Verdict | None:
         """Takes the next difference. Returns a verdict as soon as there is one."""
         self._largest_above = max(self._largest_above, self._above.observe(difference))
         self._largest_below = max(self._largest_below, self._below.observe(-difference))
         self._is_under |= self._under_smallest.observe(-difference) >= self._enough
         self._is_over |= self._over_smallest.observe(difference) >= self._enough
         if self._largest_above >= self._enough:
-            return Finding.BETTER
+            return Verdict.BETTER
         if self._largest_below >= self._enough:
-            return Finding.WORSE
-        return Finding.EQUIVALENT if self._is_under and self._is_over else None
+            return Verdict.WORSE
+        return Verdict.EQUIVALENT if self._is_under and self._is_over else None
 
     @property
     def p_better(self) -> float:

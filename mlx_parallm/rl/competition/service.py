@@ -26,10 +26,10 @@ from mlx_parallm.rl.competition.compared import ComparedAdapter
 from mlx_parallm.rl.competition.comparison import (
     NOT_FINITE,
     OUT_OF_TIME,
-    Comparison,
     ComparisonCard,
     ComparisonEnd,
     ComparisonSpec,
+    LiveComparison,
 )
 from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.trajectories import TrajectoryGroup
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 class _Running:
     """A comparison that runs, and what it holds. `outcome`: set when it is ending."""
 
-    comparison: Comparison
+    comparison: LiveComparison
     trained: ComparedAdapter
     leases: ExitStack
     timer: asyncio.TimerHandle
@@ -175,7 +175,7 @@ class CompetitionService:
                 candidate = trained.live
                 made = candidate is not None and candidate != live and trained.came_from(live)
                 if made and candidate is not None and name not in self._starting:
-                    self._begin(trained, Comparison(live, candidate, self._config, automatic=True))
+                    self._begin(trained, LiveComparison(live, candidate, self._config, automatic=True))
 
     def begin_again(self, name: str) -> None:
         """Begins an automatic comparison again that the end of a process has cut off, without its rewards. Call this
@@ -184,7 +184,7 @@ class CompetitionService:
         live = trained.live
         incumbent = trained.incumbent() if self._config.automatic else None
         if live is not None and incumbent is not None and incumbent != live and trained.came_from(incumbent):
-            self._begin(trained, Comparison(incumbent, live, self._config, automatic=True))
+            self._begin(trained, LiveComparison(incumbent, live, self._config, automatic=True))
 
     # -- trajectories and rewards ------------------------------------------------------------------
 
@@ -213,7 +213,7 @@ class CompetitionService:
 
     # -- from beginning to end -------------------------------------------------------------------
 
-    def _begin(self, trained: ComparedAdapter, comparison: Comparison) -> None:
+    def _begin(self, trained: ComparedAdapter, comparison: LiveComparison) -> None:
         """Splits the requests for the adapter between the two versions, which are kept until the end."""
         with ExitStack() as leases:
             for version in (comparison.live, comparison.candidate):
@@ -227,7 +227,7 @@ class CompetitionService:
         _log.info("comparing %s with %s on requests", comparison.candidate, comparison.live)
         self._tell("comparison_started", comparison.card())
 
-    def _expire(self, name: str, comparison: Comparison) -> None:
+    def _expire(self, name: str, comparison: LiveComparison) -> None:
         running = self._running.get(name)
         if running is not None and running.comparison is comparison:
             self._end_soon(running, OUT_OF_TIME)
@@ -329,7 +329,7 @@ def _settings(config: CompetitionConfig, spec: ComparisonSpec) -> CompetitionCon
     return settings
 
 
-def _comparison(trained: ComparedAdapter, selector: str, settings: CompetitionConfig) -> Comparison:
+def _comparison(trained: ComparedAdapter, selector: str, settings: CompetitionConfig) -> LiveComparison:
     """Raises UnknownModelError, InvalidRequestError, ConflictError: see `CompetitionService.start`."""
     live, candidate = trained.live, trained.version(selector)
     if candidate.name != trained.name:
@@ -342,4 +342,4 @@ def _comparison(trained: ComparedAdapter, selector: str, settings: CompetitionCo
         raise ConflictError(
             f"{candidate} has no checkpoint, so training could not go on from it; name a checkpoint.", "candidate"
         )
-    return Comparison(live, candidate, settings)
+    return LiveComparison(live, candidate, settings)

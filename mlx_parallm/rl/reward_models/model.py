@@ -17,7 +17,7 @@ from mlx_parallm.adapters.reward_models import RewardModelWeights
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair, lora_scale
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.core.branches import Branch
-from mlx_parallm.train.context import Params, Span
+from mlx_parallm.train.context import LoraSpan, Params
 from mlx_parallm.train.model import TrainableModel, TrunkPass
 from mlx_parallm.train.packing import Row, indices_of, laid_out
 from mlx_parallm.train.policy import new_factors
@@ -104,7 +104,7 @@ def rewards(
 ) -> tuple[mx.array, TrunkPass]:
     """The rewards of the rows, float32 [n], and the pass that gives them. Everything is lazy. `learns`: see
     `TrainableModel.trunk`."""
-    trunk = trainable.trunk(rows.tokens, [rows.branch], [Span(rows.tokens.size, params, scale)], learns)
+    trunk = trainable.trunk(rows.tokens, [rows.branch], [LoraSpan(rows.tokens.size, params, scale)], learns)
     last = trunk.hidden[rows.last].astype(mx.float32)
     return (last * params[HEAD]["weight"]).sum(-1), trunk
 

@@ -32,7 +32,7 @@ class StartPoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Recovery:
+class Replay:
     """What brings the policy from its start point to where it was.
 
     Attributes:
@@ -56,14 +56,14 @@ class Recovery:
     baselines: Mapping[str, float] | None = None
 
 
-def plan(changes: Sequence[PolicyChange], start: StartPoint) -> Recovery:
+def plan(changes: Sequence[PolicyChange], start: StartPoint) -> Replay:
     """What has to be done after training was opened at `start`. `changes`: of the adapter, in order; all of them, or
     those that `JournalFile.changes_since` gives."""
     last = max(start.number or 0, changes[-1].number if changes else 0)
     done = [change for change in changes if change.number <= (start.number or 0)]
     later = changes[len(done) :]
     if not later:
-        return Recovery(last, is_new=start.number is None, lineage=_lineage(done), recent=_recent(done))
+        return Replay(last, is_new=start.number is None, lineage=_lineage(done), recent=_recent(done))
     at = max((place for place, change in enumerate(later) if not isinstance(change.body, Update)), default=None)
     origin = None if at is None else later[at].body
     updates = tuple(later if at is None else later[at + 1 :])
@@ -71,12 +71,12 @@ def plan(changes: Sequence[PolicyChange], start: StartPoint) -> Recovery:
     is_whole = (from_start or origin is not None) and not any(_is_reduced(change) for change in updates)
     if not is_whole or not _can_begin(origin, start):
         lost = sum(isinstance(change.body, Update) and change.body.changed_policy for change in later)
-        return Recovery(last, lost=lost, is_new=True)
+        return Replay(last, lost=lost, is_new=True)
     to = origin.checkpoint if isinstance(origin, Rollback) and origin.checkpoint != start.checkpoint else ""
     before = done if at is None or to else changes[: len(done) + at + 1]
     baselines = origin.baselines if isinstance(origin, Rollback) else None
     lineage, recent = _lineage(before), _recent(before)
-    return Recovery(last, to, updates, lineage=lineage, recent=recent, baselines=baselines)
+    return Replay(last, to, updates, lineage=lineage, recent=recent, baselines=baselines)
 
 
 def _can_begin(origin: Start | Rollback | Update | None, start: StartPoint) -> bool:
