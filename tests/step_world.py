@@ -89,7 +89,7 @@ class World:
     def trajectories(self) -> World:
         return self
 
-    def groups(self, adapter: str) -> list[GroupCard]:
+    def cards(self, adapter: str) -> list[GroupCard]:
         cards = [GroupCard(f"task {n}", "a", SIZE, SIZE * ok, ok) for n, ok in self.rewarded.items()]
         return [GroupCard("of a client", "a", 1, 0, False), *cards]
 

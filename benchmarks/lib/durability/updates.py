@@ -33,7 +33,7 @@ from mlx_parallm import LoRAConfig, RLConfig, RLIntegratedServer
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.core import Divergence, GivenTrajectory
 from mlx_parallm.errors import StepFailedError
-from mlx_parallm.train import step
+from mlx_parallm.train import accumulation
 
 BENCHMARKS = Path(__file__).parents[2]
 LONGEST_S = 5.0
@@ -84,13 +84,14 @@ async def states(model: Path, run: Path, last: int) -> AsyncIterator[dict[str, A
             yield await state(runtime)
 
 
-def norm(gradients: Any) -> mx.array:
+def clip_grad_norm(gradients: Any, most: float) -> tuple[Any, mx.array]:
     if _trouble == "failed":
         raise RuntimeError("wanted by the benchmark")
-    return mx.array(float("nan")) if _trouble == "skipped" else _norm(gradients)
+    clipped, norm = _clip_grad_norm(gradients, most)
+    return clipped, mx.array(float("nan")) if _trouble == "skipped" else norm
 
 
-_norm = step.norm
+_clip_grad_norm = accumulation.clip_grad_norm
 
 
 def given(number: int) -> list[GivenTrajectory]:
@@ -109,7 +110,7 @@ async def state(runtime: TrainingRuntime) -> dict[str, Any]:
 
 
 async def print_states(model: Path, run: Path, last: int) -> None:
-    step.norm = norm
+    accumulation.clip_grad_norm = clip_grad_norm
     async for found in states(model, run, last):
         print(json.dumps(found), flush=True)
 
