@@ -42,6 +42,19 @@ def test_free_runs_are_a_set_of_places() -> None:
             assert not any(set(range(i, i + length)) <= model for i in range(60))
 
 
+def test_a_long_run_is_found_among_the_lowest_ones_and_the_highest_only() -> None:
+    """So a search is short, however many runs there are."""
+    runs = FreeRuns()
+    for number in range(50):
+        runs.add(10 * number)
+    runs.add(481, 3)
+    assert runs.find(4) is None, "it is the last but one"
+    runs.add(491, 3)
+    assert runs.find(4) == 490
+    runs.add(11, 3)
+    assert runs.find(4) == 10
+
+
 def test_a_row_goes_on_after_its_last_place() -> None:
     pool = allocator(20)
     first = pool.allocate(3)

@@ -302,6 +302,26 @@ def test_a_pool_without_room_restores_nothing_and_takes_nothing_from_rows() -> N
     assert found(other, TEXT[:400]) == 384
 
 
+@pytest.mark.parametrize("room", [2, 3])
+def test_a_state_without_room_for_it_and_its_prefix_is_not_restored(room: int) -> None:
+    """A state is as large as a block of keys and values here. A row takes one of each. Where there is room for one
+    more, it is that of the cached prefix, which goes when the state wants it."""
+    spec = RecurrentSpec(((256,),), (mx.float32,))
+    cache = LoRABatchedKVCache(KVLayout((LayerSpec(1, 2, 2), spec), mx.float32), DeviceMemory(room * 1024), 4096)
+    cached(cache, TEXT[:64])
+    row = cache.open(64)
+    assert row is not None
+    if room == 2:
+        row.computed = 64
+        cache.freeze(row, "root", TEXT[:64])
+    (node,) = cache.index.chain("root", TEXT[:65])
+    assert cache.checkpoints is not None
+    assert not cache.checkpoints.restore(node, [np.zeros(1024, np.uint8)])
+    assert node.alive is (room == 2)
+    assert list(cache.rows) == [row]
+    cache.check_integrity()
+
+
 def test_places_that_a_window_gave_up_are_filled_again() -> None:
     cache = pool()
     cached(cache, TEXT[:400])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -54,6 +56,21 @@ def test_rows_with_equal_tokens_read_the_same_blocks(tags) -> None:
     assert first.tables[0][3] != second.tables[0][3], "the block that is being filled is a row's own"
     assert cache.tokens_used == 3 * 64 + 2 * 8
     cache.check_integrity()
+
+
+def test_prompts_have_a_key_in_common_only_if_they_compute_the_same_block_next(tags) -> None:
+    cache = pool(100)
+
+    def key(row: KVRow | None, ids: list[int], root: str = "v1") -> Hashable:
+        assert row is not None
+        return cache.take_over(row, root, ids)
+
+    begin = [key(cache.open(300), TEXT[:300]), key(cache.open(300), [*TEXT[:64], *range(99)])]
+    assert begin[0] == begin[1]
+    assert key(cache.open(300), TEXT[:300], "v2") != begin[0], "another adapter gives other keys and values"
+    go_on = [key(computed(cache, first), [*first, *TEXT[:100]]) for first in (TEXT[:64], TEXT[:64], TEXT[1:65])]
+    assert go_on[0] == go_on[1]
+    assert len({begin[0], *go_on}) == 3, "other tokens come before it"
 
 
 def test_blocks_are_registered_as_far_as_their_tokens_are_known(tags) -> None:
@@ -273,6 +290,21 @@ def test_an_arena_that_fails_to_grow_gives_back_the_layers_that_have_grown(monke
     assert cache.open(1280) is None
     assert [arena.keys[layer].shape[1] for layer in (0, 1)] == [arena.blocks] * 2 == [16, 16]
     cache.check_integrity()
+
+
+@pytest.mark.parametrize("spec", [LayerSpec(1, 2, 2), LayerSpec(1, 3, 0, latent=2)], ids=["values", "latent"])
+def test_a_limit_of_bytes_ends_a_resize_after_the_layer_that_reaches_it(spec: LayerSpec) -> None:
+    arena = Arena([spec] * 3, mx.float32)
+    for grown in ([4, 0, 0], [4, 4, 0], [4, 4, 4]):
+        assert arena.resize(4, most_bytes=1) is (0 not in grown)
+        assert [keys.shape[1] for keys in arena.keys] == grown
+
+
+def test_the_group_of_the_widest_window_is_first() -> None:
+    """Its blocks are the ones whose content is saved, because the other groups give theirs back earlier."""
+    layers = [LayerSpec(1, 2, 2, window) for window in (100, 300, None, 200)]
+    assert [group.window for group in pool(10, layers).groups] == [None, 300, 200, 100]
+    assert [group.window for group in pool(10, layers[:2]).groups] == [300, 100]
 
 
 # ---- random operations -----------------------------------------------------------------------------
