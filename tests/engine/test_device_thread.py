@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import AsyncIterator, Generator
 from concurrent.futures import Future
 from functools import partial
@@ -257,6 +259,17 @@ async def test_a_base_model_that_is_loaded_while_memory_is_short_keeps_no_prefix
     assert not any(each.runner.cache.device.keeps_prefixes for _, each in (first, second))
     device._control(lambda engine: engine.relieve(Relief.NONE), relief=Relief.NONE)
     assert all(each.runner.cache.device.keeps_prefixes for _, each in (first, second))
+
+
+def test_an_engine_that_was_stopped_leaves_its_memory() -> None:
+    """A program may start one engine after another, and each has a model."""
+    device = ContinuousBatchProcessor(partial(parts_of, "base", make_harness()))
+    device.start()
+    device.stop()
+    left = weakref.ref(device)
+    del device
+    gc.collect()
+    assert left() is None
 
 
 def parts_of(base: str, harness: Harness) -> EngineParts:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from harness import Harness, assert_same_tokens, make_harness, solo
@@ -117,6 +119,17 @@ def test_an_aborted_row_leaves_no_draft_row() -> None:
     harness.loop.abort("gone")
     harness.run()
     assert not list(draft_of(harness)._cache.rows)
+    assert draft_of(harness).bytes_held == 0, "nor its memory, though no unit follows"
+
+
+def test_drafts_are_timed_by_what_their_passes_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness, taken = make_harness(draft=tiny_model("llama"), lookahead=False), list[float]()
+    monkeypatch.setattr(draft_of(harness).cost, "observe", lambda chunks, samples, seconds, now: taken.append(seconds))
+    began = time.monotonic()
+    harness.submit("timed", PROMPT, 30)
+    harness.run()
+    assert min(taken) > 0.0
+    assert sum(taken) < time.monotonic() - began
 
 
 def test_a_group_computes_its_prompt_once_in_the_draft_model_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import pytest
 from harness import make_harness
 from tiny import FAMILIES, VOCAB_SIZE, tiny_model
 
+from mlx_parallm.batch.attention import AttentionTimes
 from mlx_parallm.batch.spans import Span
 from mlx_parallm.engine import startup
 from mlx_parallm.engine.budget import Chunk, CostModel
@@ -117,6 +118,15 @@ def test_the_choice_of_attention_does_not_change_the_logits(cpu: bool, monkeypat
         logits.append(runner.compute(spans, [5, 6, 7, 8]))
     assert mx.allclose(logits[0], logits[1], atol=1e-5)
     assert mx.allclose(logits[0], logits[2], atol=1e-5)
+
+
+def test_a_gpu_uses_the_attention_that_was_measured_as_the_faster_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = AttentionTimes({1: 1.0, 4: 1.0, 8: 9.0}, {1: 2.0, 4: 2.0, 8: 2.0})
+    monkeypatch.setattr("mlx_parallm.engine.startup.on_cpu", lambda: False)
+    monkeypatch.setattr("mlx_parallm.engine.startup.measure_attention", lambda *_: times)
+    runner = make_harness().runner
+    choose_attention(runner)
+    assert runner.dense_rows == 4
 
 
 def opened(row: KVRow | None) -> KVRow:

@@ -201,8 +201,3 @@ async def test_no_name_is_told_twice(client):
     assert len(names) == len(set(names))
     samples = {f"{name}{end}" for name in names for end in ("_bucket", "_sum", "_count")}
     assert not samples & set(names)
-
-
-def test_histograms_of_two_base_models_are_added() -> None:
-    one, other = filled(Histogram.of(0.5, 1.0), 0.25, 4.0), filled(Histogram.of(0.5, 1.0), 0.75)
-    assert one.plus(other) == other.plus(one) == filled(Histogram.of(0.5, 1.0), 0.25, 0.75, 4.0)
