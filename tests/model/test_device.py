@@ -44,6 +44,13 @@ def test_what_the_operator_sets_counts_and_never_wires_more_than_the_device_reco
     assert memory_limits(MAC_16, memory=GIB, cache=2 * GIB).cache == GIB
 
 
+def test_a_gpu_recommends_a_working_set_and_a_cpu_none(monkeypatch):
+    monkeypatch.setattr(mx, "device_info", lambda: {"memory_size": GIB})
+    for cpu in (True, False):
+        monkeypatch.setattr("mlx_parallm.model.device.on_cpu", lambda cpu=cpu: cpu)
+        assert machine_memory().recommended == (None if cpu else GIB)
+
+
 @pytest.fixture
 def restored():
     before = mx.get_memory_limit(), mx.set_cache_limit(0)

@@ -18,7 +18,8 @@ from mlx_parallm.adapters.weights import ALL_LINEAR
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.families import relative_error
 from mlx_parallm.model.layout import adapter_layout, without_gradient
-from mlx_parallm.model.linears import JoinedLinears, install_adapters
+from mlx_parallm.model.linears import IndexFormat, JoinedLinears, install_adapters
+from mlx_parallm.model.split import trunk_of
 
 LAYER = "model.layers.0"
 
@@ -210,3 +211,17 @@ def test_joined_linears_have_their_weights_once() -> None:
     mx.eval([linear.parameters() for linear in linears])
     assert mx.get_active_memory() - before < 1024
     assert mx.array_equal(joined.linear.weight, mx.concatenate([linear.weight for linear in linears]))
+
+
+def test_the_experts_and_adapters_of_indices_are_computed_once_for_all_linears() -> None:
+    format, indices = IndexFormat(), mx.array([7, 0, 5])
+    with format.of(4):
+        experts, adapters = format.split(indices, 4)
+        assert (experts.tolist(), adapters.tolist()) == ([1, 0, 1], [3, 0, 1])
+        assert all(one is other for one, other in zip(format.split(indices, 4), (experts, adapters), strict=True))
+        assert format.split(mx.array([4, 4, 4]), 4)[0].tolist() == [1, 1, 1]
+
+
+def test_a_trunk_that_needs_more_than_tokens_and_caches_does_not_run_alone() -> None:
+    assert trunk_of(build("ours phixtral")) is None
+    assert trunk_of(model := build("llama")) is model.model

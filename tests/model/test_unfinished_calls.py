@@ -63,3 +63,21 @@ def test_a_value_that_was_closed_is_read_where_one_quote_opens_and_closes_values
     assert call.arguments == '{"city": "São Paulo"'
     (call,) = FAMILIES[name].unfinished(text[: text.index("Paulo")], TOOLS)
     assert call.arguments == "", "nothing is closed within a value"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_line_may_begin_a_call_as_each_family_writes_one(name: str) -> None:
+    """Whatever the model's own family is."""
+    assert all(FAMILIES["mistral"].may_begin_call(TEXTS[name][:end], TOOLS) for end in range(len(TEXTS[name]) + 1))
+
+
+@pytest.mark.parametrize(
+    "text", ["call:get_weather{", "[get_weather(", '{"name": "get_weather"', "[{'name': 'now', 'arg", "[now()]"]
+)
+def test_a_line_may_begin_a_call_without_marks_too(text: str) -> None:
+    assert all(FAMILIES["mistral"].may_begin_call(text[:end], TOOLS) for end in range(len(text) + 1))
+
+
+@pytest.mark.parametrize("text", ["It is sunny", "[1, 2]", '{"name": "nobody"', "- now(", "[nobody("])
+def test_a_line_of_prose_or_of_other_json_begins_no_call(text: str) -> None:
+    assert not FAMILIES["mistral"].may_begin_call(text, TOOLS)
