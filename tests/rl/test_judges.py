@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,6 +87,7 @@ def test_a_grader_grades_each_answer_by_the_instruction(model: Model) -> None:
     assert "<reference_answer>\nred" in user_text(asked)
     schema = asked["response_format"]["json_schema"]["schema"]
     assert schema["properties"]["score"] == {"type": "integer", "minimum": 0, "maximum": 10}
+    assert schema["additionalProperties"] is False, "or servers refuse a strict schema"
     assert model.headers[0]["Authorization"] == "Bearer key"
 
 
@@ -153,12 +155,15 @@ def test_a_reply_that_is_no_score_is_a_fault(model: Model, reply: object, messag
 
 
 def test_a_busy_server_is_asked_again(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judges, "_PAUSES_S", (0.01, 0.01))
+    pauses: list[float] = []
+    monkeypatch.setattr(judges, "_PAUSES_S", (0.5, 1.0))
+    monkeypatch.setattr(judges, "time", SimpleNamespace(sleep=pauses.append))
     model.answer = lambda body: 503 if len(model.asked) < 3 else {"score": 10}
     assert list(grader(Judge(model.url))(samples("red"))) == [1]
     model.answer = lambda body: 429
     assert "answered 429" in fault(grader(Judge(model.url)))
     assert len(model.asked) == 6
+    assert pauses == [0.5, 1.0] * 2
 
 
 def test_a_server_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

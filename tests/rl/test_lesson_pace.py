@@ -45,6 +45,18 @@ async def test_worse_rewards_than_before_it_are_no_fall() -> None:
     assert "rollback" not in rig.kinds
 
 
+async def test_groups_without_a_signal_that_it_has_sampled_do_not_count_after_it() -> None:
+    rig = await opened(settings=changed(SETTINGS, update_frequency=8))
+    async with running(rig):
+        await rig.loop.begin_lesson(Pace(8, 1e-3), TAG)
+        rig.drawn(1.0, 1.0)
+        await settle()
+        assert rig.loop.status().detail["trajectories_without_signal"] == 2
+        await rig.loop.end_lesson()
+        assert rig.loop.status().detail["trajectories_without_signal"] == 0
+        assert (await rig.loop.update(None)).reason == "no_trajectories"
+
+
 def test_its_learning_rate_has_no_schedule() -> None:
     configured = OptimizerConfig(learning_rate=1e-5, warmup_updates=10, schedule=LearningRateSchedule.COSINE, beta2=0.9)
     assert configured.at(None) is configured

@@ -183,7 +183,8 @@ async def test_imitation_learns_from_what_is_above_the_threshold() -> None:
 async def test_imitation_of_given_trajectories_needs_no_rewards_and_minds_those_it_gets() -> None:
     rig = await opened(settings=changed(SETTINGS, loss=loss_config(Algorithm.CROSS_ENTROPY)))
     assert (await rig.loop.update([GivenTrajectory((1,), (2, 3))])).status == "published"
-    assert answer(rig.learner.batches[0].samples[0]) == (2, 3)
+    (sample,) = rig.learner.batches[0].samples
+    assert (answer(sample), advantage(sample)) == ((2, 3), 1.0)
     await rig.loop.update([GivenTrajectory((1,), (4,), 1.0), GivenTrajectory((1,), (5,), 0.0)])
     assert [answer(sample) for sample in rig.learner.batches[1].samples] == [(4,)]
 

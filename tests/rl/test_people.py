@@ -142,6 +142,8 @@ async def test_late_feedback_that_waits_when_the_process_is_killed_waits_again(t
         await one.service.trajectories.feedback(good, 1.0, "bob")
     async with run.process() as one:
         assert rewards(one)[f"late-{good}"] == 1.0
+        (group,) = one.service.trajectories.buffer.ready("main", Signal.LATE_FEEDBACK)
+        assert [member.trajectory.group_size for member in group.members] == [1], "it is compared with no other"
         assert (await one.service.trajectories.feedback(good, 0.0, "ann")).reward == 0.0
         report = await one.service.update(signal=Signal.LATE_FEEDBACK)
         assert (report.status, report.reason) == ("skipped", "no_signal"), "as many for it as against it"

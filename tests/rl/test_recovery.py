@@ -527,6 +527,24 @@ async def test_the_trend_of_rewards_is_the_same_to_the_bit_after_a_crash(tmp_pat
         assert trend(one) == found
 
 
+@pytest.mark.parametrize("algorithm", [Algorithm.GRPO, Algorithm.CROSS_ENTROPY])
+async def test_updates_of_an_older_version_count_in_the_trend_of_rewards_unless_answers_are_imitated(
+    tmp_path: Path, algorithm: Algorithm
+) -> None:
+    """Older versions did not write the trend."""
+    run = Run(tmp_path / "journal.sqlite", changed(MANUAL, loss=loss_config(algorithm)))
+    async with run.process() as one:
+        await one.request()
+        await finished_update(one)
+        found = one.service.loop().training.rewards.trend.scorers
+    assert [*found] == ([] if algorithm is Algorithm.CROSS_ENTROPY else ["exact"])
+    with closing(sqlite3.connect(run.path)) as file, file:
+        file.execute("UPDATE changes SET body = json_remove(body, '$.trend')")
+    async with run.process() as one:
+        assert len(one.learner.batches) == 1, "it is made again"
+        assert one.service.loop().training.rewards.trend.scorers == found
+
+
 @pytest.mark.parametrize("saves", [False, True])
 async def test_the_rewards_of_groups_that_wait_count_once_after_a_crash(tmp_path: Path, saves: bool) -> None:
     """They were complete when the last update began, or when the last checkpoint was saved."""

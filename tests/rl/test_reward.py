@@ -199,6 +199,21 @@ async def test_a_request_must_bring_what_named_scorers_of_the_reward_read(scorin
             await service.check(CollectionSpec("reward", metadata))
 
 
+async def test_what_could_not_be_checked_is_refused_and_not_checked_again(service, monkeypatch) -> None:
+    asked: list[object] = []
+
+    async def failing(*message: object) -> None:
+        asked.append(message)
+        raise ScoringError("the scoring process died")
+
+    scoring = service()
+    monkeypatch.setattr(scoring._checks, "run", failing)
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError, match="pattern could not be checked: the scoring process died"):
+            await scoring.check(CollectionSpec("regex", {"pattern": "a"}))
+    assert len(asked) == 1
+
+
 def test_the_definition_changes_with_the_files_the_weights_and_the_judge_and_holds_no_key(tmp_path: Path) -> None:
     file = tmp_path / "rewards.py"
     file.write_text(SOURCE)

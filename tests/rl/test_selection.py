@@ -13,7 +13,7 @@ from sample_parts import advantage
 
 from mlx_parallm.config import RewardScale
 from mlx_parallm.core import GivenTrajectory
-from mlx_parallm.rl.objectives.rewards import RewardTrend
+from mlx_parallm.rl.objectives.rewards import RewardTrend, RunningReward
 from mlx_parallm.rl.runs.records import Feedback
 from mlx_parallm.rl.trajectories import DropReason, TrajectoryGroup, TrajectoryState
 
@@ -224,6 +224,38 @@ def test_a_fall_is_seen_within_three_updates(low: float, updates: int) -> None:
     assert trend.fell_by(0.15)
 
 
+def test_a_fall_of_several_scorers_at_once_is_seen() -> None:
+    random, trend = np.random.default_rng(0), RewardTrend()
+    for level, groups in ((0.8, 40), (0.3, 12)):
+        assert not trend.fell_by(0.15)
+        for _ in range(groups):
+            for scorer in ("exact", "math", "length", "regex"):
+                trend.observe(scorer, level + random.uniform(-0.1, 0.1), current=True)
+        if level == 0.8:
+            trend.mark_best()
+    assert trend.fell_by(0.15)
+
+
+def test_the_noise_of_the_first_groups_is_the_mean_of_all_of_them() -> None:
+    rewards = [0.2, 0.4, 0.1, 0.3]
+    running = RunningReward(1, rewards[0], rewards[0], 0.0)
+    for reward in rewards[1:]:
+        running = running.including(reward)
+    assert running.mean == pytest.approx(np.mean(rewards))
+    assert running.noise == pytest.approx(np.mean(np.diff(rewards) ** 2) / 2)
+    assert running.squared_error == pytest.approx(running.noise / 4)
+
+
+def test_the_squared_error_is_the_variance_of_the_running_mean() -> None:
+    random, running = np.random.default_rng(0), RunningReward(1, 0.5, 0.5, 0.0)
+    means, errors = [], []
+    for reward in random.uniform(0, 1, 20_000):
+        running = running.including(reward)
+        means.append(running.mean)
+        errors.append(running.squared_error)
+    assert np.mean(errors[100:]) == pytest.approx(np.var(means[100:]), rel=0.15)
+
+
 async def test_a_harder_task_is_no_fall() -> None:
     rig = await opened(settings=GROUPS)
     async with running(rig):
@@ -238,6 +270,21 @@ async def test_a_harder_task_is_no_fall() -> None:
             rig.drawn(*((0.0,) * 8), scorer="exact")
             await settle(20)
     assert "rollback" in rig.kinds, "of the task that was solved"
+
+
+async def test_groups_that_wait_when_the_policy_is_opened_again_count_in_the_new_trend() -> None:
+    rig = await opened(settings=GROUPS)
+    async with running(rig):
+        rig.drawn(*SOLVED)
+        rig.drawn(*ONE_LEFT)
+        await settle()
+        assert rig.loop.status().detail["trajectories_without_signal"] == 8
+        await rig.loop.open()
+        assert not rig.training.rewards.trend.has_current
+        rig.loop.wake()
+        assert rig.training.rewards.trend.has_current
+        detail = rig.loop.status().detail
+        assert (detail["trajectories_with_signal"], detail["trajectories_without_signal"]) == (8, 0)
 
 
 def test_one_absurd_reward_is_not_the_best_from_which_all_others_are_a_fall() -> None:

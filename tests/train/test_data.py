@@ -52,6 +52,22 @@ def test_logprobs_of_another_policy_are_as_many_as_the_tokens(name: str) -> None
         Datum((1, 2, 3), (0.0, 1.0, 1.0), (0.0,) * 3, **{name: (-1.0,)})
 
 
+@pytest.mark.parametrize("share", [-0.5, 0.0, 1.5])
+def test_a_share_is_a_part_of_an_episode_or_all_of_it(share: float) -> None:
+    assert replace(answered((1,), (2,)), share=1.0).share == 1.0
+    with pytest.raises(ValueError, match="above 0 and at most 1"):
+        replace(answered((1,), (2,)), share=share)
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "is_placeholder"),
+    [((0.0,) * 4, True), ((0.0,) * 3, False), ((0.0, 0.0, -0.1, 0.0), False), ((), False)],
+)
+def test_zeros_at_four_trained_tokens_or_more_are_placeholders(logprobs: tuple[float, ...], is_placeholder) -> None:
+    sample = answered((1, 2, 3, 4), range(len(logprobs) or 4), logprobs)
+    assert sample.has_placeholder_logprobs == is_placeholder
+
+
 @pytest.mark.parametrize("algorithm", [Algorithm.GRPO, Algorithm.CROSS_ENTROPY])
 def test_truncated_answers_can_be_left_out_of_training_and_still_count_in_their_group(algorithm) -> None:
     one, two, three = trajectories("g", BASE_ADAPTER, 3)

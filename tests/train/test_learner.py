@@ -24,7 +24,9 @@ from trainers import (
     with_logprobs,
 )
 
+from mlx_parallm.core import AdapterRef, completed
 from mlx_parallm.errors import StepFailedError
+from mlx_parallm.train.data import UpdateBatch
 from mlx_parallm.train.learner import Learner
 from mlx_parallm.train.losses import UpdateTotals
 from mlx_parallm.train.trainer import GRPOTrainer
@@ -211,6 +213,17 @@ async def test_a_call_that_fails_says_so_and_leaves_no_part_of_its_gradient(monk
                 await learner.accumulate("default", drawn[3:], LOSS)
         await learner.step("default", OPTIMIZER)
     assert_close(leaves(again), leaves(policy), 1e-6)
+
+
+@pytest.mark.parametrize("version", [None, AdapterRef("default", 3)])
+async def test_an_update_comes_with_the_version_that_was_published_of_it_if_any(version: AdapterRef | None) -> None:
+    trainer, _ = make_trainer(SMALL)
+    make_policy(trainer, moved=0.05)
+    async with running(trainer) as (learner, _):
+        outcome, live = await learner.learn(
+            "default", UpdateBatch(tuple(samples(3))), lambda *_: None if version is None else completed(version)
+        )
+    assert (outcome.step, live) == (1, version)
 
 
 async def test_names_that_are_not_open_are_refused() -> None:
