@@ -123,6 +123,17 @@ def test_files_that_are_missing_or_not_regular(tmp_path):
     assert "not a regular file" in refusal(folder)
 
 
+def test_a_file_that_is_not_regular_does_not_stay_open(tmp_path):
+    """The lowest descriptor that is free is the next one."""
+    os.close(free := os.open(os.devnull, os.O_RDONLY))
+    folder = mlx_lm_folder(tmp_path, mlx_lm_tensors())
+    (folder / "adapters.safetensors").unlink()
+    (folder / "adapters.safetensors").mkdir()
+    refusal(folder)
+    os.close(now := os.open(os.devnull, os.O_RDONLY))
+    assert now == free
+
+
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapters.safetensors"])
 @pytest.mark.parametrize("exists", [True, False])
 def test_symlinks_out_of_the_root_are_not_followed(name, exists, tmp_path):

@@ -292,6 +292,27 @@ async def test_a_rollback_serves_the_earlier_version_even_from_memory(world: Wor
         await world.service.rollback("math")
 
 
+async def test_a_name_can_be_split_between_two_versions(world: World) -> None:
+    for seed in (1, 2):
+        world.write("m", seed)
+        await world.service.load("math", "m", replace=True)
+    first, second = AdapterRef("math", 1), AdapterRef("math", 2)
+    world.service.split("math", lambda key: first if key == "ann" else second)
+    for key, meant in (("ann", first), ("bob", second)):
+        with world.service.lease("math", key) as ref:
+            assert ref == meant
+
+
+async def test_a_base_model_that_was_loaded_again_has_a_new_store(world: World) -> None:
+    world.write("m", 1)
+    ref = (await world.service.load("math", "m", replace=False)).ref
+    bank = make_harness(slots=2).adapters.bank
+    store = AdapterStore(bank, world.registry, lambda version: pytest.fail(str(version)), Inline(), 4, lambda: None)
+    world.service.attach(store)
+    (card,) = world.service.cards()
+    assert (card.ref, card.residence) == (ref, Residence.FILE), "its bank is empty"
+
+
 async def test_routes_are_staged_before_they_lead_anywhere(world: World) -> None:
     world.write("m", 1)
     weights = world.write("t", 2)

@@ -59,6 +59,20 @@ def test_looking_for_work_passes_over_no_version_that_does_not_wait(monkeypatch:
     assert looked_at, "a copy that nothing can ask for any more is dropped"
 
 
+def test_a_copy_is_kept_until_nothing_can_ask_for_its_version_any_more() -> None:
+    model = tiny_model("llama")
+    layout, harness = layout_of(model), make_harness(model, slots=1)
+    for seed in range(2):
+        harness.publish(f"a{seed}", random_adapter(layout, seed))
+    assert (harness.adapters.staged_total, harness.adapters.evicted_total) == (2, 1)
+    with harness.adapters.registry.lease("a0"):
+        harness.adapters.registry.unload("a0")
+        harness.adapters.waits()
+        assert harness.adapters.copies == 1, "a request has been given it, and comes soon"
+    harness.adapters.waits()
+    assert harness.adapters.copies == 0
+
+
 def test_a_version_that_waits_gets_a_slot_though_another_never_runs_dry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_parallm.adapters.residency._PATIENCE_S", 0.0)
     model = tiny_model("llama")
