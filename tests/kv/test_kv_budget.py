@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from pool_walk import FULL, RECURRENT
 from pools import MODELS, TEXT, cached, computed, found, pool, reserve
 
 # ---- the budget ------------------------------------------------------------------------------------
@@ -150,6 +151,18 @@ def test_what_is_reserved_is_not_there_for_rows_beside_others(tags) -> None:
     assert not cache.extend(first, 65)
     reserve(cache, 0)
     assert cache.extend(first, 65)
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize(("left", "makes"), [(7, False), (8, True)])
+def test_checkpoints_that_may_be_of_no_use_take_an_eighth_of_what_others_leave(left, makes, tags) -> None:
+    cache = pool(40, [RECURRENT, FULL])
+    reserve(cache, cache.device.budget_bytes - left)
+    row = cache.open(320, "v1", TEXT[:400])
+    assert row is not None
+    assert row.tentative == {256}
+    cache.reserve_checkpoint(row, 256)
+    assert bool(row.checkpoints) is makes
     cache.check_integrity()
 
 
