@@ -49,10 +49,13 @@ def test_a_pass_after_the_pool_was_cleared_writes_into_the_new_arrays() -> None:
 
 
 def test_one_token_of_one_sequence_sees_its_window_only() -> None:
-    """Of its first block, the model's own attention gets tokens that the window has left behind."""
+    """Of its first block, the model's own attention gets tokens that the window has left behind. Without a window it
+    gets no mask, as from mlx-lm's own caches."""
     window, start = 20, 100
     group = LayerGroup(number=0, arena=Arena([LayerSpec(1, 4, 4, window)], mx.float32), window=window, layers=(0,))
-    seen = RowsOfGroup(group, [Span(KVRow(tables=[[0, 1]]), start, 1)], [[0, 1]]).mask(window)
+    rows = RowsOfGroup(group, [Span(KVRow(tables=[[0, 1]]), start, 1)], [[0, 1]])
+    assert rows.mask(None) is None
+    seen = rows.mask(window)
     assert seen is not None
     first = BLOCK_TOKENS
     assert seen[0].tolist() == [start - window < position <= start for position in range(first, start + 1)]

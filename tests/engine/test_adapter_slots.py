@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from harness import Harness, assert_same_tokens, make_harness, solo
@@ -9,12 +10,13 @@ from lora import QV, every_target, layout_of, merged, random_adapter
 from mixed_batch import prompts
 from tiny import tiny_model
 
+from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.cards import Residence
 from mlx_parallm.adapters.residency import READ_AHEAD
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair, VersionInfo
 from mlx_parallm.core import RequestFailed, RequestFinished
 from mlx_parallm.engine.units import StagingUnit
-from mlx_parallm.errors import AdapterUnavailableError
+from mlx_parallm.errors import AdapterTooLargeError, AdapterUnavailableError
 
 TINY = 1e-5
 """Invariant 8's bound on logprobs across shapes, for tiny float32 models."""
@@ -71,6 +73,17 @@ def test_a_copy_is_kept_until_nothing_can_ask_for_its_version_any_more() -> None
         assert harness.adapters.copies == 1, "a request has been given it, and comes soon"
     harness.adapters.waits()
     assert harness.adapters.copies == 0
+
+
+def test_an_adapter_is_refused_if_the_bank_would_take_more_with_it_than_its_limit() -> None:
+    layout = layout_of(tiny_model("llama"))
+    weights = random_adapter(layout, 1, targets=("q_proj",))
+    written = AdapterBank(layout, 2, 8, mx.float32)
+    for _ in written.write(1, weights):
+        pass
+    AdapterBank(layout, 2, 8, mx.float32, written.nbytes).check_room(1, weights)
+    with pytest.raises(AdapterTooLargeError):
+        AdapterBank(layout, 2, 8, mx.float32, written.nbytes - 1).check_room(1, weights)
 
 
 def test_a_version_that_waits_gets_a_slot_though_another_never_runs_dry(monkeypatch: pytest.MonkeyPatch) -> None:

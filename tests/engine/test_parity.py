@@ -6,6 +6,7 @@ import random
 
 import mlx.core as mx
 import pytest
+from family_checks import build
 from harness import Solo, assert_same_tokens, make_harness, solo
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,6 +38,17 @@ def test_rows_that_join_and_leave_equal_their_solo_runs(family: str) -> None:
     for i, reference in enumerate(references):
         assert isinstance(harness.terminal(str(i)), RequestFinished)
         assert_same_tokens(harness.tokens(str(i)), reference, TINY)
+
+
+def test_a_model_whose_trunk_does_not_run_alone_runs_whole() -> None:
+    model = build("ours phixtral")
+    rows = [[3, 1, 4], list(range(70))]
+    harness = make_harness(model)
+    for i, row in enumerate(rows):
+        harness.submit(str(i), row, 5)
+    harness.run()
+    for i, row in enumerate(rows):
+        assert_same_tokens(harness.tokens(str(i)), solo(model, row, 5), TINY)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
