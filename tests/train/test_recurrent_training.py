@@ -9,6 +9,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from configs import changed
+from family_checks import Served
 from tiny import RECURRENT
 from trainers import (
     assert_close,
@@ -27,8 +28,10 @@ from trainers import (
 )
 
 from mlx_parallm.config import Algorithm
+from mlx_parallm.core.branches import Branch
 from mlx_parallm.train.context import LoraSpan, Params
 from mlx_parallm.train.data import Datum, answered
+from mlx_parallm.train.model import TrainableModel
 from mlx_parallm.train.policy import Policy
 from mlx_parallm.train.trainer import GRPOTrainer
 
@@ -78,6 +81,29 @@ def test_a_grpo_update_has_the_gradients_of_plain_forwards(family: str, checkpoi
     want = plain_grpo(model, trainer, policy, drawn)
     assert_close(gradients(trainer, policy, drawn), want, 1e-5)
     assert all(np.abs(leaf).max() > 0 for name, leaf in want.items() if name.endswith(".b"))
+
+
+class Norm(nn.Module):
+    """A norm that keeps whether it ran in training mode."""
+
+    def __init__(self, norm: nn.Module, modes: list[bool]) -> None:
+        super().__init__()
+        self._norm, self._modes = norm, modes
+
+    def __call__(self, x: mx.array) -> mx.array:
+        self._modes.append(self.training)
+        return self._norm(x)
+
+
+def test_what_comes_after_the_layers_is_in_training_mode_too_and_only_in_training() -> None:
+    """Kimi K3 has a kernel without a gradient there."""
+    served, modes = Served("qwen3_5"), list[bool]()
+    text = served.model.language_model.model
+    text.norm = Norm(text.norm, modes).eval()
+    model = TrainableModel(served.model, served.bank, served.plan, lambda *_: False)
+    model.trunk(mx.array([1, 2, 3]), [Branch(0, 3, ())], None)
+    assert modes == [True]
+    assert not text.norm.training
 
 
 @pytest.mark.parametrize("family", RECURRENT)
