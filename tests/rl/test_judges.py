@@ -184,3 +184,14 @@ async def test_judges_run_in_the_scoring_processes(model: Model) -> None:
         await scoring.close()
     assert (a, b) == (pytest.approx(0.6), pytest.approx(0.1))
     assert model.headers[0]["Authorization"] == "Bearer key"
+
+
+async def test_the_judge_of_a_lesson_grades_by_the_sentence_of_its_group(model: Model) -> None:
+    model.answer = lambda body: {"score": 10 if "kind" in body["messages"][0]["content"] else 0}
+    scoring = ScoringService(1, 32, LONG_S, judge=Judge(model.url, "judge-1", "Red is best."))
+    try:
+        assert await scoring.score(group("judge", "a", instruction="Be kind.")) == (1,)
+    finally:
+        await scoring.close()
+    assert model.asked[0]["model"] == "judge-1"
+    assert "Red is best." not in model.asked[0]["messages"][0]["content"]
