@@ -199,6 +199,13 @@ async def test_a_request_must_bring_what_named_scorers_of_the_reward_read(scorin
             await service.check(CollectionSpec("reward", metadata))
 
 
+async def test_a_reward_model_where_there_is_none_costs_the_group_and_says_so(service) -> None:
+    scoring = service()
+    with pytest.raises(ScoringError, match="reward models score in a server or a run that trains, and not here"):
+        await scoring.score(group("reward_model:taste", "a"))
+    assert scoring.on_device == 0
+
+
 async def test_what_could_not_be_checked_is_refused_and_not_checked_again(service, monkeypatch) -> None:
     asked: list[object] = []
 
