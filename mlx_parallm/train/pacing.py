@@ -81,7 +81,7 @@ class Pacer:
         self._began = 0.0
         self._empty = True
         self._kept = self._most = 0  # of the pass that runs
-        self._pass_bytes = deque([0], maxlen=_MEASURED_PASSES)
+        self._passes = deque([(0, 0)], maxlen=_MEASURED_PASSES)  # the most bytes of each, and what it left allocated
         self._peak_bytes = 0
 
     def begin(self) -> None:
@@ -96,7 +96,7 @@ class Pacer:
     @property
     def pass_bytes(self) -> int:
         """The most device memory that one of the last passes took, without what it left allocated."""
-        return max(*self._pass_bytes, self._most)
+        return max(self._most, *(most - max(left, 0) for most, left in self._passes))
 
     @property
     def peak_bytes(self) -> int:
@@ -112,7 +112,7 @@ class Pacer:
                     yield
                 self._compute(self._together(waiting, tokens), tokens)
         finally:
-            self._pass_bytes.append(self._most - max(self._kept, 0))
+            self._passes.append((self._most, self._kept))
             self._kept = self._most = 0
 
     @property

@@ -41,13 +41,13 @@ class World:
     def __init__(self) -> None:
         self.drawn, self.made = asyncio.Event(), asyncio.Semaphore(0)
         self.updates, self.status = 0, "published"
-        needs = SimpleNamespace(pause_reason=None, live=BASE_ADAPTER)
-        answers = SimpleNamespace(answers=lambda group: [("no", 0.0)] * 8, samples=lambda adapter: nullcontext())
+        member = SimpleNamespace(trajectory=SimpleNamespace(text="no"), reward=0.0)
+        buffer = SimpleNamespace(find=lambda group: SimpleNamespace(members=[member] * 8))
+        trajectories = SimpleNamespace(buffer=buffer, samples=lambda adapter: nullcontext())
         self._plateau = SimpleNamespace(restart=lambda: None, rests=False)
-        loop = SimpleNamespace(training=SimpleNamespace(plateau=self._plateau))
-        service: Any = SimpleNamespace(
-            needs=lambda adapter: needs, trajectories=answers, update=self._update, loop=lambda adapter: loop
-        )
+        training = SimpleNamespace(plateau=self._plateau)
+        loop = SimpleNamespace(training=training, pause_reason=None, live=BASE_ADAPTER)
+        service: Any = SimpleNamespace(trajectories=trajectories, update=self._update, loop=lambda adapter: loop)
         tokenizer = SimpleNamespace(apply_chat_template=lambda messages: [1])
         served: Any = SimpleNamespace(generate=self._generate, adapters=None, tokenizer=tokenizer)
         checkpoint: Any = SimpleNamespace(name="checkpoint-0")
