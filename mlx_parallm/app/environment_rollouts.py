@@ -42,17 +42,17 @@ _log = logging.getLogger(__name__)
 
 
 def check_inference(config: Config) -> None:
-    """Checks what can be known before a model is loaded. Raises ConfigError: no sample could be drawn."""
+    """Checks what can be known before a model is loaded. Raises ConfigError: nothing could sample."""
     kind, temperature = config.inference.engine, config.rl_training.rollout_temperature
     if kind is EngineKind.NONE:
         raise ConfigError(
-            "inference.engine: none draws no samples, and this run asks for some; choose shared, or an engine and its "
+            "inference.engine: none samples nothing, and this run asks for some; choose shared, or an engine and its "
             "--inference-url"
         )
     if kind.outside and kind is not EngineKind.SGLANG and temperature != 1:
         raise ConfigError(
             f"rl_training.rollout_temperature: the engine {kind} gives logprobs of temperature 1, which do not fit "
-            f"samples of temperature {temperature:g}; draw with --temperature 1, or with the engine shared or sglang"
+            f"samples of temperature {temperature:g}; sample with --temperature 1, or with the engine shared or sglang"
         )
     if kind is EngineKind.MLX and config.inference.model is None and config.model.base_model_path is None:
         raise ConfigError(
@@ -94,10 +94,10 @@ class EnvironmentRollouts:
             self._training.service.add_sink(self._learn_rewards)
 
     async def open_inference(self, cluster: InferenceEngine | None = None) -> None:
-        """Opens the engine that samples are drawn from.
+        """Opens the engine that samples.
 
         Args:
-            cluster: draws from the nodes of the cluster that is trained for, in place of this process. An outside
+            cluster: samples on the nodes of the cluster that is trained for, in place of this process. An outside
                 engine is one more node then.
 
         Raises:

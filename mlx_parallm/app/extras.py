@@ -8,6 +8,7 @@ An extra that is not there is left out. One that a setting asks for must be ther
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from mlx_parallm.rl.teachers import Score
     from mlx_parallm.train.model import TrainableModel
     from mlx_parallm.train.trainer import GRPOTrainer
+
+_log = logging.getLogger(__name__)
 
 Install = Callable[[Config, "Served", "TrainingRuntime"], Any]
 """Puts an extra in, and returns what requests ask for; None: they ask for nothing."""
@@ -254,9 +257,11 @@ def forget_kept(run: Path, adapter: str) -> None:
 
 
 def _without(error: ModuleNotFoundError) -> None:
-    """Goes on without an extra. Raises `error` if it is none that was not found."""
+    """Goes on without an extra, and warns of it: a package that was installed whole has them all. Raises `error` if
+    another package was not found."""
     if not is_extra(error):
         raise error
+    _log.warning("an extra is left out, because %s is not there", error.name)
 
 
 # ---- for a setting ---------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Builds the outside engine that a training run draws its samples from."""
+"""Builds the outside engine on which a training run samples."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _TRIAL = ({"role": "user", "content": "Hello"},)
 
 
 def outside_engine(config: Config, served: Served, cluster: InferenceEngine | None) -> InferenceEngine:
-    """The configured outside engine, whose server is not asked for anything yet. `cluster`: draws from the nodes of a
+    """The configured outside engine, whose server is not asked for anything yet. `cluster`: samples on the nodes of a
     cluster, of which an outside engine is one more."""
     outside = [_outside(config, served)] if config.inference.engine.outside else []
     return outside[0] if cluster is None else SpreadEngine([cluster, *outside], _PATIENCE_S)

@@ -125,7 +125,7 @@ class RetrainEngine:
         if num_samples < 1 or max_tokens < 1:
             raise InvalidRequestError("num_samples and max_tokens must be at least 1", "num_samples")
         if self._config.inference.engine is EngineKind.NONE:
-            raise ConfigError("inference.engine: none draws no samples, and one was asked for; leave it out")
+            raise ConfigError("inference.engine: none samples nothing, and one was asked for; leave it out")
         host = self._started()
         for ids in prompt_ids_list:
             _check_prompt(ids, max_tokens, host.served)

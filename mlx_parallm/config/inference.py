@@ -1,4 +1,4 @@
-"""The section `inference`: where a training run draws its samples. The string below a field is its description."""
+"""The section `inference`: where a training run samples. The string below a field is its description."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class EngineKind(StrEnum):
 
 
 class InferenceConfig(Section):
-    """Where mlx_parallm_train draws its samples. A server always answers its requests itself."""
+    """Where mlx_parallm_train samples. A server always answers its requests itself."""
 
     engine: Annotated[EngineKind, BeforeValidator(lower)] = EngineKind.SHARED
-    """shared draws in this process, with the weights that are trained. openai, mlx (mlx_lm.server), vllm, sglang and
-    max draw from a server at url, which gets each new version of the adapter as files. none draws nothing, so asking
+    """shared samples in this process, with the weights that are trained. openai, mlx (mlx_lm.server), vllm, sglang and
+    max sample on a server at url, which gets each new version of the adapter as files. none samples nothing, so asking
     for a sample is an error.
     """
     url: Text | None = None

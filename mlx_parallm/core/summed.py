@@ -18,7 +18,7 @@ class TokenLoss(StrEnum):
 @dataclass(frozen=True, slots=True)
 class SummedLoss:
     """A sum over all tokens of all sequences, not divided by anything. With the policy's logprob log π of a target at
-    temperature 1, the logprob log q under which it was drawn, r = π / q, and the advantage A:
+    temperature 1, the logprob log q under which it was sampled, r = π / q, and the advantage A:
 
         cross_entropy        -A log π; the advantages are weights of any sign
         importance_sampling  -r A

@@ -86,7 +86,7 @@ _RULES: tuple[tuple[str, str, Callable[[_Figure, float], bool], str], ...] = (
     ),
 )
 """For each rule: its signal, whose limit and action are configured; the metric that it reads; whether the metric is
-beyond the limit; and what people are told."""
+beyond the limit; and the message."""
 
 
 class DivergenceRules:

@@ -59,7 +59,7 @@ class HeldOutAnswers:
         request = GenerationRequest(
             request_id=f"eval-{next(self._numbers)}",
             prompts=(task.prompt_ids,),
-            # Sample j of a task is drawn with seed + j.
+            # Sample j of a task has the seed + j.
             sampling=SamplingParams(temperature=settings.temperature, seed=number * settings.samples),
             stopping=StopParams(settings.max_tokens),
             n=settings.samples,

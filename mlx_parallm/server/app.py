@@ -6,6 +6,7 @@ request → middlewares (`http.middleware`) → body → schema → place in the
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -62,6 +63,8 @@ if TYPE_CHECKING:
     from mlx_parallm.rl.service import TrainingService
     from mlx_parallm.server.traces.export import Traces
 
+_log = logging.getLogger(__name__)
+
 
 def _there(*names: str) -> tuple[ModuleType, ...]:
     """The modules with the routes of extras, as far as these extras are there."""
@@ -72,6 +75,7 @@ def _there(*names: str) -> tuple[ModuleType, ...]:
         except ModuleNotFoundError as error:
             if not (error.name or "").startswith("mlx_parallm."):
                 raise
+            _log.warning("routes are left out, because %s is not there", error.name)
     return tuple(found)
 
 

@@ -116,6 +116,7 @@ def test_weights_are_copied_when_they_are_synced(engine: RetrainEngine) -> None:
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing(engine: RetrainEngine, tmp_path: Path) -> None:
+    engine.generate(PROMPTS, 1, 1, 1.0, 1.0)  # which starts it
     before = version(engine)
     state = state_dict_of(random_adapter(layout(), 4))
     name = next(name for name in state if "lora_A" in name)
@@ -201,7 +202,7 @@ def test_what_a_configuration_file_may_not_say(model: Path, tmp_path: Path, old:
 
 def test_without_an_engine_a_sample_is_refused(model: Path) -> None:
     made = RetrainEngine(model, inference__engine="none")
-    with pytest.raises(ConfigError, match="none draws no samples"):
+    with pytest.raises(ConfigError, match="none samples nothing"):
         made.generate(PROMPTS, 1, 1, 1.0, 1.0)
     made.shutdown()
 

@@ -1,4 +1,4 @@
-"""Split mode: `mlx_parallm_train` draws its samples from another server, and trains here. The servers are real ones."""
+"""Split mode: `mlx_parallm_train` samples on another server, and trains here. The servers are real ones."""
 
 from __future__ import annotations
 
@@ -145,10 +145,10 @@ def test_a_server_that_dies_ends_the_run_and_the_updates_so_far_are_saved(tmp_pa
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        ({"inference__engine": "none"}, "none draws no samples, and this run asks for some"),
+        ({"inference__engine": "none"}, "none samples nothing, and this run asks for some"),
         (
             {"inference__engine": "vllm", "inference__url": "http://a", "rl_training__rollout_temperature": 0.8},
-            "samples of temperature 0.8; draw with --temperature 1",
+            "samples of temperature 0.8; sample with --temperature 1",
         ),
     ],
 )

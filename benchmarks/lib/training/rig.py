@@ -181,8 +181,8 @@ def _copied(weights: AdapterWeights) -> AdapterWeights:
     return AdapterWeights({path: LoRAPair(np.array(p.a), np.array(p.b), p.scale) for path, p in pairs})
 
 
-def _sample(drawn: Trajectory) -> Datum:
-    return answered(drawn.prompt_ids, drawn.completion_ids, drawn.sampling_logprobs, drawn.temperature)
+def _sample(sampled: Trajectory) -> Datum:
+    return answered(sampled.prompt_ids, sampled.completion_ids, sampled.sampling_logprobs, sampled.temperature)
 
 
 def _params(weights: AdapterWeights) -> Params:

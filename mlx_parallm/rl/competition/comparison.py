@@ -118,7 +118,7 @@ _OUTCOMES = {
     Verdict.WORSE: ComparisonEnd("withdrawn", "its rewards are worse"),
     Verdict.EQUIVALENT: ComparisonEnd("no_difference", "differences of smallest_effect are ruled out"),
 }
-NOT_FINITE = ComparisonEnd("withdrawn", "it has drawn tokens with log-probabilities that are not finite")
+NOT_FINITE = ComparisonEnd("withdrawn", "it has sampled tokens with log-probabilities that are not finite")
 OUT_OF_TIME = ComparisonEnd("no_difference", "max_hours have passed")
 OUT_OF_REWARDS = ComparisonEnd("no_difference", "max_rewards of the candidate have come")
 
