@@ -19,6 +19,8 @@ from mlx_parallm.blas import Blas
 _STAT = Path("/proc/stat")
 _SHORTEST_S = 0.25
 """The kernel counts in hundredths of a second, so less would say little."""
+_LONGEST_S = 5.0
+"""A process that was stopped (or a machine that slept) meanwhile learns nothing of now from more."""
 
 _log = logging.getLogger(__name__)
 
@@ -35,8 +37,10 @@ class OtherPrograms:
         self._last = _reading()
 
     def cores(self) -> float:
-        """The cores that they kept busy since the call before, or since the beginning. At most a quarter of a second is
-        waited for. Raises OSError: the system does not say."""
+        """The cores that they keep busy, since the call before if that was not long ago. At most a quarter of a second
+        is waited for. Raises OSError: the system does not say."""
+        if time.monotonic() - self._last[0] > _LONGEST_S:
+            self._last = _reading()
         time.sleep(max(0.0, self._last[0] + _SHORTEST_S - time.monotonic()))
         (since, used, own), self._last = self._last, _reading()
         now, used_now, own_now = self._last

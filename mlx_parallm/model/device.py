@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
@@ -148,6 +149,41 @@ class CPULinear(nn.Linear):  # type: ignore[misc]
         return y.reshape(*x.shape[:-1], -1)
 
 
+class Angles:
+    """cos and sin of the positions of a pass, which all layers that rotate by the same frequencies share."""
+
+    def __init__(self, dims: int, base: float, scale: float) -> None:
+        # The same bits as MLX's own, which rotates what this does not: all tokens of a sequence must agree.
+        half = mx.exp(mx.arange(0, -(dims // 2), -1, dtype=mx.float32) * (math.log(base) / (dims // 2)))
+        self._frequencies, self._scale = mx.concatenate([half, half]), scale
+        eye, zero = mx.eye(dims // 2), mx.zeros((dims // 2, dims // 2))
+        self.swap = mx.concatenate([mx.concatenate([zero, eye], 1), mx.concatenate([-eye, zero], 1)])
+        self._offset: mx.array | None = None
+        self._of_offset = (half, half)
+
+    def at(self, offset: mx.array) -> tuple[mx.array, mx.array]:
+        """Offsets int [N] → cos and sin, fp32 [N, 1, 1, dims]. Those of the same array are computed once."""
+        if self._offset is not offset:
+            angles = (offset.astype(mx.float32) * self._scale)[:, None, None, None] * self._frequencies
+            self._offset, self._of_offset = offset, (mx.cos(angles), mx.sin(angles))
+        return self._of_offset
+
+
+class CPURoPE(nn.RoPE):  # type: ignore[misc]
+    """x cos + (x S) sin, where S swaps (x1, x2) to (-x2, x1): a third of the time of MLX's, for single tokens that each
+    have an offset of their own. Others are rotated by MLX."""
+
+    angles: Angles
+
+    def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
+        """[N, heads, T, head_dim] → the same shape, rotated for the positions from `offset` on."""
+        if not isinstance(offset, mx.array) or offset.ndim != 1 or x.shape[2] > 1 or x.shape[-1] != self.dims:
+            rotated: mx.array = super().__call__(x, offset)
+            return rotated
+        cos, sin = self.angles.at(offset)
+        return x * cos + (x @ self.angles.swap) * sin
+
+
 class CPUGatedMLP(nn.Module):  # type: ignore[misc]
     """down(silu(gate(x)) · up(x)). The sigmoid uses `power`, which on MLX's CPU is 2.5 times as fast as `exp`."""
 
@@ -165,9 +201,13 @@ _GATED_MLPS = frozenset(
 
 
 def adapt_to_cpu(model: nn.Module) -> None:
-    """Gives the model's linears and silu-gated MLPs these classes, in place."""
+    """Gives the model's linears, plain rotations and silu-gated MLPs these classes, in place."""
+    angles = cache(Angles)
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = CPULinear
+        elif type(module) is nn.RoPE and not module.traditional:
+            module.angles = angles(module.dims, module.base, module.scale)
+            module.__class__ = CPURoPE
         elif f"{type(module).__module__}.{type(module).__name__}" in _GATED_MLPS:
             module.__class__ = CPUGatedMLP

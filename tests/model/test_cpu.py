@@ -8,7 +8,7 @@ import pytest
 from mlx.utils import tree_flatten
 from tiny import FAMILIES, tiny_model
 
-from mlx_parallm.model.device import CPUGatedMLP, CPULinear, adapt_to_cpu
+from mlx_parallm.model.device import CPUGatedMLP, CPULinear, CPURoPE, adapt_to_cpu
 from mlx_parallm.model.families import relative_error
 
 
@@ -44,3 +44,18 @@ def test_gated_mlp_at_extreme_gates() -> None:
     assert mx.isfinite(expected).all()
     apart = mx.abs(model.layers[0].mlp(x) - expected).max()
     assert apart <= 1e-6 * mx.abs(expected).max(), "the rounding of a sum is relative to its terms"
+
+
+@pytest.mark.parametrize(("dims", "base", "scale"), [(16, 10000.0, 1.0), (8, 500.0, 0.25)])
+def test_rope_of_single_tokens_at_their_own_offsets(dims: int, base: float, scale: float) -> None:
+    """Partial rotation is left to MLX: what lies past `dims` passes through."""
+    original, model = nn.RoPE(dims, base=base, scale=scale), nn.Sequential(nn.RoPE(dims, base=base, scale=scale))
+    adapt_to_cpu(model)
+    rope = model.layers[0]
+    assert isinstance(rope, CPURoPE)
+    x = mx.random.normal((5, 3, 1, 16))
+    for offset in (mx.array([0, 1, 7, 300, 4000]), mx.array([9, 8, 7, 6, 5])):
+        assert mx.allclose(rope(x, offset), original(x, offset), atol=2e-6)
+    assert mx.array_equal(rope(x, 3), original(x, 3)), "one offset for all is left to MLX"
+    row = mx.random.normal((1, 3, 6, 16))
+    assert mx.array_equal(rope(row, mx.array([4])), original(row, mx.array([4])))

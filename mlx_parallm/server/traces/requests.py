@@ -47,7 +47,7 @@ class RequestSpans:
         if path in PROBES:
             yield
             return
-        started = time.time_ns()
+        started = time.time_ns() - round((time.monotonic() - record.arrived_at) * 1e9)
         parent = propagate.extract(dict(Headers(scope=scope)))
         span = self._tracer.start_span(
             f"{record.method} {path[:MAX_TEXT]}", parent, SpanKind.SERVER, start_time=started
@@ -62,10 +62,11 @@ class RequestSpans:
             yield
         finally:
             context.detach(token)
+            now = time.monotonic()
             if span.is_recording():
                 self._describe(span, scope, record)
-                self._add_parts(span, record, started)
-            span.end()
+                self._add_parts(span, record, started, now)
+            span.end(_at(now, record, started))
 
     def _describe(self, span: Span, scope: Scope, record: RequestRecord) -> None:
         route = getattr(scope.get("route"), "path", None)
@@ -86,20 +87,20 @@ class RequestSpans:
         if record.error is not None and (record.status is None or record.status >= 500 or record.request is not None):
             span.set_status(Status(StatusCode.ERROR, record.error))
 
-    def _add_parts(self, span: Span, record: RequestRecord, started: int) -> None:
+    def _add_parts(self, span: Span, record: RequestRecord, started: int, now: float) -> None:
         """Adds the spans of the parts that the request has begun. Each ends where the next one begins."""
-
-        def at(seconds: float) -> int:
-            """A time of the monotonic clock as Unix time, in nanoseconds. The request's arrival is `started`."""
-            return started + round((seconds - record.arrived_at) * 1e9)
-
         within = trace.set_span_in_context(span)
         begins = {"queue": record.queued_at, "prefill": record.started_at, "decode": record.first_token_at}
         begun = [(name, begin) for name, begin in begins.items() if begin is not None]
-        last = time.monotonic() if record.finished is None else record.finished.finished_at
+        last = now if record.finished is None else record.finished.finished_at
         ends = [*(begin for _, begin in begun[1:]), last]
         for (name, begin), end in zip(begun, ends, strict=False):
-            self._tracer.start_span(name, within, start_time=at(begin)).end(at(end))
+            self._tracer.start_span(name, within, start_time=_at(begin, record, started)).end(_at(end, record, started))
+
+
+def _at(seconds: float, record: RequestRecord, started: int) -> int:
+    """A time of the monotonic clock as Unix time, in nanoseconds. The request's arrival is `started`."""
+    return started + round((seconds - record.arrived_at) * 1e9)
 
 
 def _header(found: SpanContext) -> str:
