@@ -35,7 +35,9 @@ from lib.report import setting, show, write
 from rich.table import Table
 
 from mlx_parallm.config import CompetitionConfig
-from mlx_parallm.core import AdapterRef, CollectionSpec, FinishReason, Trajectory
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.requests import CollectionSpec, FinishReason
+from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.rl.competition.comparison import ComparisonSpec
 from mlx_parallm.rl.competition.service import CompetitionService
 from mlx_parallm.rl.trajectories import TrajectoryGroup, TrajectoryState

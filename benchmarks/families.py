@@ -35,7 +35,7 @@ from mlx_lm.generate import BatchGenerator  # noqa: E402
 
 from mlx_parallm.app.model_check import check_built  # noqa: E402
 from mlx_parallm.cli.table import table  # noqa: E402
-from mlx_parallm.core import SamplingParams  # noqa: E402
+from mlx_parallm.core.requests import SamplingParams  # noqa: E402
 from mlx_parallm.engine.startup import Prover  # noqa: E402
 from mlx_parallm.errors import UnsupportedModelError  # noqa: E402
 

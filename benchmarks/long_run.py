@@ -29,7 +29,9 @@ from lib.figures import Figure, percentile, reported, spread
 from lib.report import setting, show, write
 
 from mlx_parallm.adapters.runs import JOURNAL
-from mlx_parallm.core import AdapterRef, CollectionSpec, FinishReason, Trajectory
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.requests import CollectionSpec, FinishReason
+from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.rl.runs.compaction import compaction
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.records import Closed, PolicyChange, Score, Start, TrainedEpisode, TrainedGroup, Update

@@ -51,7 +51,7 @@ import json
 import random
 import re
 
-from mlx_parallm.core import CollectionSpec
+from mlx_parallm.core.requests import (CollectionSpec)
 from mlx_parallm.rl.environments import Task
 
 

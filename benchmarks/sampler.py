@@ -20,7 +20,7 @@ import mlx_parallm  # before mlx.core: it chooses the BLAS
 
 import mlx.core as mx  # isort: skip
 from mlx_parallm.batch.sampling import RowSampling, TokenCounts, has_penalties, plan_sampling, sample
-from mlx_parallm.core import SamplingParams
+from mlx_parallm.core.requests import SamplingParams
 from mlx_parallm.model.device import prepare_device
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -26,7 +26,7 @@ from lib.training.rig import Rig, rig
 
 import mlx.core as mx  # isort: skip  after training_rig, which chooses the BLAS
 from mlx_parallm.config import Config, LoRAConfig, RLConfig, configure
-from mlx_parallm.core import GivenTrajectory
+from mlx_parallm.core.trajectories import GivenTrajectory
 
 HERE = Path(__file__).parent
 PARTS = ("memory", "load")

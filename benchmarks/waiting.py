@@ -29,7 +29,7 @@ from lib.peers import Peer, our_server
 from lib.prompts import short_prompts
 from lib.throughput import body, warm_up
 
-from mlx_parallm.core import AdapterRef
+from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.scheduler import RLAwareScheduler, SchedulerConfig
 from mlx_parallm.engine.sequence import PromptGroup, Sequence

@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 
 from mlx_parallm import LoRAConfig, RLConfig, RLIntegratedServer
-from mlx_parallm.core import (
+from mlx_parallm.core.requests import (
     CollectionSpec,
     GenerationRequest,
     RequestFinished,

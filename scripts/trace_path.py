@@ -49,7 +49,7 @@ from typing import Any
 
 import mlx_parallm
 from mlx_parallm import LoRAConfig, RLConfig, RLIntegratedServer
-from mlx_parallm.core import RequestFinished
+from mlx_parallm.core.requests import RequestFinished
 
 PACKAGE = str(Path(mlx_parallm.__file__).parent) + os.sep
 FIRST_COUNTS = Path(__file__).with_suffix(".json")

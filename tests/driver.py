@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import fields
 
-from mlx_parallm.core import AdapterRef, DeviceSchedule
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.device import DeviceSchedule
 from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.scheduler import RLAwareScheduler, SchedulerConfig, gives_way
 from mlx_parallm.engine.sequence import PromptGroup, Sequence, SequenceStatus

@@ -20,8 +20,8 @@ from mlx_lm.utils import MODEL_REMAPPING, quantize_model
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights
 from mlx_parallm.batch.runner import BatchRunner
-from mlx_parallm.core import RequestFinished
 from mlx_parallm.core.branches import Branch, Bucket
+from mlx_parallm.core.requests import RequestFinished
 from mlx_parallm.engine.startup import Prover
 from mlx_parallm.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.kv.cache import LoRABatchedKVCache

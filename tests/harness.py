@@ -18,9 +18,9 @@ from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
 from mlx_parallm.batch.runner import BatchRunner
-from mlx_parallm.core import (
-    AdapterRef,
-    DeviceSchedule,
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.device import DeviceSchedule, TrainingWork
+from mlx_parallm.core.requests import (
     Event,
     GenerationRequest,
     RequestFailed,
@@ -28,7 +28,6 @@ from mlx_parallm.core import (
     SamplingParams,
     SequenceOutput,
     StopParams,
-    TrainingWork,
 )
 from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.draft_model import DraftModel

@@ -11,7 +11,8 @@ from harness import assert_same_tokens, make_harness, solo
 from lora import merged
 
 from mlx_parallm.adapters.weights import AdapterWeights
-from mlx_parallm.core import BASE_ADAPTER, RequestFinished
+from mlx_parallm.core.adapters import BASE_ADAPTER
+from mlx_parallm.core.requests import RequestFinished
 
 TINY = 1e-5
 """Invariant 8's bound on logprobs across shapes, for tiny float32 models."""

@@ -18,7 +18,7 @@ import numpy as np
 from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.adapters.checkpoints import CheckpointStore, LoadedCheckpoint
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LinearSpec, LoRAPair
-from mlx_parallm.core import AdapterRef
+from mlx_parallm.core.adapters import AdapterRef
 
 NAME = "math"
 BASE = "0123456789abcdef0123456789abcdef"

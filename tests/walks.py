@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from server.fakes import EOS, VOCAB
 
-from mlx_parallm.core import Grammar, GrammarState
+from mlx_parallm.core.grammar import Grammar, GrammarState
 
 
 def allowed(state: GrammarState) -> set[int]:

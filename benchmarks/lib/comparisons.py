@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_parallm.config import CompetitionConfig
-from mlx_parallm.core import AdapterRef
+from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.rl.competition.comparison import LiveComparison
 from mlx_parallm.rl.competition.evidence import BETS, Contrast
 

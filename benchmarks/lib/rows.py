@@ -6,7 +6,7 @@ import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 from mlx_parallm.batch.runner import BatchRunner, Launched, Pending
 from mlx_parallm.batch.sampling import RowSampling
 from mlx_parallm.batch.spans import Span
-from mlx_parallm.core import SamplingParams
+from mlx_parallm.core.requests import SamplingParams
 from mlx_parallm.engine.sequence import PromptGroup, Sequence
 
 

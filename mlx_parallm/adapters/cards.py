@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from mlx_parallm.core import BEST, AdapterRef
+from mlx_parallm.core.adapters import BEST, AdapterRef
 from mlx_parallm.core.json_values import ANSWER
 
 

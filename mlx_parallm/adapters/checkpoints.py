@@ -34,7 +34,7 @@ from mlx_parallm.adapters.files import read_adapter
 from mlx_parallm.adapters.formats import MLX_LM_WEIGHTS, write_mlx_lm
 from mlx_parallm.adapters.runs import LATEST, MANIFEST, TAGS, TAGS_TYPE, is_run, step_of, stored_latest
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, VersionInfo
-from mlx_parallm.core import AdapterRef, check_name, check_tag
+from mlx_parallm.core.adapters import AdapterRef, check_name, check_tag
 from mlx_parallm.errors import (
     AdapterFileError,
     ConfigError,

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from mlx_parallm.adapters.weights import Version, VersionInfo
-from mlx_parallm.core import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.errors import ConflictError, UnknownModelError
 
 KEPT_VERSIONS = 4

@@ -26,7 +26,8 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.cards import Residence
 from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair, Version
-from mlx_parallm.core import BASE_ADAPTER, AdapterRef, completed
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.device import completed
 from mlx_parallm.errors import AdapterTooLargeError, AdapterUnavailableError, UnknownModelError
 
 T = TypeVar("T")

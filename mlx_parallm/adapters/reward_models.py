@@ -31,7 +31,7 @@ from mlx_parallm.adapters.formats import (
 )
 from mlx_parallm.adapters.runs import MANIFEST
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights
-from mlx_parallm.core import check_name
+from mlx_parallm.core.adapters import check_name
 from mlx_parallm.errors import AdapterFileError, ConflictError, InvalidRequestError, StorageError, shown
 
 

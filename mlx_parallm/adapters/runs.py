@@ -31,7 +31,7 @@ from pathlib import Path
 from pydantic import ConfigDict, TypeAdapter
 
 from mlx_parallm import atomic
-from mlx_parallm.core import AdapterRef
+from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.errors import (
     AdapterFileError,
     ConfigError,

@@ -31,7 +31,8 @@ from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.adapters.runs import KeptVersions, adapter_in
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair, Version, VersionInfo
 from mlx_parallm.atomic import new_folder
-from mlx_parallm.core import BASE_ADAPTER, AdapterRef, DeviceThread, check_name, name_and_step
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef, check_name, name_and_step
+from mlx_parallm.core.device import DeviceThread
 from mlx_parallm.errors import (
     AdapterFileError,
     ConflictError,

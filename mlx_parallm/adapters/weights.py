@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.adapters.cards import CheckpointCard
-from mlx_parallm.core import AdapterRef
+from mlx_parallm.core.adapters import AdapterRef
 
 Array = Any
 """A float array of NumPy or MLX. Files, and threads other than the device thread, use NumPy only."""

@@ -17,7 +17,7 @@ from mlx_parallm.adapters.runs import KeptVersions, LoadedVersions, Run
 from mlx_parallm.adapters.service import AdapterLibrary
 from mlx_parallm.adapters.weights import Version
 from mlx_parallm.config import Config
-from mlx_parallm.core import AdapterRef
+from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.errors import ConfigError, ConflictError, InvalidRequestError, StorageError, UnknownModelError
 from mlx_parallm.model.manager import SharedModelManager
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from mlx_parallm import BLAS, __version__
 from mlx_parallm.config import Config, GenerationConfig, ServerConfig, human_bytes, is_loopback
-from mlx_parallm.core import ModelCard
+from mlx_parallm.core.engine import ModelCard
 
 if TYPE_CHECKING:  # `cli` imports this module, and must not import MLX with it
     from mlx_parallm.adapters.runs import Run

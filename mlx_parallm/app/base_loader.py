@@ -16,7 +16,7 @@ from mlx_parallm.app.build import Engine
 from mlx_parallm.app.deletion import Deletion
 from mlx_parallm.app.device import room_for_weights
 from mlx_parallm.app.residency import Resident
-from mlx_parallm.core import GENERIC_NAME, ServedModel
+from mlx_parallm.core.models import GENERIC_NAME, ServedModel
 from mlx_parallm.errors import UnknownModelError
 from mlx_parallm.grammar.compiler import LLCompiler
 

@@ -21,7 +21,8 @@ from mlx_parallm.app.speculation import build_draft_model, load_draft_model, sou
 from mlx_parallm.batch.model_parts import Parts
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Config
-from mlx_parallm.core import ModelCard, TrainingWork
+from mlx_parallm.core.device import TrainingWork
+from mlx_parallm.core.engine import ModelCard
 from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.draft_model import DraftModel
 from mlx_parallm.engine.engine import EngineParts

@@ -18,12 +18,8 @@ from typing import TYPE_CHECKING
 
 from mlx_parallm.app.residency import Residency, Resident
 from mlx_parallm.config import human_bytes
-from mlx_parallm.core import (
-    BASE_ADAPTER,
-    BaseStatus,
-    ModelState,
-    ServedModel,
-)
+from mlx_parallm.core.adapters import BASE_ADAPTER
+from mlx_parallm.core.models import BaseStatus, ModelState, ServedModel
 from mlx_parallm.errors import (
     EngineDeadError,
     InvalidRequestError,

@@ -26,7 +26,9 @@ from mlx_parallm.app.speculation import BASE as DRAFT_BASE
 from mlx_parallm.app.training import TrainingInputs, TrainingRuntime, build_trainer, build_training
 from mlx_parallm.batch.model_parts import Parts
 from mlx_parallm.config import Config
-from mlx_parallm.core import EngineClient, Event, GenerationRequest, ModelCard, TrainingWork
+from mlx_parallm.core.device import TrainingWork
+from mlx_parallm.core.engine import EngineClient, ModelCard
+from mlx_parallm.core.requests import Event, GenerationRequest
 from mlx_parallm.engine.engine import EngineParts
 from mlx_parallm.engine.thread import ContinuousBatchProcessor
 from mlx_parallm.errors import StorageError

@@ -16,7 +16,8 @@ from mlx_parallm.app.base_paths import base_paths
 from mlx_parallm.app.extras import check_trackers
 from mlx_parallm.app.reward import check_reward
 from mlx_parallm.config import Config, ServerConfig
-from mlx_parallm.core import BASE_ADAPTER, GENERIC_NAME
+from mlx_parallm.core.adapters import BASE_ADAPTER
+from mlx_parallm.core.models import GENERIC_NAME
 from mlx_parallm.errors import ConfigError
 
 

@@ -23,7 +23,8 @@ from mlx_parallm.cluster.replica import EVERY_INTERFACE, ask_head, fetch_base, o
 from mlx_parallm.cluster.state import locked_folder
 from mlx_parallm.cluster.trainer import Trainer, trainer
 from mlx_parallm.config import Config, is_loopback
-from mlx_parallm.core import Joined, Relief, SharedBase
+from mlx_parallm.core.cluster import Joined, SharedBase
+from mlx_parallm.core.machine import Relief
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.model.loading import fingerprint_of, source_of
 from mlx_parallm.server.services import Services

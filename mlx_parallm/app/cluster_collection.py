@@ -11,18 +11,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from mlx_parallm.core import (
-    BASE_ADAPTER,
-    EVERYTHING,
-    AdapterRef,
-    CollectionSpec,
-    Event,
-    FeedbackCard,
-    GenerationRequest,
-    GroupCard,
-    Reader,
-    Trajectory,
-)
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.readers import EVERYTHING, Reader
+from mlx_parallm.core.requests import CollectionSpec, Event, GenerationRequest
+from mlx_parallm.core.trajectories import FeedbackCard, GroupCard, Trajectory
 from mlx_parallm.errors import ConflictError, StorageError, shown
 from mlx_parallm.rl.recording import record
 from mlx_parallm.rl.runs.records import (

@@ -20,7 +20,9 @@ from mlx_parallm.app.cluster_training import ClusterTraining
 from mlx_parallm.app.training_run import Filled, TrainingRun
 from mlx_parallm.cluster.trajectories import Delivery
 from mlx_parallm.config import Config
-from mlx_parallm.core import EVERYTHING, Reader, TrainingEvent, Trajectory
+from mlx_parallm.core.readers import EVERYTHING, Reader
+from mlx_parallm.core.training import TrainingEvent
+from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.errors import ConflictError, QueueFullError, RequestError, TrainingFailedError
 from mlx_parallm.rl.runs.records import Arrival, Feedback, GroupEntry
 from mlx_parallm.rl.service import TrainingService

@@ -19,18 +19,9 @@ from mlx_parallm.app.build import Served
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.cluster.archive import pack, unpack
 from mlx_parallm.cluster.trainer import Trainer
-from mlx_parallm.core import (
-    BASE_ADAPTER,
-    AdapterRef,
-    Event,
-    GenerationRequest,
-    Member,
-    NodeInfo,
-    NodeRole,
-    RequestFailed,
-    RequestFinished,
-    SharedVersion,
-)
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.cluster import Member, NodeInfo, NodeRole, SharedVersion
+from mlx_parallm.core.requests import Event, GenerationRequest, RequestFailed, RequestFinished
 from mlx_parallm.errors import NodeFailedError
 from mlx_parallm.server.cluster.remote import SAMPLE, RemoteEngines
 

@@ -11,7 +11,7 @@ from mlx_parallm.app.evaluation import evaluator_of, held_out_of
 from mlx_parallm.app.reward import reward_of
 from mlx_parallm.config import Config
 from mlx_parallm.config.sections import LARGEST_RANK
-from mlx_parallm.core import EvaluationResult
+from mlx_parallm.core.training import EvaluationResult
 from mlx_parallm.errors import ConfigError, ParaLLMError
 from mlx_parallm.rl.environments import read_system_prompt
 from mlx_parallm.rl.environments.thread import EnvironmentThread

@@ -7,13 +7,10 @@ from mlx_parallm.app.model_check import prove_once
 from mlx_parallm.batch.model_parts import Parts
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Config
-from mlx_parallm.core import (
-    MODE_SHARES,
-    DeviceSchedule,
-    ModelCard,
-    WorkClass,
-    control_ids,
-)
+from mlx_parallm.core.device import MODE_SHARES, DeviceSchedule
+from mlx_parallm.core.engine import ModelCard
+from mlx_parallm.core.requests import WorkClass
+from mlx_parallm.core.text import control_ids
 from mlx_parallm.engine.startup import prove
 from mlx_parallm.errors import ConfigError, UnsupportedModelError
 from mlx_parallm.kv.device_memory import Account, DeviceMemory, default_budget

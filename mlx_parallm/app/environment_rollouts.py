@@ -19,7 +19,10 @@ from mlx_parallm.app.build import Served
 from mlx_parallm.app.extras import curriculum_of, outside_engine
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import Config, EngineKind
-from mlx_parallm.core import BASE_ADAPTER, AdapterRef, Event, GenerationRequest, LevelCard, TrainingEvent, Trajectory
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.requests import Event, GenerationRequest
+from mlx_parallm.core.training import LevelCard, TrainingEvent
+from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl.environments import Environment, Task, is_of_episodes, read_system_prompt
 from mlx_parallm.rl.environments.thread import in_daemon_thread

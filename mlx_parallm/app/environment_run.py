@@ -24,7 +24,10 @@ from functools import partial
 from mlx_parallm.app.environment_rollouts import EnvironmentRollouts
 from mlx_parallm.app.training_run import STEPS, TASKS, Filled, TrainingRun
 from mlx_parallm.config import RLTrainingConfig
-from mlx_parallm.core import LEVEL_PREFIX, AdapterRef, GroupCard, LevelCard, Signal, TrainingEvent
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.requests import Signal
+from mlx_parallm.core.training import LEVEL_PREFIX, LevelCard, TrainingEvent
+from mlx_parallm.core.trajectories import GroupCard
 from mlx_parallm.errors import TrainingFailedError
 from mlx_parallm.rl.environments import Environment
 from mlx_parallm.rl.rollouts.answers import RolloutResult

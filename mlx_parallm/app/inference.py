@@ -10,14 +10,8 @@ from typing import assert_never
 from mlx_parallm.adapters.formats import FormatName
 from mlx_parallm.app.build import Served
 from mlx_parallm.config import Config, EngineKind, InferenceConfig, ModelConfig
-from mlx_parallm.core import (
-    AdapterRef,
-    GenerationRequest,
-    PromptScored,
-    SamplingParams,
-    StopParams,
-    WorkClass,
-)
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.requests import GenerationRequest, PromptScored, SamplingParams, StopParams, WorkClass
 from mlx_parallm.model.tokenizer import detokenizer_for
 from mlx_parallm.rl.inference.api import EngineApi
 from mlx_parallm.rl.inference.http import EngineServer

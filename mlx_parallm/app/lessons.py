@@ -24,7 +24,10 @@ from mlx_parallm.app.build import Served
 from mlx_parallm.app.rollout_driver import RolloutDriver
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import Config
-from mlx_parallm.core import BASE_ADAPTER, Reader, Signal, TrainingEvent
+from mlx_parallm.core.adapters import BASE_ADAPTER
+from mlx_parallm.core.readers import Reader
+from mlx_parallm.core.requests import Signal
+from mlx_parallm.core.training import TrainingEvent
 from mlx_parallm.errors import ConflictError, ContextLengthError, InvalidRequestError
 from mlx_parallm.rl.lessons.cards import LessonAnswer, LessonCard, LessonOutcome, LessonShowing, LessonSpec, RuleKind
 from mlx_parallm.rl.lessons.examples import batches_of, can_be_shown, examples_of, imitating, request_for

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from mlx_parallm.config import Config
-from mlx_parallm.core import UNKNOWN_MACHINE, MachineState, Relief, seconds_with_sleep
+from mlx_parallm.core.machine import UNKNOWN_MACHINE, MachineState, Relief, seconds_with_sleep
 from mlx_parallm.engine.figures import EngineStats
 from mlx_parallm.engine.thread import ContinuousBatchProcessor
 from mlx_parallm.kv.device_memory import Account

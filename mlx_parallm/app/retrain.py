@@ -25,14 +25,8 @@ from mlx_parallm.adapters.service import stamp_of
 from mlx_parallm.app.build import Engine, Served
 from mlx_parallm.config import EngineKind, configure
 from mlx_parallm.config.retrain import read_retrain
-from mlx_parallm.core import (
-    BASE_ADAPTER,
-    GenerationRequest,
-    SamplingParams,
-    SequenceOutput,
-    StopParams,
-    WorkClass,
-)
+from mlx_parallm.core.adapters import BASE_ADAPTER
+from mlx_parallm.core.requests import GenerationRequest, SamplingParams, SequenceOutput, StopParams, WorkClass
 from mlx_parallm.errors import ConfigError, ContextLengthError, EngineDeadError, InvalidRequestError
 from mlx_parallm.rl.rollouts.answers import events_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mlx_parallm.app.extras import reward_model_check
 from mlx_parallm.config import Config, Mode
-from mlx_parallm.core import BASE_ADAPTER
+from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.errors import ConfigError, InvalidRequestError
 from mlx_parallm.rl.environments import Environment, is_of_episodes
 from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue

@@ -10,7 +10,7 @@ from mlx_parallm.app.reward import check_scorable
 from mlx_parallm.app.rollout_driver import RolloutDriver
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import Config
-from mlx_parallm.core import RolloutStatus
+from mlx_parallm.core.training import RolloutStatus
 from mlx_parallm.rl.environments import Environment, environment
 from mlx_parallm.rl.rollouts.answers import group_prefixes, task_number
 from mlx_parallm.rl.runs.listing import RUN_TASKS

@@ -17,7 +17,8 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_parallm.core import TOP_LOGPROBS, SamplingParams
+from mlx_parallm.core.candidates import TOP_LOGPROBS
+from mlx_parallm.core.requests import SamplingParams
 from mlx_parallm.model.device import on_cpu
 
 BLOCK = 64

@@ -36,7 +36,7 @@ from mlx_parallm.batch.sampling import (
     sample,
 )
 from mlx_parallm.batch.spans import Span, in_order
-from mlx_parallm.core import Pooling
+from mlx_parallm.core.requests import Pooling
 from mlx_parallm.kv.cache import KVRow, LoRABatchedKVCache
 from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.model.hooks import answered_by

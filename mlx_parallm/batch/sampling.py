@@ -38,7 +38,9 @@ from mlx_parallm.batch.distributions import (
     top_logprobs,
     uniforms,
 )
-from mlx_parallm.core import TOP_LOGPROBS, GrammarState, ManyCandidates, SamplingParams, TokenLogprob
+from mlx_parallm.core.candidates import TOP_LOGPROBS, ManyCandidates
+from mlx_parallm.core.grammar import GrammarState
+from mlx_parallm.core.requests import SamplingParams, TokenLogprob
 
 Candidates = Sequence[tuple[int, float]]
 

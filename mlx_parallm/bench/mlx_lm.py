@@ -17,7 +17,7 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.bench.ours import SETTLED
 from mlx_parallm.bench.plain_trainer import PlainTrainer
-from mlx_parallm.core import SamplingParams
+from mlx_parallm.core.requests import SamplingParams
 from mlx_parallm.selftest.plain import PlainModel
 from mlx_parallm.train.data import Datum
 

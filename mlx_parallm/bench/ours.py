@@ -14,14 +14,8 @@ from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
 from mlx_parallm.app.build import Engine, Served
 from mlx_parallm.bench.sizes import ADAPTERS, RANK, SCALE
 from mlx_parallm.config import ModelConfig
-from mlx_parallm.core import (
-    BASE_ADAPTER,
-    AdapterRef,
-    GenerationRequest,
-    SamplingParams,
-    SequenceOutput,
-    StopParams,
-)
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.requests import GenerationRequest, SamplingParams, SequenceOutput, StopParams
 from mlx_parallm.rl.rollouts.answers import events_of
 from mlx_parallm.train.data import Datum, UpdateBatch
 from mlx_parallm.train.policy import Policy, PolicySnapshot

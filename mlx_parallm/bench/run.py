@@ -31,7 +31,7 @@ from mlx_parallm.bench.ours import Ours
 from mlx_parallm.bench.report import Report, Section, Status
 from mlx_parallm.bench.sizes import ADAPTERS, RANK, ROWS, SCALE, SIZES, Sizes
 from mlx_parallm.config import Config, LoRAConfig, configure
-from mlx_parallm.core import SamplingParams
+from mlx_parallm.core.requests import SamplingParams
 from mlx_parallm.model.bundled import bundled_path
 from mlx_parallm.model.device import on_cpu
 from mlx_parallm.selftest.check import CheckResult

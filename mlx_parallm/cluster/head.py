@@ -21,7 +21,8 @@ from mlx_parallm.cluster.nats_server import nats_server
 from mlx_parallm.cluster.node import Node, id_of
 from mlx_parallm.cluster.state import locked_folder, own_token
 from mlx_parallm.cluster.versions import Versions
-from mlx_parallm.core import AdapterRef, BaseFile, Joined, Joining, NodeRole, SharedBase, SharedVersion, check_name
+from mlx_parallm.core.adapters import AdapterRef, check_name
+from mlx_parallm.core.cluster import BaseFile, Joined, Joining, NodeRole, SharedBase, SharedVersion
 from mlx_parallm.errors import AdapterFileError, ConflictError, InvalidRequestError, UnknownModelError
 
 

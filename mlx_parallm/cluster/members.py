@@ -16,7 +16,7 @@ from nats.errors import Error as NatsError
 
 from mlx_parallm.cluster.connection import LEASE_S, Change, Connection
 from mlx_parallm.cluster.records import from_json, to_json
-from mlx_parallm.core import Member, NodeInfo
+from mlx_parallm.core.cluster import Member, NodeInfo
 
 RENEWAL_S = 1.0
 _SWEEP_S = 0.25

@@ -17,17 +17,8 @@ from mlx_parallm.cluster.follower import Follower, NodeAdapters
 from mlx_parallm.cluster.members import Lease, Members
 from mlx_parallm.cluster.trajectories import Trajectories
 from mlx_parallm.cluster.versions import Versions
-from mlx_parallm.core import (
-    BASE_ADAPTER,
-    AdapterRef,
-    ClusterStatus,
-    Joined,
-    Joining,
-    Member,
-    NodeInfo,
-    NodeRole,
-    SharedVersion,
-)
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.cluster import ClusterStatus, Joined, Joining, Member, NodeInfo, NodeRole, SharedVersion
 from mlx_parallm.errors import ConflictError, StorageError
 
 _COUNT_S = 2.0

@@ -12,7 +12,8 @@ import time
 from mlx_parallm.cluster.head_client import HeadClient
 from mlx_parallm.cluster.members import Members
 from mlx_parallm.cluster.versions import LiveVersion, Versions
-from mlx_parallm.core import AdapterRef, SharedVersion
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.cluster import SharedVersion
 
 _PATIENCE_S, _CHECK_S = 10.0, 0.01
 

@@ -17,7 +17,7 @@ from mlx_parallm.cluster.connection import Connection, NatsAddress, connect
 from mlx_parallm.cluster.follower import NodeAdapters
 from mlx_parallm.cluster.head_client import HeadClient, HeadUnreachableError
 from mlx_parallm.cluster.node import Node, running
-from mlx_parallm.core import Joined, Joining, NodeRole, SharedVersion
+from mlx_parallm.core.cluster import Joined, Joining, NodeRole, SharedVersion
 from mlx_parallm.errors import ConfigError
 
 REJOIN_S = 3.0

@@ -34,7 +34,8 @@ from mlx_parallm.cluster.node import id_of, running
 from mlx_parallm.cluster.publisher import Publisher
 from mlx_parallm.cluster.trajectories import Delivery, Trajectories
 from mlx_parallm.cluster.versions import Versions
-from mlx_parallm.core import AdapterRef, Joining, NodeInfo, NodeRole, SharedVersion, VersionState
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.cluster import Joining, NodeInfo, NodeRole, SharedVersion, VersionState
 from mlx_parallm.errors import ConflictError, StorageError
 
 _RENEWAL_S, _RETRY_S = 2.0, 0.25

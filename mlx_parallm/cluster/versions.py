@@ -18,7 +18,8 @@ from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError
 
 from mlx_parallm.cluster.connection import Connection, key_of, stored
 from mlx_parallm.cluster.records import from_json, to_json
-from mlx_parallm.core import AdapterRef, SharedVersion, VersionState
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.cluster import SharedVersion, VersionState
 from mlx_parallm.errors import ConflictError
 
 KEPT = 3

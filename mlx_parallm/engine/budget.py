@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from mlx_parallm.core import WorkClass
+from mlx_parallm.core.requests import WorkClass
 from mlx_parallm.engine.figures import DECODE_GAPS, TRAINING_SHARES, Histogram
 from mlx_parallm.engine.sequence import Sequence
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING
 
-from mlx_parallm.core import BASE_ADAPTER
+from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.engine.memory import PrefixRoot
 from mlx_parallm.engine.sequence import Sequence, SequenceStatus
 from mlx_parallm.kv.blocks import BLOCK_TOKENS

@@ -30,7 +30,9 @@ import mlx.core as mx
 from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.batch.runner import BatchRunner, Launched, Pending
 from mlx_parallm.batch.sampling import SampledToken
-from mlx_parallm.core import GenerationRequest, PauseMode, Relief, TrainingWork, completed, then
+from mlx_parallm.core.device import PauseMode, TrainingWork, completed, then
+from mlx_parallm.core.machine import Relief
+from mlx_parallm.core.requests import GenerationRequest
 from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.disk_prefixes import DiskPrefixes
 from mlx_parallm.engine.draft_model import DraftModel

@@ -18,7 +18,7 @@ from mlx_parallm.model.device import check_device, is_out_of_memory
 
 if TYPE_CHECKING:
     from mlx_parallm.adapters.residency import AdapterStore
-    from mlx_parallm.core import TrainingWork
+    from mlx_parallm.core.device import TrainingWork
     from mlx_parallm.engine.draft_model import DraftModel
     from mlx_parallm.engine.engine import Engine
     from mlx_parallm.engine.requests import Request

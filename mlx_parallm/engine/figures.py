@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_parallm.core import DeviceSchedule, MachineState
-from mlx_parallm.core.machine import UNKNOWN_MACHINE
+from mlx_parallm.core.device import DeviceSchedule
+from mlx_parallm.core.machine import UNKNOWN_MACHINE, MachineState
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.adapters.weights import Version
-from mlx_parallm.core import TrainingWork
+from mlx_parallm.core.device import TrainingWork
 from mlx_parallm.engine.draft_model import DraftModel
 from mlx_parallm.engine.faults import Affecting
 from mlx_parallm.engine.scheduler import gives_way

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.batch.runner import Vector
 from mlx_parallm.batch.sampling import BadWords, RowSampling, SampledToken, TokenCounts, has_penalties
-from mlx_parallm.core import (
-    AdapterRef,
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.requests import (
     Event,
     FinishReason,
     GenerationRequest,

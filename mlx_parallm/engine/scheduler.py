@@ -29,7 +29,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mlx_parallm.core import DeviceSchedule, WorkClass
+from mlx_parallm.core.device import DeviceSchedule
+from mlx_parallm.core.requests import WorkClass
 from mlx_parallm.engine.budget import ROW_TOKENS, CostModel, DecodeGap, TokenShares, TrainingShare
 from mlx_parallm.engine.sequence import Sequence, SequenceStatus
 from mlx_parallm.engine.speculate import choose_drafts

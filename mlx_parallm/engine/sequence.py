@@ -8,7 +8,9 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from mlx_parallm.batch.sampling import RowSampling
-from mlx_parallm.core import BASE_ADAPTER, TOP_LOGPROBS, AdapterRef, Pooling, SamplingParams, TokenLogprob, WorkClass
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.candidates import TOP_LOGPROBS
+from mlx_parallm.core.requests import Pooling, SamplingParams, TokenLogprob, WorkClass
 from mlx_parallm.kv.row import KVRow
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from mlx_parallm.core import GrammarState
+from mlx_parallm.core.grammar import GrammarState
 from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.faults import Affecting
 from mlx_parallm.engine.sequence import Sequence, SequenceStatus

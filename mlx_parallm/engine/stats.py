@@ -15,7 +15,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_parallm.core import DeviceSchedule
+from mlx_parallm.core.device import DeviceSchedule
 from mlx_parallm.engine.disk_prefixes import DiskPrefixes
 from mlx_parallm.engine.figures import NO_TIME, DeviceSeconds, EngineStats, Histogram
 from mlx_parallm.engine.scheduler import RLAwareScheduler

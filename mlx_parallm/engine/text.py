@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mlx_parallm.core import FinishReason, GrammarState, RepetitionLimits, StopParams
+from mlx_parallm.core.grammar import GrammarState
+from mlx_parallm.core.requests import FinishReason, RepetitionLimits, StopParams
 
 if TYPE_CHECKING:
     from mlx_parallm.model.tokenizer import Detokenizer

@@ -27,17 +27,9 @@ from typing import Any, TypeVar, overload
 
 import mlx.core as mx
 
-from mlx_parallm.core import (
-    DeviceSchedule,
-    Event,
-    GenerationRequest,
-    MachineState,
-    PauseMode,
-    Relief,
-    RequestFailed,
-    RequestFinished,
-    complete,
-)
+from mlx_parallm.core.device import DeviceSchedule, PauseMode, complete
+from mlx_parallm.core.machine import MachineState, Relief
+from mlx_parallm.core.requests import Event, GenerationRequest, RequestFailed, RequestFinished
 from mlx_parallm.engine.engine import Engine, EngineParts
 from mlx_parallm.engine.figures import EngineStats
 from mlx_parallm.engine.stats import StatsOfBases

@@ -22,7 +22,8 @@ from enum import Enum
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
-from mlx_parallm.core import AdapterRef, WorkClass
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.requests import WorkClass
 from mlx_parallm.engine.budget import Chunk, CostModel, Owner, TokenShares
 from mlx_parallm.engine.sequence import PromptGroup, Sequence, SequenceStatus
 

@@ -12,15 +12,8 @@ from threading import Lock
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
-from mlx_parallm.core import (
-    Grammar,
-    GrammarKind,
-    GrammarSpec,
-    ReasoningPrefix,
-    SpecifiedGrammar,
-    TextTokenizer,
-    parts_of,
-)
+from mlx_parallm.core.grammar import Grammar, GrammarKind, GrammarSpec, ReasoningPrefix, SpecifiedGrammar, parts_of
+from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.grammar.matcher import GrammarRefused, LLGrammar, build_matcher
 from mlx_parallm.grammar.trial import CPU_LIMIT_S, Trial

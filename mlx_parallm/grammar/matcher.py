@@ -17,7 +17,8 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
-from mlx_parallm.core import COMPACT_JSON, GrammarKind, GrammarSpec, enforceable_schema, parts_of
+from mlx_parallm.core.grammar import COMPACT_JSON, GrammarKind, GrammarSpec, parts_of
+from mlx_parallm.core.schemas import enforceable_schema
 from mlx_parallm.errors import GrammarError
 
 MAX_CHARACTERS = 300

@@ -25,7 +25,7 @@ from typing import BinaryIO
 
 from llguidance import LLTokenizer
 
-from mlx_parallm.core import GrammarKind, GrammarSpec
+from mlx_parallm.core.grammar import GrammarKind, GrammarSpec
 from mlx_parallm.errors import EngineError, OverloadedError
 from mlx_parallm.grammar.matcher import GrammarRefused, build_matcher
 from mlx_parallm.processes import command, environment, private_pipes

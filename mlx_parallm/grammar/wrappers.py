@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mlx_parallm.core import Grammar, GrammarState, TextTokenizer, overlap
+from mlx_parallm.core.grammar import Grammar, GrammarState
+from mlx_parallm.core.text import TextTokenizer, overlap
 
 MAX_DIGITS = 20
 """Digits in a row that a number may have: the longest 64-bit integer has 20, and 17 distinguish any two doubles."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mlx_parallm.core import Relief
+from mlx_parallm.core.machine import Relief
 from mlx_parallm.machine.memory import MemoryReading, Pressure
 
 _STEP_S, _GIVING_STEP_S = 3.0, 30.0

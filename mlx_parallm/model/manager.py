@@ -27,7 +27,8 @@ from mlx_parallm.adapters.files import read_adapter
 from mlx_parallm.adapters.forward_context import OneAdapter
 from mlx_parallm.adapters.runs import adapter_in, step_of
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights
-from mlx_parallm.core import BASE_ADAPTER, AdapterRef, ModelCard
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.engine import ModelCard
 from mlx_parallm.errors import UnknownModelError, UnsupportedModelError
 from mlx_parallm.model.cache_plan import CachePlan, prepare
 from mlx_parallm.model.device import adapt_to_cpu, on_cpu, prepare_device

@@ -14,7 +14,7 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import AddedToken
 
-from mlx_parallm.core import Reasoning
+from mlx_parallm.core.text import Reasoning
 from mlx_parallm.core.tool_text import TemplateMessage, calls_as_text
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.model.encoding import ControlText, StandIns, codec_of, token_bytes_of

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Literal
 
 from mlx_parallm.adapters.average import Average, average
 from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
-from mlx_parallm.core import BASE_ADAPTER, AdapterRef, EvaluationResult, check_name
-from mlx_parallm.core.adapters import AdapterText
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef, AdapterText, check_name
 from mlx_parallm.core.json_values import ANSWER
+from mlx_parallm.core.training import EvaluationResult
 from mlx_parallm.errors import ConfigError, ConflictError, InvalidRequestError
 from mlx_parallm.rl.evaluation import EvaluationError
 from mlx_parallm.rl.updates.reports import Refusal, refusal_of_evaluation

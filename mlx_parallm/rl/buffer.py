@@ -6,7 +6,9 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 
-from mlx_parallm.core import AdapterRef, Signal, Trajectory
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.requests import Signal
+from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.errors import QueueFullError
 from mlx_parallm.rl.trajectories import (
     NEVER_COLLECTED,

@@ -13,20 +13,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
-from mlx_parallm.core import (
-    BASE_ADAPTER,
-    EVERYTHING,
-    AdapterRef,
-    CollectionSpec,
-    Event,
-    FeedbackCard,
-    GenerationRequest,
-    GivenGroup,
-    GroupCard,
-    Reader,
-    Signal,
-    Trajectory,
-)
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.readers import EVERYTHING, Reader
+from mlx_parallm.core.requests import CollectionSpec, Event, GenerationRequest, Signal
+from mlx_parallm.core.trajectories import FeedbackCard, GivenGroup, GroupCard, Trajectory
 from mlx_parallm.errors import ConflictError, RequestError, StorageError, UnknownTrajectoryError, shown
 from mlx_parallm.rl.buffer import TrajectoryBuffer
 from mlx_parallm.rl.changes import Changes

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Protocol
 
-from mlx_parallm.core import BASE_ADAPTER, AdapterRef, EvaluationResult
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.training import EvaluationResult
 from mlx_parallm.errors import EngineDeadError
 from mlx_parallm.rl.events import Emit
 

@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Protocol
 
-from mlx_parallm.core import EVERYTHING, Reader, TrainingEvent
+from mlx_parallm.core.readers import EVERYTHING, Reader
+from mlx_parallm.core.training import TrainingEvent
 
 _MAX_QUEUED = 256
 """Events that may wait for one listener, and that are kept for those who come back. Older ones are lost."""

@@ -17,7 +17,9 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from mlx_parallm.config import RLTrainingConfig
-from mlx_parallm.core import AdapterRef, CollectionSpec, Trajectory
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.requests import CollectionSpec
+from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.errors import ConflictError, InvalidRequestError, RequestError, UnknownTrajectoryError, shown
 from mlx_parallm.rl.buffer import TrajectoryBuffer
 from mlx_parallm.rl.events import Emit

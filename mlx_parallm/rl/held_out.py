@@ -6,17 +6,17 @@ import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from mlx_parallm.core import (
-    AdapterRef,
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.engine import EngineClient
+from mlx_parallm.core.requests import (
     CollectionSpec,
-    EngineClient,
     GenerationRequest,
     SamplingParams,
     SequenceOutput,
     StopParams,
-    TextTokenizer,
     WorkClass,
 )
+from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.rl.environments import Task
 from mlx_parallm.rl.evaluation import AnswerSettings, TaskResult
 from mlx_parallm.rl.recording import TrajectoryRecorder

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from mlx_parallm.core import AdapterRef, Trajectory
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.rl.runs.records import Feedback
 from mlx_parallm.rl.trajectories import TrajectoryGroup
 

@@ -15,8 +15,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mlx_parallm.core import EVERYTHING, CollectionSpec, FeedbackCard, Reader, Signal, Trajectory
 from mlx_parallm.core.json_values import ANSWER
+from mlx_parallm.core.readers import EVERYTHING, Reader
+from mlx_parallm.core.requests import CollectionSpec, Signal
+from mlx_parallm.core.trajectories import FeedbackCard, Trajectory
 from mlx_parallm.errors import (
     ConflictError,
     QueueFullError,

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import fsum
 
-from mlx_parallm.core import AdapterRef, Reader, Signal, Trajectory
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.readers import Reader
+from mlx_parallm.core.requests import Signal
+from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.errors import UnknownTrajectoryError, shown
 from mlx_parallm.rl.buffer import TrajectoryBuffer
 from mlx_parallm.rl.objectives.episodes import token_advantages

@@ -12,18 +12,16 @@ from itertools import chain
 from typing import cast
 
 from mlx_parallm.config import ResolvedLoss
-from mlx_parallm.core import (
+from mlx_parallm.core.requests import (
     CollectionSpec,
     Event,
     FinishReason,
     GenerationRequest,
-    GivenGroup,
-    GivenTrajectory,
     RequestFinished,
     SequenceOutput,
     Signal,
-    Trajectory,
 )
+from mlx_parallm.core.trajectories import GivenGroup, GivenTrajectory, Trajectory
 from mlx_parallm.errors import EngineError, InvalidRequestError
 from mlx_parallm.rl.runs.records import Feedback
 from mlx_parallm.rl.trajectories import DropReason, TrajectoryGroup, group_name

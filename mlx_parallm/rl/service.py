@@ -12,20 +12,18 @@ from contextvars import Context
 from dataclasses import replace
 
 from mlx_parallm.adapters.cards import CheckpointCard
-from mlx_parallm.core import (
-    EVERYTHING,
+from mlx_parallm.core.adapters import check_name, check_tag
+from mlx_parallm.core.readers import EVERYTHING, Reader
+from mlx_parallm.core.requests import Signal
+from mlx_parallm.core.training import (
     EvaluationResult,
-    GivenTrajectory,
-    Reader,
     RolloutStatus,
-    Signal,
     TrainingEvent,
     TrainingHistory,
     TrainingStatus,
     UpdateReport,
-    check_name,
-    check_tag,
 )
+from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.errors import ConflictError, ParaLLMError, UnknownModelError
 from mlx_parallm.rl.changes import Changes
 from mlx_parallm.rl.collect import Collector

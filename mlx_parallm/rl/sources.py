@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from mlx_parallm.core import Signal
 from mlx_parallm.core.json_values import ANSWER
+from mlx_parallm.core.requests import Signal
 from mlx_parallm.rl.trajectories import GroupMember, TrajectoryGroup, TrajectoryState
 
 SCORERS, ENVIRONMENTS, FEEDBACK, UNRATED = "scorers", "environments", "feedback", "unrated"

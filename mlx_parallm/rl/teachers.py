@@ -15,15 +15,9 @@ from dataclasses import replace
 
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.config import ResolvedLoss
-from mlx_parallm.core import (
-    BASE_ADAPTER,
-    EngineClient,
-    GenerationRequest,
-    PromptScored,
-    SamplingParams,
-    StopParams,
-    WorkClass,
-)
+from mlx_parallm.core.adapters import BASE_ADAPTER
+from mlx_parallm.core.engine import EngineClient
+from mlx_parallm.core.requests import GenerationRequest, PromptScored, SamplingParams, StopParams, WorkClass
 from mlx_parallm.errors import EngineError, ParaLLMError
 from mlx_parallm.rl.rollouts.answers import events_of
 from mlx_parallm.train.data import Datum, UpdateBatch

@@ -12,7 +12,9 @@ from enum import StrEnum
 from itertools import chain
 from math import fsum
 
-from mlx_parallm.core import AdapterRef, CollectionSpec, FinishReason, GivenTrajectory, Signal, Trajectory
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.requests import CollectionSpec, FinishReason, Signal
+from mlx_parallm.core.trajectories import GivenTrajectory, Trajectory
 
 ABOUT = "about"
 """The key in the metadata of an edit that has the id of the trajectory which was edited."""

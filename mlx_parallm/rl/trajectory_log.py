@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.core import Trajectory
+from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.rl.trajectories import GroupMember, TrajectoryGroup
 
 _MAX_PENDING = 1000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mlx_parallm.core import AdapterRef
+from mlx_parallm.core.adapters import AdapterRef
 
 _KEPT = 1000
 """The least number of versions that are remembered, the newest ones."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mlx_parallm.adapters.weights import AdapterLayout
-from mlx_parallm.core import ModelCard
+from mlx_parallm.core.engine import ModelCard
 from mlx_parallm.selftest.inputs import answers, random_adapter, random_tokens
 from mlx_parallm.selftest.plain import Gradients, PlainModel
 

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from mlx_parallm.app.build import Served
 from mlx_parallm.config import configure
-from mlx_parallm.core import GenerationRequest, SamplingParams, StopParams
+from mlx_parallm.core.requests import GenerationRequest, SamplingParams, StopParams
 from mlx_parallm.rl.rollouts.answers import events_of
 from mlx_parallm.selftest.inputs import random_tokens
 from mlx_parallm.selftest.tested import started

@@ -16,11 +16,10 @@ import numpy as np
 from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
 from mlx_parallm.app.build import Engine, Served
 from mlx_parallm.config import Config, LoRAConfig, configure
-from mlx_parallm.core import (
-    BASE_ADAPTER,
-    AdapterRef,
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.grammar import Grammar
+from mlx_parallm.core.requests import (
     GenerationRequest,
-    Grammar,
     PromptScored,
     RequestFinished,
     SamplingParams,

@@ -19,12 +19,10 @@ from starlette.routing import Route
 
 from mlx_parallm import __version__
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.core import (
-    AdapterClient,
-    BaseModels,
-    CollectingClient,
-    EngineClient,
-)
+from mlx_parallm.core.adapters import AdapterClient
+from mlx_parallm.core.engine import EngineClient
+from mlx_parallm.core.models import BaseModels
+from mlx_parallm.core.trajectories import CollectingClient
 from mlx_parallm.server.access.accounts import Accounts
 from mlx_parallm.server.access.attempts import Attempts
 from mlx_parallm.server.access.keys import KeyRing

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mlx_parallm.core import TOP_LOGPROBS
+from mlx_parallm.core.candidates import TOP_LOGPROBS
 from mlx_parallm.errors import InvalidRequestError
 
 MAX_CANDIDATES = 2**18

@@ -17,10 +17,11 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mlx_parallm.core import (
-    AdapterRef,
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.engine import EngineClient
+from mlx_parallm.core.models import ServedModel
+from mlx_parallm.core.requests import (
     CollectionSpec,
-    EngineClient,
     Event,
     GenerationRequest,
     PromptScored,
@@ -28,7 +29,6 @@ from mlx_parallm.core import (
     RequestFinished,
     SequenceOutput,
     SequencePooled,
-    ServedModel,
 )
 from mlx_parallm.errors import EngineError, ParaLLMError
 from mlx_parallm.server.access.permits import as_of, check_permitted

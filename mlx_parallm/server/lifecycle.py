@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
-from mlx_parallm.core import EngineClient
+from mlx_parallm.core.engine import EngineClient
 from mlx_parallm.errors import InvalidRequestError, OverloadedError
 from mlx_parallm.server.access.shares import has_room
 from mlx_parallm.server.errors import DrainingError

@@ -22,16 +22,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from mlx_parallm.core import (
-    AdapterClient,
-    EngineClient,
-    Event,
-    FinishReason,
-    RepairKind,
-    RequestFinished,
-    SequenceOutput,
-    SequencePooled,
-)
+from mlx_parallm.core.adapters import AdapterClient
+from mlx_parallm.core.engine import EngineClient
+from mlx_parallm.core.requests import Event, FinishReason, RequestFinished, SequenceOutput, SequencePooled
+from mlx_parallm.core.text import RepairKind
 from mlx_parallm.errors import AbortedError
 from mlx_parallm.server.access.accounts import Account, Accounts
 from mlx_parallm.server.access.keys import NamedKey

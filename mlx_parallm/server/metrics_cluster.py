@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from mlx_parallm.core import ClusterStatus, NodeInfo
+from mlx_parallm.core.cluster import ClusterStatus, NodeInfo
 from mlx_parallm.server.cluster.parts import ClusterParts
 from mlx_parallm.server.cluster.router import RoutingCounts
 from mlx_parallm.server.metrics_collectors import PREFIX

@@ -23,7 +23,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from mlx_parallm.adapters.cards import AdapterStats
-from mlx_parallm.core import BASE_ADAPTER, AdapterClient, AdapterRef, EngineClient
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterClient, AdapterRef
+from mlx_parallm.core.engine import EngineClient
 from mlx_parallm.engine.figures import EngineStats, Histogram
 
 S = TypeVar("S")

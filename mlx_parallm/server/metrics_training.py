@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from mlx_parallm.core import EVERYTHING, TrainingStatus
+from mlx_parallm.core.readers import EVERYTHING
+from mlx_parallm.core.training import TrainingStatus
 from mlx_parallm.server.metrics_collectors import PREFIX
 
 if TYPE_CHECKING:

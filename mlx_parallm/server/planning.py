@@ -9,17 +9,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from mlx_parallm.config import ServerConfig, TrafficClass
-from mlx_parallm.core import (
-    AdapterRef,
-    CollectionSpec,
-    GenerationRequest,
-    Grammar,
-    GrammarCompiler,
-    GrammarSpec,
-    ModelCard,
-    TextTokenizer,
-    WorkClass,
-)
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.engine import ModelCard
+from mlx_parallm.core.grammar import Grammar, GrammarCompiler, GrammarSpec
+from mlx_parallm.core.requests import CollectionSpec, GenerationRequest, WorkClass
+from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, UnknownModelError
 from mlx_parallm.server.api.generation_fields import GenerationBody
 from mlx_parallm.server.api.pooling.fields import PoolingBody

@@ -7,7 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from mlx_parallm.config import GenerationConfig, LogprobsMode, ServerConfig
-from mlx_parallm.core import ModelCard, RepetitionLimits, SamplingParams, StopParams, TextTokenizer, WorkClass
+from mlx_parallm.core.engine import ModelCard
+from mlx_parallm.core.requests import RepetitionLimits, SamplingParams, StopParams, WorkClass
+from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server.api.generation_fields import GenerationBody
 from mlx_parallm.server.api.sampling_fields import RepetitionDetection

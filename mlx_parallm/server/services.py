@@ -13,17 +13,12 @@ from starlette.requests import Request
 
 from mlx_parallm.adapters.cards import AdapterCard
 from mlx_parallm.config import Mode, ServerConfig
-from mlx_parallm.core import (
-    BASE_ADAPTER,
-    AdapterClient,
-    AdapterRef,
-    BaseModels,
-    CollectingClient,
-    EngineClient,
-    Relief,
-    ServedModel,
-    TrainingStatus,
-)
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterClient, AdapterRef
+from mlx_parallm.core.engine import EngineClient
+from mlx_parallm.core.machine import Relief
+from mlx_parallm.core.models import BaseModels, ServedModel
+from mlx_parallm.core.training import TrainingStatus
+from mlx_parallm.core.trajectories import CollectingClient
 from mlx_parallm.errors import (
     ConflictError,
     EngineDeadError,

@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mlx_parallm.config import ResolvedLoss
-from mlx_parallm.core import AdapterRef, FinishReason
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.requests import FinishReason
 
 PLACEHOLDERS = (
     "the log-probabilities of %d samples for %s are 0 at every trained token, as if each token had been certain: give "

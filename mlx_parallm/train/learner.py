@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.config import ModelConfig, OptimizerConfig, ResolvedLoss
-from mlx_parallm.core import AdapterRef, DeviceThread, completed, then
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.device import DeviceThread, completed, then
 from mlx_parallm.errors import EngineDeadError
 from mlx_parallm.train.accumulation import Contribution
 from mlx_parallm.train.data import Datum, UpdateBatch, UpdateOutcome

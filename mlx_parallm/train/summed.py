@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_parallm.config import Algorithm, LossConfig, OldLogprobs, ResolvedLoss
-from mlx_parallm.core import SummedLoss, TargetedTokens, TokenLoss
+from mlx_parallm.core.summed import SummedLoss, TargetedTokens, TokenLoss
 from mlx_parallm.train.data import Datum
 from mlx_parallm.train.losses import MOST_LOG_RATIO, UpdateTotals
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from mlx_parallm.core import TrainingWork
+from mlx_parallm.core.device import TrainingWork
 
 
 class TakingTurns:

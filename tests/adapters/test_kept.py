@@ -11,7 +11,7 @@ import pytest
 
 from mlx_parallm import atomic
 from mlx_parallm.adapters.runs import VERSIONS_FILE, KeptVersions
-from mlx_parallm.core import AdapterRef
+from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.errors import ConfigError, ConflictError, StorageError
 
 

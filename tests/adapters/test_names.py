@@ -4,7 +4,7 @@ import pytest
 
 from mlx_parallm.adapters.files import AdapterRoots
 from mlx_parallm.adapters.service import name_of_folder
-from mlx_parallm.core import check_name, check_tag
+from mlx_parallm.core.adapters import check_name, check_tag
 from mlx_parallm.errors import InvalidRequestError
 
 

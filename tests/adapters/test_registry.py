@@ -9,7 +9,7 @@ import pytest
 
 from mlx_parallm.adapters.registry import KEPT_VERSIONS, AdapterRegistry
 from mlx_parallm.adapters.weights import Version, VersionInfo
-from mlx_parallm.core import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.errors import ConflictError, UnknownModelError
 
 

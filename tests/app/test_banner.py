@@ -12,7 +12,7 @@ from mlx_parallm.app import banner
 from mlx_parallm.app.banner import base_url, render, show
 from mlx_parallm.blas import Blas
 from mlx_parallm.config import ServerConfig, configure
-from mlx_parallm.core import ModelCard
+from mlx_parallm.core.engine import ModelCard
 from mlx_parallm.model.device import MemoryLimits
 
 CARD = ModelCard(

@@ -12,7 +12,7 @@ from server.fakes import CARD, ByteTokenizer
 from mlx_parallm.app import base_set
 from mlx_parallm.app.base_set import BaseSet
 from mlx_parallm.app.residency import Resident
-from mlx_parallm.core import BaseStatus, ModelState, ServedModel
+from mlx_parallm.core.models import BaseStatus, ModelState, ServedModel
 from mlx_parallm.errors import (
     InvalidRequestError,
     ModelNotFoundError,

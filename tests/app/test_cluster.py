@@ -9,7 +9,7 @@ from mlx_parallm.app.cluster import begin_serving, prepare
 from mlx_parallm.cluster.replica import EVERY_INTERFACE, outward_address
 from mlx_parallm.config import resolve
 from mlx_parallm.config.sources import Setting
-from mlx_parallm.core import MachineState, Relief
+from mlx_parallm.core.machine import MachineState, Relief
 from mlx_parallm.engine.figures import EngineStats
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.server.lifecycle import Lifecycle

@@ -17,19 +17,18 @@ from tiny import save_tiny
 from mlx_parallm.app.build import Engine, Served
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import LoRAConfig, RLConfig, configure
-from mlx_parallm.core import (
-    AdapterRef,
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.requests import (
     CollectionSpec,
     GenerationRequest,
-    GivenGroup,
-    GivenTrajectory,
     RequestFailed,
     RequestFinished,
     SamplingParams,
     SequenceOutput,
     StopParams,
-    TrainingEvent,
 )
+from mlx_parallm.core.training import TrainingEvent
+from mlx_parallm.core.trajectories import GivenGroup, GivenTrajectory
 from mlx_parallm.errors import ConflictError
 from mlx_parallm.rl.competition.compared import ComparedAdapter
 from mlx_parallm.rl.competition.comparison import ComparisonSpec

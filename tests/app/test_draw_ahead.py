@@ -26,7 +26,7 @@ pytestmark = pytest.mark.ci
 SOURCE = """
 import asyncio, itertools, time
 
-from mlx_parallm.core import CollectionSpec
+from mlx_parallm.core.requests import (CollectionSpec)
 from mlx_parallm.rl.environments import Task
 
 

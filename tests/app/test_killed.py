@@ -22,17 +22,17 @@ from mlx_parallm import LoRAConfig, RLConfig, RLIntegratedServer
 from mlx_parallm.adapters.runs import JOURNAL
 from mlx_parallm.app.build import Served
 from mlx_parallm.app.training import TrainingRuntime
-from mlx_parallm.core import (
-    AdapterRef,
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.requests import (
     CollectionSpec,
     GenerationRequest,
-    GivenTrajectory,
     RequestFinished,
     SamplingParams,
     Signal,
     StopParams,
     WorkClass,
 )
+from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl.people import Edit
 

@@ -12,17 +12,9 @@ import pytest
 
 from mlx_parallm.app.lessons import Lesson
 from mlx_parallm.config import Config
-from mlx_parallm.core import (
-    BASE_ADAPTER,
-    AdapterRef,
-    Event,
-    FinishReason,
-    GenerationRequest,
-    RequestFinished,
-    SequenceOutput,
-    TrainingEvent,
-    UpdateReport,
-)
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.requests import Event, FinishReason, GenerationRequest, RequestFinished, SequenceOutput
+from mlx_parallm.core.training import TrainingEvent, UpdateReport
 from mlx_parallm.rl.lessons.cards import LessonCard, LessonOutcome, LessonRule, LessonShowing, LessonSpec, RuleKind
 from mlx_parallm.rl.lessons.examples import SAMPLES
 

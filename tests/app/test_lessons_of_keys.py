@@ -11,7 +11,7 @@ from server.fake_control import LESSON, FakeLessons
 
 from mlx_parallm.app import lessons as module
 from mlx_parallm.app.lessons import Lessons
-from mlx_parallm.core import Reader
+from mlx_parallm.core.readers import Reader
 from mlx_parallm.errors import ConflictError, UnknownModelError
 from mlx_parallm.rl.changes import Changes
 from mlx_parallm.rl.hooks import TrainingHooks

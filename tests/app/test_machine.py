@@ -19,16 +19,8 @@ from mlx_parallm.app.machine import MachineWatch, Readers, footprint_limit
 from mlx_parallm.app.train import run
 from mlx_parallm.app.train_progress import TrainOptions
 from mlx_parallm.config import configure
-from mlx_parallm.core import (
-    UNKNOWN_MACHINE,
-    CollectionSpec,
-    GenerationRequest,
-    MachineState,
-    Relief,
-    RequestFinished,
-    SamplingParams,
-    StopParams,
-)
+from mlx_parallm.core.machine import UNKNOWN_MACHINE, MachineState, Relief
+from mlx_parallm.core.requests import CollectionSpec, GenerationRequest, RequestFinished, SamplingParams, StopParams
 from mlx_parallm.engine.figures import EngineStats
 from mlx_parallm.machine.memory import MemoryReading, Pressure
 from mlx_parallm.machine.power import PowerReading

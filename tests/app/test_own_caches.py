@@ -14,7 +14,7 @@ from mlx_parallm.app import device
 from mlx_parallm.app.build import Engine
 from mlx_parallm.app.server import IntegratedServer
 from mlx_parallm.config import configure
-from mlx_parallm.core import GenerationRequest, RequestFinished, SamplingParams, SequenceOutput, StopParams
+from mlx_parallm.core.requests import GenerationRequest, RequestFinished, SamplingParams, SequenceOutput, StopParams
 from mlx_parallm.errors import ConfigError, UnsupportedModelError
 
 CONFIG = {**CONFIGURATIONS["ours deepseek_v41"], "vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID}

@@ -10,7 +10,7 @@ from tiny import save_tiny
 
 from mlx_parallm.app.build import Engine
 from mlx_parallm.config import configure
-from mlx_parallm.core import GenerationRequest, RequestFinished, SamplingParams, SequenceOutput, StopParams
+from mlx_parallm.core.requests import GenerationRequest, RequestFinished, SamplingParams, SequenceOutput, StopParams
 from mlx_parallm.errors import ConfigError
 
 PROMPT = tuple(i * i % 251 for i in range(300))

@@ -11,7 +11,7 @@ from tiny import save_tiny
 
 from mlx_parallm.app.build import Engine
 from mlx_parallm.config import configure
-from mlx_parallm.core import GenerationRequest, RequestFinished, SamplingParams, SequenceOutput, StopParams
+from mlx_parallm.core.requests import GenerationRequest, RequestFinished, SamplingParams, SequenceOutput, StopParams
 
 REPEATED = (5, 6, 7, 8) * 20
 """A prompt whose continuation is guessed where guessing is possible."""

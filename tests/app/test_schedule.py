@@ -6,7 +6,7 @@ import pytest
 
 from mlx_parallm.app.device import device_schedule
 from mlx_parallm.config import configure
-from mlx_parallm.core import WorkClass
+from mlx_parallm.core.requests import WorkClass
 
 
 @pytest.mark.parametrize(

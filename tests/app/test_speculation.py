@@ -14,7 +14,7 @@ from tiny import save_tiny, tiny_model
 from mlx_parallm.adapters.formats import write_peft
 from mlx_parallm.app.build import Engine
 from mlx_parallm.config import configure
-from mlx_parallm.core import GenerationRequest, RequestFinished, SamplingParams, SequenceOutput, StopParams
+from mlx_parallm.core.requests import GenerationRequest, RequestFinished, SamplingParams, SequenceOutput, StopParams
 from mlx_parallm.engine.figures import EngineStats
 from mlx_parallm.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from mlx_parallm.kv.device_memory import Account

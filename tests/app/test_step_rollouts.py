@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from step_world import GROUPS, SIZE, World, a_while, until
 
-from mlx_parallm.core import AdapterRef
+from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.errors import EngineDeadError, TrainingFailedError
 
 

@@ -16,7 +16,7 @@ from training_runs import GROUP, PROMPTS, View, config
 from mlx_parallm import RLConfig, RLIntegratedServer
 from mlx_parallm.adapters.weights import VersionInfo
 from mlx_parallm.app.train import TrainOptions, run
-from mlx_parallm.core import GivenTrajectory
+from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.errors import ConfigError, TrainingFailedError
 from mlx_parallm.rl.inference.http import EngineServer
 from mlx_parallm.rl.inference.teacher import server_score

@@ -23,7 +23,7 @@ from mlx_parallm.app.train import run
 from mlx_parallm.app.train_progress import TrainOptions
 from mlx_parallm.app.training_run import FINAL
 from mlx_parallm.config import configure
-from mlx_parallm.core import BASE_ADAPTER
+from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.errors import ConfigError, StorageError, TrainingFailedError
 from mlx_parallm.machine import processors
 from mlx_parallm.rl.runs.listing import summarize
@@ -32,7 +32,7 @@ from mlx_parallm.rl.runs.record import RunState
 pytestmark = pytest.mark.ci
 
 SCORED = """
-from mlx_parallm.core import CollectionSpec
+from mlx_parallm.core.requests import (CollectionSpec)
 from mlx_parallm.rl.environments import Task
 
 class letters:

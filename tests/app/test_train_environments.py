@@ -22,7 +22,7 @@ pytestmark = pytest.mark.ci
 SOURCE = """
 import itertools
 
-from mlx_parallm.core import CollectionSpec
+from mlx_parallm.core.requests import (CollectionSpec)
 from mlx_parallm.rl.environments import Task
 
 

@@ -21,19 +21,17 @@ from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair, Version
 from mlx_parallm.app.build import Engine, Served
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import LoRAConfig, RLConfig, configure
-from mlx_parallm.core import (
-    BASE_ADAPTER,
-    AdapterRef,
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.requests import (
     CollectionSpec,
     GenerationRequest,
-    GivenTrajectory,
     RequestFailed,
     RequestFinished,
     SamplingParams,
     StopParams,
-    Trajectory,
     WorkClass,
 )
+from mlx_parallm.core.trajectories import GivenTrajectory, Trajectory
 from mlx_parallm.train.context import Params
 from mlx_parallm.train.data import answered
 from mlx_parallm.train.packing import pack, split_samples

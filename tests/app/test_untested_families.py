@@ -19,7 +19,7 @@ from mlx_parallm.app import model_check
 from mlx_parallm.app.model_check import Verdict, kept_verdict
 from mlx_parallm.app.server import IntegratedServer
 from mlx_parallm.config import configure
-from mlx_parallm.core import GivenTrajectory
+from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.engine.startup import Prover
 from mlx_parallm.errors import AdapterFileError, UnsupportedModelError
 from mlx_parallm.model.families import Finding

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mlx_parallm.batch.distributions import streams, uniforms
 from mlx_parallm.batch.sampling import RowSampling, TokenCounts, has_penalties, plan_sampling, sample
-from mlx_parallm.core import SamplingParams
+from mlx_parallm.core.requests import SamplingParams
 
 NEUTRAL = SamplingParams()
 GREEDY = SamplingParams(temperature=0.0)

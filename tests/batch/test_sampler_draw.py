@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mlx_parallm.batch.distributions import RowSubset, exp, inverse_cdf, row_sum, streams, uniforms
 from mlx_parallm.batch.sampling import RowSampling, plan_sampling, sample
-from mlx_parallm.core import SamplingParams
+from mlx_parallm.core.requests import SamplingParams
 
 LAST = 1 - 2**-24
 CHI2_999 = {7: 24.3, 15: 37.7, 63: 103.4}

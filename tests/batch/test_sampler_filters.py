@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_parallm.batch.distributions import Filters, nucleus_floor
-from mlx_parallm.core import SamplingParams
+from mlx_parallm.core.requests import SamplingParams
 
 ROW = [0.5, 1.0, 0.25, 0.25, 0.125, 0.0]
 

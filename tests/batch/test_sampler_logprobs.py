@@ -8,7 +8,8 @@ import pytest
 
 from mlx_parallm.batch.distributions import log_normaliser, token_logprobs, token_ranks, top_logprobs
 from mlx_parallm.batch.sampling import RowSampling, plan_sampling, sample
-from mlx_parallm.core import TOP_LOGPROBS, SamplingParams
+from mlx_parallm.core.candidates import TOP_LOGPROBS
+from mlx_parallm.core.requests import SamplingParams
 
 
 def log_softmax(logits):

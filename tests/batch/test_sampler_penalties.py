@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_parallm.batch.sampling import Penalties, RowSampling, TokenCounts, has_penalties, plan_sampling, sample
-from mlx_parallm.core import SamplingParams
+from mlx_parallm.core.requests import SamplingParams
 
 PROMPT = (1, 1, 4)
 

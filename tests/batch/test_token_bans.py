@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.batch.sampling import BadWords, RowSampling, plan_sampling, sample
-from mlx_parallm.core import SamplingParams
+from mlx_parallm.core.requests import SamplingParams
 
 VOCAB = 20
 

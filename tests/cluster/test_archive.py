@@ -8,7 +8,7 @@ import pytest
 
 from mlx_parallm.cluster.archive import digest, pack, unpack
 from mlx_parallm.cluster.head import AdapterArchives
-from mlx_parallm.core import AdapterRef
+from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.errors import AdapterFileError, ConflictError, InvalidRequestError, UnknownModelError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -8,7 +8,8 @@ import pytest
 from cluster.test_archive import GOOD
 from mlx_parallm.cluster.follower import Follower
 from mlx_parallm.cluster.head_client import HeadUnreachableError
-from mlx_parallm.core import AdapterRef, SharedVersion, VersionState
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.cluster import SharedVersion, VersionState
 from mlx_parallm.errors import AdapterFileError
 
 

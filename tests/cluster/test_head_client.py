@@ -7,7 +7,7 @@ import pytest
 
 from mlx_parallm.cluster.archive import digest
 from mlx_parallm.cluster.head_client import HeadClient, HeadUnreachableError
-from mlx_parallm.core import BaseFile, SharedVersion
+from mlx_parallm.core.cluster import BaseFile, SharedVersion
 from mlx_parallm.errors import ConfigError, EngineError
 
 ARCHIVE = bytes(range(256)) * 400

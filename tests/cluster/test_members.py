@@ -10,7 +10,7 @@ import pytest
 from mlx_parallm.cluster.connection import LEASE_S, Change
 from mlx_parallm.cluster.members import Lease, Members
 from mlx_parallm.cluster.records import to_json
-from mlx_parallm.core import NodeInfo, NodeRole
+from mlx_parallm.core.cluster import NodeInfo, NodeRole
 
 NODE = NodeInfo("replica-1", NodeRole.REPLICA, "http://127.0.0.1:9", ("math@1",), 5, True, "first")
 

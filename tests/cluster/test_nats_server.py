@@ -15,7 +15,7 @@ from mlx_parallm.cluster.connection import NatsAddress, connect
 from mlx_parallm.cluster.nats_server import nats_server
 from mlx_parallm.cluster.state import locked_folder, own_token
 from mlx_parallm.cluster.versions import Versions
-from mlx_parallm.core import SharedVersion
+from mlx_parallm.core.cluster import SharedVersion
 from mlx_parallm.errors import ConfigError
 
 VERSION = SharedVersion("math", 1, "aa", 10)

@@ -12,7 +12,7 @@ from mlx_parallm.cluster.nats_server import nats_server
 from mlx_parallm.cluster.trainer import TrainerLease
 from mlx_parallm.cluster.trajectories import Trajectories
 from mlx_parallm.cluster.versions import Versions
-from mlx_parallm.core import SharedVersion
+from mlx_parallm.core.cluster import SharedVersion
 from mlx_parallm.errors import ConflictError, StorageError
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

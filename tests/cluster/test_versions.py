@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mlx_parallm.cluster.versions import KEPT, Versions
-from mlx_parallm.core import SharedVersion
+from mlx_parallm.core.cluster import SharedVersion
 from mlx_parallm.errors import ConflictError
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -27,10 +27,10 @@ from mlx_parallm.config import (
     Speculation,
     TrackerName,
 )
-from mlx_parallm.core import PauseMode, RepairedCalls, ToolCall
-from mlx_parallm.core.device import MODE_SHARES
+from mlx_parallm.core.device import MODE_SHARES, PauseMode
 from mlx_parallm.core.models import ModelState
 from mlx_parallm.core.summed import TokenLoss
+from mlx_parallm.core.text import RepairedCalls, ToolCall
 from mlx_parallm.model.families import TESTED
 from mlx_parallm.model.tools.formats import FAMILIES, HERMES, OTHER_NAMES
 from mlx_parallm.model.tools.thinking import REASONINGS

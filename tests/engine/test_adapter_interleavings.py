@@ -10,11 +10,8 @@ from lora import QV, layout_of, merged, random_adapter
 from mixed_batch import prompts
 from tiny import tiny_model
 
-from mlx_parallm.core import (
-    BASE_ADAPTER,
-    AdapterRef,
-    RequestFinished,
-)
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.requests import RequestFinished
 
 pytestmark = pytest.mark.ci
 

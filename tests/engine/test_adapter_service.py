@@ -23,7 +23,8 @@ from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.adapters.service import AdapterLibrary, AdapterService
 from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
-from mlx_parallm.core import AdapterRef, GenerationRequest, SamplingParams, SequenceOutput, StopParams
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.requests import GenerationRequest, SamplingParams, SequenceOutput, StopParams
 from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.engine import EngineParts
 from mlx_parallm.engine.scheduler import SchedulerConfig

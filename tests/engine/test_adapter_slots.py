@@ -14,7 +14,7 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.cards import Residence
 from mlx_parallm.adapters.residency import READ_AHEAD
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair, VersionInfo
-from mlx_parallm.core import RequestFailed, RequestFinished
+from mlx_parallm.core.requests import RequestFailed, RequestFinished
 from mlx_parallm.engine.units import StagingUnit
 from mlx_parallm.errors import AdapterTooLargeError, AdapterUnavailableError
 

@@ -14,12 +14,8 @@ from mlx_lm.tuner.lora import LoRALinear
 from tiny import FAMILIES, stages, tiny_model
 
 from mlx_parallm.adapters.weights import AdapterWeights
-from mlx_parallm.core import (
-    AdapterRef,
-    PromptScored,
-    SamplingParams,
-    SequenceOutput,
-)
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.requests import PromptScored, SamplingParams, SequenceOutput
 
 pytestmark = pytest.mark.ci
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from harness import Harness, make_harness
 
-from mlx_parallm.core import PromptScored, SamplingParams, SequenceOutput
+from mlx_parallm.core.requests import PromptScored, SamplingParams, SequenceOutput
 from mlx_parallm.model.manager import SharedModelManager
 
 pytestmark = pytest.mark.ci

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 from harness import make_harness
 
-from mlx_parallm.core import WorkClass
+from mlx_parallm.core.requests import WorkClass
 from mlx_parallm.engine.stats import UnitTrace
 from mlx_parallm.errors import ConfigError
 

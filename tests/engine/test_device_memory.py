@@ -11,7 +11,7 @@ from harness import Harness, make_harness
 from lora import random_adapter
 from tiny import tiny_model
 
-from mlx_parallm.core import RequestFailed, RequestFinished, WorkClass
+from mlx_parallm.core.requests import RequestFailed, RequestFinished, WorkClass
 from mlx_parallm.engine import memory
 from mlx_parallm.engine.scheduler import gives_way
 from mlx_parallm.engine.sequence import Sequence

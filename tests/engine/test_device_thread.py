@@ -16,18 +16,9 @@ from harness import Harness, PlainText, make_harness, solo
 from tiny import tiny_model
 
 from mlx_parallm.batch.runner import BatchRunner, Pending
-from mlx_parallm.core import (
-    DeviceSchedule,
-    GenerationRequest,
-    MachineState,
-    Relief,
-    RequestFailed,
-    SamplingParams,
-    SequenceOutput,
-    StopParams,
-    completed,
-    then,
-)
+from mlx_parallm.core.device import DeviceSchedule, completed, then
+from mlx_parallm.core.machine import MachineState, Relief
+from mlx_parallm.core.requests import GenerationRequest, RequestFailed, SamplingParams, SequenceOutput, StopParams
 from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.engine import EngineParts
 from mlx_parallm.engine.scheduler import SchedulerConfig

@@ -16,7 +16,8 @@ from lora import random_adapter
 from tiny import RECURRENT, tiny_model
 
 from mlx_parallm.adapters.weights import VersionInfo
-from mlx_parallm.core import PauseMode, RequestFailed, RequestFinished
+from mlx_parallm.core.device import PauseMode
+from mlx_parallm.core.requests import RequestFailed, RequestFinished
 from mlx_parallm.engine import disk_prefixes
 from mlx_parallm.kv.disk import PrefixStore
 from mlx_parallm.model.cache_plan import prepare

@@ -13,7 +13,7 @@ from tiny import tiny_model
 from word_grammar import Words
 
 from mlx_parallm.adapters.weights import VersionInfo
-from mlx_parallm.core import Pooling, SamplingParams
+from mlx_parallm.core.requests import Pooling, SamplingParams
 from mlx_parallm.kv.arena import Arena
 from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.layer_state import LayerSpec

@@ -10,7 +10,7 @@ from harness import Harness, assert_same_tokens, make_harness, solo
 from lora import layout_of, random_adapter
 from tiny import VOCAB_SIZE, tiny_model
 
-from mlx_parallm.core import RequestFinished, SamplingParams
+from mlx_parallm.core.requests import RequestFinished, SamplingParams
 from mlx_parallm.engine import draft_model
 from mlx_parallm.engine.draft_model import DraftModel
 from mlx_parallm.engine.speculate import EXPECTED, Drafter, Source

@@ -11,7 +11,8 @@ from tiny import tiny_model
 
 from mlx_parallm.adapters.cards import Residence
 from mlx_parallm.adapters.weights import VersionInfo
-from mlx_parallm.core import AdapterRef, RequestFailed, RequestFinished
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.requests import RequestFailed, RequestFinished
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 

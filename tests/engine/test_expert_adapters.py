@@ -15,7 +15,8 @@ from mlx_lm.tuner.lora import LoRASwitchLinear
 from tiny import tiny_model
 
 from mlx_parallm.adapters.weights import AdapterWeights
-from mlx_parallm.core import BASE_ADAPTER, PromptScored, RequestFailed, RequestFinished, SamplingParams, SequenceOutput
+from mlx_parallm.core.adapters import BASE_ADAPTER
+from mlx_parallm.core.requests import PromptScored, RequestFailed, RequestFinished, SamplingParams, SequenceOutput
 from mlx_parallm.errors import AdapterTooLargeError
 from mlx_parallm.kv.device_memory import Account
 from mlx_parallm.model.layout import adapter_layout

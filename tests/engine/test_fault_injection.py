@@ -15,7 +15,8 @@ from harness import Harness, make_harness
 from lora import layout_of, random_adapter
 from tiny import tiny_model
 
-from mlx_parallm.core import DeviceSchedule, RequestFailed, SamplingParams
+from mlx_parallm.core.device import DeviceSchedule
+from mlx_parallm.core.requests import RequestFailed, SamplingParams
 from mlx_parallm.errors import DeviceLostError, DeviceMemoryError, GrammarError, StepFailedError
 
 pytestmark = pytest.mark.ci

@@ -10,7 +10,7 @@ import pytest
 from harness import Harness, make_harness, solo
 from tiny import tiny_model
 
-from mlx_parallm.core import (
+from mlx_parallm.core.requests import (
     Event,
     GenerationRequest,
     RequestFailed,

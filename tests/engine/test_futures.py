@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from mlx_parallm.core import complete, completed, then
+from mlx_parallm.core.device import complete, completed, then
 
 
 def failed(error: Exception) -> Future[int]:

@@ -10,7 +10,7 @@ from harness import Harness, Solo, assert_same_tokens, make_harness, solo
 from tiny import tiny_model
 from word_grammar import END, Words
 
-from mlx_parallm.core import (
+from mlx_parallm.core.requests import (
     FinishReason,
     RequestFailed,
     RequestFinished,

@@ -16,7 +16,8 @@ from tiny import VOCAB_SIZE, tiny_model
 
 from mlx_parallm.adapters import forward_context
 from mlx_parallm.adapters.weights import AdapterWeights
-from mlx_parallm.core import BASE_ADAPTER, AdapterRef, SamplingParams, SequenceOutput
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.requests import SamplingParams, SequenceOutput
 from mlx_parallm.kv.device_memory import Account
 
 pytestmark = pytest.mark.ci

@@ -18,7 +18,7 @@ from tiny import save_tiny, tiny_model
 from mlx_parallm.app.device import build_runner
 from mlx_parallm.batch.spans import Span
 from mlx_parallm.config import Config, ServerConfig
-from mlx_parallm.core import RequestFinished, SamplingParams, SequenceOutput
+from mlx_parallm.core.requests import RequestFinished, SamplingParams, SequenceOutput
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.kv.disk import HostBlock, block_names, decode, encode, model_key, shapes

@@ -15,7 +15,7 @@ from lora import layout_of, merged, random_adapter
 from tiny import tiny_model
 
 from mlx_parallm.adapters.weights import AdapterWeights, HeadParts, LinearSpec
-from mlx_parallm.core import RequestFinished
+from mlx_parallm.core.requests import RequestFinished
 from mlx_parallm.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.model.layer_state import KVLayout, LayerSpec
 from mlx_parallm.model.linears import LatentHeads

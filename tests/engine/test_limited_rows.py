@@ -10,7 +10,7 @@ import pytest
 from harness import Harness, assert_same_tokens, make_harness, solo
 from tiny import tiny_model
 
-from mlx_parallm.core import SamplingParams, SequenceOutput, StopParams
+from mlx_parallm.core.requests import SamplingParams, SequenceOutput, StopParams
 
 TINY = 1e-5
 VOCAB = 263

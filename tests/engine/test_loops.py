@@ -14,7 +14,8 @@ from harness import GREEDY, Harness, PlainText, assert_same_tokens, make_harness
 from mlx.utils import tree_flatten
 from tiny import tiny_model
 
-from mlx_parallm.core import Event, GenerationRequest, PauseMode, RequestFailed, StopParams
+from mlx_parallm.core.device import PauseMode
+from mlx_parallm.core.requests import Event, GenerationRequest, RequestFailed, StopParams
 from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.engine import EngineParts
 from mlx_parallm.engine.scheduler import SchedulerConfig

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import FAMILIES, tiny_model
 
-from mlx_parallm.core import PromptScored, RequestFinished, SamplingParams, SequenceOutput, StopParams
+from mlx_parallm.core.requests import PromptScored, RequestFinished, SamplingParams, SequenceOutput, StopParams
 
 TINY = 1e-5
 """Invariant 8's bound on logprobs across shapes, for tiny float32 models."""

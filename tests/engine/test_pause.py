@@ -10,7 +10,8 @@ import pytest
 from harness import PlainText, make_harness, solo
 from tiny import tiny_model
 
-from mlx_parallm.core import GenerationRequest, PauseMode, SamplingParams, SequenceOutput, StopParams
+from mlx_parallm.core.device import PauseMode
+from mlx_parallm.core.requests import GenerationRequest, SamplingParams, SequenceOutput, StopParams
 from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.engine import EngineParts
 from mlx_parallm.engine.scheduler import SchedulerConfig

@@ -8,7 +8,7 @@ from lora import layout_of, random_adapter
 from tiny import tiny_model
 
 from mlx_parallm.adapters.registry import KEPT_VERSIONS
-from mlx_parallm.core import GenerationRequest, RequestFinished, StopParams
+from mlx_parallm.core.requests import GenerationRequest, RequestFinished, StopParams
 from mlx_parallm.kv.arena import Arena
 
 pytestmark = pytest.mark.ci

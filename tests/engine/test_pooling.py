@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lora import layout_of, merged, random_adapter
 from tiny import FAMILIES, stages, tiny_model
 
-from mlx_parallm.core import (
+from mlx_parallm.core.requests import (
     GenerationRequest,
     Pooling,
     RequestFailed,

@@ -13,9 +13,8 @@ from lora import layout_of, random_adapter
 from mixed_batch import text
 from tiny import FAMILIES, stages, tiny_model
 
-from mlx_parallm.core import (
-    BASE_ADAPTER,
-    AdapterRef,
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.requests import (
     CollectionSpec,
     PromptScored,
     RequestFinished,

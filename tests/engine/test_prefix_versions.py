@@ -17,15 +17,9 @@ from tiny import tiny_model
 
 from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.weights import Version, VersionInfo
-from mlx_parallm.core import (
-    BASE_ADAPTER,
-    AdapterRef,
-    PauseMode,
-    RequestFailed,
-    RequestFinished,
-    SamplingParams,
-    SequenceOutput,
-)
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.device import PauseMode
+from mlx_parallm.core.requests import RequestFailed, RequestFinished, SamplingParams, SequenceOutput
 from mlx_parallm.engine.memory import PrefixRoot
 from mlx_parallm.errors import ConflictError
 from mlx_parallm.kv.blocks import BLOCK_TOKENS

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from harness import PlainText, make_harness
 
-from mlx_parallm.core import (
+from mlx_parallm.core.requests import (
     Event,
     GenerationRequest,
     RequestFailed,

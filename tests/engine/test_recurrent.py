@@ -14,7 +14,7 @@ from lora import layout_of, merged, random_adapter
 from mixed_batch import text
 from tiny import RECURRENT, tiny_model
 
-from mlx_parallm.core import RequestFinished, SamplingParams, SequenceOutput
+from mlx_parallm.core.requests import RequestFinished, SamplingParams, SequenceOutput
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.kv.blocks import BLOCK_TOKENS, FREED
 from mlx_parallm.kv.device_memory import Account

@@ -7,7 +7,8 @@ import pytest
 from harness import GREEDY, Harness, make_harness
 from tiny import tiny_model
 
-from mlx_parallm.core import GenerationRequest, Relief, StopParams, WorkClass
+from mlx_parallm.core.machine import Relief
+from mlx_parallm.core.requests import GenerationRequest, StopParams, WorkClass
 
 pytestmark = pytest.mark.ci
 

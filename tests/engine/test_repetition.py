@@ -11,7 +11,7 @@ import pytest
 from harness import make_harness
 from word_grammar import END, Words
 
-from mlx_parallm.core import FinishReason, RepetitionLimits, SamplingParams, SequenceOutput, StopParams
+from mlx_parallm.core.requests import FinishReason, RepetitionLimits, SamplingParams, SequenceOutput, StopParams
 from mlx_parallm.engine.text import CHECK_EVERY, repeats
 from mlx_parallm.model.bundled import bundled_tokenizer
 

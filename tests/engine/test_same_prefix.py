@@ -5,7 +5,7 @@ from __future__ import annotations
 from harness import assert_same_tokens, make_harness, solo
 from tiny import tiny_model
 
-from mlx_parallm.core import RequestFinished
+from mlx_parallm.core.requests import RequestFinished
 
 TINY = 1e-5
 SYSTEM = [(7 * i) % 250 for i in range(400)]

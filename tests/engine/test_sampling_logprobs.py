@@ -12,7 +12,7 @@ from lora import layout_of, merged, random_adapter
 from mixed_batch import text as prompt
 from tiny import VOCAB_SIZE, tiny_model
 
-from mlx_parallm.core import CollectionSpec, RequestFinished, SamplingParams, SequenceOutput, WorkClass
+from mlx_parallm.core.requests import CollectionSpec, RequestFinished, SamplingParams, SequenceOutput, WorkClass
 
 TINY = 1e-5
 """Invariant 8's bound on logprobs across shapes, for tiny float32 models."""

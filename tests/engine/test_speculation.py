@@ -13,7 +13,14 @@ from harness import Harness, assert_same_tokens, make_harness, solo
 from tiny import tiny_model
 from word_grammar import END, Words
 
-from mlx_parallm.core import CollectionSpec, RequestFailed, RequestFinished, SamplingParams, SequenceOutput, StopParams
+from mlx_parallm.core.requests import (
+    CollectionSpec,
+    RequestFailed,
+    RequestFinished,
+    SamplingParams,
+    SequenceOutput,
+    StopParams,
+)
 
 VOCAB = 263
 FEW = bytearray(-(-VOCAB // 8))

@@ -9,7 +9,7 @@ from harness import make_harness
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.core import FinishReason, SequenceOutput, StopParams
+from mlx_parallm.core.requests import FinishReason, SequenceOutput, StopParams
 from mlx_parallm.engine.text import StopMatcher, TextStream
 
 SMALL = st.text(alphabet="abc", min_size=0, max_size=30)

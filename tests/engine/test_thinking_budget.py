@@ -7,7 +7,8 @@ from harness import make_harness
 from server.fakes import ByteTokenizer
 from word_grammar import END, Words
 
-from mlx_parallm.core import Reasoning, SamplingParams
+from mlx_parallm.core.requests import SamplingParams
+from mlx_parallm.core.text import Reasoning
 from mlx_parallm.grammar.wrappers import AfterReasoning, FreeText
 
 PROMPT = [3, 1, 4, 1, 5]

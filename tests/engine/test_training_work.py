@@ -11,7 +11,8 @@ import pytest
 from harness import Harness, make_harness
 from tiny import tiny_model
 
-from mlx_parallm.core import DeviceSchedule, RequestFinished, SamplingParams, WorkClass
+from mlx_parallm.core.device import DeviceSchedule
+from mlx_parallm.core.requests import RequestFinished, SamplingParams, WorkClass
 from mlx_parallm.errors import DeviceLostError
 from mlx_parallm.kv.arena import Arena
 

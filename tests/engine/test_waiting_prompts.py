@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from harness import make_harness
 
-from mlx_parallm.core import RequestFinished, RequestStarted
+from mlx_parallm.core.requests import RequestFinished, RequestStarted
 from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.scheduler import RLAwareScheduler
 from mlx_parallm.engine.units import ForwardUnit

@@ -16,7 +16,7 @@ import jsonschema
 import pytest
 from server.fakes import EOS, VOCAB, ByteTokenizer
 
-from mlx_parallm.core import GrammarKind, GrammarSpec, GrammarState
+from mlx_parallm.core.grammar import GrammarKind, GrammarSpec, GrammarState
 from mlx_parallm.errors import EngineError, GrammarError, InvalidRequestError, OverloadedError
 from mlx_parallm.grammar import trial
 from mlx_parallm.grammar.compiler import MAX_CACHED, LLCompiler

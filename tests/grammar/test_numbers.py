@@ -10,7 +10,7 @@ from grammar.test_schemas import of as of_schema
 from server.fakes import EOS
 from walks import allowed, follows
 
-from mlx_parallm.core import Grammar, GrammarKind, GrammarSpec
+from mlx_parallm.core.grammar import Grammar, GrammarKind, GrammarSpec
 from mlx_parallm.core.schemas import LEAST
 from mlx_parallm.grammar.compiler import LLCompiler
 from mlx_parallm.grammar.wrappers import MAX_DIGITS

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from walks import follows
 
-from mlx_parallm.core import Grammar, GrammarKind, GrammarSpec
+from mlx_parallm.core.grammar import Grammar, GrammarKind, GrammarSpec
 from mlx_parallm.core.schemas import FORMATS, unknown_format
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.grammar.compiler import LLCompiler

@@ -8,7 +8,8 @@ import pytest
 from server.fakes import EOS, VOCAB, ByteTokenizer
 from walks import allowed, follows
 
-from mlx_parallm.core import Grammar, GrammarKind, GrammarSpec, Reasoning, ReasoningPrefix
+from mlx_parallm.core.grammar import Grammar, GrammarKind, GrammarSpec, ReasoningPrefix
+from mlx_parallm.core.text import Reasoning
 from mlx_parallm.errors import GrammarError
 from mlx_parallm.grammar.compiler import LLCompiler
 

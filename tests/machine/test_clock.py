@@ -5,7 +5,7 @@ import time
 import pytest
 from starlette.datastructures import Headers
 
-from mlx_parallm.core import seconds_with_sleep
+from mlx_parallm.core.machine import seconds_with_sleep
 from mlx_parallm.server.access.keys import KeyRing
 from mlx_parallm.server.access.sessions import LIFETIME_S, Sessions
 

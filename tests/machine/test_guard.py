@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_parallm.core import Relief
+from mlx_parallm.core.machine import Relief
 from mlx_parallm.machine.guard import MemoryGuard
 from mlx_parallm.machine.memory import MemoryReading, Pressure
 

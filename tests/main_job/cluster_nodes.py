@@ -25,7 +25,8 @@ from mlx_parallm.cluster.members import Members
 from mlx_parallm.cluster.node import running
 from mlx_parallm.cluster.publisher import Publisher
 from mlx_parallm.cluster.versions import Versions
-from mlx_parallm.core import AdapterRef, Joining, NodeRole
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.cluster import Joining, NodeRole
 
 TOKEN = "the-token-of-the-tests"
 TRAIN = (sys.executable, "-c", "import sys; from mlx_parallm.cli.main import train; sys.exit(train())")

@@ -12,8 +12,9 @@ from server.fakes import VOCAB, ByteTokenizer
 from tool_families import FAMILIES, TOOLS
 from walks import walk
 
-from mlx_parallm.core import GrammarKind, GrammarSpec, Tool
+from mlx_parallm.core.grammar import GrammarKind, GrammarSpec
 from mlx_parallm.core.splitter import AnswerPart, AnswerSyntax, CallPart, Splitter, join_parts
+from mlx_parallm.core.text import Tool
 from mlx_parallm.grammar.compiler import LLCompiler
 from mlx_parallm.model.tools.formats import ToolFormat
 

@@ -13,7 +13,7 @@ from mlx_parallm.adapters.checkpoints import CheckpointStore
 from mlx_parallm.adapters.files import read_adapter
 from mlx_parallm.adapters.formats import write_mlx_lm
 from mlx_parallm.adapters.runs import LOCK
-from mlx_parallm.core import AdapterRef
+from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.model.merge import convert
 

@@ -14,9 +14,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tiny import tiny_tokenizer
 from tool_families import ASKED, TEXTS, TOOLS
 
-from mlx_parallm.core import Grammar, GrammarKind, GrammarSpec, Tool
-from mlx_parallm.core.grammar import combined
+from mlx_parallm.core.grammar import Grammar, GrammarKind, GrammarSpec, combined
 from mlx_parallm.core.splitter import AnswerSyntax, split
+from mlx_parallm.core.text import Tool
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.grammar.compiler import LLCompiler
 from mlx_parallm.model.tokenizer import Tokenizer, detokenizer_for

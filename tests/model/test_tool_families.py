@@ -16,8 +16,9 @@ from tiny import tiny_tokenizer
 from tool_families import ASKED, FAMILIES, TEXTS, TOOLS, tool
 from walks import follows, walk
 
-from mlx_parallm.core import GrammarKind, GrammarSpec, ToolCall, UnwritableToolError
+from mlx_parallm.core.grammar import GrammarKind, GrammarSpec
 from mlx_parallm.core.splitter import AnswerSyntax, split
+from mlx_parallm.core.text import ToolCall, UnwritableToolError
 from mlx_parallm.grammar.compiler import LLCompiler
 from mlx_parallm.model.tokenizer import Tokenizer, detokenizer_for
 from mlx_parallm.model.tools.formats import ToolFormat

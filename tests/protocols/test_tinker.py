@@ -18,7 +18,7 @@ from server.keys import key_file
 from server.one_model import OneModel
 
 from mlx_parallm.config import ServerConfig, TinkerConfig
-from mlx_parallm.core import SummedLoss, TargetedTokens, TokenLoss
+from mlx_parallm.core.summed import SummedLoss, TargetedTokens, TokenLoss
 from mlx_parallm.errors import EngineError, InvalidRequestError
 from mlx_parallm.server.app import create_app
 from mlx_parallm.server.protocols.tinker import route, server

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from protocols.test_tinker import ADAM, NAME, Client, client, sampling  # noqa: F401 - a fixture
 
-from mlx_parallm.core import SummedLoss, TargetedTokens, TokenLoss
+from mlx_parallm.core.summed import SummedLoss, TargetedTokens, TokenLoss
 
 types = pytest.importorskip("tinker.types")
 request_conv = pytest.importorskip("tinker.proto.request_conv")

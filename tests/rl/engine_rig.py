@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.core import AdapterRef, GenerationRequest, SamplingParams, StopParams
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.requests import GenerationRequest, SamplingParams, StopParams
 from mlx_parallm.rl.inference.http import EngineServer
 from mlx_parallm.rl.inference.max import MaxApi
 from mlx_parallm.rl.inference.mlx import MlxApi

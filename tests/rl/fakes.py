@@ -16,15 +16,9 @@ from configs import TRAINING
 
 from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair, Version, VersionInfo
-from mlx_parallm.core import (
-    BASE_ADAPTER,
-    AdapterRef,
-    CollectionSpec,
-    Event,
-    FinishReason,
-    GenerationRequest,
-    Trajectory,
-)
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.requests import CollectionSpec, Event, FinishReason, GenerationRequest
+from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.engine.figures import EngineStats
 from mlx_parallm.errors import AdapterFileError, ConflictError, InvalidRequestError, UnknownModelError
 from mlx_parallm.rl.buffer import TrajectoryBuffer

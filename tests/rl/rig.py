@@ -9,7 +9,7 @@ from configs import TRAINING, changed
 from rl.fakes import FakeLearner, FakePublisher, FakeScorers, set_scores, trajectories
 
 from mlx_parallm.config import CheckpointingConfig, ResolvedTraining, RewardScale
-from mlx_parallm.core import AdapterRef
+from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.rl.buffer import TrajectoryBuffer
 from mlx_parallm.rl.evaluation import Evaluator
 from mlx_parallm.rl.trajectories import TrajectoryGroup

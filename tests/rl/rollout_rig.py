@@ -8,16 +8,16 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
-from mlx_parallm.core import (
-    AdapterRef,
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.requests import (
     CollectionSpec,
     Event,
     FinishReason,
     GenerationRequest,
     RequestFinished,
     SequenceOutput,
-    Trajectory,
 )
+from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.model.tools.formats import HERMES
 from mlx_parallm.rl.environments import Environment, Task, is_of_episodes
 from mlx_parallm.rl.environments.thread import EnvironmentThread

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mlx_parallm.core import AdapterRef, CollectionSpec, FinishReason, Trajectory
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.requests import CollectionSpec, FinishReason
+from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.rl.scoring.pool import ScoringError
 
 SHORT_S = 2.0

@@ -10,20 +10,18 @@ from configs import TRAINING, changed
 from rl.fakes import FakeEngine, FakeLearner, FakePublisher, FakeScorers
 
 from mlx_parallm.config import CheckpointingConfig, ResolvedTraining, RewardScale
-from mlx_parallm.core import (
-    BASE_ADAPTER,
-    AdapterRef,
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.requests import (
     CollectionSpec,
     Event,
     FinishReason,
     GenerationRequest,
-    GivenTrajectory,
     RequestFinished,
     SamplingParams,
     SequenceOutput,
     StopParams,
-    Trajectory,
 )
+from mlx_parallm.core.trajectories import GivenTrajectory, Trajectory
 from mlx_parallm.rl import people
 from mlx_parallm.rl.competition import service as competition
 from mlx_parallm.rl.evaluation import Evaluator

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_parallm.config import Algorithm, LossKind, RewardScale
-from mlx_parallm.core import GivenTrajectory
+from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.rl.objectives.batches import ScoredGroup, no_signal, prepare
 from mlx_parallm.rl.objectives.rewards import FEEDBACK_BASELINE, RewardHistory, RunningBaseline
 from mlx_parallm.rl.trajectories import FEEDBACK, DropReason, Episode

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from run_api import RunApi, scored
 
-from mlx_parallm.core import GivenGroup
+from mlx_parallm.core.trajectories import GivenGroup
 from mlx_parallm.errors import StorageError
 from mlx_parallm.rl.atropos.scored_data import TokenLimits
 from mlx_parallm.rl.atropos.source import AtroposSource

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from rl.fakes import groups_of, set_scores, trajectories
 
-from mlx_parallm.core import AdapterRef
+from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.errors import ConflictError, UnknownTrajectoryError
 from mlx_parallm.rl.buffer import TrajectoryBuffer
 from mlx_parallm.rl.runs.records import Feedback

@@ -8,8 +8,8 @@ from contextlib import aclosing, nullcontext
 import pytest
 from rl.fakes import FakeEngine
 
-from mlx_parallm.core import (
-    AdapterRef,
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.requests import (
     CollectionSpec,
     Event,
     FinishReason,
@@ -19,8 +19,8 @@ from mlx_parallm.core import (
     SamplingParams,
     SequenceOutput,
     StopParams,
-    Trajectory,
 )
+from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.errors import EngineError, StepFailedError
 from mlx_parallm.rl.recording import record
 

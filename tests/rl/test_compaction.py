@@ -13,7 +13,7 @@ from rl.fakes import FakeLearner, trajectories
 from rl.service_rig import CHECKPOINTING, GIVEN, SETTINGS, World, settle, until
 
 from mlx_parallm.adapters.runs import COMMITS
-from mlx_parallm.core import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.rl.runs.compaction import compaction
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.records import (

@@ -14,7 +14,8 @@ import pytest
 from rl.fakes import trajectories
 
 from mlx_parallm.config import CompetitionConfig
-from mlx_parallm.core import AdapterRef, Reader
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.readers import Reader
 from mlx_parallm.errors import ConflictError, InvalidRequestError, UnknownModelError
 from mlx_parallm.rl.competition.comparison import ComparisonCard, ComparisonSpec
 from mlx_parallm.rl.competition.service import CompetitionService

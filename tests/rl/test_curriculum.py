@@ -14,7 +14,7 @@ import pytest
 
 from mlx_parallm.app.environment_run import figures_of
 from mlx_parallm.config import CurriculumConfig
-from mlx_parallm.core import CollectionSpec
+from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.rl.environments import Task
 from mlx_parallm.rl.rollouts.curriculum import LAG, MOST_LEVELS, OTHER, WITHOUT, Curriculum
 

@@ -29,7 +29,7 @@ from trainers import (
 )
 
 from mlx_parallm.config import Algorithm, RLTrainingConfig
-from mlx_parallm.core import GivenTrajectory
+from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.errors import EngineError
 from mlx_parallm.rl.inference.http import EngineServer
 from mlx_parallm.rl.inference.teacher import server_score

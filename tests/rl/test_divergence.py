@@ -13,7 +13,8 @@ from configs import TRAINING, changed, limited
 from rl.rig import NAME, SETTINGS, Rig, opened, ref, running, settle
 
 from mlx_parallm.config import Action, DivergenceConfig, ResolvedTraining
-from mlx_parallm.core import BASE_ADAPTER, UpdateReport
+from mlx_parallm.core.adapters import BASE_ADAPTER
+from mlx_parallm.core.training import UpdateReport
 from mlx_parallm.rl.divergence import DivergenceRules
 
 HEALTHY = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.core import AdapterRef
+from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.errors import EngineError
 from mlx_parallm.rl.inference.sync import AdapterSync
 

@@ -13,7 +13,8 @@ import pytest
 from rl.engine_rig import REQUEST, VERSION, Made, answered, make
 from rl.engine_server import TranscriptServer, answers_of, scene, serving, transcript
 
-from mlx_parallm.core import BASE_ADAPTER, FinishReason, RequestFinished, SequenceOutput
+from mlx_parallm.core.adapters import BASE_ADAPTER
+from mlx_parallm.core.requests import FinishReason, RequestFinished, SequenceOutput
 from mlx_parallm.errors import ConfigError, EngineError
 
 KINDS = ("vllm", "sglang", "max")

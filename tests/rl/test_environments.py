@@ -71,7 +71,7 @@ def test_a_generator_that_makes_nothing_is_a_fault(monkeypatch):
 
 
 SOURCE = """
-from mlx_parallm.core import CollectionSpec
+from mlx_parallm.core.requests import (CollectionSpec)
 from mlx_parallm.rl.environments import Task
 
 class Capitals:

@@ -12,7 +12,8 @@ import pytest
 from rl.fakes import FakeScorers
 from rl.rollout_rig import Engine, Guess, Tokenizer, episode_of, last_message
 
-from mlx_parallm.core import AdapterRef, CollectionSpec, GenerationRequest, WorkClass
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.requests import CollectionSpec, GenerationRequest, WorkClass
 from mlx_parallm.errors import EngineDeadError
 from mlx_parallm.rl.environments import Task
 from mlx_parallm.rl.environments.thread import EnvironmentThread

@@ -10,7 +10,9 @@ import pytest
 from rl.fakes import FakeLearner, trajectories
 from rl.service_rig import CHECKPOINTING, SETTINGS, World, settle, until, world
 
-from mlx_parallm.core import BASE_ADAPTER, CollectionSpec, Trajectory
+from mlx_parallm.core.adapters import BASE_ADAPTER
+from mlx_parallm.core.requests import CollectionSpec
+from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.store import JournalFile
 from mlx_parallm.rl.trajectories import DropReason

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from rl.rollout_rig import END, LIVE, Guess, episode_of, last_message, rig, text_of
 
-from mlx_parallm.core import CollectionSpec, FinishReason, WorkClass
+from mlx_parallm.core.requests import CollectionSpec, FinishReason, WorkClass
 from mlx_parallm.errors import EngineDeadError, InvalidRequestError, TrainingFailedError
 from mlx_parallm.rl.environments import RolloutError, Task
 

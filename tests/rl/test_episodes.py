@@ -10,7 +10,9 @@ from configs import loss_config
 from rl.fakes import trajectories
 
 from mlx_parallm.config import Algorithm, RewardScale
-from mlx_parallm.core import AdapterRef, FinishReason, Trajectory
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.requests import FinishReason
+from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.rl.objectives.batches import ScoredGroup, prepare
 from mlx_parallm.rl.objectives.episodes import data_of, token_advantages
 from mlx_parallm.rl.objectives.rewards import RewardHistory

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 from rl.fakes import FakeEngine, FakeScorers
 
-from mlx_parallm.core import (
-    AdapterRef,
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.requests import (
     CollectionSpec,
-    EvaluationResult,
     FinishReason,
     GenerationRequest,
     RequestFailed,
@@ -23,6 +22,7 @@ from mlx_parallm.core import (
     SequenceOutput,
     WorkClass,
 )
+from mlx_parallm.core.training import EvaluationResult
 from mlx_parallm.errors import ConfigError, ContextLengthError, EngineDeadError, StepFailedError
 from mlx_parallm.rl.environments import Task
 from mlx_parallm.rl.evaluation import AnswerSettings, EvaluationError, EvaluationHistory, Evaluator, interval

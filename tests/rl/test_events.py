@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 from rl.service_rig import settle
 
-from mlx_parallm.core import TrainingEvent
+from mlx_parallm.core.training import TrainingEvent
 from mlx_parallm.rl.events import EventHub, Listener
 
 # ---- events -------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from rl.service_rig import SETTINGS, settle, until, world
 from rl.test_recovery import MANUAL, Run
 
 from mlx_parallm.config import Algorithm
-from mlx_parallm.core import BASE_ADAPTER, GivenGroup, GivenTrajectory
+from mlx_parallm.core.adapters import BASE_ADAPTER
+from mlx_parallm.core.trajectories import GivenGroup, GivenTrajectory
 from mlx_parallm.errors import InvalidRequestError, QueueFullError, StorageError
 from mlx_parallm.rl.runs.journal import Journal
 

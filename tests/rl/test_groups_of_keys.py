@@ -13,13 +13,12 @@ from rl.fakes import FakeEngine
 from rl.service_rig import CHECKPOINTING, GIVEN, SETTINGS, World, world
 from rl.test_recovery import Run
 
-from mlx_parallm.core import (
-    BASE_ADAPTER,
-    AdapterRef,
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.readers import Reader
+from mlx_parallm.core.requests import (
     CollectionSpec,
     FinishReason,
     GenerationRequest,
-    Reader,
     RequestFinished,
     SamplingParams,
     SequenceOutput,

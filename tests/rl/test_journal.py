@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 from rl.fakes import trajectories
 
 from mlx_parallm.adapters.runs import COMMITS
-from mlx_parallm.core import AdapterRef, CollectionSpec, GivenTrajectory
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.requests import CollectionSpec
+from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.errors import ConfigError, StorageError
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.records import (
@@ -200,7 +202,7 @@ _WRITES = """
 import asyncio, sys
 from pathlib import Path
 from rl.fakes import trajectories
-from mlx_parallm.core import AdapterRef
+from mlx_parallm.core.adapters import (AdapterRef)
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.records import Feedback
 from mlx_parallm.rl.runs.store import JournalFile

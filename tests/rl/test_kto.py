@@ -27,7 +27,8 @@ from trainers import (
 )
 
 from mlx_parallm.config import Algorithm
-from mlx_parallm.core import BASE_ADAPTER, Signal
+from mlx_parallm.core.adapters import BASE_ADAPTER
+from mlx_parallm.core.requests import Signal
 from mlx_parallm.rl.objectives.batches import ScoredGroup, prepare
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.rl.objectives.signals import prepare_signal

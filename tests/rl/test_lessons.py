@@ -11,15 +11,8 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.core import (
-    Event,
-    FinishReason,
-    GenerationRequest,
-    GivenTrajectory,
-    RequestFinished,
-    SequenceOutput,
-    WorkClass,
-)
+from mlx_parallm.core.requests import Event, FinishReason, GenerationRequest, RequestFinished, SequenceOutput, WorkClass
+from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.rl.lessons.cards import (
     LessonAnswer,
     LessonCard,

@@ -14,7 +14,8 @@ from rl.rig import NAME, SETTINGS, opened, ref, running, settle
 from sample_parts import advantage, answer, drawn_logprobs
 
 from mlx_parallm.config import Algorithm, RewardScale
-from mlx_parallm.core import BASE_ADAPTER, GivenTrajectory
+from mlx_parallm.core.adapters import BASE_ADAPTER
+from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.errors import (
     InvalidRequestError,
     StepFailedError,

@@ -14,7 +14,7 @@ from saves import manager, weights
 
 from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.config import CheckpointingConfig
-from mlx_parallm.core import BASE_ADAPTER
+from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.errors import (
     AdapterUnavailableError,
     ConflictError,

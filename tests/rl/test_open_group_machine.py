@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from rl.fakes import FakeScorers, groups_of, trajectories
 
-from mlx_parallm.core import AdapterRef, CollectionSpec
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.errors import ConflictError, UnknownTrajectoryError
 from mlx_parallm.rl.buffer import TrajectoryBuffer
 from mlx_parallm.rl.groups import Groups

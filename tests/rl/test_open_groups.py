@@ -9,7 +9,8 @@ import pytest
 from configs import TRAINING, changed
 from rl.fakes import FakeScorers, trajectories
 
-from mlx_parallm.core import AdapterRef, CollectionSpec
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.errors import ConflictError, InvalidRequestError, UnknownTrajectoryError
 from mlx_parallm.rl.buffer import TrajectoryBuffer
 from mlx_parallm.rl.groups import Groups

@@ -13,7 +13,9 @@ from rl.service_rig import GIVEN, SETTINGS, World, settle, until, world
 from rl.test_recovery import MANUAL, Adding, Run
 
 from mlx_parallm.config import Algorithm
-from mlx_parallm.core import AdapterRef, CollectionSpec, GivenGroup, Signal
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.requests import CollectionSpec, Signal
+from mlx_parallm.core.trajectories import GivenGroup
 from mlx_parallm.errors import (
     ConflictError,
     InvalidRequestError,

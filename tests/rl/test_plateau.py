@@ -13,7 +13,9 @@ from rl.fakes import answers, set_scores, trajectories
 from rl.rig import NAME, SETTINGS, Rig, opened, running, settle
 
 from mlx_parallm.config import PlateauConfig, RewardScale
-from mlx_parallm.core import AdapterRef, FinishReason, Trajectory
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.requests import FinishReason
+from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.rl.objectives.batches import PreparedBatch, ScoredGroup
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.rl.objectives.signals import prepare_signal

@@ -14,7 +14,8 @@ from train.loss_reference import Row, token_batch, totals_of
 from trainers import assert_close, gradients, learn, make_policy, make_trainer, plain_logprobs, samples, unclipped
 
 from mlx_parallm.config import Algorithm
-from mlx_parallm.core import BASE_ADAPTER, FinishReason
+from mlx_parallm.core.adapters import BASE_ADAPTER
+from mlx_parallm.core.requests import FinishReason
 from mlx_parallm.rl.objectives.batches import ScoredGroup, prepare
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.rl.trajectories import DropReason

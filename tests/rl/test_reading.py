@@ -12,7 +12,8 @@ from rl.service_rig import SETTINGS, World, settle, world
 from rl.test_recovery import MANUAL
 
 from mlx_parallm.config import RewardScale
-from mlx_parallm.core import EVERYTHING, AdapterRef, Reader
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.readers import EVERYTHING, Reader
 from mlx_parallm.errors import UnknownTrajectoryError
 from mlx_parallm.rl.buffer import TrajectoryBuffer
 from mlx_parallm.rl.people import Edit

@@ -21,19 +21,18 @@ from rl.service_rig import GIVEN, SETTINGS, World, settle, until
 
 from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.config import Action, Algorithm, CheckpointingConfig, ResolvedTraining
-from mlx_parallm.core import (
-    BASE_ADAPTER,
-    AdapterRef,
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.requests import (
     CollectionSpec,
-    EvaluationResult,
     FinishReason,
     GenerationRequest,
-    GivenTrajectory,
     RequestFinished,
     SamplingParams,
     SequenceOutput,
     StopParams,
 )
+from mlx_parallm.core.training import EvaluationResult
+from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.errors import ConflictError, EngineError, StorageError
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.records import PolicyChange, Rollback, Start, Update

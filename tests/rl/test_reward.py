@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rl.scoring_rig import LONG_S, SHORT_S, group
 
-from mlx_parallm.core import CollectionSpec
+from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.errors import ConfigError, InvalidRequestError
 from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
 from mlx_parallm.rl.scoring.judges import Judge

@@ -17,7 +17,7 @@ from rl.test_reward_model_arithmetic import finished, made, moved
 from trainers import LORA
 
 from mlx_parallm.adapters.reward_models import RewardModelFolder
-from mlx_parallm.core import CollectionSpec
+from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.errors import ConfigError, InvalidRequestError, StepFailedError
 from mlx_parallm.rl.reward_models.learning import RewardModelDevice
 from mlx_parallm.rl.reward_models.model import RewardModel

@@ -15,7 +15,8 @@ from rl.test_reward_model_scoring import Device
 from trainers import LORA
 
 from mlx_parallm.adapters.reward_models import RewardModelFolder
-from mlx_parallm.core import CollectionSpec, Signal, Trajectory
+from mlx_parallm.core.requests import CollectionSpec, Signal
+from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.errors import ConflictError, InvalidRequestError
 from mlx_parallm.rl.reward_models.cards import RewardModelSpec
 from mlx_parallm.rl.reward_models.learning import RewardModelDevice

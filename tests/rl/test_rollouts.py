@@ -11,8 +11,8 @@ from itertools import count
 import pytest
 from rl.fakes import FakeEngine
 
-from mlx_parallm.core import (
-    AdapterRef,
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.requests import (
     CollectionSpec,
     GenerationRequest,
     RequestFailed,

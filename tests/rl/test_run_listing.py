@@ -12,7 +12,7 @@ import pytest
 
 from mlx_parallm.adapters.runs import JOURNAL, METRICS, RECORD, named_run, open_run, process_of
 from mlx_parallm.cli.main import main
-from mlx_parallm.core import AdapterRef
+from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.listing import RunSummary, list_runs, summarize

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from mlx_parallm.core import CollectionSpec
+from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.rl.scoring.builtin import BUILTINS
 from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue, _Description

@@ -14,7 +14,7 @@ import pytest
 from rl.scoring_rig import file_of, gone, group
 from rl.user_package import install
 
-from mlx_parallm.core import CollectionSpec
+from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.errors import InvalidRequestError, OverloadedError
 from mlx_parallm.rl.scoring.pool import ScoringError
 from mlx_parallm.rl.scoring.scorers import GROUP

@@ -9,7 +9,7 @@ import signal
 import pytest
 from rl.scoring_rig import SHORT_S, fault, file_of, gone, group
 
-from mlx_parallm.core import FinishReason
+from mlx_parallm.core.requests import FinishReason
 from mlx_parallm.rl.scoring import pool as pool_module
 from mlx_parallm.rl.scoring.pool import ScoringError
 

@@ -14,16 +14,9 @@ from rl.fakes import trajectories
 from rl.service_rig import GIVEN, SETTINGS, first_is_best, settle, until, world
 from sample_parts import advantage as advantage_of
 
-from mlx_parallm.core import (
-    BASE_ADAPTER,
-    EVERYTHING,
-    AdapterRef,
-    CollectionSpec,
-    Event,
-    GenerationRequest,
-    SamplingParams,
-    StopParams,
-)
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.readers import EVERYTHING
+from mlx_parallm.core.requests import CollectionSpec, Event, GenerationRequest, SamplingParams, StopParams
 from mlx_parallm.errors import (
     ConflictError,
     InvalidRequestError,

@@ -14,15 +14,10 @@ from rl.service_rig import GIVEN, SETTINGS, settle, world
 
 from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.config import CheckpointingConfig
-from mlx_parallm.core import (
-    EVERYTHING,
-    AdapterRef,
-    CollectionSpec,
-    GenerationRequest,
-    SamplingParams,
-    StopParams,
-    TrainingEvent,
-)
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.readers import EVERYTHING
+from mlx_parallm.core.requests import CollectionSpec, GenerationRequest, SamplingParams, StopParams
+from mlx_parallm.core.training import TrainingEvent
 from mlx_parallm.errors import (
     ConflictError,
     InvalidRequestError,

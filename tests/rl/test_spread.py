@@ -4,14 +4,8 @@ import asyncio
 
 import pytest
 
-from mlx_parallm.core import (
-    BASE_ADAPTER,
-    GenerationRequest,
-    RequestFinished,
-    SamplingParams,
-    SequenceOutput,
-    StopParams,
-)
+from mlx_parallm.core.adapters import BASE_ADAPTER
+from mlx_parallm.core.requests import GenerationRequest, RequestFinished, SamplingParams, SequenceOutput, StopParams
 from mlx_parallm.errors import EngineError
 from mlx_parallm.rl.inference import spread
 from mlx_parallm.rl.inference.spread import SpreadEngine

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rl.fakes import groups_of, trajectories
 
-from mlx_parallm.core import AdapterRef
+from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.rl import trajectory_log
 from mlx_parallm.rl.buffer import TrajectoryBuffer
 from mlx_parallm.rl.runs.records import Feedback

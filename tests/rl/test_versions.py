@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlx_parallm.core import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.rl.versions import VersionHistory
 
 NAME = "math"

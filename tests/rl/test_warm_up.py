@@ -9,7 +9,7 @@ from configs import loss_config
 from rl.rollout_rig import END, Tokenizer
 
 from mlx_parallm.config import Algorithm, LossKind
-from mlx_parallm.core import Signal
+from mlx_parallm.core.requests import Signal
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl.environments import environment
 from mlx_parallm.rl.objectives.rewards import RewardHistory

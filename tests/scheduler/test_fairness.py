@@ -10,7 +10,8 @@ from driver import Driver, new_sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_parallm.core import AdapterRef, WorkClass
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.requests import WorkClass
 from mlx_parallm.engine.budget import ROW_TOKENS, TokenShares
 from mlx_parallm.engine.sequence import Sequence, SequenceStatus
 from mlx_parallm.engine.units import ForwardUnit

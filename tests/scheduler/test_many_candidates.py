@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from driver import Driver
 
-from mlx_parallm.core import TOP_LOGPROBS
+from mlx_parallm.core.candidates import TOP_LOGPROBS
 from mlx_parallm.engine.units import ForwardUnit
 
 MANY = 50_000

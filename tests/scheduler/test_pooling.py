@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from driver import STEP, Driver
 
-from mlx_parallm.core import Pooling
+from mlx_parallm.core.requests import Pooling
 from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.sequence import SequenceStatus
 from mlx_parallm.engine.units import MOST_POOLED, ForwardUnit

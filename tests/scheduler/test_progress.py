@@ -7,7 +7,9 @@ import random
 import pytest
 from driver import STEP, Driver, TokenBudget, new_sequence
 
-from mlx_parallm.core import AdapterRef, DeviceSchedule, Pooling, WorkClass
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.device import DeviceSchedule
+from mlx_parallm.core.requests import Pooling, WorkClass
 from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.scheduler import RLAwareScheduler, SchedulerConfig
 from mlx_parallm.engine.sequence import PromptGroup, Sequence, SequenceStatus

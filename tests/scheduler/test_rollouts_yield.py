@@ -9,7 +9,8 @@ from driver import STEP, Driver
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_parallm.core import DeviceSchedule, WorkClass
+from mlx_parallm.core.device import DeviceSchedule
+from mlx_parallm.core.requests import WorkClass
 from mlx_parallm.engine.sequence import SequenceStatus
 from mlx_parallm.engine.units import ForwardUnit
 

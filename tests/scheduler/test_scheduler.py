@@ -10,7 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from mlx_parallm.core import AdapterRef, WorkClass
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.requests import WorkClass
 from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.sequence import PromptGroup, Sequence, SequenceStatus
 from mlx_parallm.engine.units import ChunkPacker, ForwardUnit, StagingUnit, TrainingUnit, Unit

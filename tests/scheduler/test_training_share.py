@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from driver import STEP, Driver, new_scheduler
 
-from mlx_parallm.core import AdapterRef
+from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.engine.budget import DecodeGap
 from mlx_parallm.engine.sequence import Sequence, SequenceStatus
 from mlx_parallm.engine.units import MAX_STEPS_WITHOUT_CHUNK, ForwardUnit, StagingUnit, TrainingUnit

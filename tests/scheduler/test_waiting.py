@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 from driver import Driver
 
-from mlx_parallm.core import AdapterRef, WorkClass
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.requests import WorkClass
 from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.sequence import PromptGroup, Sequence, SequenceStatus
 from mlx_parallm.engine.waiting import WaitingQueue

@@ -6,7 +6,7 @@ from server.fakes import CARD, ByteTokenizer
 from server.one_model import OneModel
 
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.core import ClusterStatus, Joined, NodeInfo, NodeRole, SharedBase, SharedVersion, VersionState
+from mlx_parallm.core.cluster import ClusterStatus, Joined, NodeInfo, NodeRole, SharedBase, SharedVersion, VersionState
 from mlx_parallm.errors import ConflictError
 from mlx_parallm.server.app import create_app
 

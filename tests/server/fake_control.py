@@ -6,15 +6,9 @@ from dataclasses import replace
 
 from mlx_parallm.adapters.cards import AdapterCard, AdapterStats, CheckpointCard, KeptPart, Residence
 from mlx_parallm.adapters.reward_models import no_reward_model
-from mlx_parallm.core import (
-    BASE_ADAPTER,
-    AdapterRef,
-    FeedbackCard,
-    GroupCard,
-    TrainingHistory,
-    TrainingStatus,
-    UpdateReport,
-)
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.training import TrainingHistory, TrainingStatus, UpdateReport
+from mlx_parallm.core.trajectories import FeedbackCard, GroupCard
 from mlx_parallm.errors import (
     ConflictError,
     InvalidRequestError,

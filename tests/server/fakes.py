@@ -6,11 +6,10 @@ import time
 from array import array
 from dataclasses import replace
 
-from mlx_parallm.core import (
+from mlx_parallm.core.engine import ModelCard
+from mlx_parallm.core.requests import (
     FinishReason,
-    ModelCard,
     PromptScored,
-    Reasoning,
     RequestFailed,
     RequestFinished,
     RequestStarted,
@@ -18,6 +17,7 @@ from mlx_parallm.core import (
     SequencePooled,
     TokenLogprob,
 )
+from mlx_parallm.core.text import Reasoning
 from mlx_parallm.engine.figures import EngineStats
 from mlx_parallm.errors import (
     ContextLengthError,

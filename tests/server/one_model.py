@@ -6,7 +6,9 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from types import MappingProxyType
 
-from mlx_parallm.core import GENERIC_NAME, BaseStatus, ModelCard, ModelState, ServedModel, TextTokenizer
+from mlx_parallm.core.engine import ModelCard
+from mlx_parallm.core.models import GENERIC_NAME, BaseStatus, ModelState, ServedModel
+from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.grammar.compiler import LLCompiler
 
 

@@ -7,7 +7,8 @@ import pytest
 from server.asking import post, refused
 
 from mlx_parallm.adapters.cards import AdapterStats, CheckpointCard
-from mlx_parallm.core import EVERYTHING, AdapterRef
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.readers import EVERYTHING
 from mlx_parallm.errors import (
     AdapterFileError,
     AdapterUnavailableError,

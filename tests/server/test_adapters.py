@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from server.fakes import CARD
 
-from mlx_parallm.core import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.errors import AdapterFileError, AdapterUnavailableError, InvalidRequestError, StepFailedError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

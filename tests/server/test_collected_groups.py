@@ -6,7 +6,8 @@ import pytest
 from rl.fakes import set_scores, trajectories
 from server.keys import key_file
 
-from mlx_parallm.core import AdapterRef, CollectionSpec
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.rl.trajectories import DropReason, TrajectoryGroup
 from mlx_parallm.server.api.training.collected.route import MAX_TOKENS
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from mlx_parallm.core import BASE_ADAPTER, AdapterRef, CollectionSpec, PromptScored, WorkClass
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.requests import CollectionSpec, PromptScored, WorkClass
 from mlx_parallm.errors import ConflictError, InvalidRequestError, StepFailedError, TrainingDisabledError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -7,7 +7,7 @@ import pytest
 from server.asking import answered
 from server.fakes import ByteTokenizer
 
-from mlx_parallm.core import RepetitionLimits, SamplingParams, StopParams, TokenLogprob
+from mlx_parallm.core.requests import RepetitionLimits, SamplingParams, StopParams, TokenLogprob
 from mlx_parallm.server.api.logprobs import prompt_logprobs, scored_prompt
 
 URL = "/v1/completions"

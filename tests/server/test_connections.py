@@ -14,7 +14,7 @@ import pytest
 from server.keys import key_file
 from server.test_disconnect import eventually
 
-from mlx_parallm.core import FinishReason, SequenceOutput
+from mlx_parallm.core.requests import FinishReason, SequenceOutput
 from mlx_parallm.server.api import login
 from mlx_parallm.server.http.connection import OTHER_FILES, reserve_open_files
 

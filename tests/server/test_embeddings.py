@@ -9,7 +9,8 @@ import pytest
 from server.asking import answered
 from server.test_disconnect import eventually, post
 
-from mlx_parallm.core import BASE_ADAPTER, Pooling
+from mlx_parallm.core.adapters import BASE_ADAPTER
+from mlx_parallm.core.requests import Pooling
 from mlx_parallm.errors import InvalidRequestError, StepFailedError
 from mlx_parallm.server.api.pooling import fields as pooling_fields
 from mlx_parallm.server.api.pooling.embeddings import finished_vector

@@ -4,7 +4,7 @@ import pytest
 from server.asking import answered
 from server.fakes import EOS
 
-from mlx_parallm.core import TokenLogprob
+from mlx_parallm.core.requests import TokenLogprob
 
 H, I = b"Hi"  # noqa: E741
 VLLM = {"prompt": {"prompt_token_ids": [97, 98]}, "logprobs": 0}

@@ -15,7 +15,7 @@ from chat_templates import WORDS, wrapped
 from tool_families import ASKED, TEXTS, TOOLS
 from tool_families import FAMILIES as FORMATS
 
-from mlx_parallm.core import (
+from mlx_parallm.core.requests import (
     Event,
     FinishReason,
     GenerationRequest,

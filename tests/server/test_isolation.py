@@ -11,12 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from server.keys import key_file
 
-from mlx_parallm.core import (
-    FinishReason,
-    PromptScored,
-    SequenceOutput,
-    TokenLogprob,
-)
+from mlx_parallm.core.requests import FinishReason, PromptScored, SequenceOutput, TokenLogprob
 from mlx_parallm.errors import OverloadedError
 from mlx_parallm.grammar.compiler import LLCompiler
 from mlx_parallm.server import generation

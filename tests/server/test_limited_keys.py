@@ -31,17 +31,12 @@ from server.one_model import OneModel
 from mlx_parallm.adapters.cards import AdapterStats, CheckpointCard
 from mlx_parallm.adapters.reward_models import no_reward_model
 from mlx_parallm.config import ServerConfig, TinkerConfig
-from mlx_parallm.core import (
-    AdapterRef,
-    BaseStatus,
-    CollectionSpec,
-    FinishReason,
-    ModelState,
-    Reader,
-    TrainingEvent,
-    TrainingStatus,
-    Trajectory,
-)
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.models import BaseStatus, ModelState
+from mlx_parallm.core.readers import Reader
+from mlx_parallm.core.requests import CollectionSpec, FinishReason
+from mlx_parallm.core.training import TrainingEvent, TrainingStatus
+from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl.atropos.trajectory_api import Registration
 from mlx_parallm.rl.people import FoundTrajectory

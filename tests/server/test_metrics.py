@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from mlx_parallm.adapters.cards import AdapterStats
-from mlx_parallm.core import DeviceSchedule
+from mlx_parallm.core.device import DeviceSchedule
 from mlx_parallm.engine.figures import EngineStats, Histogram
 
 URL = "/v1/completions"

@@ -8,7 +8,7 @@ import pytest
 from server.asking import answered
 from server.fakes import CARD, ByteTokenizer
 
-from mlx_parallm.core import Reasoning
+from mlx_parallm.core.text import Reasoning
 from mlx_parallm.rl.atropos.trajectory_api import Registration
 
 CHAT, GENERATE = "/api/chat", "/api/generate"

@@ -6,7 +6,7 @@ import re
 import pytest
 from rl.fakes import trajectories
 
-from mlx_parallm.core import AdapterRef
+from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.rl.trajectories import TrajectoryGroup
 from mlx_parallm.server.openapi.examples import EXAMPLES
 from mlx_parallm.server.openapi.responses import KINDS

@@ -7,7 +7,8 @@ import pytest
 from pydantic import BaseModel
 
 from mlx_parallm import __version__
-from mlx_parallm.core import DeviceSchedule, WorkClass
+from mlx_parallm.core.device import DeviceSchedule
+from mlx_parallm.core.requests import WorkClass
 from mlx_parallm.errors import StepFailedError
 from mlx_parallm.rl.averages import AverageCard
 from mlx_parallm.rl.competition.comparison import ComparisonCard

@@ -7,7 +7,7 @@ import pytest
 from server.fakes import CARD
 
 from mlx_parallm import __version__
-from mlx_parallm.core import PauseMode
+from mlx_parallm.core.device import PauseMode
 from mlx_parallm.errors import AbortedError, EngineDeadError
 
 COMPLETION = {"prompt": "x"}

@@ -5,7 +5,7 @@ import json
 import pytest
 from server.asking import post
 
-from mlx_parallm.core import FinishReason, RepetitionLimits
+from mlx_parallm.core.requests import FinishReason, RepetitionLimits
 
 COMPLETIONS, CHAT, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
 USER = [{"role": "user", "content": "hi"}]

@@ -8,7 +8,7 @@ import re
 import httpx
 import pytest
 
-from mlx_parallm.core import AdapterRef
+from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.errors import StepFailedError
 from mlx_parallm.server.http import request_log
 

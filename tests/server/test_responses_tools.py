@@ -11,7 +11,7 @@ from server.fakes import CARD, ByteTokenizer
 from server.test_responses_stream import assert_sums_up, events_of
 from walks import follows
 
-from mlx_parallm.core import Reasoning
+from mlx_parallm.core.text import Reasoning
 from mlx_parallm.server.api.responses.conversation import ITEM_LIST, messages_of
 
 URL = "/v1/responses"

@@ -7,7 +7,8 @@ import math
 import httpx
 import pytest
 
-from mlx_parallm.core import MODE_SHARES, DeviceSchedule, WorkClass
+from mlx_parallm.core.device import MODE_SHARES, DeviceSchedule
+from mlx_parallm.core.requests import WorkClass
 from mlx_parallm.engine.figures import EngineStats
 from mlx_parallm.errors import EngineDeadError
 

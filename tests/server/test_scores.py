@@ -3,7 +3,8 @@
 import pytest
 from server.asking import answered as ask
 
-from mlx_parallm.core import BASE_ADAPTER, PromptScored, TokenLogprob
+from mlx_parallm.core.adapters import BASE_ADAPTER
+from mlx_parallm.core.requests import PromptScored, TokenLogprob
 from mlx_parallm.errors import InvalidRequestError, StepFailedError
 from mlx_parallm.server.api.pooling import fields as pooling_fields
 

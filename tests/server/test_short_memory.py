@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from mlx_parallm.core import MachineState, Relief
+from mlx_parallm.core.machine import MachineState, Relief
 
 SHORT = MachineState(15 << 30, 14 << 30, Relief.REQUESTS, "the system's memory pressure is critical", "memory is short")
 CHAT = {"messages": [{"role": "user", "content": "x"}]}

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from tool_families import ASKED, ENDINGS, FAMILIES, OTHER_TEXTS, TEXTS, TOOLS
 
-from mlx_parallm.core import Reasoning
 from mlx_parallm.core.splitter import AnswerSyntax, Splitter, join_parts
+from mlx_parallm.core.text import Reasoning
 from mlx_parallm.model.tools.thinking import REASONINGS
 
 THINK = Reasoning("<think>", "</think>")

@@ -7,7 +7,7 @@ import pytest
 from server.asking import answered
 from server.fakes import EOS
 
-from mlx_parallm.core import FinishReason, WorkClass
+from mlx_parallm.core.requests import FinishReason, WorkClass
 
 GENERATE = "/inference/v1/generate"
 CHAT = "/v1/chat/completions"

@@ -9,7 +9,7 @@ from server.fakes import CARD, ByteTokenizer
 from tool_families import ASKED, FAMILIES, TEXTS, TOOLS, tool
 from walks import follows
 
-from mlx_parallm.core import Reasoning
+from mlx_parallm.core.text import Reasoning
 from mlx_parallm.model.tools.formats import HERMES
 from mlx_parallm.model.tools.thinking import REASONINGS
 

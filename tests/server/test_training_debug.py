@@ -4,7 +4,9 @@ import math
 
 import pytest
 
-from mlx_parallm.core import BASE_ADAPTER, AdapterRef, CollectionSpec, FinishReason, Trajectory
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.requests import CollectionSpec, FinishReason
+from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.rl.trajectories import DropReason, TrajectoryGroup
 
 

@@ -6,7 +6,8 @@ import math
 import httpx
 import pytest
 
-from mlx_parallm.core import AdapterRef, TrainingEvent
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.training import TrainingEvent
 from mlx_parallm.server import generation
 
 URL = "/v1/training/events"

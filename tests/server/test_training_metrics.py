@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from mlx_parallm.core import AdapterRef, EvaluationResult, RolloutStatus, TrainingStatus
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.training import EvaluationResult, RolloutStatus, TrainingStatus
 
 POLICY = TrainingStatus(
     state="updating",

@@ -8,7 +8,8 @@ import httpx
 import pytest
 from server.asking import post, refused
 
-from mlx_parallm.core import AdapterRef, Divergence, EvaluationResult, LevelCard, RolloutStatus, TrainingStatus
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.training import Divergence, EvaluationResult, LevelCard, RolloutStatus, TrainingStatus
 from mlx_parallm.errors import (
     AdapterFileError,
     ConflictError,

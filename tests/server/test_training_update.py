@@ -5,7 +5,9 @@ import math
 import pytest
 from server.asking import post, refused
 
-from mlx_parallm.core import BASE_ADAPTER, AdapterRef, GivenTrajectory, UpdateReport
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.training import UpdateReport
+from mlx_parallm.core.trajectories import GivenTrajectory
 
 UPDATE = "/v1/training/update"
 GIVEN = {"prompt_token_ids": [1, 2], "completion_token_ids": [3, 257]}

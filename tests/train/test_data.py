@@ -10,7 +10,8 @@ from rl.fakes import answers, trajectories
 from sample_parts import advantage, answer, drawn_logprobs
 
 from mlx_parallm.config import Algorithm
-from mlx_parallm.core import BASE_ADAPTER, FinishReason
+from mlx_parallm.core.adapters import BASE_ADAPTER
+from mlx_parallm.core.requests import FinishReason
 from mlx_parallm.rl.objectives.batches import ScoredGroup, prepare
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.train.data import Datum, SampledSpan, answered

@@ -24,7 +24,8 @@ from trainers import (
     with_logprobs,
 )
 
-from mlx_parallm.core import AdapterRef, completed
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.device import completed
 from mlx_parallm.errors import StepFailedError
 from mlx_parallm.train.data import UpdateBatch
 from mlx_parallm.train.learner import Learner

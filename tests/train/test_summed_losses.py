@@ -10,7 +10,7 @@ import pytest
 from mlx.utils import tree_flatten
 from trainers import VOCABULARY, Recorder, assert_close, everywhere, make_policy, make_trainer, unclipped
 
-from mlx_parallm.core import SummedLoss, TargetedTokens, TokenLoss
+from mlx_parallm.core.summed import SummedLoss, TargetedTokens, TokenLoss
 from mlx_parallm.train.policy import Policy
 from mlx_parallm.train.summed import TOTALS, datum_of, loss_value, resolved_loss, scored_positions
 from mlx_parallm.train.trainer import GRPOTrainer

@@ -25,7 +25,7 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.app.device import build_runner
 from mlx_parallm.batch.runner import Launched
 from mlx_parallm.config import Config
-from mlx_parallm.core import SamplingParams
+from mlx_parallm.core.requests import SamplingParams
 from mlx_parallm.model.linears import AdaptedLinear, install_adapters
 from mlx_parallm.model.manager import SharedModelManager
 

@@ -32,7 +32,8 @@ from mlx_parallm.adapters.weights import VersionInfo
 from mlx_parallm.app.adapters import find_adapters
 from mlx_parallm.app.device import build_runner
 from mlx_parallm.config import AdaptersConfig, Config
-from mlx_parallm.core import AdapterRef, then
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.device import then
 from mlx_parallm.engine.engine import EngineParts
 from mlx_parallm.engine.scheduler import SchedulerConfig
 from mlx_parallm.engine.startup import calibrate

@@ -10,8 +10,8 @@ import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.batch.runner import BatchRunner, Pending
 from mlx_parallm.batch.spans import Span
-from mlx_parallm.core import (
-    AdapterRef,
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.requests import (
     Event,
     GenerationRequest,
     RequestFailed,

@@ -21,7 +21,7 @@ _NO_ROLLBACK = {"MLX_PARALLM_RL_TRAINING__DIVERGENCE__REWARD__LIMIT": "1000"}
 """Rewards are random. A rollback, which drops what the versions after it drew, would count as lost here."""
 
 PACKAGE = """
-from mlx_parallm.core import CollectionSpec
+from mlx_parallm.core.requests import (CollectionSpec)
 from mlx_parallm.rl.environments import Task
 
 class Letters:

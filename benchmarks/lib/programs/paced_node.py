@@ -19,8 +19,8 @@ from fastapi import FastAPI
 from mlx_parallm.app import server
 from mlx_parallm.app.build import Served
 from mlx_parallm.cli.main import serve
-from mlx_parallm.core import (
-    EngineClient,
+from mlx_parallm.core.engine import EngineClient
+from mlx_parallm.core.requests import (
     Event,
     FinishReason,
     GenerationRequest,

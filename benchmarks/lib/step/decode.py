@@ -9,7 +9,7 @@ import mlx.core as mx  # isort: skip
 from lib.rows import begin, open_row
 
 from mlx_parallm.batch.runner import BatchRunner, Pending
-from mlx_parallm.core import SamplingParams
+from mlx_parallm.core.requests import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.9)

@@ -23,7 +23,9 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair, VersionInfo
-from mlx_parallm.core import BASE_ADAPTER, AdapterRef, DeviceSchedule, GenerationRequest, SamplingParams, StopParams
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.device import DeviceSchedule
+from mlx_parallm.core.requests import GenerationRequest, SamplingParams, StopParams
 from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.engine import Engine, EngineParts
 from mlx_parallm.engine.scheduler import SchedulerConfig

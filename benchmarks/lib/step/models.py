@@ -20,7 +20,7 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.app import device
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Config, ServerConfig
-from mlx_parallm.core import ModelCard
+from mlx_parallm.core.engine import ModelCard
 from mlx_parallm.model.cache_plan import CachePlan, prepare
 from mlx_parallm.model.families import Family, family_of
 from mlx_parallm.model.layout import adapter_layout

@@ -7,15 +7,8 @@ import time
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 from mlx_parallm.app.build import Engine, Served
 from mlx_parallm.config import Config
-from mlx_parallm.core import (
-    GenerationRequest,
-    Grammar,
-    GrammarKind,
-    GrammarSpec,
-    RequestFailed,
-    SamplingParams,
-    StopParams,
-)
+from mlx_parallm.core.grammar import Grammar, GrammarKind, GrammarSpec
+from mlx_parallm.core.requests import GenerationRequest, RequestFailed, SamplingParams, StopParams
 from mlx_parallm.grammar.compiler import LLCompiler
 
 FREE, BOUND = "free", "schemas"

@@ -10,7 +10,7 @@ from typing import Any
 from lib.prompts import long_prompt
 
 from mlx_parallm.config import LoRAConfig
-from mlx_parallm.core import GivenTrajectory
+from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.train.data import Datum, answered
 
 GROUPS, GROUP = 4, 8

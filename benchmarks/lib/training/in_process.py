@@ -14,7 +14,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_parallm.app.training import footprint_of, trainable
 from mlx_parallm.config import ModelConfig, RLTrainingConfig
-from mlx_parallm.core import CollectionSpec, FinishReason, Trajectory
+from mlx_parallm.core.requests import CollectionSpec, FinishReason
+from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.rl.objectives.batches import ScoredGroup
 from mlx_parallm.rl.objectives.rewards import RewardHistory

@@ -12,7 +12,7 @@ from lib.training.rig import PROMPTS, Rig
 
 from mlx_parallm.app.build import Engine
 from mlx_parallm.config import Config, RLConfig, configure
-from mlx_parallm.core import GenerationRequest, RequestFailed, SamplingParams, StopParams
+from mlx_parallm.core.requests import GenerationRequest, RequestFailed, SamplingParams, StopParams
 
 
 def config(model: Path | None, share: float | None = None, batch_size: int = 100, max_staleness: int = 8) -> Config:

@@ -20,7 +20,7 @@ from lib.training.learning_tasks import Prompt, Sentiment
 
 from mlx_parallm import RLConfig, RLIntegratedServer
 from mlx_parallm.app.build import Served
-from mlx_parallm.core import (
+from mlx_parallm.core.requests import (
     CollectionSpec,
     GenerationRequest,
     RequestFailed,

@@ -17,7 +17,7 @@ from lib.training.rig import Rig
 
 from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.residency import AdapterStore
-from mlx_parallm.core import AdapterRef
+from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.train import jobs
 from mlx_parallm.train.context import Params

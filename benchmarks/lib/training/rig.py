@@ -21,18 +21,17 @@ from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair, Version
 from mlx_parallm.app.build import Engine, Served
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import Config
-from mlx_parallm.core import (
-    BASE_ADAPTER,
-    AdapterRef,
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.requests import (
     CollectionSpec,
     GenerationRequest,
     RequestFailed,
     RequestFinished,
     SamplingParams,
     StopParams,
-    TrainingStatus,
-    Trajectory,
 )
+from mlx_parallm.core.training import TrainingStatus
+from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.train.context import LoraSpan, Params
 from mlx_parallm.train.data import Datum, answered
 from mlx_parallm.train.packing import pack, split_samples

@@ -24,17 +24,17 @@ from mlx_parallm.adapters.weights import VersionInfo
 from mlx_parallm.app.build import Engine, Served
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import configure
-from mlx_parallm.core import (
-    BASE_ADAPTER,
+from mlx_parallm.core.adapters import BASE_ADAPTER
+from mlx_parallm.core.requests import (
     CollectionSpec,
     FinishReason,
     GenerationRequest,
-    GivenTrajectory,
     RequestFailed,
     SamplingParams,
     SequenceOutput,
     StopParams,
 )
+from mlx_parallm.core.trajectories import GivenTrajectory
 
 # ---- answers -------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_parallm.core import JsonPosition, RepairedCalls, Tool, ToolCall, UnwritableToolError
+from mlx_parallm.core.text import JsonPosition, RepairedCalls, Tool, ToolCall, UnwritableToolError
 from mlx_parallm.model.tools.grammar import CallSyntax, call_grammar, parameters_of, properties_of, value_types
 from mlx_parallm.model.tools.reading import EnforcedCalls, cut_off_calls, whole_calls, written
 from mlx_parallm.model.tools.repair import may_begin_call, plain_json, repaired_calls

@@ -18,7 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_parallm.core import COMPACT_JSON, Tool, UnwritableToolError, enforceable_schema
+from mlx_parallm.core.grammar import COMPACT_JSON
+from mlx_parallm.core.schemas import enforceable_schema
+from mlx_parallm.core.text import Tool, UnwritableToolError
 
 
 @dataclass(frozen=True, slots=True)

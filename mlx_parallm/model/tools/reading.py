@@ -15,7 +15,7 @@ from functools import cache
 from itertools import islice
 from typing import Any, TypeVar
 
-from mlx_parallm.core import CallPiece, JsonPosition, Tool, ToolCall, overlap
+from mlx_parallm.core.text import CallPiece, JsonPosition, Tool, ToolCall, overlap
 from mlx_parallm.model.tools.grammar import CallSyntax, parameters_of, properties_of, value_types
 
 _DECODER = json.JSONDecoder()

@@ -13,8 +13,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from mlx_parallm.core import RepairedCalls, RepairKind, Tool, ToolCall
 from mlx_parallm.core.splitter import MAX_CALLS_PER_ANSWER, AnswerSyntax, split
+from mlx_parallm.core.text import RepairedCalls, RepairKind, Tool, ToolCall
 from mlx_parallm.model.tools.grammar import parameters_of, properties_of
 from mlx_parallm.model.tools.reading import written
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_parallm.core import Reasoning
+from mlx_parallm.core.text import Reasoning
 from mlx_parallm.errors import ConfigError
 
 Entry = TypeVar("Entry")

@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mlx_parallm.core import GivenGroup
+from mlx_parallm.core.trajectories import GivenGroup
 from mlx_parallm.errors import InvalidRequestError, QueueFullError, StorageError
 from mlx_parallm.rl.atropos.scored_data import ScoredData, TokenLimits, trajectories_of
 from mlx_parallm.rl.atropos.trajectory_api import (

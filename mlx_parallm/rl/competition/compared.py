@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mlx_parallm.core import AdapterRef
+from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.errors import ConflictError
 from mlx_parallm.rl.updates.checkpoints import PolicyCheckpoints
 from mlx_parallm.rl.updates.run import AdapterRun

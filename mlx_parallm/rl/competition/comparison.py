@@ -12,8 +12,7 @@ from typing import Literal
 from weakref import WeakSet
 
 from mlx_parallm.config import CompetitionConfig
-from mlx_parallm.core import AdapterRef
-from mlx_parallm.core.adapters import AdapterText
+from mlx_parallm.core.adapters import AdapterRef, AdapterText
 from mlx_parallm.core.json_values import ANSWER, UnixTime
 from mlx_parallm.rl.competition.evidence import Contrast, DifferenceTest, Verdict
 from mlx_parallm.rl.trajectories import TrajectoryGroup

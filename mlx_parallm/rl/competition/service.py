@@ -20,7 +20,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.config import CompetitionConfig
-from mlx_parallm.core import EVERYTHING, AdapterRef, Reader, Trajectory
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.readers import EVERYTHING, Reader
+from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.errors import ConflictError, InvalidRequestError
 from mlx_parallm.rl.competition.compared import ComparedAdapter
 from mlx_parallm.rl.competition.comparison import (

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from random import Random
 
-from mlx_parallm.core import CollectionSpec, FinishReason
+from mlx_parallm.core.requests import CollectionSpec, FinishReason
 from mlx_parallm.rl.environments.protocol import Answer, Environment, Message, RolloutClient, Task
 
 # ---- words ----------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.core import CollectionSpec
+from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.errors import ConfigError, shown
 from mlx_parallm.extras import REASONING_GYM
 from mlx_parallm.rl.environments.builtin import BUILT_IN

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
-from mlx_parallm.core import CollectionSpec, FinishReason, Tool, ToolCall
+from mlx_parallm.core.requests import CollectionSpec, FinishReason
+from mlx_parallm.core.text import Tool, ToolCall
 
 Message = Mapping[str, Any]
 """A message as chat templates take it, with `role` and `content`.

@@ -6,7 +6,7 @@ import asyncio
 from typing import ClassVar
 
 from mlx_parallm.adapters.formats import FormatName
-from mlx_parallm.core import TextTokenizer
+from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.rl.inference.api import Draw, Sample, SentAdapter, sample_of
 from mlx_parallm.rl.inference.http import EngineServer
 from mlx_parallm.rl.inference.openai import COMPLETIONS, choices_of, logprobs_of

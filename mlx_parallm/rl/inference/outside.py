@@ -6,15 +6,8 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from statistics import fmean
 
-from mlx_parallm.core import (
-    BASE_ADAPTER,
-    AdapterRef,
-    Event,
-    FinishReason,
-    GenerationRequest,
-    RequestFinished,
-    SequenceOutput,
-)
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.requests import Event, FinishReason, GenerationRequest, RequestFinished, SequenceOutput
 from mlx_parallm.errors import ConfigError, EngineError
 from mlx_parallm.rl.inference.api import Draw, EngineApi, Sample
 from mlx_parallm.rl.inference.http import EngineServer

@@ -10,7 +10,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import cast
 
-from mlx_parallm.core import AdapterRef, Event, GenerationRequest
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.requests import Event, GenerationRequest
 from mlx_parallm.errors import EngineError
 from mlx_parallm.rl.rollouts.engine import InferenceEngine
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_parallm.adapters.formats import FormatName
-from mlx_parallm.core import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.errors import EngineError
 from mlx_parallm.rl.inference.api import EngineApi, SentAdapter
 

@@ -13,16 +13,9 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING
 
-from mlx_parallm.core import (
-    Event,
-    GenerationRequest,
-    GivenTrajectory,
-    SamplingParams,
-    SequenceOutput,
-    StopParams,
-    TextTokenizer,
-    WorkClass,
-)
+from mlx_parallm.core.requests import Event, GenerationRequest, SamplingParams, SequenceOutput, StopParams, WorkClass
+from mlx_parallm.core.text import TextTokenizer
+from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.rl.lessons.cards import LessonShowing, LessonSpec, RuleKind
 from mlx_parallm.rl.lessons.rules import word_pattern
 from mlx_parallm.rl.rollouts.answers import Generate, events_of

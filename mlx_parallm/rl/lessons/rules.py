@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import assert_never
 
-from mlx_parallm.core import CollectionSpec
+from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.rl.environments import Task
 from mlx_parallm.rl.lessons.cards import LessonRule, LessonSpec, RuleKind
 from mlx_parallm.rl.scoring.judges import INSTRUCTION, JUDGE

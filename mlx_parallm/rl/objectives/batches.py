@@ -11,7 +11,7 @@ from statistics import fmean
 import numpy as np
 
 from mlx_parallm.config import LossKind, ResolvedLoss, RewardScale
-from mlx_parallm.core import FinishReason, Signal
+from mlx_parallm.core.requests import FinishReason, Signal
 from mlx_parallm.rl.objectives.episodes import data_of, token_advantages, token_deviation
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.rl.trajectories import FEEDBACK, DropReason, Episode

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from math import fsum, sqrt
 
-from mlx_parallm.core import FinishReason
+from mlx_parallm.core.requests import FinishReason
 from mlx_parallm.rl.trajectories import Episode, Turn, finish_reason
 from mlx_parallm.train.data import Datum, SampledSpan
 

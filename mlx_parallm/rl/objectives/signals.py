@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_parallm.config import Algorithm, ResolvedLoss, RewardScale
-from mlx_parallm.core import FinishReason, Signal
+from mlx_parallm.core.requests import FinishReason, Signal
 from mlx_parallm.rl.objectives.batches import Advantages, PreparedBatch, ScoredGroup, batch_of, prepare
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.rl.trajectories import DropReason

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from mlx_parallm.config import LearningRateSchedule, ModelConfig, OptimizerConfig
-from mlx_parallm.core import DeviceThread
+from mlx_parallm.core.device import DeviceThread
 from mlx_parallm.rl.reward_models.fitting import RewardModelInTraining
 from mlx_parallm.rl.reward_models.model import RewardModel
 from mlx_parallm.rl.reward_models.preferences import Agreement, Preference

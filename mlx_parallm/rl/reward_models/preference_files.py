@@ -15,7 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.core import TextTokenizer, control_ids, end_id
+from mlx_parallm.core.text import TextTokenizer, control_ids, end_id
 from mlx_parallm.core.tool_text import chat_prompt
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl.conversations import Message, read_conversation

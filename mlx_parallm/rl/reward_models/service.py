@@ -7,7 +7,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from mlx_parallm.adapters.reward_models import RewardModelFolder
-from mlx_parallm.core import TextTokenizer, Trajectory, end_id
+from mlx_parallm.core.text import TextTokenizer, end_id
+from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.rl.reward_models.learning import RewardModelDevice
 from mlx_parallm.rl.reward_models.model import RewardModel
 

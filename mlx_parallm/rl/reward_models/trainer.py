@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from mlx_parallm.adapters.reward_models import no_reward_model
 from mlx_parallm.config import ModelConfig
-from mlx_parallm.core import Signal, Trajectory
+from mlx_parallm.core.requests import Signal
+from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.errors import ConfigError, ConflictError, InvalidRequestError
 from mlx_parallm.rl.reward_models.cards import RewardModelCard, RewardModelSpec
 from mlx_parallm.rl.reward_models.learning import FitResult, FitSettings, fit

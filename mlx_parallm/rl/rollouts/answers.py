@@ -9,17 +9,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from mlx_parallm.core import (
-    AdapterRef,
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.requests import (
     Event,
     GenerationRequest,
     RequestFailed,
     RequestFinished,
     SamplingParams,
     StopParams,
-    TextTokenizer,
     WorkClass,
 )
+from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.core.tool_text import chat_prompt
 from mlx_parallm.errors import EngineDeadError, EngineError, TrainingFailedError
 from mlx_parallm.rl.environments import Task, with_system_prompt

@@ -25,7 +25,7 @@ from statistics import fmean
 from threading import Lock
 
 from mlx_parallm.config import CurriculumConfig
-from mlx_parallm.core import LEVEL_PREFIX, LevelCard
+from mlx_parallm.core.training import LEVEL_PREFIX, LevelCard
 from mlx_parallm.rl.environments import Task
 
 WITHOUT, OTHER = "(none)", "(other)"

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from mlx_parallm.core import AdapterRef, EngineClient, Event, GenerationRequest
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.engine import EngineClient
+from mlx_parallm.core.requests import Event, GenerationRequest
 
 
 class InferenceEngine(Protocol):

@@ -16,21 +16,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import sha256
 
-from mlx_parallm.core import (
-    AdapterRef,
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.requests import (
     FinishReason,
     GenerationRequest,
     SamplingParams,
     SequenceOutput,
     StopParams,
-    TextTokenizer,
-    Tool,
-    ToolCall,
-    Trajectory,
     WorkClass,
 )
 from mlx_parallm.core.splitter import MAX_CALLS_PER_ANSWER, AnswerSyntax, split
+from mlx_parallm.core.text import TextTokenizer, Tool, ToolCall
 from mlx_parallm.core.tool_text import chat_prompt
+from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.core.turns import Closers, continued
 from mlx_parallm.errors import InvalidRequestError, TrainingFailedError
 from mlx_parallm.rl.environments import Answer, EpisodeEnvironment, Message, RolloutError, Task

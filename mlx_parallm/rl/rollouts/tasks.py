@@ -12,7 +12,8 @@ import json
 from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol, TypeGuard
 
-from mlx_parallm.core import GivenTrajectory, TextTokenizer
+from mlx_parallm.core.text import TextTokenizer
+from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl.environments import Environment, Message, Task
 

@@ -17,7 +17,7 @@ import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from mlx_parallm.core import Signal
+from mlx_parallm.core.requests import Signal
 from mlx_parallm.rl.runs.opening import TRAJECTORY
 from mlx_parallm.rl.runs.store import LINEAGE_CHANGES, JournalFile, Statements
 

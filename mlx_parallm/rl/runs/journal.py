@@ -20,7 +20,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TypeVar
 
-from mlx_parallm.core import Trajectory
+from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.errors import ConfigError, StorageError
 from mlx_parallm.rl.runs.compaction import compaction
 from mlx_parallm.rl.runs.opening import TRAJECTORY

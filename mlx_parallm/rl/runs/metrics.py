@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.core import AdapterRef, UpdateReport
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.training import UpdateReport
 
 _NO_METRICS = frozenset({"at", "step", "optimizer_step", "version"})
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from mlx_parallm.core import GivenTrajectory, Signal, Trajectory
+from mlx_parallm.core.requests import Signal
+from mlx_parallm.core.trajectories import GivenTrajectory, Trajectory
 
 # -- what comes in -------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mlx_parallm.adapters.runs import COMMITS
-from mlx_parallm.core import Trajectory
+from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.errors import ConfigError, StorageError
 from mlx_parallm.rl.runs.opening import (
     ERRORS,

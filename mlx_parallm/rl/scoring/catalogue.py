@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from importlib.metadata import entry_points
 from typing import NamedTuple, NoReturn
 
-from mlx_parallm.core import CollectionSpec
+from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.errors import ConfigError, InvalidRequestError, shown
 from mlx_parallm.extras import REASONING_GYM, Extra
 from mlx_parallm.processes import command, environment, stdin_until_exit

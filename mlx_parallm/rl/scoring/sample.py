@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, SupportsFloat
 
-from mlx_parallm.core import Trajectory
+from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.errors import InvalidRequestError
 
 Metadata = Mapping[str, Any]

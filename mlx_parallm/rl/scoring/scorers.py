@@ -15,7 +15,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.core import CollectionSpec
+from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.errors import ConfigError, shown
 from mlx_parallm.rl.scoring import gym
 from mlx_parallm.rl.scoring.builtin import BUILTINS

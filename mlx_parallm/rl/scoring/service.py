@@ -21,7 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from mlx_parallm.core import CollectionSpec, Trajectory
+from mlx_parallm.core.requests import CollectionSpec
+from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.errors import EngineError, InvalidRequestError, OverloadedError
 from mlx_parallm.rl.scoring.builtin import BUILTINS
 from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue, no_reward_model

@@ -18,7 +18,8 @@ from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.adapters.weights import AdapterLayout, LinearSpec, VersionInfo
 from mlx_parallm.config import ModelConfig, OptimizerConfig
-from mlx_parallm.core import AdapterRef, SummedLoss, TargetedTokens, check_name
+from mlx_parallm.core.adapters import AdapterRef, check_name
+from mlx_parallm.core.summed import SummedLoss, TargetedTokens
 from mlx_parallm.errors import ConflictError, InvalidRequestError, OverloadedError, UnknownModelError
 from mlx_parallm.rl.tinker.records import AdamSettings, Layers, PolicyCard, PolicySpec, PolicyStep, TokenScores
 from mlx_parallm.rl.updates.checkpoints import PolicyCheckpoints

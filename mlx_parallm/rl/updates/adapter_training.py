@@ -19,7 +19,9 @@ from functools import partial
 
 from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
-from mlx_parallm.core import BASE_ADAPTER, BEST, AdapterRef, Divergence, EvaluationResult, Signal, UpdateReport
+from mlx_parallm.core.adapters import BASE_ADAPTER, BEST, AdapterRef
+from mlx_parallm.core.requests import Signal
+from mlx_parallm.core.training import Divergence, EvaluationResult, UpdateReport
 from mlx_parallm.rl.divergence import DivergenceWatch
 from mlx_parallm.rl.evaluation import EvaluationHistory
 from mlx_parallm.rl.events import Emit

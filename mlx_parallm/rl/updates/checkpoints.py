@@ -21,7 +21,7 @@ from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.adapters.weights import VersionInfo
 from mlx_parallm.config import CheckpointingConfig
-from mlx_parallm.core import BASE_ADAPTER, BEST, AdapterRef
+from mlx_parallm.core.adapters import BASE_ADAPTER, BEST, AdapterRef
 from mlx_parallm.errors import AdapterFileError, ConflictError, UnknownModelError
 from mlx_parallm.rl.events import Emit
 from mlx_parallm.train.learner import Learner

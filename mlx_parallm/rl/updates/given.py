@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from mlx_parallm.config import LossKind, ResolvedLoss
-from mlx_parallm.core import AdapterRef, GivenTrajectory
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.rl.objectives.batches import ScoredGroup
 from mlx_parallm.rl.recording import check_given

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from itertools import count
 
 from mlx_parallm.config import PlateauConfig
-from mlx_parallm.core import Trajectory
+from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.objectives.batches import ScoredGroup
 from mlx_parallm.rl.objectives.episodes import token_deviation

@@ -10,7 +10,10 @@ from statistics import fmean
 from types import MappingProxyType
 
 from mlx_parallm.config import LossKind, ResolvedTraining
-from mlx_parallm.core import BASE_ADAPTER, AdapterRef, GivenTrajectory, Signal, Trajectory, UpdateReport
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.requests import Signal
+from mlx_parallm.core.training import UpdateReport
+from mlx_parallm.core.trajectories import GivenTrajectory, Trajectory
 from mlx_parallm.errors import EngineError, ParaLLMError, RequestError
 from mlx_parallm.rl.objectives.batches import ScoredGroup
 from mlx_parallm.rl.runs.records import CHANGED, PolicyChange, Rollback, Start, TrainedEpisode, TrainedGroup, Update

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mlx_parallm.config import Action
-from mlx_parallm.core import AdapterRef, Divergence, EvaluationResult, UpdateReport
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.training import Divergence, EvaluationResult, UpdateReport
 from mlx_parallm.rl.events import Emit
 from mlx_parallm.train.data import UpdateOutcome
 

@@ -18,16 +18,10 @@ from dataclasses import replace
 
 from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.config import Action, ResolvedTraining
-from mlx_parallm.core import (
-    BASE_ADAPTER,
-    AdapterRef,
-    Divergence,
-    EvaluationResult,
-    GivenTrajectory,
-    Signal,
-    TrainingStatus,
-    UpdateReport,
-)
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.requests import Signal
+from mlx_parallm.core.training import Divergence, EvaluationResult, TrainingStatus, UpdateReport
+from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.errors import InvalidRequestError, StorageError
 from mlx_parallm.rl.buffer import TrajectoryBuffer
 from mlx_parallm.rl.events import Emit

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import TypeVar
 
 from mlx_parallm.config import LossKind, ResolvedTraining
-from mlx_parallm.core import Signal
+from mlx_parallm.core.requests import Signal
 from mlx_parallm.rl.buffer import TrajectoryBuffer
 from mlx_parallm.rl.objectives.batches import ScoredGroup
 from mlx_parallm.rl.sources import source_of

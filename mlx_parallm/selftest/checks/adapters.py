@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from mlx_parallm.core import BASE_ADAPTER
+from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.selftest.check import Check, Outcome
 from mlx_parallm.selftest.tested import TestedModel
 

@@ -8,7 +8,8 @@ import re
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_parallm.core import Grammar, GrammarKind, GrammarSpec, GrammarState, SamplingParams
+from mlx_parallm.core.grammar import Grammar, GrammarKind, GrammarSpec, GrammarState
+from mlx_parallm.core.requests import SamplingParams
 from mlx_parallm.grammar.compiler import LLCompiler
 from mlx_parallm.selftest.check import Check, Outcome
 from mlx_parallm.selftest.tested import TestedModel

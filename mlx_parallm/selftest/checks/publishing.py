@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from mlx_parallm.core import AdapterRef
+from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.selftest.check import Check, Outcome
 from mlx_parallm.selftest.tested import Answer, TestedModel
 

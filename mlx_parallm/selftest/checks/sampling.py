@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_parallm.batch.distributions import streams, uniforms
-from mlx_parallm.core import SamplingParams
+from mlx_parallm.core.requests import SamplingParams
 from mlx_parallm.selftest.check import Check, Outcome
 from mlx_parallm.selftest.limits import Limit
 from mlx_parallm.selftest.tested import Answer, TestedModel

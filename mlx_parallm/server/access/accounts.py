@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from mlx_parallm.core import seconds_with_sleep
+from mlx_parallm.core.machine import seconds_with_sleep
 from mlx_parallm.errors import OverloadedError
 from mlx_parallm.server.access.keys import KeyRing, NamedKey
 

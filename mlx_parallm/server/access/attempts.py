@@ -7,7 +7,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 
-from mlx_parallm.core import seconds_with_sleep
+from mlx_parallm.core.machine import seconds_with_sleep
 from mlx_parallm.errors import OverloadedError
 from mlx_parallm.server.access.keys import KeyRing, NamedKey, digest
 

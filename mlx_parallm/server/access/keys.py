@@ -23,7 +23,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
 from mlx_parallm.atomic import replace_file
 from mlx_parallm.config.types import Section
-from mlx_parallm.core import Reader
+from mlx_parallm.core.readers import Reader
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.server.access.roles import Role
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 
-from mlx_parallm.core import GenerationRequest
+from mlx_parallm.core.requests import GenerationRequest
 from mlx_parallm.server.access.keys import NamedKey
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.generation_fields import GenerationBody

@@ -18,7 +18,7 @@ from http.cookies import CookieError, SimpleCookie
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from mlx_parallm.core import seconds_with_sleep
+from mlx_parallm.core.machine import seconds_with_sleep
 from mlx_parallm.server.access.keys import KeyRing, NamedKey
 
 COOKIE = "mlx_parallm_session"

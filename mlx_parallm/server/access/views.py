@@ -15,7 +15,8 @@ from dataclasses import replace
 from pathlib import PurePath
 
 from mlx_parallm.adapters.cards import AdapterCard, AdapterStats, CheckpointCard, KeptPart
-from mlx_parallm.core import BASE_ADAPTER, AdapterClient, AdapterRef, BaseModels, BaseStatus, ServedModel
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterClient, AdapterRef
+from mlx_parallm.core.models import BaseModels, BaseStatus, ServedModel
 from mlx_parallm.errors import AdapterFileError, InvalidRequestError, UnknownModelError
 from mlx_parallm.server.access.keys import NamedKey
 from mlx_parallm.server.errors import RoleError

@@ -15,17 +15,17 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic_core import from_json
 
-from mlx_parallm.core import (
-    BASE_ADAPTER,
+from mlx_parallm.core.adapters import BASE_ADAPTER
+from mlx_parallm.core.requests import (
     Event,
     FinishReason,
     GenerationRequest,
     PromptScored,
     RequestFinished,
     SequenceOutput,
-    TextTokenizer,
 )
 from mlx_parallm.core.splitter import AnswerPart
+from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.server.api.fields import WireOutput
 from mlx_parallm.server.api.generation_fields import GenerationBody
 from mlx_parallm.server.api.logprobs import ScoredToken

@@ -11,7 +11,9 @@ from fastapi import APIRouter, Depends
 from pydantic import Field, PlainValidator, model_validator
 from starlette.responses import Response
 
-from mlx_parallm.core import AdapterRef, CollectionSpec, Event, GenerationRequest, PromptScored, ServedModel
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.models import ServedModel
+from mlx_parallm.core.requests import CollectionSpec, Event, GenerationRequest, PromptScored
 from mlx_parallm.server.api.answer import AnswerObject, ChoicePiece, ChoiceWriter, ending
 from mlx_parallm.server.api.fields import FinishReasonText, Neutral, TokenId, WireOutput, is_token_ids, refused
 from mlx_parallm.server.api.generation_fields import UNSUPPORTED_OPTIONS, GenerationBody

@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query
 from pydantic import AfterValidator, Field
 
-from mlx_parallm.core import EngineClient, PauseMode
+from mlx_parallm.core.device import PauseMode
+from mlx_parallm.core.engine import EngineClient
 from mlx_parallm.errors import ConflictError, EngineDeadError, StorageError
 from mlx_parallm.server.api.fields import WireOutput, WireQuery, refused
 from mlx_parallm.server.errors import DrainingError

@@ -8,7 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PlainValidator, PrivateAttr, model_validator
 
-from mlx_parallm.core import GrammarKind, GrammarSpec, unknown_format
+from mlx_parallm.core.grammar import GrammarKind, GrammarSpec
+from mlx_parallm.core.schemas import unknown_format
 from mlx_parallm.server.api.fields import Neutral, OpenBody, WireInput, refused
 
 MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH = 128 * 1024, 64

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mlx_parallm.core import TextTokenizer, TokenLogprob
+from mlx_parallm.core.requests import TokenLogprob
+from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.server.api.fields import WireOutput
 
 LOWEST = -9999.0

@@ -11,7 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.adapters.cards import AdapterCard
-from mlx_parallm.core import BASE_ADAPTER, BaseStatus, ModelState, ServedModel
+from mlx_parallm.core.adapters import BASE_ADAPTER
+from mlx_parallm.core.models import BaseStatus, ModelState, ServedModel
 from mlx_parallm.errors import ContextLengthError, UnknownModelError
 from mlx_parallm.server.api.chat.messages import Conversation, Messages
 from mlx_parallm.server.api.chat.template import TemplateVariables, chosen_template

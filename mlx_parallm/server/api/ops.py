@@ -15,7 +15,7 @@ from starlette.responses import HTMLResponse, Response
 
 from mlx_parallm import __version__
 from mlx_parallm.config import Mode
-from mlx_parallm.core import ModelCard
+from mlx_parallm.core.engine import ModelCard
 from mlx_parallm.engine.figures import EngineStats
 from mlx_parallm.errors import EngineDeadError
 from mlx_parallm.server.api.fields import WireOutput, WireQuery

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlx_parallm.core import RepairKind
 from mlx_parallm.core.splitter import Splitter
+from mlx_parallm.core.text import RepairKind
 from mlx_parallm.server.api.fields import WireOutput
 
 

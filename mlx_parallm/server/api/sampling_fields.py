@@ -7,7 +7,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, PlainValidator, ValidationInfo, model_validator
 
-from mlx_parallm.core import TOP_LOGPROBS, RepetitionLimits
+from mlx_parallm.core.candidates import TOP_LOGPROBS
+from mlx_parallm.core.requests import RepetitionLimits
 from mlx_parallm.server.api.fields import (
     INT32_MAX,
     NonEmptyTokenIds,

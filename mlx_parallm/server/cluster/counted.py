@@ -6,7 +6,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 from typing import cast
 
-from mlx_parallm.core import DeviceSchedule, EngineClient, Event, GenerationRequest, PauseMode
+from mlx_parallm.core.device import DeviceSchedule, PauseMode
+from mlx_parallm.core.engine import EngineClient
+from mlx_parallm.core.requests import Event, GenerationRequest
 from mlx_parallm.engine.figures import EngineStats
 
 ANSWER_TOKENS = 1024

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from mlx_parallm.core import EngineClient
+from mlx_parallm.core.engine import EngineClient
 from mlx_parallm.server.cluster.counted import CountedEngine
 from mlx_parallm.server.cluster.remote import RemoteEngines
 from mlx_parallm.server.cluster.router import RoutedEngine, RoutingCounts

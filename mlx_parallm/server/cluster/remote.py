@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
-from mlx_parallm.core import Event, GenerationRequest, Member
+from mlx_parallm.core.cluster import Member
+from mlx_parallm.core.requests import Event, GenerationRequest
 from mlx_parallm.errors import NodeFailedError
 from mlx_parallm.server.cluster.wire import WireClock, WireEvent, WireRequest
 

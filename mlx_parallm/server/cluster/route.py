@@ -15,23 +15,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from mlx_parallm.core import (
-    BASE_ADAPTER,
-    AdapterRef,
-    ClusterStatus,
-    EngineClient,
-    Event,
-    Grammar,
-    Joined,
-    Joining,
-    NodeInfo,
-    NodeRole,
-    RequestFailed,
-    RequestFinished,
-    ServedModel,
-    SharedBase,
-    SharedVersion,
-)
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.cluster import ClusterStatus, Joined, Joining, NodeInfo, NodeRole, SharedBase, SharedVersion
+from mlx_parallm.core.engine import EngineClient
+from mlx_parallm.core.grammar import Grammar
+from mlx_parallm.core.models import ServedModel
+from mlx_parallm.core.requests import Event, RequestFailed, RequestFinished
 from mlx_parallm.errors import ConflictError, ContextLengthError, InvalidRequestError, ParaLLMError, UnknownModelError
 from mlx_parallm.server.access.guard import sent_keys
 from mlx_parallm.server.api.fields import INT32_MAX, WireInput, WireOutput

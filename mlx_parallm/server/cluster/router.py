@@ -18,15 +18,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
-from mlx_parallm.core import (
-    Event,
-    GenerationRequest,
-    Member,
-    NodeRole,
-    RequestFailed,
-    RequestFinished,
-    RequestStarted,
-)
+from mlx_parallm.core.cluster import Member, NodeRole
+from mlx_parallm.core.requests import Event, GenerationRequest, RequestFailed, RequestFinished, RequestStarted
 from mlx_parallm.errors import EngineError, NodeFailedError
 from mlx_parallm.server.cluster.counted import CountedEngine, Load, tokens_of
 from mlx_parallm.server.cluster.remote import RemoteEngines

@@ -12,21 +12,19 @@ from dataclasses import replace
 from pydantic import BaseModel, ConfigDict
 
 from mlx_parallm import errors
-from mlx_parallm.core import (
-    TOP_LOGPROBS,
-    AdapterRef,
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.candidates import TOP_LOGPROBS
+from mlx_parallm.core.grammar import Grammar, GrammarSpec, SpecifiedGrammar
+from mlx_parallm.core.requests import (
     CollectionSpec,
     Event,
     GenerationRequest,
-    Grammar,
-    GrammarSpec,
     PromptScored,
     RequestFailed,
     RequestFinished,
     RequestStarted,
     SamplingParams,
     SequenceOutput,
-    SpecifiedGrammar,
     StopParams,
     WorkClass,
 )

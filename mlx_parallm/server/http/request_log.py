@@ -17,7 +17,8 @@ from typing import Any, cast
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from mlx_parallm.core import BASE_ADAPTER, Event, GenerationRequest, RequestFinished, RequestStarted, SequenceOutput
+from mlx_parallm.core.adapters import BASE_ADAPTER
+from mlx_parallm.core.requests import Event, GenerationRequest, RequestFinished, RequestStarted, SequenceOutput
 from mlx_parallm.logs import StructuredMessage, timestamp
 from mlx_parallm.server.access.accounts import Account
 from mlx_parallm.server.access.keys import ANYONE, API_KEY, NamedKey

@@ -24,7 +24,7 @@ from opentelemetry.util.types import AttributeValue
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from mlx_parallm.core import GenerationRequest
+from mlx_parallm.core.requests import GenerationRequest
 from mlx_parallm.server.http.request_log import MAX_TEXT, PROBES, RequestRecord
 
 PROVIDER = "mlx_parallm"

@@ -9,7 +9,8 @@ import asyncio
 import json
 import sys
 
-from mlx_parallm.core import FinishReason, ToolCall
+from mlx_parallm.core.requests import FinishReason
+from mlx_parallm.core.text import ToolCall
 from mlx_parallm.rl.environments import Answer, environment
 from mlx_parallm.rl.environments.thread import EnvironmentThread
 

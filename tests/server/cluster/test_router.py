@@ -7,13 +7,10 @@ from dataclasses import replace
 import pytest
 from server.fakes import FakeEngine
 
-from mlx_parallm.core import (
-    BASE_ADAPTER,
-    AdapterRef,
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.cluster import Member, NodeInfo, NodeRole
+from mlx_parallm.core.requests import (
     GenerationRequest,
-    Member,
-    NodeInfo,
-    NodeRole,
     RequestFailed,
     RequestFinished,
     RequestStarted,

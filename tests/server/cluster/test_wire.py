@@ -4,13 +4,12 @@ import dataclasses
 
 import pytest
 
-from mlx_parallm.core import (
-    AdapterRef,
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.grammar import GrammarKind, GrammarSpec, SpecifiedGrammar
+from mlx_parallm.core.requests import (
     CollectionSpec,
     FinishReason,
     GenerationRequest,
-    GrammarKind,
-    GrammarSpec,
     PromptScored,
     RepetitionLimits,
     RequestFailed,
@@ -18,7 +17,6 @@ from mlx_parallm.core import (
     RequestStarted,
     SamplingParams,
     SequenceOutput,
-    SpecifiedGrammar,
     StopParams,
     TokenLogprob,
     WorkClass,

@@ -18,7 +18,8 @@ import verifiers.v1 as vf
 from verifiers.v1.clients.train import serialize_completion
 from verifiers.v1.dialects import ChatDialect
 
-from mlx_parallm.core import CollectionSpec, FinishReason, Tool, ToolCall
+from mlx_parallm.core.requests import CollectionSpec, FinishReason
+from mlx_parallm.core.text import Tool, ToolCall
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl.environments.protocol import Answer, Message, RolloutClient, RolloutError, Task, message_of
 from mlx_parallm.rl.environments.verifiers.settings import Settings, named, read_settings

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import APIRouter, Depends, Path
 
 from mlx_parallm.adapters.cards import AdapterCard, CheckpointCard
-from mlx_parallm.core import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.errors import (
     AdapterFileError,
     AdapterUnavailableError,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from mlx_parallm.core import TextTokenizer
+from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.core.tool_text import TemplateMessage
 from mlx_parallm.errors import InvalidRequestError
 

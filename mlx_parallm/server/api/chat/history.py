@@ -16,14 +16,9 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, cast
 
-from mlx_parallm.core import (
-    Event,
-    GenerationRequest,
-    RequestFinished,
-    SequenceOutput,
-    TextTokenizer,
-)
+from mlx_parallm.core.requests import Event, GenerationRequest, RequestFinished, SequenceOutput
 from mlx_parallm.core.splitter import AnswerSyntax, split
+from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.core.turns import Closers, continued
 from mlx_parallm.server.api.answer import cut_off
 from mlx_parallm.server.api.chat.messages import Conversation, GivenCall, GivenFunction, Message

@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from mlx_parallm.core import TextTokenizer, Tool
+from mlx_parallm.core.text import TextTokenizer, Tool
 from mlx_parallm.core.tool_text import (
     TemplateMessage,
     calls_as_text,

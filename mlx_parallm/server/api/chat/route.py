@@ -11,15 +11,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends
 from starlette.responses import Response
 
-from mlx_parallm.core import (
-    AdapterRef,
-    CollectionSpec,
-    Event,
-    FinishReason,
-    GenerationRequest,
-    PromptScored,
-    ServedModel,
-)
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.models import ServedModel
+from mlx_parallm.core.requests import CollectionSpec, Event, FinishReason, GenerationRequest, PromptScored
 from mlx_parallm.core.splitter import AnswerSyntax, CallPart, JoinedParts, Splitter, join_parts
 from mlx_parallm.server.api.answer import ChoicePiece, ChoiceWriter, Watch, cut_off, ending
 from mlx_parallm.server.api.chat.history import PlannedTurn

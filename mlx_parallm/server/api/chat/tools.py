@@ -9,18 +9,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PlainValidator, ValidationError, ValidationInfo, model_validator
 
-from mlx_parallm.core import (
-    Grammar,
-    GrammarCompiler,
-    GrammarKind,
-    GrammarSpec,
-    RepairKind,
-    TextTokenizer,
-    Tool,
-    UnwritableToolError,
-    combined,
-)
+from mlx_parallm.core.grammar import Grammar, GrammarCompiler, GrammarKind, GrammarSpec, combined
 from mlx_parallm.core.splitter import MAX_CALLS_PER_ANSWER, AnswerSyntax
+from mlx_parallm.core.text import RepairKind, TextTokenizer, Tool, UnwritableToolError
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server.api.fields import WireInput, read_nested, refused
 from mlx_parallm.server.api.generation_fields import COLLECTION_RULE, GenerationBody

@@ -22,15 +22,15 @@ from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_parallm.core import (
-    AdapterRef,
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.models import ServedModel
+from mlx_parallm.core.requests import (
     CollectionSpec,
     Event,
     FinishReason,
     GenerationRequest,
     RequestFinished,
     SequenceOutput,
-    ServedModel,
 )
 from mlx_parallm.core.splitter import AnswerPart, Splitter
 from mlx_parallm.errors import ContextLengthError, UnknownModelError

@@ -16,15 +16,15 @@ from pydantic import Field, PlainValidator
 from starlette.responses import Response
 
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.core import (
-    AdapterRef,
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.models import ServedModel
+from mlx_parallm.core.requests import (
     CollectionSpec,
     Event,
     GenerationRequest,
     Pooling,
     SamplingParams,
     SequencePooled,
-    ServedModel,
     StopParams,
 )
 from mlx_parallm.errors import ContextLengthError, EngineError, InvalidRequestError

@@ -15,16 +15,9 @@ from pydantic import Field, PlainValidator, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_parallm.core import (
-    AdapterRef,
-    CollectionSpec,
-    Event,
-    GenerationRequest,
-    PromptScored,
-    SamplingParams,
-    ServedModel,
-    StopParams,
-)
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.models import ServedModel
+from mlx_parallm.core.requests import CollectionSpec, Event, GenerationRequest, PromptScored, SamplingParams, StopParams
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, TrainingDisabledError
 from mlx_parallm.server.access.permits import check_permitted
 from mlx_parallm.server.api.answer import Usage, token_usage

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_parallm.core import Event, GenerationRequest, RequestFinished
+from mlx_parallm.core.requests import Event, GenerationRequest, RequestFinished
 from mlx_parallm.server.api.answer import AnswerWriter, Watch, served_by, usage_of
 from mlx_parallm.server.api.fields import WireOutput
 

@@ -13,7 +13,9 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_parallm.core import AdapterRef, CollectionSpec, ServedModel
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.models import ServedModel
+from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.core.splitter import Splitter
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, UnknownModelError, shown
 from mlx_parallm.server.access.keys import NamedKey

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from mlx_parallm.core import Event, FinishReason, GenerationRequest, RequestFinished, SequenceOutput
+from mlx_parallm.core.requests import Event, FinishReason, GenerationRequest, RequestFinished, SequenceOutput
 from mlx_parallm.core.splitter import AnswerPart, Splitter
 from mlx_parallm.errors import ContextLengthError, RequestError
 from mlx_parallm.server.api.answer import AnswerWriter, Watch, collected_fields, cut_off, repetition_fields, served_by

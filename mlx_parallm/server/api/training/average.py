@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import APIRouter, Depends
 from pydantic import Field
 
-from mlx_parallm.core import BASE_ADAPTER
+from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.errors import (
     ConflictError,
     EngineDeadError,

@@ -6,17 +6,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from mlx_parallm.core import (
-    AdapterRef,
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.json_values import finite, utc
+from mlx_parallm.core.training import (
     Divergence,
     EvaluationResult,
     RolloutStatus,
     TrainingEvent,
     TrainingStatus,
-    Trajectory,
     UpdateReport,
 )
-from mlx_parallm.core.json_values import finite, utc
+from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.rl.trajectories import GroupMember
 from mlx_parallm.server.api.fields import FinishReasonText, WireOutput
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import APIRouter, Depends, Query
 from starlette.requests import Request
 
-from mlx_parallm.core import Reader, control_ids, end_id
+from mlx_parallm.core.readers import Reader
+from mlx_parallm.core.text import control_ids, end_id
 from mlx_parallm.errors import (
     ConflictError,
     ContextLengthError,

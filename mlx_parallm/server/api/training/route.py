@@ -18,16 +18,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mlx_parallm.core import (
-    BASE_ADAPTER,
-    AdapterRef,
-    GivenTrajectory,
-    GroupCard,
-    Reader,
-    Signal,
-    TrainingEvent,
-    TrainingStatus,
-)
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.readers import Reader
+from mlx_parallm.core.requests import Signal
+from mlx_parallm.core.training import TrainingEvent, TrainingStatus
+from mlx_parallm.core.trajectories import GivenTrajectory, GroupCard
 from mlx_parallm.errors import (
     ConflictError,
     ContextLengthError,

@@ -8,7 +8,8 @@ from typing import Annotated, Literal, cast
 from fastapi import APIRouter, Depends
 from pydantic import BeforeValidator, Field, model_validator
 
-from mlx_parallm.core import MODE_SHARES, DeviceSchedule, WorkClass
+from mlx_parallm.core.device import MODE_SHARES, DeviceSchedule
+from mlx_parallm.core.requests import WorkClass
 from mlx_parallm.engine.figures import EngineStats
 from mlx_parallm.errors import EngineDeadError, TrainingDisabledError
 from mlx_parallm.server.api.fields import WireInput, WireOutput, refused

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mlx_parallm.core import GivenGroup, GivenTrajectory
+from mlx_parallm.core.trajectories import GivenGroup, GivenTrajectory
 from mlx_parallm.rl.atropos.scored_data import ScoredData, TokenLimits, trajectories_of
 from mlx_parallm.rl.atropos.source import SOURCE
 

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from mlx_parallm.core import EVERYTHING, ModelCard
+from mlx_parallm.core.engine import ModelCard
+from mlx_parallm.core.readers import EVERYTHING
 from mlx_parallm.errors import (
     ConflictError,
     InvalidRequestError,

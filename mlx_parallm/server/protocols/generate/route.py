@@ -21,8 +21,9 @@ from typing import Annotated, Any, ClassVar
 from fastapi import APIRouter, Depends
 from starlette.responses import Response
 
-from mlx_parallm.core import (
-    AdapterRef,
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.models import ServedModel
+from mlx_parallm.core.requests import (
     CollectionSpec,
     Event,
     FinishReason,
@@ -30,10 +31,9 @@ from mlx_parallm.core import (
     PromptScored,
     RequestFinished,
     SequenceOutput,
-    ServedModel,
-    TextTokenizer,
     TokenLogprob,
 )
+from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.server.api.answer import AnswerWriter, Watch, collected_fields, repetition_fields
 from mlx_parallm.server.api.completions import DEFAULT_MAX_TOKENS, CompletionBody, plan_completion
 from mlx_parallm.server.api.fields import FinishReasonText, WireList, WireOutput

@@ -10,7 +10,9 @@ from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_parallm.core import AdapterRef, CollectionSpec, Event, RequestFinished, ServedModel
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.models import ServedModel
+from mlx_parallm.core.requests import CollectionSpec, Event, RequestFinished
 from mlx_parallm.errors import ContextLengthError
 from mlx_parallm.server.api.answer import served_by
 from mlx_parallm.server.api.pooling import embeddings

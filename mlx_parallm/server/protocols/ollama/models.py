@@ -9,7 +9,8 @@ from typing import Annotated
 from fastapi import APIRouter, Depends
 
 from mlx_parallm.adapters.cards import AdapterCard, Residence
-from mlx_parallm.core import BaseStatus, ModelCard, ModelState, ServedModel
+from mlx_parallm.core.engine import ModelCard
+from mlx_parallm.core.models import BaseStatus, ModelState, ServedModel
 from mlx_parallm.errors import UnknownModelError
 from mlx_parallm.server.openapi.responses import raises
 from mlx_parallm.server.protocols.ollama.objects import (

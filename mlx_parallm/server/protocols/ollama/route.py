@@ -11,7 +11,9 @@ from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_parallm.core import AdapterRef, CollectionSpec, ServedModel
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.models import ServedModel
+from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.core.splitter import AnswerSyntax, Splitter
 from mlx_parallm.server.api.chat.route import PlannedChat, plan_chat
 from mlx_parallm.server.api.chat.schema import ChatBody

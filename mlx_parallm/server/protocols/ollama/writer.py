@@ -11,16 +11,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from mlx_parallm.core import (
+from mlx_parallm.core.requests import (
     Event,
     FinishReason,
     GenerationRequest,
     RequestFinished,
     SequenceOutput,
-    TextTokenizer,
     TokenLogprob,
 )
 from mlx_parallm.core.splitter import AnswerPart, CallPart, JoinedParts, Splitter, join_parts
+from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.server.api.answer import (
     AnswerWriter,
     Watch,

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mlx_parallm.core import FinishReason
+from mlx_parallm.core.requests import FinishReason
 from mlx_parallm.errors import RequestError
 from mlx_parallm.rl.tinker.records import TokenScores
 from mlx_parallm.server.errors import error_body

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mlx_parallm.core import ModelCard, SummedLoss, TargetedTokens, TokenLoss
+from mlx_parallm.core.engine import ModelCard
+from mlx_parallm.core.summed import SummedLoss, TargetedTokens, TokenLoss
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, shown
 from mlx_parallm.server.planning import check_ids
 from mlx_parallm.server.protocols.tinker.schema import LossBody

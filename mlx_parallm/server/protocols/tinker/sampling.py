@@ -14,12 +14,12 @@ from typing import Annotated, Any, cast
 from fastapi import APIRouter, Depends
 from starlette.requests import Request
 
-from mlx_parallm.core import (
-    AdapterRef,
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.engine import ModelCard
+from mlx_parallm.core.requests import (
     Event,
     FinishReason,
     GenerationRequest,
-    ModelCard,
     PromptScored,
     RequestFailed,
     RequestFinished,

@@ -17,7 +17,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.config import TinkerConfig
-from mlx_parallm.core import BASE_ADAPTER, ModelCard
+from mlx_parallm.core.adapters import BASE_ADAPTER
+from mlx_parallm.core.engine import ModelCard
 from mlx_parallm.errors import InvalidRequestError, ParaLLMError, UnknownModelError
 from mlx_parallm.rl.tinker.records import AdamSettings, Layers, PolicyCard, PolicySpec
 from mlx_parallm.server.access.accounts import Account

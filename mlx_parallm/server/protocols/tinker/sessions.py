@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from mlx_parallm.core import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.errors import ConflictError, InvalidRequestError, OverloadedError, UnknownModelError, shown
 from mlx_parallm.server.access.keys import NamedKey
 from mlx_parallm.server.access.roles import Role

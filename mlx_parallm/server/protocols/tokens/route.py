@@ -12,7 +12,9 @@ from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_parallm.core import AdapterRef, CollectionSpec, PromptScored, ServedModel
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.models import ServedModel
+from mlx_parallm.core.requests import CollectionSpec, PromptScored
 from mlx_parallm.errors import InvalidRequestError, UnknownModelError
 from mlx_parallm.server.api.answer import ChoicePiece, ChoiceWriter, ending
 from mlx_parallm.server.api.chat.route import prompt_of

@@ -12,8 +12,9 @@ from fastapi import APIRouter, Path, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_parallm.core import TextTokenizer, Trajectory
 from mlx_parallm.core.json_values import finite, utc
+from mlx_parallm.core.text import TextTokenizer
+from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.errors import TrainingDisabledError, UnknownTrajectoryError
 from mlx_parallm.rl.reading import CollectedGroup, CollectedSample, CollectedTurn, GroupFilter, GroupPage, GroupRow
 from mlx_parallm.server.api.adapters.schema import MAX_NAME
