@@ -102,5 +102,5 @@ class Trained:
         finally:
             mx.set_memory_limit(limit)
         outcome.result(timeout=0)
-        _, (most, _), *_ = trainer._pacer._passes
+        _, (most, _), *_ = trainer.pacer._passes
         return most, 4 * policy.parameters

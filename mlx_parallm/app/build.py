@@ -39,7 +39,6 @@ from mlx_parallm.model.tokenizer import Tokenizer
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.record import RunFile, RunState, read_record
 from mlx_parallm.rl.runs.store import JournalFile
-from mlx_parallm.train.taking_turns import TakingTurns
 
 if TYPE_CHECKING:
     from mlx_parallm.ranks.joining import Ranks
@@ -227,8 +226,7 @@ def _training(
     assert inputs is not None
     journal = Journal(JournalFile(run.path / JOURNAL, manager.fingerprint), config.checkpointing.journal_updates)
     reward_models = reward_models_of(processor, trainer, manager, config)
-    work = trainer if reward_models is None else TakingTurns([trainer, reward_models.device.work])
     training = build_training(
         processor, trainer, base.adapters, base.known, base.tokenizer, config, journal, reward_models, inputs
     )
-    return training, work
+    return training, trainer

@@ -57,13 +57,22 @@ def install_served_extras(config: Config, served: Served, training: TrainingRunt
 
 def _install(extras: Iterable[Install], config: Config, served: Served, training: TrainingRuntime) -> None:
     for install in extras:
-        try:
+        with _if_there():
             extra = install(config, served, training)
-        except ModuleNotFoundError as error:
-            _without(error)
-            continue
-        if extra is not None:
-            training.extras[install.__name__.strip("_")] = extra
+            if extra is not None:
+                training.extras[install.__name__.strip("_")] = extra
+
+
+@contextmanager
+def _if_there() -> Iterator[None]:
+    """Leaves the rest of the block out if an extra is not there, and warns of it: a package that was installed whole
+    has them all."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if not is_extra(error):
+            raise
+        _log.warning("an extra is left out, because %s is not there", error.name)
 
 
 def is_extra(error: ModuleNotFoundError) -> bool:
@@ -162,16 +171,15 @@ def joined(config: Config) -> Ranks | None:
     Raises:
         ConfigError: the configuration asks for what a split model cannot do.
     """
-    try:
+    with _if_there():
         from mlx_parallm.app.ranks import check_splittable
         from mlx_parallm.ranks.joining import join
-    except ModuleNotFoundError as error:
-        _without(error)
-        return None
-    ranks = join()
-    if ranks is not None:
-        check_splittable(config)
-    return ranks
+
+        ranks = join()
+        if ranks is not None:
+            check_splittable(config)
+        return ranks
+    return None
 
 
 def leading(ranks: Ranks, lose: Callable[[str], None]) -> Lead:
@@ -201,67 +209,51 @@ def leading_model(*parts: Any) -> TrainableModel:
 def reward_models_of(
     processor: ContinuousBatchProcessor, trainer: GRPOTrainer, manager: SharedModelManager, config: Config
 ) -> RewardModels | None:
-    """The reward models of the adapter folder. Their work shares training's device time with the trainer."""
-    try:
+    """The reward models of the adapter folder, which the trainer scores with and trains."""
+    with _if_there():
         from mlx_parallm.adapters.reward_models import RewardModelFolder
         from mlx_parallm.rl.reward_models.learning import RewardModelDevice
         from mlx_parallm.rl.reward_models.service import RewardModels
         from mlx_parallm.rl.reward_models.work import RewardModelWork
-    except ModuleNotFoundError as error:
-        _without(error)
-        return None
-    work = RewardModelWork(trainer.model, trainer.config.micro_batch_tokens)
-    folder = RewardModelFolder(config.adapters.adapter_dir, manager.fingerprint)
-    return RewardModels(RewardModelDevice(processor, work), folder, manager.tokenizer)
+
+        folder = RewardModelFolder(config.adapters.adapter_dir, manager.fingerprint)
+        return RewardModels(RewardModelDevice(processor, RewardModelWork(trainer)), folder, manager.tokenizer)
+    return None
 
 
 def reward_model_check(config: Config) -> Callable[[str], None]:
     """Looks for a reward model by its name, before the model is loaded."""
-    try:
+    with _if_there():
         from mlx_parallm.adapters.reward_models import RewardModelFolder
-    except ModuleNotFoundError as error:
-        _without(error)
-        return no_reward_model
-    return RewardModelFolder(config.adapters.adapter_dir).check
+
+        return RewardModelFolder(config.adapters.adapter_dir).check
+    return no_reward_model
 
 
 def is_reward_model(folder: Path) -> bool:
     """Whether a folder of adapter files is that of a reward model."""
-    try:
+    with _if_there():
         from mlx_parallm.adapters import reward_models
-    except ModuleNotFoundError as error:
-        _without(error)
-        return False
-    return reward_models.is_reward_model(folder)
+
+        return reward_models.is_reward_model(folder)
+    return False
 
 
 def kept_of(run: Path, adapter: str) -> Iterator[KeptPart]:
     """What extras keep of an adapter in the folder of a run. Raises OSError."""
-    try:
+    with _if_there():
         from mlx_parallm.rl.lessons.record import FILE, read_lesson
-    except ModuleNotFoundError as error:
-        _without(error)
-        return
-    lesson = read_lesson(run)
-    yield KeptPart("lesson", str(run / FILE), int(lesson is not None and lesson.adapter == adapter))
+
+        lesson = read_lesson(run)
+        yield KeptPart("lesson", str(run / FILE), int(lesson is not None and lesson.adapter == adapter))
 
 
 def forget_kept(run: Path, adapter: str) -> None:
     """Removes what extras keep of an adapter. Raises OSError."""
-    try:
+    with _if_there():
         from mlx_parallm.rl.lessons.record import forget_lesson
-    except ModuleNotFoundError as error:
-        _without(error)
-    else:
+
         forget_lesson(run, adapter)
-
-
-def _without(error: ModuleNotFoundError) -> None:
-    """Goes on without an extra, and warns of it: a package that was installed whole has them all. Raises `error` if
-    another package was not found."""
-    if not is_extra(error):
-        raise error
-    _log.warning("an extra is left out, because %s is not there", error.name)
 
 
 # ---- for a setting ---------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from mlx_parallm.rl.reward_models.learning import FitResult, FitSettings, OnStep
 from mlx_parallm.rl.reward_models.preference_files import read_preferences
 from mlx_parallm.rl.reward_models.preferences import split
 from mlx_parallm.rl.reward_models.work import RewardModelWork
+from mlx_parallm.train.trainer import GRPOTrainer
 
 _PREFERENCES, _HELD_OUT = "--preferences", "--held-out"
 
@@ -69,33 +70,33 @@ def train_reward_model(
             preferences, held_out = split(preferences, sources.held_out, settings.seed)
         except ValueError as error:
             raise ConfigError(f"{_HELD_OUT}: {error}") from error
-    work = _work(manager, config)
-    device = RewardModelDevice(_ThisThread(work), work)
+    trainer = _trainer(manager, config)
+    device = RewardModelDevice(_ThisThread(trainer), RewardModelWork(trainer))
     model, result = asyncio.run(fit(device, preferences, held_out, config.model, settings, on_step))
     folder = RewardModelFolder(config.adapters.adapter_dir, manager.fingerprint)
     return folder.save(name, model.weights(), manager.adapter_layout, result.metrics), result
 
 
-def _work(manager: SharedModelManager, config: Config) -> RewardModelWork:
+def _trainer(manager: SharedModelManager, config: Config) -> GRPOTrainer:
     bank = manager.install_bank(slots=0, max_rank=1)
     memory = kv_budget(manager.card.weight_bytes, config)
     stall_s = device_schedule(config, on_cpu()).max_decode_stall_s
     footprint = footprint_of(manager.model, manager.plan, bank)
     training = micro_steps_sized(config.rl_training, footprint, manager, memory, stall_s)
-    return RewardModelWork(trainable(training, footprint, manager, bank, memory), training.micro_batch_tokens)
+    return GRPOTrainer(trainable(training, footprint, manager, bank, memory), training, config.model)
 
 
 class _ThisThread:
     """Implements `core.DeviceThread` where nothing else uses the device: units run on the event loop's own thread."""
 
-    def __init__(self, work: RewardModelWork) -> None:
-        self._work = work
+    def __init__(self, trainer: GRPOTrainer) -> None:
+        self._trainer = trainer
 
     async def run(self, call: Callable[[], Any]) -> Any:
         result = call()
         if not isinstance(result, Future):
             return result
         while not result.done():
-            self._work.advance()
+            self._trainer.advance()
             await asyncio.sleep(0)  # lets Ctrl-C end the process
         return result.result()

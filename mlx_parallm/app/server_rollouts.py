@@ -100,7 +100,9 @@ class ServerRollouts:
         """The number of the first task that no earlier process of the run has answered, or one after it."""
         assert self._served.run is not None  # a server that trains keeps checkpoints
         run = self._served.run.id
+        journal = self._service.parts.journal
         found = [
-            await self._service.parts.journal.newest_groups(prefix, _GROUPS_LOOKED_AT) for prefix in group_prefixes(run)
+            await journal.read(partial(JournalFile.newest_groups, prefix=prefix, count=_GROUPS_LOOKED_AT), ())
+            for prefix in group_prefixes(run)
         ]
         return max((task_number(group_id, run) + 1 for groups in found for group_id in groups), default=0)

@@ -66,6 +66,7 @@ class JobKind(Enum):
     STEP = auto()
     UPDATE = auto()
     LOGPROBS = auto()
+    OTHER = auto()
 
 
 @dataclass(eq=False, slots=True)
@@ -73,7 +74,7 @@ class Job(Generic[T]):
     """What a caller has asked for.
 
     Attributes:
-        policy: None is the base model.
+        policy: None is the base model, or none of ours.
         needs: jobs without which it fails.
         parts: set by the trainer.
         accumulation: what it has yielded last.

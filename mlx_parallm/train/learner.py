@@ -101,7 +101,7 @@ class Learner:
             The outcome, and the version that `publish` made of it, if any.
 
         Raises:
-            StepFailedError: the update failed on the device; the policy is as before.
+            StepFailedError: it failed on the device; the policy is as before.
             Exception: raised by `publish`; the policy has changed.
         """
         policy = self.trainer.policies[name]

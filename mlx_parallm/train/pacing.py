@@ -36,13 +36,15 @@ _MEASURED_PASSES = 16
 
 
 class StageKind(Enum):
-    """What a stage computes. The value is its cost relative to the forward pass of one layer: a guess that is used
-    until a stage of this kind has been measured."""
+    """What a stage computes. The value is its cost relative to the forward pass of one layer, which is used until a
+    stage of this kind has been measured."""
 
     FORWARD = 1.0
     HEAD = 8.0
     HEAD_BACKWARD = 20.0
     BACKWARD = 3.0
+    VALUES = 0.5  # one of each row, in place of the head's logits
+    VALUES_BACKWARD = 1.5
     OPTIMIZER = 1e-4
 
 
@@ -50,7 +52,7 @@ class StageKind(Enum):
 class Stage:
     """Lazy arrays (any tree) that are computed together, after the arrays of the stages before it.
 
-    `size`: how many positions of the head it computes, or values of factors; None if it computes something for every
+    `size`: how many positions of the head, rows or values of factors it computes; None if it computes something for every
     token of the pass.
     """
 

@@ -4,10 +4,11 @@
     accumulate(policy, samples, loss) ─▶ micro-step ─▶ …
     step(policy, optimizer)           ─▶ clip, AdamW, check ─▶ outcome
     begin(policy, batch)              ─▶ one of each, or several minibatches
+    run(parts)                        ─▶ whatever else trains on these weights, such as a reward model
 
 What is asked of one policy is done in order. Each is a generator (see `jobs`), whose parts fit in one unit each (see
 `pacing`). Different policies share micro-steps: each takes a batch of samples of what was asked first, and one of every
-other policy whose batch still fits.
+other policy whose batch still fits. What is asked of no policy takes turns with them.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
+from weakref import WeakSet
 
 from mlx_parallm.config import ModelConfig, OptimizerConfig, ResolvedLoss, ResolvedTraining
-from mlx_parallm.errors import StepFailedError
+from mlx_parallm.errors import StepFailedError, TrainingFailedError
 from mlx_parallm.train.accumulation import Accumulation, Contribution
 from mlx_parallm.train.data import Datum, UpdateBatch, UpdateOutcome
 from mlx_parallm.train.forwards import TrainingForwards
@@ -36,6 +38,13 @@ from mlx_parallm.train.policy import Policy, PolicySnapshot, PolicyState, check_
 T = TypeVar("T")
 
 
+class Sized(Protocol):
+    """What takes device memory, in bytes."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
 class GRPOTrainer:
     """Makes the updates of all policies, one unit at a time. Implements `core.TrainingWork`. Device thread only, except
     `peak_bytes`.
@@ -44,6 +53,9 @@ class GRPOTrainer:
         lora: rank, alpha and target modules of new adapters.
         measure_kl: report the KL divergence from the base model even if the loss does not read it.
         memory: most bytes that a policy may take while it learns.
+
+    Attributes:
+        pacer: computes the stages of what `run` is given.
     """
 
     def __init__(
@@ -60,10 +72,12 @@ class GRPOTrainer:
         self.memory = memory
         self.policies: dict[str, Policy] = {}
         self._forwards = TrainingForwards(model)
-        self._pacer = Pacer()
-        self._jobs = Jobs(self._forwards, self._pacer, config, measure_kl)
+        self.pacer = Pacer()
+        self._jobs = Jobs(self._forwards, self.pacer, config, measure_kl)
         self._queue: list[Job[Any]] = []
         self._running: _Running | None = None
+        self._others_turn = True
+        self._held: WeakSet[Sized] = WeakSet()
 
     # -- policies --------------------------------------------------------------------------------
 
@@ -160,6 +174,11 @@ class GRPOTrainer:
         optimizer = config.optimizer.at(batch.learning_rate)
         return self._ask(JobKind.UPDATE, policy, lambda job: self._jobs.update(job, batch, works, optimizer))
 
+    def run(self, parts: Parts[T]) -> Future[T]:
+        """Runs what belongs to no policy; micro-steps come between its parts. Its future is completed on the device thread, with what `parts` returns or
+        with the TrainingFailedError that it raises; StepFailedError if it failed otherwise or was abandoned."""
+        return self._ask(JobKind.OTHER, None, lambda _: parts)
+
     def _ask(
         self,
         kind: JobKind,
@@ -191,11 +210,17 @@ class GRPOTrainer:
 
     # -- memory ----------------------------------------------------------------------------------
 
+    def hold(self, what: Sized) -> None:
+        """Counts the memory of this, as long as somebody refers to it, as held by training."""
+        self._held.add(what)
+
     @property
     def bytes_held(self) -> int:
-        """Bytes of all policy states that are still referenced, and of accumulated gradients."""
+        """Bytes of all policy states that are still referenced, of accumulated gradients, and of what `hold` was
+        given."""
         states = sum(policy.nbytes * len(policy.states) for policy in self.policies.values())
-        return states + sum(4 * policy.parameters for policy in self._jobs.accumulated)
+        accumulated = sum(4 * policy.parameters for policy in self._jobs.accumulated)
+        return states + accumulated + sum(each.nbytes for each in self._held)
 
     @property
     def bytes_of_updates(self) -> int:
@@ -204,12 +229,12 @@ class GRPOTrainer:
         if not self._queue:
             return 0
         learning = {job.policy for job in self._queue if job.kind in (JobKind.ACCUMULATE, JobKind.UPDATE)}
-        return 4 * sum(policy.parameters for policy in learning if policy) + self._pacer.pass_bytes
+        return 4 * sum(policy.parameters for policy in learning if policy) + self.pacer.pass_bytes
 
     @property
     def peak_bytes(self) -> int:
         """Most bytes that MLX has held since the process started."""
-        return self._pacer.peak_bytes
+        return self.pacer.peak_bytes
 
     # -- device work -----------------------------------------------------------------------------
 
@@ -218,16 +243,16 @@ class GRPOTrainer:
 
     def pace(self, seconds: float) -> None:
         """See `core.TrainingWork.pace`."""
-        self._pacer.budget = seconds
+        self.pacer.budget = seconds
 
     def advance(self) -> None:
         """Runs one unit: a part of a job or of a micro-step, or several short ones. A job that ends also ends the unit,
         so that its outcome is not delayed."""
-        self._pacer.begin()
+        self.pacer.begin()
         more = True
         while more:
             running = self._running = self._running or self._next()
-            more = self._run(running) and self._pacer.has_room
+            more = self._run(running) and self.pacer.has_room
 
     def _run(self, running: _Running) -> bool:
         """Runs the next part. Returns whether another one may run in the same unit."""
@@ -239,7 +264,15 @@ class GRPOTrainer:
                 self._queue.remove(running.job)
                 running.job.future.set_result(end.value)
             return running.job is None
+        except TrainingFailedError as error:
+            assert running.job is not None  # a micro-step raises none
+            self._running = None
+            self._queue.remove(running.job)
+            running.job.future.set_exception(error)
+            return False
         if accumulation is None:
+            if running.job is not None and running.job.kind is JobKind.OTHER:
+                self._running = None  # a micro-step may come between two of its parts
             return False
         assert running.job is not None
         self._running, running.job.accumulation = None, accumulation
@@ -262,18 +295,22 @@ class GRPOTrainer:
             job.parts.close()
             if job.kind is JobKind.STEP and job.policy is not None:
                 self._jobs.accumulated.pop(job.policy, None)
-            job.future.set_exception(StepFailedError("the update failed on the device; the policy is as before"))
+            what = "this" if job.kind is JobKind.OTHER else "the update"
+            job.future.set_exception(StepFailedError(f"{what} failed on the device; all is as before"))
 
     def _next(self) -> _Running:
-        """A job that waits for no micro-step, if one is first in the queue of its policy. Otherwise a micro-step: a
-        batch of samples of the oldest accumulation, and one of every other policy, as long as they fit."""
+        """A job that waits for no micro-step, if one is first in the queue of its policy, or if what belongs to no
+        policy has its turn. Otherwise a micro-step: a batch of samples of the oldest accumulation, and one of every
+        other policy, as long as they fit."""
         first: dict[Policy | None, Job[Any]] = {}
         for job in self._queue:
             first.setdefault(job.policy, job)
         waiting = {job: job.accumulation for job in first.values() if job.accumulation and job.accumulation.pending}
-        for job in first.values():
-            if job not in waiting:
-                return _Running(job.parts, {job: 1}, job)
+        ready = sorted((job for job in first.values() if job not in waiting), key=lambda job: job.policy is None)
+        if ready and (self._others_turn or ready[0].policy is not None or not waiting):
+            self._others_turn = ready[0].policy is not None
+            return _Running(ready[0].parts, {ready[0]: 1}, ready[0])
+        self._others_turn = True
         room: float = math.inf
         batches: dict[Job[Any], SampleBatch] = {}
         for job, accumulation in waiting.items():

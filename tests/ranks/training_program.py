@@ -123,17 +123,17 @@ def _updates(trainers: list[GRPOTrainer]) -> dict[str, float]:
 
 def _rewards(trainer: GRPOTrainer) -> dict[str, np.ndarray]:
     """What a reward model says after two steps."""
-    work, random = RewardModelWork(trainer.model, 64), np.random.default_rng(1)
+    work, random = RewardModelWork(trainer), np.random.default_rng(1)
     rows = [tuple(int(token) for token in random.integers(0, VOCABULARY, 9)) for _ in range(8)]
     pairs = [Preference(one[:4], one[4:], other[4:]) for one, other in zip(rows[::2], rows[1::2], strict=True)]
-    model = RewardModel.new(work.trainable.layout, LORA, 0)
+    model = RewardModel.new(work.trainer.model.layout, LORA, 0)
     training = RewardModelInTraining(model, OptimizerConfig(learning_rate=0.01))
     asked: list[Any] = [work.step(training, pairs) for _ in range(2)]
-    while work.waits():
-        work.advance()
+    while work.trainer.waits():
+        work.trainer.advance()
     asked.append(work.score(training.model, rows))
-    while work.waits():
-        work.advance()
+    while work.trainer.waits():
+        work.trainer.advance()
     assert all(step.result(0).loss < 1 for step in asked[:2])
     return {"rewards": np.array(asked[2].result(0))}
 

@@ -32,13 +32,14 @@ class Recorder(RewardModelInTraining):
 
 
 def made(family: str = "llama", tokens: int = 64, checkpointed: bool = False, **config: Any):
-    trainer, model = make_trainer(changed(SETTINGS, gradient_checkpointing=checkpointed), family, **config)
-    return RewardModelWork(trainer.model, tokens), model
+    settings = changed(SETTINGS, gradient_checkpointing=checkpointed, micro_batch_tokens=tokens)
+    trainer, model = make_trainer(settings, family, **config)
+    return RewardModelWork(trainer), model
 
 
 def moved(work: RewardModelWork, seed: int = 5, size: float = 0.05) -> RewardModel:
     """A new reward model with random numbers in place of the zeros of b and of the head."""
-    new, random = RewardModel.new(work.trainable.layout, LORA, 0), np.random.default_rng(seed)
+    new, random = RewardModel.new(work.trainer.model.layout, LORA, 0), np.random.default_rng(seed)
 
     def noise(leaf: mx.array) -> mx.array:
         return mx.array(random.normal(size=leaf.shape, scale=size), mx.float32)
@@ -61,15 +62,15 @@ def pairs(count: int = 5, seed: int = 0) -> list[Preference]:
 
 
 def finished(work: RewardModelWork, future):
-    while work.waits():
-        work.advance()
+    while work.trainer.waits():
+        work.trainer.advance()
     return future.result(timeout=0)
 
 
 def plain_reward(work: RewardModelWork, model, params, scale: float, row: tuple[int, ...]) -> mx.array:
     """From the served model's own trunk over one unpadded row."""
     trunk = getattr(model, "language_model", model).model
-    with work.trainable.bank.using(everywhere(params, scale)):
+    with work.trainer.model.bank.using(everywhere(params, scale)):
         hidden = trunk(mx.array([row]))
     return (hidden[0, -1].astype(mx.float32) * params[HEAD]["weight"]).sum()
 
@@ -92,7 +93,7 @@ def test_rewards_are_the_head_times_the_last_hidden_state(family: str) -> None:
 def test_a_new_reward_model_gives_zero_and_the_base_is_untouched() -> None:
     work, model = made()
     before = np.array(model(mx.array([[1, 2, 3]])))
-    new = RewardModel.new(work.trainable.layout, LORA, 0)
+    new = RewardModel.new(work.trainer.model.layout, LORA, 0)
     assert finished(work, work.score(new, [(1, 2, 3), (4,)])) == [0.0, 0.0]
     training = RewardModelInTraining(new, OptimizerConfig(learning_rate=0.1))
     finished(work, work.step(training, pairs()))
@@ -102,7 +103,7 @@ def test_a_new_reward_model_gives_zero_and_the_base_is_untouched() -> None:
 def test_the_base_models_own_head_gets_no_factors() -> None:
     work, _ = made()
     lora = changed(LORA, lora_target_modules=("q_proj", "lm_head"))
-    assert not any("lm_head" in path for path in RewardModel.new(work.trainable.layout, lora, 0).params)
+    assert not any("lm_head" in path for path in RewardModel.new(work.trainer.model.layout, lora, 0).params)
 
 
 def test_batches_hold_whole_groups_and_share_prompts() -> None:
@@ -126,7 +127,7 @@ def test_the_loss_is_that_of_bradley_and_terry() -> None:
 def test_the_gradient_of_the_head_is_that_by_hand() -> None:
     """∂/∂w of -log σ(w · (h_c - h_r)) is -σ(-(r_c - r_r)) (h_c - h_r); with w = 0 that is half of h_r - h_c."""
     work, model = made()
-    new, data = RewardModel.new(work.trainable.layout, LORA, 0), pairs()
+    new, data = RewardModel.new(work.trainer.model.layout, LORA, 0), pairs()
     recorder = Recorder(new, OptimizerConfig())
     loss = finished(work, work.step(recorder, data))
     trunk = model.model
@@ -190,7 +191,7 @@ def test_steps_lower_the_loss_and_the_same_steps_give_the_same_bits() -> None:
     def fitted() -> tuple[list[float], RewardModel]:
         work, _ = made()
         training = RewardModelInTraining(
-            RewardModel.new(work.trainable.layout, LORA, 0), OptimizerConfig(learning_rate=0.01)
+            RewardModel.new(work.trainer.model.layout, LORA, 0), OptimizerConfig(learning_rate=0.01)
         )
         return [finished(work, work.step(training, pairs())).loss for _ in range(8)], training.model
 
@@ -220,9 +221,9 @@ def test_units_are_cut_to_the_budget_and_change_nothing() -> None:
     whole = finished(work, work.score(start, rows))
     future = work.score(start, rows)
     units = 0
-    while work.waits():
-        work.pace(0.0)
-        work.advance()
+    while work.trainer.waits():
+        work.trainer.pace(0.0)
+        work.trainer.advance()
         units += 1
     assert units > 4
     assert future.result(timeout=0) == whole
@@ -234,8 +235,8 @@ def test_gradients_that_are_not_finite_concern_their_caller_only() -> None:
     broken = replace(start, params={**start.params, HEAD: {"weight": mx.full((64,), math.nan)}})
     training = RewardModelInTraining(broken, OptimizerConfig())
     failed, scored = work.step(training, pairs()), work.score(start, [(1, 2)])
-    while work.waits():
-        work.advance()
+    while work.trainer.waits():
+        work.trainer.advance()
     with pytest.raises(TrainingFailedError, match="lower the learning rate"):
         failed.result(timeout=0)
     assert training.model is broken
@@ -246,20 +247,20 @@ def test_a_fault_of_the_device_fails_one_job_and_a_cancelled_one_leaves_nothing(
     work, _ = made()
     start = moved(work)
     first, second, third = (work.score(start, [(at, 2, 3)]) for at in range(3))
-    work.cancel(second)
-    work.reset()
+    work.trainer.cancel(second)
+    work.trainer.reset()
     for future in (first, second):
         with pytest.raises(StepFailedError):
             future.result(timeout=0)
     assert len(finished(work, third)) == 1
-    assert not work.waits()
-    assert work.bytes_of_updates == 0
+    assert not work.trainer.waits()
+    assert work.trainer.bytes_of_updates == 0
 
 
 def test_memory_is_counted_while_somebody_holds_the_model() -> None:
     work, _ = made()
     model = moved(work)
-    work.hold(model)
-    assert work.bytes_held == model.nbytes > 0
+    work.trainer.hold(model)
+    assert work.trainer.bytes_held == model.nbytes > 0
     del model
-    assert work.bytes_held == 0
+    assert work.trainer.bytes_held == 0

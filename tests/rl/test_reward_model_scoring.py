@@ -133,7 +133,7 @@ def served(tmp_path: Path):
     work, _ = made()
     folder = RewardModelFolder(tmp_path)
     model = moved(work)
-    folder.save("rm", model.weights(), work.trainable.layout, {})
+    folder.save("rm", model.weights(), work.trainer.model.layout, {})
     tokenizer = SimpleNamespace(eos_token_ids=frozenset({END}), eos_token="<end>", token_string=lambda _: "<end>")
     return RewardModels(RewardModelDevice(Device(work), work), folder, tokenizer), work, model
 
@@ -157,7 +157,7 @@ async def test_a_folder_that_was_replaced_is_read_again(served: Any, tmp_path: P
     with pytest.raises(InvalidRequestError, match="no reward model is called"):
         await models.rewards("rm", answers)
     other = moved(work, seed=8)
-    RewardModelFolder(tmp_path).save("rm", other.weights(), work.trainable.layout, {})
+    RewardModelFolder(tmp_path).save("rm", other.weights(), work.trainer.model.layout, {})
     (after,) = await models.rewards("rm", answers)
     assert after == pytest.approx(finished(work, work.score(other, [(1, 2, 3, 4, 5, 6, END)]))[0], abs=1e-5)
     assert after != before[0]
@@ -165,16 +165,16 @@ async def test_a_folder_that_was_replaced_is_read_again(served: Any, tmp_path: P
 
 async def test_few_reward_models_are_kept_in_memory(served: Any, tmp_path: Path) -> None:
     models, work, model = served
-    held = work.bytes_held  # the fixture's own is not held
+    held = work.trainer.bytes_held  # the fixture's own is not held
     for number in range(MOST_LOADED + 2):
-        RewardModelFolder(tmp_path).save(f"rm{number}", model.weights(), work.trainable.layout, {})
+        RewardModelFolder(tmp_path).save(f"rm{number}", model.weights(), work.trainer.model.layout, {})
         await models.rewards(f"rm{number}", group("", "a"))
-    assert work.bytes_held - held == MOST_LOADED * model.nbytes
+    assert work.trainer.bytes_held - held == MOST_LOADED * model.nbytes
 
 
 async def test_a_new_model_has_the_rank_of_the_configuration(served: Any) -> None:
     _, work, _ = served
-    new = RewardModel.new(work.trainable.layout, changed(LORA, lora_rank=2, lora_rslora=True), 0)
+    new = RewardModel.new(work.trainer.model.layout, changed(LORA, lora_rank=2, lora_rslora=True), 0)
     weights = new.weights().adapter
     assert (weights.rank, weights.rslora) == (2, True)
     assert weights.alpha == pytest.approx(8.0)

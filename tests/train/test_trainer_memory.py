@@ -127,7 +127,7 @@ def test_activations_grow_with_the_micro_step() -> None:
     def working(micro_batch_tokens: int) -> int:
         trainer = large(changed(LARGE, micro_batch_tokens=micro_batch_tokens), LORA)
         learn(trainer, make_policy(trainer), samples(40))
-        return trainer._pacer.pass_bytes
+        return trainer.pacer.pass_bytes
 
     assert working(1000) > 3 * working(1)
 

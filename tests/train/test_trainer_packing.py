@@ -176,7 +176,7 @@ def test_the_memory_of_a_long_row_does_not_grow_with_the_square_of_its_length(mo
         trainer.pace(1e9)
         policy = make_policy(trainer)
         learn(trainer, policy, group((2,), tuple(at % 250 for at in range(tokens))))
-        return trainer._pacer.pass_bytes
+        return trainer.pacer.pass_bytes
 
     short, long = peak(500), peak(2000)
     assert long < 5 * short

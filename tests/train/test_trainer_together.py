@@ -29,7 +29,7 @@ from trainers import (
 )
 
 from mlx_parallm.config import Algorithm
-from mlx_parallm.errors import StepFailedError
+from mlx_parallm.errors import StepFailedError, TrainingFailedError
 from mlx_parallm.train import jobs as training_jobs
 from mlx_parallm.train.accumulation import Accumulation
 from mlx_parallm.train.data import Datum, UpdateBatch, UpdateOutcome
@@ -277,3 +277,42 @@ def test_samples_that_cannot_be_packed_cost_their_update(monkeypatch: pytest.Mon
     fall(trainer)
     assert isinstance(outcomes.of("bad"), StepFailedError)
     assert not trainer.waits()
+
+
+# ---- what belongs to no policy ---------------------------------------------------------------------
+
+
+def test_micro_steps_come_between_the_parts_of_other_work() -> None:
+    trainer, _ = make_trainer(changed(SETTINGS, micro_batch_tokens=16))
+    policy = make_policy(trainer)
+    trainer.pace(1e-6)  # one stage in each unit
+    update, parts = trainer.begin(policy, UpdateBatch(tuple(samples(8)))), []
+
+    def other():
+        for number in range(200):
+            parts.append(update.done())
+            yield None
+        return number
+
+    asked = trainer.run(other())
+    while trainer.waits():
+        trainer.advance()
+    assert asked.result(timeout=0) == 199
+    assert update.result(timeout=0).step == 1
+    assert parts[0] is False, "it does not wait for the whole update"
+    assert parts[-1] is True, "nor the update for all of it"
+
+
+def test_other_work_that_cannot_go_on_says_so_and_costs_nobody_else() -> None:
+    trainer, _ = make_trainer(SETTINGS)
+
+    def other():
+        yield None
+        raise TrainingFailedError("not finite")
+
+    failed, scored = trainer.run(other()), trainer.logprobs(None, samples(2))
+    while trainer.waits():
+        trainer.advance()
+    with pytest.raises(TrainingFailedError, match="not finite"):
+        failed.result(timeout=0)
+    assert len(scored.result(timeout=0)) == 2

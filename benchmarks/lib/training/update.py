@@ -132,7 +132,7 @@ class Ours:
         while self.trainer.waits():
             self.longest_s = max(self.longest_s, _seconds(self.trainer.advance))
             self.units += 1
-        self.peak = self.trainer._pacer.pass_bytes
+        self.peak = self.trainer.pacer.pass_bytes
         self.computed_tokens = sum(part.size for part in split_samples(batch, self.micro_batch_tokens))
         outcome.result(timeout=0)
 

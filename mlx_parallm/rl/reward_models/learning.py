@@ -86,15 +86,15 @@ class RewardModelDevice:
         """A new reward model in training. Raises ConfigError: as `RewardModel.new`."""
 
         def make() -> RewardModelInTraining:
-            model = RewardModel.new(self.work.trainable.layout, lora, seed)
+            model = RewardModel.new(self.work.trainer.model.layout, lora, seed)
             training = RewardModelInTraining(model, optimizer)
-            self.work.hold(training)
+            self.work.trainer.hold(training)
             return training
 
         return await self.device.run(make)
 
     async def _ask(self, ask: Callable[[], Future[T]]) -> T:
-        return await ask_device(self.device, ask, self.work.cancel)
+        return await ask_device(self.device, ask, self.work.trainer.cancel)
 
 
 async def fit(

@@ -70,12 +70,12 @@ class RewardModels:
             return model
 
     async def _read(self, name: str) -> RewardModel:
-        work = self.device.work
-        weights = await asyncio.to_thread(self.folder.load, name, work.trainable.layout)
+        trainer = self.device.work.trainer
+        weights = await asyncio.to_thread(self.folder.load, name, trainer.model.layout)
 
         def to_device() -> RewardModel:
             model = RewardModel.of(weights)
-            work.hold(model)
+            trainer.hold(model)
             return model
 
         return await self.device.device.run(to_device)

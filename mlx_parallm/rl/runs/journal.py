@@ -142,7 +142,7 @@ class Journal:
     async def forget(self, adapter: str) -> None:
         """See `JournalFile.forget`."""
         await self.flush()
-        await self._read(lambda file: file.forget(adapter), None)
+        await self.read(lambda file: file.forget(adapter), None)
 
     def compact(self, adapter: str, covered: int, needed: Collection[str]) -> None:
         """Removes what no start can need any more, a little at a time; see `compaction`. Nothing happens while another
@@ -158,7 +158,7 @@ class Journal:
         try:
             more = True
             while more and not self._closed:
-                more = await self._read(lambda _: next(steps, False) is None, False)
+                more = await self.read(lambda _: next(steps, False) is None, False)
         except (StorageError, ConfigError) as error:
             _log.warning("%s; old entries will be removed after a later checkpoint", error)
         finally:
@@ -167,45 +167,23 @@ class Journal:
     # -- reading, before anything is written -----------------------------------------------------
     # These raise ConfigError if the file is damaged.
 
-    async def waiting(self, adapter: str) -> Sequence[Arrival | GroupEntry]:
-        """See `JournalFile.waiting`."""
-        return await self._read(lambda file: file.waiting(adapter), ())
-
-    async def newest_groups(self, prefix: str, count: int) -> Sequence[str]:
-        """See `JournalFile.newest_groups`."""
-        return await self._read(lambda file: file.newest_groups(prefix, count), ())
+    async def read(self, read: Callable[[JournalFile], T], nothing: T) -> T:
+        """What `read` finds in the file; `nothing` if nothing is written."""
+        if self._file is None:
+            return nothing
+        return await asyncio.get_running_loop().run_in_executor(self._worker, read, self._file)
 
     async def groups(self, prefix: str, but: str, most: int) -> Sequence[Sequence[Trajectory]]:
         """See `JournalFile.groups`. What was said before this call is taken into account, if it can be written."""
         with suppress(StorageError):
             await self.flush()
-        return await self._read(lambda file: file.groups(prefix, but, most), ())
-
-    async def changes_since(self, adapter: str, number: int) -> tuple[PolicyChange, ...]:
-        """See `JournalFile.changes_since`."""
-        return await self._read(lambda file: file.changes_since(adapter, number), ())
-
-    async def progress(self, adapter: str) -> dict[str, float]:
-        """See `JournalFile.progress`."""
-        return await self._read(lambda file: file.progress(adapter), {})
-
-    async def newest_version(self, adapter: str) -> int:
-        """See `JournalFile.newest_version`."""
-        return await self._read(lambda file: file.newest_version(adapter), 0)
-
-    async def trained(self) -> Sequence[str]:
-        """See `JournalFile.trained`."""
-        return await self._read(lambda file: file.trained(), ())
-
-    async def trajectories(self, ids: Sequence[str]) -> Mapping[str, Trajectory]:
-        """See `JournalFile.trajectories`."""
-        return await self._read(lambda file: file.trajectories(ids), {})
+        return await self.read(lambda file: file.groups(prefix, but, most), ())
 
     async def fate(self, trajectory_id: str) -> Fate | None:
         """See `JournalFile.fate`. What was said before this call is taken into account, if it can be written."""
         with suppress(StorageError):
             await self.flush()
-        return await self._read(lambda file: file.fate(trajectory_id), None)
+        return await self.read(lambda file: file.fate(trajectory_id), None)
 
     async def close(self) -> None:
         """Writes what waits, and closes the file. What cannot be written is logged. A second call does nothing."""
@@ -223,11 +201,6 @@ class Journal:
         self._worker.shutdown()
 
     # -- commits ---------------------------------------------------------------------------------
-
-    async def _read(self, read: Callable[[JournalFile], T], nothing: T) -> T:
-        if self._file is None:
-            return nothing
-        return await asyncio.get_running_loop().run_in_executor(self._worker, read, self._file)
 
     async def _write(self, statements: Callable[[], Statements], kept: bool = False) -> None:
         if (done := self._submit(statements, kept)) is not None:
