@@ -18,7 +18,7 @@ import pytest
 from mlx_parallm.kv import memory
 from mlx_parallm.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
 from mlx_parallm.kv.cache import LoRABatchedKVCache
-from mlx_parallm.kv.device_memory import Account, DeviceMemory
+from mlx_parallm.kv.device_memory import MemoryAccount, DeviceMemory
 from mlx_parallm.kv.prefix import first_visible
 from mlx_parallm.kv.row import KVRow
 from mlx_parallm.model.layer_state import KVLayout, LayerSpec, LayerState, RecurrentSpec
@@ -278,7 +278,7 @@ class PoolWalk:
     def reserve(self) -> None:
         device = self.cache.device
         reserved = self.rng.choice([0, 0, device.budget_bytes // 2, 10**9])
-        device.open_account(Account.ADAPTERS, lambda: reserved)
+        device.open_account(MemoryAccount.ADAPTERS, lambda: reserved)
         if not self.refuse:
             self.cache.tidy(100)
             device.check_integrity()

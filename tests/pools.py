@@ -8,7 +8,7 @@ import mlx.core as mx
 from pool_walk import FULL, RECURRENT, WINDOWED
 
 from mlx_parallm.kv.cache import LoRABatchedKVCache
-from mlx_parallm.kv.device_memory import Account, DeviceMemory
+from mlx_parallm.kv.device_memory import MemoryAccount, DeviceMemory
 from mlx_parallm.kv.row import KVRow
 from mlx_parallm.model.layer_state import KVLayout, LayerState
 
@@ -27,7 +27,7 @@ def pool(blocks: int, layers: Sequence[LayerState] = (FULL,), max_length: int = 
 
 def reserve(cache: LoRABatchedKVCache, nbytes: int) -> None:
     """Others hold so much of the budget."""
-    cache.device.open_account(Account.ADAPTERS, lambda: nbytes)
+    cache.device.open_account(MemoryAccount.ADAPTERS, lambda: nbytes)
 
 
 def computed(cache: LoRABatchedKVCache, ids: Sequence[int], root: str | None = "v1") -> KVRow:

@@ -12,10 +12,10 @@ from mlx_parallm.app.all_adapters import AllAdapters
 from mlx_parallm.app.base_model import BaseModel, SharedDevice, weight_bytes
 from mlx_parallm.app.base_paths import base_of_adapter, bases_of_adapter
 from mlx_parallm.app.base_set import BaseSet
-from mlx_parallm.app.build import Engine
+from mlx_parallm.app.build import RunningEngine
 from mlx_parallm.app.deletion import Deletion
 from mlx_parallm.app.device import room_for_weights
-from mlx_parallm.app.residency import Resident
+from mlx_parallm.app.residency import ResidentModel
 from mlx_parallm.core.models import GENERIC_NAME, ServedModel
 from mlx_parallm.errors import UnknownModelError
 from mlx_parallm.grammar.compiler import LLCompiler
@@ -84,12 +84,12 @@ class DeviceLoader:
         return self._on_disk.get(base, ())
 
 
-def build_base_set(engine: Engine, templates: Mapping[str, str], deletion: Deletion) -> tuple[BaseSet, AllAdapters]:
+def build_base_set(engine: RunningEngine, templates: Mapping[str, str], deletion: Deletion) -> tuple[BaseSet, AllAdapters]:
     """The base models and all their adapters, for routes. The first base model is loaded. `templates`: see
     `core.ServedModel`. `deletion`: see `AllAdapters`. Blocks on the disk."""
     config, shared, first = engine.config, engine.shared, engine.bases[0]
     loader = DeviceLoader(engine.bases, shared, _adapters_by_base(config.adapters.adapter_dir, shared), templates)
-    residents, now = [Resident(base.name) for base in engine.bases], time.monotonic()
+    residents, now = [ResidentModel(base.name) for base in engine.bases], time.monotonic()
     is_split = shared.parts.split is not None  # the other ranks do not load again
     residents[0].loaded, residents[0].pinned = True, config.rl_training.enabled or is_split
     residents[0].loaded_at, residents[0].used_at, residents[0].load_seconds = now, now, engine.load_seconds

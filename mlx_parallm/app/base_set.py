@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
-from mlx_parallm.app.residency import Residency, Resident
+from mlx_parallm.app.residency import Residency, ResidentModel
 from mlx_parallm.config import human_bytes
 from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.core.models import BaseStatus, ModelState, ServedModel
@@ -52,7 +52,7 @@ class BaseSet:
     def __init__(
         self,
         first: ServedModel,
-        residents: Sequence[Resident],
+        residents: Sequence[ResidentModel],
         room_bytes: int,
         loader: DeviceLoader,
         idle_unload_s: float | None = None,
@@ -114,7 +114,7 @@ class BaseSet:
         finally:
             self._release(resident)
 
-    async def _admitted(self, resident: Resident) -> None:
+    async def _admitted(self, resident: ResidentModel) -> None:
         """Waits until `_admit` has counted this request as a user."""
         self._check_not_failed(resident.name)
         waiters, waiter = self._waiters[resident.name], asyncio.get_running_loop().create_future()
@@ -139,12 +139,12 @@ class BaseSet:
         if why and time.monotonic() - at < RETRY_S:
             raise ModelUnavailableError(why)
 
-    def _release(self, resident: Resident) -> None:
+    def _release(self, resident: ResidentModel) -> None:
         resident.users -= 1
         resident.used_at = time.monotonic()
         self._changed.set()
 
-    def _admit(self, resident: Resident) -> None:
+    def _admit(self, resident: ResidentModel) -> None:
         """Lets all requests use a base model that wait for it."""
         for waiter in self._waiters[resident.name]:
             if not waiter.done():
@@ -185,15 +185,15 @@ class BaseSet:
                 since = None if self._idle_unload_s is None else self._residency.unused_longest()
                 await self._wait(None if since is None else since + (self._idle_unload_s or 0.0))
 
-    def _unused(self, now: float) -> Resident | None:
+    def _unused(self, now: float) -> ResidentModel | None:
         return None if self._idle_unload_s is None else self._residency.unused_since(now - self._idle_unload_s)
 
-    def _longest_waiting(self) -> Resident | None:
+    def _longest_waiting(self) -> ResidentModel | None:
         unloaded = [resident for resident in self._residents.values() if not resident.loaded]
         since = {resident: min(arrived) for resident in unloaded if (arrived := self._arrivals(resident))}
         return min(since, key=lambda resident: since[resident], default=None)
 
-    def _arrivals(self, resident: Resident) -> list[float]:
+    def _arrivals(self, resident: ResidentModel) -> list[float]:
         """When the requests came that wait for this base model."""
         return [arrived for waiter, arrived in self._waiters[resident.name].items() if not waiter.done()]
 
@@ -204,7 +204,7 @@ class BaseSet:
             async with asyncio.timeout(None if until is None else max(until - time.monotonic(), 0.0)):
                 await self._changed.wait()
 
-    async def _bring_in(self, wanted: Resident) -> None:
+    async def _bring_in(self, wanted: ResidentModel) -> None:
         """Loads a base model for the requests that wait for it, after others have given way. If that fails, these
         requests fail."""
         self._loading = wanted.name
@@ -218,7 +218,7 @@ class BaseSet:
             self._loading = None
             self._keep(each for each in self._residents.values() if each.leaving)
 
-    async def _make_room(self, wanted: Resident) -> bool:
+    async def _make_room(self, wanted: ResidentModel) -> bool:
         """Has others give way until `wanted` fits. False if nobody waits for it any more.
 
         Raises:
@@ -245,7 +245,7 @@ class BaseSet:
                 await self._unload(leaving)
         return True
 
-    async def _load(self, wanted: Resident) -> None:
+    async def _load(self, wanted: ResidentModel) -> None:
         started = time.monotonic()
         self._served[wanted.name] = await self._loader.load(wanted.name)
         now = time.monotonic()
@@ -253,19 +253,19 @@ class BaseSet:
         self._failures.pop(wanted.name, None)
         _log.info("loaded the base model %s in %.1f s", wanted.name, now - started)
 
-    async def _unload(self, resident: Resident) -> None:
+    async def _unload(self, resident: ResidentModel) -> None:
         resident.leaving = True  # new requests wait
         await self._loader.unload(resident.name)
         resident.loaded, resident.leaving = False, False
         _log.info("unloaded the base model %s", resident.name)
 
-    def _keep(self, residents: Iterable[Resident]) -> None:
+    def _keep(self, residents: Iterable[ResidentModel]) -> None:
         """Base models that were to give way, and are loaded still, take requests again."""
         for resident in residents:
             resident.leaving = False
             self._admit(resident)
 
-    def _fail(self, wanted: Resident, error: Exception) -> None:
+    def _fail(self, wanted: ResidentModel, error: Exception) -> None:
         why = f"The base model {wanted.name} cannot be loaded: {_reason(error)}"
         if not isinstance(error, EngineDeadError):
             _log.error("the base model %s cannot be loaded: %s", wanted.name, error, exc_info=_unexpected(error))
@@ -280,13 +280,13 @@ class BaseSet:
         """See `core.BaseModels.statuses`."""
         return tuple(map(self._status, self._residents.values()))
 
-    def _status(self, resident: Resident) -> BaseStatus:
+    def _status(self, resident: ResidentModel) -> BaseStatus:
         name, served = resident.name, self._served.get(resident.name)
         on_disk = () if served else self._loader.adapters_on_disk(name)
         _, error = self._failures.get(name, (0.0, ""))
         return BaseStatus(name, self._state(resident), served.card if served else None, on_disk, error)
 
-    def _state(self, resident: Resident) -> ModelState:
+    def _state(self, resident: ResidentModel) -> ModelState:
         if resident.loaded:
             return ModelState.LEAVING if resident.leaving else ModelState.LOADED
         if self._arrivals(resident) or self._loading == resident.name:

@@ -79,7 +79,7 @@ class Served:
         return self.training.service.trajectories.collect(request, events)
 
 
-class Engine:
+class RunningEngine:
     """The device thread with the first base model, ready to generate between `start` and `stop`.
 
     `bases`: all base models of the configuration. `shared`: what they share. `load_seconds`: how long it took to load

@@ -18,7 +18,7 @@ from pathlib import Path
 from mlx_parallm.app.build import Served
 from mlx_parallm.cluster.head import HeadSettings, head
 from mlx_parallm.cluster.head_client import HeadUnreachableError
-from mlx_parallm.cluster.node import Node, Report
+from mlx_parallm.cluster.node import Node, NodeReport
 from mlx_parallm.cluster.replica import EVERY_INTERFACE, ask_head, fetch_base, outward_address, own_address, replica
 from mlx_parallm.cluster.state import locked_folder
 from mlx_parallm.cluster.trainer import Trainer, trainer
@@ -136,11 +136,11 @@ def _host(config: Config) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _report(services: Services) -> Report:
+def _report(services: Services) -> NodeReport:
     stats, cluster = services.engine.stats(), services.cluster
     closed = services.lifecycle.drain_begun.is_set() or services.sleep.asleep or stats.paused
     closed |= stats.machine.relief is Relief.REQUESTS
-    return Report(stats.alive and stats.ready and not closed, cluster.own.load.tokens if cluster is not None else 0)
+    return NodeReport(stats.alive and stats.ready and not closed, cluster.own.load.tokens if cluster is not None else 0)
 
 
 # -- the base model of a replica -----------------------------------------------------------------

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from mlx_parallm.app.build import Engine, Served
+from mlx_parallm.app.build import RunningEngine, Served
 from mlx_parallm.app.evaluation import evaluator_of, held_out_of
 from mlx_parallm.app.reward import reward_of
 from mlx_parallm.config import Config
@@ -25,7 +25,7 @@ _SLOTS = 2
 """One for the adapter that was evaluated, and one for the next."""
 
 
-class Comparison:
+class ComparisonSettings:
     """The settings of an evaluation, checked before a model is loaded.
 
     Args:
@@ -54,7 +54,7 @@ class Comparison:
         if rank > LARGEST_RANK:
             raise ConfigError(f"--eval-tasks: rank {rank} is above {LARGEST_RANK}, the largest that is served")
         adapters = self._config.adapters.model_copy(update={"max_lora_rank": rank, "max_loras": _SLOTS})
-        engine = Engine(self._config.model_copy(update={"adapters": adapters}))
+        engine = RunningEngine(self._config.model_copy(update={"adapters": adapters}))
         served = engine.start()
         try:
             return asyncio.run(self._evaluate(served, folders))

@@ -13,7 +13,7 @@ from mlx_parallm.core.requests import WorkClass
 from mlx_parallm.core.text import control_ids
 from mlx_parallm.engine.startup import prove
 from mlx_parallm.errors import ConfigError, UnsupportedModelError
-from mlx_parallm.kv.device_memory import Account, DeviceMemory, default_budget
+from mlx_parallm.kv.device_memory import MemoryAccount, DeviceMemory, default_budget
 from mlx_parallm.model.device import MemoryLimits, machine_memory, memory_limits, on_cpu
 from mlx_parallm.model.layer_state import KVLayout
 from mlx_parallm.model.manager import SharedModelManager
@@ -53,7 +53,7 @@ def build_runner(
     layout, parts = kv_layout(manager, config), parts or Parts()
     device = device or DeviceMemory(kv_budget(manager.card.weight_bytes, config))
     weights = manager.card.weight_bytes
-    device.open_account(Account.WEIGHTS, lambda: weights)
+    device.open_account(MemoryAccount.WEIGHTS, lambda: weights)
     length = _context_length(manager.card, config, exact_length)
     cache = parts.cache(layout, device, length, config.server.prefix_cache, control_ids(manager.tokenizer))
     if not cache.longest_row:

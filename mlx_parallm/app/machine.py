@@ -15,7 +15,7 @@ from mlx_parallm.config import Config
 from mlx_parallm.core.machine import UNKNOWN_MACHINE, MachineState, Relief, seconds_with_sleep
 from mlx_parallm.engine.figures import EngineStats
 from mlx_parallm.engine.thread import ContinuousBatchProcessor
-from mlx_parallm.kv.device_memory import Account
+from mlx_parallm.kv.device_memory import MemoryAccount
 from mlx_parallm.machine.guard import MemoryGuard
 from mlx_parallm.machine.memory import MemoryReading, read_memory
 from mlx_parallm.machine.power import PowerReading, read_power
@@ -169,8 +169,8 @@ class MachineWatch:
 
 def _gives_back(stats: EngineStats) -> bool:
     """Whether the engine holds memory that it gives back when no cached prefixes are kept."""
-    held = {account: stats.memory_bytes.get(account, 0) for account in Account}
-    return held[Account.PREFIXES] + held[Account.FREE_BLOCKS] > held[Account.ROWS] / 4
+    held = {account: stats.memory_bytes.get(account, 0) for account in MemoryAccount}
+    return held[MemoryAccount.PREFIXES] + held[MemoryAccount.FREE_BLOCKS] > held[MemoryAccount.ROWS] / 4
 
 
 def _log_changes(before: MachineState, state: MachineState) -> None:

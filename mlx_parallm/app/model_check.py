@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ModelVerdict:
     """What a model can do.
 
     family: its model file
@@ -68,13 +68,13 @@ class Verdict:
         return next((each for each in self.findings if each.check == check), Finding(check, None))
 
     @classmethod
-    def of_json(cls, data: dict[str, Any]) -> Verdict:
+    def of_json(cls, data: dict[str, Any]) -> ModelVerdict:
         """From what `dataclasses.asdict` has given."""
         findings = tuple(Finding(**each) for each in data["findings"])
         return cls(data["family"], data["layers"], data["compatible"], tuple(data["in_parts"]), findings)
 
 
-def check_model(path: str | None, trust_remote_code: bool = False, compatible: bool = False) -> Verdict:
+def check_model(path: str | None, trust_remote_code: bool = False, compatible: bool = False) -> ModelVerdict:
     """Checks the first layers of a model in this process. A plan that is right for rows of the base model is looked for
     first.
 
@@ -95,7 +95,7 @@ def check_model(path: str | None, trust_remote_code: bool = False, compatible: b
     return replace(check_built(model, compatible), layers=f"{few} of {layers}")
 
 
-def check_built(model: nn.Module, compatible: bool = False) -> Verdict:
+def check_built(model: nn.Module, compatible: bool = False) -> ModelVerdict:
     """Checks a model in memory, whose linears are replaced by adapted ones. See `check_model`."""
     layout = adapter_layout(model)
     if on_cpu():
@@ -109,7 +109,7 @@ def check_built(model: nn.Module, compatible: bool = False) -> Verdict:
         batch = Prover(model, bank, plan).batch(beyond_windows=True)
     findings = (batch, *_others(model, bank, plan)) if not batch.problem else (batch,)
     layers = len(model.layers)
-    return Verdict(family_of(model).name, f"{layers} of {layers}", plan.compatible, _kinds(plan.mixers), findings)
+    return ModelVerdict(family_of(model).name, f"{layers} of {layers}", plan.compatible, _kinds(plan.mixers), findings)
 
 
 def _others(model: nn.Module, bank: AdapterBank, plan: CachePlan) -> Iterator[Finding]:
@@ -154,7 +154,7 @@ def prove_once(manager: SharedModelManager, bank: AdapterBank, trust_remote_code
             _keep(manager, replace(verdict, compatible=manager.plan.compatible))
 
 
-def _obey(verdict: Verdict, manager: SharedModelManager) -> None:
+def _obey(verdict: ModelVerdict, manager: SharedModelManager) -> None:
     if problem := verdict.of("batch").problem:
         raise UnsupportedModelError(f"{manager.card.name} ({verdict.family}) cannot be served: {problem}")
     if verdict.compatible:
@@ -166,7 +166,7 @@ def _obey(verdict: Verdict, manager: SharedModelManager) -> None:
         manager.refuse_adapters(f"LoRA on a {verdict.family} model")
 
 
-def _in_child(source: Path, trust_remote_code: bool) -> Verdict | None:
+def _in_child(source: Path, trust_remote_code: bool) -> ModelVerdict | None:
     """The verdict of a child process. None: it could not be found, such as for a model that does not run with fewer
     layers.
 
@@ -189,7 +189,7 @@ def _in_child(source: Path, trust_remote_code: bool) -> Verdict | None:
             f"{source}` shows it"
         )
     try:
-        return Verdict.of_json(json.loads(done.stdout))
+        return ModelVerdict.of_json(json.loads(done.stdout))
     except ValueError:  # it ended before it had a verdict; the whole model is checked in this process
         _log.info("the child process has no verdict, so the whole model is checked in this one: %s", done.stderr)
         return None
@@ -198,15 +198,15 @@ def _in_child(source: Path, trust_remote_code: bool) -> Verdict | None:
 # -- kept verdicts -------------------------------------------------------------------------------
 
 
-def kept_verdict(manager: SharedModelManager) -> Verdict | None:
+def kept_verdict(manager: SharedModelManager) -> ModelVerdict | None:
     """The verdict that was found when the model was loaded before, or None."""
     try:
-        return Verdict.of_json(json.loads(_file_of(manager).read_bytes()))
+        return ModelVerdict.of_json(json.loads(_file_of(manager).read_bytes()))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _keep(manager: SharedModelManager, verdict: Verdict) -> None:
+def _keep(manager: SharedModelManager, verdict: ModelVerdict) -> None:
     file = _file_of(manager)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

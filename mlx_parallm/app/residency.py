@@ -20,7 +20,7 @@ the time that it took to load, if that is less."""
 
 
 @dataclass(eq=False, slots=True)
-class Resident:
+class ResidentModel:
     """A base model, in memory or not. Times are in seconds of `time.monotonic`.
 
     Attributes:
@@ -53,20 +53,20 @@ class Residency:
         room_bytes: memory for the weights of all that are loaded.
     """
 
-    def __init__(self, residents: Sequence[Resident], room_bytes: int) -> None:
+    def __init__(self, residents: Sequence[ResidentModel], room_bytes: int) -> None:
         self._residents = residents
         self.room_bytes = room_bytes
 
-    def missing(self, wanted: Resident) -> int:
+    def missing(self, wanted: ResidentModel) -> int:
         """Bytes that others have to give up before `wanted` can be loaded; 0 or less if none."""
         return wanted.weight_bytes + sum(each.weight_bytes for each in self._loaded()) - self.room_bytes
 
-    def fits(self, wanted: Resident) -> bool:
+    def fits(self, wanted: ResidentModel) -> bool:
         """Whether `wanted` could be loaded if all others gave way that may."""
         pinned = sum(each.weight_bytes for each in self._loaded() if each.pinned)
         return wanted.weight_bytes + pinned <= self.room_bytes
 
-    def next_to_leave(self, now: float) -> Resident | None:
+    def next_to_leave(self, now: float) -> ResidentModel | None:
         """The base model that gives way next: of those without requests the least recently used one; else one that is
         leaving already; else the one that was loaded first. None if none may leave yet."""
         free = [each for each in self._loaded() if not each.pinned and each.may_leave_at() <= now]
@@ -79,7 +79,7 @@ class Residency:
         """When `next_to_leave` will have an answer if nothing changes; None if only a change can bring one."""
         return min((each.may_leave_at() for each in self._loaded() if not each.pinned), default=None)
 
-    def unused_since(self, before: float) -> Resident | None:
+    def unused_since(self, before: float) -> ResidentModel | None:
         """A base model that nobody has used since `before`."""
         unused = (each for each in self._loaded() if not (each.pinned or each.users) and each.used_at <= before)
         return next(unused, None)
@@ -88,5 +88,5 @@ class Residency:
         """Since when nobody has used the base model that was used least recently; None if all are in use."""
         return min((each.used_at for each in self._loaded() if not (each.pinned or each.users)), default=None)
 
-    def _loaded(self) -> list[Resident]:
+    def _loaded(self) -> list[ResidentModel]:
         return [each for each in self._residents if each.loaded]

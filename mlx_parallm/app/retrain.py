@@ -22,7 +22,7 @@ from safetensors.numpy import save
 
 from mlx_parallm.adapters.formats import CONFIG_FILE, PEFT_WEIGHTS
 from mlx_parallm.adapters.service import stamp_of
-from mlx_parallm.app.build import Engine, Served
+from mlx_parallm.app.build import RunningEngine, Served
 from mlx_parallm.config import EngineKind, configure
 from mlx_parallm.config.retrain import read_retrain
 from mlx_parallm.core.adapters import BASE_ADAPTER
@@ -173,7 +173,7 @@ class RetrainEngine:
         if self._closed:
             raise EngineDeadError("this engine was shut down; make another one")
         if self._host is None:
-            self._host = _Host(Engine(self._config))
+            self._host = _Host(RunningEngine(self._config))
         return self._host
 
     def _publish(self, folder: Path, state: object) -> None:
@@ -246,7 +246,7 @@ async def _group(served: Served, request: GenerationRequest) -> list[SampleResul
 class _Host:
     """A started engine, and the event loop that its asyncio interface runs on, in a thread of its own."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: RunningEngine) -> None:
         self._engine = engine
         self.served = engine.start()
         self._loop = asyncio.new_event_loop()

@@ -15,7 +15,7 @@ from mlx_parallm.app import banner
 from mlx_parallm.app.all_adapters import AllAdapters
 from mlx_parallm.app.base_loader import build_base_set
 from mlx_parallm.app.base_set import BaseSet
-from mlx_parallm.app.build import Engine, Served
+from mlx_parallm.app.build import RunningEngine, Served
 from mlx_parallm.app.checks import check_http
 from mlx_parallm.app.cluster_collection import ClusterCollection
 from mlx_parallm.app.deletion import Deletion
@@ -119,7 +119,7 @@ class IntegratedServer:
 
     def __init__(self, config: Config, ranks: Ranks | None = None) -> None:
         self._config = config
-        self._engine = Engine(config, ranks=ranks)
+        self._engine = RunningEngine(config, ranks=ranks)
         self._served: Served | None = None
         self._loading = asyncio.Lock()
         self._trains = False  # `run_training_loop` was called

@@ -15,7 +15,7 @@ from mlx_parallm.engine.speculate import Source
 from mlx_parallm.engine.startup import calibrate, calibrate_steps
 from mlx_parallm.errors import ConfigError, UnsupportedModelError
 from mlx_parallm.kv.cache import LoRABatchedKVCache
-from mlx_parallm.kv.device_memory import Account, DeviceMemory
+from mlx_parallm.kv.device_memory import MemoryAccount, DeviceMemory
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.model.tokenizer import Tokenizer
 
@@ -130,5 +130,5 @@ def build_draft_model(
         raise
     weights = 0 if draft is None else draft.card.weight_bytes
     drafts = DraftModel(own, replace(cost), base.card.vocab_size, model.card.vocab_size, for_adapters=draft is None)
-    runner.cache.device.open_account(Account.DRAFT_MODEL, lambda: weights + drafts.bytes_held)
+    runner.cache.device.open_account(MemoryAccount.DRAFT_MODEL, lambda: weights + drafts.bytes_held)
     return drafts

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any, NoReturn
 
 from mlx_parallm import logs
-from mlx_parallm.app.build import Engine, Served
+from mlx_parallm.app.build import RunningEngine, Served
 from mlx_parallm.app.environment_rollouts import check_inference
 from mlx_parallm.app.environment_run import EnvironmentRun
 from mlx_parallm.app.extras import atropos_run, follow, joined
@@ -68,7 +68,7 @@ def run(config: Config, options: TrainOptions, view: TrainView) -> int:
         check_scorable(config, source)
         check_inference(config)
     config = _prepared(config)
-    engine = Engine(config, {name: value for name, value in asdict(options).items() if name != "log"}, ranks)
+    engine = RunningEngine(config, {name: value for name, value in asdict(options).items() if name != "log"}, ranks)
     served = engine.start()
     assert served.training is not None  # the command's configuration trains
     assert served.run is not None

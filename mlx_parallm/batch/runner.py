@@ -41,7 +41,7 @@ from mlx_parallm.kv.cache import KVRow, LoRABatchedKVCache
 from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.model.hooks import answered_by
 from mlx_parallm.model.layer_state import Caches
-from mlx_parallm.model.split import Head, trunk_of
+from mlx_parallm.model.split import OutputHead, trunk_of
 
 if TYPE_CHECKING:
     from mlx_parallm.engine.sequence import Sequence
@@ -129,7 +129,7 @@ class BatchRunner:
         self._bank = bank
         self._model = model
         self._trunk = trunk_of(model)
-        self._head = None if self._trunk is None else Head(model)
+        self._head = None if self._trunk is None else OutputHead(model)
         self._plan = plan
         self._expected = Caches(model)
         self._planned: tuple[list[RowSampling], SamplingPlan] | None = None

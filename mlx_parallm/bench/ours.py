@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import count
 
 from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
-from mlx_parallm.app.build import Engine, Served
+from mlx_parallm.app.build import RunningEngine, Served
 from mlx_parallm.bench.sizes import ADAPTERS, RANK, SCALE
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
@@ -30,7 +30,7 @@ _SPARE = 96
 class Ours:
     """A running engine with adapters."""
 
-    def __init__(self, engine: Engine, served: Served) -> None:
+    def __init__(self, engine: RunningEngine, served: Served) -> None:
         self._processor, self._served = engine.processor, served
         self._adapters: list[AdapterRef] = []
         self._policy: Policy | None = None

@@ -35,7 +35,7 @@ class Status(StrEnum):
 
 
 @dataclass(slots=True)
-class Section:
+class ReportSection:
     """One part of the report.
 
     Attributes:
@@ -101,7 +101,7 @@ def _text(error: BaseException) -> str:
 
 
 @dataclass(slots=True)
-class Report:
+class BenchReport:
     """What was measured, and on what.
 
     Attributes:
@@ -118,7 +118,7 @@ class Report:
     model: dict[str, Any]
     setting: dict[str, Any]
     budget_s: float
-    sections: list[Section]
+    sections: list[ReportSection]
     interrupted: str = ""
     _date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     _started: float = field(default_factory=time.monotonic)

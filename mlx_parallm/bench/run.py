@@ -24,11 +24,11 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_parallm.adapters.weights import AdapterWeights
-from mlx_parallm.app.build import Engine, Served
+from mlx_parallm.app.build import RunningEngine, Served
 from mlx_parallm.bench.comparison import Comparison, compare
 from mlx_parallm.bench.mlx_lm import MlxLm
 from mlx_parallm.bench.ours import Ours
-from mlx_parallm.bench.report import Report, Section, Status
+from mlx_parallm.bench.report import BenchReport, ReportSection, Status
 from mlx_parallm.bench.sizes import ADAPTERS, RANK, ROWS, SCALE, SIZES, Sizes
 from mlx_parallm.config import Config, LoRAConfig, configure
 from mlx_parallm.core.requests import SamplingParams
@@ -57,7 +57,7 @@ _CACHED = 1000
 _BESIDE_UPDATE = "a plain trainer: its own LoRA layers, padded rows, AdamW; all activations are kept"
 
 
-async def self_test(section: Section, choice: ModelChoice | None, on_result: OnResult) -> None:
+async def self_test(section: ReportSection, choice: ModelChoice | None, on_result: OnResult) -> None:
     """Every check of the self-test: rows in a batch and alone, mixed adapters, the prefix cache, gradients and so on.
     `choice`: the model to test beside the tiny ones.
 
@@ -72,7 +72,7 @@ async def self_test(section: Section, choice: ModelChoice | None, on_result: OnR
     await tested_models(choice, keep)
 
 
-async def memory(section: Section, path: str | None) -> None:
+async def memory(section: ReportSection, path: str | None) -> None:
     """The memory of steps with lookahead (`ahead`) and without (`apart`), while the KV pool holds a long prefix.
 
     Raises:
@@ -86,13 +86,13 @@ class Sides:
     """This engine and mlx-lm with one model, and what both are asked. Each round of a figure has prompts of its own."""
 
     def __init__(
-        self, engine: Engine, ours: Ours, mlx_lm: MlxLm, weights: AdapterWeights, vocabulary: int, sizes: Sizes
+        self, engine: RunningEngine, ours: Ours, mlx_lm: MlxLm, weights: AdapterWeights, vocabulary: int, sizes: Sizes
     ) -> None:
         self._run, self._ours, self._mlx_lm = engine.processor.run, ours, mlx_lm
         self._weights, self._vocabulary, self._sizes = weights, vocabulary, sizes
 
     @classmethod
-    async def of(cls, engine: Engine, served: Served, path: str | None, sizes: Sizes) -> Sides:
+    async def of(cls, engine: RunningEngine, served: Served, path: str | None, sizes: Sizes) -> Sides:
         """Loads the model for mlx-lm too, and publishes the adapters."""
         ours = Ours(engine, served)
         weights = random_adapter(ours.trainer.model.layout, seed=0, rank=RANK, everywhere=True)
@@ -101,7 +101,7 @@ class Sides:
         mlx_lm = await engine.processor.run(lambda: MlxLm(path, weights, dtype))
         return cls(engine, ours, mlx_lm, weights, served.card.vocab_size, sizes)
 
-    async def decode(self, section: Section, until: float) -> None:
+    async def decode(self, section: ReportSection, until: float) -> None:
         """Decode steps of several numbers of rows: greedy with the base model, one adapter and eight; and sampled."""
         section.figures += [
             *(self._decode(rows, adapters, _GREEDY) for rows in ROWS for adapters in _ADAPTERS if adapters <= rows),
@@ -109,12 +109,12 @@ class Sides:
         ]
         await compare(section.figures, until)
 
-    async def prefill(self, section: Section, until: float) -> None:
+    async def prefill(self, section: ReportSection, until: float) -> None:
         """Single prompts of several lengths, of the base model and of an adapter."""
         section.figures += [self._prefill(length, adapters) for length in self._sizes.prompts for adapters in (0, 1)]
         await compare(section.figures, until)
 
-    async def update(self, section: Section, until: float) -> None:
+    async def update(self, section: ReportSection, until: float) -> None:
         """An update of an adapter: micro-steps and AdamW."""
         sizes = self._sizes
         samples = sizes.groups * sizes.group
@@ -183,13 +183,13 @@ _STOPPING_S = 12.0
 _MEASURED = {"decode": (0.62, Sides.decode), "prefill": (0.4, Sides.prefill), "update": (1.0, Sides.update)}
 """The sections that need the loaded model: their shares of the time that is left then, and what they do."""
 
-OnSection = Callable[[Section], None]
+OnSection = Callable[[ReportSection], None]
 """Called when a section begins, and when it has ended."""
 
 
 def run(
     path: str | None, sizes: str | None, budget_s: float, file: Path, on_section: OnSection, on_check: OnResult
-) -> Report:
+) -> BenchReport:
     """Measures this machine and writes the report.
 
     Args:
@@ -209,12 +209,12 @@ def run(
     name = sizes or ("cpu" if on_cpu() else "gpu")
     setting = {"sizes": name, **asdict(SIZES[name]), "rows": ROWS, "adapters": ADAPTERS, "rank": RANK}
     sections = [
-        Section("self-test", 0.3),
-        Section("memory", 0.3),
-        Section("load", 1.0),
-        *(Section(name, share) for name, (share, _) in _MEASURED.items()),
+        ReportSection("self-test", 0.3),
+        ReportSection("memory", 0.3),
+        ReportSection("load", 1.0),
+        *(ReportSection(name, share) for name, (share, _) in _MEASURED.items()),
     ]
-    report = Report(file, describe_machine(), {"name": choice.name}, setting, budget_s, sections)
+    report = BenchReport(file, describe_machine(), {"name": choice.name}, setting, budget_s, sections)
     report.write()
     asyncio.run(_interruptible(_Run(report, choice, SIZES[name], on_section, on_check)))
     report.write()
@@ -225,7 +225,7 @@ class _Run:
     """The sections of one report."""
 
     def __init__(
-        self, report: Report, choice: ModelChoice, sizes: Sizes, on_section: OnSection, on_check: OnResult
+        self, report: BenchReport, choice: ModelChoice, sizes: Sizes, on_section: OnSection, on_check: OnResult
     ) -> None:
         self.report = report
         self._choice, self._sizes = choice, sizes
@@ -246,7 +246,7 @@ class _Run:
                 _, measure = _MEASURED[section.name]
                 await self._section(section, partial(measure, sides, section))
 
-    async def _section(self, section: Section, work: Callable[[float], Awaitable[None]]) -> None:
+    async def _section(self, section: ReportSection, work: Callable[[float], Awaitable[None]]) -> None:
         section.status = Status.RUNNING
         section.limit_s = max(0.0, section.share * (self.report.left_s - _STOPPING_S))
         self.report.write()

@@ -17,7 +17,7 @@ from mlx_parallm.errors import ConfigError
 
 if TYPE_CHECKING:
     from mlx_parallm.adapters.average import Average
-    from mlx_parallm.app.compare import Comparison
+    from mlx_parallm.app.compare import ComparisonSettings
     from mlx_parallm.core.training import EvaluationResult
 
 
@@ -72,17 +72,17 @@ def average_adapters(args: argparse.Namespace) -> int:
     return 0
 
 
-def _comparison(args: argparse.Namespace) -> Comparison | None:
+def _comparison(args: argparse.Namespace) -> ComparisonSettings | None:
     """None without --eval-tasks."""
     given = settings(args)
     if _TASKS not in given:
         if useless := [given[path].source for path in _EVALUATION if path in given]:
             raise ConfigError(f"{useless[0]}: there is no evaluation; add --eval-tasks, or leave it out")
         return None
-    from mlx_parallm.app.compare import Comparison
+    from mlx_parallm.app.compare import ComparisonSettings
 
     model = {"model.base_model_path": Setting(args.model_path, "--model-path")}
-    return Comparison(resolve(given | _FIXED | model, _environment()).config)
+    return ComparisonSettings(resolve(given | _FIXED | model, _environment()).config)
 
 
 def _environment() -> dict[str, str]:

@@ -14,7 +14,7 @@ from mlx_parallm.cli.table import show, table
 from mlx_parallm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mlx_parallm.bench.report import Section
+    from mlx_parallm.bench.report import ReportSection
 
 _COLUMNS = ("tokens/s, medians", "this engine", "mlx-lm", "ratio", "lowest to highest")
 _MINUTES = 8
@@ -80,7 +80,7 @@ def bench_report(args: Namespace) -> int:
 # -- text ----------------------------------------------------------------------------------------
 
 
-def _show_section(section: Section) -> None:
+def _show_section(section: ReportSection) -> None:
     """When it begins, its name and limit; when it has ended, its figures."""
     from mlx_parallm.bench.report import Status
 
@@ -90,7 +90,7 @@ def _show_section(section: Section) -> None:
     print("\n".join(_ended(section)), flush=True)
 
 
-def _ended(section: Section) -> Iterator[str]:
+def _ended(section: ReportSection) -> Iterator[str]:
     if section.figures:
         yield table([_COLUMNS, *(_cells(figure.as_json()) for figure in section.figures)])
     if section.memory:

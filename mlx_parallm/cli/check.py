@@ -11,7 +11,7 @@ from mlx_parallm.cli.parser import Parser
 from mlx_parallm.cli.table import add_json_argument, show, table
 
 if TYPE_CHECKING:
-    from mlx_parallm.app.model_check import Verdict
+    from mlx_parallm.app.model_check import ModelVerdict
 
 
 def add_arguments(parser: Parser) -> None:
@@ -32,7 +32,7 @@ def check(args: Namespace) -> int:
     return int(any(each.problem for each in verdict.findings))
 
 
-def _lines(verdict: Verdict) -> Iterator[str]:
+def _lines(verdict: ModelVerdict) -> Iterator[str]:
     yield f"family   {verdict.family}; layers checked: {verdict.layers}"
     yield f"runs     {'row by row (compatible)' if verdict.compatible else 'batched'}"
     yield f"in parts {', '.join(verdict.in_parts) or 'nothing'}"

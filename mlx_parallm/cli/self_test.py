@@ -14,7 +14,7 @@ from mlx_parallm.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
     from mlx_parallm.selftest.check import CheckResult
-    from mlx_parallm.selftest.report import Report
+    from mlx_parallm.selftest.report import SelfTestReport
     from mlx_parallm.selftest.timings import Timing
 
 _REPORT = Path("mlx_parallm-self-test.json")
@@ -77,7 +77,7 @@ def show_result(model: str, result: CheckResult) -> None:
         print(f"        {result.problem}. Compared: {result.check.compared}.{limit}\n        {result.check.advice}")
 
 
-def _ending(report: Report, file: Path) -> Iterator[str]:
+def _ending(report: SelfTestReport, file: Path) -> Iterator[str]:
     """The timings, the verdict, and where the report is."""
     for model in report.models:
         if model.timings:

@@ -42,7 +42,7 @@ class NodeAdapters(Protocol):
         """Forgets a version that it holds, once no request uses it."""
 
 
-class Follower:
+class RegistryFollower:
     """Follows the registry until it is cancelled.
 
     Args:

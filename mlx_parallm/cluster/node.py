@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.cluster.connection import Connection
-from mlx_parallm.cluster.follower import Follower, NodeAdapters
+from mlx_parallm.cluster.follower import RegistryFollower, NodeAdapters
 from mlx_parallm.cluster.members import Lease, Members
 from mlx_parallm.cluster.trajectories import Trajectories
 from mlx_parallm.cluster.versions import Versions
@@ -25,7 +25,7 @@ _COUNT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class NodeReport:
     """What the HTTP server says of itself: whether it takes requests, and the tokens of those under way."""
 
     ready: bool
@@ -46,9 +46,9 @@ class Node(ABC):
         self.role = role
         self.url = ""
         self.id = role.value
-        self.follower = Follower(adapters, self.fetch, folder, self._changed)
+        self.follower = RegistryFollower(adapters, self.fetch, folder, self._changed)
         self._incarnation = secrets.token_hex(8)
-        self._report: Callable[[], Report] = lambda: Report(ready=False, outstanding_tokens=0)
+        self._report: Callable[[], NodeReport] = lambda: NodeReport(ready=False, outstanding_tokens=0)
         self._connection: Connection | None = None
         self._members: Members | None = None
         self._lease: Lease | None = None
@@ -60,7 +60,7 @@ class Node(ABC):
         """Whether this node is the head, which sends requests to others."""
         return self.role is NodeRole.HEAD
 
-    def serve(self, url: str, report: Callable[[], Report]) -> None:
+    def serve(self, url: str, report: Callable[[], NodeReport]) -> None:
         """Says that the HTTP server listens, at `url`. From now on the others see this node."""
         self.url = url
         if self.role is not NodeRole.HEAD:

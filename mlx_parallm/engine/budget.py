@@ -266,7 +266,7 @@ class DecodeGap:
         self.trained = False
 
 
-class TrainingShare:
+class TrainingSpacer:
     """Spaces training units so that they take `share`, in (0, 1], of device time while rows decode, and measures it.
 
     Training units are long and cannot be interrupted, so the share is kept by the time between them. A new share

@@ -25,7 +25,7 @@ from mlx_parallm.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.kv.cache import LoRABatchedKVCache
 from mlx_parallm.kv.disk import BlockName, HostBlock, PrefixStore, block_key, block_names, root_key
 from mlx_parallm.kv.host import HostCopies
-from mlx_parallm.kv.prefix import Node
+from mlx_parallm.kv.prefix import PrefixNode
 
 if TYPE_CHECKING:
     from mlx_parallm.engine.requests import Request
@@ -159,7 +159,7 @@ class DiskPrefixes:
             self._store.write(blocks)
         return bool(unsaved)
 
-    def _key(self, node: Node) -> bytes | None:
+    def _key(self, node: PrefixNode) -> bytes | None:
         """The key of a block's file. None if blocks of its adapter version are not written."""
         path = []
         while node.parent is not None and not node.key:

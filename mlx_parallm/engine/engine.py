@@ -42,7 +42,7 @@ from mlx_parallm.engine.memory import PoolMemory
 from mlx_parallm.engine.requests import PublishEvents, Request, Requests
 from mlx_parallm.engine.scheduler import RLAwareScheduler, SchedulerConfig
 from mlx_parallm.engine.sequence import Sequence, SequenceStatus
-from mlx_parallm.engine.speculate import Source, Speculation
+from mlx_parallm.engine.speculate import Source, Speculator
 from mlx_parallm.engine.stats import UnitTrace, snapshot
 from mlx_parallm.engine.text import Vocabulary
 from mlx_parallm.engine.units import ForwardUnit, StagingUnit, TrainingUnit, Unit
@@ -120,7 +120,7 @@ class Engine:
         self.counters = self.requests.counters
         self._disk = DiskPrefixes(parts.prefix_store, cache, self.memory.prefix_root) if parts.prefix_store else None
         self._trace = UnitTrace(parts.trace)
-        speculation = Speculation(parts.draft_sources, parts.draft_model, in_block=cache.tails is not None)
+        speculation = Speculator(parts.draft_sources, parts.draft_model, in_block=cache.tails is not None)
         self._speculation = speculation if parts.draft_sources else None
         self._recovery = Recovery(self)
         self._in_flight: _InFlight | None = None
@@ -330,7 +330,7 @@ class Engine:
 
     # -- drafts ----------------------------------------------------------------------------------
 
-    def _reads_before_drafting(self, speculation: Speculation) -> bool:
+    def _reads_before_drafting(self, speculation: Speculator) -> bool:
         """Proposes the next tokens of the rows. If drafts would gain much, reads the unit in flight, so that the next
         one can have them, and returns True."""
         speculation.propose(self.scheduler.live)

@@ -17,7 +17,7 @@ from mlx_parallm.engine.scheduler import gives_way
 from mlx_parallm.engine.sequence import Sequence, SequenceStatus
 from mlx_parallm.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.kv.cache import LoRABatchedKVCache
-from mlx_parallm.kv.device_memory import Account
+from mlx_parallm.kv.device_memory import MemoryAccount
 from mlx_parallm.kv.row import KVRow
 from mlx_parallm.model.device import on_cpu
 
@@ -66,10 +66,10 @@ class PoolMemory:
         training: TrainingWork | None = None,
         draft_model: DraftModel | None = None,
     ) -> None:
-        cache.device.open_account(Account.ADAPTERS, lambda: adapters.bytes_held)
+        cache.device.open_account(MemoryAccount.ADAPTERS, lambda: adapters.bytes_held)
         if training is not None:
-            cache.device.open_account(Account.OPTIMIZER, lambda: training.bytes_held)
-            cache.device.open_account(Account.MICRO_STEP, lambda: training.bytes_of_updates)
+            cache.device.open_account(MemoryAccount.OPTIMIZER, lambda: training.bytes_held)
+            cache.device.open_account(MemoryAccount.MICRO_STEP, lambda: training.bytes_of_updates)
         self.ready = adapters.ready
         self.changed = self.gives_way = False
         self._tidied_at = 0.0

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 
 from mlx_parallm.core.device import DeviceSchedule
 from mlx_parallm.core.requests import WorkClass
-from mlx_parallm.engine.budget import ROW_TOKENS, CostModel, DecodeGap, TokenShares, TrainingShare
+from mlx_parallm.engine.budget import ROW_TOKENS, CostModel, DecodeGap, TokenShares, TrainingSpacer
 from mlx_parallm.engine.sequence import Sequence, SequenceStatus
 from mlx_parallm.engine.speculate import choose_drafts
 from mlx_parallm.engine.units import (
@@ -81,7 +81,7 @@ class RLAwareScheduler:
         self.cost = cost
         self.schedule = config.schedule
         self.gap = DecodeGap(config.schedule.max_decode_stall_s)
-        self.training = TrainingShare(config.schedule.training_time_share)
+        self.training = TrainingSpacer(config.schedule.training_time_share)
         self.preemptions = 0
         self.paused = False
         self.holds_rollouts = False

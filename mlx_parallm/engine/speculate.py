@@ -167,7 +167,7 @@ def _allowed(grammar: GrammarState | None, draft: Seq[int]) -> Seq[int]:
 # ---- the sequences of one base model -----------------------------------------------------------
 
 
-class Speculation:
+class Speculator:
     """Proposes drafts for the sequences of one base model.
 
     Args:

@@ -20,9 +20,9 @@ import sys
 from collections.abc import Collection, Hashable, Sequence
 
 from mlx_parallm.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
-from mlx_parallm.kv.device_memory import Account, DeviceMemory
+from mlx_parallm.kv.device_memory import MemoryAccount, DeviceMemory
 from mlx_parallm.kv.memory import AnyStore, KVMemory, LayerGroup
-from mlx_parallm.kv.prefix import Node, first_visible
+from mlx_parallm.kv.prefix import PrefixNode, first_visible
 from mlx_parallm.kv.row import KVRow
 from mlx_parallm.kv.states import StateCheckpoints
 from mlx_parallm.model.layer_state import KVLayout
@@ -70,9 +70,9 @@ class LoRABatchedKVCache(KVMemory):
         }
         blocks = max(0, device.budget_bytes - self.own_bytes) // self.block_bytes
         self.longest_row = min(max_length, blocks * BLOCK_TOKENS)
-        device.open_account(Account.ROWS, lambda: self.bytes_used)
-        device.open_account(Account.PREFIXES, lambda: self.bytes_cached)
-        device.open_account(Account.FREE_BLOCKS, lambda: self.bytes_free)
+        device.open_account(MemoryAccount.ROWS, lambda: self.bytes_used)
+        device.open_account(MemoryAccount.PREFIXES, lambda: self.bytes_cached)
+        device.open_account(MemoryAccount.FREE_BLOCKS, lambda: self.bytes_free)
         device.give_back = lambda: self.tidy(sys.maxsize)
 
     def clear(self) -> None:
@@ -321,7 +321,7 @@ class LoRABatchedKVCache(KVMemory):
             if node is not None and common >= _WORTH_COPYING:
                 self._copy_start(node, common, row, tokens, alone)
 
-    def _copy_start(self, node: Node, common: int, row: KVRow, tokens: int, alone: bool) -> None:
+    def _copy_start(self, node: PrefixNode, common: int, row: KVRow, tokens: int, alone: bool) -> None:
         """Copies the first `common` tokens of a cached block to the end of a new row, if there is memory for both."""
         donor = self.add(KVRow())  # keeps the block meanwhile
         self.share(donor, [[block_id] for block_id in node.block_ids])
@@ -377,7 +377,7 @@ class LoRABatchedKVCache(KVMemory):
         precision if blocks are quantized, and there is no recurrent state within a block."""
         return self.tails is None and self.states is None
 
-    def _register(self, row: KVRow, node: Node) -> None:
+    def _register(self, row: KVRow, node: PrefixNode) -> None:
         """Makes the row and the node of one of its blocks have the same block ids."""
         block = node.depth - 1
         for group, table in zip(self.groups, row.tables, strict=False):
@@ -416,7 +416,7 @@ class LoRABatchedKVCache(KVMemory):
         self.hits += counts * (row.computed - before)
         return key
 
-    def _take_blocks(self, row: KVRow, node: Node | None, root: Hashable, ids: Sequence[int]) -> Hashable:
+    def _take_blocks(self, row: KVRow, node: PrefixNode | None, root: Hashable, ids: Sequence[int]) -> Hashable:
         """Gives a row the blocks that follow its last one, `node`. Returns as `take_over` does."""
         depth = node.depth if node else 0
         while (following := _ids_of_block(ids, depth)) is not None and depth == row.computed // BLOCK_TOKENS:
@@ -427,11 +427,11 @@ class LoRABatchedKVCache(KVMemory):
             node, depth = child, child.depth
         return None if following is None else (node or root, following)
 
-    def _take_checkpoint(self, row: KVRow, node: Node | None, root: Hashable, ids: Sequence[int]) -> Hashable:
+    def _take_checkpoint(self, row: KVRow, node: PrefixNode | None, root: Hashable, ids: Sequence[int]) -> Hashable:
         """Gives a row the blocks that follow its last one, `node`, up to the last checkpoint beyond its own tokens, and
         the state there. Returns as `take_over` does."""
         assert self.checkpoints is not None
-        following: list[Node] = []
+        following: list[PrefixNode] = []
         while node is not None and (block := _ids_of_block(ids, node.depth)) is not None:
             node = node.children.get(block)
             if node is None or not self.has_block(node):
@@ -442,12 +442,12 @@ class LoRABatchedKVCache(KVMemory):
         registered = last.depth * BLOCK_TOKENS if (last := _last_registered(row)) else 0
         return next((key for cut, key in row.prefix_keys.items() if cut > registered), None)
 
-    def _go_on_from(self, row: KVRow, node: Node) -> None:
+    def _go_on_from(self, row: KVRow, node: PrefixNode) -> None:
         """Makes a node the last block of a row."""
         self._register(row, node)
         row.node, row.computed = node, node.depth * BLOCK_TOKENS
 
-    def has_block(self, node: Node) -> bool:
+    def has_block(self, node: PrefixNode) -> bool:
         """Whether the keys and values of a node's block are in memory in every layer group."""
         return FREED not in node.block_ids[: len(self.groups)]
 
@@ -495,14 +495,14 @@ class LoRABatchedKVCache(KVMemory):
             )
 
 
-def _ancestor(node: Node | None, depth: int) -> Node | None:
+def _ancestor(node: PrefixNode | None, depth: int) -> PrefixNode | None:
     """The node of a chain at `depth`, or the last one if it is not so deep. None for the root."""
     while node is not None and node.depth > depth:
         node = node.parent
     return node if node is not None and node.depth else None
 
 
-def _last_registered(row: KVRow) -> Node | None:
+def _last_registered(row: KVRow) -> PrefixNode | None:
     return row.node if row.node is not None and row.node.alive else None
 
 

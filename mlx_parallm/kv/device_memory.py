@@ -48,7 +48,7 @@ def default_budget(limit: int, buffers: int, weights: int, cpu_ram: int | None) 
     return free if cpu_ram is None else min(free, int(_CPU_SHARE * cpu_ram))
 
 
-class Account(StrEnum):
+class MemoryAccount(StrEnum):
     """What memory is held for. All but the weights are part of the budget; of DRAFT_MODEL, what are not weights."""
 
     WEIGHTS = "weights"
@@ -61,8 +61,8 @@ class Account(StrEnum):
     DRAFT_MODEL = "draft_model"
 
 
-_RESERVED = (Account.ADAPTERS, Account.OPTIMIZER, Account.MICRO_STEP)
-_POOL = (Account.ROWS, Account.PREFIXES, Account.FREE_BLOCKS)
+_RESERVED = (MemoryAccount.ADAPTERS, MemoryAccount.OPTIMIZER, MemoryAccount.MICRO_STEP)
+_POOL = (MemoryAccount.ROWS, MemoryAccount.PREFIXES, MemoryAccount.FREE_BLOCKS)
 
 
 class DeviceMemory:
@@ -81,7 +81,7 @@ class DeviceMemory:
         self.budget_bytes = budget_bytes
         self.keeps_prefixes = True
         self.give_back: Callable[[], object] = lambda: None
-        self._accounts: dict[Account, Callable[[], int]] = {}
+        self._accounts: dict[MemoryAccount, Callable[[], int]] = {}
         self._sharing = [] if sharing is None else sharing
         self._sharing.append(self)
         self._asked = 0  # bytes that another base model needs now
@@ -121,13 +121,13 @@ class DeviceMemory:
     def _held(self) -> int:
         return self._sum(_POOL) + self._sum(_RESERVED)
 
-    def open_account(self, account: Account, read: Callable[[], int]) -> None:
+    def open_account(self, account: MemoryAccount, read: Callable[[], int]) -> None:
         """Sets the function that returns the bytes of an account, in place of an earlier one."""
         self._accounts[account] = read
 
     # -- figures ---------------------------------------------------------------------------------
 
-    def bytes_by_account(self) -> Mapping[Account, int]:
+    def bytes_by_account(self) -> Mapping[MemoryAccount, int]:
         """What each account holds now."""
         return {account: read() for account, read in self._accounts.items()}
 
@@ -145,7 +145,7 @@ class DeviceMemory:
         """Bytes that the KV pool may take for a row. `alone`: there is no other row."""
         return self.budget_bytes - (sum(other._sum(_POOL) for other in self._others) if alone else self.reserved)
 
-    def _sum(self, accounts: Sequence[Account]) -> int:
+    def _sum(self, accounts: Sequence[MemoryAccount]) -> int:
         return sum(self._accounts[account]() for account in accounts if account in self._accounts)
 
     def check_integrity(self) -> None:
@@ -153,5 +153,5 @@ class DeviceMemory:
         cached prefixes nevertheless."""
         held = self.bytes_by_account()
         assert all(number >= 0 for number in held.values()), held
-        kept = held.get(Account.PREFIXES, 0)
-        assert not kept or held[Account.FREE_BLOCKS] >= self.excess, (held, self.budget_bytes)
+        kept = held.get(MemoryAccount.PREFIXES, 0)
+        assert not kept or held[MemoryAccount.FREE_BLOCKS] >= self.excess, (held, self.budget_bytes)

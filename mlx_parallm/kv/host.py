@@ -13,7 +13,7 @@ from mlx_parallm.kv.arena import Bytes
 from mlx_parallm.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.kv.cache import LoRABatchedKVCache
 from mlx_parallm.kv.disk import BlockName, HostBlock
-from mlx_parallm.kv.prefix import Node, path
+from mlx_parallm.kv.prefix import PrefixNode, path
 from mlx_parallm.kv.row import KVRow
 
 
@@ -25,7 +25,7 @@ class HostCopies:
 
     # -- to host memory --------------------------------------------------------------------------
 
-    def unsaved(self, most: int) -> list[tuple[Node, bool]]:
+    def unsaved(self, most: int) -> list[tuple[PrefixNode, bool]]:
         """Up to `most` full cached blocks that were not saved, which count as saved from now on; one state may follow.
 
         Those used most recently come first, and a block comes before the one that follows it.
@@ -33,7 +33,7 @@ class HostCopies:
         Returns:
             Each node, and whether its recurrent state is meant instead of its block.
         """
-        taken: list[tuple[Node, bool]] = []
+        taken: list[tuple[PrefixNode, bool]] = []
         for node in self._unsaved_blocks() if self._cache.states is None else self._unsaved_chains():
             taken.append((node, node.saved))
             if node.saved:
@@ -44,13 +44,13 @@ class HostCopies:
                 break
         return taken
 
-    def _unsaved_blocks(self) -> Iterator[Node]:
+    def _unsaved_blocks(self) -> Iterator[PrefixNode]:
         """Blocks that no row reads."""
         for node in reversed(self._cache.groups[0].allocator.evictable):
             if not node.saved and len(node.ids) == BLOCK_TOKENS and self._cache.has_block(node):
                 yield node
 
-    def _unsaved_chains(self) -> Iterator[Node]:
+    def _unsaved_chains(self) -> Iterator[PrefixNode]:
         """For each checkpoint that no row reads the blocks up to it, and then its node again, for the state. Tentative
         ones are left out."""
         states, checkpoints = self._cache.states, self._cache.checkpoints
@@ -62,7 +62,7 @@ class HostCopies:
                 yield from (each for each in chain if not each.saved)
                 yield from chain[-1:]
 
-    def read(self, node: Node, is_state: bool) -> list[Bytes]:
+    def read(self, node: PrefixNode, is_state: bool) -> list[Bytes]:
         """Copies a cached block, or the state at its end, in the order of `HostBlock.arrays`."""
         if is_state:
             assert self._cache.states is not None
@@ -81,7 +81,7 @@ class HostCopies:
         found, complete = len(self._cache.index.find(root, ids)), len(self._complete(root, ids))
         return [name for name in names if name.depth > (found if name.is_state else max(found, complete))]
 
-    def _complete(self, root: Hashable, ids: Sequence[int]) -> list[Node]:
+    def _complete(self, root: Hashable, ids: Sequence[int]) -> list[PrefixNode]:
         """The blocks of `ids` up to the first whose keys and values are not in memory."""
         return [*takewhile(self._cache.has_block, self._cache.index.chain(root, ids))]
 

@@ -18,7 +18,7 @@ import mlx.core as mx
 from mlx_parallm.kv.arena import Arena
 from mlx_parallm.kv.blocks import FREED, BlockAllocator
 from mlx_parallm.kv.device_memory import DeviceMemory
-from mlx_parallm.kv.prefix import LAST_BLOCK, Node, PrefixIndex
+from mlx_parallm.kv.prefix import LAST_BLOCK, PrefixNode, PrefixIndex
 from mlx_parallm.kv.row import KVRow
 from mlx_parallm.kv.states import StateArena
 from mlx_parallm.model.device import is_out_of_memory
@@ -57,7 +57,7 @@ class Store(Generic[A]):
     window: int | None
     layers: tuple[int, ...]
     one_each: bool = False
-    allocator: BlockAllocator[Node] = field(default_factory=BlockAllocator)
+    allocator: BlockAllocator[PrefixNode] = field(default_factory=BlockAllocator)
 
     def block_of(self, row: KVRow) -> int:
         """The only block of a row, if rows have one here."""

@@ -31,7 +31,7 @@ _CHILDREN_TRIED = 16
 
 
 @dataclass(eq=False, slots=True, repr=False)
-class Node:
+class PrefixNode:
     """One block of tokens of a cached prefix.
 
     `block_ids`: its block in each layer group, or FREED. `depth`: blocks from the root to this one, itself included,
@@ -41,20 +41,20 @@ class Node:
     """
 
     root: Hashable
-    parent: Node | None
+    parent: PrefixNode | None
     ids: tuple[int, ...]
     block_ids: list[int]
     depth: int
-    children: dict[tuple[int, ...], Node] = field(default_factory=dict)
+    children: dict[tuple[int, ...], PrefixNode] = field(default_factory=dict)
     alive: bool = True
     key: bytes = b""
     saved: bool = False
     state_saved: bool = False
 
 
-def path(node: Node) -> list[Node]:
+def path(node: PrefixNode) -> list[PrefixNode]:
     """The nodes from the first block of a chain to this one."""
-    nodes: list[Node] = []
+    nodes: list[PrefixNode] = []
     while node.parent is not None:
         nodes.append(node)
         node = node.parent
@@ -74,21 +74,21 @@ class PrefixIndex:
         windows: each group's window in tokens; None if its layers attend to all tokens.
     """
 
-    def __init__(self, allocators: Sequence[BlockAllocator[Node]], windows: Sequence[int | None]) -> None:
+    def __init__(self, allocators: Sequence[BlockAllocator[PrefixNode]], windows: Sequence[int | None]) -> None:
         self._allocators = allocators
         self._windows = windows
-        self._roots: dict[Hashable, Node] = {}
+        self._roots: dict[Hashable, PrefixNode] = {}
 
     # -- lookup ----------------------------------------------------------------------------------
 
-    def find(self, root: Hashable, ids: Sequence[int]) -> list[Node]:
+    def find(self, root: Hashable, ids: Sequence[int]) -> list[PrefixNode]:
         """The longest usable chain of whole blocks that hold the start of `ids`. At least one id is left to compute."""
         chain = self.chain(root, ids)
         return chain[: self._usable(chain)]
 
-    def chain(self, root: Hashable, ids: Sequence[int]) -> list[Node]:
+    def chain(self, root: Hashable, ids: Sequence[int]) -> list[PrefixNode]:
         """All nodes of whole blocks that start `ids`, also where windows have evicted theirs."""
-        chain: list[Node] = []
+        chain: list[PrefixNode] = []
         node = self._roots.get(root)
         for start in range(0, len(ids) - BLOCK_TOKENS, BLOCK_TOKENS):
             node = node.children.get(tuple(ids[start : start + BLOCK_TOKENS])) if node else None
@@ -97,7 +97,7 @@ class PrefixIndex:
             chain.append(node)
         return chain
 
-    def _usable(self, chain: Sequence[Node]) -> int:
+    def _usable(self, chain: Sequence[PrefixNode]) -> int:
         """With how many blocks of `chain` a row can start, because its next token finds every block it attends to."""
         usable, present = 0, [0] * len(self._windows)  # `present`: blocks up to here without a gap, for each group
         for depth, node in enumerate(chain, start=1):
@@ -107,7 +107,7 @@ class PrefixIndex:
                 usable = depth
         return usable
 
-    def find_partial(self, root: Hashable, chain: Sequence[Node], ids: Sequence[int]) -> tuple[Node | None, int]:
+    def find_partial(self, root: Hashable, chain: Sequence[PrefixNode], ids: Sequence[int]) -> tuple[PrefixNode | None, int]:
         """The block after `chain` whose beginning agrees longest with the rest of `ids`, and the number of tokens that
         agree. At least one id is left to compute."""
         parent = chain[-1] if chain else self._roots.get(root)
@@ -121,24 +121,24 @@ class PrefixIndex:
 
     # -- changes ---------------------------------------------------------------------------------
 
-    def root(self, key: Hashable) -> Node:
+    def root(self, key: Hashable) -> PrefixNode:
         """The root of a chain, which is made if it is not there."""
         if (root := self._roots.get(key)) is None:
-            root = self._roots[key] = Node(key, None, (), [FREED] * len(self._allocators), 0)
+            root = self._roots[key] = PrefixNode(key, None, (), [FREED] * len(self._allocators), 0)
         return root
 
-    def existing_root(self, key: Hashable) -> Node | None:
+    def existing_root(self, key: Hashable) -> PrefixNode | None:
         """The root of a chain, if it is there."""
         return self._roots.get(key)
 
-    def child(self, parent: Node, ids: tuple[int, ...]) -> Node:
+    def child(self, parent: PrefixNode, ids: tuple[int, ...]) -> PrefixNode:
         """The node of `ids` below `parent`. A new one has no block ids yet."""
         if (node := parent.children.get(ids)) is None:
-            node = Node(parent.root, parent, ids, [FREED] * len(self._allocators), parent.depth + 1)
+            node = PrefixNode(parent.root, parent, ids, [FREED] * len(self._allocators), parent.depth + 1)
             parent.children[ids] = node
         return node
 
-    def cache(self, node: Node, group: int, block_id: int) -> None:
+    def cache(self, node: PrefixNode, group: int, block_id: int) -> None:
         """Caches a block of `group`, which a row uses, as the node's."""
         node.block_ids[group] = block_id
         self._allocators[group].cache(block_id, node)
@@ -158,7 +158,7 @@ class PrefixIndex:
                 self.drop_block(node, group)
         return allocator.free - before
 
-    def drop_block(self, node: Node, group: int) -> None:
+    def drop_block(self, node: PrefixNode, group: int) -> None:
         """Frees a node's block in a group with a window, unless a row reads it or it is not there any more."""
         block_id = node.block_ids[group]
         if block_id != FREED and not self._allocators[group].references[block_id]:
@@ -166,7 +166,7 @@ class PrefixIndex:
             node.block_ids[group] = FREED
             self.prune(node)
 
-    def _remove(self, node: Node) -> None:
+    def _remove(self, node: PrefixNode) -> None:
         """Removes a node with all that follows it, and its ancestors that are left without children and blocks."""
         parent = node.parent
         assert parent is not None
@@ -174,7 +174,7 @@ class PrefixIndex:
         self._forget(node)
         self.prune(parent)
 
-    def prune(self, node: Node) -> None:
+    def prune(self, node: PrefixNode) -> None:
         """Removes a node without children and blocks, and its ancestors that are left so."""
         while not node.children and node.alive and all(block_id == FREED for block_id in node.block_ids):
             node.alive = False
@@ -205,7 +205,7 @@ class PrefixIndex:
         """Removes everything, as `drop` does. Returns how many tokens there were."""
         return sum(map(self.drop, self.roots()))
 
-    def _forget(self, top: Node) -> int:
+    def _forget(self, top: PrefixNode) -> int:
         """Takes the blocks from a node and from all nodes below it. Returns how many tokens they held."""
         nodes = list(_below(top))
         for node in nodes:
@@ -219,13 +219,13 @@ class PrefixIndex:
 
     # -- figures ---------------------------------------------------------------------------------
 
-    def nodes(self) -> list[Node]:
+    def nodes(self) -> list[PrefixNode]:
         """Every node except the roots, parents first."""
         return [node for root in self._roots.values() for node in _below(root) if node.parent is not None]
 
     def check_integrity(self) -> None:
         """Raises AssertionError if nodes and allocators disagree."""
-        named: list[dict[int, Node]] = [{} for _ in self._allocators]
+        named: list[dict[int, PrefixNode]] = [{} for _ in self._allocators]
         for node in self.nodes():
             parent = node.parent
             assert parent is not None
@@ -241,7 +241,7 @@ class PrefixIndex:
         assert named == [allocator.cached_by for allocator in self._allocators]
 
 
-def _below(top: Node) -> Iterable[Node]:
+def _below(top: PrefixNode) -> Iterable[PrefixNode]:
     stack = [top]
     while stack:
         node = stack.pop()

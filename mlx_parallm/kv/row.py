@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mlx_parallm.kv.prefix import Node
+    from mlx_parallm.kv.prefix import PrefixNode
 
 
 @dataclass(eq=False)
@@ -30,12 +30,12 @@ class KVRow:
     tables: list[list[int]] = field(default_factory=list)
     computed: int = 0
     adapter_slot: int = 0
-    node: Node | None = None
+    node: PrefixNode | None = None
     checkpoints: dict[int, int] = field(default_factory=dict)
     cuts: Sequence[int] = ()
     prefix_keys: Mapping[int, Hashable] = field(default_factory=dict)
     tentative: Set[int] = frozenset()
-    newest: Node | None = None
+    newest: PrefixNode | None = None
 
     def reset(self, stores: int) -> None:
         """Makes this a row without tokens and blocks, with so many empty tables."""

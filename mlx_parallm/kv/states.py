@@ -40,7 +40,7 @@ import numpy as np
 
 from mlx_parallm.kv.arena import Bytes
 from mlx_parallm.kv.blocks import BLOCK_TOKENS, FREED
-from mlx_parallm.kv.prefix import Node
+from mlx_parallm.kv.prefix import PrefixNode
 from mlx_parallm.kv.row import KVRow
 from mlx_parallm.model.layer_state import OpaqueSpec, RecurrentSpec
 
@@ -204,7 +204,7 @@ class StateCheckpoints:
     """
 
     def __init__(self, memory: KVMemory, states: StateGroup, control_ids: Collection[int]) -> None:
-        self.tentative: dict[Node, None] = {}
+        self.tentative: dict[PrefixNode, None] = {}
         self._memory, self._states, self._control_ids = memory, states, control_ids
 
     # -- rows ------------------------------------------------------------------------------------
@@ -260,11 +260,11 @@ class StateCheckpoints:
 
     # -- nodes -----------------------------------------------------------------------------------
 
-    def at(self, node: Node) -> int:
+    def at(self, node: PrefixNode) -> int:
         """The block of the state at the end of a node, or FREED."""
         return node.block_ids[self._states.number]
 
-    def register(self, row: KVRow, node: Node) -> None:
+    def register(self, row: KVRow, node: PrefixNode) -> None:
         """Gives a node the checkpoint that the row has made at its end, if it has made one.
 
         A row keeps the checkpoints that were planned, and of the others the last one.
@@ -282,7 +282,7 @@ class StateCheckpoints:
                 row.newest = node
         self._states.allocator.release(block_id)
 
-    def _add_tentative(self, node: Node) -> None:
+    def _add_tentative(self, node: PrefixNode) -> None:
         self.tentative[node] = None
         while len(self.tentative) > self._most_tentative():
             oldest = next(iter(self.tentative))
@@ -294,7 +294,7 @@ class StateCheckpoints:
         limit = self._memory.device.pool_limit(alone=False)
         return int(_TENTATIVE_SHARE * max(limit, 0)) // self._states.arena.block_bytes
 
-    def take_over(self, row: KVRow, nodes: Sequence[Node]) -> Sequence[Node]:
+    def take_over(self, row: KVRow, nodes: Sequence[PrefixNode]) -> Sequence[PrefixNode]:
         """Of the nodes that follow a row's registered blocks, those up to the last checkpoint beyond its own tokens,
         which becomes the row's state. Empty if there is no such checkpoint."""
         usable = [
@@ -304,7 +304,7 @@ class StateCheckpoints:
         ]
         return nodes[: usable[-1]] if usable and self.copy(self.at(nodes[usable[-1] - 1]), row) else ()
 
-    def restore(self, node: Node, arrays: Sequence[Bytes]) -> bool:
+    def restore(self, node: PrefixNode, arrays: Sequence[Bytes]) -> bool:
         """Gives a node a checkpoint that was read from the disk. Returns False if there is no room for it."""
         if self.at(node) != FREED:
             return True

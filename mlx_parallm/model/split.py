@@ -52,7 +52,7 @@ def with_layers(module: nn.Module, first: nn.Module, wrap: Callable[[nn.Module],
     return None
 
 
-class Head:
+class OutputHead:
     """The part of a model from hidden states to logits, in the model's dtype.
 
     Args:

@@ -51,7 +51,7 @@ class ModelReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class SelfTestReport:
     """What was found of all models, and what they ran on."""
 
     machine: dict[str, Any]

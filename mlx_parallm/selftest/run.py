@@ -13,7 +13,7 @@ from pathlib import Path
 from mlx_parallm.selftest.check import Check, CheckResult
 from mlx_parallm.selftest.checks import CHECKS
 from mlx_parallm.selftest.models import ModelChoice, real_model, tiny_models
-from mlx_parallm.selftest.report import ModelReport, Report, describe_machine, served_as
+from mlx_parallm.selftest.report import ModelReport, SelfTestReport, describe_machine, served_as
 from mlx_parallm.selftest.tested import TestedModel, opened
 from mlx_parallm.selftest.timings import timings
 
@@ -24,7 +24,7 @@ OnResult = Callable[[str, CheckResult], None]
 """Called with a model's name and each result, as soon as it is known."""
 
 
-def run(path: str | None = None, only_tiny: bool = False, on_result: OnResult = lambda name, result: None) -> Report:
+def run(path: str | None = None, only_tiny: bool = False, on_result: OnResult = lambda name, result: None) -> SelfTestReport:
     """Tests this machine. It takes about a minute on two cores.
 
     Args:
@@ -35,7 +35,7 @@ def run(path: str | None = None, only_tiny: bool = False, on_result: OnResult = 
         ModelError, ConfigError: the model cannot be loaded, or cannot be trained.
     """
     models = asyncio.run(tested_models(None if only_tiny else real_model(path), on_result))
-    return Report(describe_machine(), models)
+    return SelfTestReport(describe_machine(), models)
 
 
 async def tested_models(real: ModelChoice | None, on_result: OnResult) -> tuple[ModelReport, ...]:

@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
-from mlx_parallm.app.build import Engine, Served
+from mlx_parallm.app.build import RunningEngine, Served
 from mlx_parallm.config import Config, LoRAConfig, configure
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.core.grammar import Grammar
@@ -43,7 +43,7 @@ _ADAPTERS = 4
 
 
 @dataclass(slots=True)
-class Answer:
+class TestedAnswer:
     """What the engine drew for one prompt.
 
     `logprobs`: of the tokens, in nats. `times`: when each token came, on `time.perf_counter`'s clock. `prompt`:
@@ -72,7 +72,7 @@ class TestedModel:
     __test__ = False  # it is no test of pytest's
 
     def __init__(
-        self, name: str, path: str | None, engine: Engine, served: Served, plain: PlainModel, rounding: Rounding
+        self, name: str, path: str | None, engine: RunningEngine, served: Served, plain: PlainModel, rounding: Rounding
     ) -> None:
         self.name, self.path, self.served, self.rounding = name, path, served, rounding
         self.engine = engine
@@ -89,8 +89,8 @@ class TestedModel:
         adapter: AdapterRef = BASE_ADAPTER,
         grammar: Grammar | None = None,
         scored: bool = False,
-        on_token: Callable[[Answer], bool] = lambda answer: True,
-    ) -> Answer:
+        on_token: Callable[[TestedAnswer], bool] = lambda answer: True,
+    ) -> TestedAnswer:
         """One answer of the engine, which does not end before `max_tokens` unless a grammar ends it.
 
         Args:
@@ -108,7 +108,7 @@ class TestedModel:
             grammar=grammar,
             prompt_logprobs=0 if scored else None,
         )
-        answer, events = Answer(), events_of(self.served.engine.generate(request))
+        answer, events = TestedAnswer(), events_of(self.served.engine.generate(request))
         async for event in events:
             _add(answer, event)
             if isinstance(event, SequenceOutput) and not on_token(answer):
@@ -140,7 +140,7 @@ class TestedModel:
         """What `call` returns for the plain model."""
         return await self.on_device(lambda: call(self._plain))
 
-    async def difference(self, prompt: Sequence[int], answer: Answer, adapter: AdapterWeights | None = None) -> float:
+    async def difference(self, prompt: Sequence[int], answer: TestedAnswer, adapter: AdapterWeights | None = None) -> float:
         """How far the logprobs of a greedy answer are from those of a plain forward pass over the same tokens, in nats.
 
         A token that is not the best one counts with a tenth of its distance from the best, because two tokens that are
@@ -166,7 +166,7 @@ class TestedModel:
         return random_adapter(self.trainer.model.layout, seed)
 
 
-def _add(answer: Answer, event: object) -> None:
+def _add(answer: TestedAnswer, event: object) -> None:
     if isinstance(event, SequenceOutput):
         answer.tokens += event.token_ids
         answer.logprobs += [each.logprob for each in event.logprobs]
@@ -210,13 +210,13 @@ async def opened(name: str, path: str | None, folder: Path) -> AsyncIterator[Tes
 
 
 @asynccontextmanager
-async def started(config: Config) -> AsyncIterator[tuple[Engine, Served]]:
+async def started(config: Config) -> AsyncIterator[tuple[RunningEngine, Served]]:
     """An engine, which stops when the block ends, also if the task is cancelled while the model loads.
 
     Raises:
-        ModelError, ConfigError: see `Engine.start`.
+        ModelError, ConfigError: see `RunningEngine.start`.
     """
-    engine = Engine(config)
+    engine = RunningEngine(config)
     try:
         yield engine, await asyncio.to_thread(engine.start)
     finally:

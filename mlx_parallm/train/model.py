@@ -30,7 +30,7 @@ from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.model.hooks import answered_by
 from mlx_parallm.model.layer_state import Caches
 from mlx_parallm.model.mixers import training_mode
-from mlx_parallm.model.split import Head, trunk_of, with_layers
+from mlx_parallm.model.split import OutputHead, trunk_of, with_layers
 from mlx_parallm.train.attention import PackedAttention
 from mlx_parallm.train.context import LoraSpan, Params, TrainingContext, adapted_paths
 from mlx_parallm.train.pacing import Stage, StageKind
@@ -99,7 +99,7 @@ class TrainableModel:
                 f"{type(model).__module__} can be served and not trained: its layers cannot be accessed"
             )
         self._trunk = copied
-        self._head = None if trunk is None else Head(model)
+        self._head = None if trunk is None else OutputHead(model)
         self.layer_paths = [adapted_paths(layer) for layer in model.layers]
         if self._head is None and self.layout.head is not None:
             self.layer_paths.append((self.layout.head.path,))

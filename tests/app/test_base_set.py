@@ -11,7 +11,7 @@ from server.fakes import CARD, ByteTokenizer
 
 from mlx_parallm.app import base_set
 from mlx_parallm.app.base_set import BaseSet
-from mlx_parallm.app.residency import Resident
+from mlx_parallm.app.residency import ResidentModel
 from mlx_parallm.core.models import BaseStatus, ModelState, ServedModel
 from mlx_parallm.errors import (
     InvalidRequestError,
@@ -69,7 +69,7 @@ def served(name: str) -> ServedModel:
 @asynccontextmanager
 async def base_models(room: int = 10, **options: float) -> AsyncIterator[tuple[BaseSet, FakeLoader]]:
     """Three base models, of which `a` is loaded and one fits."""
-    loader, residents = FakeLoader(), [Resident(name) for name in "abc"]
+    loader, residents = FakeLoader(), [ResidentModel(name) for name in "abc"]
     residents[0].loaded, residents[0].weight_bytes = True, 6
     models = BaseSet(served("a"), residents, room, loader, **options)  # type: ignore[arg-type]
     async with models.kept_up():

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from tiny import save_tiny
 
-from mlx_parallm.app.build import Engine, Served
+from mlx_parallm.app.build import RunningEngine, Served
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import LoRAConfig, RLConfig, configure
 from mlx_parallm.core.adapters import AdapterRef
@@ -48,7 +48,7 @@ QUICK = {"rl_training__competition__smallest_effect": 0.9, "rl_training__competi
 class Rig:
     """A whole engine without HTTP. `drew`: answers by version. `failed`: what requests failed with."""
 
-    engine: Engine
+    engine: RunningEngine
     served: Served
     training: TrainingRuntime
     drew: Counter[AdapterRef] = field(default_factory=Counter)
@@ -144,7 +144,7 @@ async def rig(path: Path, **keys: object) -> AsyncIterator[Rig]:
     save_tiny("llama", path / "model")
     settings = RLConfig(learning_rate=3e-3, batch_size=4, max_staleness=1)
     keys = {"server__kv_cache_memory": "16MB", "debug__check_when_idle": True, **QUICK, **keys}
-    engine = Engine(configure(path / "model", LORA, settings, checkpointing__checkpoint_dir=str(path / "run"), **keys))
+    engine = RunningEngine(configure(path / "model", LORA, settings, checkpointing__checkpoint_dir=str(path / "run"), **keys))
     served = await asyncio.to_thread(engine.start)
     assert served.training is not None
     made = Rig(engine, served, served.training)

@@ -11,7 +11,7 @@ from harness import assert_same_tokens, solo
 from tiny import EOS_ID, VOCAB_SIZE, build_model, save_directory
 
 from mlx_parallm.app import device
-from mlx_parallm.app.build import Engine
+from mlx_parallm.app.build import RunningEngine
 from mlx_parallm.app.server import IntegratedServer
 from mlx_parallm.config import configure
 from mlx_parallm.core.requests import GenerationRequest, RequestFinished, SamplingParams, SequenceOutput, StopParams
@@ -28,9 +28,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "model"
 
 
-def engine(folder: Path, **server: object) -> Engine:
+def engine(folder: Path, **server: object) -> RunningEngine:
     keys = {f"server__{name}": value for name, value in server.items()}
-    return Engine(configure(folder, rl_training__enabled=False, server__kv_cache_memory="16MB", **keys))
+    return RunningEngine(configure(folder, rl_training__enabled=False, server__kv_cache_memory="16MB", **keys))
 
 
 @pytest.mark.timeout(120)

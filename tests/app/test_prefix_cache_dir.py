@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tiny import save_tiny
 
-from mlx_parallm.app.build import Engine
+from mlx_parallm.app.build import RunningEngine
 from mlx_parallm.config import configure
 from mlx_parallm.core.requests import GenerationRequest, RequestFinished, SamplingParams, SequenceOutput, StopParams
 from mlx_parallm.errors import ConfigError
@@ -16,9 +16,9 @@ from mlx_parallm.errors import ConfigError
 PROMPT = tuple(i * i % 251 for i in range(300))
 
 
-def engine(folder: Path, **server: object) -> Engine:
+def engine(folder: Path, **server: object) -> RunningEngine:
     keys = {f"server__{name}": value for name, value in server.items()}
-    return Engine(configure(folder / "model", rl_training__enabled=False, server__kv_cache_memory="16MB", **keys))
+    return RunningEngine(configure(folder / "model", rl_training__enabled=False, server__kv_cache_memory="16MB", **keys))
 
 
 async def answer(folder: Path, files: int) -> tuple[list[int], int]:

@@ -9,7 +9,7 @@ import pytest
 from harness import assert_same_tokens, solo
 from tiny import save_tiny
 
-from mlx_parallm.app.build import Engine
+from mlx_parallm.app.build import RunningEngine
 from mlx_parallm.config import configure
 from mlx_parallm.core.requests import GenerationRequest, RequestFinished, SamplingParams, SequenceOutput, StopParams
 
@@ -17,9 +17,9 @@ REPEATED = (5, 6, 7, 8) * 20
 """A prompt whose continuation is guessed where guessing is possible."""
 
 
-def engine(folder: Path, **server: object) -> Engine:
+def engine(folder: Path, **server: object) -> RunningEngine:
     keys = {f"server__{name}": value for name, value in server.items()}
-    return Engine(configure(folder / "model", rl_training__enabled=False, server__kv_cache_memory="16MB", **keys))
+    return RunningEngine(configure(folder / "model", rl_training__enabled=False, server__kv_cache_memory="16MB", **keys))
 
 
 @pytest.mark.parametrize("family", ["lfm2", "mamba"])

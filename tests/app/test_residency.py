@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_parallm.app.residency import GRACE_S, TURN, Residency, Resident
+from mlx_parallm.app.residency import GRACE_S, TURN, Residency, ResidentModel
 
 
-def loaded(name: str, weight_bytes: int = 6, **fields: object) -> Resident:
-    return Resident(name, loaded=True, weight_bytes=weight_bytes, load_seconds=10.0, **fields)  # type: ignore[arg-type]
+def loaded(name: str, weight_bytes: int = 6, **fields: object) -> ResidentModel:
+    return ResidentModel(name, loaded=True, weight_bytes=weight_bytes, load_seconds=10.0, **fields)  # type: ignore[arg-type]
 
 
 def test_others_give_up_what_is_missing() -> None:
-    residency = Residency([loaded("a"), wanted := Resident("b", weight_bytes=5), Resident("c", weight_bytes=99)], 10)
+    residency = Residency([loaded("a"), wanted := ResidentModel("b", weight_bytes=5), ResidentModel("c", weight_bytes=99)], 10)
     assert residency.missing(wanted) == 1
     assert residency.fits(wanted)
 
 
 def test_what_stays_loaded_leaves_less_room() -> None:
-    residency = Residency([loaded("a", pinned=True), wanted := Resident("b", weight_bytes=5)], 10)
+    residency = Residency([loaded("a", pinned=True), wanted := ResidentModel("b", weight_bytes=5)], 10)
     assert not residency.fits(wanted)
     assert residency.next_to_leave(1e9) is None
     assert residency.ask_again_at() is None

@@ -12,12 +12,12 @@ from lora import layout_of, random_adapter
 from tiny import save_tiny, tiny_model
 
 from mlx_parallm.adapters.formats import write_peft
-from mlx_parallm.app.build import Engine
+from mlx_parallm.app.build import RunningEngine
 from mlx_parallm.config import configure
 from mlx_parallm.core.requests import GenerationRequest, RequestFinished, SamplingParams, SequenceOutput, StopParams
 from mlx_parallm.engine.figures import EngineStats
 from mlx_parallm.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
-from mlx_parallm.kv.device_memory import Account
+from mlx_parallm.kv.device_memory import MemoryAccount
 
 PROMPT = tuple(i * i % 251 for i in range(80))
 
@@ -33,10 +33,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def engine(folder: Path, speculation: str, draft: str | None = None, **keys: object) -> Engine:
+def engine(folder: Path, speculation: str, draft: str | None = None, **keys: object) -> RunningEngine:
     keys = {"server__speculation": speculation, "model__draft_model": draft, "server__kv_cache_memory": "16MB", **keys}
     keys.setdefault("adapters__adapter_dir", folder / "adapters")
-    return Engine(configure(folder / "model", rl_training__enabled=False, **keys))
+    return RunningEngine(configure(folder / "model", rl_training__enabled=False, **keys))
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def passes_that_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_parallm.app.speculation.replace", lambda cost: FixedCost(0.001, 1e-5, 1e-9))
 
 
-async def answer(engine: Engine, adapter: str | None = None) -> tuple[list[int], EngineStats]:
+async def answer(engine: RunningEngine, adapter: str | None = None) -> tuple[list[int], EngineStats]:
     """The tokens of an answer, and what the engine has counted."""
     served = engine.start()
     try:
@@ -71,7 +71,7 @@ async def test_a_draft_model_guesses_for_the_base_model(folder: Path) -> None:
     got, stats = await answer(engine(folder, "draft", str(folder / "small")))
     assert got == expected
     assert stats.draft_tokens_total > 0 == without.draft_tokens_total
-    assert stats.memory_bytes[Account.DRAFT_MODEL] > 100_000, "its weights, at least"
+    assert stats.memory_bytes[MemoryAccount.DRAFT_MODEL] > 100_000, "its weights, at least"
     _, itself = await answer(engine(folder, "draft", str(folder / "model")))
     assert itself.accepted_draft_tokens_total == itself.draft_tokens_total > 20, "with all layers it is always right"
 
@@ -139,7 +139,7 @@ async def test_first_layers_of_the_bundled_model_guess_for_it(
     """All of them are the model itself, so they are right."""
     write_first_layers(tmp_path / "first", layers)
     drafts = {"server__speculation": "draft", "model__draft_model": str(tmp_path / "first")}
-    expected, _ = await answer(Engine(configure(None, rl_training__enabled=False)))
-    got, stats = await answer(Engine(configure(None, rl_training__enabled=False, **drafts)))
+    expected, _ = await answer(RunningEngine(configure(None, rl_training__enabled=False)))
+    got, stats = await answer(RunningEngine(configure(None, rl_training__enabled=False, **drafts)))
     assert got == expected
     assert least <= stats.accepted_draft_tokens_total / stats.draft_tokens_total <= most

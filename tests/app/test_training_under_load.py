@@ -18,7 +18,7 @@ from tiny import save_tiny
 from trainers import logprobs
 
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair, Version
-from mlx_parallm.app.build import Engine, Served
+from mlx_parallm.app.build import RunningEngine, Served
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import LoRAConfig, RLConfig, configure
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
@@ -49,7 +49,7 @@ SAME = 2e-5
 class Rig:
     """`weights`: what every version was made of. `drawn`: every trajectory that was collected."""
 
-    engine: Engine
+    engine: RunningEngine
     served: Served
     training: TrainingRuntime
     weights: dict[AdapterRef, AdapterWeights | None] = field(default_factory=lambda: {BASE_ADAPTER: None})
@@ -92,7 +92,7 @@ class Rig:
 async def rig(path: Path, **keys: object) -> AsyncIterator[Rig]:
     save_tiny("llama", path / "model")
     config = configure(path / "model", LORA, RL, server__kv_cache_memory="16MB", debug__check_when_idle=True, **keys)
-    engine = Engine(config)
+    engine = RunningEngine(config)
     served = await asyncio.to_thread(engine.start)
     assert served.training is not None
     made = Rig(engine, served, served.training)

@@ -16,7 +16,7 @@ from tiny import EOS_ID, VOCAB_SIZE, build_model, save_directory
 from mlx_parallm import LoRAConfig, RLConfig, RLIntegratedServer
 from mlx_parallm.adapters.formats import write_mlx_lm
 from mlx_parallm.app import model_check
-from mlx_parallm.app.model_check import Verdict, kept_verdict
+from mlx_parallm.app.model_check import ModelVerdict, kept_verdict
 from mlx_parallm.app.server import IntegratedServer
 from mlx_parallm.config import configure
 from mlx_parallm.core.trajectories import GivenTrajectory
@@ -52,9 +52,9 @@ async def test_it_learns_and_what_it_has_learnt_is_live(folder: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("verdict", [None, Verdict("glm4", "2 of 2", False, (), (Finding("gradients", 1.0, "wrong"),))])
+@pytest.mark.parametrize("verdict", [None, ModelVerdict("glm4", "2 of 2", False, (), (Finding("gradients", 1.0, "wrong"),))])
 async def test_without_right_gradients_it_is_not_trained(
-    verdict: Verdict | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+    verdict: ModelVerdict | None, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if there is no verdict: then the whole model is checked."""
     monkeypatch.setattr(model_check, "_in_child", lambda *_: verdict)
@@ -74,7 +74,7 @@ async def test_if_only_adapters_fail_it_is_served_without(
     monkeypatch.setattr(
         model_check,
         "_in_child",
-        lambda *_: Verdict("glm4", "2 of 2", False, (), (Finding("adapters", 1.0, "they differ"),)),
+        lambda *_: ModelVerdict("glm4", "2 of 2", False, (), (Finding("adapters", 1.0, "they differ"),)),
     )
     layout = layout_of(build_model(CONFIG))
     write_mlx_lm(folder / "adapters" / "tone", random_adapter(layout, seed=1), layout)

@@ -9,7 +9,7 @@ import pytest
 from mlx_parallm.bench import ours
 from mlx_parallm.bench.comparison import Comparison, compare
 from mlx_parallm.bench.ours import SETTLED, Window
-from mlx_parallm.bench.report import Section, Status
+from mlx_parallm.bench.report import ReportSection, Status
 
 
 @pytest.fixture
@@ -111,8 +111,8 @@ def test_what_was_not_measured_is_null():
 # -- sections ------------------------------------------------------------------------------------
 
 
-async def ended(work, limit_s: float = 60.0, **fields) -> Section:
-    section = Section("decode", 1.0, limit_s=limit_s, **fields)
+async def ended(work, limit_s: float = 60.0, **fields) -> ReportSection:
+    section = ReportSection("decode", 1.0, limit_s=limit_s, **fields)
     await section.run(work)
     return section
 
@@ -154,7 +154,7 @@ async def test_a_check_that_does_not_pass_fails_the_section():
 
 
 async def test_a_cancellation_is_passed_on():
-    section = Section("decode", 1.0, limit_s=60.0)
+    section = ReportSection("decode", 1.0, limit_s=60.0)
     task = asyncio.create_task(section.run(asyncio.sleep(60)))
     await asyncio.sleep(0)
     task.cancel()

@@ -6,7 +6,7 @@ from contextlib import suppress
 import pytest
 
 from cluster.test_archive import GOOD
-from mlx_parallm.cluster.follower import Follower
+from mlx_parallm.cluster.follower import RegistryFollower
 from mlx_parallm.cluster.head_client import HeadUnreachableError
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.cluster import SharedVersion, VersionState
@@ -75,7 +75,7 @@ async def node(tmp_path):
                 await asyncio.sleep(0.001)
         return list(adapters.done)
 
-    tell.follower, tell.adapters, tell.fetch_errors = Follower(adapters, fetch, tmp_path, changed), adapters, errors
+    tell.follower, tell.adapters, tell.fetch_errors = RegistryFollower(adapters, fetch, tmp_path, changed), adapters, errors
     task = asyncio.create_task(tell.follower.run(following()))
     yield tell
     task.cancel()

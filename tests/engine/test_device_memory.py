@@ -16,7 +16,7 @@ from mlx_parallm.engine import memory
 from mlx_parallm.engine.scheduler import gives_way
 from mlx_parallm.engine.sequence import Sequence
 from mlx_parallm.errors import ContextLengthError
-from mlx_parallm.kv.device_memory import Account, DeviceMemory, default_budget
+from mlx_parallm.kv.device_memory import MemoryAccount, DeviceMemory, default_budget
 
 pytestmark = pytest.mark.ci
 
@@ -53,7 +53,7 @@ def accounts(budget: int = 100, **held: int) -> DeviceMemory:
     """A device whose accounts hold so many bytes."""
     device = DeviceMemory(budget)
     for name, nbytes in held.items():
-        device.open_account(Account(name), lambda nbytes=nbytes: nbytes)
+        device.open_account(MemoryAccount(name), lambda nbytes=nbytes: nbytes)
     return device
 
 
@@ -142,8 +142,8 @@ def test_memory_is_taken_from_prefixes_then_rollouts_then_the_youngest_rows_and_
     for number in range(3):
         harness.submit(f"cached {number}", prompt(number), 8)
         harness.run()
-    assert device.bytes_by_account()[Account.PREFIXES] >= 9 * block
-    assert device.bytes_by_account()[Account.ADAPTERS] == harness.adapters.bank.nbytes > 0
+    assert device.bytes_by_account()[MemoryAccount.PREFIXES] >= 9 * block
+    assert device.bytes_by_account()[MemoryAccount.ADAPTERS] == harness.adapters.bank.nbytes > 0
 
     harness.submit("old", prompt(10), 200, adapter=adapter)
     harness.submit("rollout", prompt(11), 200, work_class=ROLLOUT)

@@ -18,7 +18,7 @@ from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.core.requests import PromptScored, RequestFailed, RequestFinished, SamplingParams, SequenceOutput
 from mlx_parallm.errors import AdapterTooLargeError
-from mlx_parallm.kv.device_memory import Account
+from mlx_parallm.kv.device_memory import MemoryAccount
 from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.model.linears import IndexFormat
 
@@ -158,7 +158,7 @@ def test_the_bank_has_room_for_experts_once_an_adapter_needs_it_and_it_is_accoun
     layers, slots, rank, count, inputs, outputs = 2, 4, 8, 4, 32, 64
     assert harness.adapters.bytes_held - held == layers * count * slots * rank * (inputs + outputs) * 4
     device = harness.runner.cache.device
-    assert device.bytes_by_account()[Account.ADAPTERS] == harness.adapters.bytes_held
+    assert device.bytes_by_account()[MemoryAccount.ADAPTERS] == harness.adapters.bytes_held
 
 
 def test_experts_in_another_kind_of_layer_are_refused_by_name() -> None:

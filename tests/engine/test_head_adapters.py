@@ -18,7 +18,7 @@ from mlx_parallm.adapters import forward_context
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.core.requests import SamplingParams, SequenceOutput
-from mlx_parallm.kv.device_memory import Account
+from mlx_parallm.kv.device_memory import MemoryAccount
 
 pytestmark = pytest.mark.ci
 
@@ -149,7 +149,7 @@ def test_the_bank_has_room_for_the_head_once_an_adapter_needs_it_and_it_is_accou
     assert head.nbytes == slots * 8 * (layout.head.in_features + VOCAB_SIZE) * 4
     assert harness.adapters.bytes_held == held + head.nbytes
     device = harness.runner.cache.device
-    assert device.bytes_by_account()[Account.ADAPTERS] == harness.adapters.bytes_held
+    assert device.bytes_by_account()[MemoryAccount.ADAPTERS] == harness.adapters.bytes_held
 
 
 def test_sampled_tokens_are_drawn_from_the_adapted_distribution() -> None:

@@ -17,7 +17,7 @@ from tiny import RECURRENT, tiny_model
 from mlx_parallm.core.requests import RequestFinished, SamplingParams, SequenceOutput
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.kv.blocks import BLOCK_TOKENS, FREED
-from mlx_parallm.kv.device_memory import Account
+from mlx_parallm.kv.device_memory import MemoryAccount
 from mlx_parallm.kv.states import StateArena
 from mlx_parallm.model.cache_plan import prepare
 
@@ -225,7 +225,7 @@ def test_a_prompt_ends_although_adapters_and_training_hold_more_than_the_budget(
     harness.submit("a", text(700, 1), 4)
     while not harness.loop.scheduler.live[:1]:
         harness.loop.step()
-    harness.runner.cache.device.open_account(Account.OPTIMIZER, lambda: 2 * harness.runner.cache.device.budget_bytes)
+    harness.runner.cache.device.open_account(MemoryAccount.OPTIMIZER, lambda: 2 * harness.runner.cache.device.budget_bytes)
     while harness.loop.step():
         pass
     assert isinstance(harness.terminal("a"), RequestFinished)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlx_parallm.kv.blocks import FREED, BlockAllocator
-from mlx_parallm.kv.prefix import Node, PrefixIndex, first_visible
+from mlx_parallm.kv.prefix import PrefixNode, PrefixIndex, first_visible
 
 TEXT = [i % 97 for i in range(640)]
 
@@ -14,12 +14,12 @@ class Cache:
     """An index with places, and rows that are lists of nodes."""
 
     def __init__(self, *windows: int | None) -> None:
-        self.allocators = [BlockAllocator[Node]() for _ in windows]
+        self.allocators = [BlockAllocator[PrefixNode]() for _ in windows]
         for allocator in self.allocators:
             allocator.resize(100)
         self.index = PrefixIndex(self.allocators, windows)
 
-    def add(self, root: str, ids: list[int]) -> list[Node]:
+    def add(self, root: str, ids: list[int]) -> list[PrefixNode]:
         """A row that computes `ids` and registers all of them, the partly filled end too."""
         node, row = self.index.root(root), []
         for start in range(0, len(ids), 64):
@@ -32,7 +32,7 @@ class Cache:
             row.append(node)
         return row
 
-    def close(self, row: list[Node]) -> None:
+    def close(self, row: list[PrefixNode]) -> None:
         for group, allocator in enumerate(self.allocators):
             for node in reversed(row):
                 if node.block_ids[group] != FREED:

@@ -5,7 +5,7 @@ import json
 import time
 
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
-from mlx_parallm.app.build import Engine, Served
+from mlx_parallm.app.build import RunningEngine, Served
 from mlx_parallm.config import Config
 from mlx_parallm.core.grammar import Grammar, GrammarKind, GrammarSpec
 from mlx_parallm.core.requests import GenerationRequest, RequestFailed, SamplingParams, StopParams
@@ -23,7 +23,7 @@ def measure(repeats: int) -> Rates:
 
 
 async def _measure(repeats: int) -> Rates:
-    engine = Engine(Config())
+    engine = RunningEngine(Config())
     served = await asyncio.to_thread(engine.start)
     compiler = LLCompiler(served.tokenizer, served.card.vocab_size)
     grammars = [compiler.compile(_spec(number)) for number in range(ROWS)]

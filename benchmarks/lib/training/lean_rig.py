@@ -10,7 +10,7 @@ from lib.prompts import short_prompts
 from lib.training.batch import LORA
 from lib.training.rig import PROMPTS, Rig
 
-from mlx_parallm.app.build import Engine
+from mlx_parallm.app.build import RunningEngine
 from mlx_parallm.config import Config, RLConfig, configure
 from mlx_parallm.core.requests import GenerationRequest, RequestFailed, SamplingParams, StopParams
 
@@ -25,7 +25,7 @@ def config(model: Path | None, share: float | None = None, batch_size: int = 100
 @asynccontextmanager
 async def lean_rig(config: Config, group: int = 1, max_tokens: int = 64) -> AsyncIterator[Rig]:
     """A rig that serves. Training has not begun and holds no memory until it does."""
-    engine = Engine(config)
+    engine = RunningEngine(config)
     served = await asyncio.to_thread(engine.start)
     assert served.training is not None
     prompts = [tuple(served.tokenizer.encode(text)) for text in short_prompts(PROMPTS, "serve and train")]

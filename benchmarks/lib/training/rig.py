@@ -18,7 +18,7 @@ from lib.prompts import short_prompts
 from mlx.utils import tree_flatten
 
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair, Version
-from mlx_parallm.app.build import Engine, Served
+from mlx_parallm.app.build import RunningEngine, Served
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import Config
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
@@ -48,7 +48,7 @@ class Rig:
     """The engine, and what it made. `weights`: each version's weights when it was staged, None for the base.
     `drawn`: all collected trajectories."""
 
-    engine: Engine
+    engine: RunningEngine
     served: Served
     training: TrainingRuntime
     group: int
@@ -144,7 +144,7 @@ class Rig:
 @asynccontextmanager
 async def rig(config: Config, group: int, max_tokens: int) -> AsyncIterator[Rig]:
     """A rig that serves the bundled model. Training has not begun."""
-    engine = Engine(config)
+    engine = RunningEngine(config)
     served = await asyncio.to_thread(engine.start)
     assert served.training is not None
     prompts = [tuple(served.tokenizer.encode(text)) for text in short_prompts(PROMPTS, "training")]

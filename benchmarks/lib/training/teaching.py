@@ -21,7 +21,7 @@ from lib.training.learning_tasks import HELD_OUT, WORDS, Sentiment, chat, questi
 
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 from mlx_parallm.adapters.weights import VersionInfo
-from mlx_parallm.app.build import Engine, Served
+from mlx_parallm.app.build import RunningEngine, Served
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import configure
 from mlx_parallm.core.adapters import BASE_ADAPTER
@@ -104,7 +104,7 @@ async def pupil(seed: int, **settings: Any) -> Any:
     """The bundled model with a new adapter in training. `settings`: keys of the section `rl_training`, with two
     underscores for dots."""
     training = {"seed": seed, "gradient_checkpointing": False, **settings}
-    engine = Engine(configure(None, LORA, **{f"rl_training__{key}": value for key, value in training.items()}))
+    engine = RunningEngine(configure(None, LORA, **{f"rl_training__{key}": value for key, value in training.items()}))
     served = await asyncio.to_thread(engine.start)
     assert served.training is not None
     try:

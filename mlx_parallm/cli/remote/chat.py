@@ -16,7 +16,7 @@ from mlx_parallm.errors import ConfigError, ParaLLMError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mlx_parallm.cli.remote.conversation import Conversation
+    from mlx_parallm.cli.remote.conversation import AdapterChat
 
 _QUOTES = '"""'
 _HELP = f"""\
@@ -58,13 +58,13 @@ def chat(args: Namespace) -> int:
     """
     from rich.console import Console
 
-    from mlx_parallm.cli.remote.conversation import Conversation
+    from mlx_parallm.cli.remote.conversation import AdapterChat
 
     client, console = Client(args), Console(highlight=False)
     options = {"temperature": args.temperature, "max_tokens": args.max_tokens}
     given: dict[str, object] = {name: value for name, value in options.items() if value is not None}
     collected = {"collect_trajectory": True} if args.collect else {}
-    talk = Conversation(client, _checked(args.adapter), args.system, given | collected)
+    talk = AdapterChat(client, _checked(args.adapter), args.system, given | collected)
     if not sys.stdin.isatty():
         talk.ask(sys.stdin.read().strip(), console)
         return 0
@@ -84,7 +84,7 @@ def _checked(adapters: list[str | None]) -> list[str | None]:
 class _Session:
     """Reads lines until the user ends the conversation. An error ends the line that made it."""
 
-    def __init__(self, talk: Conversation, console: Console) -> None:
+    def __init__(self, talk: AdapterChat, console: Console) -> None:
         self._talk = talk
         self._console = console
         self._commands: Mapping[str, Callable[[str], None]] = {

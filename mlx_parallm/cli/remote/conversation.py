@@ -56,7 +56,7 @@ class Side:
         return added
 
 
-class Conversation:
+class AdapterChat:
     """Asks one server the same questions with one adapter or with two.
 
     Attributes:

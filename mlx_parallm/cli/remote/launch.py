@@ -50,7 +50,7 @@ _CLAUDE_ANSWER = 32_000
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class AgentServer:
     """What an agent is told: the server's address, its key, a model, the tokens of its context if they are known, and
     headers for every request."""
 
@@ -69,10 +69,10 @@ class Agent:
     name: str
     executable: str
     package: str
-    setup: Callable[[Served], tuple[Sequence[str], Mapping[str, str]]]
+    setup: Callable[[AgentServer], tuple[Sequence[str], Mapping[str, str]]]
 
 
-def _claude_code(served: Served) -> tuple[Sequence[str], Mapping[str, str]]:
+def _claude_code(served: AgentServer) -> tuple[Sequence[str], Mapping[str, str]]:
     """The variables are in --settings too, because those of the user's settings files override the environment. A key
     is not: other users of the machine can read arguments."""
     variables = {
@@ -92,7 +92,7 @@ def _claude_code(served: Served) -> tuple[Sequence[str], Mapping[str, str]]:
     return ("--settings", json.dumps({"env": overriding})), {**variables, **token}
 
 
-def _codex(served: Served) -> tuple[Sequence[str], Mapping[str, str]]:
+def _codex(served: AgentServer) -> tuple[Sequence[str], Mapping[str, str]]:
     """A value of -c is TOML, which has JSON's texts and numbers."""
     provider = "model_providers.parallm"
     values: dict[str, object] = {
@@ -202,7 +202,7 @@ def _reward(args: Namespace, client: Client, episode: Mapping[str, str]) -> None
 # -- the server ------------------------------------------------------------------------------------
 
 
-def _served(args: Namespace, client: Client, episode: Mapping[str, str]) -> Served:
+def _served(args: Namespace, client: Client, episode: Mapping[str, str]) -> AgentServer:
     if episode:
         client.ask("/v1/training/status")  # an error if the server does not train
     answer = client.ask(f"/v1/models/{args.adapter}" if args.adapter else "/v1/models")
@@ -211,7 +211,7 @@ def _served(args: Namespace, client: Client, episode: Mapping[str, str]) -> Serv
         model, context = args.adapter or card["id"], card["max_model_len"]
     fields = episode if args.group_size is None else {**episode, "group_size": str(args.group_size)}
     headers = {f"X-{name.replace('_', '-').title()}": value for name, value in fields.items()}
-    return Served(client.base, args.api_key or os.environ.get(API_KEY_VARIABLE), model, context, headers)
+    return AgentServer(client.base, args.api_key or os.environ.get(API_KEY_VARIABLE), model, context, headers)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ _WORDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class LoadAnswer:
     """One request that was answered. Times are in seconds since it was sent.
 
     Attributes:
@@ -106,7 +106,7 @@ async def measure(
     """
     limits, call = httpx.Limits(max_connections=concurrency), secrets.token_hex(8)
     numbers = iter(range(count))
-    answers: list[Answer] = []
+    answers: list[LoadAnswer] = []
     errors: list[str] = []
 
     async def worker(http: httpx.AsyncClient) -> None:
@@ -127,7 +127,7 @@ async def measure(
     return _level(concurrency, answers, errors, time.perf_counter() - begun)
 
 
-async def _answer(client: Client, http: httpx.AsyncClient, body: Mapping[str, Any]) -> Answer:
+async def _answer(client: Client, http: httpx.AsyncClient, body: Mapping[str, Any]) -> LoadAnswer:
     begun = time.perf_counter()
     times, usage = [], None
     async for chunk in stream_chat(client, http, body):
@@ -139,10 +139,10 @@ async def _answer(client: Client, http: httpx.AsyncClient, body: Mapping[str, An
     if not times:
         raise ParaLLMError("an answer has no text")
     tokens = len(times) if usage is None else usage["completion_tokens"]
-    return Answer(times[0], times[-1], usage["prompt_tokens"] if usage else 0, tokens, usage is not None)
+    return LoadAnswer(times[0], times[-1], usage["prompt_tokens"] if usage else 0, tokens, usage is not None)
 
 
-def _level(concurrency: int, answers: Sequence[Answer], errors: Sequence[str], seconds: float) -> Level:
+def _level(concurrency: int, answers: Sequence[LoadAnswer], errors: Sequence[str], seconds: float) -> Level:
     between = [each.token_s for each in answers if each.token_s is not None]
     return Level(
         concurrency,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from mlx_parallm.selftest.check import Check, Outcome
-from mlx_parallm.selftest.tested import Answer, TestedModel
+from mlx_parallm.selftest.tested import TestedAnswer, TestedModel
 
 _FIRST = ((3, 24), (70, 20), (17, 12), (140, 16))
 _LATER = ((1, 14), (33, 9), (64, 5), (65, 7))
@@ -15,7 +15,7 @@ _LATER = ((1, 14), (33, 9), (64, 5), (65, 7))
 async def _batch(tested: TestedModel) -> Outcome:
     under_way = asyncio.Event()
 
-    def count(answer: Answer) -> bool:
+    def count(answer: TestedAnswer) -> bool:
         if len(answer.tokens) >= 4:
             under_way.set()
         return True

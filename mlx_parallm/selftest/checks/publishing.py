@@ -7,7 +7,7 @@ from typing import Any
 
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.selftest.check import Check, Outcome
-from mlx_parallm.selftest.tested import Answer, TestedModel
+from mlx_parallm.selftest.tested import TestedAnswer, TestedModel
 
 _NAME, _PROMPT, _ROWS, _AFTER, _MOST = "published", 20, 3, 4, 400
 
@@ -21,7 +21,7 @@ async def _swap(tested: TestedModel) -> Outcome:
         """How far the row is from its version, and how many tokens it drew after the new one was live."""
         after: list[int] = []
 
-        def count(answer: Answer) -> bool:
+        def count(answer: TestedAnswer) -> bool:
             started[at].set()
             after.extend([1] * live.is_set())
             return len(after) < _AFTER

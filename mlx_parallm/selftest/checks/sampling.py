@@ -13,7 +13,7 @@ from mlx_parallm.batch.distributions import streams, uniforms
 from mlx_parallm.core.requests import SamplingParams
 from mlx_parallm.selftest.check import Check, Outcome
 from mlx_parallm.selftest.limits import Limit
-from mlx_parallm.selftest.tested import Answer, TestedModel
+from mlx_parallm.selftest.tested import TestedAnswer, TestedModel
 
 Weights = NDArray[np.float64]
 
@@ -33,7 +33,7 @@ async def _filters(tested: TestedModel) -> Outcome:
     is infinite."""
     limit = _limit(tested)
 
-    def differences(answer: Answer, weights: Weights, params: SamplingParams) -> list[float]:
+    def differences(answer: TestedAnswer, weights: Weights, params: SamplingParams) -> list[float]:
         found = []
         for row, token, logprob in zip(weights, answer.tokens, answer.logprobs, strict=True):
             if _is_clear(row, params, 10 * limit.value):
@@ -48,7 +48,7 @@ async def _filters(tested: TestedModel) -> Outcome:
 async def _seeds(tested: TestedModel) -> Outcome:
     """How far the random number of each draw lies outside the drawn token's part of the cumulative distribution."""
 
-    def distances(answer: Answer, weights: Weights, params: SamplingParams) -> list[float]:
+    def distances(answer: TestedAnswer, weights: Weights, params: SamplingParams) -> list[float]:
         start, found = streams([params.seed]), []
         for at, (row, token) in enumerate(zip(weights, answer.tokens, strict=True)):
             share = row / row.sum()
@@ -67,7 +67,7 @@ def _limit(tested: TestedModel) -> Limit:
 async def _drawn(
     tested: TestedModel,
     options: tuple[SamplingParams, ...],
-    compared: Callable[[Answer, Weights, SamplingParams], list[float]],
+    compared: Callable[[TestedAnswer, Weights, SamplingParams], list[float]],
 ) -> list[float]:
     """Draws an answer with each of the options, in one batch, and compares each with the plain model's weights."""
 

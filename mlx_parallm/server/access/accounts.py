@@ -22,7 +22,7 @@ _MINUTE_S = 60.0
 
 
 @dataclass(slots=True)
-class Bucket:
+class MinuteLimit:
     """A limit per minute. `level`: what is left; below 0, what is owed."""
 
     per_minute: int
@@ -76,7 +76,7 @@ class Account:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
-    _buckets: dict[str, Bucket] = field(default_factory=dict)
+    _buckets: dict[str, MinuteLimit] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.set_limits(self.key)
@@ -87,9 +87,9 @@ class Account:
         limits = {"requests": key.requests_per_minute, "tokens": key.tokens_per_minute}
         self._buckets = {kind: self._bucket(kind, limit) for kind, limit in limits.items() if limit is not None}
 
-    def _bucket(self, kind: str, limit: int) -> Bucket:
+    def _bucket(self, kind: str, limit: int) -> MinuteLimit:
         before = self._buckets.get(kind)
-        return before if before is not None and before.per_minute == limit else Bucket(limit, self.clock)
+        return before if before is not None and before.per_minute == limit else MinuteLimit(limit, self.clock)
 
     @property
     def queue_name(self) -> str | None:

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Query
 from pydantic import Field
 
 from mlx_parallm.engine.figures import EngineStats
-from mlx_parallm.kv.device_memory import Account
+from mlx_parallm.kv.device_memory import MemoryAccount
 from mlx_parallm.server.access.keys import NamedKey
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.fields import INT32_MAX, WireOutput, WireQuery
@@ -301,13 +301,13 @@ def _lines(
 def _memory(stats: EngineStats) -> Memory:
     held = stats.memory_bytes
     return Memory(
-        weights=held.get(Account.WEIGHTS, 0),
+        weights=held.get(MemoryAccount.WEIGHTS, 0),
         budget=stats.kv_bytes_budget,
-        rows=held.get(Account.ROWS, 0),
-        cached_prefixes=held.get(Account.PREFIXES, 0),
-        free_blocks=held.get(Account.FREE_BLOCKS, 0),
-        adapters=held.get(Account.ADAPTERS, 0),
-        training=held.get(Account.OPTIMIZER, 0) + held.get(Account.MICRO_STEP, 0),
+        rows=held.get(MemoryAccount.ROWS, 0),
+        cached_prefixes=held.get(MemoryAccount.PREFIXES, 0),
+        free_blocks=held.get(MemoryAccount.FREE_BLOCKS, 0),
+        adapters=held.get(MemoryAccount.ADAPTERS, 0),
+        training=held.get(MemoryAccount.OPTIMIZER, 0) + held.get(MemoryAccount.MICRO_STEP, 0),
     )
 
 

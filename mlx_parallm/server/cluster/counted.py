@@ -22,7 +22,7 @@ def tokens_of(request: GenerationRequest) -> int:
     return sum(map(len, request.prompts)) + request.sequences * answer
 
 
-class Load:
+class TokenLoad:
     """The tokens of requests under way."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class CountedEngine:
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
-        self.load = Load()
+        self.load = TokenLoad()
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Event]:
         """See `core.EngineClient.generate`."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, cast
 from mlx_parallm.core.cluster import Member, NodeRole
 from mlx_parallm.core.requests import Event, GenerationRequest, RequestFailed, RequestFinished, RequestStarted
 from mlx_parallm.errors import EngineError, NodeFailedError
-from mlx_parallm.server.cluster.counted import CountedEngine, Load, tokens_of
+from mlx_parallm.server.cluster.counted import CountedEngine, TokenLoad, tokens_of
 from mlx_parallm.server.cluster.remote import RemoteEngines
 from mlx_parallm.server.cluster.wire import may_travel
 
@@ -58,7 +58,7 @@ class RoutedEngine(CountedEngine):
         self._cluster = cluster
         self._remote = remote
         self._first_base = first_base
-        self._sent: dict[str, Load] = {}
+        self._sent: dict[str, TokenLoad] = {}
         self.counts = RoutingCounts()
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Event]:
@@ -101,7 +101,7 @@ class RoutedEngine(CountedEngine):
     async def _at(self, member: Member, request: GenerationRequest) -> AsyncGenerator[Event, None]:
         """The events of a request at another node. If nobody reads them before the last one, they come together with
         it."""
-        load, kept, begun = self._sent.setdefault(member.info.id, Load()), list[Event](), False
+        load, kept, begun = self._sent.setdefault(member.info.id, TokenLoad()), list[Event](), False
         with load.of(tokens_of(request)):
             async with aclosing(self._remote.generate(member, request)) as events:
                 async for event in events:
@@ -132,7 +132,7 @@ class RoutedEngine(CountedEngine):
 
     def _load_of(self, member: Member) -> int:
         """What was sent there, or what the node itself says, if it has other clients too."""
-        sent = self._sent.setdefault(member.info.id, Load())
+        sent = self._sent.setdefault(member.info.id, TokenLoad())
         return max(sent.tokens, member.info.outstanding_tokens)
 
 

@@ -27,7 +27,7 @@ from mlx_parallm.server.protocols.ollama.models import known_name, load
 from mlx_parallm.server.protocols.ollama.objects import AnsweredMessage, ChatAnswer, GenerateAnswer, timestamp
 from mlx_parallm.server.protocols.ollama.options import PromptedBody
 from mlx_parallm.server.protocols.ollama.schema import OllamaChatBody, OllamaGenerateBody, ollama_body
-from mlx_parallm.server.protocols.ollama.writer import ChatWriter, GenerateWriter
+from mlx_parallm.server.protocols.ollama.writer import OllamaChatWriter, GenerateWriter
 from mlx_parallm.server.services import Services, ServicesDep
 
 CHAT_NAMES: Mapping[str, str] = {
@@ -64,11 +64,11 @@ async def chat(
 
 def prepare_chat(
     asked: ChatBody, services: Services, model: ServedModel, adapter: AdapterRef, collection: CollectionSpec | None
-) -> ChatWriter:
+) -> OllamaChatWriter:
     """Renders and tokenises the conversation, and builds the engine's request. Runs in a worker thread."""
     with client_names(CHAT_NAMES):
         planned = plan_chat(new_request_id("ollama"), asked, services, model, adapter, collection)
-    return ChatWriter(**_writer_fields(planned, model))
+    return OllamaChatWriter(**_writer_fields(planned, model))
 
 
 # -- generate --------------------------------------------------------------------------------------

@@ -142,7 +142,7 @@ class OllamaWriter(AnswerWriter):
         return {"model": served_by(self.request, self.model)["model"], "created_at": timestamp(time.time())}
 
 
-class ChatWriter(OllamaWriter):
+class OllamaChatWriter(OllamaWriter):
     """Writes what the model said as a message."""
 
     def _answer(self, said: JoinedParts, **fields: Any) -> ChatAnswer:

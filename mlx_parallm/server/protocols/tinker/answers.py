@@ -26,7 +26,7 @@ TopLogprobs = Sequence[tuple[int, float]]
 log = logging.getLogger(__name__)
 
 
-class Answer(Protocol):
+class TinkerAnswer(Protocol):
     """The result of an operation."""
 
     @property
@@ -90,7 +90,7 @@ class LossAnswer:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class TinkerSequence:
     """One drawn sequence. `tokens` have the token that ended it. `logprobs`: in nats, of the model itself."""
 
     tokens: tuple[int, ...]
@@ -104,7 +104,7 @@ class SampleAnswer:
     """The result of `asample`. `prompt_logprobs`, `prompt_top`: one entry for each token of the prompt, None for the
     first one; None if they were not asked for. `cached_tokens`: those of the prompt that were not computed again."""
 
-    sequences: tuple[Sampled, ...]
+    sequences: tuple[TinkerSequence, ...]
     prompt_logprobs: tuple[float | None, ...] | None
     prompt_top: tuple[TopLogprobs | None, ...] | None
     cached_tokens: int

@@ -19,7 +19,7 @@ from typing import Any
 from mlx_parallm.errors import ConflictError, OverloadedError, ParaLLMError
 from mlx_parallm.server.access.keys import NamedKey
 from mlx_parallm.server.errors import ExpiredError
-from mlx_parallm.server.protocols.tinker.answers import Answer, failure
+from mlx_parallm.server.protocols.tinker.answers import TinkerAnswer, failure
 from mlx_parallm.server.protocols.tinker.sessions import mark_of, room_in
 
 MAX_FUTURES = 10_000
@@ -38,7 +38,7 @@ class PendingAnswer:
     owner: str
     digest: bytes
     nbytes: int
-    task: asyncio.Task[Answer]
+    task: asyncio.Task[TinkerAnswer]
     ended_at: float | None = None
     read_at: float | None = None
 
@@ -78,7 +78,7 @@ class Futures:
         owner: str,
         digest: bytes,
         nbytes: int,
-        work: Coroutine[Any, Any, Answer],
+        work: Coroutine[Any, Any, TinkerAnswer],
         held: ExitStack | None = None,
     ) -> None:
         """Runs `work`. An error of it becomes its result.
@@ -92,7 +92,7 @@ class Futures:
         self._held[mark_of(request_id)] += 1
         self.waiting_bytes[mark_of(request_id)] += nbytes
 
-        def ended(_: asyncio.Task[Answer]) -> None:
+        def ended(_: asyncio.Task[TinkerAnswer]) -> None:
             self.waiting_bytes[mark_of(request_id)] -= nbytes
             pending.ended_at = time.monotonic()
             work.close()  # cancelled before it began, it would be reported as forgotten
@@ -112,7 +112,7 @@ class Futures:
             raise ConflictError("seq_id: another request has this number: count on", param="seq_id")
         return pending is not None
 
-    async def result(self, request_id: str, wait_s: float) -> Answer | None:
+    async def result(self, request_id: str, wait_s: float) -> TinkerAnswer | None:
         """The result of an operation; None if it is not there within `wait_s` seconds.
 
         Raises:
@@ -156,7 +156,7 @@ def no_operation(request_id: str) -> ExpiredError:
     return ExpiredError(f"No operation {request_id[:100]!r} is known, or its result is not kept any more.")
 
 
-async def _answered(request_id: str, work: Coroutine[Any, Any, Answer]) -> Answer:
+async def _answered(request_id: str, work: Coroutine[Any, Any, TinkerAnswer]) -> TinkerAnswer:
     try:
         return await work
     except ParaLLMError as error:

@@ -20,7 +20,7 @@ from mlx_parallm.server.access.accounts import Account
 from mlx_parallm.server.http.body import validated
 from mlx_parallm.server.http.request_log import key_of, record_of
 from mlx_parallm.server.protocols.tinker import protobuf
-from mlx_parallm.server.protocols.tinker.answers import Answer
+from mlx_parallm.server.protocols.tinker.answers import TinkerAnswer
 from mlx_parallm.server.protocols.tinker.bodies import (
     Read,
     is_protobuf,
@@ -262,7 +262,7 @@ async def retrieve_future(
     return Response(written[0], media_type=written[1])
 
 
-def _written(answer: Answer, as_protobuf: bool) -> tuple[bytes, str]:
+def _written(answer: TinkerAnswer, as_protobuf: bool) -> tuple[bytes, str]:
     """The result's bytes and their media type. Call it in a worker thread."""
     message = answer.protobuf() if as_protobuf else None
     return (answer.json(), "application/json") if message is None else (message, protobuf.MEDIA_TYPE)

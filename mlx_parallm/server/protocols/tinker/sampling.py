@@ -35,7 +35,7 @@ from mlx_parallm.server.access.permits import as_of
 from mlx_parallm.server.http.request_log import new_request_id, record_of
 from mlx_parallm.server.metrics import RequestObserver
 from mlx_parallm.server.planning import check_ids
-from mlx_parallm.server.protocols.tinker.answers import SampleAnswer, Sampled, TopLogprobs
+from mlx_parallm.server.protocols.tinker.answers import SampleAnswer, TinkerSequence, TopLogprobs
 from mlx_parallm.server.protocols.tinker.bodies import Read, json_of
 from mlx_parallm.server.protocols.tinker.dependencies import TinkerDep, check_base
 from mlx_parallm.server.protocols.tinker.schema import SampleBody, SamplingSessionBody
@@ -143,7 +143,7 @@ def _answer(
             raise EngineError("the engine ended a request without a finish reason")
         top = tuple(each.top for each in row.logprobs) if request.sampling.top_logprobs else ()
         logprobs = tuple(each.logprob for each in row.logprobs)
-        sequences.append(Sampled(tuple(row.tokens), logprobs, row.ended, top))
+        sequences.append(TinkerSequence(tuple(row.tokens), logprobs, row.ended, top))
     best: tuple[TopLogprobs | None, ...] | None = None
     if request.prompt_logprobs:
         best = tuple(None if each is None else each.top for each in prompt)

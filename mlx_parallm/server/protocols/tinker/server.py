@@ -23,7 +23,7 @@ from mlx_parallm.errors import InvalidRequestError, ParaLLMError, UnknownModelEr
 from mlx_parallm.rl.tinker.records import AdamSettings, Layers, PolicyCard, PolicySpec
 from mlx_parallm.server.access.accounts import Account
 from mlx_parallm.server.access.keys import ANYONE, NamedKey
-from mlx_parallm.server.protocols.tinker.answers import Answer, Fields, LossAnswer
+from mlx_parallm.server.protocols.tinker.answers import TinkerAnswer, Fields, LossAnswer
 from mlx_parallm.server.protocols.tinker.futures import Futures, no_operation
 from mlx_parallm.server.protocols.tinker.losses import LossInput, summed_loss, targeted_tokens
 from mlx_parallm.server.protocols.tinker.schema import (
@@ -34,7 +34,7 @@ from mlx_parallm.server.protocols.tinker.schema import (
     OptimStepBody,
     SaveBody,
 )
-from mlx_parallm.server.protocols.tinker.sessions import Model, Sampler, SavedWeights, Session, TinkerSessions, is_of
+from mlx_parallm.server.protocols.tinker.sessions import TinkerModel, Sampler, SavedWeights, Session, TinkerSessions, is_of
 from mlx_parallm.tasks import spawn
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ ALPHA = 32.0
 DEFAULT_RANK = 32
 _SWEEP_S = 5.0
 
-Operation = Callable[[], Awaitable[Answer]]
+Operation = Callable[[], Awaitable[TinkerAnswer]]
 
 log = logging.getLogger(__name__)
 
@@ -124,18 +124,18 @@ class TinkerServer:
         spec = PolicySpec(lora.rank, ALPHA, seed, Layers(lora.train_attn, lora.train_mlp, lora.train_unembed))
         model = self._new_model(body.session_id, body.model_seq_id)
 
-        async def create() -> Answer:
+        async def create() -> TinkerAnswer:
             await self._opened(model, partial(self.policies.create, model.adapter, spec))
             return Fields({"model_id": model.model_id, "type": "create_model"})
 
         return self._in_turn(model, 0, digest, 0, create), model.model_id
 
-    def _new_model(self, session_id: str, number: int) -> Model:
+    def _new_model(self, session_id: str, number: int) -> TinkerModel:
         session = self.sessions.find(session_id, self.key)
         self.futures.check_room(self.key, 0)
         return session.new_model(number)
 
-    async def _opened(self, model: Model, opening: Callable[[], Awaitable[PolicyCard]]) -> None:
+    async def _opened(self, model: TinkerModel, opening: Callable[[], Awaitable[PolicyCard]]) -> None:
         """Opens the policy of a model. Raises OverloadedError also if the key may not have more of them."""
         self.sessions.check_models(self._max_models, self.key)
         model.is_open = True
@@ -145,7 +145,7 @@ class TinkerServer:
             model.is_open = False
             raise
 
-    def rank(self, model: Model) -> int | None:
+    def rank(self, model: TinkerModel) -> int | None:
         """None: it is not created yet, or could not be."""
         try:
             return self.policies.card(model.adapter).rank
@@ -162,7 +162,7 @@ class TinkerServer:
 
     def _in_turn(
         self,
-        model: Model,
+        model: TinkerModel,
         number: int | None,
         digest: bytes,
         nbytes: int,
@@ -183,7 +183,7 @@ class TinkerServer:
         request_id = f"{model.model_id}:{place}"
         if not repeated:
 
-            async def run() -> Answer:
+            async def run() -> TinkerAnswer:
                 async with model.turns.of(place):
                     return await operation()
 
@@ -211,7 +211,7 @@ class TinkerServer:
         """
         model = self.sessions.model(model_id, self.key)
 
-        async def score() -> Answer:
+        async def score() -> TinkerAnswer:
             given = await read()
             loss = summed_loss(given)
             sequences = await asyncio.to_thread(targeted_tokens, given, loss, self._card)
@@ -228,7 +228,7 @@ class TinkerServer:
         """Begins an optimizer step. `read`: reads its settings, when its turn has come."""
         model = self.sessions.model(body.model_id, self.key)
 
-        async def step() -> Answer:
+        async def step() -> TinkerAnswer:
             if body.optimizer_params:
                 raise InvalidRequestError(
                     "optimizer_params: this server has Adam only; send adam_params", "adam_params"
@@ -252,7 +252,7 @@ class TinkerServer:
         """Begins to save the weights and the optimizer's state."""
         model = self.sessions.model(body.model_id, self.key)
 
-        async def save() -> Answer:
+        async def save() -> TinkerAnswer:
             name = body.path or f"step-{self.policies.card(model.adapter).step}"
             saved = SavedWeights.named(model.model_id, "weights", name, self.key)
             await self.policies.save(model.adapter, saved.tag, body.overwrite or body.path is None)
@@ -264,7 +264,7 @@ class TinkerServer:
         """Begins to make the weights available for sampling: under a name, or as a sampling session."""
         model = self.sessions.model(body.model_id, self.key)
 
-        async def save() -> Answer:
+        async def save() -> TinkerAnswer:
             if body.kind != "snapshot":
                 raise InvalidRequestError("kind: only snapshots of the weights are supported", param="kind")
             if body.path is not None:
@@ -291,7 +291,7 @@ class TinkerServer:
         else:
             model = self._new_model(body.session_id or "", body.model_seq_id or 0)
 
-        async def load() -> Answer:
+        async def load() -> TinkerAnswer:
             saved = SavedWeights.of(body.path, self.key)
             if creates:
                 start = (model.adapter, saved.adapter, saved.tag, body.optimizer)
@@ -323,7 +323,7 @@ class TinkerServer:
         version = sampler.version if saved is None else self.policies.saved(saved.adapter, saved.tag)
         return version.name if version == BASE_ADAPTER else str(version)
 
-    async def result(self, request_id: str, wait_s: float) -> Answer | None:
+    async def result(self, request_id: str, wait_s: float) -> TinkerAnswer | None:
         """See `Futures.result`. Raises ExpiredError also if the operation is another key's."""
         if not is_of(self.key, request_id):
             raise no_operation(request_id)

@@ -115,7 +115,7 @@ class Turns:
 
 
 @dataclass(eq=False, slots=True)
-class Model:
+class TinkerModel:
     """A model in training. `adapter`: the name of its policy. `last_request`: Unix time in seconds. `is_open`: whether
     its policy is open, or being opened."""
 
@@ -187,17 +187,17 @@ class Session:
 
     session_id: str
     seen_at: float = field(default_factory=time.monotonic)
-    models: dict[str, Model] = field(default_factory=dict)
+    models: dict[str, TinkerModel] = field(default_factory=dict)
     samplers: dict[str, Sampler] = field(default_factory=dict)
 
-    def new_model(self, number: int) -> Model:
+    def new_model(self, number: int) -> TinkerModel:
         """The model with this number in the session; a new one if there is none. Raises OverloadedError if there were
         too many."""
         model_id = f"{self.session_id}:train:{number}"
         if model_id not in self.models and len(self.models) >= MAX_MODELS:
             raise OverloadedError(f"This session has had {MAX_MODELS} models; create a new session.")
         if model_id not in self.models:
-            self.models[model_id] = Model(model_id, self.session_id, f"{self.session_id}-{number}")
+            self.models[model_id] = TinkerModel(model_id, self.session_id, f"{self.session_id}-{number}")
         return self.models[model_id]
 
     def sampler_id(self, number: int) -> str:
@@ -249,7 +249,7 @@ class TinkerSessions:
         session.seen_at = time.monotonic()
         return session
 
-    def model(self, model_id: str, key: NamedKey) -> Model:
+    def model(self, model_id: str, key: NamedKey) -> TinkerModel:
         """A model in training. Raises ExpiredError if the key has none of this id."""
         session = self.find(model_id.partition(":")[0], key)
         if model_id not in session.models:

@@ -12,7 +12,7 @@ from mlx_parallm.server.protocols.tinker.bodies import Read, json_of
 from mlx_parallm.server.protocols.tinker.dependencies import TinkerDep, check_base
 from mlx_parallm.server.protocols.tinker.schema import LoadBody, SaveBody, WeightsInfoBody
 from mlx_parallm.server.protocols.tinker.server import TinkerServer
-from mlx_parallm.server.protocols.tinker.sessions import Model, SavedWeights, is_of
+from mlx_parallm.server.protocols.tinker.sessions import TinkerModel, SavedWeights, is_of
 from mlx_parallm.server.services import Services, ServicesDep
 
 _TYPES = {"weights": "training", "sampler_weights": "sampler"}
@@ -97,7 +97,7 @@ async def checkpoints(model_id: str, tinker: TinkerDep) -> dict[str, Any]:
     }
 
 
-def _training_run(model: Model, services: Services, tinker: TinkerServer) -> dict[str, Any]:
+def _training_run(model: TinkerModel, services: Services, tinker: TinkerServer) -> dict[str, Any]:
     saved = _saved_of(model.model_id, model.adapter, tinker)
     last = {
         kind: next((each for each in reversed(saved) if each["checkpoint_type"] == kind), None)
