@@ -11,9 +11,9 @@ before `mlx.core` supplies `cblas_sgemm` and the other functions instead. The fi
 On macOS nothing is loaded, because MLX uses Accelerate and Metal there.
 
 Idle threads of OpenBLAS wait actively for some 30 ms for their next product, which other programs and this process'
-own threads pay for. Here they wait for 0.1 ms, for the OpenBLAS of NumPy too. That is as long as the next product of the
-same pass takes to come: up to a fifth faster than sleeping at once, and no slower beside other programs, where fewer
-threads are used (`benchmarks/busy.py`).
+own threads pay for. Here they wait for 0.1 ms, for the OpenBLAS of NumPy too. That is as long as the next product of a
+pass takes to come: up to a fifth faster than sleeping at once, and no slower beside other programs, where fewer threads
+are used (`benchmarks/busy.py`).
 How many threads are best depends on what other programs leave; see `mlx_parallm.machine.processors`.
 """
 

@@ -18,7 +18,7 @@ import pytest
 from mlx_parallm.kv import memory
 from mlx_parallm.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
 from mlx_parallm.kv.cache import LoRABatchedKVCache
-from mlx_parallm.kv.device_memory import MemoryAccount, DeviceMemory
+from mlx_parallm.kv.device_memory import DeviceMemory, MemoryAccount
 from mlx_parallm.kv.prefix import first_visible
 from mlx_parallm.kv.row import KVRow
 from mlx_parallm.model.layer_state import KVLayout, LayerSpec, LayerState, RecurrentSpec

@@ -8,7 +8,7 @@ import mlx.core as mx
 from pool_walk import FULL, RECURRENT, WINDOWED
 
 from mlx_parallm.kv.cache import LoRABatchedKVCache
-from mlx_parallm.kv.device_memory import MemoryAccount, DeviceMemory
+from mlx_parallm.kv.device_memory import DeviceMemory, MemoryAccount
 from mlx_parallm.kv.row import KVRow
 from mlx_parallm.model.layer_state import KVLayout, LayerState
 

@@ -84,7 +84,9 @@ class DeviceLoader:
         return self._on_disk.get(base, ())
 
 
-def build_base_set(engine: RunningEngine, templates: Mapping[str, str], deletion: Deletion) -> tuple[BaseSet, AllAdapters]:
+def build_base_set(
+    engine: RunningEngine, templates: Mapping[str, str], deletion: Deletion
+) -> tuple[BaseSet, AllAdapters]:
     """The base models and all their adapters, for routes. The first base model is loaded. `templates`: see
     `core.ServedModel`. `deletion`: see `AllAdapters`. Blocks on the disk."""
     config, shared, first = engine.config, engine.shared, engine.bases[0]

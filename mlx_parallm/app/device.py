@@ -13,7 +13,7 @@ from mlx_parallm.core.requests import WorkClass
 from mlx_parallm.core.text import control_ids
 from mlx_parallm.engine.startup import prove
 from mlx_parallm.errors import ConfigError, UnsupportedModelError
-from mlx_parallm.kv.device_memory import MemoryAccount, DeviceMemory, default_budget
+from mlx_parallm.kv.device_memory import DeviceMemory, MemoryAccount, default_budget
 from mlx_parallm.model.device import MemoryLimits, machine_memory, memory_limits, on_cpu
 from mlx_parallm.model.layer_state import KVLayout
 from mlx_parallm.model.manager import SharedModelManager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from mlx_parallm.app.build import Served
 from mlx_parallm.app.environment_rollouts import EnvironmentRollouts
@@ -14,6 +15,7 @@ from mlx_parallm.core.training import RolloutStatus
 from mlx_parallm.rl.environments import Environment, environment
 from mlx_parallm.rl.rollouts.answers import group_prefixes, task_number
 from mlx_parallm.rl.runs.listing import RUN_TASKS
+from mlx_parallm.rl.runs.store import JournalFile
 
 _GROUPS_LOOKED_AT = 1000
 """The newest groups of the journal. One of them has the highest task number of earlier processes."""
@@ -102,7 +104,7 @@ class ServerRollouts:
         run = self._served.run.id
         journal = self._service.parts.journal
         found = [
-            await journal.read(partial(JournalFile.newest_groups, prefix=prefix, count=_GROUPS_LOOKED_AT), ())
+            await journal.read(partial(JournalFile.newest_groups, prefix=prefix, count=_GROUPS_LOOKED_AT)) or ()
             for prefix in group_prefixes(run)
         ]
         return max((task_number(group_id, run) + 1 for groups in found for group_id in groups), default=0)

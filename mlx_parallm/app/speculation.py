@@ -15,7 +15,7 @@ from mlx_parallm.engine.speculate import Source
 from mlx_parallm.engine.startup import calibrate, calibrate_steps
 from mlx_parallm.errors import ConfigError, UnsupportedModelError
 from mlx_parallm.kv.cache import LoRABatchedKVCache
-from mlx_parallm.kv.device_memory import MemoryAccount, DeviceMemory
+from mlx_parallm.kv.device_memory import DeviceMemory, MemoryAccount
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.model.tokenizer import Tokenizer
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.cluster.connection import Connection
-from mlx_parallm.cluster.follower import RegistryFollower, NodeAdapters
+from mlx_parallm.cluster.follower import NodeAdapters, RegistryFollower
 from mlx_parallm.cluster.members import Lease, Members
 from mlx_parallm.cluster.trajectories import Trajectories
 from mlx_parallm.cluster.versions import Versions

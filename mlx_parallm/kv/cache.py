@@ -20,7 +20,7 @@ import sys
 from collections.abc import Collection, Hashable, Sequence
 
 from mlx_parallm.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
-from mlx_parallm.kv.device_memory import MemoryAccount, DeviceMemory
+from mlx_parallm.kv.device_memory import DeviceMemory, MemoryAccount
 from mlx_parallm.kv.memory import AnyStore, KVMemory, LayerGroup
 from mlx_parallm.kv.prefix import PrefixNode, first_visible
 from mlx_parallm.kv.row import KVRow

@@ -18,7 +18,7 @@ import mlx.core as mx
 from mlx_parallm.kv.arena import Arena
 from mlx_parallm.kv.blocks import FREED, BlockAllocator
 from mlx_parallm.kv.device_memory import DeviceMemory
-from mlx_parallm.kv.prefix import LAST_BLOCK, PrefixNode, PrefixIndex
+from mlx_parallm.kv.prefix import LAST_BLOCK, PrefixIndex, PrefixNode
 from mlx_parallm.kv.row import KVRow
 from mlx_parallm.kv.states import StateArena
 from mlx_parallm.model.device import is_out_of_memory

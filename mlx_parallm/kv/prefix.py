@@ -107,7 +107,9 @@ class PrefixIndex:
                 usable = depth
         return usable
 
-    def find_partial(self, root: Hashable, chain: Sequence[PrefixNode], ids: Sequence[int]) -> tuple[PrefixNode | None, int]:
+    def find_partial(
+        self, root: Hashable, chain: Sequence[PrefixNode], ids: Sequence[int]
+    ) -> tuple[PrefixNode | None, int]:
         """The block after `chain` whose beginning agrees longest with the rest of `ids`, and the number of tokens that
         agree. At least one id is left to compute."""
         parent = chain[-1] if chain else self._roots.get(root)

@@ -82,7 +82,7 @@ class Collector:
         Returns:
             The opinions of answers that are too old by now.
         """
-        entries = await self._journal.read(lambda file: file.waiting(name), ())
+        entries = await self._journal.read(lambda file: file.waiting(name)) or ()
         versions = [entry.trajectories[0].adapter for entry in entries if isinstance(entry, Arrival)]
         newest = max((version.version for version in versions if version and version.name == name), default=0)
         loop.training.number_versions_from(newest + 1)  # no other version gets the number of one that has sampled
@@ -277,7 +277,7 @@ class Collector:
 
     async def last_given(self, count: int) -> Sequence[str]:
         """The ids of the last groups that were given with `give`, in earlier processes too; newest first."""
-        found = await self._journal.read(lambda file: file.newest_groups(GIVEN, count), ())
+        found = await self._journal.read(lambda file: file.newest_groups(GIVEN, count)) or ()
         return [group_id.removeprefix(GIVEN) for group_id in found]
 
     # -- rewards ---------------------------------------------------------------------------------

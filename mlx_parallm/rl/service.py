@@ -25,12 +25,12 @@ from mlx_parallm.core.training import (
 )
 from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.errors import ConflictError, ParaLLMError, UnknownModelError
-from mlx_parallm.rl.runs.store import JournalFile
 from mlx_parallm.rl.changes import Changes
 from mlx_parallm.rl.collect import Collector
 from mlx_parallm.rl.events import EventHub, Listener
 from mlx_parallm.rl.hooks import TrainingHooks
 from mlx_parallm.rl.reading import GroupReader
+from mlx_parallm.rl.runs.store import JournalFile
 from mlx_parallm.rl.tracking.history import EventHistory
 from mlx_parallm.rl.tracking.tracking import Tracking
 from mlx_parallm.rl.trajectories import DropReason
@@ -117,7 +117,7 @@ class TrainingService:
 
     async def start_again(self) -> None:
         """Trains the adapters that were in training when the last process of the run ended."""
-        self._noted = tuple(await self.parts.journal.read(JournalFile.trained, ()))
+        self._noted = tuple(await self.parts.journal.read(JournalFile.trained) or ())
         for name in self._noted:
             try:
                 await self.start_adapter(name)

@@ -24,7 +24,9 @@ OnResult = Callable[[str, CheckResult], None]
 """Called with a model's name and each result, as soon as it is known."""
 
 
-def run(path: str | None = None, only_tiny: bool = False, on_result: OnResult = lambda name, result: None) -> SelfTestReport:
+def run(
+    path: str | None = None, only_tiny: bool = False, on_result: OnResult = lambda name, result: None
+) -> SelfTestReport:
     """Tests this machine. It takes about a minute on two cores.
 
     Args:

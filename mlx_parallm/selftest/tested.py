@@ -140,7 +140,9 @@ class TestedModel:
         """What `call` returns for the plain model."""
         return await self.on_device(lambda: call(self._plain))
 
-    async def difference(self, prompt: Sequence[int], answer: TestedAnswer, adapter: AdapterWeights | None = None) -> float:
+    async def difference(
+        self, prompt: Sequence[int], answer: TestedAnswer, adapter: AdapterWeights | None = None
+    ) -> float:
         """How far the logprobs of a greedy answer are from those of a plain forward pass over the same tokens, in nats.
 
         A token that is not the best one counts with a tenth of its distance from the best, because two tokens that are

@@ -52,8 +52,8 @@ class StageKind(Enum):
 class Stage:
     """Lazy arrays (any tree) that are computed together, after the arrays of the stages before it.
 
-    `size`: how many positions of the head, rows or values of factors it computes; None if it computes something for every
-    token of the pass.
+    `size`: how many positions of the head, rows or values of factors it computes; None if it computes something for
+    every token of the pass.
     """
 
     kind: StageKind

@@ -175,8 +175,9 @@ class GRPOTrainer:
         return self._ask(JobKind.UPDATE, policy, lambda job: self._jobs.update(job, batch, works, optimizer))
 
     def run(self, parts: Parts[T]) -> Future[T]:
-        """Runs what belongs to no policy; micro-steps come between its parts. Its future is completed on the device thread, with what `parts` returns or
-        with the TrainingFailedError that it raises; StepFailedError if it failed otherwise or was abandoned."""
+        """Runs what belongs to no policy; micro-steps come between its parts. Its future is completed on the device
+        thread, with what `parts` returns or with the TrainingFailedError that it raises; StepFailedError if it failed
+        otherwise or was abandoned."""
         return self._ask(JobKind.OTHER, None, lambda _: parts)
 
     def _ask(

@@ -144,7 +144,9 @@ async def rig(path: Path, **keys: object) -> AsyncIterator[Rig]:
     save_tiny("llama", path / "model")
     settings = RLConfig(learning_rate=3e-3, batch_size=4, max_staleness=1)
     keys = {"server__kv_cache_memory": "16MB", "debug__check_when_idle": True, **QUICK, **keys}
-    engine = RunningEngine(configure(path / "model", LORA, settings, checkpointing__checkpoint_dir=str(path / "run"), **keys))
+    engine = RunningEngine(
+        configure(path / "model", LORA, settings, checkpointing__checkpoint_dir=str(path / "run"), **keys)
+    )
     served = await asyncio.to_thread(engine.start)
     assert served.training is not None
     made = Rig(engine, served, served.training)

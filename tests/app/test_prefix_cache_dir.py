@@ -18,7 +18,9 @@ PROMPT = tuple(i * i % 251 for i in range(300))
 
 def engine(folder: Path, **server: object) -> RunningEngine:
     keys = {f"server__{name}": value for name, value in server.items()}
-    return RunningEngine(configure(folder / "model", rl_training__enabled=False, server__kv_cache_memory="16MB", **keys))
+    return RunningEngine(
+        configure(folder / "model", rl_training__enabled=False, server__kv_cache_memory="16MB", **keys)
+    )
 
 
 async def answer(folder: Path, files: int) -> tuple[list[int], int]:

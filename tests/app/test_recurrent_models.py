@@ -19,7 +19,9 @@ REPEATED = (5, 6, 7, 8) * 20
 
 def engine(folder: Path, **server: object) -> RunningEngine:
     keys = {f"server__{name}": value for name, value in server.items()}
-    return RunningEngine(configure(folder / "model", rl_training__enabled=False, server__kv_cache_memory="16MB", **keys))
+    return RunningEngine(
+        configure(folder / "model", rl_training__enabled=False, server__kv_cache_memory="16MB", **keys)
+    )
 
 
 @pytest.mark.parametrize("family", ["lfm2", "mamba"])

@@ -12,7 +12,9 @@ def loaded(name: str, weight_bytes: int = 6, **fields: object) -> ResidentModel:
 
 
 def test_others_give_up_what_is_missing() -> None:
-    residency = Residency([loaded("a"), wanted := ResidentModel("b", weight_bytes=5), ResidentModel("c", weight_bytes=99)], 10)
+    residency = Residency(
+        [loaded("a"), wanted := ResidentModel("b", weight_bytes=5), ResidentModel("c", weight_bytes=99)], 10
+    )
     assert residency.missing(wanted) == 1
     assert residency.fits(wanted)
 

@@ -52,7 +52,9 @@ async def test_it_learns_and_what_it_has_learnt_is_live(folder: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("verdict", [None, ModelVerdict("glm4", "2 of 2", False, (), (Finding("gradients", 1.0, "wrong"),))])
+@pytest.mark.parametrize(
+    "verdict", [None, ModelVerdict("glm4", "2 of 2", False, (), (Finding("gradients", 1.0, "wrong"),))]
+)
 async def test_without_right_gradients_it_is_not_trained(
     verdict: ModelVerdict | None, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,7 +75,11 @@ async def node(tmp_path):
                 await asyncio.sleep(0.001)
         return list(adapters.done)
 
-    tell.follower, tell.adapters, tell.fetch_errors = RegistryFollower(adapters, fetch, tmp_path, changed), adapters, errors
+    tell.follower, tell.adapters, tell.fetch_errors = (
+        RegistryFollower(adapters, fetch, tmp_path, changed),
+        adapters,
+        errors,
+    )
     task = asyncio.create_task(tell.follower.run(following()))
     yield tell
     task.cancel()

@@ -16,7 +16,7 @@ from mlx_parallm.engine import memory
 from mlx_parallm.engine.scheduler import gives_way
 from mlx_parallm.engine.sequence import Sequence
 from mlx_parallm.errors import ContextLengthError
-from mlx_parallm.kv.device_memory import MemoryAccount, DeviceMemory, default_budget
+from mlx_parallm.kv.device_memory import DeviceMemory, MemoryAccount, default_budget
 
 pytestmark = pytest.mark.ci
 

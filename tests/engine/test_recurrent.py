@@ -225,7 +225,9 @@ def test_a_prompt_ends_although_adapters_and_training_hold_more_than_the_budget(
     harness.submit("a", text(700, 1), 4)
     while not harness.loop.scheduler.live[:1]:
         harness.loop.step()
-    harness.runner.cache.device.open_account(MemoryAccount.OPTIMIZER, lambda: 2 * harness.runner.cache.device.budget_bytes)
+    harness.runner.cache.device.open_account(
+        MemoryAccount.OPTIMIZER, lambda: 2 * harness.runner.cache.device.budget_bytes
+    )
     while harness.loop.step():
         pass
     assert isinstance(harness.terminal("a"), RequestFinished)

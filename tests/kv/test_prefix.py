@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlx_parallm.kv.blocks import FREED, BlockAllocator
-from mlx_parallm.kv.prefix import PrefixNode, PrefixIndex, first_visible
+from mlx_parallm.kv.prefix import PrefixIndex, PrefixNode, first_visible
 
 TEXT = [i % 97 for i in range(640)]
 

@@ -234,5 +234,5 @@ async def test_a_run_that_keeps_no_history_has_a_small_journal_and_goes_on(tmp_p
     )
     assert await one.service.parts.journal.fate(first[1]) is None
     assert await one.service.parts.journal.fate(ids[0]) is not None
-    assert len(await one.service.parts.journal.read(lambda file: file.waiting("main"), ())) == 1
+    assert len(await one.service.parts.journal.read(lambda file: file.waiting("main"))) == 1
     await one.service.close()

@@ -65,7 +65,7 @@ def path(tmp_path: Path) -> Path:
 async def reopened(path: Path) -> list[list[str] | GroupEntry]:
     """What waits: for each arrival the ids of its trajectories, and what came between them."""
     journal = Journal(JournalFile(path))
-    entries = await journal.read(lambda file: file.waiting("math"), ())
+    entries = await journal.read(lambda file: file.waiting("math"))
     await journal.close()
     return [
         [one.trajectory_id for one in entry.trajectories] if isinstance(entry, Arrival) else entry for entry in entries
@@ -136,9 +136,9 @@ async def test_what_waits_comes_back_in_order_with_its_rewards_and_what_ended_do
         *(Closed("c"), Closed("d")),
     ]
     journal = Journal(JournalFile(path))
-    assert await journal.read(lambda file: file.changes_since("math", 0), ()) == (change(1, Start("")), change(2))
-    assert await journal.read(lambda file: file.changes_since("tone", 0), ()) == ()
-    assert await journal.read(lambda file: file.trajectories(["d-0", "a-1", "none"]), {}) == {
+    assert await journal.read(lambda file: file.changes_since("math", 0)) == (change(1, Start("")), change(2))
+    assert await journal.read(lambda file: file.changes_since("tone", 0)) == ()
+    assert await journal.read(lambda file: file.trajectories(["d-0", "a-1", "none"])) == {
         one.trajectory_id: one for one in (trajectories("d", REF)[0], trajectories("a", REF)[1])
     }
     await journal.close()
@@ -152,15 +152,19 @@ async def test_a_start_reads_what_it_needs_of_a_long_run(path: Path) -> None:
         made = replace(UPDATE, metrics={"kl": math.nan}, progress={"warm_up" if number < 9 else "steps": float(number)})
         journal.started(change(number, replaced.get(number, made)))
     await journal.flush()
-    assert await journal.read(lambda file: file.progress("math"), {}) == {"warm_up": 8.0, "steps": 4000.0}
-    assert [one.number for one in await journal.read(lambda file: file.changes_since("math", 3990), ())] == [*range(2991, 4001)]
-    assert [one.number for one in await journal.read(lambda file: file.changes_since("math", 7), ())] == [*range(1501, 4001)]
+    assert await journal.read(lambda file: file.progress("math")) == {"warm_up": 8.0, "steps": 4000.0}
+    assert [one.number for one in await journal.read(lambda file: file.changes_since("math", 3990))] == [
+        *range(2991, 4001)
+    ]
+    assert [one.number for one in await journal.read(lambda file: file.changes_since("math", 7))] == [
+        *range(1501, 4001)
+    ]
     whole = replace(UPDATE, progress={"steps": 4001.0}, all_progress=True)
     journal.started(change(4001, whole))
     journal.started(change(4002, replace(UPDATE, progress={"steps": 4002.0})))
     await journal.flush()
-    assert await journal.read(lambda file: file.progress("math"), {}) == {"steps": 4002.0}
-    assert await journal.read(lambda file: file.progress("tone"), {}) == {}
+    assert await journal.read(lambda file: file.progress("math")) == {"steps": 4002.0}
+    assert await journal.read(lambda file: file.progress("tone")) == {}
     await journal.close()
 
 
@@ -171,7 +175,7 @@ async def test_an_id_that_is_drawn_again_replaces_the_earlier_one(path: Path) ->
     journal.dropped(["a-0"], "stale")
     again = [replace(one, text="again") for one in trajectories("a", REF)]
     await journal.accept("math", again)
-    assert await journal.read(lambda file: file.waiting("math"), ()) == (Arrival(tuple(again)),)
+    assert await journal.read(lambda file: file.waiting("math")) == (Arrival(tuple(again)),)
     await journal.close()
 
 
@@ -192,7 +196,7 @@ async def test_no_file_keeps_nothing() -> None:
     journal = Journal()
     await journal.accept("math", trajectories("a", REF))
     await journal.entered("math", "a", Feedback("a-0", 1.0))
-    assert await journal.read(lambda file: file.waiting("math"), ()) == ()
+    assert await journal.read(lambda file: file.waiting("math")) == ()
     await journal.close()
 
 

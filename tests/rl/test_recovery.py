@@ -396,7 +396,10 @@ def test_after_a_kill_at_any_commit_the_policy_is_the_one_of_the_last_change_on_
                     gone = set(one.states()) - waiting
                     seen.setdefault(training.change, ((one.learner.policies["main"], baselines(one)), gone))
         async with run.process() as one:
-            numbers = [change.number for change in await one.service.parts.journal.read(lambda file: file.changes_since("main", 0), ())]
+            numbers = [
+                change.number
+                for change in await one.service.parts.journal.read(lambda file: file.changes_since("main", 0))
+            ]
             policy, gone = seen[max(numbers, default=1)]
             assert (one.learner.policies["main"], baselines(one)) == policy
             assert not gone & {ids for ids, state in one.states().items() if state in OPEN}

@@ -289,15 +289,15 @@ def test_micro_steps_come_between_the_parts_of_other_work() -> None:
     update, parts = trainer.begin(policy, UpdateBatch(tuple(samples(8)))), []
 
     def other():
-        for number in range(200):
+        for _ in range(200):
             parts.append(update.done())
             yield None
-        return number
+        return len(parts)
 
     asked = trainer.run(other())
     while trainer.waits():
         trainer.advance()
-    assert asked.result(timeout=0) == 199
+    assert asked.result(timeout=0) == 200
     assert update.result(timeout=0).step == 1
     assert parts[0] is False, "it does not wait for the whole update"
     assert parts[-1] is True, "nor the update for all of it"

@@ -25,7 +25,6 @@ from mlx_parallm.errors import ConfigError, StorageError
 from mlx_parallm.rl.runs.compaction import compaction
 from mlx_parallm.rl.runs.opening import TRAJECTORY
 from mlx_parallm.rl.runs.records import (
-    Arrival,
     Fate,
     GroupEntry,
     PolicyChange,
@@ -142,7 +141,7 @@ class Journal:
     async def forget(self, adapter: str) -> None:
         """See `JournalFile.forget`."""
         await self.flush()
-        await self.read(lambda file: file.forget(adapter), None)
+        await self.read(lambda file: file.forget(adapter))
 
     def compact(self, adapter: str, covered: int, needed: Collection[str]) -> None:
         """Removes what no start can need any more, a little at a time; see `compaction`. Nothing happens while another
@@ -158,7 +157,7 @@ class Journal:
         try:
             more = True
             while more and not self._closed:
-                more = await self.read(lambda _: next(steps, False) is None, False)
+                more = bool(await self.read(lambda _: next(steps, False) is None))
         except (StorageError, ConfigError) as error:
             _log.warning("%s; old entries will be removed after a later checkpoint", error)
         finally:
@@ -167,23 +166,23 @@ class Journal:
     # -- reading, before anything is written -----------------------------------------------------
     # These raise ConfigError if the file is damaged.
 
-    async def read(self, read: Callable[[JournalFile], T], nothing: T) -> T:
-        """What `read` finds in the file; `nothing` if nothing is written."""
+    async def read(self, read: Callable[[JournalFile], T]) -> T | None:
+        """What `read` finds in the file; None if nothing is written."""
         if self._file is None:
-            return nothing
+            return None
         return await asyncio.get_running_loop().run_in_executor(self._worker, read, self._file)
 
     async def groups(self, prefix: str, but: str, most: int) -> Sequence[Sequence[Trajectory]]:
         """See `JournalFile.groups`. What was said before this call is taken into account, if it can be written."""
         with suppress(StorageError):
             await self.flush()
-        return await self.read(lambda file: file.groups(prefix, but, most), ())
+        return await self.read(lambda file: file.groups(prefix, but, most)) or ()
 
     async def fate(self, trajectory_id: str) -> Fate | None:
         """See `JournalFile.fate`. What was said before this call is taken into account, if it can be written."""
         with suppress(StorageError):
             await self.flush()
-        return await self.read(lambda file: file.fate(trajectory_id), None)
+        return await self.read(lambda file: file.fate(trajectory_id))
 
     async def close(self) -> None:
         """Writes what waits, and closes the file. What cannot be written is logged. A second call does nothing."""

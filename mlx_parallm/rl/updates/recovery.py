@@ -125,11 +125,9 @@ class PolicyJournal:
     async def _recover(self) -> None:
         """Brings the policy from its last checkpoint to where it was when the process ended, and saves it."""
         training = self._training
-        changes = await self._journal.read(
-            lambda file: file.changes_since(training.name, training.start.number or 0), ()
-        )
-        recovery = plan(changes, training.start)
-        training.progress = await self._journal.read(lambda file: file.progress(training.name), {})
+        changes = await self._journal.read(lambda file: file.changes_since(training.name, training.start.number or 0))
+        recovery = plan(changes or (), training.start)
+        training.progress = await self._journal.read(lambda file: file.progress(training.name)) or {}
         training.versions.continue_from([_ref(version) for version in recovery.lineage])
         if not await self._rolled_back_to(recovery.roll_back_to):
             recovery = replace(recovery, updates=(), lost=len(recovery.updates), is_new=True, recent=())
@@ -144,7 +142,7 @@ class PolicyJournal:
             _log.info("making %d updates of %s again, which no checkpoint has", len(made), training.name)
         for change in recovery.updates:
             await self._make_again(change)
-        newest = await self._journal.read(lambda file: file.newest_version(training.name), 0)
+        newest = await self._journal.read(lambda file: file.newest_version(training.name)) or 0
         training.number_versions_from(newest + 1)
         self._last = training.change = recovery.last
         if recovery.is_new:
@@ -166,7 +164,7 @@ class PolicyJournal:
         """One update, as it was. If it fails, it is left out."""
         training, update = self._training, change.body
         assert isinstance(update, Update)
-        known = await self._journal.read(lambda file: file.trajectories(update.trajectory_ids), {})
+        known = await self._journal.read(lambda file: file.trajectories(update.trajectory_ids)) or {}
         try:
             groups = [_scored(group, known) for group in update.groups]
             self._observe(update, groups)

@@ -27,7 +27,7 @@ from mlx_parallm.server.protocols.ollama.models import known_name, load
 from mlx_parallm.server.protocols.ollama.objects import AnsweredMessage, ChatAnswer, GenerateAnswer, timestamp
 from mlx_parallm.server.protocols.ollama.options import PromptedBody
 from mlx_parallm.server.protocols.ollama.schema import OllamaChatBody, OllamaGenerateBody, ollama_body
-from mlx_parallm.server.protocols.ollama.writer import OllamaChatWriter, GenerateWriter
+from mlx_parallm.server.protocols.ollama.writer import GenerateWriter, OllamaChatWriter
 from mlx_parallm.server.services import Services, ServicesDep
 
 CHAT_NAMES: Mapping[str, str] = {

@@ -23,7 +23,7 @@ from mlx_parallm.errors import InvalidRequestError, ParaLLMError, UnknownModelEr
 from mlx_parallm.rl.tinker.records import AdamSettings, Layers, PolicyCard, PolicySpec
 from mlx_parallm.server.access.accounts import Account
 from mlx_parallm.server.access.keys import ANYONE, NamedKey
-from mlx_parallm.server.protocols.tinker.answers import TinkerAnswer, Fields, LossAnswer
+from mlx_parallm.server.protocols.tinker.answers import Fields, LossAnswer, TinkerAnswer
 from mlx_parallm.server.protocols.tinker.futures import Futures, no_operation
 from mlx_parallm.server.protocols.tinker.losses import LossInput, summed_loss, targeted_tokens
 from mlx_parallm.server.protocols.tinker.schema import (
@@ -34,7 +34,14 @@ from mlx_parallm.server.protocols.tinker.schema import (
     OptimStepBody,
     SaveBody,
 )
-from mlx_parallm.server.protocols.tinker.sessions import TinkerModel, Sampler, SavedWeights, Session, TinkerSessions, is_of
+from mlx_parallm.server.protocols.tinker.sessions import (
+    Sampler,
+    SavedWeights,
+    Session,
+    TinkerModel,
+    TinkerSessions,
+    is_of,
+)
 from mlx_parallm.tasks import spawn
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from mlx_parallm.server.protocols.tinker.bodies import Read, json_of
 from mlx_parallm.server.protocols.tinker.dependencies import TinkerDep, check_base
 from mlx_parallm.server.protocols.tinker.schema import LoadBody, SaveBody, WeightsInfoBody
 from mlx_parallm.server.protocols.tinker.server import TinkerServer
-from mlx_parallm.server.protocols.tinker.sessions import TinkerModel, SavedWeights, is_of
+from mlx_parallm.server.protocols.tinker.sessions import SavedWeights, TinkerModel, is_of
 from mlx_parallm.server.services import Services, ServicesDep
 
 _TYPES = {"weights": "training", "sampler_weights": "sampler"}
