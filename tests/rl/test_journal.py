@@ -196,7 +196,7 @@ async def test_no_file_keeps_nothing() -> None:
     journal = Journal()
     await journal.accept("math", trajectories("a", REF))
     await journal.entered("math", "a", Feedback("a-0", 1.0))
-    assert await journal.read(lambda file: file.waiting("math")) == ()
+    assert await journal.read(lambda file: file.waiting("math")) is None
     await journal.close()
 
 
