@@ -8,6 +8,7 @@ import logging
 from mlx_parallm.app.build import Served
 from mlx_parallm.app.train_progress import ENDLESS
 from mlx_parallm.config import Config
+from mlx_parallm.rl.atropos.groups import AtroposGroups
 from mlx_parallm.rl.atropos.scored_data import TokenLimits
 from mlx_parallm.rl.atropos.source import AtroposSource
 from mlx_parallm.rl.atropos.trajectory_api import Registration, TrajectoryApi
@@ -41,7 +42,7 @@ def open_source(config: Config, served: Served, service: TrainingService, regist
     assert url is not None
     limits = TokenLimits(served.card.context_length, served.card.vocab_size)
     return AtroposSource(
-        TrajectoryApi(url), registered, limits, service.trajectories.give, lambda: service.loop().has_enough
+        TrajectoryApi(url), registered, limits, AtroposGroups(service).give, lambda: service.loop().has_enough
     )
 
 

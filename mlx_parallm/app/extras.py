@@ -147,9 +147,11 @@ def _atropos(config: Config, served: Served, training: TrainingRuntime) -> Any:
     if not config.server.atropos_api:
         return None
     from mlx_parallm.app.atropos import registration
+    from mlx_parallm.rl.atropos.groups import AtroposGroups
     from mlx_parallm.server.protocols.atropos.route import AtroposParts
 
-    return AtroposParts.of(registration(config, served, step=0), training.service, served.card)
+    groups = AtroposGroups(training.service)
+    return AtroposParts.of(registration(config, served, step=0), training.service, groups, served.card)
 
 
 def _atropos_batches(config: Config, served: Served, training: TrainingRuntime) -> None:

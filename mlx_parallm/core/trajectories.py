@@ -108,24 +108,6 @@ class GivenTrajectory:
 
 
 @dataclass(frozen=True, slots=True)
-class GivenGroup:
-    """A group that was sampled and rewarded elsewhere, and waits for an update.
-
-    Attributes:
-        group_id: of this group alone.
-        source: who sampled it, in place of a scorer's name. Rewards of one source are compared with each other over
-            time.
-        trajectories: each has a reward.
-        texts: of the completions, in the same order; empty if they are not known.
-    """
-
-    group_id: str
-    source: str
-    trajectories: tuple[GivenTrajectory, ...]
-    texts: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class FeedbackCard:
     """What became of a score. `reward`: the mean of the last scores of all `people`. `late`: the answer had been
     dropped, and is learnt from as late feedback."""

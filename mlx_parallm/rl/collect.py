@@ -15,8 +15,8 @@ from functools import partial
 
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.core.readers import EVERYTHING, Reader
-from mlx_parallm.core.requests import CollectionSpec, Event, GenerationRequest, Signal
-from mlx_parallm.core.trajectories import FeedbackCard, GivenGroup, GroupCard, Trajectory
+from mlx_parallm.core.requests import CollectionSpec, Event, GenerationRequest
+from mlx_parallm.core.trajectories import FeedbackCard, GroupCard, Trajectory
 from mlx_parallm.errors import ConflictError, RequestError, StorageError, UnknownTrajectoryError, shown
 from mlx_parallm.rl.buffer import TrajectoryBuffer
 from mlx_parallm.rl.changes import Changes
@@ -24,7 +24,7 @@ from mlx_parallm.rl.environments.files import PROBLEM_ID
 from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.groups import Added, Groups, group_of_episode
 from mlx_parallm.rl.hooks import TrainingHooks
-from mlx_parallm.rl.recording import GIVEN, given_rewards, given_trajectories, outlived, record
+from mlx_parallm.rl.recording import outlived, record
 from mlx_parallm.rl.runs.records import Arrival, Closed, EpisodeReward, Feedback, GroupEntry, Score, TokenRewards
 from mlx_parallm.rl.scoring.scorers import ANSWER, lacks_answer, names_reward, terms_without_answer
 from mlx_parallm.rl.sources import SourceLedger
@@ -237,19 +237,6 @@ class Collector:
 
     # -- groups that come with their rewards -----------------------------------------------------
 
-    async def give(self, group: GivenGroup) -> None:
-        """Adds a group to those that wait for an update of the default adapter, and returns when it is on the disk. It
-        is trained on even if versions were published since then, because the version that sampled it is unknown.
-
-        Raises:
-            InvalidRequestError: it cannot be trained on.
-            QueueFullError: too many trajectories wait, in all or of this source; it may be given again later.
-            StorageError: it could not be written, and will not be trained on.
-        """
-        rewards, trajectories = given_rewards(group, self._parts.config.loss), given_trajectories(group)
-        scores = [Score(each.trajectory_id, reward) for each, reward in zip(trajectories, rewards, strict=True)]
-        await self._finished(self.keep(self._default, group.source, trajectories, scores))
-
     async def keep(
         self, adapter: str, source: str, trajectories: Sequence[Trajectory], entries: Sequence[Score | Feedback]
     ) -> None:
@@ -269,16 +256,6 @@ class Collector:
             self._coming += Counter()  # forgets sources of which none come any more
         if (dropped := self.groups.add(adapter, trajectories, entries=entries).dropped) is not None:
             raise ConflictError(f"The trajectories were dropped ({dropped}): they will not be trained on.")
-
-    def given_sizes(self) -> Mapping[str, Sequence[int]]:
-        """The sizes of the groups that were given with `give` and that no update has taken yet, by source."""
-        signals = frozenset(signal.value for signal in Signal)
-        return {source: sizes for source, sizes in self.buffer.given_sizes().items() if source not in signals}
-
-    async def last_given(self, count: int) -> Sequence[str]:
-        """The ids of the last groups that were given with `give`, in earlier processes too; newest first."""
-        found = await self._journal.read(lambda file: file.newest_groups(GIVEN, count)) or ()
-        return [group_id.removeprefix(GIVEN) for group_id in found]
 
     # -- rewards ---------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""How trajectories are made: from the events of a request, from what clients give, and as copies for late feedback."""
+"""How trajectories are made: from the events of a request, and as copies for late feedback."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from dataclasses import replace
 from itertools import chain
 from typing import cast
 
-from mlx_parallm.config import ResolvedLoss
 from mlx_parallm.core.requests import (
     CollectionSpec,
     Event,
@@ -21,13 +20,10 @@ from mlx_parallm.core.requests import (
     SequenceOutput,
     Signal,
 )
-from mlx_parallm.core.trajectories import GivenGroup, GivenTrajectory, Trajectory
+from mlx_parallm.core.trajectories import GivenTrajectory, Trajectory
 from mlx_parallm.errors import EngineError, InvalidRequestError
 from mlx_parallm.rl.runs.records import Feedback
 from mlx_parallm.rl.trajectories import DropReason, TrajectoryGroup, group_name
-
-GIVEN = "given-"
-"""The ids of groups that clients give begin with it, in the buffer and in the journal."""
 
 LATE = "late-"
 """The ids of copies for late feedback begin with it."""
@@ -36,7 +32,6 @@ NOT_COUNTED = frozenset({DropReason.HELD, DropReason.SKIPPED, DropReason.REPLACE
 """Reasons of drops after which no opinion counts: an update on the answer was refused, or the answer was sent again."""
 
 _TOO_OLD = (DropReason.STALE, DropReason.UNKNOWN_VERSION)
-_PARAM = "trajectories"
 
 # -- from the events of a request ----------------------------------------------------------------
 
@@ -124,52 +119,7 @@ async def record(
             on_abort()
 
 
-# -- from what clients give ----------------------------------------------------------------------
-
-
-def given_trajectories(group: GivenGroup) -> tuple[Trajectory, ...]:
-    """The group's trajectories with ids of their own. Its source takes the place of a scorer."""
-    group_id, now = GIVEN + group.group_id, time.time()
-    texts: Sequence[str] = group.texts or ("",) * len(group.trajectories)
-    return tuple(
-        Trajectory(
-            trajectory_id=f"{group_id}-{number}",
-            group_id=group_id,
-            group_size=len(group.trajectories),
-            adapter=None,
-            prompt_ids=each.prompt_ids,
-            completion_ids=each.completion_ids,
-            sampling_logprobs=each.sampling_logprobs,
-            temperature=each.temperature,
-            text=text,
-            finish_reason=None,
-            collection=CollectionSpec(group.source),
-            created=now,
-            mask=each.mask,
-            advantages=each.advantages,
-            reference_logprobs=each.reference_logprobs,
-        )
-        for number, (each, text) in enumerate(zip(group.trajectories, texts, strict=True))
-    )
-
-
-def given_rewards(group: GivenGroup, loss: ResolvedLoss) -> tuple[float, ...]:
-    """The rewards of the group's trajectories, in order.
-
-    Raises:
-        InvalidRequestError: the group cannot be trained on with this loss.
-    """
-    if not group.trajectories:
-        raise InvalidRequestError("a group needs at least one trajectory", _PARAM)
-    if any(each.advantages for each in group.trajectories) and not loss.reads_advantages:
-        raise InvalidRequestError(
-            f"the loss {loss.algorithm.value} reads no advantages; leave them out, or train with another loss", _PARAM
-        )
-    for number, each in enumerate(group.trajectories):
-        check_given(each, f"{_PARAM}[{number}]")
-        if each.reward is None:
-            raise InvalidRequestError(f"{_PARAM}[{number}]: give a reward", f"{_PARAM}[{number}]")
-    return tuple(each.reward or 0.0 for each in group.trajectories)
+# -- of what clients give ------------------------------------------------------------------------
 
 
 def check_given(trajectory: GivenTrajectory, param: str) -> None:

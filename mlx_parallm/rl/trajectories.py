@@ -320,7 +320,7 @@ class TrajectoryGroup:
 
     @property
     def was_given(self) -> bool:
-        """Whether it was sampled elsewhere; see `core.GivenGroup`. The versions that sampled it are unknown."""
+        """Whether it was sampled elsewhere; see `atropos.groups`. The versions that sampled it are unknown."""
         return self.members[0].trajectory.adapter is None
 
     @property

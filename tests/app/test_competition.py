@@ -28,12 +28,12 @@ from mlx_parallm.core.requests import (
     StopParams,
 )
 from mlx_parallm.core.training import TrainingEvent
-from mlx_parallm.core.trajectories import GivenGroup, GivenTrajectory
+from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.errors import ConflictError
+from mlx_parallm.rl.atropos.groups import GivenGroup, given_trajectories
 from mlx_parallm.rl.competition.compared import ComparedAdapter
 from mlx_parallm.rl.competition.comparison import ComparisonSpec
 from mlx_parallm.rl.competition.service import CompetitionService
-from mlx_parallm.rl.recording import given_trajectories
 from mlx_parallm.rl.runs.records import Score
 from mlx_parallm.rl.service import TrainingService
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from run_api import RunApi, scored
 
-from mlx_parallm.core.trajectories import GivenGroup
 from mlx_parallm.errors import StorageError
+from mlx_parallm.rl.atropos.groups import GivenGroup
 from mlx_parallm.rl.atropos.scored_data import TokenLimits
 from mlx_parallm.rl.atropos.source import AtroposSource
 from mlx_parallm.rl.atropos.trajectory_api import Registration, TrajectoryApi

@@ -12,8 +12,9 @@ from rl.test_recovery import MANUAL, Run
 
 from mlx_parallm.config import Algorithm
 from mlx_parallm.core.adapters import BASE_ADAPTER
-from mlx_parallm.core.trajectories import GivenGroup, GivenTrajectory
+from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.errors import InvalidRequestError, QueueFullError, StorageError
+from mlx_parallm.rl.atropos.groups import AtroposGroups, GivenGroup
 from mlx_parallm.rl.runs.journal import Journal
 
 
@@ -24,18 +25,18 @@ def group(name: str, source: str = "atropos:a", size: int = 2, **fields: object)
 
 async def test_given_groups_are_trained_when_there_are_enough() -> None:
     async with world() as one:
-        await one.service.trajectories.give(group("g0"))
+        await AtroposGroups(one.service).give(group("g0"))
         assert not one.service.loop().has_enough
-        assert one.service.trajectories.given_sizes() == {"atropos:a": [2]}
-        await one.service.trajectories.give(group("g1"))
+        assert AtroposGroups(one.service).sizes() == {"atropos:a": [2]}
+        await AtroposGroups(one.service).give(group("g1"))
         await until(lambda: one.service.status().updates_total == 1)
         assert set(one.states().values()) == {"trained"}
-        assert one.service.trajectories.given_sizes() == {}
+        assert AtroposGroups(one.service).sizes() == {}
 
 
 async def test_they_are_trained_however_many_versions_were_published_since_they_came() -> None:
     async with world(changed(SETTINGS, update_frequency=100, max_staleness=0)) as one:
-        await one.service.trajectories.give(group("g0"))
+        await AtroposGroups(one.service).give(group("g0"))
         for number in range(3):
             await one.service.update(given=[GivenTrajectory((1,), (number,), 1.0), GivenTrajectory((1,), (9,), 0.0)])
         assert (await one.service.update()).metrics["trajectories"] == 2.0
@@ -44,18 +45,18 @@ async def test_they_are_trained_however_many_versions_were_published_since_they_
 async def test_a_group_without_a_signal_is_dropped_and_leaves_room() -> None:
     async with world() as one:
         equal = GivenGroup("g0", "atropos:a", tuple(GivenTrajectory((1,), (3,), 1.0) for _ in range(2)))
-        await one.service.trajectories.give(equal)
+        await AtroposGroups(one.service).give(equal)
         await settle()
         assert set(one.states().values()) == {"zero_variance"}
-        assert one.service.trajectories.given_sizes() == {}
+        assert AtroposGroups(one.service).sizes() == {}
 
 
 async def test_what_waits_when_the_process_is_killed_is_trained_once_by_the_next(tmp_path: Path) -> None:
     run = Run(tmp_path / "journal.sqlite")
     async with run.process() as one:
-        await one.service.trajectories.give(group("trained", advantages=(0.5, -0.5), mask=(True, True)))
+        await AtroposGroups(one.service).give(group("trained", advantages=(0.5, -0.5), mask=(True, True)))
         await one.service.update()
-        await one.service.trajectories.give(group("waiting", mask=(False, True)))
+        await AtroposGroups(one.service).give(group("waiting", mask=(False, True)))
     async with run.process() as one:
         assert set(one.states().values()) == {"scored"}
         assert len(one.states()) == 2, "the trained group does not wait again"
@@ -63,7 +64,7 @@ async def test_what_waits_when_the_process_is_killed_is_trained_once_by_the_next
         assert {each.mask for each, _ in newest} == {(False, True)}
         assert {each.adapter for each, _ in newest} == {None}
         assert sorted(member.reward for _, member in newest) == [0.0, 1.0]
-        assert await one.service.trajectories.last_given(9) == ["waiting", "trained"]
+        assert await AtroposGroups(one.service).last(9) == ["waiting", "trained"]
         assert (await one.service.update()).metrics["trajectories"] == 2.0
     async with run.process() as one:
         assert one.states() == {}
@@ -76,7 +77,7 @@ async def test_a_group_that_the_disk_refuses_is_not_trained_on(monkeypatch: pyte
     async with world() as one:
         monkeypatch.setattr(Journal, "accept", full)
         with pytest.raises(StorageError):
-            await one.service.trajectories.give(group("g0"))
+            await AtroposGroups(one.service).give(group("g0"))
         assert one.states() == {}
 
 
@@ -84,22 +85,22 @@ async def test_no_group_is_pushed_out_by_another_and_each_source_has_its_part() 
     settings = changed(MANUAL, trajectory_buffer_size=8)
     async with world(settings) as one:
         for number in range(3):
-            await one.service.trajectories.give(group(f"a{number}"))
-        await one.service.trajectories.give(group("b0", "atropos:b"))
+            await AtroposGroups(one.service).give(group(f"a{number}"))
+        await AtroposGroups(one.service).give(group("b0", "atropos:b"))
         with pytest.raises(QueueFullError, match="8 of 8 trajectories wait"):
-            await one.service.trajectories.give(group("b1", "atropos:b"))
+            await AtroposGroups(one.service).give(group("b1", "atropos:b"))
         await one.service.update()
         for number in range(2):
-            await one.service.trajectories.give(group(f"a{number + 3}"))
-            await one.service.trajectories.give(group(f"b{number + 2}", "atropos:b", size=1))
+            await AtroposGroups(one.service).give(group(f"a{number + 3}"))
+            await AtroposGroups(one.service).give(group(f"b{number + 2}", "atropos:b", size=1))
         with pytest.raises(QueueFullError, match="its part of the buffer is 4"):
-            await one.service.trajectories.give(group("a9"))
-        await one.service.trajectories.give(group("b9", "atropos:b"))
+            await AtroposGroups(one.service).give(group("a9"))
+        await AtroposGroups(one.service).give(group("b9", "atropos:b"))
 
 
 async def test_groups_that_come_at_once_do_not_exceed_the_buffer() -> None:
     async with world(changed(MANUAL, trajectory_buffer_size=8)) as one:
-        giving = (one.service.trajectories.give(group(f"g{number}")) for number in range(6))
+        giving = (AtroposGroups(one.service).give(group(f"g{number}")) for number in range(6))
         results = await asyncio.gather(*giving, return_exceptions=True)
         assert [type(result) for result in results] == [type(None)] * 4 + [QueueFullError] * 2
         assert len(one.states()) == 8
@@ -119,20 +120,20 @@ async def test_groups_that_come_at_once_do_not_exceed_the_buffer() -> None:
 async def test_what_cannot_be_trained_on_is_refused(given: GivenTrajectory, says: str) -> None:
     async with world() as one:
         with pytest.raises(InvalidRequestError, match=says):
-            await one.service.trajectories.give(GivenGroup("g0", "atropos:a", (given,)))
+            await AtroposGroups(one.service).give(GivenGroup("g0", "atropos:a", (given,)))
 
 
 async def test_a_loss_that_reads_no_advantages_refuses_them() -> None:
     dpo = changed(SETTINGS, loss=loss_config(Algorithm.DPO))
     async with world(dpo) as one:
         with pytest.raises(InvalidRequestError, match="dpo reads no advantages"):
-            await one.service.trajectories.give(group("g0", advantages=(1.0, 1.0)))
+            await AtroposGroups(one.service).give(group("g0", advantages=(1.0, 1.0)))
 
 
 async def test_groups_of_an_unknown_version_do_not_count_as_the_current_one() -> None:
     async with world() as one:
-        await one.service.trajectories.give(group("g0"))
-        await one.service.trajectories.give(group("g1"))
+        await AtroposGroups(one.service).give(group("g0"))
+        await AtroposGroups(one.service).give(group("g1"))
         await until(lambda: one.service.status().updates_total == 1)
         assert one.service.status().best is None
         assert one.publisher.live("main") != BASE_ADAPTER

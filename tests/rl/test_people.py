@@ -15,7 +15,6 @@ from rl.test_recovery import MANUAL, Adding, Run
 from mlx_parallm.config import Algorithm
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.requests import CollectionSpec, Signal
-from mlx_parallm.core.trajectories import GivenGroup
 from mlx_parallm.errors import (
     ConflictError,
     InvalidRequestError,
@@ -24,6 +23,7 @@ from mlx_parallm.errors import (
     UnknownModelError,
     UnknownTrajectoryError,
 )
+from mlx_parallm.rl.atropos.groups import AtroposGroups, GivenGroup
 from mlx_parallm.rl.people import Edit
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.sources import SourceReport
@@ -371,7 +371,7 @@ async def test_what_an_environment_rewards_is_told_apart_from_what_waits_for_peo
         await one.service.trajectories.collect_episodes(
             turns, {f"e{t.trajectory_id}": 1.0 - place for place, t in enumerate(turns)}
         )
-        await one.service.trajectories.give(GivenGroup("h", "atropos:a", GIVEN))
+        await AtroposGroups(one.service).give(GivenGroup("h", "atropos:a", GIVEN))
         await one.request(scorer=None)
         waiting = {each.source: each.waiting for each in one.people.signal_report().sources}
         assert waiting == {"environments": 4, "unrated": 2}

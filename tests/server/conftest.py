@@ -86,7 +86,7 @@ def make_client(engine, adapters, training, averages, reward_models, lessons, co
         extras = {"averages": averages, "reward_models": reward_models, "lessons": lessons}
         extras |= {"competition": competition, "people": training}
         if atropos is not None and training is not None:
-            extras["atropos"] = AtroposParts.of(atropos, training, card)
+            extras["atropos"] = AtroposParts.of(atropos, training, training, card)
         extras = {name: extra for name, extra in extras.items() if extra is not None}
         return client_of(create_app(engine, adapters, training, model, config, extras=extras))
 

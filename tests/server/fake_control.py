@@ -372,13 +372,13 @@ class FakeTraining:
             raise self.error
         self.given.append(group)
 
-    def given_sizes(self):
+    def sizes(self):
         sizes = {}
         for group in self.given:
             sizes.setdefault(group.source, []).append(len(group.trajectories))
         return sizes
 
-    async def last_given(self, count):
+    async def last(self, count):
         return self.given_earlier[:count]
 
     async def feedback(self, trajectory_id, score, user, reader):

@@ -104,7 +104,9 @@ async def server(tmp_path):
             "competition": competition,
             "people": training,
             "tinker": TinkerServer(FakePolicies(), CARD, TinkerConfig()),
-            "atropos": AtroposParts.of(Registration(32, CARD.context_length, "", 10, 0, 10**9, "", ""), training, CARD),
+            "atropos": AtroposParts.of(
+                Registration(32, CARD.context_length, "", 10, 0, 10**9, "", ""), training, training, CARD
+            ),
         },
     )
     async with client_of(app) as client:
@@ -715,7 +717,7 @@ async def test_one_key_has_a_limited_number_of_control_actions_under_way(server,
 
 # -- deny by default -------------------------------------------------------------------------------
 
-OF_ALL_KEYS = {"obstacle", "ended", "newest", "give", "given_sizes", "last_given", "collect"}
+OF_ALL_KEYS = {"obstacle", "ended", "newest", "give", "sizes", "last", "collect"}
 """What says nothing of one adapter or key, or is for the server and admins only."""
 
 

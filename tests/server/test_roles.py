@@ -94,7 +94,7 @@ def app(keys, tmp_path, monkeypatch):
     config = ServerConfig(keys_file=keys[0], ollama_api=True, audit_log=tmp_path / "audit.jsonl", access_log=False)
     parts = (FakeEngine(), FakeAdapters(), FakeTraining(), OneModel(ByteTokenizer(), CARD), config)
     registration = Registration(32, 64, "/runs/one", 10, 0, 10**9, "run-1", "mlx-parallm")
-    app = create_app(*parts, extras={"atropos": AtroposParts.of(registration, parts[2], CARD)})
+    app = create_app(*parts, extras={"atropos": AtroposParts.of(registration, parts[2], parts[2], CARD)})
     app.state.ran = []
     for route in app.router.routes:
         monkeypatch.setattr(route, "app", partial(ran, app.state.ran))

@@ -17,8 +17,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mlx_parallm.core.trajectories import GivenGroup
 from mlx_parallm.errors import InvalidRequestError, QueueFullError, StorageError
+from mlx_parallm.rl.atropos.groups import GivenGroup
 from mlx_parallm.rl.atropos.scored_data import ScoredData, TokenLimits, trajectories_of
 from mlx_parallm.rl.atropos.trajectory_api import (
     ApiUnreachableError,
@@ -45,7 +45,7 @@ class AtroposSource:
         accepted, refused: groups so far.
 
     Args:
-        give: see `Collector.give`.
+        give: see `AtroposGroups.give`.
         has_enough: whether the trajectories that wait make an update.
     """
 

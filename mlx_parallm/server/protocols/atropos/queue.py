@@ -12,14 +12,11 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from mlx_parallm.core.trajectories import GivenGroup, GivenTrajectory
+from mlx_parallm.core.trajectories import GivenTrajectory
+from mlx_parallm.rl.atropos.groups import AtroposGroups, GivenGroup
 from mlx_parallm.rl.atropos.scored_data import ScoredData, TokenLimits, trajectories_of
 from mlx_parallm.rl.atropos.source import SOURCE
-
-if TYPE_CHECKING:
-    from mlx_parallm.rl.service import TrainingService
 
 DOUBT_S = 120.0
 """How long after an answer was lost, or after the start of the server, a group may be sent again. Atropos' client makes
@@ -55,9 +52,9 @@ class GroupQueue:
         latest: the group that came last; None before the first one.
     """
 
-    def __init__(self, training: TrainingService) -> None:
+    def __init__(self, groups: AtroposGroups) -> None:
         self.latest: ScoredData | None = None
-        self._training = training
+        self._groups = groups
         self._in_doubt: dict[str, float] = {}  # digest → until when; oldest first
         self._opening: asyncio.Task[None] | None = None
 
@@ -75,7 +72,7 @@ class GroupQueue:
         """
         await self._open()
         new = [group for group in groups if not self._is_sent_again(group.digest)]
-        giving = (self._training.trajectories.give(group.given(source_of(group.data))) for group in new)
+        giving = (self._groups.give(group.given(source_of(group.data))) for group in new)
         results = await asyncio.gather(*giving, return_exceptions=True)
         accepted = [group for group, result in zip(new, results, strict=True) if result is None]
         if accepted:
@@ -93,7 +90,7 @@ class GroupQueue:
         await asyncio.shield(self._opening)
 
     async def _doubt_earlier(self) -> None:
-        ids = await self._training.trajectories.last_given(_OF_EARLIER_PROCESS)
+        ids = await self._groups.last(_OF_EARLIER_PROCESS)
         parts = (group_id.split("-") for group_id in ids)
         self._doubt(part[1] for part in parts if len(part) == 3 and part[0] == SOURCE)
 

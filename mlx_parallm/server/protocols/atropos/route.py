@@ -28,6 +28,7 @@ from mlx_parallm.errors import (
     QueueFullError,
     StorageError,
 )
+from mlx_parallm.rl.atropos.groups import AtroposGroups
 from mlx_parallm.rl.atropos.scored_data import ScoredData, TokenLimits
 from mlx_parallm.rl.atropos.source import SOURCE
 from mlx_parallm.rl.atropos.trajectory_api import Registration
@@ -56,14 +57,17 @@ class AtroposParts:
 
     trainer: Registration
     training: TrainingService
+    groups: AtroposGroups
     limits: TokenLimits
     environments: Environments
     queue: GroupQueue
 
     @classmethod
-    def of(cls, trainer: Registration, training: TrainingService, card: ModelCard) -> AtroposParts:
+    def of(
+        cls, trainer: Registration, training: TrainingService, groups: AtroposGroups, card: ModelCard
+    ) -> AtroposParts:
         limits = TokenLimits(card.context_length, card.vocab_size)
-        return cls(trainer, training, limits, Environments(), GroupQueue(training))
+        return cls(trainer, training, groups, limits, Environments(), GroupQueue(groups))
 
     @property
     def step(self) -> int:
@@ -132,7 +136,7 @@ async def status_env(
 ) -> dict[str, float | int]:
     """How many groups wait, by which an environment decides whether to make more. The request has a body, although it
     is a GET."""
-    status = parts.environments.status(body.env_id, key, parts.training.trajectories.given_sizes())
+    status = parts.environments.status(body.env_id, key, parts.groups.sizes())
     return {"current_step": parts.step, **status}
 
 
@@ -226,4 +230,4 @@ async def wandb_info(parts: PartsDep) -> dict[str, str]:
 @router.get("/status")
 async def status(parts: PartsDep) -> dict[str, int]:
     """Updates made so far, and groups that wait."""
-    return {"current_step": parts.step, "queue_size": sum(map(len, parts.training.trajectories.given_sizes().values()))}
+    return {"current_step": parts.step, "queue_size": sum(map(len, parts.groups.sizes().values()))}
