@@ -107,8 +107,6 @@ async def server(tmp_path):
             "atropos": AtroposParts.of(
                 Registration(32, CARD.context_length, "", 10, 0, 10**9, "", ""), training, training, CARD
             ),
-                Registration(32, CARD.context_length, "", 10, 0, 10**9, "", ""), training, training, CARD
-            ),
         },
     )
     async with client_of(app) as client:
