@@ -233,9 +233,9 @@ grows evenly with the tokens, so fewer do, and its server starts a second earlie
 _SAMPLING = 8
 """Rows that sample a token together, so that the weights of the output layer are read once for all, as in a step."""
 
-_REPEATS, _LONG_ENOUGH_S = 3, 0.2
-"""How often a unit is timed. On a CPU, where nothing is compiled, one that takes long is not timed again: beside other
-programs each takes seconds, and a start should not take minutes."""
+_REPEATS, _LONG_ENOUGH_S = 3, 0.5
+"""How often a unit is timed. On a CPU, where nothing is compiled, one is not timed again that has taken long: beside
+other programs each takes seconds, and a start should not take minutes."""
 
 _STEPS = (1, 2, 4, 8, 16, MOST_TOKENS)
 """Tokens of a row whose units are timed, to know what the tokens of drafts cost."""
@@ -296,7 +296,7 @@ def calibrate_steps(runner: BatchRunner, cost: CostModel, check: Check = lambda:
 def _least(runner: BatchRunner, check: Check, chunks: Seq[int], context: int = 0, samples: int = 0) -> float:
     """The time of a unit: the least of several, because the machine may do other work too. See `_seconds`."""
     times: list[float] = []
-    while len(times) < _REPEATS and not (times and on_cpu() and times[-1] > _LONG_ENOUGH_S):
+    while len(times) < _REPEATS and not (times and on_cpu() and sum(times) > _LONG_ENOUGH_S):
         times.append(_seconds(runner, check, chunks, context, samples))
     return min(times)
 
