@@ -10,7 +10,7 @@ from tiny import save_tiny
 
 from mlx_parallm.app.train_progress import SampleText
 from mlx_parallm.config import Config, LoRAConfig, RLConfig, configure
-from mlx_parallm.core.training import EvaluationResult, UpdateReport
+from mlx_parallm.rl.status import EvaluationResult, UpdateReport
 
 STEPS, PROMPTS, GROUP = 3, 2, 4
 

@@ -21,11 +21,11 @@ from mlx_parallm.app.training_run import Filled, TrainingRun
 from mlx_parallm.cluster.trajectories import Delivery
 from mlx_parallm.config import Config
 from mlx_parallm.core.readers import EVERYTHING, Reader
-from mlx_parallm.core.training import TrainingEvent
 from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.errors import ConflictError, QueueFullError, RequestError, TrainingFailedError
 from mlx_parallm.rl.runs.records import Arrival, Feedback, GroupEntry
 from mlx_parallm.rl.service import TrainingService
+from mlx_parallm.rl.status import TrainingEvent
 from mlx_parallm.rl.trajectories import TrajectoryGroup
 
 _AGAIN_S = 0.1

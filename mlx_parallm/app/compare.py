@@ -11,13 +11,13 @@ from mlx_parallm.app.evaluation import evaluator_of, held_out_of
 from mlx_parallm.app.reward import reward_of
 from mlx_parallm.config import Config
 from mlx_parallm.config.sections import LARGEST_RANK
-from mlx_parallm.core.training import EvaluationResult
 from mlx_parallm.errors import ConfigError, ParaLLMError
 from mlx_parallm.rl.environments import read_system_prompt
 from mlx_parallm.rl.environments.thread import EnvironmentThread
 from mlx_parallm.rl.evaluation import EvaluationError
 from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
 from mlx_parallm.rl.scoring.service import ScoringService
+from mlx_parallm.rl.status import EvaluationResult
 
 _NAME = "evaluated"
 """The name that each adapter is served by while it is evaluated."""

@@ -21,7 +21,6 @@ from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import Config, EngineKind
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.core.requests import Event, GenerationRequest
-from mlx_parallm.core.training import LevelCard, TrainingEvent
 from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl.environments import Environment, Task, is_of_episodes, read_system_prompt
@@ -37,6 +36,7 @@ from mlx_parallm.rl.rollouts.answers import (
 from mlx_parallm.rl.rollouts.engine import InferenceEngine, SharedEngine
 from mlx_parallm.rl.rollouts.episodes import Episodes
 from mlx_parallm.rl.rollouts.tasks import without
+from mlx_parallm.rl.status import LevelCard, TrainingEvent
 
 if TYPE_CHECKING:
     from mlx_parallm.rl.rollouts.curriculum import Curriculum

@@ -26,13 +26,13 @@ from mlx_parallm.app.training_run import STEPS, TASKS, Filled, TrainingRun
 from mlx_parallm.config import RLTrainingConfig
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.requests import Signal
-from mlx_parallm.core.training import LEVEL_PREFIX, LevelCard, TrainingEvent
 from mlx_parallm.core.trajectories import GroupCard
 from mlx_parallm.errors import TrainingFailedError
 from mlx_parallm.rl.environments import Environment
 from mlx_parallm.rl.rollouts.answers import RolloutResult
 from mlx_parallm.rl.rollouts.tasks import warm_up_batches
 from mlx_parallm.rl.service import TrainingService
+from mlx_parallm.rl.status import LEVEL_PREFIX, LevelCard, TrainingEvent
 from mlx_parallm.rl.trajectories import DropReason
 from mlx_parallm.rl.updates.selection import REFILLS
 

@@ -27,7 +27,6 @@ from mlx_parallm.config import Config
 from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.core.readers import Reader
 from mlx_parallm.core.requests import Signal
-from mlx_parallm.core.training import TrainingEvent
 from mlx_parallm.errors import ConflictError, ContextLengthError, InvalidRequestError
 from mlx_parallm.rl.lessons.cards import LessonAnswer, LessonCard, LessonOutcome, LessonShowing, LessonSpec, RuleKind
 from mlx_parallm.rl.lessons.examples import batches_of, can_be_shown, examples_of, imitating, request_for
@@ -36,6 +35,7 @@ from mlx_parallm.rl.lessons.record import interrupted, new_id, read_lesson, writ
 from mlx_parallm.rl.lessons.rules import answers_per_update, collection_of, tasks_of
 from mlx_parallm.rl.rollouts.answers import RolloutResult, Rollouts, RolloutSettings, group_prefixes, task_number
 from mlx_parallm.rl.service import TrainingService
+from mlx_parallm.rl.status import TrainingEvent
 from mlx_parallm.rl.trajectories import DropReason
 from mlx_parallm.rl.updates.adapter_training import Pace
 from mlx_parallm.tasks import spawn

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from mlx_parallm.config import RLTrainingConfig
-from mlx_parallm.core.training import RolloutState
 from mlx_parallm.errors import EngineDeadError
 from mlx_parallm.rl.rollouts.answers import RolloutResult
+from mlx_parallm.rl.status import RolloutState
 from mlx_parallm.rl.updates.run import AdapterRun
 from mlx_parallm.tasks import spawn
 

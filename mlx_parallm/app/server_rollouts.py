@@ -11,11 +11,11 @@ from mlx_parallm.app.reward import check_scorable
 from mlx_parallm.app.rollout_driver import RolloutDriver
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import Config
-from mlx_parallm.core.training import RolloutStatus
 from mlx_parallm.rl.environments import Environment, environment
 from mlx_parallm.rl.rollouts.answers import group_prefixes, task_number
 from mlx_parallm.rl.runs.listing import RUN_TASKS
 from mlx_parallm.rl.runs.store import JournalFile
+from mlx_parallm.rl.status import RolloutStatus
 
 _GROUPS_LOOKED_AT = 1000
 """The newest groups of the journal. One of them has the highest task number of earlier processes."""

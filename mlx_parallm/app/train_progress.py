@@ -11,8 +11,8 @@ from mlx_parallm.app.banner import checkpoints_text
 from mlx_parallm.app.build import Served
 from mlx_parallm.app.tracking import metrics_file
 from mlx_parallm.config import Config
-from mlx_parallm.core.training import EvaluationResult, UpdateReport
 from mlx_parallm.core.trajectories import Trajectory
+from mlx_parallm.rl.status import EvaluationResult, UpdateReport
 
 ENDLESS = 10**9
 """Steps of what trains until it is stopped."""

@@ -18,7 +18,7 @@ from mlx_parallm.errors import ConfigError
 if TYPE_CHECKING:
     from mlx_parallm.adapters.average import Average
     from mlx_parallm.app.compare import ComparisonSettings
-    from mlx_parallm.core.training import EvaluationResult
+    from mlx_parallm.rl.status import EvaluationResult
 
 
 _TASKS = "rl_training.evaluation.tasks"

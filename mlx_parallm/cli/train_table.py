@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mlx_parallm.core.training import LEVEL_PREFIX, EvaluationResult, UpdateReport
+from mlx_parallm.rl.status import LEVEL_PREFIX, EvaluationResult, UpdateReport
 
 if TYPE_CHECKING:
     from mlx_parallm.rl.runs.metrics import Made

@@ -21,7 +21,7 @@ from mlx_parallm.cli.train_table import (
     reason_line,
     spark,
 )
-from mlx_parallm.core.training import EvaluationResult, UpdateReport
+from mlx_parallm.rl.status import EvaluationResult, UpdateReport
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -12,9 +12,9 @@ from mlx_parallm.adapters.average import Average, average
 from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef, AdapterText, check_name
 from mlx_parallm.core.json_values import ANSWER
-from mlx_parallm.core.training import EvaluationResult
 from mlx_parallm.errors import ConfigError, ConflictError, InvalidRequestError
 from mlx_parallm.rl.evaluation import EvaluationError
+from mlx_parallm.rl.status import EvaluationResult
 from mlx_parallm.rl.updates.reports import Refusal, refusal_of_evaluation
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from statistics import median
 
 from mlx_parallm.config import Action, DivergenceConfig, LossKind, ResolvedLoss
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.core.training import Divergence
 from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.objectives.rewards import RewardTrend
+from mlx_parallm.rl.status import Divergence
 from mlx_parallm.train.data import UpdateOutcome
 
 RECENT = 8

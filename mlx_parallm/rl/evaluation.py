@@ -19,9 +19,9 @@ from statistics import fmean, stdev
 from typing import Protocol
 
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
-from mlx_parallm.core.training import EvaluationResult
 from mlx_parallm.errors import EngineDeadError
 from mlx_parallm.rl.events import Emit
+from mlx_parallm.rl.status import EvaluationResult
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Protocol
 
 from mlx_parallm.core.readers import EVERYTHING, Reader
-from mlx_parallm.core.training import TrainingEvent
+from mlx_parallm.rl.status import TrainingEvent
 
 _MAX_QUEUED = 256
 """Events that may wait for one listener, and that are kept for those who come back. Older ones are lost."""

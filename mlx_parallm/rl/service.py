@@ -15,14 +15,6 @@ from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.core.adapters import check_name, check_tag
 from mlx_parallm.core.readers import EVERYTHING, Reader
 from mlx_parallm.core.requests import Signal
-from mlx_parallm.core.training import (
-    EvaluationResult,
-    RolloutStatus,
-    TrainingEvent,
-    TrainingHistory,
-    TrainingStatus,
-    UpdateReport,
-)
 from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.errors import ConflictError, ParaLLMError, UnknownModelError
 from mlx_parallm.rl.changes import Changes
@@ -31,6 +23,14 @@ from mlx_parallm.rl.events import EventHub, Listener
 from mlx_parallm.rl.hooks import TrainingHooks
 from mlx_parallm.rl.reading import GroupReader
 from mlx_parallm.rl.runs.store import JournalFile
+from mlx_parallm.rl.status import (
+    EvaluationResult,
+    RolloutStatus,
+    TrainingEvent,
+    TrainingHistory,
+    TrainingStatus,
+    UpdateReport,
+)
 from mlx_parallm.rl.tracking.history import EventHistory
 from mlx_parallm.rl.tracking.tracking import Tracking
 from mlx_parallm.rl.trajectories import DropReason

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from mlx_parallm.config import is_loopback
-from mlx_parallm.core.training import TrainingEvent
+from mlx_parallm.rl.status import TrainingEvent
 from mlx_parallm.tasks import spawn
 
 _MAX_QUEUED = 100

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from mlx_parallm.core.readers import EVERYTHING
-from mlx_parallm.core.training import TrainingStatus
+from mlx_parallm.rl.status import TrainingStatus
 from mlx_parallm.server.metrics_collectors import PREFIX
 
 if TYPE_CHECKING:

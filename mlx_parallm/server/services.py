@@ -17,7 +17,6 @@ from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterClient, AdapterRef
 from mlx_parallm.core.engine import EngineClient
 from mlx_parallm.core.machine import Relief
 from mlx_parallm.core.models import BaseModels, ServedModel
-from mlx_parallm.core.training import TrainingStatus
 from mlx_parallm.core.trajectories import CollectingClient
 from mlx_parallm.errors import (
     ConflictError,
@@ -26,6 +25,7 @@ from mlx_parallm.errors import (
     TrainingDisabledError,
     UnknownModelError,
 )
+from mlx_parallm.rl.status import TrainingStatus
 from mlx_parallm.server.access.accounts import Accounts
 from mlx_parallm.server.access.attempts import Attempts
 from mlx_parallm.server.access.keys import ANYONE, NamedKey

@@ -27,7 +27,6 @@ from mlx_parallm.core.requests import (
     SequenceOutput,
     StopParams,
 )
-from mlx_parallm.core.training import TrainingEvent
 from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.errors import ConflictError
 from mlx_parallm.rl.atropos.groups import GivenGroup, given_trajectories
@@ -36,6 +35,7 @@ from mlx_parallm.rl.competition.comparison import ComparisonSpec
 from mlx_parallm.rl.competition.service import CompetitionService
 from mlx_parallm.rl.runs.records import Score
 from mlx_parallm.rl.service import TrainingService
+from mlx_parallm.rl.status import TrainingEvent
 
 pytestmark = pytest.mark.ci
 

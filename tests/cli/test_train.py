@@ -10,8 +10,8 @@ import pytest
 from mlx_parallm.cli.main import main, train
 from mlx_parallm.config import Mode
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.core.training import EvaluationResult, UpdateReport
 from mlx_parallm.errors import ModelNotFoundError
+from mlx_parallm.rl.status import EvaluationResult, UpdateReport
 from mlx_parallm.rl.tracking.tracking import JsonlTracker, Record
 
 pytestmark = pytest.mark.ci

@@ -13,8 +13,8 @@ from mlx_parallm.cli.train_end import draw_curves, figure
 from mlx_parallm.cli.train_table import duration, heading, line, one_line, reason_line, spark, summary
 from mlx_parallm.cli.train_view import RichTrainView
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.core.training import Divergence, EvaluationResult, UpdateReport
 from mlx_parallm.rl.runs.metrics import Made
+from mlx_parallm.rl.status import Divergence, EvaluationResult, UpdateReport
 
 FULL = {
     "reward_mean": 0.3125,

@@ -13,13 +13,13 @@ from rl.rig import NAME, SETTINGS, Rig, opened, ref, settle
 from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.config import CheckpointingConfig, ResolvedTraining
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
-from mlx_parallm.core.training import EvaluationResult
 from mlx_parallm.errors import (
     AdapterUnavailableError,
     ConflictError,
     StepFailedError,
     UnknownModelError,
 )
+from mlx_parallm.rl.status import EvaluationResult
 from mlx_parallm.rl.trajectories import DropReason
 from mlx_parallm.train.data import UpdateBatch
 

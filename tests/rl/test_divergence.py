@@ -14,8 +14,8 @@ from rl.rig import NAME, SETTINGS, Rig, opened, ref, running, settle
 
 from mlx_parallm.config import Action, DivergenceConfig, ResolvedTraining
 from mlx_parallm.core.adapters import BASE_ADAPTER
-from mlx_parallm.core.training import UpdateReport
 from mlx_parallm.rl.divergence import DivergenceRules
+from mlx_parallm.rl.status import UpdateReport
 
 HEALTHY = {
     "loss": 0.1,

@@ -22,12 +22,12 @@ from mlx_parallm.core.requests import (
     SequenceOutput,
     WorkClass,
 )
-from mlx_parallm.core.training import EvaluationResult
 from mlx_parallm.errors import ConfigError, ContextLengthError, EngineDeadError, StepFailedError
 from mlx_parallm.rl.environments import Task
 from mlx_parallm.rl.evaluation import AnswerSettings, EvaluationError, EvaluationHistory, Evaluator, interval
 from mlx_parallm.rl.held_out import HeldOutAnswers, HeldOutTask
 from mlx_parallm.rl.rollouts.tasks import held_out_tasks, without
+from mlx_parallm.rl.status import EvaluationResult
 
 NEW = AdapterRef("math", 7)
 GREEDY = AnswerSettings(samples=1, temperature=0.0, max_tokens=9)

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 
 from rl.service_rig import settle
 
-from mlx_parallm.core.training import TrainingEvent
 from mlx_parallm.rl.events import EventHub, Listener
+from mlx_parallm.rl.status import TrainingEvent
 
 # ---- events -------------------------------------------------------------------------------------
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mlx_parallm.core.training import TrainingEvent
 from mlx_parallm.rl.events import EventHub
+from mlx_parallm.rl.status import TrainingEvent
 from mlx_parallm.rl.tracking.history import EventHistory, events_of
 from mlx_parallm.rl.tracking.tracking import JsonlTracker, Tracking
 

@@ -31,13 +31,13 @@ from mlx_parallm.core.requests import (
     SequenceOutput,
     StopParams,
 )
-from mlx_parallm.core.training import EvaluationResult
 from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.errors import ConflictError, EngineError, StorageError
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.records import PolicyChange, Rollback, Start, Update
 from mlx_parallm.rl.runs.replay import StartPoint, plan
 from mlx_parallm.rl.runs.store import JournalFile, Statements
+from mlx_parallm.rl.status import EvaluationResult
 from mlx_parallm.rl.teachers import Teacher
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
 from mlx_parallm.train.data import UpdateBatch

@@ -17,13 +17,13 @@ from mlx_parallm.config import CheckpointingConfig
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.readers import EVERYTHING
 from mlx_parallm.core.requests import CollectionSpec, GenerationRequest, SamplingParams, StopParams
-from mlx_parallm.core.training import TrainingEvent
 from mlx_parallm.errors import (
     ConflictError,
     InvalidRequestError,
     StepFailedError,
     UnknownModelError,
 )
+from mlx_parallm.rl.status import TrainingEvent
 from mlx_parallm.rl.trajectory_log import TrajectoryLog
 
 

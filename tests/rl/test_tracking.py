@@ -15,8 +15,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from mlx_parallm.config import TrackerName
-from mlx_parallm.core.training import TrainingEvent
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.rl.status import TrainingEvent
 from mlx_parallm.rl.tracking.trackers import TrackedRun, check_installed, trackers_of
 from mlx_parallm.rl.tracking.tracking import JsonlTracker, Record, Tracking
 

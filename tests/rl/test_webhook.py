@@ -14,7 +14,7 @@ from pydantic import SecretStr
 from rl.service_rig import GIVEN, SETTINGS, world
 
 from mlx_parallm.config import ResolvedTraining
-from mlx_parallm.core.training import TrainingEvent
+from mlx_parallm.rl.status import TrainingEvent
 from mlx_parallm.rl.webhook import Webhook
 
 DATA = {

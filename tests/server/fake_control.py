@@ -7,7 +7,6 @@ from dataclasses import replace
 from mlx_parallm.adapters.cards import AdapterCard, AdapterStats, CheckpointCard, KeptPart, Residence
 from mlx_parallm.adapters.reward_models import no_reward_model
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
-from mlx_parallm.core.training import TrainingHistory, TrainingStatus, UpdateReport
 from mlx_parallm.core.trajectories import FeedbackCard, GroupCard
 from mlx_parallm.errors import (
     ConflictError,
@@ -23,6 +22,7 @@ from mlx_parallm.rl.people import EditCard, FoundTrajectory, SignalReport
 from mlx_parallm.rl.reading import GroupReader
 from mlx_parallm.rl.reward_models.cards import RewardModelCard
 from mlx_parallm.rl.sources import SourceReport
+from mlx_parallm.rl.status import TrainingHistory, TrainingStatus, UpdateReport
 
 COMPARISON = ComparisonCard(
     "policy", AdapterRef("policy", 2), AdapterRef("policy", 1), False, 0.2, 1_800_000_000.0, live_mean=0.25

@@ -35,12 +35,12 @@ from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.models import BaseStatus, ModelState
 from mlx_parallm.core.readers import Reader
 from mlx_parallm.core.requests import CollectionSpec, FinishReason
-from mlx_parallm.core.training import TrainingEvent, TrainingStatus
 from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl.atropos.trajectory_api import Registration
 from mlx_parallm.rl.people import FoundTrajectory
 from mlx_parallm.rl.reading import GroupFilter
+from mlx_parallm.rl.status import TrainingEvent, TrainingStatus
 from mlx_parallm.rl.trajectories import TrajectoryGroup
 from mlx_parallm.server.access import guard
 from mlx_parallm.server.access.keys import new_key

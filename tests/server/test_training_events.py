@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.core.training import TrainingEvent
+from mlx_parallm.rl.status import TrainingEvent
 from mlx_parallm.server import generation
 
 URL = "/v1/training/events"

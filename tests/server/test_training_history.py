@@ -2,7 +2,7 @@
 
 import math
 
-from mlx_parallm.core.training import TrainingEvent
+from mlx_parallm.rl.status import TrainingEvent
 
 URL = "/v1/training/history"
 AT = 1_800_000_000.25

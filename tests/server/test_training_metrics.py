@@ -5,7 +5,7 @@ import math
 import pytest
 
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.core.training import EvaluationResult, RolloutStatus, TrainingStatus
+from mlx_parallm.rl.status import EvaluationResult, RolloutStatus, TrainingStatus
 
 POLICY = TrainingStatus(
     state="updating",

@@ -9,7 +9,6 @@ import pytest
 from server.asking import post, refused
 
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.core.training import Divergence, EvaluationResult, LevelCard, RolloutStatus, TrainingStatus
 from mlx_parallm.errors import (
     AdapterFileError,
     ConflictError,
@@ -19,6 +18,7 @@ from mlx_parallm.errors import (
     TrainingDisabledError,
     UnknownTrajectoryError,
 )
+from mlx_parallm.rl.status import Divergence, EvaluationResult, LevelCard, RolloutStatus, TrainingStatus
 
 UPDATE, STATUS, FEEDBACK = "/v1/training/update", "/v1/training/status", "/v1/training/feedback"
 START, PAUSE, RESUME, ROLLBACK = (f"/v1/training/{name}" for name in ("start", "pause", "resume", "rollback"))

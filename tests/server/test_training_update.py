@@ -6,8 +6,8 @@ import pytest
 from server.asking import post, refused
 
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
-from mlx_parallm.core.training import UpdateReport
 from mlx_parallm.core.trajectories import GivenTrajectory
+from mlx_parallm.rl.status import UpdateReport
 
 UPDATE = "/v1/training/update"
 GIVEN = {"prompt_token_ids": [1, 2], "completion_token_ids": [3, 257]}

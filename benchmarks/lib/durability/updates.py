@@ -31,9 +31,9 @@ from lib.durability.processes import small_model
 
 from mlx_parallm import LoRAConfig, RLConfig, RLIntegratedServer
 from mlx_parallm.app.training import TrainingRuntime
-from mlx_parallm.core.training import Divergence
 from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.errors import StepFailedError
+from mlx_parallm.rl.status import Divergence
 from mlx_parallm.train import accumulation
 
 BENCHMARKS = Path(__file__).parents[2]

@@ -30,8 +30,8 @@ from mlx_parallm.core.requests import (
     SamplingParams,
     StopParams,
 )
-from mlx_parallm.core.training import TrainingStatus
 from mlx_parallm.core.trajectories import Trajectory
+from mlx_parallm.rl.status import TrainingStatus
 from mlx_parallm.train.context import LoraSpan, Params
 from mlx_parallm.train.data import Datum, answered
 from mlx_parallm.train.packing import pack, split_samples

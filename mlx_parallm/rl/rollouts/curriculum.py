@@ -25,8 +25,8 @@ from statistics import fmean
 from threading import Lock
 
 from mlx_parallm.config import CurriculumConfig
-from mlx_parallm.core.training import LEVEL_PREFIX, LevelCard
 from mlx_parallm.rl.environments import Task
+from mlx_parallm.rl.status import LEVEL_PREFIX, LevelCard
 
 WITHOUT, OTHER = "(none)", "(other)"
 """The level of tasks that have none, and that of tasks of further levels when there are `MOST_LEVELS`."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.core.training import UpdateReport
+from mlx_parallm.rl.status import UpdateReport
 
 _NO_METRICS = frozenset({"at", "step", "optimizer_step", "version"})
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.core.training import TrainingEvent, TrainingHistory
+from mlx_parallm.rl.status import TrainingEvent, TrainingHistory
 
 KINDS = frozenset(
     {

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from mlx_parallm.core.training import TrainingEvent
+from mlx_parallm.rl.status import TrainingEvent
 
 _MAX_QUEUED = 1000
 """Records that may wait for one tracker. Further ones are lost, and counted."""

@@ -21,7 +21,6 @@ from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
 from mlx_parallm.core.adapters import BASE_ADAPTER, BEST, AdapterRef
 from mlx_parallm.core.requests import Signal
-from mlx_parallm.core.training import Divergence, EvaluationResult, UpdateReport
 from mlx_parallm.rl.divergence import DivergenceWatch
 from mlx_parallm.rl.evaluation import EvaluationHistory
 from mlx_parallm.rl.events import Emit
@@ -29,6 +28,7 @@ from mlx_parallm.rl.objectives.batches import PreparedBatch, ScoredGroup
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.rl.objectives.signals import prepare_signal, signal_of
 from mlx_parallm.rl.runs.replay import StartPoint
+from mlx_parallm.rl.status import Divergence, EvaluationResult, UpdateReport
 from mlx_parallm.rl.teachers import TeacherLogprobs, logprobs_for, taught
 from mlx_parallm.rl.updates.checkpoints import AdapterCheckpoints, TrainedVersion
 from mlx_parallm.rl.updates.parts import TrainingParts

@@ -12,12 +12,12 @@ from types import MappingProxyType
 from mlx_parallm.config import LossKind, ResolvedTraining
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.core.requests import Signal
-from mlx_parallm.core.training import UpdateReport
 from mlx_parallm.core.trajectories import GivenTrajectory, Trajectory
 from mlx_parallm.errors import EngineError, ParaLLMError, RequestError
 from mlx_parallm.rl.objectives.batches import ScoredGroup
 from mlx_parallm.rl.runs.records import CHANGED, PolicyChange, Rollback, Start, TrainedEpisode, TrainedGroup, Update
 from mlx_parallm.rl.runs.replay import plan
+from mlx_parallm.rl.status import UpdateReport
 from mlx_parallm.rl.trajectories import DropReason, Episode
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining, PreparedUpdate
 

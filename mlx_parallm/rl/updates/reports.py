@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from mlx_parallm.config import Action
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.core.training import Divergence, EvaluationResult, UpdateReport
 from mlx_parallm.rl.events import Emit
+from mlx_parallm.rl.status import Divergence, EvaluationResult, UpdateReport
 from mlx_parallm.train.data import UpdateOutcome
 
 _EVALUATION = "evaluation"

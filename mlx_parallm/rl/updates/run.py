@@ -20,7 +20,6 @@ from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.config import Action, ResolvedTraining
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.core.requests import Signal
-from mlx_parallm.core.training import Divergence, EvaluationResult, TrainingStatus, UpdateReport
 from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.errors import InvalidRequestError, StorageError
 from mlx_parallm.rl.buffer import TrajectoryBuffer
@@ -29,6 +28,7 @@ from mlx_parallm.rl.objectives.batches import Advantages, ScoredGroup
 from mlx_parallm.rl.objectives.signals import loss_of, signal_of
 from mlx_parallm.rl.runs.records import CHANGED
 from mlx_parallm.rl.sources import SourceLedger
+from mlx_parallm.rl.status import Divergence, EvaluationResult, TrainingStatus, UpdateReport
 from mlx_parallm.rl.trajectories import DropReason, TrajectoryGroup, TrajectoryState
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining, Pace, PreparedUpdate
 from mlx_parallm.rl.updates.given import check_loss, given_groups

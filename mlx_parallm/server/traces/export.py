@@ -20,9 +20,9 @@ from urllib.parse import urlsplit
 from starlette.types import Scope
 
 from mlx_parallm import __version__
-from mlx_parallm.core.training import TrainingEvent
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.extras import OTEL
+from mlx_parallm.rl.status import TrainingEvent
 from mlx_parallm.server.http.request_log import RequestRecord
 
 if TYPE_CHECKING:

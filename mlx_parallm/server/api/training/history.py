@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query
 from pydantic import Field
 
-from mlx_parallm.core.training import TrainingEvent, TrainingHistory
 from mlx_parallm.errors import TrainingDisabledError, UnknownModelError
+from mlx_parallm.rl.status import TrainingEvent, TrainingHistory
 from mlx_parallm.server.api.fields import WireOutput
 from mlx_parallm.server.api.training.objects import EventObject, event_object
 from mlx_parallm.server.openapi.responses import raises

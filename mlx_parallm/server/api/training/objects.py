@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.json_values import finite, utc
-from mlx_parallm.core.training import (
+from mlx_parallm.core.trajectories import Trajectory
+from mlx_parallm.rl.status import (
     Divergence,
     EvaluationResult,
     RolloutStatus,
@@ -16,7 +17,6 @@ from mlx_parallm.core.training import (
     TrainingStatus,
     UpdateReport,
 )
-from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.rl.trajectories import GroupMember
 from mlx_parallm.server.api.fields import FinishReasonText, WireOutput
 

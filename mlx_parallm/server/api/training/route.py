@@ -21,7 +21,6 @@ from starlette.types import Receive, Scope, Send
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.core.readers import Reader
 from mlx_parallm.core.requests import Signal
-from mlx_parallm.core.training import TrainingEvent, TrainingStatus
 from mlx_parallm.core.trajectories import GivenTrajectory, GroupCard
 from mlx_parallm.errors import (
     ConflictError,
@@ -36,6 +35,7 @@ from mlx_parallm.errors import (
     UnknownModelError,
     UnknownTrajectoryError,
 )
+from mlx_parallm.rl.status import TrainingEvent, TrainingStatus
 from mlx_parallm.server.api.generation_fields import MAX_EPISODE_ID
 from mlx_parallm.server.api.training.objects import (
     DebugTraining,

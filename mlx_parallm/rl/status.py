@@ -1,19 +1,16 @@
-"""Training as the event loop sees it: events and figures that have diverged, the rollouts that a server draws by
-itself, reports, and the protocol that manages updates."""
+"""What is told of training: events, figures that have diverged, rollouts that a server samples by itself, reports of
+updates and evaluations, and its status."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from mlx_parallm.core.adapters import AdapterRef, AdapterText
 from mlx_parallm.core.json_values import ANSWER, Figure, UnixTime
 from mlx_parallm.core.readers import Reader
 from mlx_parallm.core.requests import Signal
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
