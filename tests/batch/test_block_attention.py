@@ -66,6 +66,22 @@ def test_it_equals_dense_attention(lengths: list[int], window: int | None, with_
     assert mx.allclose(got, want, atol=1e-5)
 
 
+@pytest.mark.usefixtures("_either_way")
+def test_a_shared_block_may_leave_the_windows_of_all_that_share_it() -> None:
+    """Then nothing is seen in its rectangle, and a softmax over nothing is NaN if it is not guarded."""
+    made = arena(40)
+    rows = [SeenBlocks([0, number + 1], 0, 126) for number in range(33)]
+    assert len(folds_of(rows)) == 2
+    queries = mx.random.normal((33, 2, 1, 16))
+    blocks = BlockAttention(rows, 64)
+    for start in (126, 127):  # the first of them still sees the last position of block 0
+        got = blocks.attend(made.keys[0], made.values[0], queries, 0.3)
+        now = [SeenBlocks(row.block_ids, 0, start) for row in rows]
+        want = mx.stack([expected(made, row, q, 64, None) for row, q in zip(now, queries, strict=True)])
+        assert mx.allclose(got, want, atol=1e-5)
+        blocks.advance()
+
+
 def test_rows_may_share_blocks() -> None:
     made = arena(8)
     rows = [SeenBlocks([5, 2, 7], 0, 150), SeenBlocks([5, 2, 1], 0, 190)]
