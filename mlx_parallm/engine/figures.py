@@ -94,7 +94,7 @@ class EngineStats:
         kv_bytes_cached: the memory of cached prefixes that no row uses. It is not part of `kv_bytes_held`, because rows
             get it when they need it.
         kv_block_tokens, kv_blocks: tokens of a block of the KV pool, and the blocks that fit its limit.
-        memory_bytes: device memory by what it is held for; see `kv.device_memory.Account`.
+        memory_bytes: device memory by what it is held for; see `kv.device_memory.MemoryAccount`.
         prefix_cache_queries_total, prefix_cache_hits_total: prompt tokens that were looked up in the prefix cache, and
             those whose keys and values were taken from it. They count as `RequestFinished.cached_tokens` does.
         external_prefix_cache_queries_total, external_prefix_cache_hits_total: prompt tokens that were looked up on the

@@ -74,7 +74,7 @@ def test_with_atropos_the_environment_is_a_name_for_people(tmp_path, monkeypatch
     def load(*_):
         raise LoadsError
 
-    monkeypatch.setattr("mlx_parallm.app.train.Engine", load)
+    monkeypatch.setattr("mlx_parallm.app.train.RunningEngine", load)
     keys = {"rl_training__environment": "gsm8k", "rl_training__atropos_url": "http://127.0.0.1:9"}
     with pytest.raises(LoadsError):
         run(config(tmp_path, **keys), replace(OPTIONS, environment="gsm8k"), View())

@@ -53,6 +53,11 @@ exec "$PAGES_BIN/$program" "$@"
 _CURLRC = "fail-with-body\nsilent\nshow-error\nmax-time = 300\n"
 
 
+def _heed_ctrl_c() -> None:
+    """A shell lets what it starts in the background ignore SIGINT, and so the tests, and so all that they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class PageError(AssertionError):
     """A block did not do what its page says."""
 
@@ -159,6 +164,7 @@ class Reader:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            preexec_fn=_heed_ctrl_c,
         )
         try:
             if block.stopped_after_s is not None:
