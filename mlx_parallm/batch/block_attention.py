@@ -322,8 +322,9 @@ class _Rectangle:
     def _mask(self, dtype: mx.Dtype, group: int) -> mx.array:
         """Added to the scores, [folds, 1, 1 or w * group, blocks, 64]: 0 for the keys that a token sees.
 
-        The others get a finite number, so that a token which sees nothing in a rectangle has no NaN there. On a CPU,
-        `power` takes three times as long to underflow from one as from -inf, of which `_softmax` takes care.
+        The others get a finite number, so that a token which sees nothing in a rectangle has no NaN there. On a CPU
+        they get -inf, because `power` takes three times as long for a finite number that underflows; there, `_softmax`
+        guards against the NaN.
         """
         seen = self._in_block <= mx.array(self._last)
         if self._window is not None:

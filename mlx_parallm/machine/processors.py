@@ -20,7 +20,7 @@ _STAT = Path("/proc/stat")
 _SHORTEST_S = 0.25
 """The kernel counts in hundredths of a second, so less would say little."""
 _LONGEST_S = 5.0
-"""A process that was stopped (or a machine that slept) meanwhile learns nothing of now from more."""
+"""A longer time says nothing about now: the process was stopped meanwhile, or the machine slept."""
 
 _log = logging.getLogger(__name__)
 

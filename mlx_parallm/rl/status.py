@@ -1,5 +1,5 @@
-"""What is told of training: events, figures that have diverged, rollouts that a server samples by itself, reports of
-updates and evaluations, and its status."""
+"""What training reports: its events, figures that have diverged, the rollouts that a server samples by itself, updates
+and evaluations, and its status."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ to be run in micro-steps, together with those of other policies, before it goes 
 
 
 class JobKind(Enum):
-    """What a job does."""
+    """What a job does. OTHER: what belongs to no policy, see `GRPOTrainer.run`."""
 
     ACCUMULATE = auto()
     STEP = auto()
@@ -74,7 +74,7 @@ class Job(Generic[T]):
     """What a caller has asked for.
 
     Attributes:
-        policy: None is the base model, or none of ours.
+        policy: None is the base model, or, of an OTHER job, that it has no policy.
         needs: jobs without which it fails.
         parts: set by the trainer.
         accumulation: what it has yielded last.

@@ -39,7 +39,7 @@ class GivenGroup:
 
 
 class AtroposGroups:
-    """Event loop's thread only."""
+    """Adds groups to those that wait for an update, and says which wait. Event loop's thread only."""
 
     def __init__(self, service: TrainingService) -> None:
         self._service = service
