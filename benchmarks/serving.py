@@ -2,6 +2,7 @@
 
     python benchmarks/serving.py [--quick] [--repeats 3] [--only throughput decode fairness memory]
         [--peer-flags "--decode-concurrency 32 --prompt-concurrency 8"] [--out FILE]
+    python benchmarks/serving.py --against CHECKOUT --out FILE      throughput beside the server of another checkout
 
 All sides use one model directory (the bundled model in float32) and one BLAS. They take turns, and every figure is a
 median of repeats. It takes about 15 minutes on two cores, 3 with --quick, prints a table and writes JSON. Nothing else
@@ -95,10 +96,13 @@ class Bench:
         return results
 
     async def _throughput(self, results: Results) -> None:
+        other = self.arguments.against
         flags = shlex.split(self.arguments.peer_flags)
         async with (
             peers.our_server(self.model, self.logs) as ours,
-            peers.mlx_lm_server(self.model, flags, self.logs) as theirs,
+            peers.server_of(other, self.model, self.logs)
+            if other
+            else peers.mlx_lm_server(self.model, flags, self.logs) as theirs,
         ):
             for peer in (ours, theirs):
                 await throughput.warm_up(peer)
@@ -156,7 +160,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=SCENARIOS)
     parser.add_argument("--peer-flags", default=peers.MLX_LM_FLAGS, help="of mlx_lm.server")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "serving.json")
-    return parser.parse_args()
+    parser.add_argument("--against", type=Path, help="a checkout with a .venv, in place of mlx_lm.server")
+    arguments = parser.parse_args()
+    if arguments.against:
+        arguments.only = ("throughput",)
+    return arguments
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from lib.load import HOST, get_json
 
 PROGRAMS = Path(__file__).parent / "programs"
 OUR_SERVER = Path(sys.executable).with_name("mlx_parallm_serve")
+MLX_LM = "mlx_lm.server"
 MLX_LM_FLAGS = "--decode-concurrency 32 --prompt-concurrency 8"
 START_LIMIT_S = 120
 ORDER_LIMIT_S = 600
@@ -61,9 +62,25 @@ async def cancelled_by_sigterm(benchmark: Coroutine[Any, Any, R]) -> R:
 @asynccontextmanager
 async def our_server(model: Path | None, logs: Path, flags: Sequence[str] = ()) -> AsyncIterator[Peer]:
     """Runs `mlx_parallm_serve` and waits until it is ready. `model` None means the bundled model."""
-    command = [str(OUR_SERVER), "--log-level", "warning", *flags]
+    async with _serving(OUR_SERVER.name, [str(OUR_SERVER), *flags], model, logs) as peer:
+        yield peer
+
+
+@asynccontextmanager
+async def server_of(checkout: Path, model: Path, logs: Path) -> AsyncIterator[Peer]:
+    """Runs the server of another checkout, from its `.venv`. The peer has the name of its commit."""
+    commit = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
+    name = subprocess.run(commit, capture_output=True, text=True, check=True).stdout.strip()
+    program = checkout / ".venv" / "bin" / OUR_SERVER.name
+    own_blas = ["env", "-u", "OPENBLAS_THREAD_TIMEOUT"]  # this checkout has set it for the benchmark
+    async with _serving(name, [*own_blas, str(program)], model, logs) as peer:
+        yield peer
+
+
+@asynccontextmanager
+async def _serving(name: str, command: Sequence[str], model: Path | None, logs: Path) -> AsyncIterator[Peer]:
     path = [] if model is None else ["--model-path", str(model)]
-    async with _server("mlx_parallm_serve", [*command, *path], "/ready", logs) as peer:
+    async with _server(name, [*command, "--log-level", "warning", *path], "/ready", logs) as peer:
         yield peer
 
 
@@ -77,7 +94,7 @@ def our_server_has(flag: str) -> bool:
 async def mlx_lm_server(model: Path, flags: Sequence[str], logs: Path) -> AsyncIterator[Peer]:
     """Runs `mlx_lm.server` and waits until it listens. It loads its model while the first request waits."""
     command = [sys.executable, str(PROGRAMS / "mlx_lm_server.py"), "--log-level", "WARNING", *flags]
-    async with _server("mlx_lm.server", [*command, "--model", str(model)], "/health", logs) as peer:
+    async with _server(MLX_LM, [*command, "--model", str(model)], "/health", logs) as peer:
         yield peer
 
 

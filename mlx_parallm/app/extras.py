@@ -216,10 +216,9 @@ def reward_models_of(
         from mlx_parallm.adapters.reward_models import RewardModelFolder
         from mlx_parallm.rl.reward_models.learning import RewardModelDevice
         from mlx_parallm.rl.reward_models.service import RewardModels
-        from mlx_parallm.rl.reward_models.work import RewardModelWork
 
         folder = RewardModelFolder(config.adapters.adapter_dir, manager.fingerprint)
-        return RewardModels(RewardModelDevice(processor, RewardModelWork(trainer)), folder, manager.tokenizer)
+        return RewardModels(RewardModelDevice(processor, trainer), folder, manager.tokenizer)
     return None
 
 

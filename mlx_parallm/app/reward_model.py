@@ -19,7 +19,6 @@ from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.rl.reward_models.learning import FitResult, FitSettings, OnStep, RewardModelDevice, fit
 from mlx_parallm.rl.reward_models.preference_files import read_preferences
 from mlx_parallm.rl.reward_models.preferences import split
-from mlx_parallm.rl.reward_models.work import RewardModelWork
 from mlx_parallm.train.trainer import GRPOTrainer
 
 _PREFERENCES, _HELD_OUT = "--preferences", "--held-out"
@@ -71,7 +70,7 @@ def train_reward_model(
         except ValueError as error:
             raise ConfigError(f"{_HELD_OUT}: {error}") from error
     trainer = _trainer(manager, config)
-    device = RewardModelDevice(_ThisThread(trainer), RewardModelWork(trainer))
+    device = RewardModelDevice(_ThisThread(trainer), trainer)
     model, result = asyncio.run(fit(device, preferences, held_out, config.model, settings, on_step))
     folder = RewardModelFolder(config.adapters.adapter_dir, manager.fingerprint)
     return folder.save(name, model.weights(), manager.adapter_layout, result.metrics), result

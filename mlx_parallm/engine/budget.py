@@ -32,6 +32,9 @@ _MEMORY_S = 30.0
 _MIN_RATIO, _MAX_RATIO = 0.1, 10.0
 """Bounds of one observation against the measured terms, so that one outlier cannot spoil the scale."""
 
+_NEWEST_CHUNKS = 0.15
+"""Weight of the newest observation in the running scale of what tokens cost."""
+
 _NEWEST_GROWTH = 0.4
 """Weight of the newest observation in the running scale of what drafts cost."""
 
@@ -55,8 +58,13 @@ class CostModel:
     first term stands for reading the weights, the second for the output layer and sampling, the third for the matrix
     products, the fourth for attention. The engine measures the terms at start; the defaults are a rough guess.
 
-    `scale` is the running ratio of observed seconds to those that the measured terms give. Every unit corrects it, so
-    it follows the load of the machine within seconds.
+    `scale` is the running ratio of observed seconds to those that the terms give. Every unit corrects it, so it follows
+    the load of the machine within seconds.
+
+    `chunk_scale` corrects the two terms of the chunks against the others, because a start beside other programs can
+    measure them several times too long or too short. Chunks of prompts would then be cut too small, or delay decode
+    rows, for as long as the process runs. Units with more tokens than those before show it: if they take longer than
+    `scale` predicts, tokens cost more.
 
     `steps`: pairs of a number of tokens and the seconds of a unit that samples a token after each of so many, in
     ascending order. They are measured too, because the time of a few tokens need not grow evenly: some devices multiply
@@ -69,20 +77,21 @@ class CostModel:
     per_pair: float = 1e-8
     per_sample: float = 0.0
     scale: float = 1.0
+    chunk_scale: float = 1.0
     steps: tuple[tuple[int, float], ...] = ()
     growth_scale: float = 1.0
     _observed_at: float | None = None
+    _share: float | None = None  # running share of the chunks in the time of a unit
 
     def seconds(self, chunks: Iterable[Chunk] = (), samples: int = 0) -> float:
         """Predicted seconds of a unit of these chunks."""
-        pairs = self.per_pair
-        terms = (tokens * (self.per_token + pairs * (context + tokens / 2)) for tokens, context in chunks)
-        return self.scale * (self.fixed + self.per_sample * samples + sum(terms))
+        return self.scale * (self.fixed + self.per_sample * samples) + sum(map(self.chunk_seconds, chunks))
 
     def chunk_seconds(self, chunk: Chunk) -> float:
         """Predicted seconds by which this chunk makes a unit longer."""
         tokens, context = chunk
-        return self.scale * tokens * (self.per_token + self.per_pair * (context + tokens / 2))
+        scale = self.scale * self.chunk_scale
+        return scale * tokens * (self.per_token + self.per_pair * (context + tokens / 2))
 
     def growth(self, before: int, after: int) -> float:
         """How many times as long a unit of `after` tokens takes as one of `before` decode rows, if the tokens that are
@@ -117,15 +126,21 @@ class CostModel:
         return low
 
     def observe(self, chunks: Iterable[Chunk], samples: int, seconds: float, now: float) -> None:
-        """Corrects the scale by a unit that took `seconds` and ended at `now`.
+        """Corrects the scales by a unit that took `seconds` and ended at `now`.
 
-        There is one scale for all terms, because load, heat and clock rate change them alike. The older the last
-        observation, the less the old scale counts.
+        `scale` is of all terms, because load, heat and clock rate change them alike. The older the last observation,
+        the less the old scale counts, and the less the difference from it says about `chunk_scale`.
         """
-        calibrated = self.seconds(chunks, samples) / self.scale
-        ratio = min(max(seconds / calibrated, _MIN_RATIO), _MAX_RATIO)
+        expected = self.seconds(chunks, samples)
+        share = 1.0 - self.seconds(samples=samples) / expected
+        usual = share if self._share is None else self._share
+        ratio = min(max(self.scale * seconds / expected, _MIN_RATIO), _MAX_RATIO)
         idle = 0.0 if self._observed_at is None else now - seconds - self._observed_at
         weight = max(_NEWEST_RATIO, 1.0 - math.exp(-idle / _MEMORY_S))
+        surprise = min(max(math.log(ratio / self.scale), -1.0), 1.0)
+        corrected = self.chunk_scale * math.exp(_NEWEST_CHUNKS * (1.0 - weight) * surprise * (share - usual))
+        self.chunk_scale = min(max(corrected, _MIN_RATIO), _MAX_RATIO)
+        self._share = usual + _NEWEST_RATIO * (share - usual)
         self.scale += weight * (ratio - self.scale)
         self.growth_scale += min(seconds / _GROWTH_MEMORY_S, 1.0) * (1.0 - self.growth_scale)
         self._observed_at = now

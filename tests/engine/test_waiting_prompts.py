@@ -14,7 +14,7 @@ from mlx_parallm.engine.units import ForwardUnit
 @pytest.fixture
 def slow_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill is predicted to take minutes; on this machine it takes milliseconds."""
-    monkeypatch.setattr(CostModel, "seconds", lambda self, chunks=(), draws=0: 1000.0)
+    monkeypatch.setattr(CostModel, "seconds", lambda self, chunks=(), samples=0: 1000.0)
 
 
 @pytest.mark.usefixtures("slow_forecast")

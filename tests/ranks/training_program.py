@@ -30,7 +30,7 @@ from mlx_parallm.ranks.training import FollowingTraining, LeadingTrainableModel
 from mlx_parallm.rl.reward_models.fitting import RewardModelInTraining
 from mlx_parallm.rl.reward_models.model import RewardModel
 from mlx_parallm.rl.reward_models.preferences import Preference
-from mlx_parallm.rl.reward_models.work import RewardModelWork
+from mlx_parallm.rl.reward_models.work import scored, stepped
 from mlx_parallm.train.data import UpdateBatch
 from mlx_parallm.train.policy import Policy
 from mlx_parallm.train.trainer import GRPOTrainer
@@ -123,17 +123,17 @@ def _updates(trainers: list[GRPOTrainer]) -> dict[str, float]:
 
 def _rewards(trainer: GRPOTrainer) -> dict[str, np.ndarray]:
     """What a reward model says after two steps."""
-    work, random = RewardModelWork(trainer), np.random.default_rng(1)
+    random = np.random.default_rng(1)
     rows = [tuple(int(token) for token in random.integers(0, VOCABULARY, 9)) for _ in range(8)]
     pairs = [Preference(one[:4], one[4:], other[4:]) for one, other in zip(rows[::2], rows[1::2], strict=True)]
-    model = RewardModel.new(work.trainer.model.layout, LORA, 0)
+    model = RewardModel.new(trainer.model.layout, LORA, 0)
     training = RewardModelInTraining(model, OptimizerConfig(learning_rate=0.01))
-    asked: list[Any] = [work.step(training, pairs) for _ in range(2)]
-    while work.trainer.waits():
-        work.trainer.advance()
-    asked.append(work.score(training.model, rows))
-    while work.trainer.waits():
-        work.trainer.advance()
+    asked: list[Any] = [trainer.run(stepped(trainer, training, pairs)) for _ in range(2)]
+    while trainer.waits():
+        trainer.advance()
+    asked.append(trainer.run(scored(trainer, training.model, rows)))
+    while trainer.waits():
+        trainer.advance()
     assert all(step.result(0).loss < 1 for step in asked[:2])
     return {"rewards": np.array(asked[2].result(0))}
 

@@ -18,7 +18,8 @@ from mlx_parallm.errors import StepFailedError, TrainingFailedError
 from mlx_parallm.rl.reward_models.fitting import RewardModelInTraining
 from mlx_parallm.rl.reward_models.model import HEAD, RewardModel, preference_loss
 from mlx_parallm.rl.reward_models.preferences import Preference
-from mlx_parallm.rl.reward_models.work import RewardModelWork, batches
+from mlx_parallm.rl.reward_models.work import batches, scored, stepped
+from mlx_parallm.train.trainer import GRPOTrainer
 
 FAMILIES = ("llama", "qwen3", "gemma3")
 NEAR = 1e-4
@@ -34,12 +35,12 @@ class Recorder(RewardModelInTraining):
 def made(family: str = "llama", tokens: int = 64, checkpointed: bool = False, **config: Any):
     settings = changed(SETTINGS, gradient_checkpointing=checkpointed, micro_batch_tokens=tokens)
     trainer, model = make_trainer(settings, family, **config)
-    return RewardModelWork(trainer), model
+    return trainer, model
 
 
-def moved(work: RewardModelWork, seed: int = 5, size: float = 0.05) -> RewardModel:
+def moved(trainer: GRPOTrainer, seed: int = 5, size: float = 0.05) -> RewardModel:
     """A new reward model with random numbers in place of the zeros of b and of the head."""
-    new, random = RewardModel.new(work.trainer.model.layout, LORA, 0), np.random.default_rng(seed)
+    new, random = RewardModel.new(trainer.model.layout, LORA, 0), np.random.default_rng(seed)
 
     def noise(leaf: mx.array) -> mx.array:
         return mx.array(random.normal(size=leaf.shape, scale=size), mx.float32)
@@ -61,16 +62,24 @@ def pairs(count: int = 5, seed: int = 0) -> list[Preference]:
     return [Preference(prompts[at % 2], ids(1, 7), ids(1, 7)) for at in range(count)]
 
 
-def finished(work: RewardModelWork, future):
-    while work.trainer.waits():
-        work.trainer.advance()
+def score(trainer: GRPOTrainer, model: RewardModel, rows: Any) -> Any:
+    return trainer.run(scored(trainer, model, rows))
+
+
+def step(trainer: GRPOTrainer, training: RewardModelInTraining, data: list[Preference]) -> Any:
+    return trainer.run(stepped(trainer, training, data))
+
+
+def finished(trainer: GRPOTrainer, future):
+    while trainer.waits():
+        trainer.advance()
     return future.result(timeout=0)
 
 
-def plain_reward(work: RewardModelWork, model, params, scale: float, row: tuple[int, ...]) -> mx.array:
+def plain_reward(trainer: GRPOTrainer, model, params, scale: float, row: tuple[int, ...]) -> mx.array:
     """From the served model's own trunk over one unpadded row."""
     trunk = getattr(model, "language_model", model).model
-    with work.trainer.model.bank.using(everywhere(params, scale)):
+    with trainer.model.bank.using(everywhere(params, scale)):
         hidden = trunk(mx.array([row]))
     return (hidden[0, -1].astype(mx.float32) * params[HEAD]["weight"]).sum()
 
@@ -81,29 +90,29 @@ def plain_reward(work: RewardModelWork, model, params, scale: float, row: tuple[
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rewards_are_the_head_times_the_last_hidden_state(family: str) -> None:
     """Of rows of several lengths, some of which share a prompt, in several batches."""
-    work, model = made(family, tokens=24)
-    reward_model = moved(work)
+    trainer, model = made(family, tokens=24)
+    reward_model = moved(trainer)
     rows = [row for pair in pairs() for row in (pair.chosen, pair.rejected)]
-    got = finished(work, work.score(reward_model, rows))
-    want = [plain_reward(work, model, reward_model.params, reward_model.scale, row).item() for row in rows]
+    got = finished(trainer, score(trainer, reward_model, rows))
+    want = [plain_reward(trainer, model, reward_model.params, reward_model.scale, row).item() for row in rows]
     assert got == pytest.approx(want, abs=NEAR)
     assert np.std(want) > 100 * NEAR
 
 
 def test_a_new_reward_model_gives_zero_and_the_base_is_untouched() -> None:
-    work, model = made()
+    trainer, model = made()
     before = np.array(model(mx.array([[1, 2, 3]])))
-    new = RewardModel.new(work.trainer.model.layout, LORA, 0)
-    assert finished(work, work.score(new, [(1, 2, 3), (4,)])) == [0.0, 0.0]
+    new = RewardModel.new(trainer.model.layout, LORA, 0)
+    assert finished(trainer, score(trainer, new, [(1, 2, 3), (4,)])) == [0.0, 0.0]
     training = RewardModelInTraining(new, OptimizerConfig(learning_rate=0.1))
-    finished(work, work.step(training, pairs()))
+    finished(trainer, step(trainer, training, pairs()))
     assert np.array_equal(np.array(model(mx.array([[1, 2, 3]]))), before)
 
 
 def test_the_base_models_own_head_gets_no_factors() -> None:
-    work, _ = made()
+    trainer, _ = made()
     lora = changed(LORA, lora_target_modules=("q_proj", "lm_head"))
-    assert not any("lm_head" in path for path in RewardModel.new(work.trainer.model.layout, lora, 0).params)
+    assert not any("lm_head" in path for path in RewardModel.new(trainer.model.layout, lora, 0).params)
 
 
 def test_batches_hold_whole_groups_and_share_prompts() -> None:
@@ -126,10 +135,10 @@ def test_the_loss_is_that_of_bradley_and_terry() -> None:
 
 def test_the_gradient_of_the_head_is_that_by_hand() -> None:
     """∂/∂w of -log σ(w · (h_c - h_r)) is -σ(-(r_c - r_r)) (h_c - h_r); with w = 0 that is half of h_r - h_c."""
-    work, model = made()
-    new, data = RewardModel.new(work.trainer.model.layout, LORA, 0), pairs()
+    trainer, model = made()
+    new, data = RewardModel.new(trainer.model.layout, LORA, 0), pairs()
     recorder = Recorder(new, OptimizerConfig())
-    loss = finished(work, work.step(recorder, data))
+    loss = finished(trainer, step(trainer, recorder, data))
     trunk = model.model
     hidden = [[np.array(trunk(mx.array([row]))[0, -1]) for row in (pair.chosen, pair.rejected)] for pair in data]
     want = np.mean([0.5 * (rejected - chosen) for chosen, rejected in hidden], axis=0)
@@ -145,16 +154,16 @@ def test_the_gradient_of_the_head_is_that_by_hand() -> None:
 @pytest.mark.parametrize("tokens", [24, 1000])
 def test_gradients_equal_those_of_plain_forwards(family: str, checkpointed: bool, tokens: int) -> None:
     """Of head and adapter, whatever the micro-batches."""
-    work, model = made(family, tokens, checkpointed)
-    start, data = moved(work), pairs()
+    trainer, model = made(family, tokens, checkpointed)
+    start, data = moved(trainer), pairs()
     recorder = Recorder(start, OptimizerConfig())
-    got = finished(work, work.step(recorder, data))
+    got = finished(trainer, step(trainer, recorder, data))
 
     def plain(params: Any) -> mx.array:
         terms = []
         for pair in data:
             better, worse = (
-                plain_reward(work, model, params, start.scale, row) for row in (pair.chosen, pair.rejected)
+                plain_reward(trainer, model, params, start.scale, row) for row in (pair.chosen, pair.rejected)
             )
             terms.append(mx.log(1 + mx.exp(worse - better)))
         return mx.stack(terms).mean()
@@ -166,22 +175,22 @@ def test_gradients_equal_those_of_plain_forwards(family: str, checkpointed: bool
 
 def test_gradients_equal_finite_differences() -> None:
     """Along the gradient of all parameters, adapter and head."""
-    work, _ = made()
-    start, data = moved(work), pairs()
+    trainer, _ = made()
+    start, data = moved(trainer), pairs()
     recorder = Recorder(start, OptimizerConfig())
-    finished(work, work.step(recorder, data))
+    finished(trainer, step(trainer, recorder, data))
     size = math.sqrt(sum(float((leaf**2).sum()) for leaf in recorder.seen.values()))
 
-    def loss_at(step: float) -> float:
+    def loss_at(way: float) -> float:
         flat = dict(tree_flatten(start.params))
-        moved_leaves = {name: leaf + step / size * mx.array(recorder.seen[name]) for name, leaf in flat.items()}
+        moved_leaves = {name: leaf + way / size * mx.array(recorder.seen[name]) for name, leaf in flat.items()}
         names = iter(flat)
         params = tree_map(lambda _: moved_leaves[next(names)], start.params)
         other = Recorder(replace(start, params=params), OptimizerConfig())
-        return float(finished(work, work.step(other, data)).loss)
+        return float(finished(trainer, step(trainer, other, data)).loss)
 
-    step = 1e-3
-    assert (loss_at(step) - loss_at(-step)) / (2 * step) == pytest.approx(size, rel=0.02)
+    way = 1e-3
+    assert (loss_at(way) - loss_at(-way)) / (2 * way) == pytest.approx(size, rel=0.02)
 
 
 # ---- steps ---------------------------------------------------------------------------------------
@@ -189,11 +198,11 @@ def test_gradients_equal_finite_differences() -> None:
 
 def test_steps_lower_the_loss_and_the_same_steps_give_the_same_bits() -> None:
     def fitted() -> tuple[list[float], RewardModel]:
-        work, _ = made()
+        trainer, _ = made()
         training = RewardModelInTraining(
-            RewardModel.new(work.trainer.model.layout, LORA, 0), OptimizerConfig(learning_rate=0.01)
+            RewardModel.new(trainer.model.layout, LORA, 0), OptimizerConfig(learning_rate=0.01)
         )
-        return [finished(work, work.step(training, pairs())).loss for _ in range(8)], training.model
+        return [finished(trainer, step(trainer, training, pairs())).loss for _ in range(8)], training.model
 
     losses, model = fitted()
     assert losses[-1] < 0.5 * losses[0]
@@ -205,62 +214,62 @@ def test_steps_lower_the_loss_and_the_same_steps_give_the_same_bits() -> None:
 
 
 def test_micro_batches_change_only_rounding() -> None:
-    work, _ = made(tokens=10**6)
+    trainer, _ = made(tokens=10**6)
     split, _ = made(tokens=1)
-    start = moved(work)
+    start = moved(trainer)
     whole, parts = (Recorder(start, OptimizerConfig()) for _ in range(2))
-    finished(work, work.step(whole, pairs()))
-    finished(split, split.step(parts, pairs()))
+    finished(trainer, step(trainer, whole, pairs()))
+    finished(split, step(split, parts, pairs()))
     assert_close(parts.seen, whole.seen, 1e-5)
 
 
 def test_units_are_cut_to_the_budget_and_change_nothing() -> None:
-    work, _ = made(tokens=24)
-    start = moved(work)
+    trainer, _ = made(tokens=24)
+    start = moved(trainer)
     rows = [pair.chosen for pair in pairs()]
-    whole = finished(work, work.score(start, rows))
-    future = work.score(start, rows)
+    whole = finished(trainer, score(trainer, start, rows))
+    future = score(trainer, start, rows)
     units = 0
-    while work.trainer.waits():
-        work.trainer.pace(0.0)
-        work.trainer.advance()
+    while trainer.waits():
+        trainer.pace(0.0)
+        trainer.advance()
         units += 1
     assert units > 4
     assert future.result(timeout=0) == whole
 
 
 def test_gradients_that_are_not_finite_concern_their_caller_only() -> None:
-    work, _ = made()
-    start = moved(work)
+    trainer, _ = made()
+    start = moved(trainer)
     broken = replace(start, params={**start.params, HEAD: {"weight": mx.full((64,), math.nan)}})
     training = RewardModelInTraining(broken, OptimizerConfig())
-    failed, scored = work.step(training, pairs()), work.score(start, [(1, 2)])
-    while work.trainer.waits():
-        work.trainer.advance()
+    failed, rewards = step(trainer, training, pairs()), score(trainer, start, [(1, 2)])
+    while trainer.waits():
+        trainer.advance()
     with pytest.raises(TrainingFailedError, match="lower the learning rate"):
         failed.result(timeout=0)
     assert training.model is broken
-    assert len(scored.result(timeout=0)) == 1
+    assert len(rewards.result(timeout=0)) == 1
 
 
 def test_a_fault_of_the_device_fails_one_job_and_a_cancelled_one_leaves_nothing() -> None:
-    work, _ = made()
-    start = moved(work)
-    first, second, third = (work.score(start, [(at, 2, 3)]) for at in range(3))
-    work.trainer.cancel(second)
-    work.trainer.reset()
+    trainer, _ = made()
+    start = moved(trainer)
+    first, second, third = (score(trainer, start, [(at, 2, 3)]) for at in range(3))
+    trainer.cancel(second)
+    trainer.reset()
     for future in (first, second):
         with pytest.raises(StepFailedError):
             future.result(timeout=0)
-    assert len(finished(work, third)) == 1
-    assert not work.trainer.waits()
-    assert work.trainer.bytes_of_updates == 0
+    assert len(finished(trainer, third)) == 1
+    assert not trainer.waits()
+    assert trainer.bytes_of_updates == 0
 
 
 def test_memory_is_counted_while_somebody_holds_the_model() -> None:
-    work, _ = made()
-    model = moved(work)
-    work.trainer.hold(model)
-    assert work.trainer.bytes_held == model.nbytes > 0
+    trainer, _ = made()
+    model = moved(trainer)
+    trainer.hold(model)
+    assert trainer.bytes_held == model.nbytes > 0
     del model
-    assert work.trainer.bytes_held == 0
+    assert trainer.bytes_held == 0

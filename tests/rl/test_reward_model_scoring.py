@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from configs import changed
 from rl.scoring_rig import LONG_S, group
-from rl.test_reward_model_arithmetic import finished, made, moved
+from rl.test_reward_model_arithmetic import finished, made, moved, score
 from trainers import LORA
 
 from mlx_parallm.adapters.reward_models import RewardModelFolder
@@ -22,11 +22,11 @@ from mlx_parallm.errors import ConfigError, InvalidRequestError, StepFailedError
 from mlx_parallm.rl.reward_models.learning import RewardModelDevice
 from mlx_parallm.rl.reward_models.model import RewardModel
 from mlx_parallm.rl.reward_models.service import MOST_LOADED, RewardModels
-from mlx_parallm.rl.reward_models.work import RewardModelWork
 from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
 from mlx_parallm.rl.scoring.pool import ScoringError
 from mlx_parallm.rl.scoring.scorers import RewardSpec, read_reward
 from mlx_parallm.rl.scoring.service import ScoringService
+from mlx_parallm.train.trainer import GRPOTrainer
 
 END = 257
 
@@ -117,64 +117,64 @@ async def test_a_fault_of_the_device_costs_its_group_only(scoring: Callable[...,
 
 
 class Device:
-    """Runs calls, and the work that they ask for, at once."""
+    """Runs calls, and the trainer that they ask for, at once."""
 
-    def __init__(self, work: RewardModelWork) -> None:
-        self.work = work
+    def __init__(self, trainer: GRPOTrainer) -> None:
+        self.trainer = trainer
 
     async def run(self, call: Callable[[], Any]) -> Any:
         result = call()
-        return finished(self.work, result) if isinstance(result, Future) else result
+        return finished(self.trainer, result) if isinstance(result, Future) else result
 
 
 @pytest.fixture
 def served(tmp_path: Path):
-    """The reward models of a folder with `rm`, their work, and `rm` itself."""
-    work, _ = made()
+    """The reward models of a folder with `rm`, their trainer, and `rm` itself."""
+    trainer, _ = made()
     folder = RewardModelFolder(tmp_path)
-    model = moved(work)
-    folder.save("rm", model.weights(), work.trainer.model.layout, {})
+    model = moved(trainer)
+    folder.save("rm", model.weights(), trainer.model.layout, {})
     tokenizer = SimpleNamespace(eos_token_ids=frozenset({END}), eos_token="<end>", token_string=lambda _: "<end>")
-    return RewardModels(RewardModelDevice(Device(work), work), folder, tokenizer), work, model
+    return RewardModels(RewardModelDevice(Device(trainer), trainer), folder, tokenizer), trainer, model
 
 
 async def test_rewards_are_those_of_the_whole_answer(served: Any) -> None:
-    models, work, model = served
+    models, trainer, model = served
     answers = [
         replace(each, completion_ids=ids) for each, ids in zip(group("", "a", "b"), ((5, 6, END), (7,)), strict=True)
     ]
-    want = finished(work, work.score(model, [(1, 2, 5, 6, END), (1, 2, 7, END)]))  # the second was cut off
+    want = finished(trainer, score(trainer, model, [(1, 2, 5, 6, END), (1, 2, 7, END)]))  # the second was cut off
     assert await models.rewards("rm", answers) == pytest.approx(want, abs=1e-5)
     assert abs(want[0] - want[1]) > 1e-3
 
 
 async def test_a_folder_that_was_replaced_is_read_again(served: Any, tmp_path: Path) -> None:
-    models, work, _ = served
+    models, trainer, _ = served
     answers = group("", "a")
     before = await models.rewards("rm", answers)
     assert await models.rewards("rm", answers) == before
     rmtree(tmp_path / "rm")
     with pytest.raises(InvalidRequestError, match="no reward model is called"):
         await models.rewards("rm", answers)
-    other = moved(work, seed=8)
-    RewardModelFolder(tmp_path).save("rm", other.weights(), work.trainer.model.layout, {})
+    other = moved(trainer, seed=8)
+    RewardModelFolder(tmp_path).save("rm", other.weights(), trainer.model.layout, {})
     (after,) = await models.rewards("rm", answers)
-    assert after == pytest.approx(finished(work, work.score(other, [(1, 2, 3, 4, 5, 6, END)]))[0], abs=1e-5)
+    assert after == pytest.approx(finished(trainer, score(trainer, other, [(1, 2, 3, 4, 5, 6, END)]))[0], abs=1e-5)
     assert after != before[0]
 
 
 async def test_few_reward_models_are_kept_in_memory(served: Any, tmp_path: Path) -> None:
-    models, work, model = served
-    held = work.trainer.bytes_held  # the fixture's own is not held
+    models, trainer, model = served
+    held = trainer.bytes_held  # the fixture's own is not held
     for number in range(MOST_LOADED + 2):
-        RewardModelFolder(tmp_path).save(f"rm{number}", model.weights(), work.trainer.model.layout, {})
+        RewardModelFolder(tmp_path).save(f"rm{number}", model.weights(), trainer.model.layout, {})
         await models.rewards(f"rm{number}", group("", "a"))
-    assert work.trainer.bytes_held - held == MOST_LOADED * model.nbytes
+    assert trainer.bytes_held - held == MOST_LOADED * model.nbytes
 
 
 async def test_a_new_model_has_the_rank_of_the_configuration(served: Any) -> None:
-    _, work, _ = served
-    new = RewardModel.new(work.trainer.model.layout, changed(LORA, lora_rank=2, lora_rslora=True), 0)
+    _, trainer, _ = served
+    new = RewardModel.new(trainer.model.layout, changed(LORA, lora_rank=2, lora_rslora=True), 0)
     weights = new.weights().adapter
     assert (weights.rank, weights.rslora) == (2, True)
     assert weights.alpha == pytest.approx(8.0)

@@ -52,9 +52,9 @@ def edit(number: int, signal: Signal = Signal.PREFERENCES) -> list[Trajectory]:
 @pytest.fixture
 async def run(tmp_path: Path):
     """The trainer, the journal that it reads, and the folder of its reward models."""
-    work, _ = made()
+    device_trainer, _ = made()
     journal, folder = Journal(JournalFile(tmp_path / "journal.sqlite")), RewardModelFolder(tmp_path / "adapters")
-    models = RewardModels(RewardModelDevice(Device(work), work), folder, TOKENIZER)
+    models = RewardModels(RewardModelDevice(Device(device_trainer), device_trainer), folder, TOKENIZER)
     yield RewardModelTrainer(models, journal, LORA), journal, folder
     await journal.close()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,7 +48,9 @@ def test_decode_rows_alone_correct_the_scale(before: float, after: float) -> Non
         machine.decode(before)
         machine.run(ROWS + PROMPT, len(ROWS), before)
     machine.decode(after, times=30)
-    assert machine.cost.scale == pytest.approx(after, rel=0.05)
+    calibrated = machine.calibrated
+    assert machine.cost.seconds(ROWS, 4) == pytest.approx(after * calibrated.seconds(ROWS, 4), rel=0.05)
+    assert machine.cost.seconds(PROMPT) == pytest.approx(after * calibrated.seconds(PROMPT), rel=0.2)
 
 
 def test_sampling_is_no_sign_of_a_slow_machine() -> None:
@@ -71,6 +75,33 @@ def test_one_outlier_does_not_spoil_the_scale() -> None:
     machine.prefill(1.0, times=5)
     machine.prefill(1000.0)
     assert machine.cost.scale < 3.0
+
+
+@pytest.mark.parametrize("measured", [0.25, 1.0, 4.0])
+def test_terms_that_were_measured_wrongly_are_corrected(measured: float) -> None:
+    """Other programs disturbed the start, so that a token seemed to take so many times as long as it does. The machine
+    itself is noisy, and its speed changes."""
+    machine, noise = Machine(), random.Random(3)
+    machine.cost = CostModel(0.01, 0.001 * measured, 1e-6 * measured, per_sample=0.002)
+    for _ in range(40):
+        slower = noise.choice([1.0, 2.0])
+        for _ in range(10):
+            machine.decode(slower * noise.uniform(0.8, 1.2))
+        machine.run(ROWS + PROMPT, len(ROWS), slower * noise.uniform(0.8, 1.2))
+    machine.decode(1.0, times=20)
+    assert machine.cost.chunk_seconds(PROMPT[0]) == pytest.approx(machine.calibrated.chunk_seconds(PROMPT[0]), rel=0.35)
+    assert machine.cost.seconds(ROWS, len(ROWS)) == pytest.approx(machine.calibrated.seconds(ROWS, len(ROWS)), rel=0.05)
+
+
+def test_prompts_alone_and_answers_alone_say_nothing_of_the_terms() -> None:
+    machine, noise = Machine(), random.Random(3)
+    for _ in range(300):
+        machine.prefill(noise.uniform(0.5, 2.0))
+    assert machine.cost.chunk_scale == pytest.approx(1.0)
+    machine = Machine()
+    for _ in range(300):
+        machine.decode(noise.uniform(0.5, 2.0))
+    assert machine.cost.chunk_scale == pytest.approx(1.0)
 
 
 def test_a_unit_takes_the_fixed_time_once_and_the_time_of_each_part() -> None:

@@ -114,6 +114,7 @@ def test_prompts_get_their_predicted_part_of_a_unit_with_rows() -> None:
     added(scheduler, 4)
     mixed = launched(scheduler)
     assert [unit.decodes for unit in (prefill, decode, mixed)] == [0, 1, 1]
-    parts = [scheduler.record_done(unit, 7.0, now) for now, unit in enumerate((prefill, decode, mixed))]
-    assert parts == [7.0, 0.0, pytest.approx(7.0 * 2.0 / (1.0 + 0.5 + 2.0))], "4 tokens of 0.5 s"
+    took = ((prefill, 6.0), (decode, 1.5), (mixed, 3.5))  # as predicted
+    parts = [scheduler.record_done(unit, seconds, now) for now, (unit, seconds) in enumerate(took)]
+    assert parts == [6.0, 0.0, pytest.approx(2.0)], "4 tokens of 0.5 s"
     assert row.status is SequenceStatus.RUNNING

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -17,8 +16,10 @@ from mlx_parallm.core.device import DeviceThread
 from mlx_parallm.rl.reward_models.fitting import RewardModelInTraining
 from mlx_parallm.rl.reward_models.model import RewardModel
 from mlx_parallm.rl.reward_models.preferences import Agreement, Preference
-from mlx_parallm.rl.reward_models.work import RewardModelWork, Row, StepLoss
+from mlx_parallm.rl.reward_models.work import Row, StepLoss, scored, stepped
+from mlx_parallm.train.jobs import Parts
 from mlx_parallm.train.learner import ask_device
+from mlx_parallm.train.trainer import GRPOTrainer
 
 T = TypeVar("T")
 
@@ -72,29 +73,29 @@ class RewardModelDevice:
     """The event loop's access to reward models. If a caller is cancelled, what it asked for is given up."""
 
     device: DeviceThread
-    work: RewardModelWork = field(repr=False)
+    trainer: GRPOTrainer = field(repr=False)
 
     async def score(self, model: RewardModel, rows: Sequence[Row]) -> list[float]:
         """The rewards of rows. Raises StepFailedError: they could not be computed."""
-        return await self._ask(lambda: self.work.score(model, rows))
+        return await self._run(scored(self.trainer, model, rows))
 
     async def step(self, training: RewardModelInTraining, pairs: Sequence[Preference]) -> StepLoss:
         """One optimizer step. Raises StepFailedError, TrainingFailedError: it was not made."""
-        return await self._ask(lambda: self.work.step(training, pairs))
+        return await self._run(stepped(self.trainer, training, pairs))
 
     async def open(self, lora: ModelConfig, seed: int, optimizer: OptimizerConfig) -> RewardModelInTraining:
         """A new reward model in training. Raises ConfigError: as `RewardModel.new`."""
 
         def make() -> RewardModelInTraining:
-            model = RewardModel.new(self.work.trainer.model.layout, lora, seed)
+            model = RewardModel.new(self.trainer.model.layout, lora, seed)
             training = RewardModelInTraining(model, optimizer)
-            self.work.trainer.hold(training)
+            self.trainer.hold(training)
             return training
 
         return await self.device.run(make)
 
-    async def _ask(self, ask: Callable[[], Future[T]]) -> T:
-        return await ask_device(self.device, ask, self.work.trainer.cancel)
+    async def _run(self, job: Parts[T]) -> T:
+        return await ask_device(self.device, lambda: self.trainer.run(job), self.trainer.cancel)
 
 
 async def fit(

@@ -70,7 +70,7 @@ class RewardModels:
             return model
 
     async def _read(self, name: str) -> RewardModel:
-        trainer = self.device.work.trainer
+        trainer = self.device.trainer
         weights = await asyncio.to_thread(self.folder.load, name, trainer.model.layout)
 
         def to_device() -> RewardModel:

@@ -57,7 +57,7 @@ class RewardModelTrainer:
             settings = FitSettings(spec.epochs, spec.batch_size, spec.learning_rate, spec.seed)
             model, result = await fit(self._device, used, held_out, self._lora, settings)
             weights = await self._device.device.run(model.weights)
-            layout = self._device.work.trainer.model.layout
+            layout = self._device.trainer.model.layout
             await asyncio.to_thread(self._folder.save, spec.name, weights, layout, result.metrics)
             return _card(spec.name, result)
 

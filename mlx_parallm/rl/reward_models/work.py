@@ -1,15 +1,15 @@
-"""RewardModelWork: scores rows with reward models, and trains them, in units of device work.
+"""The jobs of reward models: `scored` and `stepped` are run by the trainer, and use the device thread only.
 
-    score(model, rows)        ─▶ batch ─▶ batch ─▶ …            forward; the rewards of all rows
-    step(training, pairs)     ─▶ micro-step ─▶ micro-step ─▶ … ─▶ optimizer step; the loss of all pairs
+    scored(model, rows)      ─▶ batch ─▶ batch ─▶ …            forward; the rewards of all rows
+    stepped(training, pairs) ─▶ micro-step ─▶ micro-step ─▶ … ─▶ optimizer step; the loss of all pairs
 
-Each is a job of the trainer, cut into parts that fit in one unit, as updates of adapters are (see `pacing`).
+Each is cut into parts that fit in one unit, as updates of adapters are (see `pacing`). A batch has at most as many
+tokens as a micro-batch of the trainer, but a single row or pair may have more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import cast
 
@@ -20,7 +20,7 @@ from mlx_parallm.rl.reward_models.fitting import Gradients, RewardModelInTrainin
 from mlx_parallm.rl.reward_models.model import HEAD, PackedRows, RewardModel, preference_loss, rewards
 from mlx_parallm.rl.reward_models.preferences import Preference
 from mlx_parallm.train.jobs import Parts
-from mlx_parallm.train.model import TrunkPass
+from mlx_parallm.train.model import TrainableModel, TrunkPass
 from mlx_parallm.train.pacing import Stage, StageKind
 from mlx_parallm.train.packing import Row as LaidOutRow
 from mlx_parallm.train.packing import laid_out
@@ -37,61 +37,52 @@ class StepLoss:
     agreement: float
 
 
-class RewardModelWork:
-    """Asks the trainer for it. Device thread only. A batch has at most as many tokens as its micro-batches, but a
-    single row or pair may have more."""
+def scored(trainer: GRPOTrainer, model: RewardModel, rows: Sequence[Row]) -> Parts[list[float]]:
+    """The rewards of these rows, in order."""
+    found: dict[int, float] = {}
+    for batch in batches([[tuple(row)] for row in rows], trainer.config.micro_batch_tokens):
+        packed = PackedRows.of([rows[at] for at in batch])
+        values, trunk = rewards(trainer.model, model.params, model.scale, packed)
+        yield from trainer.pacer.run(_forward(trunk, values), packed.tokens.size)
+        found.update(zip(batch, cast(list[float], values.tolist()), strict=True))
+    return [found[at] for at in range(len(rows))]
 
-    def __init__(self, trainer: GRPOTrainer) -> None:
-        self.trainer = trainer
 
-    def score(self, model: RewardModel, rows: Sequence[Row]) -> Future[list[float]]:
-        """The rewards of these rows, in order. See `GRPOTrainer.run` for the future."""
-        return self.trainer.run(self._scored(model, rows))
+def stepped(trainer: GRPOTrainer, training: RewardModelInTraining, pairs: Sequence[Preference]) -> Parts[StepLoss]:
+    """Makes an optimizer step from the mean loss of these pairs. Raises TrainingFailedError: the gradients are not
+    finite. If it raises, the model is as before."""
+    total: Gradients | None = None
+    loss = agreed = 0.0
+    for batch in batches([[pair.chosen, pair.rejected] for pair in pairs], trainer.config.micro_batch_tokens):
+        rows = PackedRows.of([row for at in batch for row in (pairs[at].chosen, pairs[at].rejected)])
+        micro = _micro_step(trainer.model, training.model, rows, len(pairs), total)
+        yield from trainer.pacer.run(micro.stages, rows.tokens.size)
+        total = micro.gradients
+        loss += cast(float, micro.loss.item())
+        agreed += cast(float, micro.agreed.item())
+    assert total is not None
+    training.step(total)
+    return StepLoss(loss, agreed / len(pairs))
 
-    def step(self, training: RewardModelInTraining, pairs: Sequence[Preference]) -> Future[StepLoss]:
-        """Makes an optimizer step from the mean loss of these pairs. Its future raises TrainingFailedError if the
-        gradients are not finite; if it raises, the model is as before."""
-        return self.trainer.run(self._stepped(training, pairs))
 
-    def _scored(self, model: RewardModel, rows: Sequence[Row]) -> Parts[list[float]]:
-        found: dict[int, float] = {}
-        for batch in batches([[tuple(row)] for row in rows], self.trainer.config.micro_batch_tokens):
-            packed = PackedRows.of([rows[at] for at in batch])
-            values, trunk = rewards(self.trainer.model, model.params, model.scale, packed)
-            yield from self.trainer.pacer.run(_forward(trunk, values), packed.tokens.size)
-            found.update(zip(batch, cast(list[float], values.tolist()), strict=True))
-        return [found[at] for at in range(len(rows))]
+def _micro_step(
+    base: TrainableModel, model: RewardModel, rows: PackedRows, count: int, before: Gradients | None
+) -> _MicroStep:
+    """The part that these pairs (chosen and rejected in turn) have in the mean loss of `count` pairs, and its
+    gradients, added to those before."""
 
-    def _stepped(self, training: RewardModelInTraining, pairs: Sequence[Preference]) -> Parts[StepLoss]:
-        total: Gradients | None = None
-        loss = agreed = 0.0
-        for batch in batches([[pair.chosen, pair.rejected] for pair in pairs], self.trainer.config.micro_batch_tokens):
-            rows = PackedRows.of([row for at in batch for row in (pairs[at].chosen, pairs[at].rejected)])
-            micro = self._gradients(training.model, rows, len(pairs), total)
-            yield from self.trainer.pacer.run(micro.stages, rows.tokens.size)
-            total = micro.gradients
-            loss += cast(float, micro.loss.item())
-            agreed += cast(float, micro.agreed.item())
-        assert total is not None
-        training.step(total)
-        return StepLoss(loss, agreed / len(pairs))
+    def objective(params: Gradients) -> tuple[mx.array, tuple[mx.array, TrunkPass]]:
+        values, trunk = rewards(base, params, model.scale, rows, learns=True)
+        return preference_loss(values[0::2], values[1::2]) / count, (values, trunk)
 
-    def _gradients(self, model: RewardModel, rows: PackedRows, count: int, before: Gradients | None) -> _MicroStep:
-        """The part that these pairs (chosen and rejected in turn) have in the mean loss of `count` pairs, and its
-        gradients, added to those before."""
-
-        def objective(params: Gradients) -> tuple[mx.array, tuple[mx.array, TrunkPass]]:
-            values, trunk = rewards(self.trainer.model, params, model.scale, rows, learns=True)
-            return preference_loss(values[0::2], values[1::2]) / count, (values, trunk)
-
-        (loss, (values, trunk)), gradients = mx.value_and_grad(objective)(model.params)
-        if before is not None:
-            gradients = tree_map(mx.add, before, gradients)
-        chosen, rejected = mx.stop_gradient(values[0::2]), mx.stop_gradient(values[1::2])
-        agreed = ((chosen > rejected) + 0.5 * (chosen == rejected)).sum()
-        head = Stage(StageKind.VALUES_BACKWARD, gradients[HEAD]["weight"], 1)
-        stages = [*_forward(trunk, [loss, agreed]), head, *trunk.backward_stages([gradients])]
-        return _MicroStep(loss, agreed, gradients, stages)
+    (loss, (values, trunk)), gradients = mx.value_and_grad(objective)(model.params)
+    if before is not None:
+        gradients = tree_map(mx.add, before, gradients)
+    chosen, rejected = mx.stop_gradient(values[0::2]), mx.stop_gradient(values[1::2])
+    agreed = ((chosen > rejected) + 0.5 * (chosen == rejected)).sum()
+    head = Stage(StageKind.VALUES_BACKWARD, gradients[HEAD]["weight"], 1)
+    stages = [*_forward(trunk, [loss, agreed]), head, *trunk.backward_stages([gradients])]
+    return _MicroStep(loss, agreed, gradients, stages)
 
 
 @dataclass(frozen=True, slots=True)
