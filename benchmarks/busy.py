@@ -3,7 +3,7 @@
     python benchmarks/busy.py [--settings shipped spinning timeout=10 threads=1 …] [--burners 0 8] [--repeats 3]
         [--mkl FILE] [--out FILE]
 
-A setting is `shipped` (idle threads sleep after 2**18 cycles, and their number follows what other programs leave),
+A setting is `shipped` (idle threads sleep after 2**24 cycles, and their number follows what other programs leave),
 `spinning` (OpenBLAS as it comes: idle threads wait actively for 2**26 cycles), or of these, with commas: `timeout=N`
 (OPENBLAS_THREAD_TIMEOUT: 2**N cycles), `threads=N`, `mkl` (the library that --mkl names; its folder must be in
 LD_LIBRARY_PATH), `kmp=N` (KMP_BLOCKTIME of MKL).

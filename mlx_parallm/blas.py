@@ -11,9 +11,10 @@ before `mlx.core` supplies `cblas_sgemm` and the other functions instead. The fi
 On macOS nothing is loaded, because MLX uses Accelerate and Metal there.
 
 Idle threads of OpenBLAS wait actively for some 30 ms for their next product, which other programs and this process'
-own threads pay for. Here they wait for 0.1 ms, for the OpenBLAS of NumPy too. That is as long as the next product of a
-pass takes to come: up to a fifth faster than sleeping at once, and no slower beside other programs, where fewer threads
-are used (`benchmarks/busy.py`).
+own threads pay for. Here they wait for some 7 ms, for the OpenBLAS of NumPy too. The next product of a pass comes within
+that, also after the attention of many sequences. With 0.1 ms a step takes a tenth longer on a virtual machine, where to
+wake a thread is slow. Beside other programs fewer threads are used, so that waiting costs these little
+(`benchmarks/busy.py`).
 How many threads are best depends on what other programs leave; see `mlx_parallm.machine.processors`.
 """
 
@@ -54,7 +55,7 @@ class Blas:
 
 def preload() -> Blas:
     """Loads the first BLAS that is found. Never raises, because a slow BLAS still works."""
-    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "18")  # log2 of the processor cycles; read when it is loaded
+    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "24")  # log2 of the processor cycles; read when it is loaded
     if sys.platform == "darwin":
         return Blas("Accelerate", fast=True)
     if "mlx.core" in sys.modules:
