@@ -201,7 +201,10 @@ class _Bench:
         self.watch.restart()
 
     def drained(self) -> Footprint:
+        """What is there when no request runs and versions that nothing reaches have been dropped."""
         self._traffic.drain()
+        while self._store.waits():
+            self._traffic.step()
         gc.collect()
         mx.clear_cache()
         arrays = sum(isinstance(thing, mx.array) for thing in gc.get_objects())
