@@ -88,7 +88,8 @@ async def test_a_budget_that_ends_costs_rounds_and_not_figures():
     until = time.monotonic() + 0.5
     await compare(figures, until)
     assert all(1 <= len(figure.ours) < 1000 and figure.cut for figure in figures)
-    assert abs(len(figures[0].ours) - len(figures[1].ours)) <= 1
+    fewer, more = sorted(len(figure.ours) for figure in figures)
+    assert more <= 2 * fewer, "they take turns; the one whose slowest round was longer stops earlier"
 
 
 async def test_a_first_round_that_compiles_kernels_does_not_say_how_long_a_round_takes():
