@@ -9,7 +9,7 @@ A setting is `shipped` (idle threads sleep after 2**24 cycles, and their number 
 LD_LIBRARY_PATH), `kmp=N` (KMP_BLOCKTIME of MKL).
 
 Each setting has a process of its own, which loads the model once. In each repeat all of them measure in turn, for
-milliseconds: a prompt of 256 tokens, a decode step of 1 and of 8 sequences, and a product of 1024x576x1536. Beside
+milliseconds: a prompt of 256 tokens, a decode step of 1, 8 and 32 sequences, and a product of 1024x576x1536. Beside
 `--burners` processes that burn a core each. Some 3 minutes without these; beside 8, `spinning` alone takes ten.
 """
 
@@ -27,7 +27,7 @@ from lib.burning import burning
 from lib.figures import spread
 from rich.table import Table
 
-PARTS = ("prompt", "decode 1", "decode 8", "product")
+PARTS = ("prompt", "decode 1", "decode 8", "decode 32", "product")
 SETTINGS = ("shipped", "spinning", "timeout=20", "timeout=10", "timeout=4", "threads=1")
 
 
@@ -102,7 +102,7 @@ def _measure_when_asked(follow: bool) -> None:
     assert mlx_parallm.BLAS.fast, mlx_parallm.BLAS.problem
     manager = SharedModelManager(progress=False)
     runner = build_runner(manager, manager.install_bank(2, 16), Config())
-    one, eight = (Decoder(runner, Rows.of([64] * rows), room=1000) for rows in (1, 8))
+    one, eight, many = (Decoder(runner, Rows.of([64] * rows), room=1000) for rows in (1, 8, 32))
     prompt = mx.arange(256)[None]
     left, right = mx.random.normal((1024, 576)), mx.random.normal((576, 1536))
     mx.eval(left, right)
@@ -116,6 +116,7 @@ def _measure_when_asked(follow: bool) -> None:
             "prompt": _milliseconds(lambda: mx.eval(manager.model(prompt)[:, -1]), 1),
             "decode 1": _milliseconds(lambda: mx.eval(one.step()), 6),
             "decode 8": _milliseconds(lambda: mx.eval(eight.step()), 4),
+            "decode 32": _milliseconds(lambda: mx.eval(many.step()), 4),
             "product": _milliseconds(lambda: mx.eval(left @ right), 6),
         }
 

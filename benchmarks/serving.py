@@ -34,6 +34,7 @@ from rich.table import Table
 
 HERE = Path(__file__).parent
 PROGRAMS = HERE / "lib" / "programs"
+RECORD = HERE / "results" / "serving.json"
 SCENARIOS = ("throughput", "decode", "fairness", "memory")
 MEMORY_CLIENTS = 16
 
@@ -159,10 +160,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=SCENARIOS)
     parser.add_argument("--peer-flags", default=peers.MLX_LM_FLAGS, help="of mlx_lm.server")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "serving.json")
+    parser.add_argument("--out", type=Path, default=RECORD)
     parser.add_argument("--against", type=Path, help="a checkout with a .venv, in place of mlx_lm.server")
     arguments = parser.parse_args()
     if arguments.against:
+        if arguments.out == RECORD or tuple(arguments.only) not in (SCENARIOS, ("throughput",)):
+            parser.error("--against measures throughput only, and needs an --out of its own")
         arguments.only = ("throughput",)
     return arguments
 

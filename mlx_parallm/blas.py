@@ -12,8 +12,8 @@ On macOS nothing is loaded, because MLX uses Accelerate and Metal there.
 
 Idle threads of OpenBLAS wait actively for some 30 ms for their next product, which other programs and this process'
 own threads pay for. Here they wait for some 7 ms, for the OpenBLAS of NumPy too. The next product of a pass comes in
-that time, also after the attention of many sequences. With 0.1 ms a step takes a tenth longer on a virtual machine,
-where to wake a thread is slow. Beside other programs fewer threads are used, so that waiting costs these little
+that time, also after the attention of many sequences. On a virtual machine, where waking a thread is slow, a step takes
+longer if they sleep sooner. Beside other programs fewer threads are used, so their waiting costs these programs little
 (`benchmarks/busy.py`).
 How many threads are best depends on what other programs leave; see `mlx_parallm.machine.processors`.
 """

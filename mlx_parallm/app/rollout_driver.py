@@ -44,10 +44,10 @@ class RolloutDriver:
     """Draws groups until it is closed. Event loop's thread only.
 
     A task that fails costs itself; if several in a row fail, it waits longer and longer before the next one. If there
-    are no more tasks, nothing more is drawn, and the server goes on.
+    are no more tasks, nothing more is sampled, and the server goes on.
 
     Attributes:
-        state: drawing; waiting, as the next update has enough; paused; or failed, so that nothing more is drawn.
+        state: drawing; waiting, as the next update has enough; paused; or failed, so that nothing more is sampled.
         drawn, failed: tasks that were answered, and tasks that could not be.
         last_failure: for people; empty if there was none.
 

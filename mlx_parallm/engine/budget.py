@@ -33,7 +33,7 @@ _MIN_RATIO, _MAX_RATIO = 0.1, 10.0
 """Bounds of one observation against the measured terms, so that one outlier cannot spoil the scale."""
 
 _NEWEST_CHUNKS = 0.15
-"""Weight of the newest observation in the running scale of what tokens cost."""
+"""Weight of the newest observation in `CostModel.chunk_scale`."""
 
 _NEWEST_GROWTH = 0.4
 """Weight of the newest observation in the running scale of what drafts cost."""
@@ -63,8 +63,8 @@ class CostModel:
 
     `chunk_scale` corrects the two terms of the chunks against the others, because a start beside other programs can
     measure them several times too long or too short. Chunks of prompts would then be cut too small, or delay decode
-    rows, for as long as the process runs. Units with more tokens than those before show it: if they take longer than
-    `scale` predicts, tokens cost more.
+    rows, for as long as the process runs. It is learnt from units in which the chunks have another share of the time
+    than usual: if one with a larger share takes longer than predicted, tokens cost more.
 
     `steps`: pairs of a number of tokens and the seconds of a unit that samples a token after each of so many, in
     ascending order. They are measured too, because the time of a few tokens need not grow evenly: some devices multiply
@@ -85,13 +85,16 @@ class CostModel:
 
     def seconds(self, chunks: Iterable[Chunk] = (), samples: int = 0) -> float:
         """Predicted seconds of a unit of these chunks."""
-        return self.scale * (self.fixed + self.per_sample * samples) + sum(map(self.chunk_seconds, chunks))
+        return self.scale * (self.fixed + self.per_sample * samples + self._of_chunks(chunks))
 
     def chunk_seconds(self, chunk: Chunk) -> float:
         """Predicted seconds by which this chunk makes a unit longer."""
-        tokens, context = chunk
-        scale = self.scale * self.chunk_scale
-        return scale * tokens * (self.per_token + self.per_pair * (context + tokens / 2))
+        return self.scale * self._of_chunks((chunk,))
+
+    def _of_chunks(self, chunks: Iterable[Chunk]) -> float:
+        """The terms of the chunks, before `scale`. Called several times a step with a chunk for each row."""
+        token, pair = self.per_token, self.per_pair
+        return self.chunk_scale * sum(tokens * (token + pair * (context + tokens / 2)) for tokens, context in chunks)
 
     def growth(self, before: int, after: int) -> float:
         """How many times as long a unit of `after` tokens takes as one of `before` decode rows, if the tokens that are
@@ -131,10 +134,11 @@ class CostModel:
         `scale` is of all terms, because load, heat and clock rate change them alike. The older the last observation,
         the less the old scale counts, and the less the difference from it says about `chunk_scale`.
         """
-        expected = self.seconds(chunks, samples)
-        share = 1.0 - self.seconds(samples=samples) / expected
+        of_chunks = self._of_chunks(chunks)
+        unscaled = self.fixed + self.per_sample * samples + of_chunks
+        share = of_chunks / unscaled
         usual = share if self._share is None else self._share
-        ratio = min(max(self.scale * seconds / expected, _MIN_RATIO), _MAX_RATIO)
+        ratio = min(max(seconds / unscaled, _MIN_RATIO), _MAX_RATIO)
         idle = 0.0 if self._observed_at is None else now - seconds - self._observed_at
         weight = max(_NEWEST_RATIO, 1.0 - math.exp(-idle / _MEMORY_S))
         surprise = min(max(math.log(ratio / self.scale), -1.0), 1.0)

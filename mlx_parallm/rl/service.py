@@ -54,7 +54,7 @@ class TrainingService:
         changes: what must not be cut off by a client that leaves.
         ledger: counts what was learnt from.
         past: what has happened in the training of each adapter. `emit`, `add_sink`: see `EventHub`.
-        own_rollouts: the status of the rollouts that the server draws by itself; None: it draws none.
+        own_rollouts: the status of the rollouts that the server samples by itself; None: it samples none.
     """
 
     def __init__(self, parts: TrainingParts, default_adapter: str) -> None:

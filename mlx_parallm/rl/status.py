@@ -102,13 +102,13 @@ RolloutState = Literal["drawing", "waiting", "paused", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class RolloutStatus:
-    """Rollouts that the server draws by itself."""
+    """Rollouts that the server samples by itself."""
 
     environment: str
     """The environment that the tasks come from."""
     state: RolloutState
     """`drawing`; `waiting`: the next update has enough trajectories; `paused`, as training or the engine is; `failed`:
-    nothing more is drawn."""
+    nothing more is sampled."""
     tasks_taken: int
     """Tasks taken from the environment, those of earlier processes of the run included."""
     groups_drawn: int
@@ -203,7 +203,7 @@ class TrainingStatus:
         metrics: of the last update.
         best: by its evaluation; without evaluations, by the running mean of its rewards.
         evaluation: the last one.
-        rollouts: those that the server draws by itself for this adapter; None: it draws none.
+        rollouts: those that the server samples by itself for this adapter; None: it samples none.
         checkpoints: names of its checkpoints, oldest first, each followed by its tags.
         drops, skips: counts by reason since start.
         advice: see `UpdateReport`.

@@ -1,4 +1,4 @@
-"""How many groups a server draws by itself while those of its next update wait. Rollouts and service are made up."""
+"""How many groups a server samples by itself while those of its next update wait. Rollouts and service are made up."""
 
 from __future__ import annotations
 

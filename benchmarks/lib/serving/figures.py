@@ -18,7 +18,7 @@ KV_FACTOR, MEMORY_ALLOWANCE = 2, 150e6
 
 
 def of_throughput(points: list[Point]) -> Iterator[Figure]:
-    """The limits are those of mlx_lm.server; another checkout must not be faster by more than the spread."""
+    """Of this server's rate over that of mlx_lm.server, or over that of another checkout, which may be 5 % faster."""
     for point in points:
         of_mlx_lm = point.theirs.name == MLX_LM
         against = f"against {point.theirs.name}, {point.concurrency} clients"

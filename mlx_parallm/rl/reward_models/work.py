@@ -1,4 +1,4 @@
-"""The jobs of reward models: `scored` and `stepped` are run by the trainer, and use the device thread only.
+"""The jobs of reward models. `GRPOTrainer.run` runs them on the device thread.
 
     scored(model, rows)      ─▶ batch ─▶ batch ─▶ …            forward; the rewards of all rows
     stepped(training, pairs) ─▶ micro-step ─▶ micro-step ─▶ … ─▶ optimizer step; the loss of all pairs
@@ -38,7 +38,7 @@ class StepLoss:
 
 
 def scored(trainer: GRPOTrainer, model: RewardModel, rows: Sequence[Row]) -> Parts[list[float]]:
-    """The rewards of these rows, in order."""
+    """The rewards of these rows, one number each, in order."""
     found: dict[int, float] = {}
     for batch in batches([[tuple(row)] for row in rows], trainer.config.micro_batch_tokens):
         packed = PackedRows.of([rows[at] for at in batch])

@@ -5,7 +5,7 @@
 
     update tone       one update, in a trace of its own, with links to the spans of the groups that it has taken
 
-A group without a request of HTTP, such as one that the server draws by itself, has no trace.
+A group without a request of HTTP, such as one that the server samples by itself, has no trace.
 """
 
 from __future__ import annotations

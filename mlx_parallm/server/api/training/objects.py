@@ -123,7 +123,7 @@ class TrainingObject(WireOutput):
     evaluation: EvaluationResult | None
     """The last evaluation; null if there was none."""
     rollouts: RolloutStatus | None
-    """The rollouts of the environment that the server draws by itself; null if it draws none."""
+    """The rollouts of the environment that the server samples by itself; null if it samples none."""
     best_lora: str | None
     """The version with the best evaluation; without evaluations, with the best running mean of rewards."""
     available_checkpoints: list[str]
