@@ -306,14 +306,16 @@ class RLTrainingConfig(Section):
     loss of dr_grpo is divided by it.
     """
     rollout_temperature: Number = Field(default=1.0, gt=0)
-    """Temperature at which mlx_parallm_train, or a server by itself, samples. They are trained on at the same
+    """Temperature at which mlx_parallm_train, or a server by itself, samples. Its samples are trained on at the same
     temperature."""
     server_rollouts: bool = True
     """Whether a server that trains on `environment` draws rollouts of its tasks by itself, beside requests. false: it
     only looks up the answers that requests leave out.
     """
     rollout_group_size: Integer = Field(default=8, ge=2)
-    """Number of answers or episodes that a server samples by itself for each task; mlx_parallm_train has --group-size."""
+    """Number of answers or episodes that a server samples by itself for each task. mlx_parallm_train has --group-size
+    instead.
+    """
     rollout_timeout_s: Number = Field(default=120.0, gt=0)
     """Longest time in seconds that an environment may take for its next task, and for one episode besides the model's
     answers. An episode that takes longer is dropped.
