@@ -32,8 +32,8 @@ def console() -> Console:
 
 
 def setting(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of a run, for its record. The record's own file is left out."""
-    return {name: value for name, value in vars(arguments).items() if name != "out"}
+    """The arguments of a run, for its record, without those that are paths of the machine."""
+    return {name: value for name, value in vars(arguments).items() if not isinstance(value, Path)}
 
 
 def write(file: Path, report: dict[str, Any], figures: Iterable[Figure]) -> None:

@@ -32,6 +32,10 @@ answer before it asks again often asks at once, and would wait for the copying."
 _TIDY_EVERY_S = 1.0
 """So often, memory is looked after although no row takes or gives back a block."""
 
+_TIDY_SHARE = 0.1
+"""Share of the time that tidying may take while rows wait for it, unless it is urgent. A large arena on a CPU copies
+for seconds, and prompts would get nothing of the time between two steps meanwhile."""
+
 _TIDY_BYTES, _TIDY_BYTES_ON_CPU = 512 << 20, 16 << 20
 """Bytes that `tidy` copies between two units, in each layer group; but at least one layer. On a CPU that takes about
 20 ms, and longer for a layer that is larger."""
@@ -79,6 +83,7 @@ class PoolMemory:
         self._tidy_bytes = _TIDY_BYTES_ON_CPU if on_cpu() else _TIDY_BYTES
         self._rows_have_ended = False  # since the arenas were last as small as they can be
         self._opened_at = self._ended_at = 0.0
+        self._due_at = 0.0  # when rows may wait for tidying again
         self._preempted_needlessly = False  # although it was enough to evict cached prefixes
 
     def cached(self, sequence: Sequence) -> int:
@@ -189,8 +194,12 @@ class PoolMemory:
         if short and self._cache.bytes_cached:
             self._rows_have_ended = True  # once they are dropped, MLX's freed buffers are given back too
         quiet = now - self._opened_at > (_QUIET_WITH_CACHE_S if self._cache.bytes_cached else _QUIET_S)
-        pausing = others_wait or (not self._cache.bytes_used and now - self._ended_at < _PAUSE_S)
+        due_at = self._due_at if self._cache.bytes_used else self._ended_at + _PAUSE_S
+        pausing = others_wait or now < due_at
         left = self._cache.tidy(self._tidy_bytes, quiet, pausing)
+        if not pausing:
+            ended = time.monotonic()
+            self._due_at = ended + (ended - now) / _TIDY_SHARE
         if self._rows_have_ended and (quiet or short) and not left and not pausing:
             mx.clear_cache()
             self._rows_have_ended = False

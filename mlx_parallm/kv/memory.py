@@ -91,9 +91,16 @@ class Store(Generic[A]):
         """So many blocks, or as many as `_SPARE_BYTES` hold."""
         return min(blocks, max(1, _SPARE_BYTES // self.arena.block_bytes))
 
+    @property
+    def is_growing(self) -> bool:
+        """Whether some layers have grown already. Until the others have too, rows get the blocks of cached prefixes,
+        and need not wait for that."""
+        return self.arena.goal > self.allocator.total
+
     def is_short(self) -> bool:
         """Whether so few blocks are free that the next rows may have to wait for more."""
-        return self.allocator.free < max(self._few(_IDLE_SPARE_BLOCKS), self.spare_blocks() // 16)
+        free = self.allocator.free + (self.allocator.cached if self.is_growing else 0)
+        return free < max(self._few(_IDLE_SPARE_BLOCKS), self.spare_blocks() // 16)
 
     def kept_in_excess(self) -> int:
         """How many free blocks the arena may keep while the pool takes more than its share of the memory."""
@@ -284,6 +291,8 @@ class KVMemory:
 
     def _make_room_in(self, store: AnyStore, needs: Mapping[AnyStore, int], limit: int) -> bool:
         need = needs[store]
+        if store.is_growing:
+            self.evict(store, need - store.allocator.free)
         self._grow(store, need, self.device.pool_limit(alone=False))
         self.evict(store, need - store.allocator.free)
         if store.allocator.free < need:
@@ -388,7 +397,7 @@ class KVMemory:
             most_bytes: bytes that may be copied in each store now. At least one block is moved, or one layer resized.
             quiet: no row has opened for a while.
             pausing: do only what is urgent, because the last row has ended just now and the next may come at once, or
-                rows have waited already. Urgent: an arena is short of blocks, or memory was reserved meanwhile.
+                rows have waited enough. Urgent: an arena is short of blocks, or memory was reserved meanwhile.
 
         Returns:
             Whether more is left to do.

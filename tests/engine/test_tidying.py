@@ -27,3 +27,29 @@ def test_memory_is_looked_after_when_a_row_takes_a_block_and_not_after_each_step
     meanwhile = [length for length in lengths if 55 < length < 135]
     assert {length // BLOCK_TOKENS for length in (each + 5 for each in meanwhile)} == {1, 2}
     assert len(meanwhile) <= 4
+
+
+def test_rows_do_not_wait_for_an_arena_that_grows_for_the_prefix_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large arena is copied layer by layer, which takes a small share of the time while rows run. New rows get the
+    blocks of old prefixes meanwhile."""
+    monkeypatch.setattr("mlx_parallm.engine.memory._TIDY_SHARE", 1e-9)
+    monkeypatch.setattr("mlx_parallm.engine.memory._PAUSE_S", -1.0)
+    harness = make_harness(max_batched_tokens=2048)
+    group = harness.runner.cache.groups[0]
+    for number in range(6):
+        harness.submit(f"old {number}", [20 + number] * 300, 2)
+        harness.run()
+    harness.submit("row", [5] * 50, 90)
+    harness.loop.step()
+    group.arena.resize(group.allocator.total + 40, 1)  # a layer has grown
+    blocks, cached = group.allocator.total, group.allocator.cached
+    for number in range(6):
+        harness.submit(f"new {number}", [40 + number] * 300, 10)
+    while harness.loop.stats().running + harness.loop.stats().waiting:
+        assert group.allocator.total == blocks
+        harness.loop.step()
+        harness.loop.check_integrity()
+    assert 6 * 5 > blocks - cached, "there was too little room beside the old prefixes"
+    assert all(len(harness.tokens(f"new {number}")) == 10 for number in range(6))
+    harness.run()
+    assert group.allocator.total == blocks + 40
