@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Counts the functions that a completion request, a trajectory and a decode step pass on their way through the package.
+"""Counts the functions that requests, a trajectory, a decode step and a start pass on their way through the package.
 
     uv run --group dev scripts/trace_path.py              # the bundled model; a minute and a half
     uv run --group dev scripts/trace_path.py --model DIR  # any model folder
@@ -13,6 +13,9 @@ Starts `RLIntegratedServer` in this process, with a profile function in every th
   functions that an uncollected request calls too (the device loop and its scheduler). Of this path the record types
   are counted too: the dataclasses and named tuples of which objects are made. Those that only `train/` passes on, from
   a batch of samples to the outcome of its update, are counted apart.
+- chat: from the bytes of a chat request's body on the socket to the engine's `generate`.
+- update: from the bytes of `POST /v1/training/update` on the socket to training's `update`.
+- start: from `RLIntegratedServer` to a server that listens, with one model and training. It has one round.
 - decode: one turn of the engine's thread, from the beginning of a decode step to the next one's, without statistics.
   Four rows decode: greedily and with top-p, each with the base model and with the trained adapter.
 
@@ -83,6 +86,9 @@ LEFT_OUT = (
 RECORDS_LEFT_OUT = ("server", "model", "batch")
 RECORDS_OF_UPDATES = ("train.", "core.branches")
 BATCHES_AND_OUTCOMES = "train.data"
+REACHES_THE_ENGINE = function("engine/thread.py", "generate")
+REACHES_TRAINING = function("rl/service.py", "update")
+LISTENS = function("app/server.py", "_started")
 GOES_LIVE = function("adapters/", "flip")
 DRAWS_THE_LAST_TOKEN = RequestFinished.__init__.__code__
 STEPS = function("engine/thread.py", "step")
@@ -196,9 +202,9 @@ class Client:
     def __init__(self, port: int) -> None:
         self._port = port
 
-    def post(self, **body: object) -> Any:
+    def post(self, path: str = "/v1/completions", **body: object) -> Any:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=LIMIT_S)
-        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+        connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
         response = connection.getresponse()
         answer = json.loads(response.read())
         connection.close()
@@ -223,8 +229,31 @@ def completion(tracer: Tracer, client: Client, number: int) -> Way:
     time.sleep(IDLE_S)
     with tracer.recording(way):
         client.post(prompt=f"Once upon a time {number}", max_tokens=2, temperature=0)
-    if not way.ended.is_set():
-        raise RuntimeError("the request was answered, but no function that is taken for the pool's was called")
+    return ended(way)
+
+
+def chat(tracer: Tracer, client: Client, number: int) -> Way:
+    way = Way("chat: from the socket to the engine", lambda code: True, REACHES_THE_ENGINE)
+    time.sleep(IDLE_S)
+    messages = [{"role": "user", "content": f"Tell me a story, number {number}"}]
+    with tracer.recording(way):
+        client.post("/v1/chat/completions", messages=messages, max_tokens=2, temperature=0)
+    return ended(way)
+
+
+def update(tracer: Tracer, client: Client, number: int) -> Way:
+    way = Way("update: from the socket to training", lambda code: True, REACHES_TRAINING)
+    time.sleep(IDLE_S)
+    given = {"prompt_token_ids": [1, 2], "completion_token_ids": [3, 4 + number], "group_id": f"group {number}"}
+    with tracer.recording(way):
+        client.post("/v1/training/update", trajectories=[{**given, "reward": reward} for reward in (0, 1)])
+    return ended(way)
+
+
+def ended(way: Way) -> Way:
+    """The way, whose end must have been seen."""
+    if not way.ended.wait(LIMIT_S):
+        raise RuntimeError(f"nothing was called that is taken for the end of {way.name}")
     return way
 
 
@@ -331,10 +360,10 @@ def compare(found: dict[str, dict[str, int]], record: bool) -> None:
             print(f"{way:12}{what:51}{count:5}" + (f"  at first {before}" if before is not None else ""))
 
 
-def measure(tracer: Tracer, client: Client, brief: bool) -> dict[str, dict[str, int]]:
+def measure(tracer: Tracer, client: Client, start: Way, brief: bool) -> dict[str, dict[str, int]]:
     client.wait_until_ready()
-    rounds = {}
-    for way in (completion, trajectory):
+    rounds = {"start": [ended(start)]}
+    for way in (completion, chat, update, trajectory):
         way(tracer, client, 0)  # imports and caches that only a first request fills
         rounds[way.__name__] = [way(tracer, client, 1 + number) for number in range(ROUNDS)]
     decode(tracer, client)
@@ -366,10 +395,11 @@ def main() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     tracer, failures = Tracer(), []
+    start = Way("start: to a server that listens", function("app/server.py", "__init__"), LISTENS)
 
     def run_client() -> None:
         try:
-            compare(measure(tracer, Client(port), args.brief), args.record)
+            compare(measure(tracer, Client(port), start, args.brief), args.record)
         except Exception as error:  # noqa: BLE001 - reported by the main thread, after the server has stopped
             failures.append(error)
         finally:
@@ -377,7 +407,7 @@ def main() -> int:
 
     tracer.install()
     threading.Thread(target=run_client, name="client").start()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tracer.recording(start):
         asyncio.run(serve(args.model, folder, port))
     for failure in failures:
         print(f"error: {failure}", file=sys.stderr)
