@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
-from starlette.routing import Route
 
 from mlx_parallm import __version__
 from mlx_parallm.config import ServerConfig
@@ -47,13 +46,14 @@ from mlx_parallm.server.http.middleware import add_middlewares
 from mlx_parallm.server.http.workers import Workers
 from mlx_parallm.server.lifecycle import Lifecycle, SequenceGate, SleepSwitch
 from mlx_parallm.server.metrics import ServerMetrics
-from mlx_parallm.server.openapi.document import describe
+from mlx_parallm.server.openapi import describe
 from mlx_parallm.server.protocols import trainers
 from mlx_parallm.server.protocols.generate import route as generate
 from mlx_parallm.server.protocols.ollama import embed as ollama_embed
 from mlx_parallm.server.protocols.ollama import models as ollama_models
 from mlx_parallm.server.protocols.ollama import route as ollama_routes
 from mlx_parallm.server.protocols.tokens import route as tokens
+from mlx_parallm.server.routing import Endpoint
 from mlx_parallm.server.services import Services
 
 if TYPE_CHECKING:
@@ -177,15 +177,12 @@ def openapi_document() -> dict[str, Any]:
 
 
 def _empty_app() -> FastAPI:
-    # FastAPI's own documentation pages load scripts from a CDN; `api.ops` has one that does not.
-    return FastAPI(title="MLX ParaLLM", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    # FastAPI's own pages load scripts from a CDN, and its routes do not say a role; `api.ops` has both.
+    return FastAPI(title="MLX ParaLLM", version=__version__, openapi_url=None, redirect_slashes=False)
 
 
-def _add_routes(app: FastAPI, modules: Iterable[ModuleType]) -> list[Route]:
+def _add_routes(app: FastAPI, modules: Iterable[ModuleType]) -> list[Endpoint]:
     """Adds all routes of the modules to the app, and returns them."""
-    routes = list[Route]()
-    for route in (each for module in modules for each in module.router.routes):
-        assert isinstance(route, Route), f"{route} is a mount or a router, which the OpenAPI document would not have"
-        routes.append(route)
-    app.router.routes.extend(routes)  # `include_router` would build each route once more, for every app
+    routes = [route for module in modules for route in module.router.routes]
+    app.router.routes.extend(routes)
     return routes

@@ -36,13 +36,7 @@ from mlx_parallm.server.api.chat.history import EpisodeHistories
 from mlx_parallm.server.api.responses.conversation import ResponseStore
 from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES
 from mlx_parallm.server.cluster.parts import ClusterParts
-from mlx_parallm.server.errors import (
-    AsleepError,
-    DrainingError,
-    InferenceDisabledError,
-    RoleError,
-    ShortMemoryError,
-)
+from mlx_parallm.server.errors import AsleepError, DrainingError, InferenceDisabledError, RoleError, ShortMemoryError
 from mlx_parallm.server.http.request_log import RequestRecord, key_of, record_of
 from mlx_parallm.server.http.workers import Workers
 from mlx_parallm.server.lifecycle import Lifecycle, SequenceGate, SleepSwitch

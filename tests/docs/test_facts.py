@@ -41,7 +41,7 @@ from mlx_parallm.rl.scoring.builtin import BUILTINS
 from mlx_parallm.rl.tracking.history import MAX_EVENTS
 from mlx_parallm.rl.trajectories import DropReason
 from mlx_parallm.selftest.checks import CHECKS
-from mlx_parallm.server.access.roles import DECLARED, Role
+from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.access.sessions import LIFETIME_S
 from mlx_parallm.server.api.chat.history import MAX_TOKENS
 from mlx_parallm.server.api.grammar_fields import MAX_CHOICES, MAX_REGEX, MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH
@@ -49,7 +49,7 @@ from mlx_parallm.server.api.pooling.fields import MAX_INPUTS
 from mlx_parallm.server.api.sampling_fields import MAX_STOPS
 from mlx_parallm.server.api.training.collected.route import MAX_SAMPLES
 from mlx_parallm.server.api.training.lessons import MAX_PROMPTS
-from mlx_parallm.server.app import openapi_document
+from mlx_parallm.server.app import ATROPOS_ROUTES, OLLAMA_ROUTES, ROUTES, dashboard, openapi_document
 from mlx_parallm.server.errors import RULES
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -280,7 +280,9 @@ def test_every_benchmark_is_named() -> None:
 
 def test_methods_of_routes() -> None:
     """Of each span such as `POST /v1/score`."""
-    known = {f"{method} {re.sub(r':path', '', path)}" for method, path in DECLARED}
+    modules = (*ROUTES, *OLLAMA_ROUTES, *ATROPOS_ROUTES, dashboard)
+    routes = (route for module in modules for route in module.router.routes)
+    known = {f"{method} {route.path_format}" for route in routes for method in route.methods}
     named = {
         (place, text.partition("?")[0])
         for page in PAGES

@@ -175,14 +175,6 @@ async def test_16_endless_names_are_unknown_without_asking(client, adapters, fau
     assert not adapters.asked
 
 
-@pytest.mark.parametrize(("field", "status"), [("model", 404), ("lora_adapter", 400), ("adapters", 400)])
-async def test_3_lone_surrogates(client, adapters, fault, field, status):
-    content = json.dumps({"prompt": "x", field: "\ud800"})
-    response = await client.post(COMPLETIONS, content=content, headers={"content-type": "application/json"})
-    assert (response.status_code, fault(response)["param"]) == (status, field)
-    assert not adapters.asked
-
-
 @pytest.mark.parametrize("field", ["lora_adapter", "adapters"])
 @pytest.mark.parametrize("value", [1, True, ["math"], {"name": "math"}])
 async def test_adapters_are_named_by_text(client, fault, field, value):

@@ -267,7 +267,7 @@ async def test_metadata_may_be_long_and_deep_up_to_a_bound(client, engine, fault
         assert (await post(client, COMPLETIONS, collect_trajectory=True, metadata=metadata)).status_code == 200
         assert engine.requests[-1].collection.metadata == metadata
     too_long = {"a": longest["a"] + "x"}
-    for metadata in (too_long, nested(33), nested(400)):
+    for metadata in (too_long, nested(33), nested(190)):
         assert (await refused(client, fault, COMPLETIONS, collect_trajectory=True, metadata=metadata))["param"] == (
             "metadata"
         )

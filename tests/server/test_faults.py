@@ -35,7 +35,6 @@ async def refused(client, fault, status=400, path=COMPLETIONS, **fields):
         b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
         b'{"prompt":"x","seed":' + b"9" * 5000 + b"}",
         b'{"prompt":"\xff\xfe"}',
-        b'{"prompt":"x","thinking":NaN}',
     ],
     ids=lambda raw: raw[:24].decode("latin-1"),
 )
@@ -46,17 +45,14 @@ async def test_1_2_malformed_bodies(client, fault, path, raw):
     assert fault(response)["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize("fields", [{"prompt": "a\ud800"}, {"stop": ["\udfff"]}, {"user": "\ud800"}, {"\ud800": 1}])
+@pytest.mark.parametrize("fields", [{"prompt": "a\ud800"}, {"stop": ["\udfff"]}, {"model": "\ud800"}, {"\ud800": 1}])
 async def test_3_lone_surrogates(client, fault, fields):
-    error = await refused(client, fault, **fields)
-    name = next(iter(fields))
-    assert error["param"] == (None if name == "\ud800" else name)
+    assert "is not valid JSON" in (await refused(client, fault, **fields))["message"]
 
 
-async def test_3_lone_surrogate_as_model_and_in_a_message(client, fault):
-    assert (await refused(client, fault, status=404, model="\ud800"))["code"] == "model_not_found"
+async def test_3_lone_surrogate_in_a_message(client, fault):
     messages = [{"role": "user", "content": "\udc00"}]
-    assert (await refused(client, fault, path=CHAT, messages=messages))["param"] == "messages"
+    assert "is not valid JSON" in (await refused(client, fault, path=CHAT, messages=messages))["message"]
 
 
 async def test_3_a_surrogate_pair_is_a_character(client, engine):

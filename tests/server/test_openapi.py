@@ -1,6 +1,5 @@
 """The OpenAPI document is complete and true; `/docs` shows it without a network."""
 
-import json
 import re
 
 import pytest
@@ -8,13 +7,13 @@ from rl.fakes import trajectories
 
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.rl.trajectories import TrajectoryGroup
-from mlx_parallm.server.openapi.examples import EXAMPLES
-from mlx_parallm.server.openapi.responses import KINDS
+from mlx_parallm.server.app import openapi_document
+from mlx_parallm.server.errors import RULES
 
 CLUSTER = "/v1/cluster"  # of nodes of a cluster only; tests/server/cluster asks it
 STOP = "/v1/training/stop"
 EVENTS = "/v1/training/events"
-FORMS = {"/v1/messages": "MessagesError", "/api/v1": "ErrorBody", "/api": "OllamaError"}
+FORMS = {"/v1/messages": "MessagesError", "/api": "OllamaError"}
 
 
 def operations(document):
@@ -29,16 +28,21 @@ def bodies(document):
     }
 
 
+EXAMPLES = {
+    path: {name: example["value"] for name, example in body.get("examples", {}).items()}
+    for path, body in bodies(openapi_document()).items()
+}
+"""Bodies, by path and name."""
+
+
 async def test_every_route_and_its_answers_are_described(document):
     for path, method, said in operations(document):
         assert said["summary"], (method, path)
         assert said["description"], (method, path)
         for parameter in said.get("parameters", ()):
             assert parameter.get("description") or parameter["schema"].get("description"), (path, parameter["name"])
-        for status, answer in said["responses"].items():
-            assert answer["description"], (path, status)
-            assert answer.get("content"), (path, status)
-    assert KINDS not in json.dumps(document)
+        assert said["responses"]["200"]["description"], path
+        assert said["responses"]["200"].get("content"), path
 
 
 async def test_every_field_has_a_description(document):
@@ -63,46 +67,27 @@ async def test_every_number_that_is_sent_has_bounds(document):
                     assert {"maximum", "exclusiveMaximum"} & kind.keys(), (path, field)
 
 
-async def test_every_error_status_names_its_codes(document):
-    for path, method, said in operations(document):
-        for status, answer in said["responses"].items():
-            if status == "200":
-                continue
-            model = next((form for start, form in FORMS.items() if path.startswith(start)), "ErrorBody")
-            assert answer["content"]["application/json"]["schema"] == {"$ref": f"#/components/schemas/{model}"}
-            assert re.match(r"`\w+`: .", answer["description"]), (path, status)
-        statuses = set(said["responses"])
-        assert statuses >= {"200", "403", "500"}, (method, path)
-        assert ("401" in statuses) == (path not in ("/health", "/liveness", "/ready"))
-        assert ({"400", "413", "415"} <= statuses) == ("requestBody" in said)
+async def test_errors_have_the_form_of_their_api_and_every_code_is_listed(document):
+    for path, _, said in operations(document):
+        model = next((form for start, form in FORMS.items() if path.startswith(start)), "ErrorBody")
+        assert said["responses"].keys() == {"200", "default"}, path
+        assert said["responses"]["default"] == {"$ref": f"#/components/responses/{model}"}, path
+    assert set(document["components"]["responses"]) == {"ErrorBody", *FORMS.values()}
+    for model, answer in document["components"]["responses"].items():
+        assert answer["content"]["application/json"]["schema"] == {"$ref": f"#/components/schemas/{model}"}
+        listed = re.findall(r"^(\d{3}) `(\w+)`: .", answer["description"], re.MULTILINE)
+        assert {("404", "model_not_found"), ("503", "draining"), ("500", "internal_error")} <= {*listed}
+        assert len(listed) == len(RULES)
 
 
-def codes(document, path, status):
-    described = document["paths"][path]["post"]["responses"][status]["description"]
-    return set(re.findall(r"^`(\w+)`", described, re.MULTILINE))
-
-
-async def test_the_errors_of_a_route_are_those_it_can_give(document):
-    assert codes(document, "/v1/completions", "503") == {
-        "aborted",
-        "adapter_unavailable",
-        "asleep",
-        "draining",
-        "engine_dead",
-        "inference_disabled",
-        "memory_pressure",
-        "model_unavailable",
-        "out_of_memory",
-        "queue_timeout",
-    }
-    assert codes(document, "/v1/completions", "400") == {
-        "context_length_exceeded",
-        "invalid_adapter",
-        "invalid_request_error",
-    }
-    assert codes(document, "/v1/responses", "404") == {"model_not_found", "response_not_found"}
-    assert "malformed_path" in codes(document, "/v1/training/groups/{group_id}/close", "400")
-    assert set(document["paths"]["/version"]["get"]["responses"]) == {"200", "401", "403", "500"}
+async def test_a_role_is_said_where_a_key_is_needed(document):
+    roles = {path: said.get("x-role") for path, _, said in operations(document)}
+    assert (roles["/health"], roles["/v1/completions"], roles["/v1/training/update"], roles["/pause"]) == (
+        None,
+        "inference",
+        "train",
+        "admin",
+    )
 
 
 async def test_an_event_of_a_stream_is_described_as_a_client_reads_it(document):
@@ -116,10 +101,8 @@ async def test_an_event_of_a_stream_is_described_as_a_client_reads_it(document):
 
 
 async def test_every_body_has_an_example(document):
-    for path, body in bodies(document).items():
-        examples = {name: example["value"] for name, example in body.get("examples", {}).items()}
-        assert examples == EXAMPLES.get(path, {}), path
-    assert set(bodies(document)) == set(EXAMPLES)
+    assert len(bodies(document)) > 40
+    assert [path for path in bodies(document) if not EXAMPLES[path]] == []
 
 
 @pytest.mark.parametrize(("path", "name"), [(path, name) for path, examples in EXAMPLES.items() for name in examples])
@@ -181,9 +164,3 @@ async def test_a_wrong_method_is_told_all_that_are_right(client, fault, path, me
     response = await client.patch(path)
     assert (response.status_code, fault(response)["code"]) == (405, "method_not_allowed")
     assert response.headers["allow"] == methods
-
-
-async def test_a_path_that_may_be_too_long_is_said_to_be_refused(client, document):
-    response = await client.post(f"/v1/training/groups/{'x' * 1000}/close")
-    assert response.status_code == 400
-    assert "400" in document["paths"]["/v1/training/groups/{group_id}/close"]["post"]["responses"]

@@ -26,7 +26,7 @@ async def test_the_salt_reaches_the_engine(client, engine, path):
 
 
 @each_route
-@pytest.mark.parametrize("salt", ["", "x" * (LONGEST + 1), 5, ["salt"], "\ud800"])
+@pytest.mark.parametrize("salt", ["", "x" * (LONGEST + 1), 5, ["salt"]])
 async def test_a_salt_that_is_no_short_text_is_refused(client, engine, fault, path, salt):
     body = json.dumps(BODIES[path] | {"cache_salt": salt})
     response = await client.post(path, content=body, headers={"content-type": "application/json"})

@@ -18,10 +18,11 @@ from mlx_parallm.errors import OverloadedError
 from mlx_parallm.server.access.attempts import Attempts
 from mlx_parallm.server.access.audit import AuditLog
 from mlx_parallm.server.access.keys import ANYONE, NamedKey
-from mlx_parallm.server.access.roles import DECLARED, UNDECLARED, Access, Role
+from mlx_parallm.server.access.roles import UNDECLARED, Access, Role
 from mlx_parallm.server.access.sessions import LOGIN, PAGES, Sessions, from_own_page
 from mlx_parallm.server.errors import ApiKeyError, MethodError, RoleError, UnknownRouteError, error_response
 from mlx_parallm.server.http.request_log import address_of, client_of, record_of
+from mlx_parallm.server.routing import Endpoint
 
 MAX_CHANGES = 64
 """Control actions of one client that may be under way at a time. They run one after another, and to their end even if
@@ -125,7 +126,7 @@ def needed(routes: Iterable[BaseRoute], scope: Scope) -> Access:
         match, _ = route.matches(scope)
         path = getattr(route, "path", "")
         if match is Match.FULL:
-            return DECLARED.get((scope["method"], path), UNDECLARED)
+            return route.access if isinstance(route, Endpoint) else UNDECLARED
         if match is Match.PARTIAL:
             others.setdefault(path, set()).update(getattr(route, "methods", None) or ())
     if not others or (scope["method"], scope["path"]) in ABSENT:

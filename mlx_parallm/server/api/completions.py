@@ -7,13 +7,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from fastapi import APIRouter, Depends
+from fastapi import Depends
 from pydantic import Field, PlainValidator, model_validator
 from starlette.responses import Response
 
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.models import ServedModel
 from mlx_parallm.core.requests import CollectionSpec, Event, GenerationRequest, PromptScored
+from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.answer import AnswerObject, ChoicePiece, ChoiceWriter, ending
 from mlx_parallm.server.api.fields import FinishReasonText, Neutral, TokenId, WireOutput, is_token_ids, refused
 from mlx_parallm.server.api.generation_fields import UNSUPPORTED_OPTIONS, GenerationBody
@@ -29,8 +30,9 @@ from mlx_parallm.server.candidates import Candidates, widest
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import new_request_id
-from mlx_parallm.server.openapi.responses import streamable
+from mlx_parallm.server.openapi import streamable
 from mlx_parallm.server.planning import compile_grammar, longest_text, plan, tokens_as_ids
+from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
 
 DEFAULT_MAX_TOKENS = 16
@@ -135,11 +137,27 @@ class Completion(AnswerObject):
 
 # ---- the route -------------------------------------------------------------------------------------
 
-router = APIRouter()
+router = Router()
 Body = Annotated[CompletionBody, Depends(json_body(CompletionBody))]
 
 
-@router.post("/v1/completions", responses=streamable(Completion))
+@router.post(
+    "/v1/completions",
+    role=Role.INFERENCE,
+    responses=streamable(Completion),
+    examples={
+        "continue a text": {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0},
+        "score a text": {"prompt": "Paris", "max_tokens": 0, "echo": True, "logprobs": 1},
+        "several samples": {"prompt": "Once", "n": 2, "max_tokens": 4, "temperature": 0.8, "seed": 7},
+        "token ids in and out": {
+            "prompt": [1, 2, 3],
+            "max_tokens": 4,
+            "logprobs": 1,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        },
+    },
+)
 async def create_completion(body: Body, services: ServicesDep) -> Response:
     """Continues one or more prompts."""
     return GenerationResponse(services, body, len(body.prompt), partial(prepare, body, services))

@@ -5,18 +5,18 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import Query
 from pydantic import AfterValidator, Field
 
 from mlx_parallm.core.device import PauseMode
 from mlx_parallm.core.engine import EngineClient
-from mlx_parallm.errors import ConflictError, EngineDeadError, StorageError
+from mlx_parallm.errors import ConflictError
+from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.fields import WireOutput, WireQuery, refused
-from mlx_parallm.server.errors import DrainingError
-from mlx_parallm.server.openapi.responses import raises
+from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import ServicesDep
 
-router = APIRouter()
+router = Router()
 
 
 # -- pause -----------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ class PauseStatus(WireOutput):
     """True from `/pause` to `/resume`."""
 
 
-@router.post("/pause", responses=raises(DrainingError, EngineDeadError))
+@router.post("/pause", role=Role.ADMIN, audited=True)
 async def pause(services: ServicesDep, query: Annotated[PauseQuery, Query()]) -> PausedObject:
     """Stops generation: new requests wait in the bounded queue until `/resume`, and `mode` says what happens to those
     under way. Answers when that has happened, or when a later `/pause` or `/resume` has replaced this one; a client
@@ -71,14 +71,14 @@ async def _pause(engine: EngineClient, mode: PauseMode, clear_cache: bool) -> No
         await engine.reset_prefix_cache()
 
 
-@router.post("/resume", responses=raises(DrainingError, EngineDeadError))
+@router.post("/resume", role=Role.ADMIN, audited=True)
 async def resume(services: ServicesDep) -> ResumedObject:
     """Ends a pause: stopped and waiting requests continue. Without a pause it changes nothing."""
     await services.lifecycle.run_to_end(services.engine.resume())
     return ResumedObject(status="resumed")
 
 
-@router.get("/is_paused")
+@router.get("/is_paused", role=Role.INFERENCE)
 async def is_paused(services: ServicesDep) -> PauseStatus:
     """Whether `/pause` is in force. This is true from the call on, even while requests are still under way."""
     return PauseStatus(is_paused=services.engine.stats().paused)
@@ -113,7 +113,7 @@ class PrefixCacheReset(WireOutput):
     """Number of tokens that were cached in memory."""
 
 
-@router.post("/reset_prefix_cache", responses=raises(EngineDeadError, StorageError))
+@router.post("/reset_prefix_cache", role=Role.ADMIN, audited=True)
 async def reset_prefix_cache(
     services: ServicesDep, query: Annotated[ResetPrefixCacheQuery, Query()]
 ) -> PrefixCacheReset:
@@ -151,7 +151,7 @@ class SleepStatus(WireOutput):
     """True while completions are refused because of `/sleep`."""
 
 
-@router.post("/sleep", responses=raises(ConflictError, DrainingError, EngineDeadError))
+@router.post("/sleep", role=Role.ADMIN, audited=True)
 async def sleep(services: ServicesDep, query: Annotated[SleepQuery, Query()]) -> SleepStatus:
     """Refuses new completions at once, and answers when those under way have ended and the memory is free, or when the
     server has been woken in the meantime. If the client disconnects, the server still goes to sleep. Training, adapter
@@ -162,7 +162,7 @@ async def sleep(services: ServicesDep, query: Annotated[SleepQuery, Query()]) ->
     return SleepStatus(is_sleeping=services.sleep.asleep)
 
 
-@router.post("/wake_up")
+@router.post("/wake_up", role=Role.ADMIN, audited=True)
 async def wake_up(services: ServicesDep, query: Annotated[WakeQuery, Query()]) -> SleepStatus:
     """Accepts completions again at once. If the server is awake, nothing changes. The memory is allocated again when a
     request needs it."""
@@ -171,7 +171,7 @@ async def wake_up(services: ServicesDep, query: Annotated[WakeQuery, Query()]) -
     return SleepStatus(is_sleeping=services.sleep.asleep)
 
 
-@router.get("/is_sleeping")
+@router.get("/is_sleeping", role=Role.INFERENCE)
 async def is_sleeping(services: ServicesDep) -> SleepStatus:
     """Whether completions are refused because the server is asleep."""
     return SleepStatus(is_sleeping=services.sleep.asleep)

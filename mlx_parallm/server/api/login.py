@@ -6,7 +6,6 @@ import html
 from importlib.resources import files
 from urllib.parse import parse_qs
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
@@ -15,6 +14,7 @@ from mlx_parallm.server.access.sessions import COOKIE, LIFETIME_S, LOGIN, PAGES
 from mlx_parallm.server.errors import BodyTooLargeError, ForbiddenOriginError
 from mlx_parallm.server.http.body import read_bytes
 from mlx_parallm.server.http.request_log import address_of
+from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import ServicesDep
 
 MAX_FORM_BYTES = 4096
@@ -27,16 +27,16 @@ HEADERS = {
     "referrer-policy": "same-origin",
 }
 
-router = APIRouter(include_in_schema=False)
+router = Router(include_in_schema=False)
 
 
-@router.get(LOGIN)
+@router.get(LOGIN, role=None)
 async def show_login(request: Request) -> HTMLResponse:
     """The form that asks for the key."""
     return _page(request.query_params.get("next", FIRST_PAGE))
 
 
-@router.post(LOGIN)
+@router.post(LOGIN, role=None)
 async def log_in(request: Request, services: ServicesDep) -> Response:
     """Begins a session with the key of the form, and opens the page that it names. The Origin header must be sent,
     which browsers always do; `EntryMiddleware` has checked that it is this server's."""
@@ -62,7 +62,7 @@ async def log_in(request: Request, services: ServicesDep) -> Response:
     return answer
 
 
-@router.post("/logout")
+@router.post("/logout", role=None)
 async def log_out(request: Request, services: ServicesDep) -> Response:
     """Ends the session."""
     services.sessions.close(request.headers)

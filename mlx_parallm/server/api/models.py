@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Depends, Path
+from fastapi import Depends, Path
 from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,16 +13,17 @@ from starlette.responses import Response
 from mlx_parallm.adapters.cards import AdapterCard
 from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.core.models import BaseStatus, ModelState, ServedModel
-from mlx_parallm.errors import ContextLengthError, UnknownModelError
+from mlx_parallm.errors import ContextLengthError
+from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.chat.messages import Conversation, Messages
 from mlx_parallm.server.api.chat.template import TemplateVariables, chosen_template
 from mlx_parallm.server.api.fields import OpenBody, TokenIds, WireOutput, refused
 from mlx_parallm.server.http.body import json_body
-from mlx_parallm.server.openapi.responses import raises
 from mlx_parallm.server.planning import check_ids
+from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
 
-router = APIRouter()
+router = Router()
 
 
 # -- models ----------------------------------------------------------------------------------------
@@ -63,7 +64,7 @@ class ModelList(WireOutput):
 Name = Annotated[str, Path(description="A base model, `base`, an adapter, or `name@version`.")]
 
 
-@router.get("/v1/models", response_model_exclude_unset=True)
+@router.get("/v1/models", role=Role.INFERENCE, response_model_exclude_unset=True)
 async def list_models(services: ServicesDep) -> ModelList:
     """The names that `model` accepts: those of the first base model, one for each other base model, and one for the
     live version of each adapter."""
@@ -76,7 +77,7 @@ async def list_models(services: ServicesDep) -> ModelList:
     return ModelList(object="list", data=[*bases, *live, *unread])
 
 
-@router.get("/v1/models/{name:path}", response_model_exclude_unset=True, responses=raises(UnknownModelError))
+@router.get("/v1/models/{name:path}", role=Role.INFERENCE, response_model_exclude_unset=True)
 async def get_model(name: Name, services: ServicesDep) -> Model:
     """One model or adapter version. The name may have a slash, as hub ids do."""
     statuses = services.models.statuses()
@@ -212,7 +213,15 @@ class TokenizerInfo(WireOutput):
     """The chat template, in Jinja."""
 
 
-@router.post("/tokenize", response_model=Tokens, responses=raises(UnknownModelError))
+@router.post(
+    "/tokenize",
+    role=Role.INFERENCE,
+    response_model=Tokens,
+    examples={
+        "a text": {"prompt": "Hello"},
+        "a conversation": {"messages": [{"role": "user", "content": "What is the capital of France?"}]},
+    },
+)
 async def tokenize(
     body: Annotated[TokenizeBody, Depends(json_body(TokenizeBody))], request: Request, services: ServicesDep
 ) -> Response:
@@ -223,7 +232,7 @@ async def tokenize(
         return await services.workers.run(request.state.body_bytes, partial(_tokenize, body, model))
 
 
-@router.post("/detokenize", response_model=Detokenized, responses=raises(UnknownModelError))
+@router.post("/detokenize", role=Role.INFERENCE, response_model=Detokenized, examples={"ids": {"tokens": [1, 2, 3]}})
 async def detokenize(
     body: Annotated[DetokenizeBody, Depends(json_body(DetokenizeBody))], request: Request, services: ServicesDep
 ) -> Response:
@@ -233,7 +242,7 @@ async def detokenize(
         return await services.workers.run(request.state.body_bytes, partial(_detokenize, body, model))
 
 
-@router.get("/tokenizer_info")
+@router.get("/tokenizer_info", role=Role.INFERENCE)
 async def tokenizer_info(services: ServicesDep) -> TokenizerInfo:
     """The special tokens and the chat template."""
     tokenizer = services.first.tokenizer

@@ -8,33 +8,29 @@ from importlib.metadata import version as version_of
 from importlib.resources import files
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import Query
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from pydantic import Field
-from starlette.responses import HTMLResponse, Response
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from mlx_parallm import __version__
 from mlx_parallm.config import Mode
 from mlx_parallm.core.engine import ModelCard
 from mlx_parallm.engine.figures import EngineStats
 from mlx_parallm.errors import EngineDeadError
+from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.fields import WireOutput, WireQuery
 from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES
 from mlx_parallm.server.api.training.schedule import ModeName, mode_of, schedule_object
-from mlx_parallm.server.errors import (
-    AsleepError,
-    DrainingError,
-    InferenceDisabledError,
-    NotReadyError,
-    ShortMemoryError,
-)
-from mlx_parallm.server.openapi.responses import raises
+from mlx_parallm.server.errors import NotReadyError
+from mlx_parallm.server.routing import Router
 from mlx_parallm.server.sampling import used_defaults
 from mlx_parallm.server.services import Services, ServicesDep
 
 ServerMode = Literal["inference_only", "training_only"] | ModeName
 
-router = APIRouter()
+router = Router()
 
 
 # -- probes and metrics ----------------------------------------------------------------------------
@@ -56,7 +52,7 @@ class ServerVersion(WireOutput):
     """The version of the package mlx_parallm."""
 
 
-@router.get("/health", responses=raises(EngineDeadError), response_model_exclude_unset=True)
+@router.get("/health", role=None, response_model_exclude_unset=True)
 async def health(services: ServicesDep) -> ProbeStatus:
     """Whether the server works: 503 if the device thread, which runs the model, has stopped."""
     stats = services.engine.stats()
@@ -66,13 +62,7 @@ async def health(services: ServicesDep) -> ProbeStatus:
     return ProbeStatus(status="ok", notices=(text,)) if text else ProbeStatus(status="ok")
 
 
-@router.get(
-    "/ready",
-    responses=raises(
-        NotReadyError, DrainingError, InferenceDisabledError, AsleepError, EngineDeadError, ShortMemoryError
-    ),
-    response_model_exclude_unset=True,
-)
+@router.get("/ready", role=None, response_model_exclude_unset=True)
 async def ready(services: ServicesDep) -> ProbeStatus:
     """Whether generation requests are accepted now; if not, 503. A server that sleeps, or only trains, is not ready."""
     services.check_open()
@@ -81,14 +71,17 @@ async def ready(services: ServicesDep) -> ProbeStatus:
     return ProbeStatus(status="ready")
 
 
-@router.get("/version")
+@router.get("/version", role=Role.INFERENCE)
 async def version() -> ServerVersion:
     """The server's version."""
     return ServerVersion(version=__version__)
 
 
 @router.get(
-    "/metrics", response_class=Response, responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+    "/metrics",
+    role=Role.INFERENCE,
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
 )
 async def metrics(services: ServicesDep) -> Response:
     """Metrics in Prometheus's text format."""
@@ -166,7 +159,7 @@ class ServerInfo(WireOutput):
     """Whether it trains."""
 
 
-@router.get("/server_info")
+@router.get("/server_info", role=Role.INFERENCE)
 async def server_info(services: ServicesDep, _: Annotated[ServerInfoQuery, Query()]) -> ServerInfo:
     """Model, versions, limits and state."""
     config, stats, adapters = services.config, services.engine.stats(), services.adapters.stats()
@@ -227,7 +220,7 @@ class DebugState(WireOutput):
     """The base model."""
 
 
-@router.get("/debug/state")
+@router.get("/debug/state", role=Role.ADMIN)
 async def debug_state(services: ServicesDep) -> DebugState:
     """The state of engine and server: queues, rows of the batch, KV pool and memory."""
     stats = services.engine.stats()
@@ -261,7 +254,13 @@ DOCS_HEADERS = {
 }
 
 
-@router.get("/docs", include_in_schema=False)
+@router.get("/openapi.json", role=Role.INFERENCE, include_in_schema=False)
+async def openapi(request: Request) -> JSONResponse:
+    """The OpenAPI document."""
+    return JSONResponse(request.app.openapi())
+
+
+@router.get("/docs", role=Role.INFERENCE, include_in_schema=False)
 async def docs() -> HTMLResponse:
     """A page that shows `/openapi.json`. It loads nothing from other servers."""
     page = files("mlx_parallm.server").joinpath("docs.html").read_text("utf-8")

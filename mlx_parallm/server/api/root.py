@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 
 from mlx_parallm.config import ServerConfig
+from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.dashboard.route import page
+from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import ServicesDep
 
-router = APIRouter()
+router = Router()
 
 
-@router.get("/", response_class=PlainTextResponse)
+@router.get("/", role=Role.INFERENCE, response_class=PlainTextResponse)
 async def root(request: Request, services: ServicesDep) -> Response:
     """Says `Ollama is running`, or `MLX ParaLLM is running` if Ollama's API is turned off. A browser gets the
     dashboard, or is sent to `/docs` if that is turned off."""

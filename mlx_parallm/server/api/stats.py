@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import Query
 from pydantic import Field
 
 from mlx_parallm.engine.figures import EngineStats
@@ -18,12 +18,13 @@ from mlx_parallm.server.api.fields import INT32_MAX, WireOutput, WireQuery
 from mlx_parallm.server.api.ops import ServerMode, server_mode
 from mlx_parallm.server.command_line import command_line
 from mlx_parallm.server.recent import Counted, Interval, RecentValues
+from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import KeyDep, Services, ServicesDep
 
 if TYPE_CHECKING:
     from mlx_parallm.app.lessons import Lessons
 
-router = APIRouter()
+router = Router()
 
 
 class StatsQuery(WireQuery):
@@ -206,7 +207,7 @@ class Stats(WireOutput):
     """The history after the interval that the client has, oldest first; at most 300 intervals."""
 
 
-@router.get("/v1/stats")
+@router.get("/v1/stats", role=Role.INFERENCE)
 async def stats(services: ServicesDep, key: KeyDep, query: Annotated[StatsQuery, Query()]) -> Stats:
     """What the server does now, and did in the last minutes: queue, latencies, memory, and how the device spent its
     time. Cheap enough to be asked for every second."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from fastapi import APIRouter
-
 from mlx_parallm.server.access.accounts import Account
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.fields import WireOutput
+from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import KeyDep, ServicesDep
 
-router = APIRouter()
+router = Router()
 
 
 class KeyUsage(WireOutput):
@@ -51,7 +50,7 @@ class UsageList(WireOutput):
     """The keys that have been used, by name."""
 
 
-@router.get("/v1/usage")
+@router.get("/v1/usage", role=Role.INFERENCE)
 async def usage(services: ServicesDep, key: KeyDep) -> UsageList:
     """What the key of this request has used since the server started; with an admin key, what every key has used."""
     accounts = services.accounts.all() if key.role is Role.ADMIN else [services.accounts.of(key)]

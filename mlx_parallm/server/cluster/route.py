@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, aclosing
 from typing import Annotated, Literal, cast
 
-from fastapi import APIRouter, Depends, Header, Path
+from fastapi import Depends, Header, Path
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -21,18 +21,19 @@ from mlx_parallm.core.engine import EngineClient
 from mlx_parallm.core.grammar import Grammar
 from mlx_parallm.core.models import ServedModel
 from mlx_parallm.core.requests import Event, RequestFailed, RequestFinished
-from mlx_parallm.errors import ConflictError, ContextLengthError, InvalidRequestError, ParaLLMError, UnknownModelError
+from mlx_parallm.errors import ConflictError, ContextLengthError, ParaLLMError
 from mlx_parallm.server.access.guard import sent_keys
+from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.fields import INT32_MAX, WireInput, WireOutput
 from mlx_parallm.server.cluster.parts import ClusterParts
 from mlx_parallm.server.cluster.remote import GENERATE, SAMPLE
 from mlx_parallm.server.cluster.router import RoutingCounts
 from mlx_parallm.server.cluster.wire import WireClock, WireEvent, WireRequest
-from mlx_parallm.server.errors import ApiKeyError, BodyTimeoutError, BodyTooLargeError
+from mlx_parallm.server.errors import ApiKeyError
 from mlx_parallm.server.http.body import json_body, read_body, read_bytes
 from mlx_parallm.server.http.request_log import client_of
 from mlx_parallm.server.lifecycle import while_connected
-from mlx_parallm.server.openapi.responses import raises
+from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import KeyDep, Services, ServicesDep
 
 _HEADERS = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
@@ -245,7 +246,7 @@ MAX_ARCHIVE_BYTES = 1 << 30
 ARCHIVE_TIMEOUT_S = 600.0
 """The largest archive of an adapter, and the time that it may take to arrive."""
 
-router = APIRouter()
+router = Router()
 
 
 class LargeFile(FileResponse):
@@ -278,13 +279,13 @@ Number = Annotated[int, Path(ge=0, le=INT32_MAX, description="The number of its 
 FileName = Annotated[str, Path(description="One of the files that POST /v1/cluster/join lists.")]
 
 
-@router.get("/v1/cluster", responses=raises(ConflictError))
+@router.get("/v1/cluster", role=Role.INFERENCE)
 async def status(cluster: ClusterDep, key: KeyDep) -> ClusterObject:
     """The nodes of the cluster, their adapter versions, and what the router has done."""
     return ClusterObject.of(cluster.client.status(), cluster.counts, key.sees)
 
 
-@router.post("/v1/cluster/join", include_in_schema=False, responses=raises(ApiKeyError, ConflictError))
+@router.post("/v1/cluster/join", role=Role.TRAIN, include_in_schema=False)
 async def join(
     request: Request, cluster: NodesDep, body: Annotated[JoinBody, Depends(json_body(JoinBody))]
 ) -> JoinAnswer:
@@ -293,17 +294,13 @@ async def join(
     return JoinAnswer.of(await cluster.client.join(body.joining(), host))
 
 
-@router.get("/v1/cluster/base/{file}", include_in_schema=False, responses=raises(ApiKeyError, ConflictError))
+@router.get("/v1/cluster/base/{file}", role=Role.TRAIN, include_in_schema=False)
 async def base_file(cluster: NodesDep, file: FileName) -> LargeFile:
     """A file of the base model. Takes the header Range, so that a node can continue where it was interrupted."""
     return LargeFile(await cluster.client.base_file(file), media_type="application/octet-stream")
 
 
-@router.put(
-    "/v1/cluster/adapters/{name}/{version}",
-    include_in_schema=False,
-    responses=raises(ApiKeyError, ConflictError, InvalidRequestError, BodyTooLargeError, BodyTimeoutError),
-)
+@router.put("/v1/cluster/adapters/{name}/{version}", role=Role.TRAIN, audited=True, include_in_schema=False)
 async def put_adapter(
     request: Request,
     cluster: NodesDep,
@@ -319,25 +316,21 @@ async def put_adapter(
     return VersionObject.of(kept)
 
 
-@router.get(
-    "/v1/cluster/adapters/{name}/{version}",
-    include_in_schema=False,
-    responses=raises(ApiKeyError, ConflictError, UnknownModelError),
-)
+@router.get("/v1/cluster/adapters/{name}/{version}", role=Role.TRAIN, include_in_schema=False)
 async def adapter(cluster: NodesDep, name: Name, version: Number) -> LargeFile:
     """An adapter version, as it was uploaded."""
     file = await cluster.client.adapter_file(AdapterRef(name, version))
     return LargeFile(file, media_type="application/x-tar")
 
 
-@router.post(GENERATE, include_in_schema=False, responses=raises(ApiKeyError, ConflictError, UnknownModelError))
+@router.post(GENERATE, role=Role.TRAIN, include_in_schema=False)
 async def generate(request: Request, services: ServicesDep, cluster: NodesDep) -> Response:
     """Answers a request of the head with this node's engine, as lines of JSON. For nodes of the same version only."""
     asked = await read_body(request, services, WireRequest.model_validate_json)
     return EngineResponse(services, cluster.own, asked)
 
 
-@router.post(SAMPLE, include_in_schema=False, responses=raises(ApiKeyError, ConflictError, UnknownModelError))
+@router.post(SAMPLE, role=Role.TRAIN, include_in_schema=False)
 async def sample(request: Request, services: ServicesDep, cluster: NodesDep) -> Response:
     """Answers a request of a trainer with any node's engine. For nodes of the same version only."""
     asked = await read_body(request, services, WireRequest.model_validate_json)

@@ -13,12 +13,13 @@ from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
-from fastapi import APIRouter
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.errors import UnknownRouteError
+from mlx_parallm.server.routing import Router
 
 PAGE = "index.html"
 MEDIA_TYPES = {
@@ -71,16 +72,16 @@ def page(request: Headers) -> Response:
     return built_files()[PAGE].response(request, PAGE_HEADERS)
 
 
-router = APIRouter(include_in_schema=False)
+router = Router(include_in_schema=False)
 
 
-@router.get("/dashboard")
+@router.get("/dashboard", role=Role.INFERENCE)
 async def dashboard(request: Request) -> Response:
     """The page."""
     return page(request.headers)
 
 
-@router.get("/dashboard/assets/{name}")
+@router.get("/dashboard/assets/{name}", role=Role.INFERENCE)
 async def built_file(name: str, request: Request) -> Response:
     """A script, a style sheet, or the licences of what they contain."""
     file = built_files().get(name)

@@ -7,19 +7,18 @@ sends, and its errors echo input that may not be encodable.
 from __future__ import annotations
 
 import asyncio
-import json
-import re
 import zlib
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 from starlette.requests import Request
 
-from mlx_parallm.errors import InvalidRequestError, UnknownModelError
+from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server.api.fields import IgnoredFields, OpenBody
 from mlx_parallm.server.errors import BodyTimeoutError, BodyTooLargeError, MediaTypeError
 from mlx_parallm.server.http.request_log import client_of, record_of
@@ -35,7 +34,6 @@ JSON_TYPES = frozenset({"application/json", "application/x-www-form-urlencoded"}
 BYTES_PER_VALUE = 16
 """The largest number of JSON values in a body is the size limit divided by this: a million at 16 MiB."""
 _MAX_DIGITS = 12
-SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,9 +199,9 @@ def parse_large(
     ignored: IgnoredFields | None = None,
     given: Mapping[str, object] = MappingProxyType({}),
 ) -> M:
-    """`parse_body` for a body of any length. If it is large, call it in a worker thread. Python's JSON parser holds the
-    interpreter lock until it has parsed the whole body, about 100 ns for each value, so a body with too many values
-    would stop all other threads. Therefore the values are counted first.
+    """`parse_body` for a body of any length. If it is large, call it in a worker thread. The JSON parser holds the
+    interpreter lock until it has parsed the whole body, so a body with too many values would stop all other threads.
+    Therefore the values are counted first.
 
     Raises:
         BodyTooLargeError: the body has more than `max_body_bytes // BYTES_PER_VALUE` JSON values.
@@ -241,76 +239,25 @@ def parse_body(
 
     Raises:
         InvalidRequestError: the body is not a JSON object, or a field is wrong; `param` names the field.
-        UnknownModelError: the field `model` is not valid Unicode.
     """
     try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError:
-        raise InvalidRequestError("The body is not valid UTF-8.") from None
-    constants: list[str] = []
-
-    def constant(name: str) -> float:
-        """NaN and Infinity are not JSON. They are kept until validation, because its error names the field."""
-        constants.append(name)
-        return float(name)
-
-    value = _loads(text, constant)
+        value = from_json(raw)  # NaN and Infinity pass, so that the error about a field names it
+    except ValueError as error:
+        raise InvalidRequestError(f"The body is not valid JSON in UTF-8: {error}.") from None
     if isinstance(value, list) and (name := getattr(model, "LIST", "")):
         value = {name: value}
     if not isinstance(value, dict):
         raise InvalidRequestError("The body must be a JSON object.")
-    refuses = bool(value.get("collect_trajectory"))
-    value = {**given, **value}
-    if SURROGATE_ESCAPE.search(text):
-        _refuse_lone_surrogates(value)
+    context = None if value.get("collect_trajectory") else ignored
+    return validated(model, {**given, **value}, context)
+
+
+def validated(model: type[M], value: object, ignored: IgnoredFields | None = None) -> M:
+    """A body, or a part of one, as `model`. Raises InvalidRequestError if a field is wrong; `param` names the field."""
     try:
-        checked = model.model_validate(value, context=None if refuses else ignored)
+        return model.model_validate(value, context=ignored)
     except ValidationError as error:
         raise first_fault(error) from None
-    if constants:
-        raise InvalidRequestError(f"{constants[0]} is not valid JSON.")
-    return checked
-
-
-def validated(model: type[M], value: object) -> M:
-    """A part of a body as `model`. Raises InvalidRequestError if a field is wrong; `param` names the field."""
-    try:
-        return model.model_validate(value)
-    except ValidationError as error:
-        raise first_fault(error) from None
-
-
-def _loads(text: str, constant: Callable[[str], Any]) -> object:
-    try:
-        return json.loads(text, parse_constant=constant)
-    except json.JSONDecodeError as error:
-        raise InvalidRequestError(
-            f"The body is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}."
-        ) from None
-    except RecursionError:
-        raise InvalidRequestError("The body is nested too deeply.") from None
-    except ValueError:  # Python's limit on the digits of an integer
-        raise InvalidRequestError("The body has an integer with too many digits.") from None
-
-
-def _refuse_lone_surrogates(fields: dict[str, Any]) -> None:
-    """Refuses text with lone surrogates. UTF-8 cannot encode them, so it would fail later, when it is sent back."""
-    for name, value in fields.items():
-        if not _encodable(name):
-            raise InvalidRequestError("A field's name has a lone surrogate.")
-        if not _encodable(value):
-            kind = UnknownModelError if name == "model" else InvalidRequestError
-            raise kind(f"{name[:100]}: text with a lone surrogate is not valid Unicode.", param=name)
-
-
-def _encodable(value: object) -> bool:
-    try:
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    except RecursionError:
-        raise InvalidRequestError("The body is nested too deeply.") from None
-    return True
 
 
 def first_fault(error: ValidationError) -> InvalidRequestError:

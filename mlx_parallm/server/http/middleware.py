@@ -34,13 +34,7 @@ from mlx_parallm.server.errors import (
     unexpected_response,
 )
 from mlx_parallm.server.http import request_log
-from mlx_parallm.server.http.request_log import (
-    IGNORED_FIELDS,
-    LORA_ADAPTER,
-    REQUEST_ID,
-    TRACE_RESPONSE,
-    RequestRecord,
-)
+from mlx_parallm.server.http.request_log import IGNORED_FIELDS, LORA_ADAPTER, REQUEST_ID, TRACE_RESPONSE, RequestRecord
 from mlx_parallm.server.metrics import ServerMetrics
 
 if TYPE_CHECKING:

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, NoReturn
 
-from fastapi import APIRouter, Depends
+from fastapi import Depends
 from pydantic import Field
 
 from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.server.api.adapters.route import LOAD_ERRORS, UNLOAD_ERRORS, load, unload
-from mlx_parallm.server.api.adapters.schema import MAX_PATH, BaseName, LoadedLora, Name, UnloadedLora, UnloadLoraBody
+from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.api.adapters.route import load
+from mlx_parallm.server.api.adapters.schema import MAX_PATH, BaseName, LoadedLora, Name
 from mlx_parallm.server.api.fields import Neutral, WireInput, WireOutput
 from mlx_parallm.server.http.body import json_body
+from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import ServicesDep
 
-router = APIRouter()
+router = Router()
 
 
 # -- adapters --------------------------------------------------------------------------------------
@@ -38,21 +40,18 @@ class ReplaceLoraBody(WireInput):
     """The base model that the adapter is for; by default, the one that its files name, or else the first one."""
 
 
-@router.post("/load_lora_adapter", responses=LOAD_ERRORS)
+@router.post(
+    "/load_lora_adapter",
+    role=Role.TRAIN,
+    audited=True,
+    examples={"from a folder": {"lora_name": "tone", "lora_path": "tone"}},
+)
 async def load_lora_adapter(
     body: Annotated[ReplaceLoraBody, Depends(json_body(ReplaceLoraBody))], services: ServicesDep
 ) -> LoadedLora:
     """Loads an adapter, and answers when the new version is live. Requests under way with this name keep the version
     that they began with, and later ones get the new one. `/v1/load_lora_adapter` does the same with `load_inplace`."""
     return await load(services, body.lora_name, body.lora_path, True, body.base_model_name)
-
-
-@router.post("/unload_lora_adapter", responses=UNLOAD_ERRORS)
-async def unload_lora_adapter(
-    body: Annotated[UnloadLoraBody, Depends(json_body(UnloadLoraBody))], services: ServicesDep
-) -> UnloadedLora:
-    """Does the same as `/v1/unload_lora_adapter`."""
-    return await unload(services, body.lora_name, "lora_name", body.base_model_name)
 
 
 # -- state -----------------------------------------------------------------------------------------
@@ -72,13 +71,13 @@ class WorldSize(WireOutput):
     """Always 1."""
 
 
-@router.get("/liveness")
+@router.get("/liveness", role=None)
 async def liveness() -> Liveness:
     """Whether the HTTP server answers. `/health` says whether the engine works too."""
     return Liveness(status="ok")
 
 
-@router.get("/get_world_size")
+@router.get("/get_world_size", role=Role.INFERENCE)
 async def get_world_size() -> WorldSize:
     """The number of processes that hold the model."""
     return WorldSize(world_size=1)
@@ -87,7 +86,7 @@ async def get_world_size() -> WorldSize:
 # -- weights of whole models -----------------------------------------------------------------------
 
 
-@router.post("/update_weights", include_in_schema=False, response_model=None)
+@router.post("/update_weights", role=Role.TRAIN, include_in_schema=False, response_model=None)
 async def refuse_weights() -> NoReturn:
     """Refuses the weights of a whole model. prime-rl takes a 404 for a server that needs no update, and goes on with
     the old weights; other trainers are told by the 404 of the routes that they call first."""

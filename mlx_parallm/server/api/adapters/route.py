@@ -12,18 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
-from fastapi import APIRouter, Depends, Path
+from fastapi import Depends, Path
 
 from mlx_parallm.adapters.cards import AdapterCard, CheckpointCard
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
-from mlx_parallm.errors import (
-    AdapterFileError,
-    AdapterUnavailableError,
-    ConflictError,
-    EngineDeadError,
-    StorageError,
-    UnknownModelError,
-)
+from mlx_parallm.errors import UnknownModelError
+from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.adapters.schema import (
     Adapter,
     AdapterList,
@@ -45,10 +39,9 @@ from mlx_parallm.server.api.adapters.schema import (
     UnloadLoraBody,
 )
 from mlx_parallm.server.api.training.route import stop_teaching
-from mlx_parallm.server.errors import DrainingError
 from mlx_parallm.server.http.body import json_body
-from mlx_parallm.server.openapi.responses import raises
 from mlx_parallm.server.planning import adapter_named_by
+from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
 
 if TYPE_CHECKING:
@@ -85,21 +78,23 @@ def _unnamed_shares(services: Services) -> Mapping[AdapterRef, float]:
     return shares
 
 
-LOAD_ERRORS = raises(AdapterFileError, UnknownModelError, ConflictError, StorageError, DrainingError, EngineDeadError)
-DELETE_ERRORS = raises(UnknownModelError, ConflictError, StorageError, DrainingError)
-UNLOAD_ERRORS = raises(UnknownModelError, ConflictError, DrainingError)
-ROUTE_ERRORS = raises(UnknownModelError, AdapterUnavailableError, DrainingError, EngineDeadError)
-SAVE_ERRORS = raises(UnknownModelError, ConflictError, StorageError, DrainingError, EngineDeadError)
-
 STOP_FIRST = "stop that with POST /v1/training/stop first."
 
-router = APIRouter()
+router = Router()
 
 
 # -- load and unload -------------------------------------------------------------------------------
 
 
-@router.post("/v1/load_lora_adapter", responses=LOAD_ERRORS)
+@router.post(
+    "/v1/load_lora_adapter",
+    role=Role.TRAIN,
+    audited=True,
+    examples={
+        "from a folder": {"lora_name": "tone", "lora_path": "tone"},
+        "in place": {"lora_name": "math", "lora_path": "math", "load_inplace": True},
+    },
+)
 async def load_lora_adapter(
     body: Annotated[LoadLoraBody, Depends(json_body(LoadLoraBody))], services: ServicesDep
 ) -> LoadedLora:
@@ -123,7 +118,13 @@ async def load(services: Services, name: str, path: str, replace: bool, base_mod
     return LoadedLora(**adapter, status="success", lora_name=card.ref.name, lora_adapter=str(card.ref))
 
 
-@router.post("/v1/unload_lora_adapter", responses=UNLOAD_ERRORS)
+@router.post(
+    "/v1/unload_lora_adapter",
+    "/unload_lora_adapter",
+    role=Role.TRAIN,
+    audited=True,
+    examples={"all versions": {"lora_name": "math"}},
+)
 async def unload_lora_adapter(
     body: Annotated[UnloadLoraBody, Depends(json_body(UnloadLoraBody))], services: ServicesDep
 ) -> UnloadedLora:
@@ -148,8 +149,13 @@ async def unload(services: Services, selector: str, param: str, base_model_name:
 # -- route and rollback ----------------------------------------------------------------------------
 
 
-@router.post("/model/switch-lora", responses=ROUTE_ERRORS)
-@router.post("/v1/model/switch-lora", responses=ROUTE_ERRORS)
+@router.post(
+    "/v1/model/switch-lora",
+    "/model/switch-lora",
+    role=Role.TRAIN,
+    audited=True,
+    examples={"one version": {"version": "math@1"}, "the model itself": {"version": "base"}},
+)
 async def switch_lora(
     body: Annotated[SwitchLoraBody, Depends(json_body(SwitchLoraBody))], services: ServicesDep
 ) -> SwitchedLora:
@@ -160,13 +166,15 @@ async def switch_lora(
         return SwitchedLora(status="success", current_lora=str(current), route=dict(route))
 
 
-@router.get("/v1/adapters/route")
+@router.get("/v1/adapters/route", role=Role.INFERENCE)
 async def get_route(services: ServicesDep) -> AdapterRoute:
     """The adapters that serve requests which name none, and their shares."""
     return AdapterRoute(route=dict(services.adapters.route()))
 
 
-@router.post("/v1/adapters/route", responses=ROUTE_ERRORS)
+@router.post(
+    "/v1/adapters/route", role=Role.TRAIN, audited=True, examples={"a tenth": {"weights": {"base": 0.9, "math": 0.1}}}
+)
 async def set_route(body: Annotated[RouteBody, Depends(json_body(RouteBody))], services: ServicesDep) -> AdapterRoute:
     """Splits the requests that name no adapter between versions, in proportion to the weights."""
     with adapter_named_by("weights", *body.weights):
@@ -174,14 +182,14 @@ async def set_route(body: Annotated[RouteBody, Depends(json_body(RouteBody))], s
     return AdapterRoute(route=dict(route))
 
 
-@router.delete("/v1/adapters/route", responses=raises(DrainingError, EngineDeadError))
+@router.delete("/v1/adapters/route", role=Role.TRAIN, audited=True)
 async def reset_route(services: ServicesDep) -> AdapterRoute:
     """Sends all requests that name no adapter to the base model."""
     to_base = services.adapters.set_route({BASE_ADAPTER.name: 1.0})
     return AdapterRoute(route=dict(await services.lifecycle.run_to_end(to_base)))
 
 
-@router.post("/v1/adapters/rollback", responses=raises(UnknownModelError, ConflictError, DrainingError))
+@router.post("/v1/adapters/rollback", role=Role.TRAIN, audited=True, examples={"an adapter": {"lora_name": "math"}})
 async def roll_back(
     body: Annotated[RollbackBody, Depends(json_body(RollbackBody))], services: ServicesDep
 ) -> RolledBack:
@@ -197,7 +205,12 @@ async def roll_back(
 # -- the end of an adapter -------------------------------------------------------------------------
 
 
-@router.post("/v1/adapters/delete", responses=DELETE_ERRORS)
+@router.post(
+    "/v1/adapters/delete",
+    role=Role.ADMIN,
+    audited=True,
+    examples={"what would go": {"lora_name": "math", "dry_run": True}},
+)
 async def delete_all(
     body: Annotated[DeleteAdapterBody, Depends(json_body(DeleteAdapterBody))], services: ServicesDep
 ) -> DeletedAdapter:
@@ -229,7 +242,7 @@ Selector = Annotated[
 ]
 
 
-@router.get("/v1/adapters")
+@router.get("/v1/adapters", role=Role.INFERENCE)
 async def list_adapters(services: ServicesDep) -> AdapterList:
     """All adapter versions that requests may name, and the state of the adapter bank."""
     stats, traffic = services.adapters.stats(), Traffic.of(services)
@@ -244,13 +257,13 @@ async def list_adapters(services: ServicesDep) -> AdapterList:
     )
 
 
-@router.get("/v1/adapters/{selector:path}", responses=raises(UnknownModelError))
+@router.get("/v1/adapters/{selector:path}", role=Role.INFERENCE)
 async def get_adapter(selector: Selector, services: ServicesDep) -> Adapter:
     """One adapter version."""
     return adapter_object(services.find(selector, "selector"), Traffic.of(services), services)
 
 
-@router.delete("/v1/adapters/{selector:path}", responses=UNLOAD_ERRORS)
+@router.delete("/v1/adapters/{selector:path}", role=Role.TRAIN, audited=True)
 async def delete_adapter(selector: Selector, services: ServicesDep) -> UnloadedLora:
     """Removes an adapter, or one version of it, as `/v1/unload_lora_adapter` does."""
     return await unload(services, selector, "selector")
@@ -281,7 +294,7 @@ def adapter_object(card: AdapterCard, traffic: Traffic, services: Services) -> A
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
-@router.get("/v1/checkpoints")
+@router.get("/v1/checkpoints", role=Role.TRAIN)
 async def list_checkpoints(services: ServicesDep) -> CheckpointList:
     """The checkpoints on disk, oldest first."""
     cards = [card for card in services.adapters.checkpoints() if services.key.may_change(card.adapter.name)]
@@ -290,8 +303,13 @@ async def list_checkpoints(services: ServicesDep) -> CheckpointList:
     return CheckpointList(object="list", data=list(map(checkpoint_object, tagged)))
 
 
-@router.post("/training/checkpoint", responses=SAVE_ERRORS)
-@router.post("/v1/training/checkpoint", responses=SAVE_ERRORS)
+@router.post(
+    "/v1/training/checkpoint",
+    "/training/checkpoint",
+    role=Role.TRAIN,
+    audited=True,
+    examples={"tagged": {"lora_name": "math", "checkpoint_name": "mine", "metrics": {"accuracy": 0.75}}},
+)
 async def save_checkpoint(
     body: Annotated[SaveCheckpointBody, Depends(json_body(SaveCheckpointBody, required=False))], services: ServicesDep
 ) -> Checkpoint:

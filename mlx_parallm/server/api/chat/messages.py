@@ -19,13 +19,7 @@ from pydantic import (
 )
 
 from mlx_parallm.core.text import TextTokenizer, Tool
-from mlx_parallm.core.tool_text import (
-    TemplateMessage,
-    calls_as_text,
-    lost_result,
-    read_arguments,
-    tools_as_text,
-)
+from mlx_parallm.core.tool_text import TemplateMessage, calls_as_text, lost_result, read_arguments, tools_as_text
 from mlx_parallm.errors import InvalidRequestError, shown
 from mlx_parallm.server.api.chat.fitting import fitted
 from mlx_parallm.server.api.fields import Neutral, Validate, WireInput, check_text_parts, read_nested, refused

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends
+from fastapi import Depends
 from starlette.responses import Response
 
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.models import ServedModel
 from mlx_parallm.core.requests import CollectionSpec, Event, FinishReason, GenerationRequest, PromptScored
 from mlx_parallm.core.splitter import AnswerSyntax, CallPart, JoinedParts, Splitter, join_parts
+from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.answer import ChoicePiece, ChoiceWriter, Watch, cut_off, ending
 from mlx_parallm.server.api.chat.history import PlannedTurn
 from mlx_parallm.server.api.chat.messages import Conversation
@@ -39,22 +40,53 @@ from mlx_parallm.server.candidates import Candidates
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import new_request_id
-from mlx_parallm.server.openapi.responses import streamable
+from mlx_parallm.server.openapi import streamable
 from mlx_parallm.server.planning import longest_text, plan, tokens_as_ids
+from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
 
-router = APIRouter()
+router = Router()
 Body = Annotated[ChatBody, Depends(json_body(ChatBody))]
 TokensBody = Annotated[ChatTokensBody, Depends(json_body(ChatTokensBody))]
 
 
-@router.post("/v1/chat/completions", responses=streamable(ChatCompletion))
+@router.post(
+    "/v1/chat/completions",
+    role=Role.INFERENCE,
+    responses=streamable(ChatCompletion),
+    examples={
+        "a question": {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 8},
+        "as a stream": {
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "max_tokens": 8,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        },
+        "for training": {
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "n": 2,
+            "max_tokens": 4,
+            "collect_trajectory": True,
+        },
+    },
+)
 async def create_chat_completion(body: Body, services: ServicesDep) -> Response:
     """Continues a conversation, rendered with the model's own chat template."""
     return GenerationResponse(services, body, 1, partial(prepare, body, services))
 
 
-@router.post("/v1/chat/completions/tokens", responses=streamable(ChatCompletion))
+@router.post(
+    "/v1/chat/completions/tokens",
+    role=Role.INFERENCE,
+    responses=streamable(ChatCompletion),
+    examples={
+        "a question and its tokens": {
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "tokens": [1, 2, 3],
+            "max_tokens": 4,
+        }
+    },
+)
 async def create_chat_completion_of_tokens(body: TokensBody, services: ServicesDep) -> Response:
     """Continues a conversation whose prompt the client gives as `tokens`, so that a turn can extend the tokens of the
     turn before it. The answer is that of `/v1/chat/completions`."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, ClassVar
 
-from fastapi import APIRouter, Depends
+from fastapi import Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -33,7 +33,8 @@ from mlx_parallm.core.requests import (
     SequenceOutput,
 )
 from mlx_parallm.core.splitter import AnswerPart, Splitter
-from mlx_parallm.errors import ContextLengthError, UnknownModelError
+from mlx_parallm.errors import ContextLengthError
+from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.answer import (
     AnswerWriter,
     Watch,
@@ -66,7 +67,8 @@ from mlx_parallm.server.errors import UnknownThreadError, error_body, rule_of
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.framing import EVENTS, Framing
-from mlx_parallm.server.openapi.responses import raises, streamable
+from mlx_parallm.server.openapi import streamable
+from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
 
 
@@ -298,19 +300,39 @@ OWN_NAMES: Mapping[str, str] = {
 }
 """Maps names of chat's fields to the names of the same fields here; see `client_names`."""
 
-router = APIRouter()
+router = Router()
 Body = Annotated[MessagesBody, Depends(json_body(MessagesBody))]
 CountBody = Annotated[CountTokensBody, Depends(json_body(CountTokensBody))]
 
 
-@router.post("/v1/messages", responses=streamable(MessageObject))
+@router.post(
+    "/v1/messages",
+    role=Role.INFERENCE,
+    responses=streamable(MessageObject),
+    examples={
+        "a question": {
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "system": "Be brief.",
+            "max_tokens": 8,
+        },
+        "as a stream": {
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "max_tokens": 8,
+            "stream": True,
+        },
+    },
+)
 async def create_message(body: Body, request: Request, services: ServicesDep) -> Response:
     """Answers a conversation, as Anthropic's API does. `max_tokens` that do not fit the context are lowered."""
     chat = await services.workers.run(request.state.body_bytes, partial(_as_chat, body))
     return GenerationResponse(services, chat, 1, partial(prepare, body, chat, services))
 
 
-@router.post("/v1/messages/count_tokens", responses=raises(UnknownModelError, UnknownThreadError, ContextLengthError))
+@router.post(
+    "/v1/messages/count_tokens",
+    role=Role.INFERENCE,
+    examples={"a question": {"messages": [{"role": "user", "content": "What is the capital of France?"}]}},
+)
 async def count_tokens(body: CountBody, request: Request, services: ServicesDep) -> TokenCount:
     """Counts the tokens of the prompt that `POST /v1/messages` would make of the same body. Generates nothing."""
     services.check_model(body.model)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
-from fastapi import APIRouter, Depends
+from fastapi import Depends
 from numpy.typing import NDArray
 from pydantic import Field, PlainValidator
 from starlette.responses import Response
@@ -28,6 +28,7 @@ from mlx_parallm.core.requests import (
     StopParams,
 )
 from mlx_parallm.errors import ContextLengthError, EngineError, InvalidRequestError
+from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.answer import Usage
 from mlx_parallm.server.api.completions import Prompt, Prompts, prompts_of
 from mlx_parallm.server.api.fields import INT32_MAX, Neutral, Numbers, WireOutput, refused
@@ -36,8 +37,9 @@ from mlx_parallm.server.api.pooling.writer import WholeAnswerWriter
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import new_request_id
-from mlx_parallm.server.openapi.responses import generating
+from mlx_parallm.server.openapi import generating
 from mlx_parallm.server.planning import check_ids
+from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
 
 Vector = NDArray[np.float32]
@@ -116,10 +118,18 @@ class Embeddings(WireOutput):
 
 # ---- the route -------------------------------------------------------------------------------------
 
-router = APIRouter()
+router = Router()
 
 
-@router.post("/v1/embeddings", responses=generating(Embeddings))
+@router.post(
+    "/v1/embeddings",
+    role=Role.INFERENCE,
+    responses=generating(Embeddings),
+    examples={
+        "two texts": {"input": ["A cat sleeps.", "A dog runs."]},
+        "token ids, as base64": {"input": [1, 2, 3], "encoding_format": "base64", "pooling": "mean", "dimensions": 2},
+    },
+)
 async def create_embeddings(
     body: Annotated[EmbeddingsBody, Depends(json_body(EmbeddingsBody))], services: ServicesDep
 ) -> Response:

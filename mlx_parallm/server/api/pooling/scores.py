@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from fastapi import APIRouter, Depends
+from fastapi import Depends
 from pydantic import Field, PlainValidator, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,8 +18,9 @@ from starlette.responses import Response
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.models import ServedModel
 from mlx_parallm.core.requests import CollectionSpec, Event, GenerationRequest, PromptScored, SamplingParams, StopParams
-from mlx_parallm.errors import ContextLengthError, InvalidRequestError, TrainingDisabledError
+from mlx_parallm.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.server.access.permits import check_permitted
+from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.answer import Usage, token_usage
 from mlx_parallm.server.api.fields import INT32_MAX, Neutral, WireInput, WireOutput, refused
 from mlx_parallm.server.api.pooling.fields import MAX_INPUTS, PoolingBody, together
@@ -29,8 +30,9 @@ from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import key_of, new_request_id, record_of
 from mlx_parallm.server.lifecycle import while_connected
-from mlx_parallm.server.openapi.responses import generating
+from mlx_parallm.server.openapi import generating
 from mlx_parallm.server.planning import check_ids
+from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
 
 if TYPE_CHECKING:
@@ -214,7 +216,7 @@ def _rows(body: PairsBody, model: ServedModel) -> tuple[Sequence[tuple[int, ...]
     return together(joined(), context, body.CONTEXT), lengths
 
 
-router = APIRouter()
+router = Router()
 
 # ---- scores ----------------------------------------------------------------------------------------
 
@@ -298,16 +300,16 @@ class Scores(WireOutput):
 Scoring = Annotated[ScoreBody, Depends(json_body(ScoreBody))]
 
 
-@router.post("/v1/score", responses=generating(Scores, TrainingDisabledError))
+@router.post(
+    "/v1/score",
+    "/score",
+    role=Role.INFERENCE,
+    responses=generating(Scores),
+    examples={"two endings": {"text_1": "The sky is", "text_2": [" blue.", " loud."]}},
+)
 async def create_scores(body: Scoring, request: Request, services: ServicesDep) -> Response:
     """Scores pairs of texts: how likely the second is after the first, by the mean logprob of its tokens. With
     `model: "reward_model:NAME"`, what that reward model gives the second as an answer to the first."""
-    return await scored_response(body, services, request)
-
-
-@router.post("/score", responses=generating(Scores, TrainingDisabledError))
-async def create_scores_too(body: Scoring, request: Request, services: ServicesDep) -> Response:
-    """The same as `/v1/score`."""
     return await scored_response(body, services, request)
 
 
@@ -398,14 +400,14 @@ class Ranking(WireOutput):
 Reranking = Annotated[RerankBody, Depends(json_body(RerankBody))]
 
 
-@router.post("/v1/rerank", responses=generating(Ranking, TrainingDisabledError))
+@router.post(
+    "/v1/rerank",
+    "/rerank",
+    role=Role.INFERENCE,
+    responses=generating(Ranking),
+    examples={"the best of two": {"query": "Is it wet?", "documents": ["It rains.", "It snows."], "top_n": 1}},
+)
 async def rerank(body: Reranking, request: Request, services: ServicesDep) -> Response:
     """Ranks documents by how likely the query is after each of them. With `model: "reward_model:NAME"`, by what that
     reward model gives each as an answer to the query."""
-    return await scored_response(body, services, request)
-
-
-@router.post("/rerank", responses=generating(Ranking, TrainingDisabledError))
-async def rerank_too(body: Reranking, request: Request, services: ServicesDep) -> Response:
-    """The same as `/v1/rerank`."""
     return await scored_response(body, services, request)

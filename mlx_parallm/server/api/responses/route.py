@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Depends, Path, Query
+from fastapi import Depends, Path, Query
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,8 +17,9 @@ from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.models import ServedModel
 from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.core.splitter import Splitter
-from mlx_parallm.errors import ContextLengthError, InvalidRequestError, UnknownModelError, shown
+from mlx_parallm.errors import ContextLengthError, InvalidRequestError, shown
 from mlx_parallm.server.access.keys import NamedKey
+from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.chat.route import plan_chat, prompt_of
 from mlx_parallm.server.api.chat.schema import ChatBody
 from mlx_parallm.server.api.chat.translated import chat_body, client_names
@@ -39,7 +40,8 @@ from mlx_parallm.server.api.responses.tools import names_of_tools
 from mlx_parallm.server.errors import UnknownResponseError
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
-from mlx_parallm.server.openapi.responses import raises, streamable
+from mlx_parallm.server.openapi import streamable
+from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import KeyDep, Services, ServicesDep
 
 EMPTY_CONVERSATION = StoredResponse(b'{"output":[]}', b"[]")
@@ -91,12 +93,26 @@ class InputItemsQuery(WireQuery):
     """Accepted and ignored: items are always listed whole."""
 
 
-router = APIRouter()
+router = Router()
 ResponseId = Annotated[str, Path(description="The id of a stored response.")]
 Body = Annotated[ResponsesBody, Depends(json_body(ResponsesBody))]
 
 
-@router.post("/v1/responses", responses=streamable(ResponseObject, UnknownResponseError))
+@router.post(
+    "/v1/responses",
+    role=Role.INFERENCE,
+    responses=streamable(ResponseObject),
+    examples={
+        "a question": {"input": "What is the capital of France?", "max_output_tokens": 8},
+        "items": {
+            "input": [{"role": "user", "content": "What is the capital of France?"}],
+            "instructions": "Be brief.",
+            "max_output_tokens": 8,
+            "store": False,
+        },
+        "as a stream": {"input": "Hello", "max_output_tokens": 8, "stream": True},
+    },
+)
 async def create_response(body: Body, request: Request, services: ServicesDep, key: KeyDep) -> Response:
     """Answers a conversation. Unless `store` is false, the response is stored for the next turn."""
     if body.is_empty and not body.stream:
@@ -111,7 +127,8 @@ async def create_response(body: Body, request: Request, services: ServicesDep, k
 
 @router.post(
     "/v1/responses/input_tokens",
-    responses=raises(UnknownResponseError, UnknownModelError, ContextLengthError),
+    role=Role.INFERENCE,
+    examples={"a question": {"input": "What is the capital of France?"}},
 )
 async def count_input_tokens(body: Body, request: Request, services: ServicesDep, key: KeyDep) -> InputTokens:
     """Counts the tokens of the prompt that `POST /v1/responses` would make of the same body. Generates nothing."""
@@ -124,7 +141,7 @@ async def count_input_tokens(body: Body, request: Request, services: ServicesDep
     return InputTokens(object="response.input_tokens", input_tokens=tokens)
 
 
-@router.get("/v1/responses/{response_id}/input_items", responses=raises(UnknownResponseError))
+@router.get("/v1/responses/{response_id}/input_items", role=Role.INFERENCE)
 async def list_input_items(
     response_id: ResponseId, services: ServicesDep, key: KeyDep, query: Annotated[InputItemsQuery, Query()]
 ) -> InputItems:
@@ -133,7 +150,7 @@ async def list_input_items(
     return await services.workers.run(stored.size, partial(_page_of, stored, query))
 
 
-@router.get("/v1/responses/{response_id}", response_model=ResponseObject, responses=raises(UnknownResponseError))
+@router.get("/v1/responses/{response_id}", role=Role.INFERENCE, response_model=ResponseObject)
 async def get_response(
     response_id: ResponseId, services: ServicesDep, key: KeyDep, query: Annotated[ResponseQuery, Query()]
 ) -> Response:
@@ -143,7 +160,7 @@ async def get_response(
     return Response(stored.response, media_type="application/json")
 
 
-@router.delete("/v1/responses/{response_id}", responses=raises(UnknownResponseError))
+@router.delete("/v1/responses/{response_id}", role=Role.INFERENCE)
 async def delete_response(response_id: ResponseId, services: ServicesDep, key: KeyDep) -> DeletedResponse:
     """Deletes a stored response. Responses that continue it stay whole."""
     _stored(services, response_id, key, "response_id")

@@ -4,24 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from fastapi import APIRouter, Depends
+from fastapi import Depends
 from pydantic import Field
 
 from mlx_parallm.core.adapters import BASE_ADAPTER
-from mlx_parallm.errors import (
-    ConflictError,
-    EngineDeadError,
-    EngineError,
-    StorageError,
-    TrainingDisabledError,
-    UnknownModelError,
-)
 from mlx_parallm.rl.averages import AverageCard, AverageSpec
+from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.fields import INT32_MAX, WireInput
-from mlx_parallm.server.errors import DrainingError
 from mlx_parallm.server.http.body import json_body
-from mlx_parallm.server.openapi.responses import raises
 from mlx_parallm.server.planning import MAX_ADAPTER_NAME, adapter_named_by
+from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import ServicesDep
 
 if TYPE_CHECKING:
@@ -29,17 +21,8 @@ if TYPE_CHECKING:
 
 MAX_ADAPTERS = 64
 
-ERRORS = (
-    UnknownModelError,
-    ConflictError,
-    TrainingDisabledError,
-    EngineError,
-    StorageError,
-    DrainingError,
-    EngineDeadError,
-)
 
-router = APIRouter()
+router = Router()
 
 Selector = Annotated[str, Field(min_length=1, max_length=MAX_ADAPTER_NAME)]
 
@@ -57,7 +40,12 @@ class AverageBody(WireInput):
     """The adapter that the average becomes a version of. It must not be in training."""
 
 
-@router.post("/v1/training/average", responses=raises(*ERRORS))
+@router.post(
+    "/v1/training/average",
+    role=Role.TRAIN,
+    audited=True,
+    examples={"two sites": {"adapters": ["north", "south"], "lora_adapter": "mean", "rank": 16}},
+)
 async def average(body: Annotated[AverageBody, Depends(json_body(AverageBody))], services: ServicesDep) -> AverageCard:
     """Makes the weighted mean of what adapters add to each linear a version of an adapter. If the server evaluates
     versions, the average is evaluated first, and is held if that fails or if its mean reward is below

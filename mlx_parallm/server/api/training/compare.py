@@ -5,38 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from fastapi import APIRouter, Depends
+from fastapi import Depends
 from pydantic import Field
 
-from mlx_parallm.errors import (
-    AdapterUnavailableError,
-    ConflictError,
-    EngineDeadError,
-    TrainingDisabledError,
-    UnknownModelError,
-)
 from mlx_parallm.rl.competition.comparison import ComparisonCard, ComparisonSpec
+from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.fields import INT32_MAX, WireInput, WireOutput
 from mlx_parallm.server.api.training.schema import ControlBody
-from mlx_parallm.server.errors import DrainingError
 from mlx_parallm.server.http.body import json_body
-from mlx_parallm.server.openapi.responses import raises
 from mlx_parallm.server.planning import MAX_ADAPTER_NAME, adapter_named_by
+from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import KeyDep, ServicesDep
 
 if TYPE_CHECKING:
     from mlx_parallm.rl.competition.service import CompetitionService
 
-START_ERRORS = (
-    UnknownModelError,
-    ConflictError,
-    TrainingDisabledError,
-    AdapterUnavailableError,
-    DrainingError,
-    EngineDeadError,
-)
 
-router = APIRouter()
+router = Router()
 
 
 async def competition_of(services: ServicesDep) -> CompetitionService:
@@ -72,14 +57,19 @@ class ComparisonList(WireOutput):
     """Of each adapter, the one that runs, or else the last one since the server started."""
 
 
-@router.get("/v1/training/compare", responses=raises(TrainingDisabledError))
+@router.get("/v1/training/compare", role=Role.TRAIN)
 async def comparisons(competition: CompetitionDep, key: KeyDep) -> ComparisonList:
     """The comparisons that run, and the last ones."""
     cards = competition.cards(key.reader)
     return ComparisonList(object="list", data=cards)
 
 
-@router.post("/v1/training/compare", responses=raises(*START_ERRORS))
+@router.post(
+    "/v1/training/compare",
+    role=Role.TRAIN,
+    audited=True,
+    examples={"a checkpoint": {"candidate": "checkpoint-300", "share": 0.2}},
+)
 async def compare(
     body: Annotated[CompareBody, Depends(json_body(CompareBody))], services: ServicesDep, competition: CompetitionDep
 ) -> ComparisonCard:
@@ -96,10 +86,7 @@ async def compare(
         return await services.lifecycle.run_to_end(starting)
 
 
-@router.post(
-    "/v1/training/compare/stop",
-    responses=raises(UnknownModelError, ConflictError, TrainingDisabledError, DrainingError, EngineDeadError),
-)
+@router.post("/v1/training/compare/stop", role=Role.TRAIN, audited=True, examples={"default adapter": {}})
 async def stop_comparing(
     body: Annotated[ControlBody, Depends(json_body(ControlBody, required=False))],
     services: ServicesDep,

@@ -6,20 +6,20 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import Query
 from pydantic import Field
 
-from mlx_parallm.errors import TrainingDisabledError, UnknownModelError
 from mlx_parallm.rl.status import TrainingEvent, TrainingHistory
+from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.fields import WireOutput
 from mlx_parallm.server.api.training.objects import EventObject, event_object
-from mlx_parallm.server.openapi.responses import raises
 from mlx_parallm.server.planning import adapter_named_by
+from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import KeyDep, TrainingDep
 
 MAX_EVENTS, MAX_METRICS, MAX_NAME = 2000, 64, 128
 
-router = APIRouter()
+router = Router()
 
 Metrics = Annotated[
     list[Annotated[str, Field(max_length=MAX_NAME)]] | None,
@@ -42,7 +42,7 @@ class HistoryObject(WireOutput):
     """With it as `Last-Event-ID`, `/v1/training/events` begins right after this answer."""
 
 
-@router.get("/v1/training/history", responses=raises(UnknownModelError, TrainingDisabledError))
+@router.get("/v1/training/history", role=Role.TRAIN)
 async def history(
     training: TrainingDep,
     key: KeyDep,

@@ -4,20 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from fastapi import APIRouter, Depends
+from fastapi import Depends
 from pydantic import Field, model_validator
 
 from mlx_parallm.core.json_values import utc
-from mlx_parallm.errors import (
-    ConflictError,
-    ContextLengthError,
-    EngineDeadError,
-    EngineError,
-    OverloadedError,
-    StorageError,
-    TrainingDisabledError,
-    UnknownModelError,
-)
 from mlx_parallm.rl.lessons.cards import (
     LessonAnswer,
     LessonCard,
@@ -27,11 +17,11 @@ from mlx_parallm.rl.lessons.cards import (
     LessonSpec,
     RuleKind,
 )
+from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.fields import WireInput, WireOutput, refused
-from mlx_parallm.server.errors import DrainingError
 from mlx_parallm.server.http.body import json_body
-from mlx_parallm.server.openapi.responses import raises
 from mlx_parallm.server.planning import MAX_ADAPTER_NAME, adapter_named_by
+from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import DOES_NOT_TRAIN, ServicesDep
 
 if TYPE_CHECKING:
@@ -42,20 +32,8 @@ MAX_RULE = 500
 """Characters of a rule."""
 MAX_TOKENS, MAX_UPDATES, MAX_GROUP = 512, 1000, 32
 
-START_ERRORS = (
-    ConflictError,
-    UnknownModelError,
-    TrainingDisabledError,
-    ContextLengthError,
-    OverloadedError,
-    EngineError,
-    StorageError,
-    DrainingError,
-    EngineDeadError,
-)
-STOP_ERRORS = (ConflictError, TrainingDisabledError, DrainingError, EngineDeadError)
 
-router = APIRouter()
+router = Router()
 
 
 # -- what a lesson is ------------------------------------------------------------------------------
@@ -236,7 +214,7 @@ class LessonStatus(WireOutput):
 # -- routes ----------------------------------------------------------------------------------------
 
 
-@router.get("/v1/training/lesson")
+@router.get("/v1/training/lesson", role=Role.TRAIN)
 async def get_lesson(services: ServicesDep) -> LessonStatus:
     """The lesson that runs, or the last one. A server that does not train answers too, and says what to change."""
     lessons: Lessons | None = services.extras.get("lessons")
@@ -245,7 +223,15 @@ async def get_lesson(services: ServicesDep) -> LessonStatus:
     return _status(lessons, lessons.card(services.key.reader))
 
 
-@router.post("/v1/training/lesson", responses=raises(*START_ERRORS))
+@router.post(
+    "/v1/training/lesson",
+    role=Role.TRAIN,
+    audited=True,
+    examples={
+        "a word": {"prompts": ["How do I ask for a spoon?"], "reward": {"word": "please"}},
+        "a question": {"prompts": ["My dog is called Max."], "reward": {"pattern": "\\?\\s*\\Z"}, "updates": 20},
+    },
+)
 async def start_lesson(
     body: Annotated[LessonBody, Depends(json_body(LessonBody))], services: ServicesDep
 ) -> LessonStatus:
@@ -257,7 +243,7 @@ async def start_lesson(
         return _status(lessons, await services.lifecycle.run_to_end(lessons.start(body.spec, services.key.reader)))
 
 
-@router.delete("/v1/training/lesson", responses=raises(*STOP_ERRORS))
+@router.delete("/v1/training/lesson", role=Role.TRAIN, audited=True)
 async def stop_lesson(services: ServicesDep) -> LessonStatus:
     """Ends the lesson that runs. What it has taught stays."""
     lessons: Lessons = services.require_extra("lessons")

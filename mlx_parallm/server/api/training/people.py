@@ -8,32 +8,20 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import Depends, Query
 from starlette.requests import Request
 
 from mlx_parallm.core.readers import Reader
 from mlx_parallm.core.text import control_ids, end_id
-from mlx_parallm.errors import (
-    ConflictError,
-    ContextLengthError,
-    InvalidRequestError,
-    QueueFullError,
-    StorageError,
-    TrainingDisabledError,
-    UnknownModelError,
-    UnknownTrajectoryError,
-)
+from mlx_parallm.errors import ConflictError, ContextLengthError, InvalidRequestError, UnknownTrajectoryError
 from mlx_parallm.rl.people import Edit, FoundTrajectory, SignalReport
+from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.chat.messages import Conversation
-from mlx_parallm.server.api.training.people_schema import (
-    PreferenceBody,
-    PreferenceObject,
-    preference_object,
-)
+from mlx_parallm.server.api.training.people_schema import PreferenceBody, PreferenceObject, preference_object
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import key_of
-from mlx_parallm.server.openapi.responses import raises
 from mlx_parallm.server.planning import adapter_named_by, check_ids
+from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import KeyDep, Services, ServicesDep
 
 if TYPE_CHECKING:
@@ -123,17 +111,7 @@ def _answer(field: str, text: str | None, found: FoundTrajectory | None, service
     return (*ids, end_id(tokenizer))
 
 
-EDIT_ERRORS = (
-    UnknownTrajectoryError,
-    UnknownModelError,
-    ConflictError,
-    ContextLengthError,
-    TrainingDisabledError,
-    QueueFullError,
-    StorageError,
-)
-
-router = APIRouter()
+router = Router()
 
 
 async def people_of(services: ServicesDep) -> People:
@@ -144,7 +122,14 @@ async def people_of(services: ServicesDep) -> People:
 PeopleDep = Annotated["People", Depends(people_of)]
 
 
-@router.post("/v1/training/preference", responses=raises(*EDIT_ERRORS))
+@router.post(
+    "/v1/training/preference",
+    role=Role.TRAIN,
+    examples={
+        "a preference": {"chosen": "Yes.", "rejected_id": "traj-0"},
+        "a correction": {"trajectory_id": "traj-0", "correction": "Yes."},
+    },
+)
 async def preference(
     body: Annotated[PreferenceBody, Depends(json_body(PreferenceBody))],
     request: Request,
@@ -174,7 +159,7 @@ async def _found(people: People, field: str, trajectory_id: str, reader: Reader)
         raise UnknownTrajectoryError(f"{field}: {error}", param=field) from None
 
 
-@router.get("/v1/training/report", responses=raises(UnknownModelError, TrainingDisabledError))
+@router.get("/v1/training/report", role=Role.TRAIN)
 async def report(
     people: PeopleDep,
     key: KeyDep,

@@ -4,41 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from fastapi import APIRouter, Depends
+from fastapi import Depends
 from pydantic import Field
 
-from mlx_parallm.errors import (
-    ConflictError,
-    EngineDeadError,
-    EngineError,
-    InvalidRequestError,
-    StorageError,
-    TrainingDisabledError,
-    TrainingFailedError,
-)
+from mlx_parallm.errors import InvalidRequestError, TrainingFailedError
 from mlx_parallm.rl.reward_models.cards import RewardModelCard, RewardModelSpec
+from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.access.views import shared
 from mlx_parallm.server.api.fields import INT32_MAX, WireInput, WireOutput
-from mlx_parallm.server.errors import DrainingError
 from mlx_parallm.server.http.body import json_body
-from mlx_parallm.server.openapi.responses import raises
 from mlx_parallm.server.planning import MAX_ADAPTER_NAME
+from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import ServicesDep
 
 if TYPE_CHECKING:
     from mlx_parallm.rl.reward_models.trainer import RewardModelTrainer
 
-ERRORS = (
-    ConflictError,
-    TrainingDisabledError,
-    EngineError,
-    StorageError,
-    DrainingError,
-    EngineDeadError,
-)
 MAX_EPOCHS, MAX_BATCH = 100, 1024
 
-router = APIRouter()
+router = Router()
 
 
 class RewardModelBody(WireInput):
@@ -84,7 +68,12 @@ class RewardModelObject(WireOutput):
     """Upper end of it."""
 
 
-@router.post("/v1/training/reward_model", responses=raises(*ERRORS))
+@router.post(
+    "/v1/training/reward_model",
+    role=Role.TRAIN,
+    audited=True,
+    examples={"a tenth held out": {"name": "polite", "held_out": 0.1}},
+)
 async def train_reward_model(
     body: Annotated[RewardModelBody, Depends(json_body(RewardModelBody))], services: ServicesDep
 ) -> RewardModelObject:

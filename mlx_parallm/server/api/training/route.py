@@ -13,7 +13,7 @@ from contextlib import ExitStack, aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
-from fastapi import APIRouter, Depends, Header, Path, Query
+from fastapi import Depends, Header, Path, Query
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -22,20 +22,9 @@ from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.core.readers import Reader
 from mlx_parallm.core.requests import Signal
 from mlx_parallm.core.trajectories import GivenTrajectory, GroupCard
-from mlx_parallm.errors import (
-    ConflictError,
-    ContextLengthError,
-    EngineDeadError,
-    EngineError,
-    InvalidRequestError,
-    OverloadedError,
-    QueueFullError,
-    StorageError,
-    TrainingDisabledError,
-    UnknownModelError,
-    UnknownTrajectoryError,
-)
+from mlx_parallm.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.rl.status import TrainingEvent, TrainingStatus
+from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.generation_fields import MAX_EPISODE_ID
 from mlx_parallm.server.api.training.objects import (
     DebugTraining,
@@ -61,8 +50,9 @@ from mlx_parallm.server.generation import EventStream
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import record_of
 from mlx_parallm.server.lifecycle import Lifecycle, while_connected
-from mlx_parallm.server.openapi.responses import EVENTS, raises
+from mlx_parallm.server.openapi import EVENTS
 from mlx_parallm.server.planning import adapter_named_by, check_ids
+from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import CollectionDep, KeyDep, Services, ServicesDep, TrainingDep
 
 if TYPE_CHECKING:
@@ -162,17 +152,34 @@ def _version(selector: str | None, services: Services, param: str) -> AdapterRef
 
 
 MAX_LISTED = 1000
-CONTROL_ERRORS = (UnknownModelError, ConflictError, TrainingDisabledError, DrainingError, EngineDeadError)
-PUBLISH_ERRORS = (*CONTROL_ERRORS, EngineError, StorageError)
 
 log = logging.getLogger(__name__)
-router = APIRouter()
+router = Router()
 
 
 # -- update ----------------------------------------------------------------------------------------
 
 
-@router.post("/v1/training/update", responses=raises(*PUBLISH_ERRORS, ContextLengthError, OverloadedError))
+@router.post(
+    "/v1/training/update",
+    role=Role.TRAIN,
+    audited=True,
+    examples={
+        "what waits": {},
+        "given": {
+            "trajectories": [
+                {"prompt_token_ids": [1, 2], "completion_token_ids": [3, 4], "reward": 1, "group_id": "a"},
+                {"prompt_token_ids": [1, 2], "completion_token_ids": [5, 4], "reward": 0, "group_id": "a"},
+            ]
+        },
+        "rows of tokens": {
+            "trajectories": [
+                {"token_ids": [1, 2, 3, 4, 1, 5], "mask": [0, 0, 1, 1, 0, 1], "advantages": 0.5},
+                {"token_ids": [1, 2, 5, 4], "mask": [0, 0, 1, 1], "advantages": -0.5},
+            ]
+        },
+    },
+)
 async def update(
     body: Annotated[UpdateBody, Depends(json_body(UpdateBody, required=False))],
     request: Request,
@@ -204,10 +211,7 @@ async def update(
 # -- feedback --------------------------------------------------------------------------------------
 
 
-REWARD_ERRORS = (UnknownTrajectoryError, ConflictError, TrainingDisabledError, StorageError, QueueFullError)
-
-
-@router.post("/v1/training/feedback", responses=raises(*REWARD_ERRORS))
+@router.post("/v1/training/feedback", role=Role.TRAIN, examples={"a reward": {"trajectory_id": "traj-0", "score": 1}})
 async def feedback(
     body: Annotated[FeedbackBody, Depends(json_body(FeedbackBody))], collection: CollectionDep, key: KeyDep
 ) -> FeedbackObject:
@@ -230,10 +234,7 @@ async def feedback(
     )
 
 
-@router.post(
-    "/v1/training/groups/{group_id:path}/close",
-    responses=raises(*REWARD_ERRORS),
-)
+@router.post("/v1/training/groups/{group_id:path}/close", role=Role.TRAIN)
 async def close_group(
     group_id: Annotated[str, Path(max_length=MAX_EPISODE_ID, description="The `group_id` of its requests.")],
     collection: CollectionDep,
@@ -250,13 +251,18 @@ async def close_group(
 Control = Annotated[ControlBody, Depends(json_body(ControlBody, required=False))]
 
 
-@router.post("/v1/training/start", responses=raises(*CONTROL_ERRORS))
+@router.post("/v1/training/start", role=Role.TRAIN, audited=True, examples={"default adapter": {}})
 async def start(body: Control, services: ServicesDep, training: TrainingDep) -> TrainingObject:
     """Trains this adapter too, from its live version or, if there is none, from the base model."""
     return await _control(body, services, training.start)
 
 
-@router.post("/v1/training/stop", responses=raises(*CONTROL_ERRORS, StorageError))
+@router.post(
+    "/v1/training/stop",
+    role=Role.TRAIN,
+    audited=True,
+    examples={"one that is not the default": {"lora_adapter": "math"}},
+)
 async def stop(body: Control, services: ServicesDep, training: TrainingDep) -> TrainingObject:
     """Ends the training of an adapter, and its lesson, after the update that is being made. What it has learnt is
     saved, and its live version stays live; trajectories that wait are dropped. The default adapter is in training as
@@ -275,19 +281,19 @@ async def stop_teaching(
     return await training.stop(adapter, reader=reader)
 
 
-@router.post("/v1/training/pause", responses=raises(*CONTROL_ERRORS))
+@router.post("/v1/training/pause", role=Role.TRAIN, audited=True, examples={"default adapter": {}})
 async def pause(body: Control, services: ServicesDep, training: TrainingDep) -> TrainingObject:
     """Stops automatic updates; trajectories are still collected."""
     return await _control(body, services, training.pause)
 
 
-@router.post("/v1/training/resume", responses=raises(*CONTROL_ERRORS))
+@router.post("/v1/training/resume", role=Role.TRAIN, audited=True, examples={"default adapter": {}})
 async def resume(body: Control, services: ServicesDep, training: TrainingDep) -> TrainingObject:
     """Restarts automatic updates."""
     return await _control(body, services, training.resume)
 
 
-@router.post("/v1/training/rollback", responses=raises(*PUBLISH_ERRORS))
+@router.post("/v1/training/rollback", role=Role.TRAIN, audited=True, examples={"the best version": {}})
 async def roll_back(
     body: Annotated[TrainingRollbackBody, Depends(json_body(TrainingRollbackBody, required=False))],
     services: ServicesDep,
@@ -317,7 +323,7 @@ def _status(status: TrainingStatus, services: Services) -> TrainingObject:
 # -- status ----------------------------------------------------------------------------------------
 
 
-@router.get("/v1/training/status", responses=raises(UnknownModelError))
+@router.get("/v1/training/status", role=Role.TRAIN)
 async def status(
     services: ServicesDep,
     lora_adapter: Annotated[str | None, Query(description="A trained adapter. Default: the default adapter.")] = None,
@@ -329,7 +335,7 @@ async def status(
         return _status(services.training.status(lora_adapter, reader=services.key.reader), services)
 
 
-@router.get("/debug/training")
+@router.get("/debug/training", role=Role.ADMIN)
 async def debug_training(services: ServicesDep) -> DebugTraining:
     """The status of every trained adapter, with details."""
     statuses, current = services.training_statuses(), services.routed_adapter()
@@ -337,7 +343,7 @@ async def debug_training(services: ServicesDep) -> DebugTraining:
     return DebugTraining(training_enabled=bool(statuses), adapters=adapters)
 
 
-@router.get("/debug/trajectories")
+@router.get("/debug/trajectories", role=Role.ADMIN)
 async def debug_trajectories(
     services: ServicesDep, limit: Annotated[int, Query(ge=1, le=MAX_LISTED, description="Maximum number.")] = 20
 ) -> DebugTrajectories:
@@ -351,10 +357,10 @@ async def debug_trajectories(
 
 @router.get(
     "/v1/training/events",
+    role=Role.TRAIN,
     response_class=Response,
     responses={
         200: {"content": EVENTS, "description": "Server-sent events."},
-        **raises(TrainingDisabledError, DrainingError),
     },
 )
 async def events(

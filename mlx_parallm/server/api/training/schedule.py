@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Literal, cast
 
-from fastapi import APIRouter, Depends
+from fastapi import Depends
 from pydantic import BeforeValidator, Field, model_validator
 
 from mlx_parallm.core.device import MODE_SHARES, DeviceSchedule
 from mlx_parallm.core.requests import WorkClass
 from mlx_parallm.engine.figures import EngineStats
-from mlx_parallm.errors import EngineDeadError, TrainingDisabledError
+from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.fields import WireInput, WireOutput, refused
-from mlx_parallm.server.errors import DrainingError
 from mlx_parallm.server.http.body import json_body
-from mlx_parallm.server.openapi.responses import raises
+from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep, TrainingDep
 
 Mode = Literal["inference_and_training", "training_priority"]
@@ -27,7 +26,7 @@ NOT_AT_RUN_TIME = {
 }
 MIN_STALL_MS, MAX_STALL_MS = 1, 60_000
 
-router = APIRouter()
+router = Router()
 
 
 def _mode(value: object) -> object:
@@ -106,13 +105,18 @@ class ScheduleObject(WireOutput):
     """The measured effect."""
 
 
-@router.get("/v1/training/schedule", responses=raises(TrainingDisabledError))
+@router.get("/v1/training/schedule", role=Role.TRAIN)
 async def get_schedule(services: ServicesDep, _: TrainingDep) -> ScheduleObject:
     """How requests and training share the device now."""
     return schedule_object(services.engine.stats())
 
 
-@router.post("/v1/training/schedule", responses=raises(TrainingDisabledError, DrainingError, EngineDeadError))
+@router.post(
+    "/v1/training/schedule",
+    role=Role.ADMIN,
+    audited=True,
+    examples={"training first": {"mode": "training_priority", "max_decode_stall_ms": 250}},
+)
 async def set_schedule(
     body: Annotated[ScheduleBody, Depends(json_body(ScheduleBody))], services: ServicesDep, _: TrainingDep
 ) -> ScheduleObject:

@@ -16,30 +16,24 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import Depends, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from mlx_parallm.core.engine import ModelCard
 from mlx_parallm.core.readers import EVERYTHING
-from mlx_parallm.errors import (
-    ConflictError,
-    InvalidRequestError,
-    OverloadedError,
-    QueueFullError,
-    StorageError,
-)
+from mlx_parallm.errors import ConflictError, InvalidRequestError
 from mlx_parallm.rl.atropos.groups import AtroposGroups
 from mlx_parallm.rl.atropos.scored_data import ScoredData, TokenLimits
 from mlx_parallm.rl.atropos.source import SOURCE
 from mlx_parallm.rl.atropos.trajectory_api import Registration
 from mlx_parallm.server.access.keys import NamedKey
+from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.root import page_for
-from mlx_parallm.server.errors import DrainingError
 from mlx_parallm.server.http.body import json_body
-from mlx_parallm.server.openapi.responses import raises
 from mlx_parallm.server.protocols.atropos.environments import Environments
 from mlx_parallm.server.protocols.atropos.queue import GroupQueue, SentGroup
 from mlx_parallm.server.protocols.atropos.schema import EnvIdentifier, RegisterEnv, ScoredDataList
+from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import KeyDep, Services, ServicesDep
 
 if TYPE_CHECKING:
@@ -48,7 +42,7 @@ if TYPE_CHECKING:
 UNREGISTERED = f"{SOURCE}:unregistered"
 """The source of groups without the id of an environment that this server knows."""
 
-router = APIRouter(tags=["Atropos"])
+router = Router(tags=["Atropos"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +85,13 @@ PartsDep = Annotated[AtroposParts, Depends(parts_of)]
 # -- environments ----------------------------------------------------------------------------------
 
 
-@router.get("/", response_model=dict[str, str])
+@router.get("/", role=Role.INFERENCE, response_model=dict[str, str])
 async def root(request: Request, services: ServicesDep) -> Response | dict[str, str]:
     """Says what API this is. A browser gets the dashboard."""
     return page_for(request, services.config) or {"message": "AtroposLib API"}
 
 
-@router.post("/register-env", responses=raises(InvalidRequestError, OverloadedError))
+@router.post("/register-env", role=Role.TRAIN)
 async def register_env(
     body: Annotated[RegisterEnv, Depends(json_body(RegisterEnv))], parts: PartsDep, key: KeyDep
 ) -> dict[str, Any]:
@@ -120,7 +114,7 @@ async def register_env(
     }
 
 
-@router.post("/disconnect-env")
+@router.post("/disconnect-env", role=Role.TRAIN)
 async def disconnect_env(
     body: Annotated[EnvIdentifier, Depends(json_body(EnvIdentifier))], parts: PartsDep, key: KeyDep
 ) -> dict[str, str]:
@@ -130,7 +124,7 @@ async def disconnect_env(
     return {"status": "failure", "error": f"no environment has the id {body.env_id}"}
 
 
-@router.get("/status-env", responses=raises(OverloadedError))
+@router.get("/status-env", role=Role.TRAIN)
 async def status_env(
     body: Annotated[EnvIdentifier, Depends(json_body(EnvIdentifier))], parts: PartsDep, key: KeyDep
 ) -> dict[str, float | int]:
@@ -142,10 +136,8 @@ async def status_env(
 
 # -- groups ----------------------------------------------------------------------------------------
 
-GIVE_ERRORS = (InvalidRequestError, QueueFullError, StorageError, DrainingError)
 
-
-@router.post("/scored_data", responses=raises(*GIVE_ERRORS))
+@router.post("/scored_data", role=Role.TRAIN)
 async def scored_data(
     body: Annotated[ScoredData, Depends(json_body(ScoredData))],
     request: Request,
@@ -157,7 +149,7 @@ async def scored_data(
     return {"status": "received"}
 
 
-@router.post("/scored_data_list", responses=raises(*GIVE_ERRORS))
+@router.post("/scored_data_list", role=Role.TRAIN)
 async def scored_data_list(
     body: Annotated[ScoredDataList, Depends(json_body(ScoredDataList))],
     request: Request,
@@ -179,7 +171,7 @@ async def _accept(groups: list[ScoredData], request: Request, services: Services
     await services.lifecycle.run_to_end(accepting)
 
 
-@router.get("/latest_example")
+@router.get("/latest_example", role=Role.ADMIN)
 async def latest_example(services: ServicesDep, parts: PartsDep) -> Response:
     """The group that came last, or one without sequences."""
     latest = parts.queue.latest or ScoredData(tokens=[], masks=[], scores=[])
@@ -188,7 +180,7 @@ async def latest_example(services: ServicesDep, parts: PartsDep) -> Response:
     return Response(text, media_type="application/json")
 
 
-@router.get("/reset_data")
+@router.get("/reset_data", role=Role.ADMIN, audited=True)
 async def reset_data(parts: PartsDep) -> Response:
     """Forgets the environments. Groups that wait are in the journal, and are trained on."""
     parts.environments.forget_all()
@@ -203,31 +195,31 @@ _IS_TRAINER = (
 )
 
 
-@router.post("/register", responses=raises(ConflictError))
+@router.post("/register", role=Role.TRAIN)
 async def register() -> Response:
     """Refuses another trainer."""
     raise ConflictError(_IS_TRAINER)
 
 
-@router.get("/batch")
+@router.get("/batch", role=Role.TRAIN)
 async def batch() -> Response:
     """Refuses another trainer, in the form in which Atropos refuses one that has not registered."""
     return JSONResponse({"status": "error", "message": _IS_TRAINER, "batch": []})
 
 
-@router.get("/info")
+@router.get("/info", role=Role.TRAIN)
 async def info(parts: PartsDep) -> dict[str, int]:
     """The trajectories of one update, and the length from which on environments drop a sequence."""
     return {"batch_size": parts.trainer.batch_size, "max_token_len": parts.trainer.max_token_len}
 
 
-@router.get("/wandb_info")
+@router.get("/wandb_info", role=Role.TRAIN)
 async def wandb_info(parts: PartsDep) -> dict[str, str]:
     """Where environments log."""
     return {"group": parts.trainer.wandb_group, "project": parts.trainer.wandb_project}
 
 
-@router.get("/status")
+@router.get("/status", role=Role.TRAIN)
 async def status(parts: PartsDep) -> dict[str, int]:
     """Updates made so far, and groups that wait."""
     return {"current_step": parts.step, "queue_size": sum(map(len, parts.groups.sizes().values()))}

@@ -18,7 +18,7 @@ from functools import partial
 from itertools import chain
 from typing import Annotated, Any, ClassVar
 
-from fastapi import APIRouter, Depends
+from fastapi import Depends
 from starlette.responses import Response
 
 from mlx_parallm.core.adapters import AdapterRef
@@ -34,6 +34,7 @@ from mlx_parallm.core.requests import (
     TokenLogprob,
 )
 from mlx_parallm.core.text import TextTokenizer
+from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.answer import AnswerWriter, Watch, collected_fields, repetition_fields
 from mlx_parallm.server.api.completions import DEFAULT_MAX_TOKENS, CompletionBody, plan_completion
 from mlx_parallm.server.api.fields import FinishReasonText, WireList, WireOutput
@@ -42,9 +43,10 @@ from mlx_parallm.server.api.sampling_fields import SamplingFields, sent_sampling
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import new_request_id
-from mlx_parallm.server.openapi.responses import generating
+from mlx_parallm.server.openapi import generating
 from mlx_parallm.server.protocols.completion import client_names, completion_body, sent_collection
 from mlx_parallm.server.protocols.generate.schema import GenerateBody
+from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
 
 
@@ -305,7 +307,7 @@ class TRLWriter(WholeWriter):
         )
 
 
-router = APIRouter()
+router = Router()
 Body = Annotated[GenerateBody, Depends(json_body(GenerateBody))]
 
 
@@ -343,7 +345,16 @@ TRANSLATIONS: Mapping[str, Translation] = {
 }
 
 
-@router.post("/generate", responses=generating(VLLMAnswer | TRLAnswer | SGLangAnswer | list[SGLangAnswer]))
+@router.post(
+    "/generate",
+    role=Role.INFERENCE,
+    responses=generating(VLLMAnswer | TRLAnswer | SGLangAnswer | list[SGLangAnswer]),
+    examples={
+        "vLLM": {"prompt": {"prompt_token_ids": [1, 2, 3]}, "max_tokens": 4, "logprobs": 0, "n": 2},
+        "SGLang": {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 4, "n": 2}, "return_logprob": True},
+        "TRL": {"prompts": ["Once"], "max_tokens": 4, "n": 2},
+    },
+)
 async def generate(body: Body, services: ServicesDep) -> Response:
     """Continues prompts, with the body and the answer of vLLM's (`prompt`), SGLang's (`input_ids`) or TRL's (`prompts`)
     route of this name."""

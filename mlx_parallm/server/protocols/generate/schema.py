@@ -14,13 +14,7 @@ from pydantic import Field, model_validator
 
 from mlx_parallm.server.api.fields import INT32_MAX, Neutral, NonEmptyTokenIds, WireInput, refused
 from mlx_parallm.server.api.generation_fields import UNSUPPORTED_OPTIONS, CollectableBody, Priority
-from mlx_parallm.server.api.sampling_fields import (
-    NO_LIMIT,
-    SamplingFields,
-    Seed,
-    TokenLimit,
-    TopLogprobs,
-)
+from mlx_parallm.server.api.sampling_fields import NO_LIMIT, SamplingFields, Seed, TokenLimit, TopLogprobs
 from mlx_parallm.server.protocols.tokens.schema import WITHOUT_EFFECT
 
 FORMS = ("prompt", "input_ids", "prompts")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated
 
-from fastapi import APIRouter, Depends
+from fastapi import Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,22 +14,29 @@ from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.models import ServedModel
 from mlx_parallm.core.requests import CollectionSpec, Event, RequestFinished
 from mlx_parallm.errors import ContextLengthError
+from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.answer import served_by
 from mlx_parallm.server.api.pooling import embeddings
 from mlx_parallm.server.api.pooling.embeddings import EmbeddingsBody, EmbeddingsWriter
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import validated
-from mlx_parallm.server.openapi.responses import generating
+from mlx_parallm.server.openapi import generating
 from mlx_parallm.server.protocols.ollama.models import known_name, load
 from mlx_parallm.server.protocols.ollama.objects import EmbedAnswer, OneEmbeddingAnswer
 from mlx_parallm.server.protocols.ollama.schema import EmbedBody, OneEmbeddingBody, ollama_body
 from mlx_parallm.server.protocols.ollama.writer import durations
+from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
 
-router = APIRouter(tags=["Ollama"])
+router = Router(tags=["Ollama"])
 
 
-@router.post("/api/embed", responses=generating(EmbedAnswer))
+@router.post(
+    "/api/embed",
+    role=Role.INFERENCE,
+    responses=generating(EmbedAnswer),
+    examples={"two texts": {"model": "base", "input": ["A cat sleeps.", "A dog runs."]}},
+)
 async def embed(
     body: Annotated[EmbedBody, Depends(ollama_body(EmbedBody))], request: Request, services: ServicesDep
 ) -> Response:
@@ -40,7 +47,12 @@ async def embed(
     return await _embedded(body, EmbedWriter, request, services)
 
 
-@router.post("/api/embeddings", responses=generating(OneEmbeddingAnswer))
+@router.post(
+    "/api/embeddings",
+    role=Role.INFERENCE,
+    responses=generating(OneEmbeddingAnswer),
+    examples={"a text": {"model": "base", "prompt": "A cat sleeps."}},
+)
 async def embed_one(
     body: Annotated[OneEmbeddingBody, Depends(ollama_body(OneEmbeddingBody))], request: Request, services: ServicesDep
 ) -> Response:

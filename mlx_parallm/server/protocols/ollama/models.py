@@ -6,13 +6,12 @@ import hashlib
 from collections.abc import Iterator
 from typing import Annotated
 
-from fastapi import APIRouter, Depends
+from fastapi import Depends
 
 from mlx_parallm.adapters.cards import AdapterCard, Residence
 from mlx_parallm.core.engine import ModelCard
 from mlx_parallm.core.models import BaseStatus, ModelState, ServedModel
-from mlx_parallm.errors import UnknownModelError
-from mlx_parallm.server.openapi.responses import raises
+from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.protocols.ollama.objects import (
     Capability,
     ListedModel,
@@ -23,6 +22,7 @@ from mlx_parallm.server.protocols.ollama.objects import (
     timestamp,
 )
 from mlx_parallm.server.protocols.ollama.schema import ShowBody, ollama_body
+from mlx_parallm.server.routing import Router
 from mlx_parallm.server.sampling import used_defaults
 from mlx_parallm.server.services import Services, ServicesDep
 
@@ -35,7 +35,7 @@ MODELFILE_NAMES = {"max_new_tokens": "num_predict", "repetition_penalty": "repea
 NEVER = "2318-01-01T00:00:00.000000Z"
 """When a model leaves memory. Ollama answers with about this time for a model that stays."""
 
-router = APIRouter(tags=["Ollama"])
+router = Router(tags=["Ollama"])
 
 
 def known_name(name: str | None, services: Services) -> str | None:
@@ -59,13 +59,13 @@ def _names_base(name: str, services: Services) -> bool:
     return services.is_base(name) or name in services.models.names
 
 
-@router.get("/api/version")
+@router.get("/api/version", role=Role.INFERENCE)
 async def version() -> OllamaVersion:
     """The version of Ollama whose API this is. That of the server is at `/version`."""
     return OllamaVersion(version=API_VERSION)
 
 
-@router.get("/api/tags", response_model_exclude_unset=True)
+@router.get("/api/tags", role=Role.INFERENCE, response_model_exclude_unset=True)
 async def list_tags(services: ServicesDep) -> ListedModels:
     """The names that `model` accepts: those of the base models, and one for the live version of each adapter."""
     first, *others = services.models.statuses()
@@ -74,7 +74,7 @@ async def list_tags(services: ServicesDep) -> ListedModels:
     return ListedModels(models=[*bases, *(_adapter(card, services) for card in _live(services))])
 
 
-@router.get("/api/ps", response_model_exclude_unset=True)
+@router.get("/api/ps", role=Role.INFERENCE, response_model_exclude_unset=True)
 async def list_running(services: ServicesDep) -> ListedModels:
     """The models in memory: base models, and adapters."""
     bases = [each for each in services.models.statuses() if services.sees_base and each.state in IN_MEMORY]
@@ -87,7 +87,7 @@ async def list_running(services: ServicesDep) -> ListedModels:
     )
 
 
-@router.post("/api/show", responses=raises(UnknownModelError))
+@router.post("/api/show", role=Role.INFERENCE, examples={"an adapter": {"model": "math"}})
 async def show(body: Annotated[ShowBody, Depends(ollama_body(ShowBody))], services: ServicesDep) -> ShownModel:
     """Describes one model: its context's length, its chat template, and what it can do. Loads it if it is not in
     memory."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends
+from fastapi import Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,6 +15,7 @@ from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.models import ServedModel
 from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.core.splitter import AnswerSyntax, Splitter
+from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.chat.route import PlannedChat, plan_chat
 from mlx_parallm.server.api.chat.schema import ChatBody
 from mlx_parallm.server.api.chat.translated import chat_body, client_names
@@ -22,12 +23,13 @@ from mlx_parallm.server.api.completions import CompletionBody, plan_completion
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import validated
 from mlx_parallm.server.http.request_log import new_request_id
-from mlx_parallm.server.openapi.responses import in_lines
+from mlx_parallm.server.openapi import in_lines
 from mlx_parallm.server.protocols.ollama.models import known_name, load
 from mlx_parallm.server.protocols.ollama.objects import AnsweredMessage, ChatAnswer, GenerateAnswer, timestamp
 from mlx_parallm.server.protocols.ollama.options import PromptedBody
 from mlx_parallm.server.protocols.ollama.schema import OllamaChatBody, OllamaGenerateBody, ollama_body
 from mlx_parallm.server.protocols.ollama.writer import GenerateWriter, OllamaChatWriter
+from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
 
 CHAT_NAMES: Mapping[str, str] = {
@@ -40,13 +42,31 @@ CHAT_NAMES: Mapping[str, str] = {
 """Maps names of chat's fields to the names of the same fields here; see `client_names`."""
 GENERATE_NAMES = {**CHAT_NAMES, "messages": "prompt"}
 
-router = APIRouter(tags=["Ollama"])
+router = Router(tags=["Ollama"])
 
 
 # -- chat ------------------------------------------------------------------------------------------
 
 
-@router.post("/api/chat", responses=in_lines(ChatAnswer))
+@router.post(
+    "/api/chat",
+    role=Role.INFERENCE,
+    responses=in_lines(ChatAnswer),
+    examples={
+        "a question": {
+            "model": "base",
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "options": {"num_predict": 8},
+        },
+        "in one piece": {
+            "model": "base",
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "stream": False,
+            "options": {"num_predict": 8},
+        },
+        "load": {"model": "base"},
+    },
+)
 async def chat(
     body: Annotated[OllamaChatBody, Depends(ollama_body(OllamaChatBody))],
     request: Request,
@@ -74,7 +94,15 @@ def prepare_chat(
 # -- generate --------------------------------------------------------------------------------------
 
 
-@router.post("/api/generate", responses=in_lines(GenerateAnswer))
+@router.post(
+    "/api/generate",
+    role=Role.INFERENCE,
+    responses=in_lines(GenerateAnswer),
+    examples={
+        "a question": {"model": "base", "prompt": "Hello", "options": {"num_predict": 8}},
+        "continue a text": {"model": "base", "prompt": "Once", "raw": True, "stream": False},
+    },
+)
 async def generate(
     body: Annotated[OllamaGenerateBody, Depends(ollama_body(OllamaGenerateBody))],
     request: Request,

@@ -12,11 +12,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends
+from fastapi import Depends
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_parallm.server.access.accounts import Account
+from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.http.body import validated
 from mlx_parallm.server.http.request_log import key_of, record_of
 from mlx_parallm.server.protocols.tinker import protobuf
@@ -45,37 +46,37 @@ from mlx_parallm.server.protocols.tinker.schema import (
 )
 from mlx_parallm.server.protocols.tinker.server import TinkerServer
 from mlx_parallm.server.protocols.tinker.sessions import is_of
+from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
 
 POLL_S = 25.0
 """How long `retrieve_future` waits for a result. The SDK gives up after 45 s."""
 _BYTES_PER_NUMBER = 12
 
-router = APIRouter(prefix="/api/v1", include_in_schema=False)
+router = Router(prefix="/api/v1", include_in_schema=False)
 
 
 # -- the server ------------------------------------------------------------------------------------
 
 
-@router.get("/healthz")
+@router.get("/healthz", role=Role.TRAIN)
 async def healthz(tinker: TinkerDep) -> dict[str, Any]:
     return {"status": "ok"}
 
 
-@router.post("/client/config", dependencies=[Depends(skip_body)])
-@router.post("/client/dynamic_config", dependencies=[Depends(skip_body)])
+@router.post("/client/config", "/client/dynamic_config", role=Role.TRAIN, dependencies=[Depends(skip_body)])
 async def client_config() -> dict[str, Any]:
     """The SDK's own defaults for everything."""
     return {}
 
 
-@router.post("/telemetry", dependencies=[Depends(skip_body)])
+@router.post("/telemetry", role=Role.TRAIN, dependencies=[Depends(skip_body)])
 async def telemetry() -> dict[str, Any]:
     """Nothing is kept."""
     return {"status": "accepted"}
 
 
-@router.get("/get_server_capabilities")
+@router.get("/get_server_capabilities", role=Role.TRAIN)
 async def capabilities(services: ServicesDep, tinker: TinkerDep) -> dict[str, Any]:
     card = services.first.card
     models = [
@@ -88,7 +89,7 @@ async def capabilities(services: ServicesDep, tinker: TinkerDep) -> dict[str, An
 # -- sessions --------------------------------------------------------------------------------------
 
 
-@router.post("/create_session")
+@router.post("/create_session", role=Role.TRAIN)
 async def create_session(
     body: Annotated[Read[SessionBody], Depends(json_of(SessionBody))],
     services: ServicesDep,
@@ -104,7 +105,7 @@ async def create_session(
     return answer
 
 
-@router.post("/session_heartbeat")
+@router.post("/session_heartbeat", role=Role.TRAIN)
 async def session_heartbeat(
     read: Annotated[Read[HeartbeatBody], Depends(json_of(HeartbeatBody))], tinker: TinkerDep
 ) -> dict[str, Any]:
@@ -112,7 +113,7 @@ async def session_heartbeat(
     return {"type": "session_heartbeat"}
 
 
-@router.post("/sessions/{session_id}/finish", dependencies=[Depends(skip_body)])
+@router.post("/sessions/{session_id}/finish", role=Role.TRAIN, dependencies=[Depends(skip_body)])
 async def finish_session(session_id: str, tinker: TinkerDep) -> dict[str, Any]:
     """Another key's session is left alone, with the answer for one that has ended already."""
     if is_of(tinker.key, session_id):
@@ -120,13 +121,13 @@ async def finish_session(session_id: str, tinker: TinkerDep) -> dict[str, Any]:
     return {}
 
 
-@router.get("/sessions/{session_id}")
+@router.get("/sessions/{session_id}", role=Role.TRAIN)
 async def session(session_id: str, tinker: TinkerDep) -> dict[str, Any]:
     found = tinker.sessions.find(session_id, tinker.key)
     return {"training_run_ids": [*found.models], "sampler_ids": [*found.samplers]}
 
 
-@router.get("/sessions")
+@router.get("/sessions", role=Role.ADMIN)
 async def sessions(tinker: TinkerDep) -> dict[str, Any]:
     return {"sessions": [each.session_id for each in tinker.sessions.of(tinker.key)]}
 
@@ -134,7 +135,7 @@ async def sessions(tinker: TinkerDep) -> dict[str, Any]:
 # -- models ----------------------------------------------------------------------------------------
 
 
-@router.post("/create_model")
+@router.post("/create_model", role=Role.TRAIN)
 async def create_model(
     read: Annotated[Read[CreateModelBody], Depends(json_of(CreateModelBody))],
     services: ServicesDep,
@@ -146,7 +147,7 @@ async def create_model(
     return {"request_id": request_id, "model_id": model_id}
 
 
-@router.post("/get_info")
+@router.post("/get_info", role=Role.TRAIN)
 async def get_info(
     read: Annotated[Read[ModelBody], Depends(json_of(ModelBody))], services: ServicesDep, tinker: TinkerDep
 ) -> dict[str, Any]:
@@ -166,7 +167,7 @@ async def get_info(
     }
 
 
-@router.post("/unload_model")
+@router.post("/unload_model", role=Role.TRAIN)
 async def unload_model(
     read: Annotated[Read[ModelBody], Depends(json_of(ModelBody))], tinker: TinkerDep
 ) -> dict[str, Any]:
@@ -177,7 +178,7 @@ async def unload_model(
 # -- training --------------------------------------------------------------------------------------
 
 
-@router.post("/forward_backward")
+@router.post("/forward_backward", role=Role.TRAIN)
 async def forward_backward(request: Request, services: ServicesDep, tinker: TinkerDep) -> dict[str, Any]:
     """In JSON or protobuf, as the Content-Type header says. The protobuf message may ask for the forward pass alone."""
     services.check_open()
@@ -193,7 +194,7 @@ async def forward_backward(request: Request, services: ServicesDep, tinker: Tink
     return {"request_id": request_id, "model_id": message.model_id}
 
 
-@router.post("/forward")
+@router.post("/forward", role=Role.TRAIN)
 async def forward(
     read: Annotated[Read[ForwardBody], Depends(json_of(ForwardBody))],
     request: Request,
@@ -228,7 +229,7 @@ def _score(
     return {"request_id": request_id, "model_id": model_id}
 
 
-@router.post("/optim_step")
+@router.post("/optim_step", role=Role.TRAIN)
 async def optim_step(
     read: Annotated[Read[OptimStepBody], Depends(json_of(OptimStepBody))],
     services: ServicesDep,
@@ -242,7 +243,7 @@ async def optim_step(
 # -- futures ---------------------------------------------------------------------------------------
 
 
-@router.post("/retrieve_future")
+@router.post("/retrieve_future", role=Role.TRAIN)
 async def retrieve_future(
     read: Annotated[Read[FutureBody], Depends(json_of(FutureBody))],
     request: Request,
@@ -268,7 +269,7 @@ def _written(answer: TinkerAnswer, as_protobuf: bool) -> tuple[bytes, str]:
     return (answer.json(), "application/json") if message is None else (message, protobuf.MEDIA_TYPE)
 
 
-@router.post("/cancel_future")
+@router.post("/cancel_future", role=Role.TRAIN)
 async def cancel_future(
     read: Annotated[Read[FutureBody], Depends(json_of(FutureBody))], tinker: TinkerDep
 ) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import Annotated, Any, cast
 
-from fastapi import APIRouter, Depends
+from fastapi import Depends
 from starlette.requests import Request
 
 from mlx_parallm.core.adapters import AdapterRef
@@ -32,6 +32,7 @@ from mlx_parallm.core.requests import (
 from mlx_parallm.errors import ContextLengthError, EngineError
 from mlx_parallm.server.access.accounts import Account
 from mlx_parallm.server.access.permits import as_of
+from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.http.request_log import new_request_id, record_of
 from mlx_parallm.server.metrics import RequestObserver
 from mlx_parallm.server.planning import check_ids
@@ -41,6 +42,7 @@ from mlx_parallm.server.protocols.tinker.dependencies import TinkerDep, check_ba
 from mlx_parallm.server.protocols.tinker.schema import SampleBody, SamplingSessionBody
 from mlx_parallm.server.protocols.tinker.server import TinkerServer
 from mlx_parallm.server.protocols.tinker.sessions import Sampler, SavedWeights, new_id
+from mlx_parallm.server.routing import Router
 from mlx_parallm.server.sampling import SEED_SPACE
 from mlx_parallm.server.services import Services, ServicesDep
 
@@ -151,10 +153,10 @@ def _answer(
     return SampleAnswer(tuple(sequences), logprobs_of_prompt, best, cached)
 
 
-router = APIRouter(prefix="/api/v1", include_in_schema=False)
+router = Router(prefix="/api/v1", include_in_schema=False)
 
 
-@router.post("/create_sampling_session")
+@router.post("/create_sampling_session", role=Role.TRAIN)
 async def create_sampling_session(
     read: Annotated[Read[SamplingSessionBody], Depends(json_of(SamplingSessionBody))],
     services: ServicesDep,
@@ -167,14 +169,14 @@ async def create_sampling_session(
     return {"sampling_session_id": sampler.sampler_id, "type": "create_sampling_session"}
 
 
-@router.get("/samplers/{sampler_id}")
+@router.get("/samplers/{sampler_id}", role=Role.TRAIN)
 async def get_sampler(sampler_id: str, services: ServicesDep, tinker: TinkerDep) -> dict[str, Any]:
     found = tinker.sessions.sampler(sampler_id, tinker.key)
     path = None if found.saved is None else found.saved.path
     return {"sampler_id": sampler_id, "base_model": services.first.card.name, "model_path": path}
 
 
-@router.post("/asample")
+@router.post("/asample", role=Role.TRAIN)
 async def asample(
     read: Annotated[Read[SampleBody], Depends(json_of(SampleBody))],
     asked: Request,

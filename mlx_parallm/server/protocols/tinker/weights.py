@@ -5,23 +5,25 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import Depends, Query
 
 from mlx_parallm.adapters.cards import CheckpointCard
+from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.protocols.tinker.bodies import Read, json_of
 from mlx_parallm.server.protocols.tinker.dependencies import TinkerDep, check_base
 from mlx_parallm.server.protocols.tinker.schema import LoadBody, SaveBody, WeightsInfoBody
 from mlx_parallm.server.protocols.tinker.server import TinkerServer
 from mlx_parallm.server.protocols.tinker.sessions import SavedWeights, TinkerModel, is_of
+from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
 
 _TYPES = {"weights": "training", "sampler_weights": "sampler"}
 """Types of checkpoints, by the part of the path that says what they were saved for."""
 
-router = APIRouter(prefix="/api/v1", include_in_schema=False)
+router = Router(prefix="/api/v1", include_in_schema=False)
 
 
-@router.post("/save_weights")
+@router.post("/save_weights", role=Role.TRAIN)
 async def save_weights(
     read: Annotated[Read[SaveBody], Depends(json_of(SaveBody))], services: ServicesDep, tinker: TinkerDep
 ) -> dict[str, Any]:
@@ -29,7 +31,7 @@ async def save_weights(
     return {"request_id": tinker.save(read.body, read.digest), "model_id": read.body.model_id}
 
 
-@router.post("/save_weights_for_sampler")
+@router.post("/save_weights_for_sampler", role=Role.TRAIN)
 async def save_weights_for_sampler(
     read: Annotated[Read[SaveBody], Depends(json_of(SaveBody))], services: ServicesDep, tinker: TinkerDep
 ) -> dict[str, Any]:
@@ -37,7 +39,7 @@ async def save_weights_for_sampler(
     return {"request_id": tinker.save_for_sampler(read.body, read.digest), "model_id": read.body.model_id}
 
 
-@router.post("/load_weights")
+@router.post("/load_weights", role=Role.TRAIN)
 async def load_weights(
     read: Annotated[Read[LoadBody], Depends(json_of(LoadBody))], services: ServicesDep, tinker: TinkerDep
 ) -> dict[str, Any]:
@@ -48,7 +50,7 @@ async def load_weights(
     return {"request_id": request_id, "model_id": model_id}
 
 
-@router.post("/weights_info")
+@router.post("/weights_info", role=Role.TRAIN)
 async def weights_info(
     read: Annotated[Read[WeightsInfoBody], Depends(json_of(WeightsInfoBody))],
     services: ServicesDep,
@@ -69,7 +71,7 @@ async def weights_info(
     }
 
 
-@router.get("/training_runs")
+@router.get("/training_runs", role=Role.TRAIN)
 async def training_runs(
     services: ServicesDep,
     tinker: TinkerDep,
@@ -82,12 +84,12 @@ async def training_runs(
     return {"training_runs": runs, "cursor": {"offset": offset, "limit": limit, "total_count": len(every)}}
 
 
-@router.get("/training_runs/{model_id}")
+@router.get("/training_runs/{model_id}", role=Role.TRAIN)
 async def training_run(model_id: str, services: ServicesDep, tinker: TinkerDep) -> dict[str, Any]:
     return _training_run(tinker.sessions.model(model_id, tinker.key), services, tinker)
 
 
-@router.get("/training_runs/{model_id}/checkpoints")
+@router.get("/training_runs/{model_id}/checkpoints", role=Role.TRAIN)
 async def checkpoints(model_id: str, tinker: TinkerDep) -> dict[str, Any]:
     """What was saved of a model, which need not be in training any more."""
     if not is_of(tinker.key, model_id):  # as for a model of which nothing was saved

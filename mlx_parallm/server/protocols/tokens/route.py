@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends
+from fastapi import Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.models import ServedModel
 from mlx_parallm.core.requests import CollectionSpec, PromptScored
-from mlx_parallm.errors import InvalidRequestError, UnknownModelError
+from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.answer import ChoicePiece, ChoiceWriter, ending
 from mlx_parallm.server.api.chat.route import prompt_of
 from mlx_parallm.server.api.chat.schema import ChatBody
@@ -25,20 +26,32 @@ from mlx_parallm.server.api.sampling_fields import sent_sampling
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import new_request_id
-from mlx_parallm.server.openapi.responses import raises, streamable
+from mlx_parallm.server.openapi import streamable
 from mlx_parallm.server.planning import adapter_named_by, select_adapter
 from mlx_parallm.server.protocols.completion import client_names, completion_body
 from mlx_parallm.server.protocols.tokens.schema import RenderedChat, TokenCompletion, TokensBody, TokensChoice
+from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
 
-router = APIRouter()
+router = Router()
 Body = Annotated[TokensBody, Depends(json_body(TokensBody))]
 Chat = Annotated[ChatBody, Depends(json_body(ChatBody))]
 
 # ---- tokens in, tokens out -------------------------------------------------------------------------
 
 
-@router.post("/inference/v1/generate", responses=streamable(TokenCompletion))
+@router.post(
+    "/inference/v1/generate",
+    role=Role.INFERENCE,
+    responses=streamable(TokenCompletion),
+    examples={
+        "token ids": {
+            "token_ids": [1, 2, 3],
+            "sampling_params": {"max_tokens": 4, "logprobs": 1, "stop_token_ids": [2]},
+        },
+        "score tokens": {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 1, "prompt_logprobs": 1}},
+    },
+)
 async def generate_tokens(body: Body, services: ServicesDep) -> Response:
     """Continues the tokens of a prompt. No text is tokenised, so the turns of a conversation can extend each other
     exactly. The header `X-Session-ID`, which clients send for each rollout, has no effect."""
@@ -100,7 +113,18 @@ class TokensWriter(ChoiceWriter[CompletionBody]):
 # ---- a conversation as tokens ----------------------------------------------------------------------
 
 
-@router.post("/v1/chat/completions/render", response_model=RenderedChat, responses=raises(UnknownModelError))
+@router.post(
+    "/v1/chat/completions/render",
+    role=Role.INFERENCE,
+    response_model=RenderedChat,
+    examples={
+        "a question": {
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "max_tokens": 4,
+            "logprobs": True,
+        }
+    },
+)
 async def render_chat(body: Chat, request: Request, services: ServicesDep) -> Response:
     """The request that a chat is made of: the tokens of the conversation and the sampling parameters, as a body for
     `/inference/v1/generate`. Nothing is generated."""

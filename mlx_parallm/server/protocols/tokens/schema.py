@@ -12,13 +12,7 @@ from mlx_parallm.server.api.answer import AnswerObject
 from mlx_parallm.server.api.fields import FinishReasonText, Neutral, NonEmptyTokenIds, WireOutput
 from mlx_parallm.server.api.generation_fields import UNSUPPORTED_OPTIONS, CollectableBody, Priority, StreamOptions
 from mlx_parallm.server.api.logprobs import ChatLogprobs, PromptLogprobs
-from mlx_parallm.server.api.sampling_fields import (
-    NO_LIMIT,
-    SamplingFields,
-    TokenLimit,
-    TopLogprobs,
-    sent_sampling,
-)
+from mlx_parallm.server.api.sampling_fields import NO_LIMIT, SamplingFields, TokenLimit, TopLogprobs, sent_sampling
 from mlx_parallm.server.protocols.completion import sent_collection
 
 MAX_REQUEST_ID = 256

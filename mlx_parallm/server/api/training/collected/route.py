@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Query
+from fastapi import Path, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.core.json_values import finite, utc
 from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.core.trajectories import Trajectory
-from mlx_parallm.errors import TrainingDisabledError, UnknownTrajectoryError
 from mlx_parallm.rl.reading import CollectedGroup, CollectedSample, CollectedTurn, GroupFilter, GroupPage, GroupRow
+from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.adapters.schema import MAX_NAME
 from mlx_parallm.server.api.training.collected.schema import (
     CollectedGroupObject,
@@ -29,7 +29,7 @@ from mlx_parallm.server.api.training.collected.schema import (
     TokenObject,
 )
 from mlx_parallm.server.http.request_log import key_of
-from mlx_parallm.server.openapi.responses import raises
+from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import ServicesDep, TrainingDep
 
 MAX_EXCERPT = 160
@@ -165,13 +165,13 @@ MAX_ROWS, MAX_ID = 500, 256
 _ROW_BYTES, _GROUP_BYTES = 512, 2**20
 """Rough estimates of the lengths of a row, and of a large group, as JSON."""
 
-router = APIRouter()
+router = Router()
 
 Name = Annotated[str | None, Query(max_length=MAX_NAME)]
 Reward = Annotated[float | None, Query(allow_inf_nan=False)]
 
 
-@router.get("/v1/training/trajectories", response_model=GroupPageObject, responses=raises(TrainingDisabledError))
+@router.get("/v1/training/trajectories", role=Role.TRAIN, response_model=GroupPageObject)
 async def groups(
     request: Request,
     services: ServicesDep,
@@ -196,11 +196,7 @@ async def groups(
     return _json(await services.workers.run(_ROW_BYTES * len(page.rows), write))
 
 
-@router.get(
-    "/v1/training/trajectories/{group_id:path}",
-    response_model=CollectedGroupObject,
-    responses=raises(UnknownTrajectoryError, TrainingDisabledError),
-)
+@router.get("/v1/training/trajectories/{group_id:path}", role=Role.TRAIN, response_model=CollectedGroupObject)
 async def group(
     group_id: Annotated[str, Path(max_length=MAX_ID, description="The id of a group, or of one of its trajectories.")],
     request: Request,
