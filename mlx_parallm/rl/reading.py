@@ -144,8 +144,6 @@ _FATES = (
 )
 """A group that is not complete has the first of these fates that some of its samples have."""
 
-_EDITS = (Signal.PREFERENCES, Signal.CORRECTIONS)
-
 _GROUPS_AT_A_TIME = 200
 """Groups that are looked at, some milliseconds, before the event loop gets its turn."""
 
@@ -201,7 +199,7 @@ class GroupReader:
     def _edits_of(self, members: Sequence[GroupMember], reader: Reader) -> Mapping[str, list[EditedAnswer]]:
         """The edits of these answers that the reader may see, by the id of the answer, oldest first."""
         found: dict[str, list[EditedAnswer]] = {turn.trajectory_id: [] for member in members for turn in member.turns}
-        for group in (group for group in self._buffer.known.values() if group.signal in _EDITS):
+        for group in (group for group in self._buffer.known.values() if group.signal.is_edit):
             chosen = group.members[0]
             about = chosen.trajectory.collection.metadata.get(ABOUT)
             if about in found and reader.may_read(chosen.trajectory.owner):
@@ -221,7 +219,7 @@ class GroupReader:
             self._turn(member, turn, values, edits[turn.trajectory_id])
             for turn, values in zip(member.turns, of_turns, strict=True)
         ]
-        reward = None if group.signal in _EDITS else member.reward
+        reward = None if group.signal.is_edit else member.reward
         advantage = member.advantage if advantages else None
         return CollectedSample(
             turns, reward, advantage, member.state.value, member.reason or "", self._thumbs(group, member)
@@ -242,7 +240,7 @@ class GroupReader:
         return None if known is None else known[1]
 
     def _thumbs(self, group: TrajectoryGroup, member: GroupMember) -> Thumbs:
-        if group.signal in _EDITS:
+        if group.signal.is_edit:
             return Thumbs.NOTHING
         if member.is_open:
             return Thumbs.COUNT
@@ -276,7 +274,7 @@ def _row(group: TrajectoryGroup, reader: Reader) -> GroupRow | None:
         group.adapter,
         tuple(versions),
         len(members),
-        fsum(rewards) / len(rewards) if rewards and group.signal not in _EDITS else None,
+        fsum(rewards) / len(rewards) if rewards and not group.signal.is_edit else None,
         fate.value,
         reasons.most_common(1)[0][0] if reasons else "",
         group.signal,

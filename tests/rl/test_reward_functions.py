@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlx_parallm.rl.scoring import functions
-from mlx_parallm.rl.scoring.functions import load_function
+from mlx_parallm.rl.scoring.own_functions import load_function
 from mlx_parallm.rl.scoring.sample import ScorerError, ScorerInput
 
 CHAT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2 ="})

@@ -21,7 +21,7 @@ from mlx_parallm.rl.environments.builtin import BUILT_IN
 from mlx_parallm.rl.environments.files import FileTasks, find_tasks
 from mlx_parallm.rl.environments.protocol import Environment, EpisodeEnvironment, RolloutClient, Task, is_of_episodes
 from mlx_parallm.rl.scoring import gym
-from mlx_parallm.rl.scoring.functions import module_of_file
+from mlx_parallm.rl.scoring.own_functions import module_of_file
 from mlx_parallm.rl.scoring.sample import ScorerError
 from mlx_parallm.rl.scoring.scorers import REWARD
 
