@@ -41,8 +41,8 @@ class DropReason(StrEnum):
     STALE = "stale"
     """Its version is more than `max_staleness` versions old (`AdapterRun.reason_against`)."""
     ZERO_VARIANCE = "zero_variance"
-    """There is nothing to learn from the rewards or advantages of its group: mostly, all are equal. Decided when a group
-    becomes complete (`GroupSelection.look`) and again by an update (`objectives.batches`, `objectives.signals`)."""
+    """There is nothing to learn from the rewards or advantages of its group: mostly, all are equal. It is decided when
+    a group is complete (`GroupSelection.look`) and again by an update (`objectives.batches`, `objectives.signals`)."""
     SINGLE = "single"
     """There is no other reward to compare its reward with (as for ZERO_VARIANCE)."""
     LOW_REWARD = "low_reward"

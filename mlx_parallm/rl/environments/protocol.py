@@ -92,8 +92,8 @@ class RolloutClient(Protocol):
 class Environment(Protocol):
     """Tasks to train on. Without a method `rollout`, each answer to a task is scored as its `collection` says.
 
-    One may also have a method `examples(seed)`: an endless iterator of conversations, each a tuple of messages that ends
-    with the assistant's, which a warm-up imitates before the first task.
+    One may also have a method `examples(seed)`: an endless iterator of conversations, each a tuple of messages with the
+    assistant's at its end, which a warm-up imitates before the first task.
     """
 
     def tasks(self, seed: int) -> Iterator[Task]:
