@@ -23,7 +23,7 @@ from mlx_parallm.config.sections import (
     ModelConfig,
 )
 from mlx_parallm.config.server import GenerationConfig, LogprobsMode, Mode, ServerConfig, Speculation, TrafficClass
-from mlx_parallm.config.sources import API_KEY_VARIABLE, CLUSTER_TOKEN_VARIABLE, KEYS, Key, Setting, suggest
+from mlx_parallm.config.sources import API_KEY_VARIABLE, CLUSTER_TOKEN_VARIABLE, KEYS, SECTIONS, Key, Setting, suggest
 from mlx_parallm.config.training import (
     CompetitionConfig,
     CurriculumConfig,
@@ -36,7 +36,7 @@ from mlx_parallm.config.training import (
     TinkerConfig,
     TrackerName,
 )
-from mlx_parallm.config.types import human_bytes, is_loopback, parse_bytes
+from mlx_parallm.config.types import SERVE, TRAIN, Program, human_bytes, is_loopback, parse_bytes
 from mlx_parallm.errors import ConfigError
 
 # -- the configuration as a Python program writes it ---------------------------------------------

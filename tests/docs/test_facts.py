@@ -13,7 +13,7 @@ from docs.pages import PAGES, ROOT, lines_of, prose_of, spans_of, table_of
 from tool_families import ASKED, TEXTS, TOOLS
 
 from mlx_parallm import blas
-from mlx_parallm.cli.flags import GROUPS
+from mlx_parallm.cli.flags import FLAGS
 from mlx_parallm.cli.main import main_parser
 from mlx_parallm.cluster.connection import LEASE_S, TRAINER_LEASE_S
 from mlx_parallm.config import (
@@ -172,11 +172,10 @@ def test_commands() -> None:
 
 def test_defaults() -> None:
     """Of a setting or a flag with a number in brackets behind it."""
-    paths = {flag.name: flag.path for group in GROUPS for flag in group.flags}
     wrong, checked = [], 0
     for page in PAGES:
         for name, value in _DEFAULT.findall("\n".join(line for _, line in prose_of(page))):
-            default = KEYS[paths.get(name, name)].default_text
+            default = (FLAGS.get(name) or KEYS[name]).default_text
             checked += 1
             if _plain(value) != _plain(default):
                 wrong.append(f"{page}: {name} ({value}) is {default}")
