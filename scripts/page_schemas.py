@@ -3,8 +3,8 @@
 
 `scripts/dashboard` makes `dashboard/src/api/schema.ts` of it. The page's sources name what a route answers, such as
 `Answers["GET /v1/stats"]`, and the body of a request, such as `Bodies["POST /v1/training/lesson"]`. The description of
-the printed schema has its checksum, and is a comment of `schema.ts`: so a test sees whether that file belongs to the
-document of now.
+the printed schema has its checksum and becomes a comment in `schema.ts`. A test compares the checksum, so it needs no
+Node to see whether that file belongs to today's document.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def page_schemas() -> dict[str, Any]:
     page = _object("Page", {part: _object(part, schemas) for part, schemas in parts.items()})
     page["components"] = {"schemas": _reached(page, document["components"]["schemas"])}
     checksum = hashlib.sha256(json.dumps(page, sort_keys=True).encode()).hexdigest()
-    return page | {"description": f"Made by scripts/dashboard from the server's OpenAPI document {checksum[:32]}."}
+    return page | {"description": f"Made by scripts/dashboard from /openapi.json; checksum {checksum[:32]}."}
 
 
 def _object(title: str, schemas: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ export type ModelState = "loaded" | "loading" | "leaving" | "idle" | "failed";
 export type Role = "inference" | "train" | "admin";
 
 /**
- * Made by scripts/dashboard from the server's OpenAPI document 611e0cf77925a24c6d21080ef73cb49c.
+ * Made by scripts/dashboard from /openapi.json; checksum 611e0cf77925a24c6d21080ef73cb49c.
  */
 export interface Page {
   Answers: Answers;
