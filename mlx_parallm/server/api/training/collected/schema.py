@@ -53,9 +53,9 @@ class TokenObject(WireOutput):
 
     text: str
     """The text that it adds; empty while a character is incomplete. Special tokens are written out."""
-    logprob: float | None = None
+    logprob: float | None
     """Log-probability in nats when it was drawn; null if that is unknown."""
-    advantage: float | None = None
+    advantage: float | None
     """Its advantage in the last update that took the answer; null if there was none."""
     context: bool = False
     """It was not drawn and is not trained, such as the result of a tool."""
