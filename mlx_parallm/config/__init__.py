@@ -1,8 +1,7 @@
 """The frozen configuration. `resolve(flags, environ, file)` makes it for a command, `configure(...)` for a program.
 
 Other packages import what they need from here. Each module imports only from those to its left:
-types → cluster, competition, curriculum, divergence, judge, loss, inference, people, teacher, tinker →
-training → sections → sources → resolve
+types → cluster, divergence, inference, loss, server → training → sections → sources → resolve, retrain
 """
 
 from __future__ import annotations

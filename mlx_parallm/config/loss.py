@@ -94,7 +94,7 @@ class LossConfig(Section):
     """The policy ratio of a token is clipped above 1 + clip_high. null means the algorithm's own value."""
     dual_clip: Number | None = Field(default=3.0, gt=1)
     """Largest loss of a token with a negative advantage A, as a multiple of |A|. null means no bound. cispo, ppo,
-    importance_sampling, dpo, kto and cross_entropy do not use it.
+    importance_sampling, distillation, dpo, kto and cross_entropy do not use it.
     """
     scale_rewards: Annotated[RewardScale, BeforeValidator(lower)] | None = None
     """Divide centred rewards by the standard deviation of their group (group), of the batch (batch), or not at all

@@ -359,8 +359,9 @@ class RLTrainingConfig(Section):
     functions score fewer.
     """
     scoring_timeout_s: Number = Field(default=30.0, gt=0)
-    """Longest time in seconds to score a group; a group whose scorer takes longer is dropped. exact, regex, json_schema
-    and length are also limited to 1 s of processor time for each sample.
+    """Longest time in seconds to score a group, without the time to load the scorer. The members of a group whose
+    scorer takes longer are dropped, but for those that clients have rewarded. exact, regex, json_schema and length are
+    also limited to 1 s of processor time for each sample.
     """
     trajectory_log: Annotated[File | None, Flag("--trajectory-log", "FILE")] = None
     """JSONL file to which each trajectory is appended after it was trained on or dropped. The line gives its reward and
