@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter as Counts
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -23,24 +23,23 @@ from prometheus_client.samples import Sample
 
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterClient, AdapterRef
 from mlx_parallm.core.cluster import ClusterStatus, NodeInfo
-from mlx_parallm.core.engine import EngineClient
 from mlx_parallm.core.readers import EVERYTHING
 from mlx_parallm.core.requests import Event, FinishReason, RequestFinished, SequenceOutput, SequencePooled
 from mlx_parallm.core.text import RepairKind
+from mlx_parallm.engine.figures import EngineStats
 from mlx_parallm.errors import AbortedError
 from mlx_parallm.rl.status import TrainingStatus
 from mlx_parallm.server import metrics_table as tables
 from mlx_parallm.server.access.accounts import Account, Accounts
 from mlx_parallm.server.access.keys import NamedKey
-from mlx_parallm.server.cluster.parts import ClusterParts
 from mlx_parallm.server.lifecycle import SequenceGate
 from mlx_parallm.server.metrics_table import MODEL_LABEL, PREFIX, Labels, ServedCounts
-from mlx_parallm.server.recent import Counted, RecentValues
+from mlx_parallm.server.recent import Counted, History, RecentGrowth, RecentValues
 
 if TYPE_CHECKING:
     from mlx_parallm.rl.competition.comparison import ComparisonCard
     from mlx_parallm.rl.competition.service import CompetitionService
-    from mlx_parallm.rl.service import TrainingService
+    from mlx_parallm.server.backend import Backend
 
 _LISTS = ("running_lora_adapters", "waiting_lora_adapters")
 """Labels whose values are names of adapters, with commas between them."""
@@ -135,24 +134,12 @@ class VersionCounts:
 
 
 class ServerMetrics(Collector):
-    """All metrics of one app, and the latencies of the last minute, which `/v1/stats` shows. `model_names`: those of
-    the base models, the first one first. `cluster`: None if this server is not a node of one."""
+    """All metrics of one app, and what it did in the last minutes, which `/v1/stats` shows."""
 
-    def __init__(
-        self,
-        engine: EngineClient,
-        adapters: AdapterClient,
-        training: TrainingService | None,
-        gate: SequenceGate,
-        accounts: Accounts,
-        model_names: Sequence[str],
-        cluster: ClusterParts | None = None,
-        competition: CompetitionService | None = None,
-    ) -> None:
-        self._engine, self._adapters, self._training = engine, adapters, training
-        self._gate, self._accounts, self._model_names = gate, accounts, model_names
-        self._cluster, self._competition = cluster, competition
-        self.adapters = VersionCounts(adapters)
+    def __init__(self, backend: Backend, gate: SequenceGate, accounts: Accounts) -> None:
+        self._backend, self._gate, self._accounts = backend, gate, accounts
+        self._model_names = [status.name for status in backend.models.statuses()]
+        self.adapters = VersionCounts(backend.adapters)
         self.registry = VLLMNames()
         self.registry.register(self)
         self.ttft = self._histogram(
@@ -171,6 +158,7 @@ class ServerMetrics(Collector):
         )
         self._requests = [(row.read, self._histogram(row.name, row.about, row.buckets)) for row in tables.REQUESTS]
         self.recent_first_token, self.recent_inter_token = RecentValues(), RecentValues()
+        self.history, self.growth = History(), RecentGrowth()
         self._answered = Counts[int]()  # responses by status
         self.finished = self._counter(
             "request_success",
@@ -187,12 +175,12 @@ class ServerMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The metrics of `metrics_table`. Each part is read once, so that all its values are from the same moment."""
-        engine = self._engine.stats()
+        engine = self._backend.engine.stats()
         bases = engine.bases or {self._model_names[0]: engine}
         yield from tables.ENGINE.read({(): engine})
         yield from tables.BASES.read({(name,): stats for name, stats in bases.items()})
         yield from tables.QUEUE.read({(): self._gate})
-        yield from tables.ADAPTERS.read({(): self._adapters.stats()})
+        yield from tables.ADAPTERS.read({(): self._backend.adapters.stats()})
         yield from tables.VERSIONS.read(self.adapters.by_labels())
         yield from tables.KEYS.read({(account.key.name,): account for account in self._accounts.all()})
         yield from self._training_metrics()
@@ -200,15 +188,17 @@ class ServerMetrics(Collector):
 
     def _training_metrics(self) -> Iterator[Metric]:
         """If the server does not train, the only sample is 0 collected trajectories, without a label."""
-        statuses = [] if self._training is None else self._training.statuses(reader=EVERYTHING)
+        training = self._backend.training
+        statuses = [] if training is None else training.statuses(reader=EVERYTHING)
         by_adapter: dict[Labels, TrainingStatus] = {(status.adapter,): status for status in statuses}
         yield from tables.COLLECTED.read(by_adapter or {(): TrainingStatus()})
         yield from tables.TRAINING.read(by_adapter)
         cards: dict[Labels, ComparisonCard] = {}
         ended: dict[Labels, Mapping[str, int]] = {}
-        if self._competition is not None:
-            cards = {(card.adapter,): card for card in self._competition.cards(EVERYTHING)}
-            ended = {(status.adapter,): self._competition.ended(status.adapter) for status in statuses}
+        competition: CompetitionService | None = self._backend.extra("competition")
+        if competition is not None:
+            cards = {(card.adapter,): card for card in competition.cards(EVERYTHING)}
+            ended = {(status.adapter,): competition.ended(status.adapter) for status in statuses}
         yield from tables.COMPARISONS.read(cards)
         yield from tables.ENDED_COMPARISONS.read(ended)
 
@@ -218,12 +208,13 @@ class ServerMetrics(Collector):
         status: dict[Labels, ClusterStatus] = {}
         nodes: dict[Labels, NodeInfo] = {}
         head: dict[Labels, tables.Head] = {}
-        if self._cluster is not None:
-            routes, now = self._cluster.client.routes, self._cluster.client.status()
+        cluster = self._backend.cluster
+        if cluster is not None:
+            routes, now = cluster.client.routes, cluster.client.status()
             status[()] = now
             nodes = {tables.node_labels(node): node for node in now.nodes if routes or node.id == now.node_id}
             if routes:
-                head[()] = tables.Head(now, self._cluster.counts)
+                head[()] = tables.Head(now, cluster.counts)
         yield from tables.CLUSTER.read(status)
         yield from tables.NODES.read(nodes)
         yield from tables.HEAD.read(head)
@@ -247,6 +238,11 @@ class ServerMetrics(Collector):
         for status, answers in self._answered.items():
             counts["status", str(status), "responses"] = answers
         return counts
+
+    def note_second(self, stats: EngineStats) -> None:
+        """Adds to what `/v1/stats` shows of the last minutes. Called once a second."""
+        self.history.add(stats)
+        self.growth.add(self.counters())
 
     def observe_response(self, status: int) -> None:
         self.responses.labels(str(status)).inc()
