@@ -43,7 +43,7 @@ from mlx_parallm.server.http.request_log import RequestRecord, address_of, clien
 from mlx_parallm.server.http.workers import SMALL_BYTES
 from mlx_parallm.server.lifecycle import while_connected
 from mlx_parallm.server.metrics import RequestObserver
-from mlx_parallm.server.planning import AdapterSelector, adapter_named_by, select_adapter
+from mlx_parallm.server.planning import AdapterSelector, adapter_named_by, check_sequences, select_adapter
 from mlx_parallm.server.services import Services
 
 SESSION_HEADER = "x-session-id"
@@ -172,7 +172,7 @@ class GenerationResponse(Response):
         if isinstance(body, PoolingBody):
             sequences = min(self._prompts, MAX_SEQUENCES)  # the other texts wait here; see `_in_parts`
         else:
-            sequences = services.check_sequences(self._prompts, body.n)
+            sequences = check_sequences(self._prompts, body.n)
         record.set_model(selector.name or base)
         services.check_open()
         record.account = services.accounts.of(services.key)

@@ -34,7 +34,6 @@ from mlx_parallm.server.access.sessions import Sessions
 from mlx_parallm.server.access.views import SeenAdapters, SeenModels
 from mlx_parallm.server.api.chat.history import EpisodeHistories
 from mlx_parallm.server.api.responses.conversation import ResponseStore
-from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES
 from mlx_parallm.server.backend import Backend
 from mlx_parallm.server.errors import AsleepError, DrainingError, InferenceDisabledError, RoleError, ShortMemoryError
 from mlx_parallm.server.http.request_log import RequestRecord, record_of
@@ -211,15 +210,6 @@ class Services(Backend):
             known = f"; there are: {', '.join(status.name for status in bases)}" if bases else ""
             raise UnknownModelError(f"{param}: no base model here is called {name!r}{known}.", param=param)
         return self.models.first.card.name if name in self.models.first.names else name
-
-    def check_sequences(self, prompts: int, n: int) -> int:
-        """The number of sequences of a request. Raises InvalidRequestError if it is over the limit."""
-        if prompts * n > MAX_SEQUENCES:
-            raise InvalidRequestError(
-                f"n times the number of prompts is {prompts * n}; at most {MAX_SEQUENCES} sequences fit one request.",
-                param="n",
-            )
-        return prompts * n
 
     def training_statuses(self) -> Sequence[TrainingStatus]:
         """See `rl.service.TrainingService.statuses`, for the key; empty if the server does not train."""

@@ -210,7 +210,7 @@ def _start(
     tinker.futures.check_room(tinker.key, read.nbytes)
     with ExitStack() as opened:
         opened.enter_context(account.request())
-        opened.enter_context(services.gate.reserve(services.check_sequences(1, body.num_samples), account.queue_name))
+        opened.enter_context(services.gate.reserve(body.num_samples, account.queue_name))
         version = opened.enter_context(services.adapters.lease(tinker.selector_of(sampler)))
         request = as_of(account.key, generation_request(body, services.models.first.card, version))
         owner = sampler.sampler_id.partition(":")[0]
