@@ -60,7 +60,7 @@ def _install(extras: Iterable[Install], config: Config, served: Served, training
         with _if_there():
             extra = install(config, served, training)
             if extra is not None:
-                training.extras[install.__name__.strip("_")] = extra
+                training.service.extras[install.__name__.strip("_")] = extra
 
 
 @contextmanager

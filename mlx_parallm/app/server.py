@@ -30,6 +30,7 @@ from mlx_parallm.rl.environments import Environment
 from mlx_parallm.rl.tracking.history import events_of
 from mlx_parallm.rl.tracking.tracking import Tracking
 from mlx_parallm.server.api.chat.template import read_templates
+from mlx_parallm.server.backend import Backend
 from mlx_parallm.server.http import request_log
 from mlx_parallm.server.traces.export import Traces, open_traces
 from mlx_parallm.tasks import release
@@ -182,19 +183,13 @@ class IntegratedServer:
         node: Node | None,
     ) -> FastAPI:
         from mlx_parallm.server.app import create_app
+        from mlx_parallm.server.cluster.parts import join
 
-        training = served.training
-        return create_app(
-            served.engine,
-            adapters,
-            training.service if training else None,
-            models,
-            config.server,
-            extras=training.extras if training else None,
-            traces=traces,
-            cluster=node,
-            collection=ClusterCollection(node, config.adapters.default_adapter) if node is not None else None,
-        )
+        training = served.training.service if served.training else None
+        backend = Backend(served.engine, adapters, models, config.server, training)
+        if node is not None:
+            backend = join(backend, node, ClusterCollection(node, config.adapters.default_adapter))
+        return create_app(backend, traces)
 
     async def run_training_loop(self) -> None:
         """Trains on collected trajectories until `run_inference` ends, or until it is cancelled.

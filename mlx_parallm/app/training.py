@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -145,7 +145,6 @@ class TrainingRuntime:
         environment_thread: where all rollouts of environments run.
         held_out: the tasks of evaluations, which are not to be trained on.
         teacher: see `TrainingParts`.
-        extras: what requests ask for by name; see `app.extras`.
         on_start, on_end: what extras do when the training of a server starts, and before it ends.
         is_asleep: whether the server sleeps, so that no rollouts are wanted now.
     """
@@ -159,7 +158,6 @@ class TrainingRuntime:
     environment_thread: EnvironmentThread
     held_out: tuple[Task, ...] = ()
     teacher: Teacher | None = None
-    extras: dict[str, Any] = field(default_factory=dict)
     on_start: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
     on_end: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
     is_asleep: Callable[[], bool] = lambda: False

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import Context
 from dataclasses import replace
+from typing import Any
 
 from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.core.adapters import check_name, check_tag
@@ -50,7 +51,7 @@ class TrainingService:
 
     Attributes:
         trajectories, collected_groups: its parts. `parts`: those that it was given.
-        hooks: where extras take part.
+        hooks: where extras take part. `extras`: what they offer to requests, by name.
         changes: what must not be cut off by a client that leaves.
         ledger: counts what was learnt from.
         past: what has happened in the training of each adapter. `emit`, `add_sink`: see `EventHub`.
@@ -60,6 +61,7 @@ class TrainingService:
     def __init__(self, parts: TrainingParts, default_adapter: str) -> None:
         config = parts.config
         self.parts, self.hooks = parts, TrainingHooks()
+        self.extras: dict[str, Any] = {}
         self.default_adapter = default_adapter
         self._hub = EventHub()
         self.emit, self.add_sink = self._hub.emit, self._hub.add_sink

@@ -7,8 +7,7 @@ request → middlewares (`http.middleware`) → body → schema → place in the
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 from importlib import import_module
 from types import ModuleType
@@ -17,35 +16,21 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI
 
 from mlx_parallm import __version__
-from mlx_parallm.config import ServerConfig
-from mlx_parallm.core.adapters import AdapterClient
-from mlx_parallm.core.engine import EngineClient
-from mlx_parallm.core.models import BaseModels
-from mlx_parallm.core.trajectories import CollectingClient
-from mlx_parallm.server.access.accounts import Accounts
-from mlx_parallm.server.access.attempts import Attempts
-from mlx_parallm.server.access.keys import KeyRing
-from mlx_parallm.server.access.sessions import Sessions
 from mlx_parallm.server.api import completions, control, login, models, ops, root, stats, usage
 from mlx_parallm.server.api.adapters import route as adapter_routes
 from mlx_parallm.server.api.chat import route as chat
-from mlx_parallm.server.api.chat.history import EpisodeHistories
 from mlx_parallm.server.api.messages import route as messages
 from mlx_parallm.server.api.pooling import embeddings, scores
 from mlx_parallm.server.api.responses import route as responses
-from mlx_parallm.server.api.responses.conversation import ResponseStore
 from mlx_parallm.server.api.training import history as training_history
 from mlx_parallm.server.api.training import route as training_routes
 from mlx_parallm.server.api.training import schedule
 from mlx_parallm.server.api.training.collected import route as collected_routes
+from mlx_parallm.server.backend import Backend
 from mlx_parallm.server.cluster import route as cluster_routes
-from mlx_parallm.server.cluster.parts import ClusterParts
 from mlx_parallm.server.dashboard import route as dashboard
 from mlx_parallm.server.errors import install_handlers
 from mlx_parallm.server.http.middleware import add_middlewares
-from mlx_parallm.server.http.workers import Workers
-from mlx_parallm.server.lifecycle import Lifecycle, SequenceGate, SleepSwitch
-from mlx_parallm.server.metrics import ServerMetrics
 from mlx_parallm.server.openapi import describe
 from mlx_parallm.server.protocols import trainers
 from mlx_parallm.server.protocols.generate import route as generate
@@ -57,8 +42,6 @@ from mlx_parallm.server.routing import Endpoint
 from mlx_parallm.server.services import Services
 
 if TYPE_CHECKING:
-    from mlx_parallm.cluster.node import Node
-    from mlx_parallm.rl.service import TrainingService
     from mlx_parallm.server.traces.export import Traces
 
 _log = logging.getLogger(__name__)
@@ -107,65 +90,20 @@ OLLAMA_ROUTES = (ollama_routes, ollama_embed, ollama_models)
 ATROPOS_ROUTES = _there("protocols.atropos.route")
 
 
-def create_app(
-    engine: EngineClient,
-    adapters: AdapterClient,
-    training: TrainingService | None,
-    models: BaseModels,
-    config: ServerConfig,
-    *,
-    extras: Mapping[str, Any] | None = None,
-    traces: Traces | None = None,
-    cluster: Node | None = None,
-    collection: CollectingClient | None = None,
-) -> FastAPI:
-    """The HTTP server of these parts, which routes find on `app.state.services` (a `Services`).
+def create_app(backend: Backend, traces: Traces | None = None) -> FastAPI:
+    """The HTTP server of a backend. Routes find it on `app.state.services` (a `Services`).
 
     Args:
-        training: None if the server does not train.
-        extras: those that are installed, by name; see `app.extras`.
         traces: makes the spans of requests; None: they are not traced.
-        cluster: the cluster that this server is a node of.
-        collection: takes requests to be collected; None: `training` does.
     """
-    extras = extras or {}
-    parts = None if cluster is None else ClusterParts.of(cluster, engine, models.first.card.name)
-    engine = engine if parts is None else parts.engine
-    gate = SequenceGate(config.max_batch_size + config.max_queued)
-    key = config.api_key
-    token = None if cluster is None else cluster.token
-    ring = KeyRing(None if key is None else key.get_secret_value(), config.keys_file, token)
-    accounts, attempts, sessions = Accounts(ring), Attempts(ring), Sessions(ring)
-    model_names = [status.name for status in models.statuses()]
-    metrics = ServerMetrics(engine, adapters, training, gate, accounts, model_names, parts, extras.get("competition"))
-    app = _empty_app()
-    app.state.services = Services(
-        engine,
-        adapters,
-        training,
-        models,
-        config,
-        Lifecycle(),
-        gate,
-        SleepSwitch(engine, gate),
-        metrics,
-        ResponseStore(),
-        EpisodeHistories(),
-        Workers(config.body_timeout, config.max_body_bytes),
-        accounts,
-        attempts,
-        sessions,
-        started_at=int(time.time()),
-        extras=extras,
-        collection=collection if collection is not None or training is None else training.trajectories,
-        cluster=parts,
-    )
+    app, config, services = _empty_app(), backend.config, Services.of(backend)
+    app.state.services = services
     modules: tuple[ModuleType, ...] = (*ROUTES, *(OLLAMA_ROUTES if config.ollama_api else ()))
     modules += (dashboard,) if config.dashboard else ()
-    modules += ATROPOS_ROUTES if "atropos" in extras else (root,)
+    modules += (root,) if backend.extra("atropos") is None else ATROPOS_ROUTES
     routes = _add_routes(app, modules)
     install_handlers(app)
-    add_middlewares(app, config, metrics, attempts, sessions, traces)
+    add_middlewares(app, services, traces)
     app.openapi = partial(describe, app, routes, config.strict_fields)  # type: ignore[method-assign]
     return app
 

@@ -39,11 +39,11 @@ from mlx_parallm.server.api.pooling.fields import PoolingBody
 from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES
 from mlx_parallm.server.errors import code_of
 from mlx_parallm.server.http.framing import EVENTS, Framing
-from mlx_parallm.server.http.request_log import RequestRecord, address_of, client_of, key_of, record_of
+from mlx_parallm.server.http.request_log import RequestRecord, address_of, client_of, record_of
 from mlx_parallm.server.http.workers import SMALL_BYTES
 from mlx_parallm.server.lifecycle import while_connected
 from mlx_parallm.server.metrics import RequestObserver
-from mlx_parallm.server.planning import AdapterSelector, adapter_named_by, select_adapter
+from mlx_parallm.server.planning import AdapterSelector, adapter_named_by, check_sequences, select_adapter
 from mlx_parallm.server.services import Services
 
 SESSION_HEADER = "x-session-id"
@@ -166,16 +166,16 @@ class GenerationResponse(Response):
             the errors of `prepare` and `generate`, but none after the status line of a stream was sent.
         """
         services, body, record = self._services, self._body, record_of(scope)
-        check_permitted(key_of(scope), body)
+        check_permitted(services.key, body)
         selector = select_adapter(body, services.model_names)
         base = services.models.find(body.model, selector.name)
         if isinstance(body, PoolingBody):
             sequences = min(self._prompts, MAX_SEQUENCES)  # the other texts wait here; see `_in_parts`
         else:
-            sequences = services.check_sequences(self._prompts, body.n)
+            sequences = check_sequences(self._prompts, body.n)
         record.set_model(selector.name or base)
         services.check_open()
-        record.account = services.accounts.of(key_of(scope))
+        record.account = services.accounts.of(services.key)
         try:
             await self._run(base, selector, sequences, scope, receive, send)
         except ClientDisconnect:
@@ -187,7 +187,7 @@ class GenerationResponse(Response):
     ) -> None:
         """Holds a place in the queue, the base model and the adapter version while the request is answered."""
         services, body, record = self._services, self._body, record_of(scope)
-        account = services.accounts.of(key_of(scope))
+        account = services.accounts.of(services.key)
         async with AsyncExitStack() as held:
             held.enter_context(account.request())
             held.enter_context(services.gate.reserve(sequences, account.queue_name))
@@ -232,7 +232,7 @@ class GenerationResponse(Response):
             turn=body.turn,
         )
         client = self._services.require_collection("collect_trajectory")
-        return await client.check(collection, adapter, key_of(scope).reader, body.task_prompt)
+        return await client.check(collection, adapter, self._services.key.reader, body.task_prompt)
 
     async def _send_whole(self, writer: AnswerWriter, scope: Scope, receive: Receive, send: Send) -> None:
         services, record = self._services, record_of(scope)

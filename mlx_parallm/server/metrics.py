@@ -1,10 +1,9 @@
-"""Prometheus metrics that the HTTP server counts itself, all named `mlx_parallm_*`: requests, latencies and responses;
-those of the keys, of which there are at most as many series as there are keys; and the part that a key which is limited
-to some adapters sees: the metrics of these adapters, and its own.
+"""The Prometheus metrics of one server, all named `mlx_parallm_*`: those of `metrics_table`, which are read on each
+scrape, and requests, latencies and responses, which are counted here; and what a key sees of them that is limited to
+some adapters.
 
-Where vLLM has the same metric, the name after the prefix and the meaning are vLLM's, and `metrics_vllm` exports it
-under that name too. `metrics_collectors` and its like have the metrics that are read from the engine, the adapters and
-training on each scrape. The registry belongs to the app, not to the process.
+Where vLLM has the same metric, the name after the prefix and the meaning are vLLM's, and it is exported under vLLM's
+name too. The registry belongs to the app, not to the process.
 """
 
 from __future__ import annotations
@@ -12,34 +11,35 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter as Counts
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from mlx_parallm.core.adapters import AdapterClient
-from mlx_parallm.core.engine import EngineClient
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterClient, AdapterRef
+from mlx_parallm.core.cluster import ClusterStatus, NodeInfo
+from mlx_parallm.core.readers import EVERYTHING
 from mlx_parallm.core.requests import Event, FinishReason, RequestFinished, SequenceOutput, SequencePooled
 from mlx_parallm.core.text import RepairKind
+from mlx_parallm.engine.figures import EngineStats
 from mlx_parallm.errors import AbortedError
+from mlx_parallm.rl.status import TrainingStatus
+from mlx_parallm.server import metrics_table as tables
 from mlx_parallm.server.access.accounts import Account, Accounts
 from mlx_parallm.server.access.keys import NamedKey
-from mlx_parallm.server.cluster.parts import ClusterParts
 from mlx_parallm.server.lifecycle import SequenceGate
-from mlx_parallm.server.metrics_cluster import ClusterCollector
-from mlx_parallm.server.metrics_collectors import MODEL_LABEL, PREFIX, AdapterCollector, EngineCollector, ServedCounts
-from mlx_parallm.server.metrics_training import TrainingCollector
-from mlx_parallm.server.metrics_vllm import VLLMNamesRegistry
-from mlx_parallm.server.recent import Counted, RecentValues
+from mlx_parallm.server.metrics_table import MODEL_LABEL, PREFIX, Labels, ServedCounts
+from mlx_parallm.server.recent import Counted, History, RecentGrowth, RecentValues
 
 if TYPE_CHECKING:
+    from mlx_parallm.rl.competition.comparison import ComparisonCard
     from mlx_parallm.rl.competition.service import CompetitionService
-    from mlx_parallm.rl.service import TrainingService
+    from mlx_parallm.server.backend import Backend
 
 _LISTS = ("running_lora_adapters", "waiting_lora_adapters")
 """Labels whose values are names of adapters, with commas between them."""
@@ -67,95 +67,104 @@ class SeenMetrics(Collector):
         return sample._replace(labels={**sample.labels, **seen})
 
 
-KEY_COUNTERS: Mapping[str, tuple[str, Callable[[Account], int]]] = {
-    "key_requests": ("Requests for answers that began, by key.", lambda account: account.requests),
-    "key_requests_refused": ("Requests that a limit of their key refused.", lambda account: account.refused),
-    "key_prompt_tokens": ("Tokens of prompts, by key.", lambda account: account.prompt_tokens),
-    "key_generation_tokens": ("Tokens generated, by key.", lambda account: account.completion_tokens),
-}
+class VLLMNames(CollectorRegistry):
+    """A registry that exports the metrics of `in_vllm` twice: as `mlx_parallm_NAME`, and for the dashboards of vLLM as
+    `vllm:NAME`. There each metric with the name of the model has the label `engine` too, the number of one of several
+    engines. There is one here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_vllm = {row.name for table in tables.ALL for row in table.rows if row.in_vllm}
+
+    def collect(self) -> Iterable[Metric]:
+        for metric in super().collect():
+            yield metric
+            if metric.name.removeprefix(PREFIX) in self.in_vllm:
+                renamed = Metric(_vllm_name(metric.name), metric.documentation, metric.type)
+                renamed.samples = [_vllm_sample(sample) for sample in metric.samples]
+                yield renamed
 
 
-class KeyCollector(Collector):
-    """The usage of each key. Used on the event loop's thread only."""
-
-    def __init__(self, accounts: Accounts) -> None:
-        self._accounts = accounts
-
-    def collect(self) -> Iterator[Metric]:
-        accounts = self._accounts.all()
-        running = GaugeMetricFamily(PREFIX + "key_requests_running", "Requests under way, by key.", labels=["key"])
-        for account in accounts:
-            running.add_metric([account.key.name], account.running)
-        yield running
-        for name, (about, read) in KEY_COUNTERS.items():
-            counter = CounterMetricFamily(PREFIX + name, about, labels=["key"])
-            for account in accounts:
-                counter.add_metric([account.key.name], read(account))
-            yield counter
+def _vllm_name(name: str) -> str:
+    return "vllm:" + name.removeprefix(PREFIX)
 
 
-REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0)
-LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
-TOKEN_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.75, 1.5, 3.0, 10.0)
+def _vllm_sample(sample: Sample) -> Sample:
+    engine = {"engine": "0"} if MODEL_LABEL in sample.labels else {}
+    return sample._replace(name=_vllm_name(sample.name), labels={**engine, **sample.labels})
 
 
-class ServerMetrics:
-    """All metrics of one app, and the latencies of the last minute, which `/v1/stats` shows. `model_names`: those of
-    the base models, the first one first. `cluster`: None if this server is not a node of one."""
+class VersionCounts:
+    """The work done for each adapter version. Used on the event loop's thread only.
 
-    def __init__(
-        self,
-        engine: EngineClient,
-        adapters: AdapterClient,
-        training: TrainingService | None,
-        gate: SequenceGate,
-        accounts: Accounts,
-        model_names: Sequence[str],
-        cluster: ClusterParts | None = None,
-        competition: CompetitionService | None = None,
-    ) -> None:
-        self._accounts = accounts
-        self.registry = VLLMNamesRegistry()
-        self.registry.register(EngineCollector(engine, model_names[0]))
-        self._model_names = model_names
-        self.adapters = AdapterCollector(adapters)
-        self.registry.register(self.adapters)
-        self.registry.register(TrainingCollector(training, competition))
-        self.registry.register(KeyCollector(accounts))
-        self.registry.register(ClusterCollector(cluster))
+    Versions that can no longer be requested lose their counts, so the number of series is bounded however many versions
+    a trainer publishes.
+    """
+
+    def __init__(self, adapters: AdapterClient) -> None:
+        self._adapters = adapters
+        self._served: dict[tuple[str, AdapterRef], ServedCounts] = {}  # by the name of the base model, and version
+
+    def served(self, base: str, ref: AdapterRef) -> ServedCounts:
+        """The counts of one version of an adapter of a base model; the caller adds to them."""
+        if (base, ref) not in self._served:
+            self._remove_gone()
+            self._served[base, ref] = ServedCounts()
+        return self._served[base, ref]
+
+    def requests(self) -> Counts[AdapterRef]:
+        """Requests begun, by version; those of `BASE_ADAPTER` are of all base models together."""
+        begun: Counts[AdapterRef] = Counts()
+        for (_, ref), served in self._served.items():
+            begun[ref] += served.requests
+        return begun
+
+    def counts(self) -> Iterator[tuple[AdapterRef, ServedCounts]]:
+        """The counts of all versions, by base model."""
+        return ((ref, served) for (_, ref), served in self._served.items())
+
+    def by_labels(self) -> Mapping[Labels, ServedCounts]:
+        """The counts of the versions that can be requested, by the labels of `metrics_table.VERSIONS`."""
+        self._remove_gone()
+        return {(base, ref.name, str(ref.version)): served for (base, ref), served in self._served.items()}
+
+    def _remove_gone(self) -> None:
+        known = {BASE_ADAPTER, *(card.ref for card in self._adapters.cards())}
+        self._served = {(base, ref): served for (base, ref), served in self._served.items() if ref in known}
+
+
+class ServerMetrics(Collector):
+    """All metrics of one app, and what it did in the last minutes, which `/v1/stats` shows."""
+
+    def __init__(self, backend: Backend, gate: SequenceGate, accounts: Accounts) -> None:
+        self._backend, self._gate, self._accounts = backend, gate, accounts
+        self._model_names = [status.name for status in backend.models.statuses()]
+        self.adapters = VersionCounts(backend.adapters)
+        self.registry = VLLMNames()
+        self.registry.register(self)
         self.ttft = self._histogram(
-            "time_to_first_token_seconds", "Time from arrival to first token.", REQUEST_BUCKETS_S
+            "time_to_first_token_seconds", "Time from arrival to first token.", tables.REQUEST_BUCKETS_S
         )
-        self.e2e = self._histogram("e2e_request_latency_seconds", "Time from arrival to last token.", REQUEST_BUCKETS_S)
-        self.queued = self._histogram(
-            "request_queue_time_seconds", "Time from arrival to first prefill.", REQUEST_BUCKETS_S
-        )
-        self.prefill = self._histogram(
-            "request_prefill_time_seconds", "Time from first prefill to first token.", REQUEST_BUCKETS_S
-        )
-        self.decode = self._histogram(
-            "request_decode_time_seconds", "Time from first token to last token.", REQUEST_BUCKETS_S
-        )
-        self.inference = self._histogram(
-            "request_inference_time_seconds", "Time from first prefill to last token.", REQUEST_BUCKETS_S
-        )
-        self.prompt_lengths = self._histogram("request_prompt_tokens", "Tokens of a request's prompts.", LENGTHS)
-        self.lengths = self._histogram("request_generation_tokens", "Tokens generated for a request.", LENGTHS)
         self.longest = self._histogram(
-            "request_max_num_generation_tokens", "Tokens of the longest sequence of a request.", LENGTHS
+            "request_max_num_generation_tokens", "Tokens of the longest sequence of a request.", tables.LENGTHS
         )
         self.per_token = self._histogram(
-            "request_time_per_output_token_seconds", "Mean time between two tokens of a sequence.", TOKEN_BUCKETS_S
+            "request_time_per_output_token_seconds",
+            "Mean time between two tokens of a sequence.",
+            tables.TOKEN_BUCKETS_S,
         )
         self.inter_token = self._histogram(
-            "inter_token_latency_seconds", "Time between two tokens of a sequence.", TOKEN_BUCKETS_S
+            "inter_token_latency_seconds", "Time between two tokens of a sequence.", tables.TOKEN_BUCKETS_S
         )
+        self._requests = [(row.read, self._histogram(row.name, row.about, row.buckets)) for row in tables.REQUESTS]
         self.recent_first_token, self.recent_inter_token = RecentValues(), RecentValues()
+        self.history, self.growth = History(), RecentGrowth()
         self._answered = Counts[int]()  # responses by status
         self.finished = self._counter(
             "request_success",
             "Sequences ended: stop, length, repetition, abort or error.",
             (MODEL_LABEL, "finished_reason"),
+            in_vllm=True,
         )
         self.client_disconnects = self._counter("client_disconnects", "Requests whose client left before the end.")
         self.responses = self._counter("http_responses", "HTTP responses by status.", ("status",))
@@ -163,10 +172,52 @@ class ServerMetrics:
         self.repaired = self._counter(
             "tool_calls_repaired", "Tool calls that were repaired: form, end, quotes or fence.", ("kind",)
         )
-        held = Gauge(PREFIX + "queue_sequences_held", "Sequences inside the bounded queue.", registry=self.registry)
-        held.set_function(lambda: gate.held)
-        limit = Gauge(PREFIX + "queue_sequences_limit", "Places in the bounded queue.", registry=self.registry)
-        limit.set(gate.limit)
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics of `metrics_table`. Each part is read once, so that all its values are from the same moment."""
+        engine = self._backend.engine.stats()
+        bases = engine.bases or {self._model_names[0]: engine}
+        yield from tables.ENGINE.read({(): engine})
+        yield from tables.BASES.read({(name,): stats for name, stats in bases.items()})
+        yield from tables.QUEUE.read({(): self._gate})
+        yield from tables.ADAPTERS.read({(): self._backend.adapters.stats()})
+        yield from tables.VERSIONS.read(self.adapters.by_labels())
+        yield from tables.KEYS.read({(account.key.name,): account for account in self._accounts.all()})
+        yield from self._training_metrics()
+        yield from self._cluster_metrics()
+
+    def _training_metrics(self) -> Iterator[Metric]:
+        """If the server does not train, the only sample is 0 collected trajectories, without a label."""
+        training = self._backend.training
+        statuses = [] if training is None else training.statuses(reader=EVERYTHING)
+        by_adapter: dict[Labels, TrainingStatus] = {(status.adapter,): status for status in statuses}
+        yield from tables.COLLECTED.read(by_adapter or {(): TrainingStatus()})
+        yield from tables.TRAINING.read(by_adapter)
+        cards: dict[Labels, ComparisonCard] = {}
+        ended: dict[Labels, Mapping[str, int]] = {}
+        competition: CompetitionService | None = self._backend.extra("competition")
+        if competition is not None:
+            cards = {(card.adapter,): card for card in competition.cards(EVERYTHING)}
+            ended = {(status.adapter,): competition.ended(status.adapter) for status in statuses}
+        yield from tables.COMPARISONS.read(cards)
+        yield from tables.ENDED_COMPARISONS.read(ended)
+
+    def _cluster_metrics(self) -> Iterator[Metric]:
+        """The head has a series for each node that is present, so that one scrape shows the whole cluster; another node
+        has those of itself. The series of a node end when the node is gone."""
+        status: dict[Labels, ClusterStatus] = {}
+        nodes: dict[Labels, NodeInfo] = {}
+        head: dict[Labels, tables.Head] = {}
+        cluster = self._backend.cluster
+        if cluster is not None:
+            routes, now = cluster.client.routes, cluster.client.status()
+            status[()] = now
+            nodes = {tables.node_labels(node): node for node in now.nodes if routes or node.id == now.node_id}
+            if routes:
+                head[()] = tables.Head(now, cluster.counts)
+        yield from tables.CLUSTER.read(status)
+        yield from tables.NODES.read(nodes)
+        yield from tables.HEAD.read(head)
 
     def exposition(self, key: NamedKey) -> bytes:
         """The metrics that a key sees, in Prometheus's text format."""
@@ -188,6 +239,11 @@ class ServerMetrics:
             counts["status", str(status), "responses"] = answers
         return counts
 
+    def note_second(self, stats: EngineStats) -> None:
+        """Adds to what `/v1/stats` shows of the last minutes. Called once a second."""
+        self.history.add(stats)
+        self.growth.add(self.counters())
+
     def observe_response(self, status: int) -> None:
         self.responses.labels(str(status)).inc()
         self._answered[status] += 1
@@ -203,14 +259,22 @@ class ServerMetrics:
         self.inter_token.labels(model).observe(seconds)
         self.recent_inter_token.add(seconds)
 
+    def observe_end(self, model: str, end: RequestFinished) -> None:
+        for read, histogram in self._requests:
+            if (value := read(end)) is not None:
+                histogram.labels(model).observe(value)
+
     def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
-        """A histogram by base model, each with its series from the start."""
+        """A histogram by base model, each with its series from the start. vLLM has each of them too."""
+        self.registry.in_vllm.add(name)
         histogram = Histogram(PREFIX + name, about, [MODEL_LABEL], buckets=buckets, registry=self.registry)
         for model_name in self._model_names:
             histogram.labels(model_name)
         return histogram
 
-    def _counter(self, name: str, about: str, labels: tuple[str, ...] = ()) -> Counter:
+    def _counter(self, name: str, about: str, labels: tuple[str, ...] = (), in_vllm: bool = False) -> Counter:
+        if in_vllm:
+            self.registry.in_vllm.add(name)
         return Counter(PREFIX + name, about, labels, registry=self.registry)
 
 
@@ -287,12 +351,6 @@ class RequestObserver:
         self.served.latency_s += end.finished_at - end.arrived_at
         self.served.prompt_tokens += end.prompt_tokens
         self.account.cached_tokens += end.cached_tokens
-        self.metrics.e2e.labels(self.model).observe(end.finished_at - end.arrived_at)
-        self.metrics.queued.labels(self.model).observe(end.started_at - end.arrived_at)
-        self.metrics.inference.labels(self.model).observe(end.finished_at - end.started_at)
-        self.metrics.prompt_lengths.labels(self.model).observe(end.prompt_tokens)
-        self.metrics.lengths.labels(self.model).observe(end.completion_tokens)
+        self.metrics.observe_end(self.model, end)
         if end.completion_tokens:
             self.metrics.longest.labels(self.model).observe(max(self.tokens.values(), default=0))
-            self.metrics.prefill.labels(self.model).observe(end.first_token_at - end.started_at)
-            self.metrics.decode.labels(self.model).observe(end.finished_at - end.first_token_at)

@@ -17,7 +17,7 @@ from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, UnknownModelError
 from mlx_parallm.server.api.generation_fields import GenerationBody
 from mlx_parallm.server.api.pooling.fields import PoolingBody
-from mlx_parallm.server.api.sampling_fields import NO_LIMIT
+from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES, NO_LIMIT
 from mlx_parallm.server.candidates import Candidates, check_amount
 from mlx_parallm.server.sampling import model_defaults, repetition_of, sampling_of, stopping_of
 
@@ -54,6 +54,16 @@ class AdapterSelector:
     def folder(self) -> str | None:
         """The path of the adapter's folder, which only mlx-lm's field `adapters` can have; None if `name` is a name."""
         return self.name if self.param == "adapters" and self.name and "/" in self.name else None
+
+
+def check_sequences(prompts: int, n: int) -> int:
+    """The number of sequences of a request. Raises InvalidRequestError if it is over the limit."""
+    if prompts * n > MAX_SEQUENCES:
+        raise InvalidRequestError(
+            f"n times the number of prompts is {prompts * n}; at most {MAX_SEQUENCES} sequences fit one request.",
+            param="n",
+        )
+    return prompts * n
 
 
 def select_adapter(body: GenerationBody | PoolingBody, model_names: ModelNames) -> AdapterSelector:

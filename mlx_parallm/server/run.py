@@ -108,8 +108,7 @@ class DrainingServer(uvicorn.Server):
         """Called by uvicorn every 0.1 s; true stops the server."""
         if counter % TICKS_A_SECOND == 0:
             stats = self._services.engine.stats()
-            self._services.history.add(stats)
-            self._services.growth.add(self._services.metrics.counters())
+            self._services.metrics.note_second(stats)
             if not stats.alive:
                 self.exit_code = EXIT_ENGINE_DEAD
                 self._services.lifecycle.expire()

@@ -1,22 +1,22 @@
-"""The parts that routes need, in one object on `app.state.services`."""
+"""`Services`: what routes use, in one object on `app.state.services`, and the dependencies that routes get it by."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from fastapi import Depends
 from starlette.requests import Request
 
 from mlx_parallm.adapters.cards import AdapterCard
-from mlx_parallm.config import Mode, ServerConfig
-from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterClient, AdapterRef
-from mlx_parallm.core.engine import EngineClient
+from mlx_parallm.config import Mode
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.core.machine import Relief
-from mlx_parallm.core.models import BaseModels, ServedModel
+from mlx_parallm.core.models import ServedModel
 from mlx_parallm.core.trajectories import CollectingClient
 from mlx_parallm.errors import (
     ConflictError,
@@ -28,21 +28,19 @@ from mlx_parallm.errors import (
 from mlx_parallm.rl.status import TrainingStatus
 from mlx_parallm.server.access.accounts import Accounts
 from mlx_parallm.server.access.attempts import Attempts
-from mlx_parallm.server.access.keys import ANYONE, NamedKey
+from mlx_parallm.server.access.keys import ANYONE, KeyRing, NamedKey
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.access.sessions import Sessions
 from mlx_parallm.server.access.views import SeenAdapters, SeenModels
 from mlx_parallm.server.api.chat.history import EpisodeHistories
 from mlx_parallm.server.api.responses.conversation import ResponseStore
-from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES
-from mlx_parallm.server.cluster.parts import ClusterParts
+from mlx_parallm.server.backend import Backend
 from mlx_parallm.server.errors import AsleepError, DrainingError, InferenceDisabledError, RoleError, ShortMemoryError
-from mlx_parallm.server.http.request_log import RequestRecord, key_of, record_of
+from mlx_parallm.server.http.request_log import RequestRecord, record_of
 from mlx_parallm.server.http.workers import Workers
 from mlx_parallm.server.lifecycle import Lifecycle, SequenceGate, SleepSwitch
 from mlx_parallm.server.metrics import ServerMetrics
 from mlx_parallm.server.planning import AdapterSelector, ModelNames, adapter_named_by
-from mlx_parallm.server.recent import History, RecentGrowth
 
 if TYPE_CHECKING:
     from mlx_parallm.rl.service import TrainingService
@@ -50,55 +48,57 @@ if TYPE_CHECKING:
 DOES_NOT_TRAIN = "This server does not train; start it with --enable-rl-training."
 
 
-@dataclass(frozen=True, slots=True)
-class Services:
-    """The parts behind the routes.
+@dataclass(frozen=True, kw_only=True)
+class Services(Backend):
+    """What routes use: the backend, as the key of a request sees it, and what the server has of its own.
 
-    `training` is None if the server does not train; `collection`, if requests cannot be collected; `cluster`, if it is
-    not a node of a cluster. `extras`: those that are installed, by name. `started_at` is Unix time in seconds.
-    `key` is that of the request which uses them.
-    `schedule_lock` is held while the schedule is changed, so that each change starts from the one before.
+    `key` is the one that the request was let in with. `started_at` is Unix time in seconds. `schedule_lock` is held
+    while the schedule is changed, so that each change starts from the one before.
     """
 
-    engine: EngineClient
-    adapters: AdapterClient
-    training: TrainingService | None
-    models: BaseModels
-    config: ServerConfig
-    lifecycle: Lifecycle
     gate: SequenceGate
     sleep: SleepSwitch
     metrics: ServerMetrics
-    responses: ResponseStore
-    histories: EpisodeHistories
     workers: Workers
     accounts: Accounts
     attempts: Attempts
     sessions: Sessions
-    started_at: int
-    extras: Mapping[str, Any] = field(default_factory=dict)
-    collection: CollectingClient | None = None
-    cluster: ClusterParts | None = None
     key: NamedKey = ANYONE
+    lifecycle: Lifecycle = field(default_factory=Lifecycle)
+    responses: ResponseStore = field(default_factory=ResponseStore)
+    histories: EpisodeHistories = field(default_factory=EpisodeHistories)
     schedule_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    history: History = field(default_factory=History)
-    growth: RecentGrowth = field(default_factory=RecentGrowth)
+    started_at: int = field(default_factory=lambda: int(time.time()))
 
-    def seen_by(self, key: NamedKey) -> Services:
-        """The parts as this key sees them; see `access.views`. What trains gets the key's reader with each call."""
+    @classmethod
+    def of(cls, backend: Backend) -> Self:
+        """The services of a new server, for requests that need no key."""
+        config, cluster = backend.config, backend.cluster
+        gate = SequenceGate(config.max_batch_size + config.max_queued)
+        secret = None if config.api_key is None else config.api_key.get_secret_value()
+        ring = KeyRing(secret, config.keys_file, None if cluster is None else cluster.client.token)
+        accounts = Accounts(ring)
+        return cls(
+            **vars(backend),
+            gate=gate,
+            sleep=SleepSwitch(backend.engine, gate),
+            metrics=ServerMetrics(backend, gate, accounts),
+            workers=Workers(config.body_timeout, config.max_body_bytes),
+            accounts=accounts,
+            attempts=Attempts(ring),
+            sessions=Sessions(ring),
+        )
+
+    def seen_by(self, key: NamedKey) -> Self:
+        """The same as this key sees it; see `access.views`. What trains gets the key's reader with each call."""
         if key.adapters is None:
             return replace(self, key=key)
-        adapters = SeenAdapters(self.adapters, key, sorted(self.first.names))
+        adapters = SeenAdapters(self.adapters, key, sorted(self.models.first.names))
         return replace(self, key=key, adapters=adapters, models=SeenModels(self.models, adapters, key))
 
     def path(self, text: str) -> str:
         """A path of this machine for keys that may name one, those of `train`; empty for others."""
         return text if self.key.role.allows(Role.TRAIN) else ""
-
-    @property
-    def first(self) -> ServedModel:
-        """See `core.BaseModels.first`."""
-        return self.models.first
 
     @property
     def model_names(self) -> ModelNames:
@@ -142,7 +142,7 @@ class Services:
             InvalidRequestError: the folder cannot be loaded; the error names the field `adapters` if that has it.
         """
         folder = selector.folder
-        if selector.name is None and base != self.first.card.name:
+        if selector.name is None and base != self.models.first.card.name:
             return BASE_ADAPTER.name
         if folder is None and (selector.name is not None or not self.adapters.has_default_folder):
             return selector.name
@@ -176,7 +176,7 @@ class Services:
 
     def is_base(self, model: str | None) -> bool:
         """Whether `model` is left out or names the first base model, and the key sees that."""
-        first = ModelNames(self.first.names, self.config.model_aliases)
+        first = ModelNames(self.models.first.names, self.config.model_aliases)
         return model is None or (self.sees_base and (model in first or model == BASE_ADAPTER.name))
 
     @property
@@ -209,16 +209,7 @@ class Services:
             bases = self.models.statuses() if self.sees_base else ()
             known = f"; there are: {', '.join(status.name for status in bases)}" if bases else ""
             raise UnknownModelError(f"{param}: no base model here is called {name!r}{known}.", param=param)
-        return self.first.card.name if name in self.first.names else name
-
-    def check_sequences(self, prompts: int, n: int) -> int:
-        """The number of sequences of a request. Raises InvalidRequestError if it is over the limit."""
-        if prompts * n > MAX_SEQUENCES:
-            raise InvalidRequestError(
-                f"n times the number of prompts is {prompts * n}; at most {MAX_SEQUENCES} sequences fit one request.",
-                param="n",
-            )
-        return prompts * n
+        return self.models.first.card.name if name in self.models.first.names else name
 
     def training_statuses(self) -> Sequence[TrainingStatus]:
         """See `rl.service.TrainingService.statuses`, for the key; empty if the server does not train."""
@@ -247,28 +238,21 @@ class Services:
         return self.collection
 
     def require_extra(self, name: str) -> Any:
-        """The extra of this name. Raises TrainingDisabledError if it is not there, as the server does not train."""
-        if name not in self.extras:
+        """See `Backend.extra`. Raises TrainingDisabledError if the extra is not there, as the server does not train."""
+        extra = self.extra(name)
+        if extra is None:
             raise TrainingDisabledError(DOES_NOT_TRAIN)
-        return self.extras[name]
+        return extra
 
 
 async def services_of(request: Request) -> Services:
-    """The parts, for the key of this request."""
-    services = cast(Services, request.app.state.services)
+    """The services of the app, for the key of this request."""
+    services: Services = request.app.state.services
     key = record_of(request.scope).key
     return services if key is None else services.seen_by(key)  # probes and the login page need no key
 
 
 ServicesDep = Annotated[Services, Depends(services_of)]
-
-
-async def key_of_request(request: Request) -> NamedKey:
-    return key_of(request.scope)
-
-
-KeyDep = Annotated[NamedKey, Depends(key_of_request)]
-"""The key that the request was let in with."""
 
 
 async def training_of(services: ServicesDep) -> TrainingService:

@@ -62,7 +62,7 @@ class Rig:
 
     @property
     def competition(self) -> CompetitionService:
-        competition: CompetitionService = self.training.extras["competition"]
+        competition: CompetitionService = self.training.service.extras["competition"]
         return competition
 
     async def request(self, number: int, rewards: dict[AdapterRef, float], user: str = "") -> AdapterRef:

@@ -110,7 +110,7 @@ async def rounds(path: Path, count: int) -> AsyncIterator[Found]:
             report = await service.update(given=given(number))
             first, second = await drawn(served, f"r{report.step}", report.adapter, number)
             await service.trajectories.feedback(first, number / 4, "ann")
-            edit = await served.training.extras["people"].edit(
+            edit = await served.training.service.extras["people"].edit(
                 Edit("default", (5, 6), (9 + number, 2), () if number % 2 else (7, 2))
             )
             answers = ["chosen"] if number % 2 else ["chosen", "rejected"]

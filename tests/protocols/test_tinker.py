@@ -21,6 +21,7 @@ from mlx_parallm.config import ServerConfig, TinkerConfig
 from mlx_parallm.core.summed import SummedLoss, TargetedTokens, TokenLoss
 from mlx_parallm.errors import EngineError, InvalidRequestError
 from mlx_parallm.server.app import create_app
+from mlx_parallm.server.backend import Backend
 from mlx_parallm.server.protocols.tinker import route, server
 from mlx_parallm.server.protocols.tinker.server import TinkerServer
 
@@ -71,14 +72,8 @@ async def client_of(config: ServerConfig) -> AsyncIterator[Client]:
     """A client of a server over fakes."""
     policies, engine = FakePolicies(), FakeEngine()
     limits = TinkerConfig(max_sessions=3)
-    app = create_app(
-        engine,
-        FakeAdapters(),
-        FakeTraining(),
-        OneModel(ByteTokenizer(), CARD),
-        config,
-        extras={"tinker": TinkerServer(policies, CARD, limits)},
-    )
+    training = FakeTraining(tinker=TinkerServer(policies, CARD, limits))
+    app = create_app(Backend(engine, FakeAdapters(), OneModel(ByteTokenizer(), CARD), config, training))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost:8000") as http:
         yield Client(http, policies, engine, app.state.services)
@@ -284,7 +279,7 @@ async def test_a_silent_client_leaves_nothing_behind(client: Client, monkeypatch
     await client.post("asample", sampling(sampler))
     await client.engine.paused.wait()
     assert client.services.gate.held == 2
-    (session,) = client.services.extras["tinker"].sessions
+    (session,) = client.services.extra("tinker").sessions
     session.seen_at -= 299
     await client.post("session_heartbeat", {"session_id": client.session, "type": "session_heartbeat"})
     session.seen_at -= 299
@@ -298,8 +293,8 @@ async def test_a_silent_client_leaves_nothing_behind(client: Client, monkeypatch
     assert client.services.gate.held == 0
     assert not client.engine.live
     assert (
-        len(client.services.extras["tinker"].futures)
-        == client.services.extras["tinker"].futures.waiting_bytes.total()
+        len(client.services.extra("tinker").futures)
+        == client.services.extra("tinker").futures.waiting_bytes.total()
         == 0
     )
     await client.post("session_heartbeat", {"session_id": client.session}, 410)
@@ -409,7 +404,7 @@ async def test_names_of_checkpoints_are_plain(client: Client, name: str) -> None
 
 
 async def test_a_server_that_does_not_train_says_so() -> None:
-    app = create_app(FakeEngine(), FakeAdapters(), None, OneModel(ByteTokenizer(), CARD), ServerConfig())
+    app = create_app(Backend(FakeEngine(), FakeAdapters(), OneModel(ByteTokenizer(), CARD), ServerConfig()))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost:8000") as http:
         response = await http.post("/api/v1/client/config", json={"sdk_version": "0.24.1"})
     assert response.status_code == 409
@@ -418,10 +413,8 @@ async def test_a_server_that_does_not_train_says_so() -> None:
 
 async def test_the_key_may_come_in_the_sdks_header() -> None:
     config = ServerConfig(api_key="tml-right")
-    extras = {"tinker": TinkerServer(FakePolicies(), CARD, TinkerConfig())}
-    app = create_app(
-        FakeEngine(), FakeAdapters(), FakeTraining(), OneModel(ByteTokenizer(), CARD), config, extras=extras
-    )
+    training = FakeTraining(tinker=TinkerServer(FakePolicies(), CARD, TinkerConfig()))
+    app = create_app(Backend(FakeEngine(), FakeAdapters(), OneModel(ByteTokenizer(), CARD), config, training))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost:8000") as http:
         for key, status in (("tml-right", 200), ("tml-wrong", 401)):
             assert (await http.get("/api/v1/healthz", headers={"x-api-key": key})).status_code == status

@@ -15,6 +15,7 @@ from server.one_model import OneModel
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.grammar.trial import Trial
 from mlx_parallm.server.app import create_app
+from mlx_parallm.server.backend import Backend
 from mlx_parallm.server.http.address import bind
 from mlx_parallm.server.protocols.atropos.route import AtroposParts
 from mlx_parallm.server.run import DrainingServer
@@ -83,12 +84,12 @@ def make_client(engine, adapters, training, averages, reward_models, lessons, co
 
     def make(card=CARD, tokenizer=None, atropos=None, **settings):
         model, config = OneModel(tokenizer or ByteTokenizer(), card), ServerConfig(**settings)
-        extras = {"averages": averages, "reward_models": reward_models, "lessons": lessons}
-        extras |= {"competition": competition, "people": training}
-        if atropos is not None and training is not None:
-            extras["atropos"] = AtroposParts.of(atropos, training, training, card)
-        extras = {name: extra for name, extra in extras.items() if extra is not None}
-        return client_of(create_app(engine, adapters, training, model, config, extras=extras))
+        if training is not None:
+            training.extras = {"averages": averages, "reward_models": reward_models, "lessons": lessons}
+            training.extras |= {"competition": competition, "people": training}
+            if atropos is not None:
+                training.extras["atropos"] = AtroposParts.of(atropos, training, training, card)
+        return client_of(create_app(Backend(engine, adapters, model, config, training)))
 
     return make
 
@@ -122,7 +123,8 @@ def thinking_client(make_client):
 @pytest.fixture(scope="session")
 def document():
     """The OpenAPI document, which takes long to make. Not to be changed."""
-    app = create_app(FakeEngine(), FakeAdapters(), FakeTraining(), OneModel(ByteTokenizer(), CARD), ServerConfig())
+    model = OneModel(ByteTokenizer(), CARD)
+    app = create_app(Backend(FakeEngine(), FakeAdapters(), model, ServerConfig(), FakeTraining()))
 
     async def get():
         transport = httpx.ASGITransport(app)
@@ -139,7 +141,8 @@ def serving(engine, adapters, training):
     @contextlib.asynccontextmanager
     async def serve(card=CARD, **settings):
         settings = {"shutdown_timeout": 5.0, **settings}
-        app = create_app(engine, adapters, training, OneModel(ByteTokenizer(), card), ServerConfig(**settings))
+        model = OneModel(ByteTokenizer(), card)
+        app = create_app(Backend(engine, adapters, model, ServerConfig(**settings), training))
         listening = bind("127.0.0.1", 0)
         port = listening.getsockname()[1]
         started = asyncio.Event()

@@ -9,6 +9,8 @@ from mlx_parallm.config import ServerConfig
 from mlx_parallm.core.cluster import ClusterStatus, Joined, NodeInfo, NodeRole, SharedBase, SharedVersion, VersionState
 from mlx_parallm.errors import ConflictError
 from mlx_parallm.server.app import create_app
+from mlx_parallm.server.backend import Backend
+from mlx_parallm.server.cluster.parts import join
 
 TOKEN = "secret of the cluster"
 VERSION = SharedVersion("math", 1, "ab", 5, 2)
@@ -41,4 +43,4 @@ class FakeCluster:
 
 
 def app_of(engine, adapters, cluster):
-    return create_app(engine, adapters, None, OneModel(ByteTokenizer(), CARD), ServerConfig(), cluster=cluster)
+    return create_app(join(Backend(engine, adapters, OneModel(ByteTokenizer(), CARD), ServerConfig()), cluster))

@@ -316,10 +316,11 @@ class FakeTraining:
     `collect` was given. `calls`: what else was asked. `given`: groups that wait; `given_earlier`: ids of those of an
     earlier process. `found`: trajectories that edits may name; `edits`: what came of them. `saves`: names that `trains`
     says yes to. `error`, `hold`, `held`, `resume_work`: as the adapters'. `told`: the events, the last one None;
-    `listening`: listeners now. `buffer`: has the groups that can be read.
+    `listening`: listeners now. `buffer`: has the groups that can be read. `extras`: what requests ask for by name.
     """
 
-    def __init__(self):
+    def __init__(self, **extras):
+        self.extras = extras
         self.state = {"policy": TrainingStatus(state="running", adapter="policy", trained=("policy",))}
         self.report = UpdateReport(AdapterRef("policy", 2), 1, "published")
         self.known = {"traj-0"}

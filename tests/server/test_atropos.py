@@ -17,6 +17,7 @@ from mlx_parallm.config import ServerConfig
 from mlx_parallm.errors import InvalidRequestError, QueueFullError, StorageError
 from mlx_parallm.rl.atropos.trajectory_api import Registration
 from mlx_parallm.server.app import create_app
+from mlx_parallm.server.backend import Backend
 
 TRAINER = Registration(32, CARD.context_length, "/runs/one", 10, 0, 10**9, "run-1", "mlx-parallm")
 JSON = {"content-type": "application/json"}
@@ -244,7 +245,7 @@ async def test_a_key_with_many_environments_leaves_room_for_those_of_others(make
     assert asked.status_code == 429
     assert await registered("few") == 200
     monkeypatch.setattr("mlx_parallm.server.protocols.atropos.environments.FORGOTTEN_AFTER_S", 0.0)
-    parts = client.app.state.services.extras["atropos"].environments
+    parts = client.app.state.services.extra("atropos").environments
     for _ in range(20):
         assert await registered("many") == 200, "in place of one of its own"
         owners = [owner for owner, _ in parts._by_id]
@@ -268,7 +269,7 @@ async def test_the_key_may_be_in_the_url(make_client):
 
 
 async def test_the_api_is_not_there_unless_it_is_asked_for(engine, adapters, training):
-    app = create_app(engine, adapters, training, OneModel(ByteTokenizer(), CARD), ServerConfig())
+    app = create_app(Backend(engine, adapters, OneModel(ByteTokenizer(), CARD), ServerConfig(), training))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost:8000") as client:
         assert (await client.post("/scored_data", json=group())).status_code == 404
 

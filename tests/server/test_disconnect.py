@@ -108,8 +108,8 @@ async def test_a_cancelled_handler_does_not_stop_a_change_of_adapters(make_clien
 async def test_leaving_while_the_prompt_is_tokenised(serving, engine):
     async with serving() as server:
         services = server.app.state.services
-        encode = services.first.tokenizer.encode
-        services.first.tokenizer.encode = lambda *args: time.sleep(0.3) or encode(*args)
+        encode = services.models.first.tokenizer.encode
+        services.models.first.tokenizer.encode = lambda *args: time.sleep(0.3) or encode(*args)
         engine.pause_before = 0
         _, writer = await post(server.port, {"prompt": "x"})
         await eventually(lambda: services.gate.held == 1)

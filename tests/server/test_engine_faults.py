@@ -52,7 +52,7 @@ async def test_an_engine_that_breaks_its_contract_is_a_500(client, engine, fault
 
 
 async def test_a_fault_of_our_own_is_a_500_without_a_trace(client, fault):
-    client.app.state.services.first.tokenizer.encode = lambda *_: 1 / 0
+    client.app.state.services.models.first.tokenizer.encode = lambda *_: 1 / 0
     response = await client.post(URL, json={"prompt": "x"})
     assert (response.status_code, fault(response)["code"]) == (500, "internal_error")
     assert "division" not in response.text

@@ -90,7 +90,7 @@ async def test_5_curls_default_content_type_is_accepted(client, kind):
 @pytest.mark.parametrize("fields", [{"n": 0}, {"n": -1}, {"n": 10**6}, {"n": 65, "prompt": ["x", "y"]}])
 async def test_6_too_many_sequences(client, engine, fault, fields):
     """They are refused before the prompt is tokenised."""
-    client.app.state.services.first.tokenizer.encode = pytest.fail
+    client.app.state.services.models.first.tokenizer.encode = pytest.fail
     assert (await refused(client, fault, **fields))["param"] == "n"
     assert not engine.requests
 

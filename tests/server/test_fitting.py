@@ -12,6 +12,7 @@ from server.one_model import OneModel
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server.app import create_app
+from mlx_parallm.server.backend import Backend
 
 SENT = [("system", "a"), ("user", "q"), ("user", "r"), ("system", "b"), ("assistant", "x"), ("user", "s")]
 FITTED = "s:a\nu:q\nr\nb\na:x\nu:s\na:"
@@ -56,7 +57,7 @@ class LeavesOut(ByteTokenizer):
 @pytest.fixture
 def connect(engine, adapters):
     def make(tokenizer):
-        app = create_app(engine, adapters, None, OneModel(tokenizer, CARD), ServerConfig())
+        app = create_app(Backend(engine, adapters, OneModel(tokenizer, CARD), ServerConfig()))
         return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost:8000")
 
     return make

@@ -46,6 +46,7 @@ from mlx_parallm.server.access import guard
 from mlx_parallm.server.access.keys import new_key
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.app import create_app
+from mlx_parallm.server.backend import Backend
 from mlx_parallm.server.protocols.atropos.route import AtroposParts
 from mlx_parallm.server.protocols.tinker.server import TinkerServer
 
@@ -91,24 +92,18 @@ async def server(tmp_path):
         "mine": "train",
     }
     file, sent = key_file(tmp_path, **limits)
-    app = create_app(
-        FakeEngine(),
-        adapters,
-        training,
-        OneModel(ByteTokenizer(), CARD),
-        ServerConfig(keys_file=file, audit_log=tmp_path / "audit.jsonl", ollama_api=True),
-        extras={
-            "averages": FakeAverages(),
-            "reward_models": FakeRewardModels(),
-            "lessons": FakeLessons(),
-            "competition": competition,
-            "people": training,
-            "tinker": TinkerServer(FakePolicies(), CARD, TinkerConfig()),
-            "atropos": AtroposParts.of(
-                Registration(32, CARD.context_length, "", 10, 0, 10**9, "", ""), training, training, CARD
-            ),
-        },
-    )
+    registration = Registration(32, CARD.context_length, "", 10, 0, 10**9, "", "")
+    training.extras = {
+        "averages": FakeAverages(),
+        "reward_models": FakeRewardModels(),
+        "lessons": FakeLessons(),
+        "competition": competition,
+        "people": training,
+        "tinker": TinkerServer(FakePolicies(), CARD, TinkerConfig()),
+        "atropos": AtroposParts.of(registration, training, training, CARD),
+    }
+    config = ServerConfig(keys_file=file, audit_log=tmp_path / "audit.jsonl", ollama_api=True)
+    app = create_app(Backend(FakeEngine(), adapters, OneModel(ByteTokenizer(), CARD), config, training))
     async with client_of(app) as client:
 
         async def ask(key, method, path, body=None):

@@ -57,7 +57,7 @@ def test_a_key_is_told_what_one_key_may_hold():
 async def test_the_place_is_taken_before_tokenising(make_client, engine):
     """A refused request costs no template."""
     client = make_client(max_batch_size=1, max_queued=1)
-    client.app.state.services.first.tokenizer.encode = pytest.fail
+    client.app.state.services.models.first.tokenizer.encode = pytest.fail
     assert (await client.post(URL, json={"prompt": "x", "n": 3})).status_code == 400
 
 

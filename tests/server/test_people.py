@@ -96,7 +96,7 @@ async def test_what_makes_no_edit_is_refused_by_name(client, training, fault, dr
 
 
 async def test_control_tokens_in_a_text_are_refused(client, training, fault, drawn, monkeypatch):
-    tokenizer = client.app.state.services.first.tokenizer
+    tokenizer = client.app.state.services.models.first.tokenizer
     encode = type(tokenizer).encode
     monkeypatch.setattr(type(tokenizer), "encode", lambda self, text, *rest: [*encode(self, text, *rest), 256])
     error = await refused(client, fault, 400, trajectory_id="a", correction="x")

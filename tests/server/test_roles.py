@@ -18,6 +18,7 @@ from starlette.routing import Route
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.rl.atropos.trajectory_api import Registration
 from mlx_parallm.server.app import create_app
+from mlx_parallm.server.backend import Backend
 from mlx_parallm.server.protocols.atropos.route import AtroposParts
 
 pytestmark = pytest.mark.ci
@@ -91,9 +92,10 @@ def app(keys, tmp_path, monkeypatch):
     """The app that serves everything, with its middlewares. In the place of what its routes do, `app.state.ran` gets
     the method and the path of the route."""
     config = ServerConfig(keys_file=keys[0], ollama_api=True, audit_log=tmp_path / "audit.jsonl", access_log=False)
-    parts = (FakeEngine(), FakeAdapters(), FakeTraining(), OneModel(ByteTokenizer(), CARD), config)
     registration = Registration(32, 64, "/runs/one", 10, 0, 10**9, "run-1", "mlx-parallm")
-    app = create_app(*parts, extras={"atropos": AtroposParts.of(registration, parts[2], parts[2], CARD)})
+    training, model = FakeTraining(), OneModel(ByteTokenizer(), CARD)
+    training.extras["atropos"] = AtroposParts.of(registration, training, training, CARD)
+    app = create_app(Backend(FakeEngine(), FakeAdapters(), model, config, training))
     app.state.ran = []
     for route in app.router.routes:
         monkeypatch.setattr(route, "app", partial(ran, app.state.ran))

@@ -26,11 +26,12 @@ from server.fake_control import FakeAdapters, FakeTraining
 from server.fakes import CARD, ByteTokenizer, FakeEngine
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.server.app import create_app
+from mlx_parallm.server.backend import Backend
 from server.one_model import OneModel
 engine = FakeEngine()
 engine.pause_before = 2
 config = ServerConfig(port=0, shutdown_timeout=1.0)
-app = create_app(engine, FakeAdapters(), FakeTraining(), OneModel(ByteTokenizer(), CARD), config)
+app = create_app(Backend(engine, FakeAdapters(), OneModel(ByteTokenizer(), CARD), config, FakeTraining()))
 # Once draining, the work that was under way goes on to its end.
 begin = app.state.services.lifecycle.begin_drain
 app.state.services.lifecycle.begin_drain = lambda: (begin(), engine.go_on.set())

@@ -108,7 +108,7 @@ async def test_memory_by_what_holds_it(client, engine):
 
 
 async def test_intervals_after_the_last_one_that_the_client_has(client, engine):
-    history = client.app.state.services.history
+    history = client.app.state.services.metrics.history
     for second in range(4):
         history.add(snapshot(time.monotonic() + second, DeviceSeconds(decode=second / 2), tokens=10 * second))
     everything = (await client.get("/v1/stats")).json()["intervals"]
@@ -248,5 +248,5 @@ async def test_a_running_server_adds_an_interval_every_second(client, engine):
     for tick in range(1, 41):
         engine.state["taken_at"] = tick / 10
         assert await server.on_tick(tick) is False
-    intervals = client.app.state.services.history.after(0)
+    intervals = client.app.state.services.metrics.history.after(0)
     assert [interval.seconds for interval in intervals] == [pytest.approx(1)] * 3

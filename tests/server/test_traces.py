@@ -22,6 +22,7 @@ from mlx_parallm import extras
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.errors import ConfigError, StepFailedError
 from mlx_parallm.server.app import create_app
+from mlx_parallm.server.backend import Backend
 from mlx_parallm.server.traces.export import Traces, open_traces
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -37,10 +38,8 @@ class Collected:
 
     def client(self, engine, adapters=None, training=None, **settings):
         model = OneModel(ByteTokenizer(), CARD)
-        app = create_app(
-            engine, adapters or FakeAdapters(), training, model, ServerConfig(**settings), traces=self.traces
-        )
-        return client_of(app)
+        backend = Backend(engine, adapters or FakeAdapters(), model, ServerConfig(**settings), training)
+        return client_of(create_app(backend, self.traces))
 
     def spans(self):
         """All spans that have ended, in the order of their beginnings."""

@@ -69,7 +69,7 @@ async def list_models(services: ServicesDep) -> ModelList:
     """The names that `model` accepts: those of the first base model, one for each other base model, and one for the
     live version of each adapter."""
     first, *others = services.models.statuses()
-    names = dict.fromkeys((*services.first.card.names, *sorted(services.first.names), BASE_ADAPTER.name))
+    names = dict.fromkeys((*services.models.first.card.names, *sorted(services.models.first.names), BASE_ADAPTER.name))
     bases = [*(_base(name, first, services) for name in names), *(_base(one.name, one, services) for one in others)]
     bases = bases if services.sees_base else []
     live = [_adapter(card, services) for card in services.adapters.cards() if card.live]
@@ -118,7 +118,8 @@ def _unread(name: str, status: BaseStatus, services: Services) -> Model:
 
 
 def _context_of(base: str, services: Services) -> int | None:
-    card = next((status.card for status in services.models.statuses() if status.name == base), services.first.card)
+    models = services.models
+    card = next((status.card for status in models.statuses() if status.name == base), models.first.card)
     return card.context_length if card else None
 
 
@@ -129,7 +130,7 @@ def _adapter(card: AdapterCard, services: Services) -> Model:
         created=card.created,
         owned_by="mlx_parallm",
         root=services.path(card.root) or card.ref.name,
-        parent=card.base or services.first.card.name,
+        parent=card.base or services.models.first.card.name,
         max_model_len=_context_of(card.base, services),
         version=card.ref.version,
     )
@@ -245,7 +246,7 @@ async def detokenize(
 @router.get("/tokenizer_info", role=Role.INFERENCE)
 async def tokenizer_info(services: ServicesDep) -> TokenizerInfo:
     """The special tokens and the chat template."""
-    tokenizer = services.first.tokenizer
+    tokenizer = services.models.first.tokenizer
     return TokenizerInfo(
         eos_token=tokenizer.eos_token,
         bos_token=tokenizer.bos_token,

@@ -177,7 +177,7 @@ async def server_info(services: ServicesDep, _: Annotated[ServerInfoQuery, Query
             adapter_slots=adapters.slots,
         ),
         vllm_config=VLLMConfig(
-            served_model={"dtype": f"torch.{services.first.card.dtype}"},
+            served_model={"dtype": f"torch.{services.models.first.card.dtype}"},
             lora_config={"max_lora_rank": adapters.max_rank, "max_loras": adapters.slots},
             parallel_config={"data_parallel_size": 1},
             weight_transfer_config=None,
@@ -192,7 +192,7 @@ async def server_info(services: ServicesDep, _: Annotated[ServerInfoQuery, Query
 
 
 def _model_info(services: Services) -> ModelCard:
-    card = services.first.card
+    card = services.models.first.card
     defaults = dict(used_defaults(card, services.config))
     return replace(card, tokenizer=services.path(card.tokenizer), generation_defaults=defaults)
 
@@ -235,7 +235,7 @@ async def debug_state(services: ServicesDep) -> DebugState:
             "paused": stats.paused,
             "started_at": services.started_at,
         },
-        model=asdict(services.first.card),
+        model=asdict(services.models.first.card),
     )
 
 

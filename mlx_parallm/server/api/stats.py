@@ -12,14 +12,13 @@ from pydantic import Field
 
 from mlx_parallm.engine.figures import EngineStats
 from mlx_parallm.kv.device_memory import MemoryAccount
-from mlx_parallm.server.access.keys import NamedKey
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.fields import INT32_MAX, WireOutput, WireQuery
 from mlx_parallm.server.api.ops import ServerMode, server_mode
 from mlx_parallm.server.command_line import command_line
 from mlx_parallm.server.recent import Counted, Interval, RecentValues
 from mlx_parallm.server.routing import Router
-from mlx_parallm.server.services import KeyDep, Services, ServicesDep
+from mlx_parallm.server.services import Services, ServicesDep
 
 if TYPE_CHECKING:
     from mlx_parallm.app.lessons import Lessons
@@ -208,10 +207,10 @@ class Stats(WireOutput):
 
 
 @router.get("/v1/stats", role=Role.INFERENCE)
-async def stats(services: ServicesDep, key: KeyDep, query: Annotated[StatsQuery, Query()]) -> Stats:
+async def stats(services: ServicesDep, query: Annotated[StatsQuery, Query()]) -> Stats:
     """What the server does now, and did in the last minutes: queue, latencies, memory, and how the device spent its
     time. Cheap enough to be asked for every second."""
-    engine = services.engine.stats()
+    engine, key = services.engine.stats(), services.key
     required = services.accounts.ring.required
     return Stats(
         object="stats",
@@ -226,12 +225,12 @@ async def stats(services: ServicesDep, key: KeyDep, query: Annotated[StatsQuery,
             first_token=_percentiles(services.metrics.recent_first_token),
             between_tokens=_percentiles(services.metrics.recent_inter_token),
         ),
-        load=_load(services, key, required),
+        load=_load(services, required),
         memory=_memory(engine),
         training=_training(services, engine),
         notices=list(engine.machine.notices),
         cluster=services.cluster is not None,
-        intervals=services.history.after(query.after),
+        intervals=services.metrics.history.after(query.after),
     )
 
 
@@ -263,9 +262,9 @@ def _percentiles(values: RecentValues) -> Percentiles | None:
     return Percentiles(count=len(ranked), p50=p50, p95=p95, p99=p99)
 
 
-def _load(services: Services, key: NamedKey, has_keys: bool) -> Load:
-    counters = services.metrics.counters()
-    grown = services.growth.until(counters)
+def _load(services: Services, has_keys: bool) -> Load:
+    key, counters = services.key, services.metrics.counters()
+    grown = services.metrics.growth.until(counters)
 
     def shows(name: str) -> bool:
         return has_keys and (key.role is Role.ADMIN or name == key.name)
@@ -328,7 +327,7 @@ def _training(services: Services, stats: EngineStats) -> TrainingShare | None:
 
 
 def _lesson(services: Services) -> LessonLine | None:
-    lessons: Lessons | None = services.extras.get("lessons")
+    lessons: Lessons | None = services.extra("lessons")
     card = lessons.card(services.key.reader) if lessons else None
     if card is None or not card.is_running:
         return None

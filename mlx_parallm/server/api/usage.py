@@ -8,7 +8,7 @@ from mlx_parallm.server.access.accounts import Account
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.fields import WireOutput
 from mlx_parallm.server.routing import Router
-from mlx_parallm.server.services import KeyDep, ServicesDep
+from mlx_parallm.server.services import ServicesDep
 
 router = Router()
 
@@ -51,10 +51,11 @@ class UsageList(WireOutput):
 
 
 @router.get("/v1/usage", role=Role.INFERENCE)
-async def usage(services: ServicesDep, key: KeyDep) -> UsageList:
+async def usage(services: ServicesDep) -> UsageList:
     """What the key of this request has used since the server started; with an admin key, what every key has used."""
-    accounts = services.accounts.all() if key.role is Role.ADMIN else [services.accounts.of(key)]
-    return UsageList(object="list", since=services.started_at, data=list(map(_usage, accounts)))
+    accounts, key = services.accounts, services.key
+    shown = accounts.all() if key.role is Role.ADMIN else [accounts.of(key)]
+    return UsageList(object="list", since=services.started_at, data=list(map(_usage, shown)))
 
 
 def _usage(account: Account) -> KeyUsage:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from mlx_parallm.core.engine import EngineClient
+from mlx_parallm.core.trajectories import CollectingClient
+from mlx_parallm.server.backend import Backend
 from mlx_parallm.server.cluster.counted import CountedEngine
 from mlx_parallm.server.cluster.remote import RemoteEngines
 from mlx_parallm.server.cluster.router import RoutedEngine, RoutingCounts
@@ -16,19 +17,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ClusterParts:
-    """This node of a cluster. `engine`: what answers its clients' requests. `own`: the engine of this node. `counts`:
-    of the router, if this node is the head."""
+    """This node of a cluster. `own`: the engine of this node. `counts`: of the router, if this node is the head.
+    `collection`: takes requests to be collected; None: there are none."""
 
     client: Node
-    engine: EngineClient
     own: CountedEngine
     counts: RoutingCounts
+    collection: CollectingClient | None
 
-    @classmethod
-    def of(cls, client: Node, engine: EngineClient, first_base: str) -> Self:
-        """Those of a node with this engine. `first_base`: the name of the base model that the nodes share."""
-        own = CountedEngine(engine)
-        if not client.routes:
-            return cls(client, own, own, RoutingCounts())
-        routed = RoutedEngine(own, client, RemoteEngines(client.token), first_base)
-        return cls(client, routed, own, routed.counts)
+
+def join(backend: Backend, client: Node, collection: CollectingClient | None = None) -> Backend:
+    """The backend as a node of a cluster, whose nodes share its first base model. The engine of a head answers requests
+    with the engines of all nodes."""
+    own = CountedEngine(backend.engine)
+    if not client.routes:
+        return replace(backend, engine=own, cluster=ClusterParts(client, own, RoutingCounts(), collection))
+    engine = RoutedEngine(own, client, RemoteEngines(client.token), backend.models.first.card.name)
+    return replace(backend, engine=engine, cluster=ClusterParts(client, own, engine.counts, collection))

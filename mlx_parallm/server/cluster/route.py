@@ -34,7 +34,7 @@ from mlx_parallm.server.http.body import json_body, read_body, read_bytes
 from mlx_parallm.server.http.request_log import client_of
 from mlx_parallm.server.lifecycle import while_connected
 from mlx_parallm.server.routing import Router
-from mlx_parallm.server.services import KeyDep, Services, ServicesDep
+from mlx_parallm.server.services import Services, ServicesDep
 
 _HEADERS = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
 
@@ -65,7 +65,7 @@ class EngineResponse(Response):
         services.check_open()
         async with AsyncExitStack() as held:
             held.enter_context(services.gate.reserve(len(asked.prompts) * asked.n))
-            model = await held.enter_async_context(services.models.use(services.first.card.name))
+            model = await held.enter_async_context(services.models.use(services.models.first.card.name))
             selector = BASE_ADAPTER.name if asked.adapter == BASE_ADAPTER else str(asked.adapter)
             held.enter_context(services.adapters.lease(selector))
             _check_fits(asked, model.card.context_length)
@@ -280,9 +280,9 @@ FileName = Annotated[str, Path(description="One of the files that POST /v1/clust
 
 
 @router.get("/v1/cluster", role=Role.INFERENCE)
-async def status(cluster: ClusterDep, key: KeyDep) -> ClusterObject:
+async def status(services: ServicesDep, cluster: ClusterDep) -> ClusterObject:
     """The nodes of the cluster, their adapter versions, and what the router has done."""
-    return ClusterObject.of(cluster.client.status(), cluster.counts, key.sees)
+    return ClusterObject.of(cluster.client.status(), cluster.counts, services.key.sees)
 
 
 @router.post("/v1/cluster/join", role=Role.TRAIN, include_in_schema=False)
@@ -331,7 +331,7 @@ async def generate(request: Request, services: ServicesDep, cluster: NodesDep) -
 
 
 @router.post(SAMPLE, role=Role.TRAIN, include_in_schema=False)
-async def sample(request: Request, services: ServicesDep, cluster: NodesDep) -> Response:
+async def sample(request: Request, services: ServicesDep, _: NodesDep) -> Response:
     """Answers a request of a trainer with any node's engine. For nodes of the same version only."""
     asked = await read_body(request, services, WireRequest.model_validate_json)
-    return EngineResponse(services, cluster.engine, asked)
+    return EngineResponse(services, services.engine, asked)

@@ -21,10 +21,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.errors import RequestError
 from mlx_parallm.logs import log_context
-from mlx_parallm.server.access.attempts import Attempts
 from mlx_parallm.server.access.audit import AuditLog
 from mlx_parallm.server.access.guard import Guard
-from mlx_parallm.server.access.sessions import LOGIN, PAGES, Sessions, from_other_site
+from mlx_parallm.server.access.sessions import LOGIN, PAGES, from_other_site
 from mlx_parallm.server.error_forms import form_of
 from mlx_parallm.server.errors import (
     ForbiddenOriginError,
@@ -36,6 +35,7 @@ from mlx_parallm.server.errors import (
 from mlx_parallm.server.http import request_log
 from mlx_parallm.server.http.request_log import IGNORED_FIELDS, LORA_ADAPTER, REQUEST_ID, TRACE_RESPONSE, RequestRecord
 from mlx_parallm.server.metrics import ServerMetrics
+from mlx_parallm.server.services import Services
 
 if TYPE_CHECKING:
     from mlx_parallm.server.traces.export import Traces
@@ -45,19 +45,15 @@ _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,252}", re.ASCII)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]{0,31}://[A-Za-z0-9\[][A-Za-z0-9._:\]-]{0,252}", re.ASCII)
 
 
-def add_middlewares(
-    app: FastAPI,
-    config: ServerConfig,
-    metrics: ServerMetrics,
-    attempts: Attempts,
-    sessions: Sessions,
-    traces: Traces | None = None,
-) -> None:
+def add_middlewares(app: FastAPI, services: Services, traces: Traces | None = None) -> None:
     """Adds all middlewares. The one that is added last sees a request first. Call it when `app` has all its routes.
 
     `traces`: None if requests are not traced."""
+    config = services.config
     audit = None if config.audit_log is None else AuditLog(config.audit_log)
-    app.add_middleware(Guard, attempts=attempts, sessions=sessions, routes=app.router.routes, audit=audit)
+    app.add_middleware(
+        Guard, attempts=services.attempts, sessions=services.sessions, routes=app.router.routes, audit=audit
+    )
     if config.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -66,7 +62,7 @@ def add_middlewares(
             allow_headers=["*"],
             expose_headers=[REQUEST_ID, IGNORED_FIELDS, LORA_ADAPTER, TRACE_RESPONSE],
         )
-    app.add_middleware(EntryMiddleware, config=config, metrics=metrics, traces=traces)
+    app.add_middleware(EntryMiddleware, config=config, metrics=services.metrics, traces=traces)
 
 
 class EntryMiddleware:

@@ -174,13 +174,6 @@ def waits(scope: Scope) -> bool:
     return record is not None and record.waits
 
 
-def key_of(scope: Scope) -> NamedKey:
-    """The key that a request was let in with. Call it in routes that need one."""
-    key = record_of(scope).key
-    assert key is not None
-    return key
-
-
 def address_of(scope: Scope) -> str:
     """The client's address."""
     client = scope.get("client")

@@ -63,7 +63,7 @@ class Traffic:
 
 def _unnamed_shares(services: Services) -> Mapping[AdapterRef, float]:
     """While two versions of an adapter are compared, they share what its name gets."""
-    competition: CompetitionService | None = services.extras.get("competition")
+    competition: CompetitionService | None = services.extra("competition")
     cards = competition.cards(services.key.reader) if competition else ()
     compared = {card.adapter: card for card in cards if card.verdict == "running"}
     shares: defaultdict[AdapterRef, float] = defaultdict(float)

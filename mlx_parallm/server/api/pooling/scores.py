@@ -28,7 +28,7 @@ from mlx_parallm.server.api.pooling.writer import WholeAnswerWriter
 from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
-from mlx_parallm.server.http.request_log import key_of, new_request_id, record_of
+from mlx_parallm.server.http.request_log import new_request_id, record_of
 from mlx_parallm.server.lifecycle import while_connected
 from mlx_parallm.server.openapi import generating
 from mlx_parallm.server.planning import check_ids
@@ -175,7 +175,7 @@ async def _rewards(body: PairsBody, name: str, services: Services, request: Requ
     if body.truncate_prompt_tokens is not None:
         message = "truncate_prompt_tokens: not with a reward model, which judges whole answers; leave it out"
         raise InvalidRequestError(message, param="truncate_prompt_tokens")
-    record, key = record_of(request.scope), key_of(request.scope)
+    record, key = record_of(request.scope), services.key
     check_permitted(key, body)
     record.set_model(body.model or name)
     services.check_open()
@@ -185,7 +185,8 @@ async def _rewards(body: PairsBody, name: str, services: Services, request: Requ
         raise models.unknown(name)
     account = record.account = services.accounts.of(key)
     with account.request(), services.gate.reserve(min(len(body.judged), MAX_SEQUENCES), account.queue_name):
-        rows, lengths = await services.workers.run(request.state.body_bytes, partial(_rows, body, services.first))
+        read = partial(_rows, body, services.models.first)
+        rows, lengths = await services.workers.run(request.state.body_bytes, read)
         tokens = sum(map(len, rows))
         account.add_prompt(tokens)
         async with while_connected(request.receive, services.lifecycle.expired):

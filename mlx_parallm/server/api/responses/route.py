@@ -18,7 +18,6 @@ from mlx_parallm.core.models import ServedModel
 from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.core.splitter import Splitter
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, shown
-from mlx_parallm.server.access.keys import NamedKey
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.chat.route import plan_chat, prompt_of
 from mlx_parallm.server.api.chat.schema import ChatBody
@@ -42,7 +41,7 @@ from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.openapi import streamable
 from mlx_parallm.server.routing import Router
-from mlx_parallm.server.services import KeyDep, Services, ServicesDep
+from mlx_parallm.server.services import Services, ServicesDep
 
 EMPTY_CONVERSATION = StoredResponse(b'{"output":[]}', b"[]")
 ANSWER_SHARE = 4
@@ -113,16 +112,16 @@ Body = Annotated[ResponsesBody, Depends(json_body(ResponsesBody))]
         "as a stream": {"input": "Hello", "max_output_tokens": 8, "stream": True},
     },
 )
-async def create_response(body: Body, request: Request, services: ServicesDep, key: KeyDep) -> Response:
+async def create_response(body: Body, request: Request, services: ServicesDep) -> Response:
     """Answers a conversation. Unless `store` is false, the response is stored for the next turn."""
     if body.is_empty and not body.stream:
         return await _loaded(body, services)
-    stored = _previous(body, services, key)
-    holders = _holders(body, services, key)
+    stored = _previous(body, services)
+    holders = _holders(body, services)
     request.state.body_bytes += sum(each.size for each in (stored, *holders))
     task = partial(_as_chat, body, stored, holders)
     body, earlier, chat = await services.workers.run(request.state.body_bytes, task)
-    return GenerationResponse(services, chat, 1, partial(prepare, body, chat, earlier, services, key.name))
+    return GenerationResponse(services, chat, 1, partial(prepare, body, chat, earlier, services, services.key.name))
 
 
 @router.post(
@@ -130,11 +129,11 @@ async def create_response(body: Body, request: Request, services: ServicesDep, k
     role=Role.INFERENCE,
     examples={"a question": {"input": "What is the capital of France?"}},
 )
-async def count_input_tokens(body: Body, request: Request, services: ServicesDep, key: KeyDep) -> InputTokens:
+async def count_input_tokens(body: Body, request: Request, services: ServicesDep) -> InputTokens:
     """Counts the tokens of the prompt that `POST /v1/responses` would make of the same body. Generates nothing."""
     services.check_model(body.model)
-    stored = _previous(body, services, key)
-    holders = _holders(body, services, key)
+    stored = _previous(body, services)
+    holders = _holders(body, services)
     size = request.state.body_bytes + sum(each.size for each in (stored, *holders))
     async with services.model_for(body.model) as model:
         tokens = await services.workers.run(size, partial(_count_tokens, body, stored, holders, model))
@@ -143,27 +142,27 @@ async def count_input_tokens(body: Body, request: Request, services: ServicesDep
 
 @router.get("/v1/responses/{response_id}/input_items", role=Role.INFERENCE)
 async def list_input_items(
-    response_id: ResponseId, services: ServicesDep, key: KeyDep, query: Annotated[InputItemsQuery, Query()]
+    response_id: ResponseId, services: ServicesDep, query: Annotated[InputItemsQuery, Query()]
 ) -> InputItems:
     """The input items of a stored response, including those of earlier turns."""
-    stored = _stored(services, response_id, key, "response_id")
+    stored = _stored(services, response_id, "response_id")
     return await services.workers.run(stored.size, partial(_page_of, stored, query))
 
 
 @router.get("/v1/responses/{response_id}", role=Role.INFERENCE, response_model=ResponseObject)
 async def get_response(
-    response_id: ResponseId, services: ServicesDep, key: KeyDep, query: Annotated[ResponseQuery, Query()]
+    response_id: ResponseId, services: ServicesDep, query: Annotated[ResponseQuery, Query()]
 ) -> Response:
     """A stored response, as it was when it ended."""
     query.check()
-    stored = _stored(services, response_id, key, "response_id")
+    stored = _stored(services, response_id, "response_id")
     return Response(stored.response, media_type="application/json")
 
 
 @router.delete("/v1/responses/{response_id}", role=Role.INFERENCE)
-async def delete_response(response_id: ResponseId, services: ServicesDep, key: KeyDep) -> DeletedResponse:
+async def delete_response(response_id: ResponseId, services: ServicesDep) -> DeletedResponse:
     """Deletes a stored response. Responses that continue it stay whole."""
-    _stored(services, response_id, key, "response_id")
+    _stored(services, response_id, "response_id")
     services.responses.delete(response_id)
     return DeletedResponse(id=response_id, object="response", deleted=True)
 
@@ -242,35 +241,35 @@ def _page_of(stored: StoredResponse, query: InputItemsQuery) -> InputItems:
     return InputItems(object="list", data=data, first_id=ends[0], last_id=ends[1], has_more=has_more)
 
 
-def _stored(services: Services, response_id: str, key: NamedKey, param: str) -> StoredResponse:
-    """The stored response. Raises UnknownResponseError, which names `param`, if it is not stored, or if `key` may not
-    read it because another one made it."""
+def _stored(services: Services, response_id: str, param: str) -> StoredResponse:
+    """The stored response. Raises UnknownResponseError, which names `param`, if it is not stored, or if another
+    key made it, so that this one may not read it."""
     stored = services.responses.find(response_id)
-    if stored is None or not key.reader.may_read(stored.owner):
+    if stored is None or not services.key.reader.may_read(stored.owner):
         raise UnknownResponseError(
             f"{param}: no such response; it was not stored, or newer ones took its place.", param=param
         )
     return stored
 
 
-def _previous(body: ResponsesBody, services: Services, key: NamedKey) -> StoredResponse:
+def _previous(body: ResponsesBody, services: Services) -> StoredResponse:
     """The response that the new one continues. Raises UnknownResponseError if it is not stored."""
     if body.previous_response_id is None:
         return EMPTY_CONVERSATION
-    return _stored(services, body.previous_response_id, key, "previous_response_id")
+    return _stored(services, body.previous_response_id, "previous_response_id")
 
 
-def _holders(body: ResponsesBody, services: Services, key: NamedKey) -> frozenset[StoredResponse]:
+def _holders(body: ResponsesBody, services: Services) -> frozenset[StoredResponse]:
     """The responses that have the items to which `input` refers.
 
     Raises:
-        UnknownResponseError: one is not stored, or `key` may not read it.
+        UnknownResponseError: one is not stored, or the key may not read it.
     """
     holders = set()
     for index, item in enumerate(body.input):
         if isinstance(item, ItemReference):
             stored = services.responses.find_item(item.id)
-            if stored is None or not key.reader.may_read(stored.owner):
+            if stored is None or not services.key.reader.may_read(stored.owner):
                 param = f"input[{index}].id"
                 advice = f"no stored response has an item with the id {shown(item.id)}; send the item itself."
                 raise UnknownResponseError(f"{param}: {advice}", param=param)

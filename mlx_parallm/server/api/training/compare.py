@@ -15,7 +15,7 @@ from mlx_parallm.server.api.training.schema import ControlBody
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.planning import MAX_ADAPTER_NAME, adapter_named_by
 from mlx_parallm.server.routing import Router
-from mlx_parallm.server.services import KeyDep, ServicesDep
+from mlx_parallm.server.services import ServicesDep
 
 if TYPE_CHECKING:
     from mlx_parallm.rl.competition.service import CompetitionService
@@ -58,9 +58,9 @@ class ComparisonList(WireOutput):
 
 
 @router.get("/v1/training/compare", role=Role.TRAIN)
-async def comparisons(competition: CompetitionDep, key: KeyDep) -> ComparisonList:
+async def comparisons(services: ServicesDep, competition: CompetitionDep) -> ComparisonList:
     """The comparisons that run, and the last ones."""
-    cards = competition.cards(key.reader)
+    cards = competition.cards(services.key.reader)
     return ComparisonList(object="list", data=cards)
 
 

@@ -15,7 +15,7 @@ from mlx_parallm.server.api.fields import WireOutput
 from mlx_parallm.server.api.training.objects import EventObject, event_object
 from mlx_parallm.server.planning import adapter_named_by
 from mlx_parallm.server.routing import Router
-from mlx_parallm.server.services import KeyDep, TrainingDep
+from mlx_parallm.server.services import ServicesDep, TrainingDep
 
 MAX_EVENTS, MAX_METRICS, MAX_NAME = 2000, 64, 128
 
@@ -44,8 +44,8 @@ class HistoryObject(WireOutput):
 
 @router.get("/v1/training/history", role=Role.TRAIN)
 async def history(
+    services: ServicesDep,
     training: TrainingDep,
-    key: KeyDep,
     lora_adapter: Annotated[str | None, Query(description="A trained adapter. Default: the default adapter.")] = None,
     limit: Annotated[int, Query(ge=1, le=MAX_EVENTS, description="Maximum number of events.")] = 500,
     metric: Metrics = None,
@@ -53,7 +53,7 @@ async def history(
     """What has happened in the training of an adapter since the run began, as the events that reported it. The stream
     of events continues from there."""
     with adapter_named_by("lora_adapter", lora_adapter):
-        return history_object(training.history(lora_adapter, limit, reader=key.reader), metric)
+        return history_object(training.history(lora_adapter, limit, reader=services.key.reader), metric)
 
 
 def history_object(history: TrainingHistory, metrics: Collection[str] | None) -> HistoryObject:

@@ -217,7 +217,7 @@ class LessonStatus(WireOutput):
 @router.get("/v1/training/lesson", role=Role.TRAIN)
 async def get_lesson(services: ServicesDep) -> LessonStatus:
     """The lesson that runs, or the last one. A server that does not train answers too, and says what to change."""
-    lessons: Lessons | None = services.extras.get("lessons")
+    lessons: Lessons | None = services.extra("lessons")
     if lessons is None:
         return LessonStatus(obstacle=DOES_NOT_TRAIN, lesson=None)
     return _status(lessons, lessons.card(services.key.reader))

@@ -19,10 +19,9 @@ from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.chat.messages import Conversation
 from mlx_parallm.server.api.training.people_schema import PreferenceBody, PreferenceObject, preference_object
 from mlx_parallm.server.http.body import json_body
-from mlx_parallm.server.http.request_log import key_of
 from mlx_parallm.server.planning import adapter_named_by, check_ids
 from mlx_parallm.server.routing import Router
-from mlx_parallm.server.services import KeyDep, Services, ServicesDep
+from mlx_parallm.server.services import Services, ServicesDep
 
 if TYPE_CHECKING:
     from mlx_parallm.rl.people import People
@@ -63,7 +62,7 @@ def edit_of(body: PreferenceBody, found: Mapping[str, FoundTrajectory], adapter:
     rejected = _answer("rejected", body.rejected, found.get("rejected_id"), services)
     if chosen == rejected:
         raise InvalidRequestError("chosen and rejected are the same answer.", param="rejected")
-    context = services.first.card.context_length
+    context = services.models.first.card.context_length
     if (tokens := len(prompt) + max(len(chosen), len(rejected))) > context:
         raise ContextLengthError(
             f"This model's maximum context length is {context} tokens, and the edit has {tokens}.", param=field
@@ -81,7 +80,7 @@ def edit_of(body: PreferenceBody, found: Mapping[str, FoundTrajectory], adapter:
 
 
 def _prompt(body: PreferenceBody, found: Mapping[str, FoundTrajectory], services: Services) -> tuple[int, ...]:
-    card, tokenizer = services.first.card, services.first.tokenizer
+    card, tokenizer = services.models.first.card, services.models.first.tokenizer
     if body.messages is not None:
         conversation = Conversation.of(body.messages, (), tokenizer)
         return tuple(conversation.render(tokenizer, at_most=card.context_length))
@@ -102,9 +101,9 @@ def _answer(field: str, text: str | None, found: FoundTrajectory | None, service
         return found.completion_ids
     if text is None:
         return ()
-    tokenizer = services.first.tokenizer
-    ids = tokenizer.encode(text, False, services.first.card.context_length)
-    check_ids(ids, services.first.card.vocab_size, field)
+    tokenizer = services.models.first.tokenizer
+    ids = tokenizer.encode(text, False, services.models.first.card.context_length)
+    check_ids(ids, services.models.first.card.vocab_size, field)
     if control := control_ids(tokenizer).intersection(ids):
         mark = tokenizer.token_string(min(control))
         raise InvalidRequestError(f"{field}: the text has the control token {mark!r}; leave it out.", param=field)
@@ -139,9 +138,8 @@ async def preference(
     """Takes an edited answer: a preference of one answer over another, or a correction that is imitated. It may be
     about any answer of this run, also one that was trained on or dropped. The answer comes when the edit is on the
     disk, so that a crash does not lose it."""
-    training = services.require_training()
+    training, key = services.require_training(), services.key
     with adapter_named_by("lora_adapter", body.lora_adapter):
-        key = key_of(request.scope)
         found = {field: await _found(people, field, named, key.reader) for field, named in body.trajectories.items()}
         named = body.lora_adapter
         default = training.default_adapter if named is None else training.status(named, reader=key.reader).adapter
@@ -161,11 +159,11 @@ async def _found(people: People, field: str, trajectory_id: str, reader: Reader)
 
 @router.get("/v1/training/report", role=Role.TRAIN)
 async def report(
+    services: ServicesDep,
     people: PeopleDep,
-    key: KeyDep,
     lora_adapter: Annotated[str | None, Query(description="A trained adapter. Default: the default adapter.")] = None,
 ) -> SignalReport:
     """What an adapter was taught by since the server started: how much came from each source, what became of it, and
     what the updates that learnt from it changed."""
     with adapter_named_by("lora_adapter", lora_adapter):
-        return people.signal_report(lora_adapter, key.reader)
+        return people.signal_report(lora_adapter, services.key.reader)

@@ -53,7 +53,7 @@ from mlx_parallm.server.lifecycle import Lifecycle, while_connected
 from mlx_parallm.server.openapi import EVENTS
 from mlx_parallm.server.planning import adapter_named_by, check_ids
 from mlx_parallm.server.routing import Router
-from mlx_parallm.server.services import CollectionDep, KeyDep, Services, ServicesDep, TrainingDep
+from mlx_parallm.server.services import CollectionDep, Services, ServicesDep, TrainingDep
 
 if TYPE_CHECKING:
     from mlx_parallm.app.lessons import Lessons
@@ -74,7 +74,7 @@ def given_trajectories(bodies: Sequence[GivenTrajectoryBody], services: Services
 def _trajectory(body: GivenTrajectoryBody, services: Services, param: str) -> GivenTrajectory:
     if body.token_ids is not None and body.mask is not None:
         return _row(body, body.token_ids, body.mask, services, param)
-    card, encode = services.first.card, services.first.tokenizer.encode
+    card, encode = services.models.first.card, services.models.first.tokenizer.encode
     prompt = body.prompt_token_ids or encode(body.prompt or "", True, card.context_length)
     completion = body.completion_token_ids or body.tokens or encode(body.output or "", False, card.context_length)
     check_ids(prompt, card.vocab_size, f"{param}.prompt_token_ids")
@@ -94,7 +94,7 @@ def _row(
     body: GivenTrajectoryBody, ids: list[int], mask: list[bool], services: Services, param: str
 ) -> GivenTrajectory:
     """The tokens before the first sampled one are the prompt."""
-    check_ids(ids, services.first.card.vocab_size, f"{param}.token_ids")
+    check_ids(ids, services.models.first.card.vocab_size, f"{param}.token_ids")
     start = mask.index(True)
     advantages = _of_each_token(body.advantages, len(ids))
     return _given(
@@ -125,7 +125,7 @@ def _given(
     advantages: Sequence[float],
     mask: tuple[bool, ...] = (),
 ) -> GivenTrajectory:
-    tokens, context = len(prompt) + len(completion), services.first.card.context_length
+    tokens, context = len(prompt) + len(completion), services.models.first.card.context_length
     if tokens > context:
         raise ContextLengthError(
             f"This model's maximum context length is {context} tokens, and {param} has {tokens}. Leave it out.",
@@ -213,7 +213,7 @@ async def update(
 
 @router.post("/v1/training/feedback", role=Role.TRAIN, examples={"a reward": {"trajectory_id": "traj-0", "score": 1}})
 async def feedback(
-    body: Annotated[FeedbackBody, Depends(json_body(FeedbackBody))], collection: CollectionDep, key: KeyDep
+    body: Annotated[FeedbackBody, Depends(json_body(FeedbackBody))], services: ServicesDep, collection: CollectionDep
 ) -> FeedbackObject:
     """Sets the reward of an answer, an episode, a turn or the tokens of an answer. The last feedback before training
     counts; of an answer or a turn, the last one of each `user`, and the reward is their mean. If a request had neither
@@ -221,13 +221,14 @@ async def feedback(
     group. The answer comes when the reward is on the disk, so that a crash does not lose it. If the answer was dropped
     as too old or unrated, the feedback is late and counts all the same. It is 409 if the answer was trained on."""
     score = math.fsum(body.token_rewards or ()) if body.score is None else body.score
+    reader = services.key.reader
     of_people: dict[str, Any] = {}
     if body.episode_id is not None:
-        await collection.reward_episode(body.episode_id, body.group_id or "", score, key.reader)
+        await collection.reward_episode(body.episode_id, body.group_id or "", score, reader)
     elif body.token_rewards is not None:
-        await collection.reward_tokens(body.trajectory_id or "", body.token_rewards, key.reader)
+        await collection.reward_tokens(body.trajectory_id or "", body.token_rewards, reader)
     else:
-        card = await collection.feedback(body.trajectory_id or "", score, body.user or "", key.reader)
+        card = await collection.feedback(body.trajectory_id or "", score, body.user or "", reader)
         of_people = {"reward": card.reward, "people": card.people, "late": card.late}
     return FeedbackObject(
         status="success", trajectory_id=body.trajectory_id, episode_id=body.episode_id, score=score, **of_people
@@ -237,13 +238,13 @@ async def feedback(
 @router.post("/v1/training/groups/{group_id:path}/close", role=Role.TRAIN)
 async def close_group(
     group_id: Annotated[str, Path(max_length=MAX_EPISODE_ID, description="The `group_id` of its requests.")],
+    services: ServicesDep,
     collection: CollectionDep,
-    key: KeyDep,
 ) -> GroupCard:
     """Lets no more answers into a group, so that it can be trained on. If its requests named a `scoring_function`, that
     rewards the members without a reward; otherwise they are dropped. The answer is 409 if the group was trained on or
     dropped."""
-    return await collection.close_group(group_id, key.reader)
+    return await collection.close_group(group_id, services.key.reader)
 
 
 # -- control ---------------------------------------------------------------------------------------
@@ -274,7 +275,7 @@ async def stop_teaching(
     services: Services, training: TrainingService, adapter: str | None, *, reader: Reader
 ) -> TrainingStatus:
     """Stops the lesson of an adapter, if it has one, and then its training. That of the default adapter stays."""
-    lessons: Lessons | None = services.extras.get("lessons")
+    lessons: Lessons | None = services.extra("lessons")
     card = lessons.card(reader) if lessons is not None and adapter != training.default_adapter else None
     if lessons is not None and card is not None and card.is_running and card.adapter == adapter:
         await lessons.stop(reader)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -34,7 +34,7 @@ from mlx_parallm.server.protocols.atropos.environments import Environments
 from mlx_parallm.server.protocols.atropos.queue import GroupQueue, SentGroup
 from mlx_parallm.server.protocols.atropos.schema import EnvIdentifier, RegisterEnv, ScoredDataList
 from mlx_parallm.server.routing import Router
-from mlx_parallm.server.services import KeyDep, Services, ServicesDep
+from mlx_parallm.server.services import Services, ServicesDep
 
 if TYPE_CHECKING:
     from mlx_parallm.rl.service import TrainingService
@@ -76,7 +76,8 @@ class AtroposParts:
 async def parts_of(request: Request, services: ServicesDep) -> AtroposParts:
     """Raises UnknownModelError if the key does not see the default adapter, which these groups train."""
     services.require_training().status(reader=services.key.reader)
-    return cast(AtroposParts, services.extras["atropos"])
+    parts: AtroposParts = services.extra("atropos")
+    return parts
 
 
 PartsDep = Annotated[AtroposParts, Depends(parts_of)]
@@ -93,7 +94,7 @@ async def root(request: Request, services: ServicesDep) -> Response | dict[str, 
 
 @router.post("/register-env", role=Role.TRAIN)
 async def register_env(
-    body: Annotated[RegisterEnv, Depends(json_body(RegisterEnv))], parts: PartsDep, key: KeyDep
+    body: Annotated[RegisterEnv, Depends(json_body(RegisterEnv))], services: ServicesDep, parts: PartsDep
 ) -> dict[str, Any]:
     """Registers an environment, whose groups have a part of the queue to themselves."""
     if body.min_batch_allocation is not None:
@@ -102,7 +103,7 @@ async def register_env(
             "leave it out.",
             param="min_batch_allocation",
         )
-    environment, trainer = parts.environments.register(body, key), parts.trainer
+    environment, trainer = parts.environments.register(body, services.key), parts.trainer
     return {
         "status": "success",
         "env_id": environment.env_id,
@@ -116,21 +117,21 @@ async def register_env(
 
 @router.post("/disconnect-env", role=Role.TRAIN)
 async def disconnect_env(
-    body: Annotated[EnvIdentifier, Depends(json_body(EnvIdentifier))], parts: PartsDep, key: KeyDep
+    body: Annotated[EnvIdentifier, Depends(json_body(EnvIdentifier))], services: ServicesDep, parts: PartsDep
 ) -> dict[str, str]:
     """An environment ends. Its groups are trained on all the same."""
-    if parts.environments.disconnect(body.env_id, key):
+    if parts.environments.disconnect(body.env_id, services.key):
         return {"status": "success"}
     return {"status": "failure", "error": f"no environment has the id {body.env_id}"}
 
 
 @router.get("/status-env", role=Role.TRAIN)
 async def status_env(
-    body: Annotated[EnvIdentifier, Depends(json_body(EnvIdentifier))], parts: PartsDep, key: KeyDep
+    body: Annotated[EnvIdentifier, Depends(json_body(EnvIdentifier))], services: ServicesDep, parts: PartsDep
 ) -> dict[str, float | int]:
     """How many groups wait, by which an environment decides whether to make more. The request has a body, although it
     is a GET."""
-    status = parts.environments.status(body.env_id, key, parts.groups.sizes())
+    status = parts.environments.status(body.env_id, services.key, parts.groups.sizes())
     return {"current_step": parts.step, **status}
 
 

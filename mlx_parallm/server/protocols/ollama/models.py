@@ -69,7 +69,7 @@ async def version() -> OllamaVersion:
 async def list_tags(services: ServicesDep) -> ListedModels:
     """The names that `model` accepts: those of the base models, and one for the live version of each adapter."""
     first, *others = services.models.statuses()
-    names = [*((name, first) for name in services.first.card.names), *((one.name, one) for one in others)]
+    names = [*((name, first) for name in services.models.first.card.names), *((one.name, one) for one in others)]
     bases = [_base(name, status, services) for name, status in names] if services.sees_base else []
     return ListedModels(models=[*bases, *(_adapter(card, services) for card in _live(services))])
 
@@ -117,7 +117,7 @@ def _live(services: Services) -> Iterator[AdapterCard]:
 def _card_of(adapter: AdapterCard, services: Services) -> ModelCard | None:
     """The card of an adapter's base model."""
     if not adapter.base:
-        return services.first.card
+        return services.models.first.card
     return next((status.card for status in services.models.statuses() if status.name == adapter.base), None)
 
 
@@ -133,7 +133,7 @@ def _base(name: str, status: BaseStatus, services: Services) -> ListedModel:
 
 
 def _adapter(adapter: AdapterCard, services: Services) -> ListedModel:
-    parent = adapter.base or services.first.card.name
+    parent = adapter.base or services.models.first.card.name
     return ListedModel(
         name=adapter.ref.name,
         model=adapter.ref.name,

@@ -13,9 +13,9 @@ from mlx_parallm.server.services import Services, ServicesDep
 
 async def tinker_of(services: ServicesDep) -> TinkerServer:
     """The Tinker API for the request's key. Raises TrainingDisabledError if the server does not train."""
-    if "tinker" not in services.extras:
+    tinker: TinkerServer | None = services.extra("tinker")
+    if tinker is None:
         raise TrainingDisabledError("This server does not train, so it has no Tinker API: use --enable-rl-training.")
-    tinker: TinkerServer = services.extras["tinker"]
     return tinker.of(services.key)
 
 
@@ -25,7 +25,8 @@ TinkerDep = Annotated[TinkerServer, Depends(tinker_of)]
 def check_base(services: Services, name: str | None) -> None:
     """Raises UnknownModelError unless `name` is one of the served model. Models start from it."""
     if name is None or not services.is_base(name):
+        names = ", ".join(services.models.first.card.names)
         raise UnknownModelError(
-            f"base_model: this server has {', '.join(services.first.card.names)}, and not {(name or 'none')[:100]!r}",
+            f"base_model: this server has {names}, and not {(name or 'none')[:100]!r}",
             param="base_model",
         )

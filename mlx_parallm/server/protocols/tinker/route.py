@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from mlx_parallm.server.access.accounts import Account
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.http.body import validated
-from mlx_parallm.server.http.request_log import key_of, record_of
+from mlx_parallm.server.http.request_log import record_of
 from mlx_parallm.server.protocols.tinker import protobuf
 from mlx_parallm.server.protocols.tinker.answers import TinkerAnswer
 from mlx_parallm.server.protocols.tinker.bodies import (
@@ -78,7 +78,7 @@ async def telemetry() -> dict[str, Any]:
 
 @router.get("/get_server_capabilities", role=Role.TRAIN)
 async def capabilities(services: ServicesDep, tinker: TinkerDep) -> dict[str, Any]:
-    card = services.first.card
+    card = services.models.first.card
     models = [
         {"model_name": name, "max_context_length": card.context_length, "trainable": True, "sampleable": True}
         for name in card.names
@@ -152,14 +152,14 @@ async def get_info(
     read: Annotated[Read[ModelBody], Depends(json_of(ModelBody))], services: ServicesDep, tinker: TinkerDep
 ) -> dict[str, Any]:
     model = tinker.sessions.model(read.body.model_id, tinker.key)
-    name = services.first.card.name
+    name = services.models.first.card.name
     return {
         "type": "get_info",
         "model_id": model.model_id,
         "model_data": {
-            "arch": services.first.card.dtype,
+            "arch": services.models.first.card.dtype,
             "model_name": name,
-            "tokenizer_id": services.first.card.tokenizer or name,
+            "tokenizer_id": services.models.first.card.tokenizer or name,
         },
         "is_lora": True,
         "lora_rank": tinker.rank(model),
@@ -208,7 +208,7 @@ async def forward(
 def _account(request: Request, services: Services) -> Account:
     """The account of the request's key, of whose limits the answer has headers."""
     record = record_of(request.scope)
-    record.account = services.accounts.of(key_of(request.scope))
+    record.account = services.accounts.of(services.key)
     return record.account
 
 

@@ -173,7 +173,7 @@ async def create_sampling_session(
 async def get_sampler(sampler_id: str, services: ServicesDep, tinker: TinkerDep) -> dict[str, Any]:
     found = tinker.sessions.sampler(sampler_id, tinker.key)
     path = None if found.saved is None else found.saved.path
-    return {"sampler_id": sampler_id, "base_model": services.first.card.name, "model_path": path}
+    return {"sampler_id": sampler_id, "base_model": services.models.first.card.name, "model_path": path}
 
 
 @router.post("/asample", role=Role.TRAIN)
@@ -210,9 +210,9 @@ def _start(
     tinker.futures.check_room(tinker.key, read.nbytes)
     with ExitStack() as opened:
         opened.enter_context(account.request())
-        opened.enter_context(services.gate.reserve(services.check_sequences(1, body.num_samples), account.queue_name))
+        opened.enter_context(services.gate.reserve(body.num_samples, account.queue_name))
         version = opened.enter_context(services.adapters.lease(tinker.selector_of(sampler)))
-        request = as_of(account.key, generation_request(body, services.first.card, version))
+        request = as_of(account.key, generation_request(body, services.models.first.card, version))
         owner = sampler.sampler_id.partition(":")[0]
         work = draw(services, request, body, account)
         tinker.futures.start(request_id, owner, read.digest, read.nbytes, work, held=opened.pop_all())

@@ -62,7 +62,7 @@ async def weights_info(
         raise saved.missing()
     layers = tinker.policies.layers_of(card.targets)
     return {
-        "base_model": services.first.card.name,
+        "base_model": services.models.first.card.name,
         "is_lora": True,
         "lora_rank": card.rank,
         "train_unembed": layers.head,
@@ -107,7 +107,7 @@ def _training_run(model: TinkerModel, services: Services, tinker: TinkerServer) 
     }
     return {
         "training_run_id": model.model_id,
-        "base_model": services.first.card.name,
+        "base_model": services.models.first.card.name,
         "model_owner": "local",
         "is_lora": True,
         "lora_rank": tinker.rank(model),

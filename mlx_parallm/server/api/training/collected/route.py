@@ -9,7 +9,6 @@ from functools import partial
 from typing import Annotated, Any
 
 from fastapi import Path, Query
-from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.core.json_values import finite, utc
@@ -28,7 +27,6 @@ from mlx_parallm.server.api.training.collected.schema import (
     GroupRowObject,
     TokenObject,
 )
-from mlx_parallm.server.http.request_log import key_of
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import ServicesDep, TrainingDep
 
@@ -173,7 +171,6 @@ Reward = Annotated[float | None, Query(allow_inf_nan=False)]
 
 @router.get("/v1/training/trajectories", role=Role.TRAIN, response_model=GroupPageObject)
 async def groups(
-    request: Request,
     services: ServicesDep,
     training: TrainingDep,
     limit: Annotated[int, Query(ge=1, le=MAX_ROWS, description="Maximum number of groups.")] = 100,
@@ -191,22 +188,21 @@ async def groups(
     `rl_training.trajectory_buffer_size` says. A key sees what it has sent itself, and what the server has drawn for
     tasks of its own; an admin key sees everything."""
     wanted = GroupFilter(lora_adapter, lora_version, fate, min_reward, max_reward)
-    page = await training.collected_groups.page(wanted, after, limit, key_of(request.scope).reader)
-    write = partial(page_json, page, services.first.tokenizer)
+    page = await training.collected_groups.page(wanted, after, limit, services.key.reader)
+    write = partial(page_json, page, services.models.first.tokenizer)
     return _json(await services.workers.run(_ROW_BYTES * len(page.rows), write))
 
 
 @router.get("/v1/training/trajectories/{group_id:path}", role=Role.TRAIN, response_model=CollectedGroupObject)
 async def group(
     group_id: Annotated[str, Path(max_length=MAX_ID, description="The id of a group, or of one of its trajectories.")],
-    request: Request,
     services: ServicesDep,
     training: TrainingDep,
 ) -> Response:
     """One group with its prompt and its samples: their tokens with log-probabilities and advantages, rewards, what
     became of them, and what people have said about them. Long texts are cut."""
-    found = training.collected_groups.group(group_id, MAX_SAMPLES, key_of(request.scope).reader)
-    write = partial(group_json, found, services.first.tokenizer)
+    found = training.collected_groups.group(group_id, MAX_SAMPLES, services.key.reader)
+    write = partial(group_json, found, services.models.first.tokenizer)
     return _json(await services.workers.run(_GROUP_BYTES, write))
 
 
