@@ -99,6 +99,7 @@ def test_an_answer_may_be_json_of_objects(tmp_path: Path) -> None:
         ({"chosen": [USER, {**HI, "tool_calls": CALLS}], "rejected": [USER, NO]}, "a text without calls"),
         ({"prompt": "x" * 30, **ANSWERS}, "the model's context is 40"),
         ({"prompt": "Hello?", "chosen": "x" * 50, "rejected": "No"}, "too long"),
+        ({"prompt": "Hello?", "chosen": "x" * 36, "rejected": "No"}, "the model's context is 40"),
     ],
 )
 def test_rows_that_cannot_be_used_are_left_out(
