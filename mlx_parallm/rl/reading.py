@@ -11,6 +11,7 @@ from enum import StrEnum
 from math import fsum
 
 from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.json_values import ANSWER
 from mlx_parallm.core.readers import Reader
 from mlx_parallm.core.requests import Signal
 from mlx_parallm.core.trajectories import Trajectory
@@ -89,12 +90,18 @@ class Thumbs(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EditedAnswer:
-    """What a person wrote in place of an answer. `fate` and `reason` are as in `GroupRow`."""
+    """What a person wrote in place of an answer."""
+
+    __pydantic_config__ = ANSWER
 
     text: str
+    """The better answer."""
     signal: Signal
-    fate: str
+    """`corrections` are imitated; `preferences` are compared with the answer."""
+    fate: TrajectoryState
+    """What became of it; as that of a group."""
     reason: str
+    """Why it was dropped; empty if it was not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +213,7 @@ class GroupReader:
             about = chosen.trajectory.collection.metadata.get(ABOUT)
             if about in found and reader.may_read(chosen.trajectory.owner):
                 reason = chosen.reason or ""
-                found[about].append(EditedAnswer(chosen.trajectory.text, group.signal, chosen.state.value, reason))
+                found[about].append(EditedAnswer(chosen.trajectory.text, group.signal, chosen.state, reason))
         return found
 
     def _sample(

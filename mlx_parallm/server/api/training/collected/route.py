@@ -22,7 +22,6 @@ from mlx_parallm.server.api.training.collected.schema import (
     CollectedGroupObject,
     CollectedSampleObject,
     CollectedTurnObject,
-    EditedObject,
     Fate,
     GroupPageObject,
     GroupRowObject,
@@ -132,12 +131,7 @@ def _turn(turn: CollectedTurn, known: tuple[int, ...], most: int, tokenizer: Tex
         finish_reason=None if trajectory.finish_reason is None else trajectory.finish_reason.value,
         thumbs_up=turn.up,
         thumbs_down=turn.down,
-        edits=[
-            EditedObject.model_validate(
-                {"text": edit.text, "signal": edit.signal.value, "fate": edit.fate, "reason": edit.reason}
-            )
-            for edit in turn.edits
-        ],
+        edits=turn.edits,
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
+from mlx_parallm.rl.reading import EditedAnswer
 from mlx_parallm.server.api.fields import FinishReasonText, WireOutput
 
 Fate = Literal["waiting", "scored", "training", "trained", "dropped"]
@@ -61,19 +63,6 @@ class TokenObject(WireOutput):
     """It was not drawn and is not trained, such as the result of a tool."""
 
 
-class EditedObject(WireOutput):
-    """What a person wrote in place of an answer."""
-
-    text: str
-    """The better answer."""
-    signal: Literal["preferences", "corrections"]
-    """`corrections` are imitated; `preferences` are compared with the answer."""
-    fate: Fate
-    """What became of it; as that of a group."""
-    reason: str
-    """Why it was dropped; empty if it was not."""
-
-
 class CollectedTurnObject(WireOutput):
     """One answer; of an episode, one turn."""
 
@@ -97,7 +86,7 @@ class CollectedTurnObject(WireOutput):
     """People whose last score for it is above 0."""
     thumbs_down: int
     """People whose last score for it is 0 or less."""
-    edits: list[EditedObject]
+    edits: Sequence[EditedAnswer]
     """What people wrote in its place, oldest first."""
 
 
