@@ -6,12 +6,12 @@ import asyncio
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from math import fsum
 
-from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.core.json_values import ANSWER
+from mlx_parallm.core.adapters import AdapterText
+from mlx_parallm.core.json_values import ANSWER, NOT_SENT, Figure, sent_as
 from mlx_parallm.core.readers import Reader
 from mlx_parallm.core.requests import Signal
 from mlx_parallm.core.trajectories import Trajectory
@@ -42,30 +42,32 @@ class GroupFilter:
 
 @dataclass(frozen=True, slots=True)
 class GroupRow:
-    """A group as a row of a list.
+    """A group as a row of a list."""
 
-    Attributes:
-        number: grows from one group to the next that arrives, in one process.
-        adapter: name of the adapter that it trains.
-        versions: those that sampled its answers; none if they are unknown.
-        samples: the number of its answers or episodes.
-        reward: mean of those that have one; None: none has, or it is an edit.
-        fate: scored, if an update can take it now; else the first one of training, waiting (for a reward), scored,
-            trained and dropped that some of its samples have.
-        reason: why it was dropped; empty if it was not. If its samples have several reasons, the most frequent one.
-        first: its first trajectory.
-    """
+    __pydantic_config__ = ANSWER
 
     number: int
+    """Grows from one group to the next that comes, until the server is started again."""
     group_id: str
+    """Its id."""
     adapter: str
-    versions: Sequence[AdapterRef]
+    """The adapter that it trains."""
+    versions: Sequence[AdapterText] = field(metadata=sent_as("lora_versions"))
+    """The versions that drew its answers; empty if they are unknown."""
     samples: int
-    reward: float | None
-    fate: str
+    """Number of its answers, or of its episodes."""
+    reward: Figure | None
+    """Mean reward of the samples that have one; null if none has, and of edits."""
+    fate: TrajectoryState
+    """`waiting` for a reward; `scored`, waiting for an update; in an update now (`training`); `trained`; or `dropped`.
+    If its samples differ and no update can take it now, the first that occurs of `training`, `waiting`, `scored`,
+    `trained` and `dropped`."""
     reason: str
+    """Why it was dropped; empty if it was not. If its samples have several reasons, the most frequent one."""
     signal: Signal
-    first: Trajectory
+    """What it teaches: its rewards, or what people said."""
+    first: Trajectory = field(metadata=NOT_SENT)
+    """Its first trajectory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +286,7 @@ def _row(group: TrajectoryGroup, reader: Reader) -> GroupRow | None:
         tuple(versions),
         len(members),
         fsum(rewards) / len(rewards) if rewards and group.signal not in _EDITS else None,
-        fate.value,
+        fate,
         reasons.most_common(1)[0][0] if reasons else "",
         group.signal,
         members[0].turns[0],

@@ -9,10 +9,11 @@ from functools import partial
 from typing import Annotated, Any
 
 from fastapi import Path, Query
+from pydantic import TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_parallm.core.json_values import finite, utc
+from mlx_parallm.core.json_values import fields_of, finite
 from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.rl.reading import CollectedGroup, CollectedSample, CollectedTurn, GroupFilter, GroupPage, GroupRow
@@ -49,26 +50,17 @@ _EXCERPT_TOKENS = 96
 # -- a page of the list --------------------------------------------------------------------------
 
 
-def page_json(page: GroupPage, tokenizer: TextTokenizer) -> str:
+_PAGE, _GROUP = TypeAdapter(GroupPageObject), TypeAdapter(CollectedGroupObject)
+
+
+def page_json(page: GroupPage, tokenizer: TextTokenizer) -> bytes:
     """The text of a `GroupPageObject`. Call it in a worker thread, because the beginnings of prompts are decoded."""
     rows = [GroupRowObject(**_row(row, tokenizer)) for row in page.rows]
-    return GroupPageObject(object="list", data=rows, has_more=page.more).json_text()
+    return _PAGE.dump_json(GroupPageObject(object="list", data=rows, has_more=page.more), by_alias=True)
 
 
 def _row(row: GroupRow, tokenizer: TextTokenizer) -> dict[str, Any]:
-    return {
-        "number": row.number,
-        "group_id": row.group_id,
-        "prompt": _excerpt(row.first, tokenizer),
-        "samples": row.samples,
-        "reward": finite(row.reward),
-        "lora_adapter": row.adapter,
-        "lora_versions": [str(version) for version in row.versions],
-        "fate": row.fate,
-        "reason": row.reason,
-        "signal": row.signal.value,
-        "created": utc(row.first.created),
-    }
+    return {**fields_of(row), "prompt": _excerpt(row.first, tokenizer), "created": row.first.created}
 
 
 def _excerpt(first: Trajectory, tokenizer: TextTokenizer) -> str:
@@ -81,17 +73,18 @@ def _excerpt(first: Trajectory, tokenizer: TextTokenizer) -> str:
 # -- one group -----------------------------------------------------------------------------------
 
 
-def group_json(group: CollectedGroup, tokenizer: TextTokenizer) -> str:
+def group_json(group: CollectedGroup, tokenizer: TextTokenizer) -> bytes:
     """The text of a `CollectedGroupObject`. Call it in a worker thread, because all of it is decoded."""
     prompt = group.row.first.prompt_ids
     shown = sum(min(len(sample.turns), MAX_TURNS) for sample in group.samples)
-    return CollectedGroupObject(
+    whole = CollectedGroupObject(
         **_row(group.row, tokenizer),
         scoring_function=group.scorer,
         full_prompt=tokenizer.decode(prompt[-MAX_PROMPT_TOKENS:]),
         prompt_tokens=len(prompt),
         members=[_sample(sample, prompt, MAX_TOKENS // shown, tokenizer) for sample in group.samples],
-    ).json_text()
+    )
+    return _GROUP.dump_json(whole, by_alias=True, exclude_unset=True)
 
 
 def _sample(
@@ -204,5 +197,5 @@ async def group(
     return _json(await services.workers.run(_GROUP_BYTES, write))
 
 
-def _json(text: str) -> Response:
+def _json(text: bytes) -> Response:
     return Response(text, media_type="application/json")

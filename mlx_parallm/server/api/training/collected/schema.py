@@ -3,40 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
-from mlx_parallm.rl.reading import EditedAnswer
+from mlx_parallm.core.json_values import UnixTime
+from mlx_parallm.rl.reading import EditedAnswer, GroupRow
 from mlx_parallm.server.api.fields import FinishReasonText, WireOutput
 
 Fate = Literal["waiting", "scored", "training", "trained", "dropped"]
 
 
-class GroupRowObject(WireOutput):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRowObject(GroupRow):
     """A group of trajectories in a list."""
 
-    number: int
-    """Grows from one group to the next that comes, until the server is started again."""
-    group_id: str
-    """Its id."""
     prompt: str
     """The beginning of its prompt; of a conversation, of the last message of the user."""
-    samples: int
-    """Number of its answers, or of its episodes."""
-    reward: float | None
-    """Mean reward of the samples that have one; null if none has, and of edits."""
-    lora_adapter: str
-    """The adapter that it trains."""
-    lora_versions: list[str]
-    """The versions that drew its answers; empty if they are unknown."""
-    fate: Fate
-    """`waiting` for a reward; `scored`, waiting for an update; in an update now (`training`); `trained`; or `dropped`.
-    If its samples differ and no update can take it now, the first that occurs of `training`, `waiting`, `scored`,
-    `trained` and `dropped`."""
-    reason: str
-    """Why it was dropped; empty if it was not."""
-    signal: Literal["rewards", "late_feedback", "preferences", "corrections"]
-    """What it teaches: its rewards, or what people said."""
-    created: str
+    created: UnixTime
     """Time of its first answer in ISO-8601, UTC."""
 
 
@@ -111,6 +94,7 @@ class CollectedSampleObject(WireOutput):
     """Turns before these, which are not shown."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CollectedGroupObject(GroupRowObject):
     """A group of trajectories in full."""
 
