@@ -35,7 +35,7 @@ class GroupFilter:
 
     adapter: str | None = None
     version: str | None = None
-    fate: str | None = None
+    fate: TrajectoryState | None = None
     least_reward: float | None = None
     most_reward: float | None = None
 
@@ -130,7 +130,7 @@ class CollectedSample:
     turns: Sequence[CollectedTurn]
     reward: float | None
     advantage: float | None
-    fate: str
+    fate: TrajectoryState
     reason: str
     thumbs: Thumbs
 
@@ -232,9 +232,7 @@ class GroupReader:
         ]
         reward = None if group.signal in _EDITS else member.reward
         advantage = member.advantage if advantages else None
-        return CollectedSample(
-            turns, reward, advantage, member.state.value, member.reason or "", self._thumbs(group, member)
-        )
+        return CollectedSample(turns, reward, advantage, member.state, member.reason or "", self._thumbs(group, member))
 
     def _turn(
         self, member: GroupMember, turn: Trajectory, advantages: Sequence[float], edits: Sequence[EditedAnswer]

@@ -13,17 +13,17 @@ from pydantic import TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_parallm.core.json_values import fields_of, finite
+from mlx_parallm.core.json_values import fields_of
 from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.rl.reading import CollectedGroup, CollectedSample, CollectedTurn, GroupFilter, GroupPage, GroupRow
+from mlx_parallm.rl.trajectories import TrajectoryState
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.adapters.schema import MAX_NAME
 from mlx_parallm.server.api.training.collected.schema import (
     CollectedGroupObject,
     CollectedSampleObject,
     CollectedTurnObject,
-    Fate,
     GroupPageObject,
     GroupRowObject,
     TokenObject,
@@ -93,16 +93,14 @@ def _sample(
     """`most`: the tokens of each turn that are shown."""
     before = [prompt, *(turn.trajectory.prompt_ids + turn.trajectory.completion_ids for turn in sample.turns[:-1])]
     turns = [*zip(sample.turns, before, strict=True)][-MAX_TURNS:]
-    return CollectedSampleObject.model_validate(
-        {
-            "reward": finite(sample.reward),
-            "advantage": finite(sample.advantage),
-            "fate": sample.fate,
-            "reason": sample.reason,
-            "thumbs": sample.thumbs.value,
-            "turns": [_turn(turn, known, most, tokenizer) for turn, known in turns],
-            "turns_left_out": len(sample.turns) - len(turns),
-        }
+    return CollectedSampleObject(
+        reward=sample.reward,
+        advantage=sample.advantage,
+        fate=sample.fate,
+        reason=sample.reason,
+        thumbs=sample.thumbs,
+        turns=[_turn(turn, known, most, tokenizer) for turn, known in turns],
+        turns_left_out=len(sample.turns) - len(turns),
     )
 
 
@@ -115,7 +113,7 @@ def _turn(turn: CollectedTurn, known: tuple[int, ...], most: int, tokenizer: Tex
     whole = trajectory.text if not left_out else ""
     return CollectedTurnObject(
         trajectory_id=trajectory.trajectory_id,
-        lora_version=None if trajectory.adapter is None else str(trajectory.adapter),
+        lora_version=trajectory.adapter,
         context=tokenizer.decode(context[-most:]) if context else "",
         text=whole or tokenizer.decode(completion, skip_special_tokens=True),
         tokens=_tokens(turn, completion, tokenizer),
@@ -135,8 +133,8 @@ def _tokens(turn: CollectedTurn, ids: Sequence[int], tokenizer: TextTokenizer) -
         if mask and not mask[at]:
             made.append(TokenObject(text=text, logprob=None, advantage=None, context=True))
             continue
-        logprob = finite(logprobs[at]) if logprobs else None
-        advantage = finite(turn.advantages[at]) if turn.advantages else None
+        logprob = logprobs[at] if logprobs else None
+        advantage = turn.advantages[at] if turn.advantages else None
         made.append(TokenObject(text=text, logprob=logprob, advantage=advantage))
     return made
 
@@ -169,7 +167,7 @@ async def groups(
     ] = None,
     lora_adapter: Annotated[Name, Query(description="Only groups that train this adapter.")] = None,
     lora_version: Annotated[Name, Query(description="Only groups that this version drew, such as `math@3`.")] = None,
-    fate: Annotated[Fate | None, Query(description="Only groups with this fate.")] = None,
+    fate: Annotated[TrajectoryState | None, Query(description="Only groups with this fate.")] = None,
     min_reward: Annotated[Reward, Query(description="Only groups with at least this mean reward.")] = None,
     max_reward: Annotated[Reward, Query(description="Only groups with at most this mean reward.")] = None,
 ) -> Response:

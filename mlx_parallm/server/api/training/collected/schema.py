@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mlx_parallm.core.json_values import UnixTime
-from mlx_parallm.rl.reading import EditedAnswer, GroupRow
+from mlx_parallm.core.adapters import AdapterText
+from mlx_parallm.core.json_values import Figure, UnixTime
+from mlx_parallm.rl.reading import EditedAnswer, GroupRow, Thumbs
+from mlx_parallm.rl.trajectories import TrajectoryState
 from mlx_parallm.server.api.fields import FinishReasonText, WireOutput
-
-Fate = Literal["waiting", "scored", "training", "trained", "dropped"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +38,9 @@ class TokenObject(WireOutput):
 
     text: str
     """The text that it adds; empty while a character is incomplete. Special tokens are written out."""
-    logprob: float | None = None
+    logprob: Figure | None = None
     """Log-probability in nats when it was drawn; null if that is unknown."""
-    advantage: float | None = None
+    advantage: Figure | None = None
     """Its advantage in the last update that took the answer; null if there was none."""
     context: bool = False
     """It was not drawn and is not trained, such as the result of a tool."""
@@ -51,7 +51,7 @@ class CollectedTurnObject(WireOutput):
 
     trajectory_id: str
     """Its id, for feedback and corrections."""
-    lora_version: str | None
+    lora_version: AdapterText | None
     """The version that drew it; null if it is unknown."""
     context: str
     """What came before the answer after the group's prompt or the turn before; cut at its beginning if it is long."""
@@ -76,15 +76,15 @@ class CollectedTurnObject(WireOutput):
 class CollectedSampleObject(WireOutput):
     """One answer of a group, or one episode."""
 
-    reward: float | None
+    reward: Figure | None
     """Its reward; null if it has none."""
-    advantage: float | None
+    advantage: Figure | None
     """How much better than expected it was, in the last update that took it; null if none has."""
-    fate: Fate
+    fate: TrajectoryState
     """What became of it; as that of a group."""
     reason: str
     """Why it was dropped; empty if it was not."""
-    thumbs: Literal["count", "count_late", "nothing"]
+    thumbs: Thumbs
     """What feedback on it does now. `count`: it is a reward. `count_late`: the sample was dropped, and is learnt from
     as late feedback. `nothing`: it is refused, because the sample was trained on, its update was refused, or it is an
     edit."""
