@@ -34,10 +34,12 @@ ANSWER = {
     "json_schema_serialization_defaults_required": True,
     "alias_generator": _name_in_answers,
     "populate_by_name": True,
+    "defer_build": True,
     "json_schema_extra": _describe_inherited,
 }
 """pydantic's configuration of cards: the docstrings below their fields are in the OpenAPI document, which says that all
-fields are sent; and `adapter` is called `lora_adapter`."""
+fields are sent; and `adapter` is called `lora_adapter`. Schemas are built when they are needed: reading the docstrings
+takes time, which a start need not wait for."""
 
 NOT_SENT = {"exclude": True}
 """The metadata of a card's field that answers do not have, which only the process itself reads."""
