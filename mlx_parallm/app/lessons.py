@@ -28,7 +28,15 @@ from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.core.readers import Reader
 from mlx_parallm.core.requests import Signal
 from mlx_parallm.errors import ConflictError, ContextLengthError, InvalidRequestError
-from mlx_parallm.rl.lessons.cards import LessonAnswer, LessonCard, LessonOutcome, LessonShowing, LessonSpec, RuleKind
+from mlx_parallm.rl.lessons.cards import (
+    LessonAnswer,
+    LessonCard,
+    LessonOutcome,
+    LessonShowing,
+    LessonSpec,
+    LessonState,
+    RuleKind,
+)
 from mlx_parallm.rl.lessons.examples import batches_of, can_be_shown, examples_of, imitating, request_for
 from mlx_parallm.rl.lessons.progress import LessonProgress
 from mlx_parallm.rl.lessons.record import interrupted, new_id, read_lesson, write_lesson
@@ -79,7 +87,7 @@ class Lesson:
         self._loop = service.loop(adapter)
         self._examples: asyncio.Task[None] | None = None
         self._per_update = answers_per_update(spec)
-        self.progress = LessonProgress(len(spec.prompts), self._per_update, spec.updates)
+        self.progress = LessonProgress(spec.prompts, self._per_update, spec.updates)
         training = config.rl_training
         settings = RolloutSettings(spec.group_size, spec.max_tokens, spec.temperature, seed=training.seed, run=self._id)
         tasks = tasks_of(spec)
@@ -151,29 +159,34 @@ class Lesson:
             self._failed(self._fault())
 
     def card(self) -> LessonCard:
-        progress, live = self.progress, self._loop.live
+        spec, progress, live = self._spec, self.progress, self._loop.live
         return LessonCard(
-            lesson_id=self._id,
-            spec=self._spec,
-            state=self._state,
+            id=self._id,
             adapter=self.adapter,
-            live="" if live == BASE_ADAPTER else str(live),
-            per_update=self._per_update,
+            live_lora=None if live == BASE_ADAPTER else str(live),
             checkpoint=self._checkpoint.name,
+            reward={spec.rule.kind.value: spec.rule.text},
+            max_tokens=spec.max_tokens,
+            group_size=spec.group_size,
+            temperature=spec.temperature,
+            learning_rate=spec.learning_rate,
+            answers_per_update=self._per_update,
+            most_updates=spec.updates,
+            prompts=progress.prompts,
+            started=self._started,
+            state=self._state,
             updates=progress.updates,
             examples=progress.examples,
             points=progress.points,
-            samples=progress.samples,
+            showing=progress.showing if progress.outcome is None else None,
             outcome=progress.outcome,
             reason=progress.reason or self._loop.pause_reason or "",
             advice=progress.advice,
-            started=self._started,
             ended=None if progress.outcome is None else time.time(),
-            showing=progress.showing if progress.outcome is None else None,
         )
 
     @property
-    def _state(self) -> str:
+    def _state(self) -> LessonState:
         if self.progress.outcome is not None:
             return "ended"
         return "showing" if self.progress.showing is not None else self._driver.state
@@ -263,7 +276,7 @@ class Lessons:
             self._lesson = lesson
             self._lesson.start()
             await self._note(card := self._lesson.card())
-            self._service.emit("lesson_started", adapter=card.adapter, lesson=card.lesson_id)
+            self._service.emit("lesson_started", adapter=card.adapter, lesson=card.id)
             return card
 
     async def stop(self, reader: Reader) -> LessonCard:
@@ -366,7 +379,7 @@ class Lessons:
         self._service.trajectories.buffer.drop_own(lesson.adapter, lesson.prefix, DropReason.STOPPED)
         await self._service.changes.finished(self._service.loop(lesson.adapter).end_lesson())
         outcome = str(self._last.outcome)
-        self._service.emit("lesson_ended", adapter=lesson.adapter, lesson=self._last.lesson_id, outcome=outcome)
+        self._service.emit("lesson_ended", adapter=lesson.adapter, lesson=self._last.id, outcome=outcome)
         return self._last
 
     async def _note(self, card: LessonCard) -> None:

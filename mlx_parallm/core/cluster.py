@@ -24,24 +24,24 @@ class NodeRole(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """What a node says of itself, once a second.
+    """What a node says of itself, once a second."""
 
-    Attributes:
-        id: names the node. It is the same after a restart.
-        url: where the other nodes reach its HTTP server, such as `http://10.0.0.5:8000`. Empty: it has none.
-        holds: the shared adapter versions that it can serve, each as `name@version`.
-        outstanding_tokens: prompt tokens and tokens to generate of the requests that it is answering.
-        ready: whether it takes requests.
-        incarnation: differs after each start of the process.
-    """
+    __pydantic_config__ = ANSWER
 
     id: str
+    """Its id. It is the same after a restart."""
     role: NodeRole
+    """head, replica or trainer."""
     url: str
+    """Where the other nodes reach its HTTP server, such as `http://10.0.0.5:8000`; empty if it has none."""
     holds: tuple[str, ...] = ()
+    """The shared adapter versions that it can serve, each as `name@version`."""
     outstanding_tokens: int = 0
+    """Tokens of the requests that it is answering: those of prompts, and those that may still be generated."""
     ready: bool = False
+    """Whether it takes requests."""
     incarnation: str = ""
+    """It differs after each start of the process."""
 
 
 @dataclass(eq=False, slots=True)
@@ -56,19 +56,21 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class SharedVersion:
-    """An adapter version whose files the head keeps for all nodes.
+    """An adapter version whose files the head keeps for all nodes, in an archive (see `cluster.archive`)."""
 
-    Attributes:
-        sha256, bytes: of its archive (see `cluster.archive`).
-        fence: the number of the trainer's lease that published it. One with a lower number than the live version's is
-            refused, so that a trainer that has lost its lease cannot publish any more.
-    """
+    __pydantic_config__ = ANSWER
 
     name: str
+    """The adapter's name."""
     version: int
+    """The number of the version."""
     sha256: str
+    """The checksum of its archive."""
     bytes: int
+    """The size of its archive."""
     fence: int = 0
+    """The number of the lease of the trainer that published it. A version with a lower one than the live version's is
+    refused, so that a trainer that has lost its lease cannot publish any more."""
 
     @property
     def ref(self) -> AdapterRef:
@@ -125,12 +127,16 @@ class Joining:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """What the head answers a node that joins. `nats_token`: empty if NATS wants none."""
+    """What a node that joins needs to take part."""
 
     node_id: str
+    """The id of the node."""
     nats_url: str
+    """Where NATS is."""
     nats_token: str = field(repr=False)
+    """The token for NATS; empty if it wants none."""
     base: SharedBase
+    """The base model."""
 
 
 @dataclass(frozen=True, slots=True)

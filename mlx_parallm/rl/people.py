@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from mlx_parallm.core.json_values import ANSWER
 from mlx_parallm.core.readers import EVERYTHING, Reader
@@ -48,6 +48,9 @@ class FoundTrajectory:
     text: str
 
 
+EditSignal = Literal[Signal.PREFERENCES, Signal.CORRECTIONS]
+
+
 @dataclass(frozen=True, slots=True)
 class Edit:
     """An answer that a person has written or chosen.
@@ -71,21 +74,29 @@ class Edit:
     owner: str | None = None
 
     @property
-    def signal(self) -> Signal:
+    def signal(self) -> EditSignal:
         return Signal.PREFERENCES if self.rejected_ids else Signal.CORRECTIONS
 
 
 @dataclass(frozen=True, slots=True)
 class EditCard:
-    """An edit that waits for an update. `waiting`: edits of this signal that do; `wanted`: those that make an update.
-    `is_new` is False if it had been sent before and waits already."""
+    """The edit that waits for an update. It is on the disk."""
+
+    __pydantic_config__ = ANSWER
 
     edit_id: str
-    signal: Signal
+    """Its id. The edit is learnt from as the group of this id."""
+    signal: EditSignal
+    """`preferences`: trained with dpo. `corrections`: imitated."""
     adapter: str
+    """The adapter that learns from it."""
     waiting: int
+    """Edits of this kind that wait for an update."""
     wanted: int
+    """Edits of this kind that make an update."""
     is_new: bool = True
+    """False: the same edit waits already, and counts once."""
+    status: Literal["success"] = "success"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
-from mlx_parallm.core.json_values import ANSWER
+from mlx_parallm.core.json_values import ANSWER, UnixTime
 
 
 class RuleKind(StrEnum):
@@ -73,6 +74,8 @@ class LessonOutcome(StrEnum):
 class LessonAnswer:
     """One answer."""
 
+    __pydantic_config__ = ANSWER
+
     text: str
     """Its text."""
     reward: float
@@ -80,30 +83,37 @@ class LessonAnswer:
 
 
 @dataclass(frozen=True, slots=True)
-class LessonSamples:
-    """Answers to one prompt: the first group that was drawn, and the newest one."""
+class LessonPrompt:
+    """One prompt with answers to it, sampled at the temperature of the lesson."""
 
+    __pydantic_config__ = ANSWER
+
+    messages: tuple[Mapping[str, str], ...]
+    """The prompt."""
     before: tuple[LessonAnswer, ...] = ()
+    """The first answers that were sampled; empty if there are none yet."""
     now: tuple[LessonAnswer, ...] = ()
+    """The newest answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class LessonPoint:
-    """The rewards between one update and the next: a point of the curve.
+    """One point of the curve: the answers between two updates."""
 
-    Attributes:
-        update: updates of the lesson that were made before these answers were scored.
-        reward: the mean of the `answers`.
-        low, high: its 95 % confidence interval.
-        at: Unix time in seconds of the last of them.
-    """
+    __pydantic_config__ = ANSWER
 
     update: int
+    """Updates of the lesson that were made before."""
     reward: float
+    """Mean reward of the answers."""
     low: float
+    """Lower bound of its 95 % confidence interval."""
     high: float
+    """Upper bound of it."""
     answers: int
-    at: float
+    """Number of answers."""
+    at: UnixTime
+    """Time of the last one in ISO-8601, UTC."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,45 +134,62 @@ class LessonShowing:
     """Loss of the update before; null at the first one."""
 
 
+LessonState = Literal["drawing", "waiting", "showing", "paused", "failed", "ended"]
+
+
 @dataclass(frozen=True, slots=True)
 class LessonCard:
-    """A lesson as it is now.
+    """A lesson that runs, or the last one."""
 
-    Attributes:
-        lesson_id: its name.
-        state: drawing, waiting, showing (examples are imitated), paused, failed or ended.
-        adapter: the name of the adapter that learns.
-        live: its live version when it was last looked at; empty before the first one.
-        per_update: answers that make an update.
-        checkpoint: of the adapter as it was before the lesson; a rollback to it undoes the lesson.
-        updates: those that were made.
-        examples: answers that were imitated because hardly any answer had earned a reward, up to now.
-        points: the curve, oldest first.
-        samples: one for each prompt, in order.
-        outcome: why it has ended; None: it has not.
-        reason: the same, or why it is paused, in words.
-        advice: what to change, in words; empty if there is nothing.
-        started, ended: Unix time in seconds.
-        showing: what is imitated now; None: nothing.
-    """
+    __pydantic_config__ = ANSWER
 
-    lesson_id: str
-    spec: LessonSpec
-    state: str
+    id: str
+    """Its name."""
     adapter: str
-    live: str
-    per_update: int
+    """The adapter that learns."""
+    live_lora: str | None
+    """Its version that was live last; null before the first one."""
     checkpoint: str
-    updates: int
-    examples: int
-    points: tuple[LessonPoint, ...]
-    samples: tuple[LessonSamples, ...]
-    outcome: LessonOutcome | None
-    reason: str
-    advice: str
-    started: float
-    ended: float | None = None
+    """The checkpoint of the adapter as it was before. A rollback to it undoes the lesson."""
+    reward: Mapping[str, str]
+    """The rule: `word`, `pattern` or `judge`."""
+    max_tokens: int
+    """Largest number of tokens of an answer."""
+    group_size: int
+    """Answers to each prompt that are compared with each other."""
+    temperature: float
+    """Temperature at which they are drawn."""
+    learning_rate: float
+    """Learning rate of its updates."""
+    answers_per_update: int
+    """Answers that make an update, if those to each prompt differ in their rewards."""
+    most_updates: int | None
+    """Updates after which it ends; null: it goes on."""
+    prompts: tuple[LessonPrompt, ...]
+    """The prompts, with answers before and now."""
+    started: UnixTime
+    """Time in ISO-8601, UTC."""
+    state: LessonState
+    """`drawing`; `waiting`: an update has enough answers; `showing`: examples are imitated; `paused`, as training or
+    the engine is; `failed`: it is about to end; `ended`."""
+    updates: int = 0
+    """Updates that were made."""
+    examples: int = 0
+    """Answers that were imitated until now, because hardly any had earned a reward: those of the base model when it is
+    asked for the word."""
+    points: tuple[LessonPoint, ...] = ()
+    """The curve, oldest first, at most the last 1000 points and one of the answers since the last update."""
     showing: LessonShowing | None = None
+    """The examples that are imitated now; null unless `state` is `showing`."""
+    outcome: LessonOutcome | None = None
+    """Why it has ended; null while it runs. `learnt`: nearly all answers earn the reward. `finished`: its updates are
+    made. `no_signal`: the answers to each prompt were rewarded alike. `interrupted`: the server has ended."""
+    reason: str = ""
+    """The same in words, or why it is paused; empty if there is nothing to say."""
+    advice: str = ""
+    """What to change; empty if there is nothing, and while examples are imitated."""
+    ended: UnixTime | None = None
+    """Time in ISO-8601, UTC; null while it runs."""
 
     @property
     def is_running(self) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 
 from mlx_parallm.rl.evaluation import interval
-from mlx_parallm.rl.lessons.cards import LessonAnswer, LessonOutcome, LessonPoint, LessonSamples, LessonShowing
+from mlx_parallm.rl.lessons.cards import LessonAnswer, LessonOutcome, LessonPoint, LessonPrompt, LessonShowing
 
 LEARNT = 0.95
 """Mean reward of the last answers at which a lesson is learnt."""
@@ -46,18 +47,20 @@ class LessonProgress:
         reason: the same in words.
 
     Args:
-        prompts: their number.
+        prompts: the conversations that are answered.
         per_update: answers that make an update.
         most_updates: updates after which the lesson ends; None: it goes on.
     """
 
-    def __init__(self, prompts: int, per_update: int, most_updates: int | None) -> None:
+    def __init__(
+        self, prompts: Iterable[tuple[Mapping[str, str], ...]], per_update: int, most_updates: int | None
+    ) -> None:
         self.updates = self.examples = 0
         self.showing: LessonShowing | None = None
         self.outcome: LessonOutcome | None = None
         self.reason = ""
         self._per_update, self._most_updates = per_update, most_updates
-        self._samples = [LessonSamples()] * prompts
+        self._prompts = [LessonPrompt(messages) for messages in prompts]
         self._points: deque[LessonPoint] = deque(maxlen=_MAX_POINTS)
         self._rewards: list[float] = []  # since the last update
         self._recent: deque[float] = deque(maxlen=_LEARNT_UPDATES * per_update)  # the last rewards
@@ -65,8 +68,9 @@ class LessonProgress:
         self._failures = 0
 
     @property
-    def samples(self) -> tuple[LessonSamples, ...]:
-        return tuple(self._samples)
+    def prompts(self) -> tuple[LessonPrompt, ...]:
+        """The prompts, with the first answers and the newest ones."""
+        return tuple(self._prompts)
 
     @property
     def points(self) -> tuple[LessonPoint, ...]:
@@ -75,9 +79,9 @@ class LessonProgress:
 
     def scored(self, number: int, answers: Sequence[LessonAnswer]) -> None:
         """The group of task `number` has its rewards."""
-        prompt, rewards = number % len(self._samples), [answer.reward for answer in answers]
-        before = self._samples[prompt].before or tuple(answers)
-        self._samples[prompt] = LessonSamples(before, tuple(answers))
+        place, rewards = number % len(self._prompts), [answer.reward for answer in answers]
+        prompt = self._prompts[place]
+        self._prompts[place] = replace(prompt, before=prompt.before or tuple(answers), now=tuple(answers))
         self._rewards += rewards
         self._recent.extend(rewards)
         self._silent = 0 if len(set(rewards)) > 1 else self._silent + len(rewards)

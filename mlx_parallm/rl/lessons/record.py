@@ -7,9 +7,9 @@ import json
 import logging
 import secrets
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
@@ -44,7 +44,7 @@ def new_id() -> str:
 def write_lesson(folder: Path, card: LessonCard) -> None:
     """Writes the lesson. A fault of the disk is only logged: the updates of the lesson are in the journal."""
     try:
-        atomic.replace_file(folder / FILE, _LESSON.dump_json(card))
+        atomic.replace_file(folder / FILE, json.dumps(asdict(card)).encode())
     except OSError as error:
         _log.warning("%s could not be written: %s", FILE, error.strerror)
 
@@ -52,13 +52,36 @@ def write_lesson(folder: Path, card: LessonCard) -> None:
 def read_lesson(folder: Path) -> LessonCard | None:
     """The last lesson of the run, which has ended. None: there was none, or its file cannot be read."""
     try:
-        card = _LESSON.validate_python(json.loads((folder / FILE).read_bytes()))
+        card = _LESSON.validate_python(_as_now(json.loads((folder / FILE).read_bytes())))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         _log.warning("%s cannot be read, and is left out: %s", FILE, error)
         return None
     return interrupted(card) if card.is_running else card
+
+
+def _as_now(record: Any) -> Any:
+    """What is in a file, with the names of today. Earlier versions kept the lesson as it was asked for in `spec`.
+
+    Raises:
+        LookupError, TypeError: it is no lesson.
+    """
+    if "spec" not in record:
+        return record
+    spec = record["spec"]
+    prompts = zip(spec["prompts"], record["samples"], strict=True)
+    asked = {name: spec[name] for name in ("max_tokens", "group_size", "temperature", "learning_rate")}
+    return {
+        **record,
+        **asked,
+        "id": record["lesson_id"],
+        "live_lora": record["live"] or None,
+        "reward": {spec["rule"]["kind"]: spec["rule"]["text"]},
+        "answers_per_update": record["per_update"],
+        "most_updates": spec["updates"],
+        "prompts": [{"messages": messages, **answers} for messages, answers in prompts],
+    }
 
 
 def forget_lesson(folder: Path, adapter: str) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+from mlx_parallm.core.json_values import ANSWER
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +31,28 @@ class RewardModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class RewardModelCard:
-    """A reward model that was trained and written.
+    """A reward model that was trained. Its folder is on the disk."""
 
-    Attributes:
-        preferences: those that it was trained on.
-        loss, agreement: means over the steps of the last epoch, before each step. The loss is in nats, and `agreement`
-            the share of preferences whose chosen answer had the higher reward.
-        held_out: preferences that it was not trained on. held_out_agreement, low, high: the share of them that it
-            agrees with, and the 95 % interval; None if none was held out.
-    """
+    __pydantic_config__ = ANSWER
 
     name: str
+    """Its name."""
+    scoring_function: str
+    """The scorer that it is."""
     preferences: int
+    """Preferences that it was trained on."""
     steps: int
+    """Optimizer steps."""
     loss: float
+    """Mean loss of the last epoch, in nats; 0.69 is chance."""
     agreement: float
+    """Share of the preferences that it agreed with before each step of the last epoch."""
     held_out: int
+    """Preferences that it was tested on."""
     held_out_agreement: float | None
-    low: float | None
-    high: float | None
+    """Share of them that it agrees with; 0.5 is chance. null if none was held out."""
+    held_out_low: float | None
+    """Lower end of the 95 % interval of that share."""
+    held_out_high: float | None
+    """Upper end of it."""
+    status: Literal["success"] = "success"

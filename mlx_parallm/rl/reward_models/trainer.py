@@ -15,6 +15,7 @@ from mlx_parallm.rl.reward_models.learning import FitResult, FitSettings, fit
 from mlx_parallm.rl.reward_models.preferences import Preference, split
 from mlx_parallm.rl.reward_models.service import RewardModels
 from mlx_parallm.rl.runs.journal import Journal
+from mlx_parallm.rl.scoring.scorers import REWARD_MODEL
 from mlx_parallm.rl.trajectories import DropReason
 
 MOST_PREFERENCES = 4096
@@ -104,12 +105,13 @@ def _card(name: str, result: FitResult) -> RewardModelCard:
     low, high = (None, None) if agreement is None else agreement.interval
     return RewardModelCard(
         name=name,
+        scoring_function=f"{REWARD_MODEL}{name}",
         preferences=result.trained,
         steps=result.steps,
         loss=result.last.loss,
         agreement=result.last.agreement,
         held_out=0 if agreement is None else agreement.preferences,
         held_out_agreement=None if agreement is None else agreement.share,
-        low=low,
-        high=high,
+        held_out_low=low,
+        held_out_high=high,
     )

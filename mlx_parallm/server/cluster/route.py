@@ -8,6 +8,7 @@ import hmac
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, cast
 
 from fastapi import Depends, Header, Path
@@ -16,9 +17,10 @@ from starlette.responses import FileResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
-from mlx_parallm.core.cluster import ClusterStatus, Joined, Joining, NodeInfo, NodeRole, SharedBase, SharedVersion
+from mlx_parallm.core.cluster import ClusterStatus, Joined, Joining, NodeInfo, NodeRole, SharedVersion
 from mlx_parallm.core.engine import EngineClient
 from mlx_parallm.core.grammar import Grammar
+from mlx_parallm.core.json_values import NOT_SENT, fields_of
 from mlx_parallm.core.models import ServedModel
 from mlx_parallm.core.requests import Event, RequestFailed, RequestFinished
 from mlx_parallm.errors import ConflictError, ContextLengthError, ParaLLMError
@@ -121,83 +123,27 @@ class JoinBody(WireInput):
         return Joining(NodeRole(self.role), self.url, self.fingerprint, self.version)
 
 
-class JoinAnswer(WireOutput):
-    """What a node needs to take part."""
-
-    node_id: str
-    """The id of the node."""
-    nats_url: str
-    """Where NATS is."""
-    nats_token: str
-    """The token for NATS; empty if it wants none."""
-    base: SharedBase
-    """The base model."""
-
-    @classmethod
-    def of(cls, joined: Joined) -> JoinAnswer:
-        """The answer to a node that has joined."""
-        return cls(node_id=joined.node_id, nats_url=joined.nats_url, nats_token=joined.nats_token, base=joined.base)
-
-
-class VersionObject(WireOutput):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionObject(SharedVersion):
     """A shared adapter version."""
 
-    name: str
-    """The adapter's name."""
-    version: int
-    """The number of the version."""
-    sha256: str
-    """The checksum of its archive."""
-    bytes: int
-    """The size of its archive."""
-    fence: int
-    """The number of the lease of the trainer that published it."""
     live: bool
     """Whether the name means this version."""
 
-    @classmethod
-    def of(cls, version: SharedVersion, live: bool = False) -> VersionObject:
-        """The version as the registry has it."""
-        return cls(
-            name=version.name,
-            version=version.version,
-            sha256=version.sha256,
-            bytes=version.bytes,
-            fence=version.fence,
-            live=live,
-        )
 
-
-class NodeObject(WireOutput):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeObject(NodeInfo):
     """A node that is present."""
 
-    id: str
-    """Its id."""
-    role: NodeRole
-    """head, replica or trainer."""
-    url: str
-    """Where the other nodes reach it."""
-    holds: list[str]
-    """The shared adapter versions that it can serve."""
-    outstanding_tokens: int
-    """Tokens of the requests that it is answering: those of prompts, and those that may still be generated."""
-    ready: bool
-    """Whether it takes requests."""
+    incarnation: str = field(metadata=NOT_SENT)
     requests: int
     """Requests that the head has sent it. 0 in the answers of other nodes."""
 
     @classmethod
     def of(cls, node: NodeInfo, counts: RoutingCounts, sees: Callable[[str], bool]) -> NodeObject:
-        """The node as it describes itself."""
-        return cls(
-            id=node.id,
-            role=node.role,
-            url=node.url,
-            holds=[version for version in node.holds if sees(version.partition("@")[0])],
-            outstanding_tokens=node.outstanding_tokens,
-            ready=node.ready,
-            requests=counts.requests[node.id],
-        )
+        """The node as it describes itself, with the adapters that a reader may know of."""
+        holds = tuple(version for version in node.holds if sees(version.partition("@")[0]))
+        return cls(**fields_of(replace(node, holds=holds)), requests=counts.requests[node.id])
 
 
 class ClusterObject(WireOutput):
@@ -233,7 +179,11 @@ class ClusterObject(WireOutput):
             node=status.node_id,
             connected=status.connected,
             nodes=[NodeObject.of(node, counts, sees) for node in status.nodes],
-            versions=[VersionObject.of(version, version.ref in live) for version in staged if sees(version.name)],
+            versions=[
+                VersionObject(**fields_of(version), live=version.ref in live)
+                for version in staged
+                if sees(version.name)
+            ],
             unusable={name: why for name, why in status.unusable.items() if sees(name.partition("@")[0])},
             waiting={name: count for name, count in status.waiting.items() if sees(name)},
             nodes_lost=status.lost_total,
@@ -286,12 +236,10 @@ async def status(services: ServicesDep, cluster: ClusterDep) -> ClusterObject:
 
 
 @router.post("/v1/cluster/join", role=Role.TRAIN, include_in_schema=False)
-async def join(
-    request: Request, cluster: NodesDep, body: Annotated[JoinBody, Depends(json_body(JoinBody))]
-) -> JoinAnswer:
+async def join(request: Request, cluster: NodesDep, body: Annotated[JoinBody, Depends(json_body(JoinBody))]) -> Joined:
     """Lets a node join the cluster, or join again. 409 if it has another base model."""
     host, _ = request.scope["server"]
-    return JoinAnswer.of(await cluster.client.join(body.joining(), host))
+    return await cluster.client.join(body.joining(), host)
 
 
 @router.get("/v1/cluster/base/{file}", role=Role.TRAIN, include_in_schema=False)
@@ -313,7 +261,7 @@ async def put_adapter(
     every node fetches it. It is not live yet."""
     archive = await read_bytes(request, MAX_ARCHIVE_BYTES, ARCHIVE_TIMEOUT_S)
     kept = await cluster.client.put_adapter(AdapterRef(name, version), archive, x_sha256, x_fence)
-    return VersionObject.of(kept)
+    return VersionObject(**fields_of(kept), live=False)
 
 
 @router.get("/v1/cluster/adapters/{name}/{version}", role=Role.TRAIN, include_in_schema=False)

@@ -7,16 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from fastapi import Depends
 from pydantic import Field, model_validator
 
-from mlx_parallm.core.json_values import utc
-from mlx_parallm.rl.lessons.cards import (
-    LessonAnswer,
-    LessonCard,
-    LessonPoint,
-    LessonRule,
-    LessonShowing,
-    LessonSpec,
-    RuleKind,
-)
+from mlx_parallm.rl.lessons.cards import LessonCard, LessonRule, LessonSpec, RuleKind
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.fields import WireInput, WireOutput, refused
 from mlx_parallm.server.http.body import json_body
@@ -122,92 +113,12 @@ def _messages(prompt: str | list[LessonMessage]) -> tuple[dict[str, str], ...]:
 # -- what it has taught ----------------------------------------------------------------------------
 
 
-class LessonPromptObject(WireOutput):
-    """One prompt with answers to it, drawn at the temperature of the lesson."""
-
-    messages: list[dict[str, str]]
-    """The prompt."""
-    before: tuple[LessonAnswer, ...]
-    """The first answers that were drawn; empty if there are none yet."""
-    now: tuple[LessonAnswer, ...]
-    """The newest answers."""
-
-
-class LessonPointObject(WireOutput):
-    """One point of the curve: the answers between two updates."""
-
-    update: int
-    """Updates of the lesson that were made before."""
-    reward: float
-    """Mean reward of the answers."""
-    low: float
-    """Lower bound of its 95 % confidence interval."""
-    high: float
-    """Upper bound of it."""
-    answers: int
-    """Number of answers."""
-    at: str
-    """Time of the last one in ISO-8601, UTC."""
-
-
-class LessonObject(WireOutput):
-    """A lesson that runs, or the last one."""
-
-    id: str
-    """Its name."""
-    state: Literal["drawing", "waiting", "showing", "paused", "failed", "ended"]
-    """`drawing`; `waiting`: an update has enough answers; `showing`: examples are imitated; `paused`, as training or
-    the engine is; `failed`: it is about to end; `ended`."""
-    outcome: Literal["learnt", "finished", "stopped", "no_signal", "failed", "interrupted"] | None
-    """Why it has ended; null while it runs. `learnt`: nearly all answers earn the reward. `finished`: its updates are
-    made. `no_signal`: the answers to each prompt were rewarded alike. `interrupted`: the server has ended."""
-    reason: str
-    """The same in words, or why it is paused; empty if there is nothing to say."""
-    advice: str
-    """What to change; empty if there is nothing, and while examples are imitated."""
-    showing: LessonShowing | None
-    """The examples that are imitated now; null unless `state` is `showing`."""
-    lora_adapter: str
-    """The adapter that learns."""
-    live_lora: str | None
-    """Its version that was live last; null before the first one."""
-    checkpoint: str
-    """The checkpoint of the adapter as it was before. A rollback to it undoes the lesson."""
-    reward: dict[str, str]
-    """The rule: `word`, `pattern` or `judge`."""
-    max_tokens: int
-    """Largest number of tokens of an answer."""
-    group_size: int
-    """Answers to each prompt that are compared with each other."""
-    temperature: float
-    """Temperature at which they are drawn."""
-    learning_rate: float
-    """Learning rate of its updates."""
-    answers_per_update: int
-    """Answers that make an update, if those to each prompt differ in their rewards."""
-    updates: int
-    """Updates that were made."""
-    examples: int
-    """Answers that were imitated until now, because hardly any had earned a reward: those of the base model when it is
-    asked for the word."""
-    most_updates: int | None
-    """Updates after which it ends; null: it goes on."""
-    points: list[LessonPointObject]
-    """The curve, oldest first, at most the last 1000 points and one of the answers since the last update."""
-    prompts: list[LessonPromptObject]
-    """The prompts, with answers before and now."""
-    started: str
-    """Time in ISO-8601, UTC."""
-    ended: str | None
-    """Time in ISO-8601, UTC; null while it runs."""
-
-
 class LessonStatus(WireOutput):
     """Whether lessons can be given, and the last one. All routes of lessons answer in this form."""
 
     obstacle: str
     """Why this server takes no lessons, and what to change; empty if it does."""
-    lesson: LessonObject | None
+    lesson: LessonCard | None
     """The lesson that runs, or else the last one of the run; null if there was none."""
 
 
@@ -251,53 +162,4 @@ async def stop_lesson(services: ServicesDep) -> LessonStatus:
 
 
 def _status(lessons: Lessons, card: LessonCard | None) -> LessonStatus:
-    return LessonStatus(obstacle=lessons.obstacle(), lesson=None if card is None else lesson_object(card))
-
-
-def lesson_object(card: LessonCard) -> LessonObject:
-    spec = card.spec
-    prompts = [
-        LessonPromptObject(
-            messages=[dict(message) for message in messages],
-            before=samples.before,
-            now=samples.now,
-        )
-        for messages, samples in zip(spec.prompts, card.samples, strict=True)
-    ]
-    return LessonObject.model_validate(
-        {
-            "id": card.lesson_id,
-            "state": card.state,
-            "outcome": card.outcome,
-            "reason": card.reason,
-            "advice": card.advice,
-            "showing": card.showing,
-            "lora_adapter": card.adapter,
-            "live_lora": card.live or None,
-            "checkpoint": card.checkpoint,
-            "reward": {spec.rule.kind.value: spec.rule.text},
-            "max_tokens": spec.max_tokens,
-            "group_size": spec.group_size,
-            "temperature": spec.temperature,
-            "learning_rate": spec.learning_rate,
-            "answers_per_update": card.per_update,
-            "updates": card.updates,
-            "examples": card.examples,
-            "most_updates": spec.updates,
-            "points": list(map(_point, card.points)),
-            "prompts": prompts,
-            "started": utc(card.started),
-            "ended": None if card.ended is None else utc(card.ended),
-        }
-    )
-
-
-def _point(point: LessonPoint) -> LessonPointObject:
-    return LessonPointObject(
-        update=point.update,
-        reward=point.reward,
-        low=point.low,
-        high=point.high,
-        answers=point.answers,
-        at=utc(point.at),
-    )
+    return LessonStatus(obstacle=lessons.obstacle(), lesson=card)

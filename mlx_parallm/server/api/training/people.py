@@ -14,10 +14,10 @@ from starlette.requests import Request
 from mlx_parallm.core.readers import Reader
 from mlx_parallm.core.text import control_ids, end_id
 from mlx_parallm.errors import ConflictError, ContextLengthError, InvalidRequestError, UnknownTrajectoryError
-from mlx_parallm.rl.people import Edit, FoundTrajectory, SignalReport
+from mlx_parallm.rl.people import Edit, EditCard, FoundTrajectory, SignalReport
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.chat.messages import Conversation
-from mlx_parallm.server.api.training.people_schema import PreferenceBody, PreferenceObject, preference_object
+from mlx_parallm.server.api.training.people_schema import PreferenceBody
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.planning import adapter_named_by, check_ids
 from mlx_parallm.server.routing import Router
@@ -134,7 +134,7 @@ async def preference(
     request: Request,
     services: ServicesDep,
     people: PeopleDep,
-) -> PreferenceObject:
+) -> EditCard:
     """Takes an edited answer: a preference of one answer over another, or a correction that is imitated. It may be
     about any answer of this run, also one that was trained on or dropped. The answer comes when the edit is on the
     disk, so that a crash does not lose it."""
@@ -146,7 +146,7 @@ async def preference(
         adapter = adapter_of(body, found, default)
         encode = partial(edit_of, body, found, adapter, services)
         edit = replace(await services.workers.run(request.state.body_bytes, encode), owner=key.name)
-        return preference_object(await services.lifecycle.run_to_end(people.edit(edit, key.reader)))
+        return await services.lifecycle.run_to_end(people.edit(edit, key.reader))
 
 
 async def _found(people: People, field: str, trajectory_id: str, reader: Reader) -> FoundTrajectory:

@@ -1,15 +1,14 @@
-"""Bodies and response objects of the routes that take what people say: edits, and the report of what was learnt."""
+"""The body of the route that takes edits."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from mlx_parallm.rl.people import EditCard
 from mlx_parallm.server.api.adapters.schema import MAX_NAME
 from mlx_parallm.server.api.chat.messages import Messages
-from mlx_parallm.server.api.fields import NonEmptyTokenIds, WireInput, WireOutput, refused
+from mlx_parallm.server.api.fields import NonEmptyTokenIds, WireInput, refused
 from mlx_parallm.server.api.training.schema import User
 
 TrajectoryId = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
@@ -69,35 +68,3 @@ class PreferenceBody(WireInput):
             raise refused(f"send this or {sent[0]}, and not both", sent[1])
         if len(sent) < least:
             raise refused(f"send one of {', '.join(fields)}", fields[0])
-
-
-class PreferenceObject(WireOutput):
-    """The edit that waits for an update. It is on the disk."""
-
-    status: Literal["success"]
-    edit_id: str
-    """Its id. The edit is learnt from as the group of this id."""
-    signal: Literal["preferences", "corrections"]
-    """`preferences`: trained with dpo. `corrections`: imitated."""
-    lora_adapter: str
-    """The adapter that learns from it."""
-    is_new: bool
-    """False: the same edit waits already, and counts once."""
-    waiting: int
-    """Edits of this kind that wait for an update."""
-    wanted: int
-    """Edits of this kind that make an update."""
-
-
-def preference_object(card: EditCard) -> PreferenceObject:
-    return PreferenceObject.model_validate(
-        {
-            "status": "success",
-            "edit_id": card.edit_id,
-            "signal": card.signal.value,
-            "lora_adapter": card.adapter,
-            "is_new": card.is_new,
-            "waiting": card.waiting,
-            "wanted": card.wanted,
-        }
-    )

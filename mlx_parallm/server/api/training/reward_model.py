@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import Depends
 from pydantic import Field
@@ -11,7 +11,7 @@ from mlx_parallm.errors import InvalidRequestError, TrainingFailedError
 from mlx_parallm.rl.reward_models.cards import RewardModelCard, RewardModelSpec
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.access.views import shared
-from mlx_parallm.server.api.fields import INT32_MAX, WireInput, WireOutput
+from mlx_parallm.server.api.fields import INT32_MAX, WireInput
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.planning import MAX_ADAPTER_NAME
 from mlx_parallm.server.routing import Router
@@ -42,32 +42,6 @@ class RewardModelBody(WireInput):
     """Of the initial weights, of the order of the preferences, and of what is held out."""
 
 
-class RewardModelObject(WireOutput):
-    """A reward model that was trained. Its folder is on the disk."""
-
-    status: Literal["success"]
-    name: str
-    """Its name."""
-    scoring_function: str
-    """The scorer that it is."""
-    preferences: int
-    """Preferences that it was trained on."""
-    steps: int
-    """Optimizer steps."""
-    loss: float
-    """Mean loss of the last epoch, in nats; 0.69 is chance."""
-    agreement: float
-    """Share of the preferences that it agreed with before each step of the last epoch."""
-    held_out: int
-    """Preferences that it was tested on."""
-    held_out_agreement: float | None
-    """Share of them that it agrees with; 0.5 is chance. null if none was held out."""
-    held_out_low: float | None
-    """Lower end of the 95 % interval of that share."""
-    held_out_high: float | None
-    """Upper end of it."""
-
-
 @router.post(
     "/v1/training/reward_model",
     role=Role.TRAIN,
@@ -76,7 +50,7 @@ class RewardModelObject(WireOutput):
 )
 async def train_reward_model(
     body: Annotated[RewardModelBody, Depends(json_body(RewardModelBody))], services: ServicesDep
-) -> RewardModelObject:
+) -> RewardModelCard:
     """Trains a reward model on the preferences that were sent to this run, beside requests and updates. The answer
     comes when it can score, which may take minutes; it is finished even if the client disconnects."""
     models: RewardModelTrainer = services.require_extra("reward_models")
@@ -84,22 +58,6 @@ async def train_reward_model(
         raise shared("A reward model learns from all preferences: it")
     spec = RewardModelSpec(body.name, body.held_out, body.epochs, body.batch_size, body.learning_rate, body.seed)
     try:
-        return reward_model_object(await services.lifecycle.run_to_end(models.train(spec)))
+        return await services.lifecycle.run_to_end(models.train(spec))
     except TrainingFailedError as error:
         raise InvalidRequestError(f"The reward model could not be trained: {error}", param="learning_rate") from error
-
-
-def reward_model_object(card: RewardModelCard) -> RewardModelObject:
-    return RewardModelObject(
-        status="success",
-        name=card.name,
-        scoring_function=f"reward_model:{card.name}",
-        preferences=card.preferences,
-        steps=card.steps,
-        loss=card.loss,
-        agreement=card.agreement,
-        held_out=card.held_out,
-        held_out_agreement=card.held_out_agreement,
-        held_out_low=card.low,
-        held_out_high=card.high,
-    )
