@@ -6,6 +6,10 @@
  */
 
 /**
+ * `slot`: in the adapter bank. `copy`: in memory. `file`: only on disk.
+ */
+export type Residence = "slot" | "copy" | "file";
+/**
  * head, replica or trainer.
  */
 export type NodeRole = "head" | "replica" | "trainer";
@@ -17,9 +21,55 @@ export type ModelState = "loaded" | "loading" | "leaving" | "idle" | "failed";
  * What it may do: inference, train or admin. admin, if the server needs no key.
  */
 export type Role = "inference" | "train" | "admin";
+/**
+ * Why a lesson has ended.
+ *
+ * LEARNT: nearly all of its last answers earned the whole reward. FINISHED: its updates are made. STOPPED: a client
+ * has stopped it. NO_SIGNAL: the answers to each prompt were rewarded alike, so there was nothing to learn. FAILED:
+ * answers could not be drawn or scored. INTERRUPTED: the process has ended.
+ */
+export type LessonOutcome = "learnt" | "finished" | "stopped" | "no_signal" | "failed" | "interrupted";
+/**
+ * `waiting` for a reward; `scored`, waiting for an update; in an update now (`training`); `trained`; or `dropped`.
+ * If its samples differ and no update can take it now, the first that occurs of `training`, `waiting`, `scored`,
+ * `trained` and `dropped`.
+ */
+export type TrajectoryState = "waiting" | "scored" | "training" | "trained" | "dropped";
+/**
+ * What it teaches: its rewards, or what people said.
+ */
+export type Signal = "rewards" | "late_feedback" | "preferences" | "corrections";
+/**
+ * `waiting` for a reward; `scored`, waiting for an update; in an update now (`training`); `trained`; or `dropped`.
+ * If its samples differ and no update can take it now, the first that occurs of `training`, `waiting`, `scored`,
+ * `trained` and `dropped`.
+ */
+export type TrajectoryState1 = "waiting" | "scored" | "training" | "trained" | "dropped";
+/**
+ * What it teaches: its rewards, or what people said.
+ */
+export type Signal1 = "rewards" | "late_feedback" | "preferences" | "corrections";
+/**
+ * What became of it; as that of a group.
+ */
+export type TrajectoryState2 = "waiting" | "scored" | "training" | "trained" | "dropped";
+/**
+ * What feedback on it does now. `count`: it is a reward. `count_late`: the sample was dropped, and is learnt from
+ * as late feedback. `nothing`: it is refused, because the sample was trained on, its update was refused, or it is an
+ * edit.
+ */
+export type Thumbs = "count" | "count_late" | "nothing";
+/**
+ * `corrections` are imitated; `preferences` are compared with the answer.
+ */
+export type Signal2 = "rewards" | "late_feedback" | "preferences" | "corrections";
+/**
+ * What became of it; as that of a group.
+ */
+export type TrajectoryState3 = "waiting" | "scored" | "training" | "trained" | "dropped";
 
 /**
- * Made by scripts/dashboard from /openapi.json; checksum 611e0cf77925a24c6d21080ef73cb49c.
+ * Made by scripts/dashboard from /openapi.json; checksum aa0f26ccd2b95c0740c15c3caa07c856.
  */
 export interface Page {
   Answers: Answers;
@@ -32,7 +82,7 @@ export interface Answers {
   "GET /v1/models": ModelList;
   "GET /v1/stats": Stats;
   "GET /v1/training/compare": ComparisonList;
-  "GET /v1/training/history": HistoryObject;
+  "GET /v1/training/history": TrainingHistory;
   "GET /v1/training/lesson": LessonStatus;
   "GET /v1/training/report": SignalReport;
   "GET /v1/training/schedule": ScheduleObject;
@@ -83,23 +133,13 @@ export interface Adapter {
    */
   id: string;
   /**
-   * The adapter's name.
-   */
-  name: string;
-  /**
-   * Counted from 1.
-   */
-  version: number;
-  /**
    * Whether requests that send the name without a version get this one.
    */
   live: boolean;
+  residence: Residence;
   /**
-   * `slot`: in the adapter bank. `copy`: in memory. `file`: only on disk.
-   */
-  residence: "slot" | "copy" | "file";
-  /**
-   * The folder that it was loaded from; empty for keys with the role `inference`.
+   * The folder that it was loaded from; empty if it was published in this process, and for keys with the role
+   * `inference`.
    */
   root: string;
   /**
@@ -107,7 +147,7 @@ export interface Adapter {
    */
   rank: number;
   /**
-   * The LoRA scale times the rank.
+   * The LoRA scale times the rank; times its square root if the adapter is rank-stabilised (rsLoRA).
    */
   alpha: number;
   /**
@@ -127,6 +167,26 @@ export interface Adapter {
    */
   leases: number;
   /**
+   * Name of its checkpoint, if it has one.
+   */
+  checkpoint: string | null;
+  /**
+   * The base model that it is for; empty if there is only one.
+   */
+  base_model_name: string;
+  /**
+   * How the config of its files contradicts their tensors, which are used; empty if it does not.
+   */
+  warning: string;
+  /**
+   * The adapter's name.
+   */
+  name: string;
+  /**
+   * Counted from 1.
+   */
+  version: number;
+  /**
    * Requests that it got since the server started, as in `mlx_parallm_adapter_requests_total`.
    */
   requests: number;
@@ -135,18 +195,6 @@ export interface Adapter {
    * gets.
    */
   unnamed_share: number;
-  /**
-   * Name of its checkpoint, if it has one.
-   */
-  checkpoint: string | null;
-  /**
-   * The base model that it is for.
-   */
-  base_model_name: string;
-  /**
-   * How the config of its files contradicts their tensors, which are used; empty if it does not.
-   */
-  warning: string;
 }
 /**
  * Slots of the adapter bank.
@@ -176,12 +224,12 @@ export interface CheckpointList {
   /**
    * Oldest first.
    */
-  data: Checkpoint[];
+  data: CheckpointCard[];
 }
 /**
  * An adapter version on disk.
  */
-export interface Checkpoint {
+export interface CheckpointCard {
   /**
    * `checkpoint-<step>`.
    */
@@ -199,7 +247,7 @@ export interface Checkpoint {
    */
   created: number;
   /**
-   * Other names for it.
+   * Other names for it. `latest` is one of the newest checkpoint, or of the one restored since.
    */
   tags: string[];
   /**
@@ -263,16 +311,16 @@ export interface ClusterObject {
  */
 export interface NodeObject {
   /**
-   * Its id.
+   * Its id. It is the same after a restart.
    */
   id: string;
   role: NodeRole;
   /**
-   * Where the other nodes reach it.
+   * Where the other nodes reach its HTTP server, such as `http://10.0.0.5:8000`; empty if it has none.
    */
   url: string;
   /**
-   * The shared adapter versions that it can serve.
+   * The shared adapter versions that it can serve, each as `name@version`.
    */
   holds: string[];
   /**
@@ -309,7 +357,8 @@ export interface VersionObject {
    */
   bytes: number;
   /**
-   * The number of the lease of the trainer that published it.
+   * The number of the lease of the trainer that published it. A version with a lower one than the live version's is
+   * refused, so that a trainer that has lost its lease cannot publish any more.
    */
   fence: number;
   /**
@@ -786,11 +835,7 @@ export interface ComparisonCard {
 /**
  * The course of one adapter's training since the run began.
  */
-export interface HistoryObject {
-  /**
-   * Always this value.
-   */
-  object: "list";
+export interface TrainingHistory {
   /**
    * The adapter.
    */
@@ -799,7 +844,7 @@ export interface HistoryObject {
    * Its updates, evaluations, rollbacks, checkpoints, divergences, pauses, comparisons and lessons, oldest first. Of
    * the time before the server was started again there are only updates and evaluations.
    */
-  data: EventObject[];
+  data: TrainingEvent[];
   /**
    * Whether there are older ones.
    */
@@ -808,13 +853,23 @@ export interface HistoryObject {
    * With it as `Last-Event-ID`, `/v1/training/events` begins right after this answer.
    */
   last_event_id: string;
+  /**
+   * Always this value.
+   */
+  object: "list";
 }
 /**
  * One event of the stream.
  */
-export interface EventObject {
+export interface TrainingEvent {
   /**
-   * The kind of event; also its name in the stream.
+   * The kind of event; also its name in the stream. `collected`, `closed` (a group that requests have named),
+   * `scored`, `dropped`, `updating` (an update begins), `update`, `held`, `skipped`, `evaluation`, `evaluation_failed`,
+   * `divergence`, `plateau` (nearly all answers earn the same part of the reward), `plateau_ended`, `rollback`,
+   * `comparison_started`, `comparison_ended`, `lesson_started`, `lesson_ended`, `checkpoint`, `averaged` (an average of
+   * adapters was made), `paused`, `resumed`, `started`, `stopped`, `placeholder_logprobs` (the log-probabilities of
+   * samples are all 0; once for each adapter and start), or `events_lost`. The last one replaces events that a listener
+   * has missed; `data.events` is their number, or null if that is not known.
    */
   kind: string;
   /**
@@ -839,38 +894,16 @@ export interface LessonStatus {
   /**
    * The lesson that runs, or else the last one of the run; null if there was none.
    */
-  lesson: LessonObject | null;
+  lesson: LessonCard | null;
 }
 /**
  * A lesson that runs, or the last one.
  */
-export interface LessonObject {
+export interface LessonCard {
   /**
    * Its name.
    */
   id: string;
-  /**
-   * `drawing`; `waiting`: an update has enough answers; `showing`: examples are imitated; `paused`, as training or
-   * the engine is; `failed`: it is about to end; `ended`.
-   */
-  state: "drawing" | "waiting" | "showing" | "paused" | "failed" | "ended";
-  /**
-   * Why it has ended; null while it runs. `learnt`: nearly all answers earn the reward. `finished`: its updates are
-   * made. `no_signal`: the answers to each prompt were rewarded alike. `interrupted`: the server has ended.
-   */
-  outcome: ("learnt" | "finished" | "stopped" | "no_signal" | "failed" | "interrupted") | null;
-  /**
-   * The same in words, or why it is paused; empty if there is nothing to say.
-   */
-  reason: string;
-  /**
-   * What to change; empty if there is nothing, and while examples are imitated.
-   */
-  advice: string;
-  /**
-   * The examples that are imitated now; null unless `state` is `showing`.
-   */
-  showing: LessonShowing | null;
   /**
    * The adapter that learns.
    */
@@ -910,6 +943,23 @@ export interface LessonObject {
    */
   answers_per_update: number;
   /**
+   * Updates after which it ends; null: it goes on.
+   */
+  most_updates: number | null;
+  /**
+   * The prompts, with answers before and now.
+   */
+  prompts: LessonPrompt[];
+  /**
+   * Time in ISO-8601, UTC.
+   */
+  started: string;
+  /**
+   * `drawing`; `waiting`: an update has enough answers; `showing`: examples are imitated; `paused`, as training or
+   * the engine is; `failed`: it is about to end; `ended`.
+   */
+  state: "drawing" | "waiting" | "showing" | "paused" | "failed" | "ended";
+  /**
    * Updates that were made.
    */
   updates: number;
@@ -919,55 +969,67 @@ export interface LessonObject {
    */
   examples: number;
   /**
-   * Updates after which it ends; null: it goes on.
-   */
-  most_updates: number | null;
-  /**
    * The curve, oldest first, at most the last 1000 points and one of the answers since the last update.
    */
-  points: LessonPointObject[];
+  points: LessonPoint[];
   /**
-   * The prompts, with answers before and now.
+   * The examples that are imitated now; null unless `state` is `showing`.
    */
-  prompts: LessonPromptObject[];
+  showing: LessonShowing | null;
   /**
-   * Time in ISO-8601, UTC.
+   * Why it has ended; null while it runs. `learnt`: nearly all answers earn the reward. `finished`: its updates are
+   * made. `no_signal`: the answers to each prompt were rewarded alike. `interrupted`: the server has ended.
    */
-  started: string;
+  outcome: LessonOutcome | null;
+  /**
+   * The same in words, or why it is paused; empty if there is nothing to say.
+   */
+  reason: string;
+  /**
+   * What to change; empty if there is nothing, and while examples are imitated.
+   */
+  advice: string;
   /**
    * Time in ISO-8601, UTC; null while it runs.
    */
   ended: string | null;
 }
 /**
- * The examples that are imitated now. All of them are imitated several times.
+ * One prompt with answers to it, sampled at the temperature of the lesson.
  */
-export interface LessonShowing {
+export interface LessonPrompt {
   /**
-   * Their number; 0 while they are being sampled.
+   * The prompt.
    */
-  examples: number;
+  messages: {
+    [k: string]: string;
+  }[];
   /**
-   * The last of those that the update in progress imitates, counted from 1.
+   * The first answers that were sampled; empty if there are none yet.
    */
-  number: number;
+  before: LessonAnswer[];
   /**
-   * Which time it is, counted from 1.
+   * The newest answers.
    */
-  time: number;
+  now: LessonAnswer[];
+}
+/**
+ * One answer.
+ */
+export interface LessonAnswer {
   /**
-   * How often all of them are imitated.
+   * Its text.
    */
-  times: number;
+  text: string;
   /**
-   * Loss of the update before; null at the first one.
+   * Its reward, 0 to 1.
    */
-  loss: number | null;
+  reward: number;
 }
 /**
  * One point of the curve: the answers between two updates.
  */
-export interface LessonPointObject {
+export interface LessonPoint {
   /**
    * Updates of the lesson that were made before.
    */
@@ -994,36 +1056,29 @@ export interface LessonPointObject {
   at: string;
 }
 /**
- * One prompt with answers to it, drawn at the temperature of the lesson.
+ * The examples that are imitated now. All of them are imitated several times.
  */
-export interface LessonPromptObject {
+export interface LessonShowing {
   /**
-   * The prompt.
+   * Their number; 0 while they are being sampled.
    */
-  messages: {
-    [k: string]: string;
-  }[];
+  examples: number;
   /**
-   * The first answers that were drawn; empty if there are none yet.
+   * The last of those that the update in progress imitates, counted from 1.
    */
-  before: LessonAnswer[];
+  number: number;
   /**
-   * The newest answers.
+   * Which time it is, counted from 1.
    */
-  now: LessonAnswer[];
-}
-/**
- * One answer.
- */
-export interface LessonAnswer {
+  time: number;
   /**
-   * Its text.
+   * How often all of them are imitated.
    */
-  text: string;
+  times: number;
   /**
-   * Its reward, 0 to 1.
+   * Loss of the update before; null at the first one.
    */
-  reward: number;
+  loss: number | null;
 }
 /**
  * What an adapter was taught by since the server started.
@@ -1144,10 +1199,6 @@ export interface MeasuredShares {
  */
 export interface TrainingObject {
   /**
-   * Whether the server trains.
-   */
-  training_enabled: boolean;
-  /**
    * `disabled`, `idle`, `running`, `updating`, `paused` or `stopped`.
    */
   state: string;
@@ -1163,11 +1214,6 @@ export interface TrainingObject {
    * Its live version.
    */
   live_lora: string | null;
-  /**
-   * The version with the largest share of the requests that name no adapter; it may be of another adapter. null: the
-   * base model.
-   */
-  current_lora: string | null;
   /**
    * Optimizer steps so far.
    */
@@ -1208,43 +1254,6 @@ export interface TrainingObject {
    */
   last_update: string | null;
   /**
-   * Loss of the last update. This and the fields down to `staleness` are null if not known.
-   */
-  loss: number | null;
-  /**
-   * Mean reward of the last update.
-   */
-  reward_mean: number | null;
-  /**
-   * Standard deviation of the rewards of the last update.
-   */
-  reward_std: number | null;
-  /**
-   * Running mean of the rewards over updates.
-   */
-  reward_running_mean: number | null;
-  /**
-   * KL divergence from the base model in nats a token; estimated from a sample of the tokens, unless it is part of
-   * the loss.
-   */
-  kl: number | null;
-  /**
-   * Entropy in nats a token.
-   */
-  entropy: number | null;
-  /**
-   * Share of tokens that were clipped, 0 to 1.
-   */
-  clip_fraction: number | null;
-  /**
-   * Mean importance ratio.
-   */
-  ratio: number | null;
-  /**
-   * Mean number of versions between sampling and training.
-   */
-  staleness: number | null;
-  /**
    * All metrics of the last update, by name.
    */
   metrics: {
@@ -1271,6 +1280,14 @@ export interface TrainingObject {
    */
   advice: string;
   /**
+   * Running mean of the rewards over updates.
+   */
+  reward_running_mean: number | null;
+  /**
+   * The version with the best evaluation; without evaluations, with the best running mean of rewards.
+   */
+  best_lora: string | null;
+  /**
    * The last evaluation; null if there was none.
    */
   evaluation: EvaluationResult | null;
@@ -1279,10 +1296,6 @@ export interface TrainingObject {
    */
   rollouts: RolloutStatus | null;
   /**
-   * The version with the best evaluation; without evaluations, with the best running mean of rewards.
-   */
-  best_lora: string | null;
-  /**
    * Names of its checkpoints, oldest first, each followed by its tags.
    */
   available_checkpoints: string[];
@@ -1290,6 +1303,48 @@ export interface TrainingObject {
    * All adapters that this server trains.
    */
   trained_adapters: string[];
+  /**
+   * Whether the server trains.
+   */
+  training_enabled: boolean;
+  /**
+   * The version with the largest share of the requests that name no adapter; it may be of another adapter. null: the
+   * base model.
+   */
+  current_lora: string | null;
+  /**
+   * Loss of the last update. This and the fields down to `staleness` are null if not known.
+   */
+  loss: number | null;
+  /**
+   * Mean reward of the last update.
+   */
+  reward_mean: number | null;
+  /**
+   * Standard deviation of the rewards of the last update.
+   */
+  reward_std: number | null;
+  /**
+   * KL divergence from the base model in nats a token; estimated from a sample of the tokens, unless it is part of
+   * the loss.
+   */
+  kl: number | null;
+  /**
+   * Entropy in nats a token.
+   */
+  entropy: number | null;
+  /**
+   * Share of tokens that were clipped, 0 to 1.
+   */
+  clip_fraction: number | null;
+  /**
+   * Mean importance ratio.
+   */
+  ratio: number | null;
+  /**
+   * Mean number of versions between sampling and training.
+   */
+  staleness: number | null;
 }
 /**
  * A figure of training that is beyond its limit.
@@ -1443,18 +1498,6 @@ export interface GroupRowObject {
    */
   group_id: string;
   /**
-   * The beginning of its prompt; of a conversation, of the last message of the user.
-   */
-  prompt: string;
-  /**
-   * Number of its answers, or of its episodes.
-   */
-  samples: number;
-  /**
-   * Mean reward of the samples that have one; null if none has, and of edits.
-   */
-  reward: number | null;
-  /**
    * The adapter that it trains.
    */
   lora_adapter: string;
@@ -1463,19 +1506,23 @@ export interface GroupRowObject {
    */
   lora_versions: string[];
   /**
-   * `waiting` for a reward; `scored`, waiting for an update; in an update now (`training`); `trained`; or `dropped`.
-   * If its samples differ and no update can take it now, the first that occurs of `training`, `waiting`, `scored`,
-   * `trained` and `dropped`.
+   * Number of its answers, or of its episodes.
    */
-  fate: "waiting" | "scored" | "training" | "trained" | "dropped";
+  samples: number;
   /**
-   * Why it was dropped; empty if it was not.
+   * Mean reward of the samples that have one; null if none has, and of edits.
+   */
+  reward: number | null;
+  fate: TrajectoryState;
+  /**
+   * Why it was dropped; empty if it was not. If its samples have several reasons, the most frequent one.
    */
   reason: string;
+  signal: Signal;
   /**
-   * What it teaches: its rewards, or what people said.
+   * The beginning of its prompt; of a conversation, of the last message of the user.
    */
-  signal: "rewards" | "late_feedback" | "preferences" | "corrections";
+  prompt: string;
   /**
    * Time of its first answer in ISO-8601, UTC.
    */
@@ -1494,18 +1541,6 @@ export interface CollectedGroupObject {
    */
   group_id: string;
   /**
-   * The beginning of its prompt; of a conversation, of the last message of the user.
-   */
-  prompt: string;
-  /**
-   * Number of its answers, or of its episodes.
-   */
-  samples: number;
-  /**
-   * Mean reward of the samples that have one; null if none has, and of edits.
-   */
-  reward: number | null;
-  /**
    * The adapter that it trains.
    */
   lora_adapter: string;
@@ -1514,19 +1549,23 @@ export interface CollectedGroupObject {
    */
   lora_versions: string[];
   /**
-   * `waiting` for a reward; `scored`, waiting for an update; in an update now (`training`); `trained`; or `dropped`.
-   * If its samples differ and no update can take it now, the first that occurs of `training`, `waiting`, `scored`,
-   * `trained` and `dropped`.
+   * Number of its answers, or of its episodes.
    */
-  fate: "waiting" | "scored" | "training" | "trained" | "dropped";
+  samples: number;
   /**
-   * Why it was dropped; empty if it was not.
+   * Mean reward of the samples that have one; null if none has, and of edits.
+   */
+  reward: number | null;
+  fate: TrajectoryState1;
+  /**
+   * Why it was dropped; empty if it was not. If its samples have several reasons, the most frequent one.
    */
   reason: string;
+  signal: Signal1;
   /**
-   * What it teaches: its rewards, or what people said.
+   * The beginning of its prompt; of a conversation, of the last message of the user.
    */
-  signal: "rewards" | "late_feedback" | "preferences" | "corrections";
+  prompt: string;
   /**
    * Time of its first answer in ISO-8601, UTC.
    */
@@ -1560,20 +1599,12 @@ export interface CollectedSampleObject {
    * How much better than expected it was, in the last update that took it; null if none has.
    */
   advantage: number | null;
-  /**
-   * What became of it; as that of a group.
-   */
-  fate: "waiting" | "scored" | "training" | "trained" | "dropped";
+  fate: TrajectoryState2;
   /**
    * Why it was dropped; empty if it was not.
    */
   reason: string;
-  /**
-   * What feedback on it does now. `count`: it is a reward. `count_late`: the sample was dropped, and is learnt from
-   * as late feedback. `nothing`: it is refused, because the sample was trained on, its update was refused, or it is an
-   * edit.
-   */
-  thumbs: "count" | "count_late" | "nothing";
+  thumbs: Thumbs;
   /**
    * Its answer; of an episode, the last of its answers, in order.
    */
@@ -1630,7 +1661,7 @@ export interface CollectedTurnObject {
   /**
    * What people wrote in its place, oldest first.
    */
-  edits: EditedObject[];
+  edits: EditedAnswer[];
 }
 /**
  * One token of an answer.
@@ -1656,19 +1687,13 @@ export interface TokenObject {
 /**
  * What a person wrote in place of an answer.
  */
-export interface EditedObject {
+export interface EditedAnswer {
   /**
    * The better answer.
    */
   text: string;
-  /**
-   * `corrections` are imitated; `preferences` are compared with the answer.
-   */
-  signal: "preferences" | "corrections";
-  /**
-   * What became of it; as that of a group.
-   */
-  fate: "waiting" | "scored" | "training" | "trained" | "dropped";
+  signal: Signal2;
+  fate: TrajectoryState3;
   /**
    * Why it was dropped; empty if it was not.
    */
