@@ -25,7 +25,7 @@ from mlx_parallm.app.tracking import metrics_file, start_tracking
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import Config, LoRAConfig, RLConfig, configure
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.extras import CLUSTER
+from mlx_parallm.optional_packages import CLUSTER
 from mlx_parallm.rl.environments import Environment
 from mlx_parallm.rl.tracking.history import events_of
 from mlx_parallm.rl.tracking.tracking import Tracking
@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # the one is imported later, the other needs the extra `clust
     from fastapi import FastAPI
 
     from mlx_parallm.cluster.node import Node
-    from mlx_parallm.ranks.joining import Ranks
+    from mlx_parallm.extras.ranks.joining import Ranks
 
 _log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.app.training_run import TrainingRun
 from mlx_parallm.config import Config
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.extras import CLUSTER
+from mlx_parallm.optional_packages import CLUSTER
 from mlx_parallm.rl import divergence
 from mlx_parallm.rl.environments import Environment, environment
 from mlx_parallm.rl.runs.record import RunState

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from mlx_parallm import atomic
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.extras import CLUSTER
+from mlx_parallm.optional_packages import CLUSTER
 from mlx_parallm.processes import command, end_with_parent, environment, stdin_until_exit
 
 MAX_MESSAGE_BYTES = 8 << 20

@@ -191,7 +191,7 @@ class LearningRateSchedule(StrEnum):
 
 
 class TrackerName(StrEnum):
-    """Where the figures of training go, besides the JSONL file; `rl.tracking.trackers` has them."""
+    """Where the figures of training go, besides the JSONL file; `extras.trackers` has them."""
 
     TENSORBOARD = "tensorboard"
     TRACKIO = "trackio"

@@ -70,7 +70,7 @@ class DropReason(StrEnum):
     NOT_RECORDED = "not_recorded"
     """The journal of the run could not be written when it came (`Collector`)."""
     STOPPED = "stopped"
-    """Its lesson has ended (`app.lessons`), or the training of its adapter (`TrainingService.stop`)."""
+    """Its lesson has ended (`extras.lessons.service`), or the training of its adapter (`TrainingService.stop`)."""
 
 
 NEVER_COLLECTED = (DropReason.ABORTED, DropReason.NOT_RECORDED)

@@ -37,8 +37,8 @@ from mlx_parallm.server.metrics_table import MODEL_LABEL, PREFIX, Labels, Served
 from mlx_parallm.server.recent import Counted, History, RecentGrowth, RecentValues
 
 if TYPE_CHECKING:
-    from mlx_parallm.rl.competition.comparison import ComparisonCard
-    from mlx_parallm.rl.competition.service import CompetitionService
+    from mlx_parallm.extras.competition.comparison import ComparisonCard
+    from mlx_parallm.extras.competition.service import CompetitionService
     from mlx_parallm.server.backend import Backend
 
 _LISTS = ("running_lora_adapters", "waiting_lora_adapters")

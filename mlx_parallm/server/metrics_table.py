@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mlx_parallm.adapters.cards import AdapterStats
     from mlx_parallm.core.cluster import ClusterStatus, NodeInfo
     from mlx_parallm.core.requests import RequestFinished
-    from mlx_parallm.rl.competition.comparison import ComparisonCard
+    from mlx_parallm.extras.competition.comparison import ComparisonCard
     from mlx_parallm.rl.status import TrainingStatus
     from mlx_parallm.server.access.accounts import Account
     from mlx_parallm.server.cluster.router import RoutingCounts

@@ -31,11 +31,12 @@ from mlx_parallm.core.device import MODE_SHARES, PauseMode
 from mlx_parallm.core.models import ModelState
 from mlx_parallm.core.summed import TokenLoss
 from mlx_parallm.core.text import RepairedCalls, ToolCall
+from mlx_parallm.extras.competition.comparison import ComparisonVerdict
+from mlx_parallm.extras.lessons.route import MAX_PROMPTS
+from mlx_parallm.extras.ranks.tensor_parallel import SPLIT_FAMILIES
 from mlx_parallm.model.families import TESTED
 from mlx_parallm.model.tools.formats import FAMILIES, HERMES, OTHER_NAMES
 from mlx_parallm.model.tools.thinking import REASONINGS
-from mlx_parallm.ranks.tensor_parallel import SPLIT_FAMILIES
-from mlx_parallm.rl.competition.comparison import ComparisonVerdict
 from mlx_parallm.rl.groups import MAX_PEOPLE
 from mlx_parallm.rl.scoring.builtin import BUILTINS
 from mlx_parallm.rl.tracking.history import MAX_EVENTS
@@ -48,7 +49,6 @@ from mlx_parallm.server.api.grammar_fields import MAX_CHOICES, MAX_REGEX, MAX_SC
 from mlx_parallm.server.api.pooling.fields import MAX_INPUTS
 from mlx_parallm.server.api.sampling_fields import MAX_STOPS
 from mlx_parallm.server.api.training.collected.route import MAX_SAMPLES
-from mlx_parallm.server.api.training.lessons import MAX_PROMPTS
 from mlx_parallm.server.app import ATROPOS_ROUTES, OLLAMA_ROUTES, ROUTES, dashboard, openapi_document
 from mlx_parallm.server.errors import RULES
 

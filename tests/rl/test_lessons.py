@@ -14,7 +14,7 @@ import pytest
 
 from mlx_parallm.core.requests import Event, FinishReason, GenerationRequest, RequestFinished, SequenceOutput, WorkClass
 from mlx_parallm.core.trajectories import GivenTrajectory
-from mlx_parallm.rl.lessons.cards import (
+from mlx_parallm.extras.lessons.cards import (
     LessonAnswer,
     LessonCard,
     LessonOutcome,
@@ -25,10 +25,10 @@ from mlx_parallm.rl.lessons.cards import (
     LessonSpec,
     RuleKind,
 )
-from mlx_parallm.rl.lessons.examples import SAMPLES, batches_of, can_be_shown, examples_of, request_for
-from mlx_parallm.rl.lessons.progress import LessonProgress
-from mlx_parallm.rl.lessons.record import read_lesson, write_lesson
-from mlx_parallm.rl.lessons.rules import answers_per_update, tasks_of, word_pattern
+from mlx_parallm.extras.lessons.examples import SAMPLES, batches_of, can_be_shown, examples_of, request_for
+from mlx_parallm.extras.lessons.progress import LessonProgress
+from mlx_parallm.extras.lessons.record import read_lesson, write_lesson
+from mlx_parallm.extras.lessons.rules import answers_per_update, tasks_of, word_pattern
 
 
 def spec(prompts: int = 3, group_size: int = 8, updates: int | None = None) -> LessonSpec:

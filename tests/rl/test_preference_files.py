@@ -11,8 +11,8 @@ import pytest
 from rl.rollout_rig import END, Tokenizer
 
 from mlx_parallm.errors import ConfigError, ContextLengthError
-from mlx_parallm.rl.reward_models.preference_files import read_preferences
-from mlx_parallm.rl.reward_models.preferences import Agreement, Preference, split
+from mlx_parallm.extras.reward_models.preference_files import read_preferences
+from mlx_parallm.extras.reward_models.preferences import Agreement, Preference, split
 
 USER = {"role": "user", "content": "Hello?"}
 HI, NO = ({"role": "assistant", "content": text} for text in ("Hi", "No"))

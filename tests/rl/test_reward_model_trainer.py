@@ -14,14 +14,14 @@ from rl.test_reward_model_arithmetic import made
 from rl.test_reward_model_scoring import Device
 from trainers import LORA
 
-from mlx_parallm.adapters.reward_models import RewardModelFolder
 from mlx_parallm.core.requests import CollectionSpec, Signal
 from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.errors import ConflictError, InvalidRequestError
-from mlx_parallm.rl.reward_models.cards import RewardModelSpec
-from mlx_parallm.rl.reward_models.learning import RewardModelDevice
-from mlx_parallm.rl.reward_models.service import RewardModels
-from mlx_parallm.rl.reward_models.trainer import RewardModelTrainer
+from mlx_parallm.extras.reward_models.cards import RewardModelSpec
+from mlx_parallm.extras.reward_models.folder import RewardModelFolder
+from mlx_parallm.extras.reward_models.learning import RewardModelDevice
+from mlx_parallm.extras.reward_models.service import RewardModels
+from mlx_parallm.extras.reward_models.trainer import RewardModelTrainer
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.store import JournalFile
 

@@ -5,7 +5,6 @@ import contextlib
 from dataclasses import replace
 
 from mlx_parallm.adapters.cards import AdapterCard, AdapterStats, CheckpointCard, KeptPart, Residence
-from mlx_parallm.adapters.reward_models import no_reward_model
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.core.trajectories import FeedbackCard, GroupCard
 from mlx_parallm.errors import (
@@ -14,13 +13,14 @@ from mlx_parallm.errors import (
     UnknownModelError,
     UnknownTrajectoryError,
 )
-from mlx_parallm.rl.averages import AverageCard
+from mlx_parallm.extras.averages.service import AverageCard
+from mlx_parallm.extras.competition.comparison import ComparisonCard
+from mlx_parallm.extras.lessons.cards import LessonCard, LessonOutcome, LessonPrompt, LessonRule, LessonSpec, RuleKind
+from mlx_parallm.extras.people.service import EditCard, FoundTrajectory, SignalReport
+from mlx_parallm.extras.reward_models.cards import RewardModelCard
+from mlx_parallm.extras.reward_models.folder import no_reward_model
 from mlx_parallm.rl.buffer import TrajectoryBuffer
-from mlx_parallm.rl.competition.comparison import ComparisonCard
-from mlx_parallm.rl.lessons.cards import LessonCard, LessonOutcome, LessonPrompt, LessonRule, LessonSpec, RuleKind
-from mlx_parallm.rl.people import EditCard, FoundTrajectory, SignalReport
 from mlx_parallm.rl.reading import GroupReader
-from mlx_parallm.rl.reward_models.cards import RewardModelCard
 from mlx_parallm.rl.sources import SourceReport
 from mlx_parallm.rl.status import TrainingHistory, TrainingStatus, UpdateReport
 

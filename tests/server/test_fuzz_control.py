@@ -11,11 +11,11 @@ from pydantic import TypeAdapter
 from server.fuzzing import bodies, fuzzed, values
 
 from mlx_parallm.adapters.cards import CheckpointCard
-from mlx_parallm.rl.people import EditCard
+from mlx_parallm.extras.people import schema as people_wire
+from mlx_parallm.extras.people.service import EditCard
 from mlx_parallm.rl.status import UpdateReport
 from mlx_parallm.server.api.adapters import schema as wire
 from mlx_parallm.server.api.training import objects as training_objects
-from mlx_parallm.server.api.training import people_schema as people_wire
 from mlx_parallm.server.api.training import schedule as schedule_wire
 from mlx_parallm.server.api.training import schema as training_wire
 from mlx_parallm.server.error_forms import ErrorBody

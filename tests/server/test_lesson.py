@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mlx_parallm.errors import ConflictError, ContextLengthError, InvalidRequestError, StorageError
-from mlx_parallm.rl.lessons.cards import (
+from mlx_parallm.extras.lessons.cards import (
     LessonAnswer,
     LessonOutcome,
     LessonPoint,

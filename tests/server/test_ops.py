@@ -11,10 +11,14 @@ from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.core.device import DeviceSchedule
 from mlx_parallm.core.requests import WorkClass
 from mlx_parallm.errors import StepFailedError
-from mlx_parallm.rl.averages import AverageCard
-from mlx_parallm.rl.competition.comparison import ComparisonCard
-from mlx_parallm.rl.people import EditCard, SignalReport
-from mlx_parallm.rl.reward_models.cards import RewardModelCard
+from mlx_parallm.extras.averages import route as average_wire
+from mlx_parallm.extras.averages.service import AverageCard
+from mlx_parallm.extras.competition import route as compare_wire
+from mlx_parallm.extras.competition.comparison import ComparisonCard
+from mlx_parallm.extras.people import schema as people_wire
+from mlx_parallm.extras.people.service import EditCard, SignalReport
+from mlx_parallm.extras.reward_models import route as reward_model_wire
+from mlx_parallm.extras.reward_models.cards import RewardModelCard
 from mlx_parallm.rl.status import UpdateReport
 from mlx_parallm.server.api.adapters import schema as wire
 from mlx_parallm.server.api.chat.schema import ChatBody, ChatCompletion
@@ -23,11 +27,7 @@ from mlx_parallm.server.api.control import SleepStatus
 from mlx_parallm.server.api.fields import OpenBody
 from mlx_parallm.server.api.responses.objects import ResponseObject
 from mlx_parallm.server.api.responses.schema import ResponsesBody
-from mlx_parallm.server.api.training import average as average_wire
-from mlx_parallm.server.api.training import compare as compare_wire
 from mlx_parallm.server.api.training import objects as training_objects
-from mlx_parallm.server.api.training import people_schema as people_wire
-from mlx_parallm.server.api.training import reward_model as reward_model_wire
 from mlx_parallm.server.api.training import schedule as schedule_wire
 from mlx_parallm.server.api.training import schema as training_wire
 

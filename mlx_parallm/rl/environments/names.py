@@ -16,7 +16,7 @@ from typing import Any
 
 from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.errors import ConfigError, shown
-from mlx_parallm.extras import REASONING_GYM
+from mlx_parallm.optional_packages import REASONING_GYM
 from mlx_parallm.rl.environments.builtin import BUILT_IN
 from mlx_parallm.rl.environments.files import FileTasks, find_tasks
 from mlx_parallm.rl.environments.protocol import Environment, EpisodeEnvironment, RolloutClient, Task, is_of_episodes

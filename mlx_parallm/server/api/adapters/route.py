@@ -44,7 +44,7 @@ from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
 
 if TYPE_CHECKING:
-    from mlx_parallm.rl.competition.service import CompetitionService
+    from mlx_parallm.extras.competition.service import CompetitionService
 
 
 @dataclass(frozen=True, slots=True)

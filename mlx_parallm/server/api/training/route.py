@@ -56,7 +56,7 @@ from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import CollectionDep, Services, ServicesDep, TrainingDep
 
 if TYPE_CHECKING:
-    from mlx_parallm.app.lessons import Lessons
+    from mlx_parallm.extras.lessons.service import Lessons
     from mlx_parallm.rl.service import TrainingService
 
 
