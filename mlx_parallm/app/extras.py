@@ -1,4 +1,4 @@
-"""The extras of training: what few use. Nothing but this page imports them, and training works without each of them.
+"""The extras: what few use. Nothing but this page imports them, and the rest works without each of them.
 
     install_extras ─▶ competition, people, …   which add to the hooks of training
     install_served_extras ─▶ averages, lessons, Tinker, Atropos, …   which requests ask for by name
@@ -9,8 +9,8 @@ An extra that is not there is left out. One that a setting asks for must be ther
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from mlx_parallm.adapters.runs import Run
 from mlx_parallm.config import Config, TrackerName
 from mlx_parallm.config.training import TeacherConfig
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.optional_packages import CLUSTER
 from mlx_parallm.rl.environments import Environment, Task
 from mlx_parallm.rl.environments.names import LOADERS
 from mlx_parallm.rl.scoring.catalogue import no_reward_model
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from mlx_parallm.app.training import TrainingRuntime
     from mlx_parallm.app.training_run import TrainingRun
     from mlx_parallm.engine.thread import ContinuousBatchProcessor
+    from mlx_parallm.extras.cluster.node import Node
     from mlx_parallm.extras.curriculum import Curriculum
     from mlx_parallm.extras.ranks.joining import Ranks
     from mlx_parallm.extras.ranks.running import Lead
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from mlx_parallm.model.manager import SharedModelManager
     from mlx_parallm.rl.rollouts.engine import InferenceEngine
     from mlx_parallm.rl.teachers import Score
+    from mlx_parallm.server.backend import Backend
+    from mlx_parallm.server.services import Services
     from mlx_parallm.train.model import TrainableModel
     from mlx_parallm.train.trainer import GRPOTrainer
 
@@ -203,6 +207,66 @@ def leading_model(*parts: Any) -> TrainableModel:
     from mlx_parallm.extras.ranks.training import LeadingTrainableModel
 
     return LeadingTrainableModel(*parts)
+
+
+# ---- a cluster -------------------------------------------------------------------------------------
+
+
+def config_in_cluster(config: Config, trains: bool = False) -> Config:
+    """The configuration with which a process loads its model if it is a node of a cluster, as its trainer if it
+    `trains`; else `config` itself.
+
+    Raises:
+        ConfigError: NATS is not installed, or the process cannot take part; see `prepare` and `prepare_trainer`.
+    """
+    if not config.cluster.wanted:
+        return config
+    if not CLUSTER.installed:
+        raise ConfigError(f"cluster: {CLUSTER.missing}")
+    with _needed_by("cluster"):
+        from mlx_parallm.extras.cluster.running.serving import prepare, prepare_trainer
+    return prepare_trainer(config) if trains else prepare(config)
+
+
+@asynccontextmanager
+async def node_of_cluster(config: Config, served: Served) -> AsyncIterator[Node | None]:
+    """This server as a node of a cluster, until the block ends; None if it is not a node."""
+    if not config.cluster.wanted:
+        yield None
+        return
+    from mlx_parallm.extras.cluster.running.serving import joined
+
+    async with joined(config, served) as node:
+        yield node
+
+
+def backend_of_node(backend: Backend, node: Node, default_adapter: str) -> Backend:
+    """The backend of a server that is a node of a cluster; see `join`."""
+    from mlx_parallm.extras.cluster.http.parts import join
+    from mlx_parallm.extras.cluster.running.collection import ClusterCollection
+
+    return join(backend, node, ClusterCollection(node, default_adapter))
+
+
+def announce_node(node: Node, config: Config, services: Services, port: int) -> None:
+    """Tells the other nodes that this one serves now, on `port`."""
+    from mlx_parallm.extras.cluster.running.serving import begin_serving
+
+    begin_serving(node, config, services, port)
+
+
+def cluster_run(*parts: Any) -> TrainingRun:
+    """The run of `mlx_parallm_train` on what the clients of a cluster send."""
+    from mlx_parallm.extras.cluster.running.run import ClusterRun
+
+    return ClusterRun(*parts)
+
+
+def run_in_cluster(config: Config, steps: TrainingRun) -> Coroutine[Any, Any, None]:
+    """All steps of a run that is the trainer of a cluster."""
+    from mlx_parallm.extras.cluster.running.run import run_in_cluster
+
+    return run_in_cluster(config, steps)
 
 
 # ---- of the process, before training is there ------------------------------------------------------

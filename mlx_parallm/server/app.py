@@ -27,7 +27,6 @@ from mlx_parallm.server.api.training import route as training_routes
 from mlx_parallm.server.api.training import schedule
 from mlx_parallm.server.api.training.collected import route as collected_routes
 from mlx_parallm.server.backend import Backend
-from mlx_parallm.server.cluster import route as cluster_routes
 from mlx_parallm.server.dashboard import route as dashboard
 from mlx_parallm.server.errors import install_handlers
 from mlx_parallm.server.http.middleware import add_middlewares
@@ -72,7 +71,7 @@ ROUTES = (
     *_there("people.route", "competition.route", "averages.route", "reward_models.route", "lessons.route"),
     schedule,
     control,
-    cluster_routes,
+    *_there("cluster.http.route"),
     usage,
     stats,
     login,

@@ -15,7 +15,6 @@ from tool_families import ASKED, TEXTS, TOOLS
 from mlx_parallm import blas
 from mlx_parallm.cli.flags import FLAGS
 from mlx_parallm.cli.main import main_parser
-from mlx_parallm.cluster.connection import LEASE_S, TRAINER_LEASE_S
 from mlx_parallm.config import (
     API_KEY_VARIABLE,
     CLUSTER_TOKEN_VARIABLE,
@@ -31,6 +30,7 @@ from mlx_parallm.core.device import MODE_SHARES, PauseMode
 from mlx_parallm.core.models import ModelState
 from mlx_parallm.core.summed import TokenLoss
 from mlx_parallm.core.text import RepairedCalls, ToolCall
+from mlx_parallm.extras.cluster.connection import LEASE_S, TRAINER_LEASE_S
 from mlx_parallm.extras.competition.comparison import ComparisonVerdict
 from mlx_parallm.extras.lessons.route import MAX_PROMPTS
 from mlx_parallm.extras.ranks.tensor_parallel import SPLIT_FAMILIES

@@ -17,13 +17,13 @@ from pathlib import Path
 from mlx_parallm.adapters.formats import FormatName
 from mlx_parallm.app.build import Served
 from mlx_parallm.app.training import TrainingRuntime
-from mlx_parallm.cluster.archive import pack, unpack
-from mlx_parallm.cluster.trainer import Trainer
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
-from mlx_parallm.core.cluster import Member, NodeInfo, NodeRole, SharedVersion
 from mlx_parallm.core.requests import Event, GenerationRequest, RequestFailed, RequestFinished
 from mlx_parallm.errors import NodeFailedError
-from mlx_parallm.server.cluster.remote import SAMPLE, RemoteEngines
+from mlx_parallm.extras.cluster.archive import pack, unpack
+from mlx_parallm.extras.cluster.cards import Member, NodeInfo, NodeRole, SharedVersion
+from mlx_parallm.extras.cluster.http.remote import SAMPLE, RemoteEngines
+from mlx_parallm.extras.cluster.trainer import Trainer
 
 _FORMAT: FormatName = "peft"
 _ADAPTER = "adapter"

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.cluster.connection import Connection
-from mlx_parallm.cluster.follower import NodeAdapters, RegistryFollower
-from mlx_parallm.cluster.members import Lease, Members
-from mlx_parallm.cluster.trajectories import Trajectories
-from mlx_parallm.cluster.versions import Versions
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
-from mlx_parallm.core.cluster import ClusterStatus, Joined, Joining, Member, NodeInfo, NodeRole, SharedVersion
 from mlx_parallm.errors import ConflictError, StorageError
+from mlx_parallm.extras.cluster.cards import ClusterStatus, Joined, Joining, Member, NodeInfo, NodeRole, SharedVersion
+from mlx_parallm.extras.cluster.connection import Connection
+from mlx_parallm.extras.cluster.follower import NodeAdapters, RegistryFollower
+from mlx_parallm.extras.cluster.members import Lease, Members
+from mlx_parallm.extras.cluster.trajectories import Trajectories
+from mlx_parallm.extras.cluster.versions import Versions
 
 _COUNT_S = 2.0
 

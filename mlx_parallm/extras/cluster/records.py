@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from mlx_parallm.core.cluster import NodeInfo, SharedVersion
+from mlx_parallm.extras.cluster.cards import NodeInfo, SharedVersion
 
 T = TypeVar("T")
 

@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
-from mlx_parallm.core.cluster import Member
 from mlx_parallm.core.requests import Event, GenerationRequest
 from mlx_parallm.errors import NodeFailedError
-from mlx_parallm.server.cluster.wire import WireClock, WireEvent, WireRequest
+from mlx_parallm.extras.cluster.cards import Member
+from mlx_parallm.extras.cluster.http.wire import WireClock, WireEvent, WireRequest
 
 GENERATE, SAMPLE = "/v1/cluster/generate", "/v1/cluster/sample"
 _CONNECT_S = 2.0

@@ -14,16 +14,16 @@ from pathlib import Path
 
 from mlx_parallm import __version__, atomic
 from mlx_parallm.adapters.checkpoints import file_sum
-from mlx_parallm.cluster.archive import check, digest
-from mlx_parallm.cluster.connection import Connection, NatsAddress, connect
-from mlx_parallm.cluster.follower import NodeAdapters
-from mlx_parallm.cluster.nats_server import nats_server
-from mlx_parallm.cluster.node import Node, id_of
-from mlx_parallm.cluster.state import locked_folder, own_token
-from mlx_parallm.cluster.versions import Versions
 from mlx_parallm.core.adapters import AdapterRef, check_name
-from mlx_parallm.core.cluster import BaseFile, Joined, Joining, NodeRole, SharedBase, SharedVersion
 from mlx_parallm.errors import AdapterFileError, ConflictError, InvalidRequestError, UnknownModelError
+from mlx_parallm.extras.cluster.archive import check, digest
+from mlx_parallm.extras.cluster.cards import BaseFile, Joined, Joining, NodeRole, SharedBase, SharedVersion
+from mlx_parallm.extras.cluster.connection import Connection, NatsAddress, connect
+from mlx_parallm.extras.cluster.follower import NodeAdapters
+from mlx_parallm.extras.cluster.nats_server import nats_server
+from mlx_parallm.extras.cluster.node import Node, id_of
+from mlx_parallm.extras.cluster.state import locked_folder, own_token
+from mlx_parallm.extras.cluster.versions import Versions
 
 
 class AdapterArchives:

@@ -16,11 +16,11 @@ from typing import cast
 
 from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError
 
-from mlx_parallm.cluster.connection import Connection, key_of, stored
-from mlx_parallm.cluster.records import from_json, to_json
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.core.cluster import SharedVersion, VersionState
 from mlx_parallm.errors import ConflictError
+from mlx_parallm.extras.cluster.cards import SharedVersion, VersionState
+from mlx_parallm.extras.cluster.connection import Connection, key_of, stored
+from mlx_parallm.extras.cluster.records import from_json, to_json
 
 KEPT = 3
 """How many versions of a name stay staged, the live one included."""

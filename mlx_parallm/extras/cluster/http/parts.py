@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mlx_parallm.core.trajectories import CollectingClient
+from mlx_parallm.extras.cluster.http.counted import CountedEngine
+from mlx_parallm.extras.cluster.http.remote import RemoteEngines
+from mlx_parallm.extras.cluster.http.router import RoutedEngine, RoutingCounts
 from mlx_parallm.server.backend import Backend
-from mlx_parallm.server.cluster.counted import CountedEngine
-from mlx_parallm.server.cluster.remote import RemoteEngines
-from mlx_parallm.server.cluster.router import RoutedEngine, RoutingCounts
 
 if TYPE_CHECKING:
-    from mlx_parallm.cluster.node import Node
+    from mlx_parallm.extras.cluster.node import Node
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig
 from nats.js.errors import NotFoundError
 
-from mlx_parallm.cluster.connection import TRAJECTORIES, Connection, key_of, stored
 from mlx_parallm.errors import ConflictError, StorageError
+from mlx_parallm.extras.cluster.connection import TRAJECTORIES, Connection, key_of, stored
 
 ACK_S = 60.0
 """After so many seconds without an acknowledgement, NATS delivers a message again."""

@@ -16,10 +16,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from mlx_parallm import atomic
 from mlx_parallm.adapters.checkpoints import file_sum
-from mlx_parallm.cluster.archive import digest
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.core.cluster import BaseFile, Joined, Joining, SharedVersion
 from mlx_parallm.errors import ConfigError, ConflictError, EngineError
+from mlx_parallm.extras.cluster.archive import digest
+from mlx_parallm.extras.cluster.cards import BaseFile, Joined, Joining, SharedVersion
 
 _CONNECT_S, _ANSWER_S = 2.0, 60.0
 _SILENT_S = 10.0

@@ -14,15 +14,15 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from mlx_parallm.app.cluster import joined_trainer
-from mlx_parallm.app.cluster_collection import from_message
-from mlx_parallm.app.cluster_training import ClusterTraining
 from mlx_parallm.app.training_run import Filled, TrainingRun
-from mlx_parallm.cluster.trajectories import Delivery
 from mlx_parallm.config import Config
 from mlx_parallm.core.readers import EVERYTHING, Reader
 from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.errors import ConflictError, QueueFullError, RequestError, TrainingFailedError
+from mlx_parallm.extras.cluster.running.collection import from_message
+from mlx_parallm.extras.cluster.running.serving import joined_trainer
+from mlx_parallm.extras.cluster.running.training import ClusterTraining
+from mlx_parallm.extras.cluster.trajectories import Delivery
 from mlx_parallm.rl.runs.records import Arrival, Feedback, GroupEntry
 from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.rl.status import TrainingEvent

@@ -9,11 +9,11 @@ import asyncio
 import logging
 import time
 
-from mlx_parallm.cluster.head_client import HeadClient
-from mlx_parallm.cluster.members import Members
-from mlx_parallm.cluster.versions import LiveVersion, Versions
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.core.cluster import SharedVersion
+from mlx_parallm.extras.cluster.cards import SharedVersion
+from mlx_parallm.extras.cluster.head_client import HeadClient
+from mlx_parallm.extras.cluster.members import Members
+from mlx_parallm.extras.cluster.versions import LiveVersion, Versions
 
 _PATIENCE_S, _CHECK_S = 10.0, 0.01
 
@@ -36,7 +36,7 @@ class Publisher:
         self._patience_s = patience_s
 
     async def publish(self, ref: AdapterRef, archive: bytes, fence: int = 0) -> LiveVersion:
-        """Publishes a version. `archive`: see `cluster.archive.pack`. `fence`: the number of the trainer's lease.
+        """Publishes a version. `archive`: see `archive.pack`. `fence`: the number of the trainer's lease.
 
         Raises:
             HeadUnreachableError, StorageError: the head or NATS does not answer. Doing so again is safe.

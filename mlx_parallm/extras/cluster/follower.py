@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Protocol
 
 from mlx_parallm import atomic
-from mlx_parallm.cluster.archive import unpack
-from mlx_parallm.cluster.head_client import HeadUnreachableError
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.core.cluster import SharedVersion, VersionState
 from mlx_parallm.errors import EngineError, ParaLLMError, RequestError
+from mlx_parallm.extras.cluster.archive import unpack
+from mlx_parallm.extras.cluster.cards import SharedVersion, VersionState
+from mlx_parallm.extras.cluster.head_client import HeadUnreachableError
 
 _AGAIN_S = 0.5
 

@@ -27,16 +27,16 @@ from nats.errors import Error as NatsError
 from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError
 
 from mlx_parallm import __version__
-from mlx_parallm.cluster.connection import Connection, NatsAddress, connect, key_of, stored
-from mlx_parallm.cluster.head_client import HeadClient, HeadUnreachableError
-from mlx_parallm.cluster.members import Lease, Members
-from mlx_parallm.cluster.node import id_of, running
-from mlx_parallm.cluster.publisher import Publisher
-from mlx_parallm.cluster.trajectories import Delivery, Trajectories
-from mlx_parallm.cluster.versions import Versions
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.core.cluster import Joining, NodeInfo, NodeRole, SharedVersion, VersionState
 from mlx_parallm.errors import ConflictError, StorageError
+from mlx_parallm.extras.cluster.cards import Joining, NodeInfo, NodeRole, SharedVersion, VersionState
+from mlx_parallm.extras.cluster.connection import Connection, NatsAddress, connect, key_of, stored
+from mlx_parallm.extras.cluster.head_client import HeadClient, HeadUnreachableError
+from mlx_parallm.extras.cluster.members import Lease, Members
+from mlx_parallm.extras.cluster.node import id_of, running
+from mlx_parallm.extras.cluster.publisher import Publisher
+from mlx_parallm.extras.cluster.trajectories import Delivery, Trajectories
+from mlx_parallm.extras.cluster.versions import Versions
 
 _RENEWAL_S, _RETRY_S = 2.0, 0.25
 

@@ -16,16 +16,23 @@ from functools import partial
 from pathlib import Path
 
 from mlx_parallm.app.build import Served
-from mlx_parallm.cluster.head import HeadSettings, head
-from mlx_parallm.cluster.head_client import HeadUnreachableError
-from mlx_parallm.cluster.node import Node, NodeReport
-from mlx_parallm.cluster.replica import EVERY_INTERFACE, ask_head, fetch_base, outward_address, own_address, replica
-from mlx_parallm.cluster.state import locked_folder
-from mlx_parallm.cluster.trainer import Trainer, trainer
 from mlx_parallm.config import Config, is_loopback
-from mlx_parallm.core.cluster import Joined, SharedBase
 from mlx_parallm.core.machine import Relief
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.extras.cluster.cards import Joined, SharedBase
+from mlx_parallm.extras.cluster.head import HeadSettings, head
+from mlx_parallm.extras.cluster.head_client import HeadUnreachableError
+from mlx_parallm.extras.cluster.node import Node, NodeReport
+from mlx_parallm.extras.cluster.replica import (
+    EVERY_INTERFACE,
+    ask_head,
+    fetch_base,
+    outward_address,
+    own_address,
+    replica,
+)
+from mlx_parallm.extras.cluster.state import locked_folder
+from mlx_parallm.extras.cluster.trainer import Trainer, trainer
 from mlx_parallm.model.loading import fingerprint_of, source_of
 from mlx_parallm.server.services import Services
 

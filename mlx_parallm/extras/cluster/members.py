@@ -14,9 +14,9 @@ from contextlib import suppress
 
 from nats.errors import Error as NatsError
 
-from mlx_parallm.cluster.connection import LEASE_S, Change, Connection
-from mlx_parallm.cluster.records import from_json, to_json
-from mlx_parallm.core.cluster import Member, NodeInfo
+from mlx_parallm.extras.cluster.cards import Member, NodeInfo
+from mlx_parallm.extras.cluster.connection import LEASE_S, Change, Connection
+from mlx_parallm.extras.cluster.records import from_json, to_json
 
 RENEWAL_S = 1.0
 _SWEEP_S = 0.25

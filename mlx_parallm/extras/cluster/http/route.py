@@ -17,20 +17,20 @@ from starlette.responses import FileResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
-from mlx_parallm.core.cluster import ClusterStatus, Joined, Joining, NodeInfo, NodeRole, SharedVersion
 from mlx_parallm.core.engine import EngineClient
 from mlx_parallm.core.grammar import Grammar
 from mlx_parallm.core.json_values import NOT_SENT, fields_of
 from mlx_parallm.core.models import ServedModel
 from mlx_parallm.core.requests import Event, RequestFailed, RequestFinished
 from mlx_parallm.errors import ConflictError, ContextLengthError, ParaLLMError
+from mlx_parallm.extras.cluster.cards import ClusterStatus, Joined, Joining, NodeInfo, NodeRole, SharedVersion
+from mlx_parallm.extras.cluster.http.parts import ClusterParts
+from mlx_parallm.extras.cluster.http.remote import GENERATE, SAMPLE
+from mlx_parallm.extras.cluster.http.router import RoutingCounts
+from mlx_parallm.extras.cluster.http.wire import WireClock, WireEvent, WireRequest
 from mlx_parallm.server.access.guard import sent_keys
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.fields import INT32_MAX, WireInput, WireOutput
-from mlx_parallm.server.cluster.parts import ClusterParts
-from mlx_parallm.server.cluster.remote import GENERATE, SAMPLE
-from mlx_parallm.server.cluster.router import RoutingCounts
-from mlx_parallm.server.cluster.wire import WireClock, WireEvent, WireRequest
 from mlx_parallm.server.errors import ApiKeyError
 from mlx_parallm.server.http.body import json_body, read_body, read_bytes
 from mlx_parallm.server.http.request_log import client_of

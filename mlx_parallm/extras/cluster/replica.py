@@ -13,12 +13,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from mlx_parallm import __version__
-from mlx_parallm.cluster.connection import Connection, NatsAddress, connect
-from mlx_parallm.cluster.follower import NodeAdapters
-from mlx_parallm.cluster.head_client import HeadClient, HeadUnreachableError
-from mlx_parallm.cluster.node import Node, running
-from mlx_parallm.core.cluster import Joined, Joining, NodeRole, SharedVersion
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.extras.cluster.cards import Joined, Joining, NodeRole, SharedVersion
+from mlx_parallm.extras.cluster.connection import Connection, NatsAddress, connect
+from mlx_parallm.extras.cluster.follower import NodeAdapters
+from mlx_parallm.extras.cluster.head_client import HeadClient, HeadUnreachableError
+from mlx_parallm.extras.cluster.node import Node, running
 
 REJOIN_S = 3.0
 """How long NATS may be unreachable before the head is asked where it is now."""

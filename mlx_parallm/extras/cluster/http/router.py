@@ -18,15 +18,15 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
-from mlx_parallm.core.cluster import Member, NodeRole
 from mlx_parallm.core.requests import Event, GenerationRequest, RequestFailed, RequestFinished, RequestStarted
 from mlx_parallm.errors import EngineError, NodeFailedError
-from mlx_parallm.server.cluster.counted import CountedEngine, TokenLoad, tokens_of
-from mlx_parallm.server.cluster.remote import RemoteEngines
-from mlx_parallm.server.cluster.wire import may_travel
+from mlx_parallm.extras.cluster.cards import Member, NodeRole
+from mlx_parallm.extras.cluster.http.counted import CountedEngine, TokenLoad, tokens_of
+from mlx_parallm.extras.cluster.http.remote import RemoteEngines
+from mlx_parallm.extras.cluster.http.wire import may_travel
 
 if TYPE_CHECKING:
-    from mlx_parallm.cluster.node import Node
+    from mlx_parallm.extras.cluster.node import Node
 
 _HEAD_TOKENS = 256
 """How many tokens of a prompt decide where it goes: longer common beginnings are worth more, and shorter prompts are

@@ -28,7 +28,7 @@ from mlx_parallm.rl.runs.records import (
 )
 
 if TYPE_CHECKING:
-    from mlx_parallm.cluster.node import Node
+    from mlx_parallm.extras.cluster.node import Node
 
 
 def to_message(body: Arrival | GroupEntry) -> bytes:

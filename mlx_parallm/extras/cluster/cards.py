@@ -56,7 +56,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class SharedVersion:
-    """An adapter version whose files the head keeps for all nodes, in an archive (see `cluster.archive`)."""
+    """An adapter version whose files the head keeps for all nodes, in an archive (see `extras.cluster.archive`)."""
 
     __pydantic_config__ = ANSWER
 
