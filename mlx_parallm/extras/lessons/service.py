@@ -21,7 +21,6 @@ from typing import Any
 
 from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.app.build import Served
-from mlx_parallm.app.rollout_driver import RolloutDriver
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import Config
 from mlx_parallm.core.adapters import BASE_ADAPTER
@@ -42,6 +41,7 @@ from mlx_parallm.extras.lessons.progress import LessonProgress
 from mlx_parallm.extras.lessons.record import interrupted, new_id, read_lesson, write_lesson
 from mlx_parallm.extras.lessons.rules import answers_per_update, collection_of, tasks_of
 from mlx_parallm.rl.rollouts.answers import RolloutResult, Rollouts, RolloutSettings, group_prefixes, task_number
+from mlx_parallm.rl.rollouts.driver import RolloutDriver
 from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.rl.status import TrainingEvent
 from mlx_parallm.rl.trajectories import DropReason

@@ -13,14 +13,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from mlx_parallm.config import RLTrainingConfig
 from mlx_parallm.errors import EngineDeadError
 from mlx_parallm.rl.rollouts.answers import RolloutResult
 from mlx_parallm.rl.status import RolloutState
-from mlx_parallm.rl.updates.run import AdapterRun
 from mlx_parallm.tasks import spawn
+
+if TYPE_CHECKING:
+    from mlx_parallm.rl.updates.run import AdapterRun
 
 _POLL_S = 0.1
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 60.0
