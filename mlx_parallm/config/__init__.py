@@ -1,7 +1,7 @@
 """The frozen configuration. `resolve(flags, environ, file)` makes it for a command, `configure(...)` for a program.
 
 Other packages import what they need from here. Each module imports only from those to its left:
-types → cluster, divergence, inference, loss, server → training → sections → sources → resolve, retrain
+types → cluster, divergence, inference, loss, server → training → sections → sources → resolve
 """
 
 from __future__ import annotations

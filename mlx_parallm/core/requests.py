@@ -144,6 +144,11 @@ class Signal(StrEnum):
         return self in (Signal.PREFERENCES, Signal.CORRECTIONS)
 
     @property
+    def has_rewards(self) -> bool:
+        """Whether its loss reads rewards. What imitates answers reads none."""
+        return self is not Signal.CORRECTIONS
+
+    @property
     def answers(self) -> int:
         """The answers of one group, if people have made it."""
         return 2 if self is Signal.PREFERENCES else 1

@@ -350,7 +350,7 @@ class Groups:
         task.add_done_callback(self._scoring.discard)
 
     async def _score(self, group: TrajectoryGroup) -> None:
-        """Asks the scoring function of a complete group for its rewards. A scorer that hangs is killed after
+        """Asks the scoring function of a closed group for its rewards. A scorer that hangs is killed after
         `rl_training.scoring_timeout_s`, but for a reward model, which runs on the device and has only the time of the
         group. The members without a reward are dropped then, as when a scorer fails; those that clients have rewarded
         meanwhile keep their rewards."""

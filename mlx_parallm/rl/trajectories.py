@@ -34,7 +34,8 @@ class TrajectoryState(StrEnum):
 
 
 class DropReason(StrEnum):
-    """Why a trajectory was not trained on, and in brackets who decides that. `TrajectoryBuffer` counts them all."""
+    """Why a trajectory was not trained on, and in brackets who decides that. `TrajectoryBuffer.drops`
+    counts them all. Episodes that fail while they are sampled come to no group; see `rl.rollouts.episodes`."""
 
     BUFFER_FULL = "buffer_full"
     """Newer trajectories needed its room in the buffer, or it found none (`TrajectoryBuffer`)."""

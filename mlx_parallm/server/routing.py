@@ -5,7 +5,8 @@
     @router.post("/v1/training/pause", role=Role.TRAIN, audited=True, examples={"default adapter": {}})
     async def pause(body: Control, ...) -> TrainingObject: ...
 
-`access.guard` reads from the route what a key needs, and `openapi` reads the examples.
+`access.guard` reads from the route what a key needs, and `openapi` reads the examples. `server.app.ROUTES` lists the
+modules.
 """
 
 from __future__ import annotations

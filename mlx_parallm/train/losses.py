@@ -21,7 +21,8 @@ is the same however the update is split, which a mean over micro-batches would n
 
 To add a loss, add its name, kind and defaults to `config.loss.Algorithm`, and its function and reduction to `LOSSES` at
 the end of this file. The advantages of its data depend on its kind (`rl.objectives.batches.prepare`). The recipe in
-docs/contributing.md names the tests and pages.
+docs/contributing.md names the tests and pages. The losses of Tinker's clients, which come with each request, are in
+`core.summed`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class Publisher:
-    """Publishes from this node.
+    """Publishes from the trainer of the cluster (`trainer.Trainer`), which alone does.
 
     Args:
         patience_s: how long a node that serves may take to hold a version before the others go on without it.

@@ -187,14 +187,14 @@ class Trainer:
         while True:
             fence = self.lease.fence
             try:
-                await self._patiently(partial(self._published, ref, archive, fence))
+                await self._patiently(partial(self._publish_once, ref, archive, fence))
                 return
             except ConflictError:
                 if self.lease.fence == fence:
                     raise
                 # the lease had ended and was taken again, so this is still the only trainer
 
-    async def _published(self, ref: AdapterRef, archive: bytes, fence: int) -> None:
+    async def _publish_once(self, ref: AdapterRef, archive: bytes, fence: int) -> None:
         publisher = Publisher(self._client, self._versions, self._members)
         staged = (await self._versions.now()).staged.get(ref)
         if staged is None:

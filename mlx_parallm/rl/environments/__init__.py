@@ -4,7 +4,6 @@ protocol     Task, Answer, RolloutClient, Environment: what an environment is
 names        the environment of a name: a file of tasks, a task of reasoning-gym, one of a package or of a user's file
 files        files of tasks
 builtin      those that come with the package
-verifiers    environments of the package verifiers
 thread       where rollouts run
 """
 

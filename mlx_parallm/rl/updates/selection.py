@@ -234,7 +234,7 @@ def _of_people(group: TrajectoryGroup) -> ScoredGroup:
     rewards = tuple(member.reward for member in members if member.reward is not None)
     return ScoredGroup(
         tuple(members),
-        () if group.signal is Signal.CORRECTIONS else rewards,
+        rewards if group.signal.has_rewards else (),
         group.source,
         signal=group.signal,
     )

@@ -22,7 +22,6 @@ from starlette.types import Receive, Scope, Send
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.core.json_values import fields_of
 from mlx_parallm.core.readers import Reader
-from mlx_parallm.core.requests import Signal
 from mlx_parallm.core.trajectories import GivenTrajectory, GroupCard
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.rl.status import TrainingEvent, TrainingStatus, UpdateReport
@@ -188,7 +187,7 @@ async def update(
 ) -> UpdateReport:
     """Makes one update now, with the complete groups or with the given trajectories, whose tokens count as those of a
     prompt. When the answer comes, the update has ended, and a version that it published is live."""
-    given, signal = None, None if body.signal is None else Signal(body.signal)
+    given = None
     with ExitStack() as charged:
         if body.given is not None:
             account = record_of(request.scope).account = services.accounts.of(services.key)
@@ -202,7 +201,7 @@ async def update(
                 given,
                 body.update_inference,
                 body.checkpoint_name,
-                signal,
+                body.signal,
                 reader=services.key.reader,
             )
             return await services.lifecycle.run_to_end(updating)

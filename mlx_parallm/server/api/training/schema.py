@@ -11,10 +11,11 @@ The second form is the one in which prime-rl, verifiers, TRL and Atropos keep ro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, PlainValidator, model_validator
 
+from mlx_parallm.core.requests import Signal
 from mlx_parallm.server.api.adapters.schema import MAX_NAME, Name
 from mlx_parallm.server.api.fields import INT32_MAX, NonEmptyTokenIds, WireInput, refused
 from mlx_parallm.server.api.generation_fields import MAX_EPISODE_ID, MIN_COLLECTED_TEMPERATURE
@@ -135,7 +136,6 @@ class GivenTrajectoryBody(WireInput):
 
 
 MAX_GIVEN = 4096
-Signal = Literal["rewards", "late_feedback", "preferences", "corrections"]
 GivenTexts = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_GIVEN)]
 
 
@@ -159,7 +159,7 @@ class UpdateBody(WireInput):
     it cannot be saved, the answer is an error."""
     lora_adapter: str | None = None
     """The adapter to train. By default, the default adapter."""
-    signal: Signal | None = None
+    signal: Annotated[Signal, Field(strict=False)] | None = None
     """What the update learns from, without given data: answers with `rewards`, `late_feedback`, `preferences` or
     `corrections`. The default: rewards or, if no answer with one waits, the first of the others that do."""
 
