@@ -31,7 +31,6 @@ from mlx_parallm.core.requests import (
     SequencePooled,
 )
 from mlx_parallm.errors import EngineError, ParaLLMError
-from mlx_parallm.server.access.permits import as_of, check_permitted
 from mlx_parallm.server.api.answer import AnswerWriter
 from mlx_parallm.server.api.fields import WireOutput
 from mlx_parallm.server.api.generation_fields import GenerationBody
@@ -43,7 +42,14 @@ from mlx_parallm.server.http.request_log import RequestRecord, address_of, clien
 from mlx_parallm.server.http.workers import SMALL_BYTES
 from mlx_parallm.server.lifecycle import while_connected
 from mlx_parallm.server.metrics import RequestObserver
-from mlx_parallm.server.planning import AdapterSelector, adapter_named_by, check_sequences, select_adapter
+from mlx_parallm.server.request import (
+    AdapterSelector,
+    RequestContext,
+    adapter_named_by,
+    check_permitted,
+    check_sequences,
+    select_adapter,
+)
 from mlx_parallm.server.services import Services
 
 SESSION_HEADER = "x-session-id"
@@ -145,7 +151,7 @@ class GenerationResponse(Response):
         services: Services,
         body: GenerationBody | PoolingBody,
         prompts: int,
-        prepare: Callable[[ServedModel, AdapterRef, CollectionSpec | None], AnswerWriter],
+        prepare: Callable[[RequestContext], AnswerWriter],
     ) -> None:
         super().__init__()
         self._services = services
@@ -196,7 +202,8 @@ class GenerationResponse(Response):
             with adapter_named_by(selector.param, name):
                 adapter = held.enter_context(services.adapters.lease(name, assignment_key(scope, body)))
             collection = await self._collection(scope, adapter)
-            prepare = partial(self._prepare, model, adapter, collection)
+            context = RequestContext(services.key, services.config, model, adapter, collection)
+            prepare = partial(self._prepare, context)
             if body.compiles:
                 writer = await services.workers.compile(client_of(scope), prepare)
             else:
@@ -280,9 +287,8 @@ async def generate(services: Services, writer: AnswerWriter, record: RequestReco
         EngineError: the events ended without RequestFinished or RequestFailed.
         the error of a RequestFailed.
     """
-    account = record.account
+    account, request = record.account, writer.request
     assert account is not None
-    request = as_of(account.key, writer.request)
     served = services.metrics.adapters.served(request.base, request.adapter)
     account.add_prompt(sum(map(len, request.prompts)))
     with RequestObserver(services.metrics, request.base, served, account, request.sequences) as observer:

@@ -3,6 +3,8 @@ chat have them in the body itself, token-in, token-out routes in an object of th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
 from pydantic import Field, PlainValidator, ValidationInfo, model_validator
@@ -103,6 +105,20 @@ Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 
 # ---- the fields ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """How many of the most likely tokens a body asks for at each position. `param`: the field that says so. `number`:
+    None if it asks for no logprobs."""
+
+    param: str
+    number: int | None = None
+
+
+def widest(asked: Sequence[Candidates]) -> Candidates:
+    """The one with the largest number."""
+    return max(asked, key=lambda each: -1 if each.number is None else each.number)
 
 
 class RepetitionDetection(WireInput):

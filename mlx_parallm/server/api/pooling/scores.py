@@ -15,11 +15,9 @@ from pydantic import Field, PlainValidator, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.models import ServedModel
-from mlx_parallm.core.requests import CollectionSpec, Event, GenerationRequest, PromptScored, SamplingParams, StopParams
+from mlx_parallm.core.requests import Event, PromptScored
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
-from mlx_parallm.server.access.permits import check_permitted
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.answer import Usage, token_usage
 from mlx_parallm.server.api.fields import INT32_MAX, Neutral, WireInput, WireOutput, refused
@@ -31,7 +29,7 @@ from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import new_request_id, record_of
 from mlx_parallm.server.lifecycle import while_connected
 from mlx_parallm.server.openapi import generating
-from mlx_parallm.server.planning import check_ids
+from mlx_parallm.server.request import RequestContext, check_ids, check_permitted, reading_request
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
 
@@ -102,11 +100,9 @@ async def scored_response(body: PairsBody, services: Services, request: Request)
 # ---- by likelihood ---------------------------------------------------------------------------------
 
 
-def _prepare(
-    body: PairsBody, pairs: Sequence[Pair], model: ServedModel, adapter: AdapterRef, _: CollectionSpec | None
-) -> PairsWriter:
+def _prepare(body: PairsBody, pairs: Sequence[Pair], context: RequestContext) -> PairsWriter:
     """Tokenises the pairs, and makes the engine's request. Runs in a worker thread."""
-    lengths = list[int]()
+    model, lengths = context.model, list[int]()
 
     def joined() -> Iterator[Sequence[int]]:
         for context, scored in (_tokens(body, pair, model) for pair in pairs):
@@ -114,18 +110,8 @@ def _prepare(
             yield (*context, *scored)
 
     prompts = together(joined(), model.card.context_length, body.CONTEXT)
-    request = GenerationRequest(
-        request_id=new_request_id("score"),
-        prompts=prompts,
-        sampling=SamplingParams(),
-        stopping=StopParams(max_tokens=0),
-        prompt_logprobs=0,
-        scored_from=min(len(prompt) - scored for prompt, scored in zip(prompts, lengths, strict=True)),
-        adapter=adapter,
-        priority=body.priority,
-        cache_salt=body.cache_salt or "",
-        base=model.card.name,
-    )
+    scored_from = min(len(prompt) - scored for prompt, scored in zip(prompts, lengths, strict=True))
+    request = reading_request(context, new_request_id("score"), body, prompts, scored_from=scored_from)
     return PairsWriter(body=body, request=request, model=model.card.name, scored=lengths)
 
 

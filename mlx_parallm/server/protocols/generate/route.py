@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Annotated, Any, ClassVar
@@ -21,10 +21,7 @@ from typing import Annotated, Any, ClassVar
 from fastapi import Depends
 from starlette.responses import Response
 
-from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.core.models import ServedModel
 from mlx_parallm.core.requests import (
-    CollectionSpec,
     Event,
     FinishReason,
     GenerationRequest,
@@ -36,7 +33,8 @@ from mlx_parallm.core.requests import (
 from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.answer import AnswerWriter, Watch, collected_fields, repetition_fields
-from mlx_parallm.server.api.completions import DEFAULT_MAX_TOKENS, CompletionBody, plan_completion
+from mlx_parallm.server.api.completions import CompletionBody, ProgramCompletionBody, plan_completion
+from mlx_parallm.server.api.dialect import Dialect
 from mlx_parallm.server.api.fields import FinishReasonText, WireList, WireOutput
 from mlx_parallm.server.api.logprobs import finite
 from mlx_parallm.server.api.sampling_fields import SamplingFields, sent_sampling
@@ -44,10 +42,10 @@ from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import new_request_id
 from mlx_parallm.server.openapi import generating
-from mlx_parallm.server.protocols.completion import client_names, completion_body, sent_collection
 from mlx_parallm.server.protocols.generate.schema import GenerateBody
+from mlx_parallm.server.request import RequestContext
 from mlx_parallm.server.routing import Router
-from mlx_parallm.server.services import Services, ServicesDep
+from mlx_parallm.server.services import ServicesDep
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,37 +309,37 @@ router = Router()
 Body = Annotated[GenerateBody, Depends(json_body(GenerateBody))]
 
 
+class SGLangCompletionBody(ProgramCompletionBody):
+    """A completion with SGLang's defaults."""
+
+    PROCESSED_LOGPROBS: ClassVar[bool] = True
+
+    @property
+    def default_max_tokens(self) -> int:
+        return 128
+
+
 @dataclass(frozen=True, slots=True)
-class Translation:
-    """How a form of the body is translated, and its answer written.
+class Form(Dialect[ProgramCompletionBody]):
+    """A form of the body, and how its answer is written.
 
     Attributes:
-        completion: the fields of the completion that the body asks for, apart from its prompts.
-        names: what the form calls a field of the completion, where the names differ.
-        default_max_tokens: the number of tokens to generate if the body does not say it and so many fit.
-        processed_logprobs: the logprobs are those of the distribution that draws the tokens, whatever the server's
-            `logprobs_mode` is.
+        completion: the fields of the completion that a body asks for, apart from its prompts.
     """
 
     completion: Callable[[GenerateBody], Mapping[str, Any]]
     writer: type[WholeWriter]
-    names: Mapping[str, str]
-    default_max_tokens: int = DEFAULT_MAX_TOKENS
-    processed_logprobs: bool = False
 
 
-SGLANG_MAX_TOKENS = 128
 _SGLANG_NAMES = {
     **{name: f"sampling_params.{name}" for name in SamplingFields.model_fields},
     "max_tokens": "sampling_params.max_new_tokens",
     "prompt": "input_ids",
 }
-TRANSLATIONS: Mapping[str, Translation] = {
-    "prompt": Translation(vllm_completion, VLLMWriter, {"prompt": "prompt.prompt_token_ids"}),
-    "prompts": Translation(trl_completion, TRLWriter, {"prompt": "prompts"}),
-    "input_ids": Translation(
-        sglang_completion, SGLangWriter, _SGLANG_NAMES, SGLANG_MAX_TOKENS, processed_logprobs=True
-    ),
+FORMS: Mapping[str, Form] = {
+    "prompt": Form(ProgramCompletionBody, {"prompt": "prompt.prompt_token_ids"}, vllm_completion, VLLMWriter),
+    "prompts": Form(ProgramCompletionBody, {"prompt": "prompts"}, trl_completion, TRLWriter),
+    "input_ids": Form(SGLangCompletionBody, _SGLANG_NAMES, sglang_completion, SGLangWriter),
 }
 
 
@@ -358,32 +356,20 @@ TRANSLATIONS: Mapping[str, Translation] = {
 async def generate(body: Body, services: ServicesDep) -> Response:
     """Continues prompts, with the body and the answer of vLLM's (`prompt`), SGLang's (`input_ids`) or TRL's (`prompts`)
     route of this name."""
-    translation, prompts = TRANSLATIONS[body.form], body.prompts_of()
-    fields = {
-        **sent_collection(body),
-        **translation.completion(body),
-        "prompt": prompts[0] if len(prompts) == 1 else prompts,
-        "priority": body.priority,
-    }
-    completion = completion_body(fields, translation.names)
-    return GenerationResponse(
-        services, completion, len(prompts), partial(prepare, body, completion, translation, services)
+    form, prompts = FORMS[body.form], body.prompts_of()
+    completion = form.translated(
+        {
+            **body.sent_collection(),
+            **form.completion(body),
+            "prompt": prompts[0] if len(prompts) == 1 else prompts,
+            "priority": body.priority,
+        }
     )
+    return GenerationResponse(services, completion, len(prompts), partial(prepare, body, completion, form))
 
 
-def prepare(
-    body: GenerateBody,
-    completion: CompletionBody,
-    translation: Translation,
-    services: Services,
-    model: ServedModel,
-    adapter: AdapterRef,
-    collection: CollectionSpec | None,
-) -> WholeWriter:
+def prepare(body: GenerateBody, completion: CompletionBody, form: Form, context: RequestContext) -> WholeWriter:
     """Makes the engine's request. Runs in a worker thread."""
-    with client_names(translation.names):
-        default = translation.default_max_tokens
-        request = plan_completion(new_request_id("gen"), completion, services, model, adapter, collection, default)
-    if translation.processed_logprobs:
-        request = replace(request, sampling=replace(request.sampling, processed_logprobs=True))
-    return translation.writer(sent=body, request=request, tokenizer=model.tokenizer)
+    with form.own_names():
+        request = plan_completion(new_request_id("gen"), completion, context)
+    return form.writer(sent=body, request=request, tokenizer=context.model.tokenizer)

@@ -31,23 +31,22 @@ from mlx_parallm.core.requests import (
 )
 from mlx_parallm.errors import ContextLengthError, EngineError
 from mlx_parallm.server.access.accounts import Account
-from mlx_parallm.server.access.permits import as_of
+from mlx_parallm.server.access.keys import NamedKey
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.http.request_log import new_request_id, record_of
 from mlx_parallm.server.metrics import RequestObserver
-from mlx_parallm.server.planning import check_ids
 from mlx_parallm.server.protocols.tinker.answers import SampleAnswer, TinkerSequence, TopLogprobs
 from mlx_parallm.server.protocols.tinker.bodies import Read, json_of
 from mlx_parallm.server.protocols.tinker.dependencies import TinkerDep, check_base
 from mlx_parallm.server.protocols.tinker.schema import SampleBody, SamplingSessionBody
 from mlx_parallm.server.protocols.tinker.server import TinkerServer
 from mlx_parallm.server.protocols.tinker.sessions import Sampler, SavedWeights, new_id
+from mlx_parallm.server.request import SEED_SPACE, check_ids
 from mlx_parallm.server.routing import Router
-from mlx_parallm.server.sampling import SEED_SPACE
 from mlx_parallm.server.services import Services, ServicesDep
 
 
-def generation_request(body: SampleBody, card: ModelCard, adapter: AdapterRef) -> GenerationRequest:
+def sample_request(body: SampleBody, card: ModelCard, adapter: AdapterRef, key: NamedKey) -> GenerationRequest:
     """The engine's request.
 
     Raises:
@@ -80,6 +79,8 @@ def generation_request(body: SampleBody, card: ModelCard, adapter: AdapterRef) -
         scored_from=max(0, len(prompt) - (body.prompt_logprobs_last_n or len(prompt))),
         adapter=adapter,
         work_class=WorkClass.TRAINING,
+        cache_salt=key.salt(""),
+        key=key.name,
     )
 
 
@@ -212,7 +213,7 @@ def _start(
         opened.enter_context(account.request())
         opened.enter_context(services.gate.reserve(body.num_samples, account.queue_name))
         version = opened.enter_context(services.adapters.lease(tinker.selector_of(sampler)))
-        request = as_of(account.key, generation_request(body, services.models.first.card, version))
+        request = sample_request(body, services.models.first.card, version, account.key)
         owner = sampler.sampler_id.partition(":")[0]
         work = draw(services, request, body, account)
         tinker.futures.start(request_id, owner, read.digest, read.nbytes, work, held=opened.pop_all())
