@@ -210,7 +210,7 @@ class GenerationResponse(Response):
                 writer = await services.workers.run(scope["state"]["body_bytes"], prepare)
             record.set_request(writer.request, body.request_id)
             if record.id_from_client:
-                writer.name_after(record.request_id)
+                writer.chosen_id = record.request_id
             await (self._send_events if body.stream else self._send_whole)(writer, scope, receive, send)
 
     @asynccontextmanager

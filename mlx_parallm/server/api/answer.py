@@ -84,23 +84,29 @@ Watch = Callable[[AsyncIterator[Event]], AsyncIterator[Event]]
 """Passes the events of a request through, and keeps what it needs of them."""
 
 
+@dataclass(kw_only=True, eq=False)
 class AnswerWriter(ABC):
     """Writes the answer to one request. Used once: either `opening_chunks` and then `chunks` for each event in order,
-    or `whole` for all events together. `watch`: sees the events before they are written; None: nothing does."""
+    or `whole` for all events together.
+
+    `watch`: sees the events before they are written; None: nothing does. `chosen_id`: the id that the client chose for
+    the request, if it did.
+    """
 
     FRAMING: ClassVar[Framing] = OPENAI_EVENTS
     """The form of a stream."""
 
     request: GenerationRequest
-    watch: Watch | None
+    watch: Watch | None = None
+    chosen_id: str = field(default="", init=False)
 
-    @abstractmethod
     def opening_chunks(self) -> Iterator[WireOutput]:
         """The chunks of a stream that are sent before the engine's first event."""
+        return iter(())
 
-    @abstractmethod
     def chunks(self, event: Event) -> Iterator[WireOutput]:
-        """The chunks for one event; none if it adds nothing that a client sees."""
+        """The chunks for one event; none if it adds nothing that a client sees, or if no stream can be asked for."""
+        return iter(())
 
     @abstractmethod
     def whole(self, events: Sequence[Event]) -> WireOutput:
@@ -110,12 +116,17 @@ class AnswerWriter(ABC):
         """The event to send when the stream has been silent for long. None: a comment is sent, if the form has any."""
         return None
 
-    def name_after(self, chosen_id: str) -> None:  # noqa: B027 - answers that are kept have ids of the server only
-        """Uses an id that the client chose for the answer's own."""
-
     def failed(self, error: Exception) -> WireOutput:
         """The chunk that ends a stream whose request failed after the status line was sent."""
         return error_body(error)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The fields `id`, `model` and `lora_adapter` of an answer that is not kept, so that its id may end with one
+        that the client chose. As vLLM does, `chatcmpl-` or the like comes before that."""
+        own = self.request.request_id
+        answer_id = f"{own.partition('-')[0]}-{self.chosen_id}" if self.chosen_id else own
+        return {"id": answer_id, **served_by(self.request)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,26 +168,17 @@ def _joined(index: int, pieces: Sequence[ChoicePiece]) -> ChoicePiece:
 class ChoiceWriter(AnswerWriter, Generic[Body]):
     """Decides when chunks are sent, and writes the fields around the choices. Subclasses write the choices.
 
-    `model` is the base model's name, which the answer has if no adapter served the request. `tokens_as_ids`: tokens
-    in logprobs are written as `token_id:<id>`. `created` is Unix time in seconds.
+    `tokens_as_ids`: tokens in logprobs are written as `token_id:<id>`. `created` is Unix time in seconds.
     """
 
     body: Body
-    request: GenerationRequest
-    model: str
     tokenizer: TextTokenizer
     tokens_as_ids: bool = False
-    watch: Watch | None = None
     created: int = field(default_factory=lambda: int(time.time()))
-    _answer_id: str = field(default="", init=False)
     _begun: set[int] = field(default_factory=set, init=False)
     _ended: int = field(default=0, init=False)
     _last_piece: ChoicePiece | None = field(default=None, init=False)
     _completion_tokens: int = field(default=0, init=False)
-
-    def name_after(self, chosen_id: str) -> None:
-        """As vLLM does, `chatcmpl-` or the like comes before it."""
-        self._answer_id = f"{self.request.request_id.partition('-')[0]}-{chosen_id}"
 
     def opening_chunks(self) -> Iterator[WireOutput]:
         return (self._chunk([piece], self._chunk_fields()) for piece in self._opening_pieces())
@@ -229,8 +231,7 @@ class ChoiceWriter(AnswerWriter, Generic[Body]):
 
     def _fields(self) -> dict[str, Any]:
         """The fields of the whole answer and of every chunk, except `object` and `choices`."""
-        own_id = self._answer_id or self.request.request_id
-        fields = {"id": own_id, "created": self.created, **served_by(self.request, self.model)}
+        fields = {**self.identity, "created": self.created}
         # The metadata of a collected request is for its scorer and may be long: it is not returned.
         if self.body.metadata is not None and not self.body.collect_trajectory:
             fields["metadata"] = self.body.metadata
@@ -257,10 +258,10 @@ class ChoiceWriter(AnswerWriter, Generic[Body]):
         """The JSON body. `scored` has the prompt logprobs by the index of the prompt."""
 
 
-def served_by(request: GenerationRequest, model: str) -> dict[str, Any]:
-    """The answer's fields that name the base `model`, or the adapter that served the request."""
+def served_by(request: GenerationRequest) -> dict[str, Any]:
+    """The answer's fields that name the base model, or the adapter that served the request."""
     if request.adapter == BASE_ADAPTER:
-        return {"model": model}
+        return {"model": request.base}
     return {"model": request.adapter.name, "lora_adapter": str(request.adapter)}
 
 

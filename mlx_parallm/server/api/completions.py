@@ -190,7 +190,6 @@ def prepare(body: CompletionBody, context: RequestContext) -> CompletionWriter:
     return CompletionWriter(
         body=body,
         request=plan_completion(new_request_id("cmpl"), body, context),
-        model=context.model.card.name,
         tokenizer=tokenizer,
         tokens_as_ids=tokens_as_ids(body, context.config),
         echoes=[prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in echoed],

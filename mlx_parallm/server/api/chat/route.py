@@ -97,7 +97,6 @@ def prepare(body: ChatBody, services: Services, context: RequestContext) -> Chat
     return ChatWriter(
         body=body,
         request=planned.request,
-        model=context.model.card.name,
         tokenizer=context.model.tokenizer,
         tokens_as_ids=tokens_as_ids(body, context.config),
         splitters=[Splitter(planned.syntax) for _ in range(planned.request.sequences)],

@@ -23,13 +23,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.core.models import ServedModel
-from mlx_parallm.core.requests import Event, FinishReason, GenerationRequest, RequestFinished, SequenceOutput
+from mlx_parallm.core.requests import Event, FinishReason, RequestFinished, SequenceOutput
 from mlx_parallm.core.splitter import AnswerPart, Splitter
 from mlx_parallm.errors import ContextLengthError
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.answer import (
     AnswerWriter,
-    Watch,
     call_arguments,
     collected_fields,
     cut_off,
@@ -191,17 +190,11 @@ def _opened(part: AnswerPart) -> _OpenBlock:
 
 @dataclass(kw_only=True, eq=False)
 class MessageWriter(AnswerWriter):
-    """Writes a message. The whole message has the blocks of the stream, so the two cannot differ.
-
-    `model` is the base model's name.
-    """
+    """Writes a message. The whole message has the blocks of the stream, so the two cannot differ."""
 
     FRAMING: ClassVar[Framing] = EVENTS
 
-    request: GenerationRequest
-    model: str
     splitter: Splitter
-    watch: Watch | None = None
     _blocks: Blocks = field(default_factory=Blocks, init=False)
     _last: SequenceOutput | None = field(default=None, init=False)
 
@@ -266,7 +259,7 @@ class MessageWriter(AnswerWriter):
 
     def _message(self, content: Sequence[ContentBlock], end: dict[str, Any], **more: Any) -> MessageObject:
         fields = {"id": self.request.request_id, "type": "message", "role": "assistant"}
-        served = served_by(self.request, self.model)
+        served = served_by(self.request)
         return MessageObject.model_validate({**fields, **served, "content": list(content), **end, **more})
 
 
@@ -343,7 +336,6 @@ def prepare(chat: MessagesChat, services: Services, context: RequestContext) -> 
         planned = plan_chat(f"msg_{uuid.uuid4().hex}", chat, services, context)
     return MessageWriter(
         request=planned.request,
-        model=context.model.card.name,
         splitter=Splitter(planned.syntax),
         watch=planned.watch,
     )

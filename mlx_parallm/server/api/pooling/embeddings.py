@@ -16,14 +16,13 @@ from pydantic import Field, PlainValidator
 from starlette.responses import Response
 
 from mlx_parallm.core.models import ServedModel
-from mlx_parallm.core.requests import Event, GenerationRequest, Pooling, SequencePooled
+from mlx_parallm.core.requests import Event, GenerationRequest, Pooling, RequestFinished, SequencePooled
 from mlx_parallm.errors import ContextLengthError, EngineError, InvalidRequestError
 from mlx_parallm.server.access.roles import Role
-from mlx_parallm.server.api.answer import Usage
+from mlx_parallm.server.api.answer import AnswerWriter, Usage, usage_of
 from mlx_parallm.server.api.completions import Prompt, Prompts, prompts_of
 from mlx_parallm.server.api.fields import INT32_MAX, Neutral, Numbers, WireOutput, refused
 from mlx_parallm.server.api.pooling.fields import MAX_INPUTS, PoolingBody, together
-from mlx_parallm.server.api.pooling.writer import WholeAnswerWriter
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import new_request_id
@@ -130,7 +129,7 @@ async def create_embeddings(
 
 def prepare(body: EmbeddingsBody, context: RequestContext) -> EmbeddingsWriter:
     """Tokenises the texts, and makes the engine's request. Runs in a worker thread."""
-    return EmbeddingsWriter(body=body, request=plan_embeddings(body, context), model=context.model.card.name)
+    return EmbeddingsWriter(body=body, request=plan_embeddings(body, context))
 
 
 def plan_embeddings(body: EmbeddingsBody, context: RequestContext) -> GenerationRequest:
@@ -165,14 +164,17 @@ def _ids(body: EmbeddingsBody, text: Prompt, model: ServedModel) -> Sequence[int
 
 
 @dataclass(kw_only=True, eq=False)
-class EmbeddingsWriter(WholeAnswerWriter):
+class EmbeddingsWriter(AnswerWriter):
     """Writes the vectors."""
 
     body: EmbeddingsBody
 
     def whole(self, events: Sequence[Event]) -> WireOutput:
+        finished = events[-1]
+        assert isinstance(finished, RequestFinished)
         data = [self._object(index, vector) for index, vector in enumerate(self.vectors(events))]
-        return Embeddings(object="list", created=int(time.time()), data=data, **self.fields(events[-1]))
+        fields = {**self.identity, "usage": usage_of(finished)}
+        return Embeddings(object="list", created=int(time.time()), data=data, **fields)
 
     def vectors(self, events: Sequence[Event]) -> list[Vector]:
         """The vectors of all texts, in their order."""

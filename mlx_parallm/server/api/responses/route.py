@@ -194,7 +194,6 @@ def prepare(
     return ResponseWriter(
         body=body,
         request=planned.request,
-        model=context.model.card.name,
         splitter=Splitter(planned.syntax),
         keep=keep,
         watch=planned.watch,

@@ -12,8 +12,8 @@ of its own, made of the whole choices of a request:
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Annotated, Any, ClassVar
@@ -32,7 +32,7 @@ from mlx_parallm.core.requests import (
 )
 from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.server.access.roles import Role
-from mlx_parallm.server.api.answer import AnswerWriter, Watch, collected_fields, repetition_fields
+from mlx_parallm.server.api.answer import AnswerWriter, collected_fields, repetition_fields
 from mlx_parallm.server.api.completions import CompletionBody, ProgramCompletionBody, plan_completion
 from mlx_parallm.server.api.dialect import Dialect
 from mlx_parallm.server.api.fields import FinishReasonText, WireList, WireOutput
@@ -100,15 +100,7 @@ class WholeWriter(AnswerWriter):
     """Writes the answer to a body that cannot ask for a stream."""
 
     sent: GenerateBody
-    request: GenerationRequest
     tokenizer: TextTokenizer
-    watch: Watch | None = field(default=None, init=False)
-
-    def opening_chunks(self) -> Iterator[WireOutput]:
-        return iter(())
-
-    def chunks(self, event: Event) -> Iterator[WireOutput]:
-        return iter(())
 
     def whole(self, events: Sequence[Event]) -> WireOutput:
         return self._answer(whole_request(self.request, events))

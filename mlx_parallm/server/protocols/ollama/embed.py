@@ -79,7 +79,7 @@ def prepare(asked: EmbeddingsBody, writer: type[EmbeddingsWriter], context: Requ
             "leave truncate out.",
             param="input",
         ) from None
-    return writer(body=asked, request=request, model=context.model.card.name)
+    return writer(body=asked, request=request)
 
 
 class EmbedWriter(EmbeddingsWriter):
@@ -89,7 +89,7 @@ class EmbedWriter(EmbeddingsWriter):
         finished = events[-1]
         assert isinstance(finished, RequestFinished)
         return EmbedAnswer(
-            model=served_by(self.request, self.model)["model"],
+            model=served_by(self.request)["model"],
             embeddings=self.vectors(events),
             prompt_eval_count=finished.prompt_tokens,
             **durations(finished),

@@ -147,10 +147,8 @@ def prepare_generate(
 def _writer_fields(planned: PlannedChat, model: ServedModel) -> dict[str, Any]:
     return {
         "request": planned.request,
-        "model": model.card.name,
         "tokenizer": model.tokenizer,
         "splitter": Splitter(planned.syntax),
-        "top": planned.request.sampling.top_logprobs,
         "watch": planned.watch,
     }
 

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 from mlx_parallm.core.requests import (
     Event,
     FinishReason,
-    GenerationRequest,
     RequestFinished,
     SequenceOutput,
     TokenLogprob,
@@ -23,7 +22,6 @@ from mlx_parallm.core.splitter import AnswerPart, CallPart, JoinedParts, Splitte
 from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.server.api.answer import (
     AnswerWriter,
-    Watch,
     call_arguments,
     collected_fields,
     cut_off,
@@ -50,25 +48,15 @@ NOTHING = JoinedParts("", "", ())
 
 @dataclass(kw_only=True, eq=False)
 class OllamaWriter(AnswerWriter):
-    """Writes an answer. Subclasses write what the model said.
-
-    `model` is the base model's name. `top`: number of alternatives in each token's logprobs; None: no logprobs.
-    """
+    """Writes an answer. Subclasses write what the model said."""
 
     FRAMING: ClassVar[Framing] = JSON_LINES
 
-    request: GenerationRequest
-    model: str
     tokenizer: TextTokenizer
     splitter: Splitter
-    top: int | None = None
-    watch: Watch | None = None
     _reason: FinishReason | None = field(default=None, init=False)
     _call: list[AnswerPart] = field(default_factory=list, init=False)
     _scored: list[TokenLogprob] = field(default_factory=list, init=False)
-
-    def opening_chunks(self) -> Iterator[WireOutput]:
-        return iter(())
 
     def chunks(self, event: Event) -> Iterator[WireOutput]:
         if isinstance(event, RequestFinished):
@@ -132,14 +120,14 @@ class OllamaWriter(AnswerWriter):
 
     def _logprobs(self) -> dict[str, list[ChatTokenLogprob]]:
         """The logprobs of the tokens since the last line."""
-        scored, self._scored = self._scored, []
-        if self.top is None or not scored:
+        top, scored, self._scored = self.request.sampling.top_logprobs, self._scored, []
+        if top is None or not scored:
             return {}
         tokens = (ScoredToken(logprob.token_id, logprob) for logprob in scored)
-        return {"logprobs": chat_logprobs(self.tokenizer, tokens, self.top).content}
+        return {"logprobs": chat_logprobs(self.tokenizer, tokens, top).content}
 
     def _stamp(self) -> dict[str, Any]:
-        return {"model": served_by(self.request, self.model)["model"], "created_at": timestamp(time.time())}
+        return {"model": served_by(self.request)["model"], "created_at": timestamp(time.time())}
 
 
 class OllamaChatWriter(OllamaWriter):

@@ -69,8 +69,8 @@ async def generate_tokens(body: Body, services: ServicesDep) -> Response:
 @DIALECT.own_names()
 def prepare(body: TokensBody, completion: CompletionBody, context: RequestContext) -> TokensWriter:
     """Makes the engine's request. Runs in a worker thread."""
-    request, model = plan_completion(new_request_id("tokens"), completion, context), context.model
-    return TokensWriter(body=completion, request=request, model=model.card.name, tokenizer=model.tokenizer, sent=body)
+    request = plan_completion(new_request_id("tokens"), completion, context)
+    return TokensWriter(body=completion, request=request, tokenizer=context.model.tokenizer, sent=body)
 
 
 @dataclass(kw_only=True, eq=False)
