@@ -13,8 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeGuard
 
 from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo, model_validator
 
-from mlx_parallm.server.api.chat.fitting import merged
-from mlx_parallm.server.api.chat.messages import MAX_MESSAGES, CallArguments
+from mlx_parallm.server.api.chat.messages import MAX_MESSAGES, CallArguments, merged
 from mlx_parallm.server.api.chat.schema import ChatBody
 from mlx_parallm.server.api.chat.tools import MAX_TOOLS
 from mlx_parallm.server.api.fields import INT32_MAX, IgnoredFields, Neutral, Validate, WireInput, read_nested, refused
