@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -17,11 +16,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.engine import EngineClient
-from mlx_parallm.core.models import ServedModel
 from mlx_parallm.core.requests import (
-    CollectionSpec,
     Event,
     GenerationRequest,
     PromptScored,
@@ -43,33 +39,19 @@ from mlx_parallm.server.http.workers import SMALL_BYTES
 from mlx_parallm.server.lifecycle import while_connected
 from mlx_parallm.server.metrics import RequestObserver
 from mlx_parallm.server.request import (
-    AdapterSelector,
     RequestContext,
     adapter_named_by,
+    assignment_key,
     check_permitted,
-    check_sequences,
+    collection_of,
+    places_of,
     select_adapter,
 )
 from mlx_parallm.server.services import Services
 
-SESSION_HEADER = "x-session-id"
-
-
-def assignment_key(scope: Scope, body: GenerationBody | PoolingBody) -> str:
-    """The group or episode of a request, since one version must draw all of it; else its session (the header
-    X-Session-Id) or user. A request that names none of them is drawn by itself."""
-    named = (
-        body.group_id,
-        body.episode_id,
-        Headers(scope=scope).get(SESSION_HEADER),
-        body.user,
-        body.safety_identifier,
-    )
-    return next(filter(None, named), None) or secrets.token_hex(8)
-
-
 log = logging.getLogger(__name__)
 
+SESSION_HEADER = "x-session-id"
 PING_INTERVAL_S = 15.0
 """Longest silence of a stream, in seconds, before an event or a comment is sent to keep the connection open."""
 _BYTES_PER_EVENT, _BYTES_PER_LOGPROB, _BYTES_PER_BYTE = 32, 64, 5
@@ -171,37 +153,34 @@ class GenerationResponse(Response):
             UnknownModelError: the adapter's name is unknown; there is no fallback to the base model.
             the errors of `prepare` and `generate`, but none after the status line of a stream was sent.
         """
+        try:
+            await self._run(scope, receive, send)
+        except ClientDisconnect:
+            record_of(scope).disconnected = True
+            self._services.metrics.client_disconnects.inc()
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         services, body, record = self._services, self._body, record_of(scope)
         check_permitted(services.key, body)
         selector = select_adapter(body, services.model_names)
         base = services.models.find(body.model, selector.name)
-        if isinstance(body, PoolingBody):
-            sequences = min(self._prompts, MAX_SEQUENCES)  # the other texts wait here; see `_in_parts`
-        else:
-            sequences = check_sequences(self._prompts, body.n)
+        places = places_of(body, self._prompts)
         record.set_model(selector.name or base)
         services.check_open()
-        record.account = services.accounts.of(services.key)
-        try:
-            await self._run(base, selector, sequences, scope, receive, send)
-        except ClientDisconnect:
-            record.disconnected = True
-            services.metrics.client_disconnects.inc()
-
-    async def _run(
-        self, base: str, selector: AdapterSelector, sequences: int, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        """Holds a place in the queue, the base model and the adapter version while the request is answered."""
-        services, body, record = self._services, self._body, record_of(scope)
-        account = services.accounts.of(services.key)
+        account = record.account = services.accounts.of(services.key)
         async with AsyncExitStack() as held:
             held.enter_context(account.request())
-            held.enter_context(services.gate.reserve(sequences, account.queue_name))
-            model = await held.enter_async_context(self._loaded(base, receive))
+            held.enter_context(services.gate.reserve(places, account.queue_name))
+            waiting = while_connected(receive, services.lifecycle.expired)  # the client may leave meanwhile
+            async with nullcontext() if services.models.is_ready(base) else waiting:
+                model = await held.enter_async_context(services.models.use(base))
             name = await services.adapter_name(selector, base, record)
             with adapter_named_by(selector.param, name):
-                adapter = held.enter_context(services.adapters.lease(name, assignment_key(scope, body)))
-            collection = await self._collection(scope, adapter)
+                key = assignment_key(body, Headers(scope=scope).get(SESSION_HEADER))
+                adapter = held.enter_context(services.adapters.lease(name, key))
+            if (collection := collection_of(body, address_of(scope))) is not None:
+                collecting = services.require_collection("collect_trajectory")
+                collection = await collecting.check(collection, adapter, services.key.reader, body.task_prompt)
             context = RequestContext(services.key, services.config, model, adapter, collection)
             prepare = partial(self._prepare, context)
             if body.compiles:
@@ -212,34 +191,6 @@ class GenerationResponse(Response):
             if record.id_from_client:
                 writer.chosen_id = record.request_id
             await (self._send_events if body.stream else self._send_whole)(writer, scope, receive, send)
-
-    @asynccontextmanager
-    async def _loaded(self, base: str, receive: Receive) -> AsyncIterator[ServedModel]:
-        """The base model, loaded until the block ends. While it is not, the request waits, unless its client leaves."""
-        services = self._services
-        async with AsyncExitStack() as using:
-            if services.models.is_ready(base):
-                model = await using.enter_async_context(services.models.use(base))
-            else:
-                async with while_connected(receive, services.lifecycle.expired):
-                    model = await using.enter_async_context(services.models.use(base))
-            yield model
-
-    async def _collection(self, scope: Scope, adapter: AdapterRef) -> CollectionSpec | None:
-        body = self._body
-        if isinstance(body, PoolingBody) or not body.collect_trajectory:
-            return None
-        collection = CollectionSpec(
-            body.scoring_function,
-            body.metadata or {},
-            address_of(scope),
-            group_id=body.group_id or "",
-            group_size=body.group_size,
-            episode_id=body.episode_id or "",
-            turn=body.turn,
-        )
-        client = self._services.require_collection("collect_trajectory")
-        return await client.check(collection, adapter, self._services.key.reader, body.task_prompt)
 
     async def _send_whole(self, writer: AnswerWriter, scope: Scope, receive: Receive, send: Send) -> None:
         services, record = self._services, record_of(scope)

@@ -1,11 +1,11 @@
 """One way for a request: from the checked body that a client sent to the engine's `GenerationRequest`.
 
-    the adapter that the body names      select_adapter
-    what the key may ask for             check_permitted, check_sequences
+    the adapter that the body names      select_adapter, assignment_key
+    what a request may ask for           check_permitted, places_of, collection_of
     the engine's request                 generation_request, or reading_request if no token is generated
 
-`generation` leases the adapter in between, and makes the `RequestContext` of the body. A route turns the prompts into
-token ids, in a worker thread, and calls one of the last two.
+`GenerationResponse` goes this way: it loads the base model, leases the adapter, and makes the `RequestContext`. With
+that, the route turns the prompts into token ids, in a worker thread, and calls one of the last two.
 """
 
 from __future__ import annotations
@@ -98,6 +98,13 @@ def select_adapter(body: GenerationBody | PoolingBody, model_names: ModelNames) 
     return selectors[0] if selectors else AdapterSelector()
 
 
+def assignment_key(body: GenerationBody | PoolingBody, session: str | None) -> str:
+    """What gets one version of an adapter if several are compared: the group or episode of a request, since one version
+    must sample all of it; else its `session` or user, or the request alone."""
+    named = (body.group_id, body.episode_id, session, body.user, body.safety_identifier)
+    return next(filter(None, named), None) or secrets.token_hex(8)
+
+
 @contextmanager
 def adapter_named_by(param: str | None, *names: str | None) -> Iterator[None]:
     """Sets `param` in every UnknownModelError that leaves the block. `param` is the request field that has the `names`.
@@ -127,14 +134,36 @@ def check_permitted(key: NamedKey, body: GenerationBody | PoolingBody) -> None:
         raise RoleError.needing(Role.TRAIN, key.role, "collect_trajectory", "collect_trajectory")
 
 
-def check_sequences(prompts: int, n: int) -> int:
-    """The number of sequences of a request. Raises InvalidRequestError if it is over the limit."""
-    if prompts * n > MAX_SEQUENCES:
+def places_of(body: GenerationBody | PoolingBody, prompts: int) -> int:
+    """The number of places in the queue for a body with so many prompts: one for each sequence. If no token is
+    generated, the prompts over the limit of a request wait for those before them.
+
+    Raises:
+        InvalidRequestError: a request to generate has more sequences than the limit.
+    """
+    if isinstance(body, PoolingBody):
+        return min(prompts, MAX_SEQUENCES)
+    if prompts * body.n > MAX_SEQUENCES:
         raise InvalidRequestError(
-            f"n times the number of prompts is {prompts * n}; at most {MAX_SEQUENCES} sequences fit one request.",
+            f"n times the number of prompts is {prompts * body.n}; at most {MAX_SEQUENCES} sequences fit one request.",
             param="n",
         )
-    return prompts * n
+    return prompts * body.n
+
+
+def collection_of(body: GenerationBody | PoolingBody, address: str) -> CollectionSpec | None:
+    """How the answers of a body are collected; None if they are not. `address`: the client's."""
+    if isinstance(body, PoolingBody) or not body.collect_trajectory:
+        return None
+    return CollectionSpec(
+        body.scoring_function,
+        body.metadata or {},
+        address,
+        group_id=body.group_id or "",
+        group_size=body.group_size,
+        episode_id=body.episode_id or "",
+        turn=body.turn,
+    )
 
 
 # ---- the engine's request --------------------------------------------------------------------------

@@ -56,6 +56,7 @@ class PoolingBody(OpenBody):
     collect_trajectory: ClassVar[bool] = False
     group_id: ClassVar[None] = None
     episode_id: ClassVar[None] = None
+    task_prompt: ClassVar[None] = None
     safety_identifier: ClassVar[None] = None
 
     model: str | None = None
