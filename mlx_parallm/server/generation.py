@@ -160,6 +160,7 @@ class GenerationResponse(Response):
             self._services.metrics.client_disconnects.inc()
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The whole way of the request. Its places, its base model and its version are released at the end."""
         services, body, record = self._services, self._body, record_of(scope)
         check_permitted(services.key, body)
         selector = select_adapter(body, services.model_names)

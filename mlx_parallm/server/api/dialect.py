@@ -14,6 +14,9 @@ from mlx_parallm.server.http.body import validated
 
 Body = TypeVar("Body", bound=GenerationBody)
 
+CONVERSATION = "(messages|prompt|continue_final_message).*"
+"""Of `Dialect.names`: the fields of chat that are the whole conversation to a client whose messages are not chat's."""
+
 
 @dataclass(frozen=True, slots=True)
 class Dialect(Generic[Body]):

@@ -36,7 +36,7 @@ from mlx_parallm.server.api.answer import (
     served_by,
 )
 from mlx_parallm.server.api.chat.route import plan_chat, prompt_of
-from mlx_parallm.server.api.dialect import Dialect
+from mlx_parallm.server.api.dialect import CONVERSATION, Dialect
 from mlx_parallm.server.api.messages.objects import (
     BlockDelta,
     ContentBlock,
@@ -275,8 +275,7 @@ def _usage(finished: RequestFinished) -> MessageUsage:
 DIALECT = Dialect(
     MessagesChat,
     {
-        # The messages are not those of the client, so their name stands for the whole conversation.
-        "(messages|continue_final_message|prompt).*": "messages",
+        CONVERSATION: "messages",
         r"response_format(\.json_schema)?": "output_config.format",
         "reasoning_effort": "output_config.effort",
         "thinking_token_budget": "thinking.budget_tokens",

@@ -19,7 +19,7 @@ from mlx_parallm.errors import ContextLengthError, InvalidRequestError, shown
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.chat.route import plan_chat, prompt_of
 from mlx_parallm.server.api.chat.schema import ChatBody
-from mlx_parallm.server.api.dialect import Dialect
+from mlx_parallm.server.api.dialect import CONVERSATION, Dialect
 from mlx_parallm.server.api.fields import WireQuery
 from mlx_parallm.server.api.responses.conversation import (
     ITEM_LIST,
@@ -46,13 +46,12 @@ EMPTY_CONVERSATION = StoredResponse(b'{"output":[]}', b"[]")
 ANSWER_SHARE = 4
 """With truncation, the context's length divided by this stays free for an answer whose length is not limited."""
 NAMES: Mapping[str, str] = {
-    # The messages are not those of the client, so their name stands for the whole conversation.
-    "(messages|prompt).*": "input",
+    CONVERSATION: "input",
     r"response_format(\.json_schema)?": "text.format",
     "max_(completion_)?tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
 }
-"""See `Dialect`."""
+"""See `Dialect.names`."""
 
 
 class ResponseQuery(WireQuery):

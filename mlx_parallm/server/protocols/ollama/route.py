@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any
 
@@ -16,7 +17,7 @@ from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.chat.route import PlannedChat, plan_chat
 from mlx_parallm.server.api.chat.schema import ChatBody
 from mlx_parallm.server.api.completions import plan_completion
-from mlx_parallm.server.api.dialect import Dialect
+from mlx_parallm.server.api.dialect import CONVERSATION, Dialect
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import validated
 from mlx_parallm.server.http.request_log import new_request_id
@@ -35,20 +36,13 @@ from mlx_parallm.server.request import RequestContext
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
 
-
-def _dialect(conversation: str) -> Dialect[ChatBody]:
-    """The dialect of a route. `conversation`: its field with the whole conversation, whose messages are not chat's."""
-    return Dialect(
-        ChatBody,
-        {
-            "(messages|continue_final_message|prompt).*": conversation,
-            r"response_format(\.json_schema\.schema)?": "format",
-            "max_tokens": "options.num_predict",
-        },
-    )
-
-
-CHAT, GENERATE = _dialect("messages"), _dialect("prompt")
+NAMES: Mapping[str, str] = {
+    r"response_format(\.json_schema\.schema)?": "format",
+    "max_tokens": "options.num_predict",
+}
+"""See `Dialect.names`."""
+CHAT = Dialect(ChatBody, {CONVERSATION: "messages", **NAMES})
+GENERATE = Dialect(ChatBody, {CONVERSATION: "prompt", **NAMES})
 
 router = Router(tags=["Ollama"])
 
