@@ -241,9 +241,7 @@ async def generate(services: Services, writer: AnswerWriter, record: RequestReco
     """
     account, request = record.account, writer.request
     assert account is not None
-    served = services.metrics.adapters.served(request.base, request.adapter)
-    account.add_prompt(sum(map(len, request.prompts)))
-    with RequestObserver(services.metrics, request.base, served, account, request.sequences) as observer:
+    with RequestObserver(services.metrics, request, account) as observer:
         many = len(request.prompts) > MAX_SEQUENCES
         events = _in_parts(services.engine, request) if many else services.engine.generate(request)
         if request.collection is not None:

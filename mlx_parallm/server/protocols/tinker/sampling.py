@@ -81,6 +81,7 @@ def sample_request(body: SampleBody, card: ModelCard, adapter: AdapterRef, key: 
         work_class=WorkClass.TRAINING,
         cache_salt=key.salt(""),
         key=key.name,
+        base=card.name,
     )
 
 
@@ -112,10 +113,7 @@ async def draw(services: Services, request: GenerationRequest, body: SampleBody,
     rows = {index: _Row() for index in range(request.n)}
     prompt: tuple[TokenLogprob | None, ...] = ()
     cached = 0
-    base = request.base or services.models.first.card.name
-    served = services.metrics.adapters.served(base, request.adapter)
-    account.add_prompt(sum(map(len, request.prompts)))
-    with RequestObserver(services.metrics, base, served, account, request.sequences) as observer:
+    with RequestObserver(services.metrics, request, account) as observer:
         async with aclosing(cast(AsyncGenerator[Event, None], services.engine.generate(request))) as events:
             async for event in events:
                 if isinstance(event, RequestFailed):
