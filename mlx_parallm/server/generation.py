@@ -27,14 +27,15 @@ from mlx_parallm.core.requests import (
     SequencePooled,
 )
 from mlx_parallm.errors import EngineError, ParaLLMError
-from mlx_parallm.server.api.answer import AnswerWriter
+from mlx_parallm.server.access.accounts import Account
+from mlx_parallm.server.api.answer import AnswerWriter, Watch
 from mlx_parallm.server.api.fields import WireOutput
 from mlx_parallm.server.api.generation_fields import GenerationBody
 from mlx_parallm.server.api.pooling.fields import PoolingBody
 from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES
 from mlx_parallm.server.errors import code_of
 from mlx_parallm.server.http.framing import EVENTS, Framing
-from mlx_parallm.server.http.request_log import RequestRecord, address_of, client_of, record_of
+from mlx_parallm.server.http.request_log import address_of, client_of, record_of
 from mlx_parallm.server.http.workers import SMALL_BYTES
 from mlx_parallm.server.lifecycle import while_connected
 from mlx_parallm.server.metrics import RequestObserver
@@ -51,6 +52,8 @@ from mlx_parallm.server.services import Services
 
 log = logging.getLogger(__name__)
 
+Events = AsyncGenerator[Event, None]
+"""The events of one request."""
 SESSION_HEADER = "x-session-id"
 PING_INTERVAL_S = 15.0
 """Longest silence of a stream, in seconds, before an event or a comment is sent to keep the connection open."""
@@ -191,16 +194,23 @@ class GenerationResponse(Response):
             record.set_request(writer.request, body.request_id)
             if record.id_from_client:
                 writer.chosen_id = record.request_id
-            await (self._send_events if body.stream else self._send_whole)(writer, scope, receive, send)
+            events = generate(services, writer.request, account, writer.watch)
+            await (self._send_events if body.stream else self._send_whole)(writer, events, scope, receive, send)
 
-    async def _send_whole(self, writer: AnswerWriter, scope: Scope, receive: Receive, send: Send) -> None:
-        services, record = self._services, record_of(scope)
+    async def _send_whole(
+        self, writer: AnswerWriter, events: Events, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        services, record, every = self._services, record_of(scope), list[Event]()
         async with while_connected(receive, services.lifecycle.expired):
-            events = [event async for event in generate(services, writer, record)]
-        body = await services.workers.run(_answer_bytes(events), partial(_json, writer, events))
+            async for event in events:
+                record.observe(event)
+                every.append(event)
+        body = await services.workers.run(_answer_bytes(every), partial(_json, writer, every))
         await Response(body, headers=record.adapter_header, media_type="application/json")(scope, receive, send)
 
-    async def _send_events(self, writer: AnswerWriter, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _send_events(
+        self, writer: AnswerWriter, events: Events, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         services, record = self._services, record_of(scope)
         stream = EventStream(send, record.adapter_header, writer.FRAMING, writer.keep_alive)
         async with stream.opened():
@@ -208,8 +218,9 @@ class GenerationResponse(Response):
                 async with while_connected(receive, services.lifecycle.expired):
                     for chunk in writer.opening_chunks():
                         await stream.event(chunk)
-                    async with aclosing(generate(services, writer, record)) as events:
+                    async with aclosing(events):
                         async for event in events:
+                            record.observe(event)
                             await self._send_event(stream, writer, event)
             except ClientDisconnect:
                 raise
@@ -231,30 +242,29 @@ class GenerationResponse(Response):
                 await stream.write(text)
 
 
-async def generate(services: Services, writer: AnswerWriter, record: RequestRecord) -> AsyncGenerator[Event, None]:
-    """Runs the request of `writer` on the engine and yields its events, which are also counted in the metrics and in
-    `record`. The last one is RequestFinished. Closing the generator aborts the request.
+async def generate(
+    services: Services, request: GenerationRequest, account: Account, watch: Watch | None = None
+) -> Events:
+    """Runs a request on the engine and yields its events, which are also counted in the metrics and in the `account` of
+    its key. The last one is RequestFinished. Closing the generator aborts the request. `watch`: see `AnswerWriter`.
 
     Raises:
         EngineError: the events ended without RequestFinished or RequestFailed.
         the error of a RequestFailed.
     """
-    account, request = record.account, writer.request
-    assert account is not None
     with RequestObserver(services.metrics, request, account) as observer:
         many = len(request.prompts) > MAX_SEQUENCES
         events = _in_parts(services.engine, request) if many else services.engine.generate(request)
         if request.collection is not None:
             events = services.require_collection().collect(request, events)
-        if writer.watch is not None:
-            events = writer.watch(events)
+        if watch is not None:
+            events = watch(events)
         # `EngineClient` and `CollectingClient` promise that these iterators have `aclose`.
         async with aclosing(cast(AsyncGenerator[Event, None], events)):
             async for event in events:
                 if isinstance(event, RequestFailed):
                     raise event.error
                 observer.observe(event)
-                record.observe(event)
                 yield event
                 if isinstance(event, RequestFinished):
                     return

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, ClassVar, Generic, TypeVar
@@ -23,6 +23,7 @@ from mlx_parallm.core.requests import (
     PromptScored,
     RequestFinished,
     SequenceOutput,
+    TokenLogprob,
 )
 from mlx_parallm.core.splitter import AnswerPart
 from mlx_parallm.core.text import TextTokenizer
@@ -145,10 +146,41 @@ class ChoicePiece:
     stop_reason: str | int | None = None
     parts: tuple[AnswerPart, ...] = ()
 
+    @property
+    def logprobs(self) -> list[TokenLogprob]:
+        """Those of `scored` that a token has; of a generated text, all tokens have one."""
+        return [token.logprob for token in self.scored if token.logprob is not None]
 
-def _piece(output: SequenceOutput) -> ChoicePiece:
-    scored = tuple(ScoredToken(logprob.token_id, logprob) for logprob in output.logprobs)
-    return ChoicePiece(output.index, output.text, output.token_ids, scored, output.finish_reason, output.stop_reason)
+
+def pieces_of(event: Event) -> Iterator[ChoicePiece]:
+    """What an event adds to a choice: one piece, or none."""
+    if isinstance(event, SequenceOutput):
+        scored = tuple(ScoredToken(logprob.token_id, logprob) for logprob in event.logprobs)
+        yield ChoicePiece(event.index, event.text, event.token_ids, scored, event.finish_reason, event.stop_reason)
+
+
+@dataclass(frozen=True, slots=True)
+class WholeAnswer:
+    """All that an answer is written from. `scored` has the prompt logprobs by the index of the prompt."""
+
+    choices: list[ChoicePiece]
+    scored: dict[int, PromptScored]
+    finished: RequestFinished
+
+
+def whole_answer(
+    request: GenerationRequest, events: Sequence[Event], pieces: Iterable[ChoicePiece] | None = None
+) -> WholeAnswer:
+    """Joins the pieces of each choice, which are those of the events if they are not given. `events` are all events of
+    the request; the last one is its RequestFinished."""
+    finished = events[-1]
+    assert isinstance(finished, RequestFinished)
+    pieces = chain.from_iterable(map(pieces_of, events)) if pieces is None else pieces
+    own: list[list[ChoicePiece]] = [[] for _ in range(request.sequences)]
+    for piece in pieces:
+        own[piece.index].append(piece)
+    scored = {event.prompt_index: event for event in events if isinstance(event, PromptScored)}
+    return WholeAnswer([_joined(index, each) for index, each in enumerate(own)], scored, finished)
 
 
 def _joined(index: int, pieces: Sequence[ChoicePiece]) -> ChoicePiece:
@@ -201,22 +233,15 @@ class ChoiceWriter(AnswerWriter, Generic[Body]):
             yield self._chunk([], self._fields() | {"usage": usage_of(finished)})
 
     def whole(self, events: Sequence[Event]) -> WireOutput:
-        finished = events[-1]
-        assert isinstance(finished, RequestFinished)
-        pieces: list[list[ChoicePiece]] = [[] for _ in range(self.request.sequences)]
-        for piece in chain(self._opening_pieces(), *map(self._pieces, events)):
-            pieces[piece.index].append(piece)
-        choices = [_joined(index, own) for index, own in enumerate(pieces)]
-        scored = {event.prompt_index: event for event in events if isinstance(event, PromptScored)}
-        fields = {**self._fields(), "usage": usage_of(finished), **collected_fields(self.request, finished)}
-        return self._whole(choices, scored, fields)
+        whole = whole_answer(self.request, events, chain(self._opening_pieces(), *map(self._pieces, events)))
+        fields = {**self._fields(), "usage": usage_of(whole.finished), **collected_fields(self.request, whole.finished)}
+        return self._whole(whole.choices, whole.scored, fields)
 
     def _opening_pieces(self) -> Iterator[ChoicePiece]:
         return iter(())
 
     def _pieces(self, event: Event) -> Iterator[ChoicePiece]:
-        if isinstance(event, SequenceOutput):
-            yield _piece(event)
+        return pieces_of(event)
 
     def _is_visible(self, piece: ChoicePiece) -> bool:
         ids = self.body.return_token_ids and piece.token_ids

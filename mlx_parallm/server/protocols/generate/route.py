@@ -15,24 +15,23 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Annotated, Any, ClassVar
 
 from fastapi import Depends
 from starlette.responses import Response
 
-from mlx_parallm.core.requests import (
-    Event,
-    FinishReason,
-    GenerationRequest,
-    PromptScored,
-    RequestFinished,
-    SequenceOutput,
-    TokenLogprob,
-)
+from mlx_parallm.core.requests import Event, TokenLogprob
 from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.server.access.roles import Role
-from mlx_parallm.server.api.answer import AnswerWriter, collected_fields, repetition_fields
+from mlx_parallm.server.api.answer import (
+    AnswerWriter,
+    ChoicePiece,
+    WholeAnswer,
+    collected_fields,
+    ending,
+    repetition_fields,
+    whole_answer,
+)
 from mlx_parallm.server.api.completions import CompletionBody, ProgramCompletionBody, plan_completion
 from mlx_parallm.server.api.dialect import Dialect
 from mlx_parallm.server.api.fields import FinishReasonText, WireList, WireOutput
@@ -48,53 +47,6 @@ from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import ServicesDep
 
 
-@dataclass(frozen=True, slots=True)
-class WholeChoice:
-    """One answer. `prompt`: the index of its prompt. `logprobs`: one for each of `token_ids`, if the request asked for
-    them."""
-
-    prompt: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprob]
-    finish_reason: FinishReason
-    stop_reason: str | int | None
-
-
-@dataclass(frozen=True, slots=True)
-class WholeRequest:
-    """All answers of a request, in order, and the scores of its prompts, if it asked for them."""
-
-    choices: list[WholeChoice]
-    prompt_logprobs: dict[int, tuple[TokenLogprob | None, ...]]
-    finished: RequestFinished
-
-
-def whole_request(request: GenerationRequest, events: Sequence[Event]) -> WholeRequest:
-    """Joins the events of a request. The last one is its RequestFinished."""
-    finished = events[-1]
-    assert isinstance(finished, RequestFinished)
-    outputs: list[list[SequenceOutput]] = [[] for _ in range(request.sequences)]
-    for event in events:
-        if isinstance(event, SequenceOutput):
-            outputs[event.index].append(event)
-    scored = {event.prompt_index: event.logprobs for event in events if isinstance(event, PromptScored)}
-    return WholeRequest([_joined(index // request.n, own) for index, own in enumerate(outputs)], scored, finished)
-
-
-def _joined(prompt: int, outputs: Sequence[SequenceOutput]) -> WholeChoice:
-    last = outputs[-1]
-    assert last.finish_reason is not None
-    return WholeChoice(
-        prompt=prompt,
-        text="".join(output.text for output in outputs),
-        token_ids=list(chain.from_iterable(output.token_ids for output in outputs)),
-        logprobs=list(chain.from_iterable(output.logprobs for output in outputs)),
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-    )
-
-
 @dataclass(kw_only=True, eq=False)
 class WholeWriter(AnswerWriter):
     """Writes the answer to a body that cannot ask for a stream."""
@@ -103,10 +55,10 @@ class WholeWriter(AnswerWriter):
     tokenizer: TextTokenizer
 
     def whole(self, events: Sequence[Event]) -> WireOutput:
-        return self._answer(whole_request(self.request, events))
+        return self._answer(whole_answer(self.request, events))
 
     @abstractmethod
-    def _answer(self, whole: WholeRequest) -> WireOutput:
+    def _answer(self, whole: WholeAnswer) -> WireOutput:
         """The JSON body."""
 
 
@@ -149,19 +101,19 @@ def vllm_completion(body: GenerateBody) -> dict[str, Any]:
 class VLLMWriter(WholeWriter):
     """Writes a `VLLMAnswer`."""
 
-    def _answer(self, whole: WholeRequest) -> VLLMAnswer:
+    def _answer(self, whole: WholeAnswer) -> VLLMAnswer:
         prompt = self.request.prompts[0]
         fields: dict[str, Any] = collected_fields(self.request, whole.finished)
         if self.sent.logprobs is not None:
             top = self.sent.logprobs
             fields["logprobs"] = [[[_by_id(token, top)] for token in choice.logprobs] for choice in whole.choices]
         if self.sent.prompt_logprobs is not None:
-            fields["prompt_logprobs"] = list(_prompt_logprobs(whole.prompt_logprobs[0], self.sent.prompt_logprobs))
+            fields["prompt_logprobs"] = list(_prompt_logprobs(whole.scored[0].logprobs, self.sent.prompt_logprobs))
         return VLLMAnswer(
             text=[choice.text for choice in whole.choices],
             prompt=self.tokenizer.decode(prompt),
-            finish_reasons=[choice.finish_reason.value for choice in whole.choices],
-            token_ids=[choice.token_ids for choice in whole.choices],
+            finish_reasons=[ending(choice)["finish_reason"] for choice in whole.choices],
+            token_ids=[list(choice.token_ids) for choice in whole.choices],
             prompt_token_ids=list(prompt),
             **fields,
         )
@@ -232,7 +184,7 @@ def sglang_completion(body: GenerateBody) -> dict[str, Any]:
 class SGLangWriter(WholeWriter):
     """Writes an `SGLangAnswer`, or a list of them if there are several answers."""
 
-    def _answer(self, whole: WholeRequest) -> WireOutput:
+    def _answer(self, whole: WholeAnswer) -> WireOutput:
         collected = collected_fields(self.request, whole.finished)
         ids = collected.pop("trajectory_ids", [None] * len(whole.choices))
         answers = [
@@ -241,7 +193,7 @@ class SGLangWriter(WholeWriter):
         ]
         return WireList(items=answers) if self.request.n > 1 else answers[0]
 
-    def _one(self, whole: WholeRequest, choice: WholeChoice, collected: dict[str, Any]) -> SGLangAnswer:
+    def _one(self, whole: WholeAnswer, choice: ChoicePiece, collected: dict[str, Any]) -> SGLangAnswer:
         fields = collected
         if self.sent.return_logprob:
             drawn = [(finite(token.logprob), token.token_id, None) for token in choice.logprobs]
@@ -254,11 +206,11 @@ class SGLangWriter(WholeWriter):
             cached_tokens=whole.finished.cached_tokens,
             **fields,
         )
-        return SGLangAnswer(text=choice.text, output_ids=choice.token_ids, meta_info=meta)
+        return SGLangAnswer(text=choice.text, output_ids=list(choice.token_ids), meta_info=meta)
 
 
-def _finish_reason(choice: WholeChoice) -> dict[str, str | int]:
-    if choice.finish_reason.cut_off:
+def _finish_reason(choice: ChoicePiece) -> dict[str, str | int]:
+    if choice.finish_reason is not None and choice.finish_reason.cut_off:
         return {"type": "length", "length": len(choice.token_ids), **repetition_fields(choice.finish_reason)}
     return {"type": "stop", "matched": choice.token_ids[-1] if choice.stop_reason is None else choice.stop_reason}
 
@@ -288,10 +240,10 @@ def trl_completion(body: GenerateBody) -> dict[str, Any]:
 class TRLWriter(WholeWriter):
     """Writes a `TRLAnswer`."""
 
-    def _answer(self, whole: WholeRequest) -> TRLAnswer:
+    def _answer(self, whole: WholeAnswer) -> TRLAnswer:
         return TRLAnswer(
             prompt_ids=[list(prompt) for prompt in self.request.prompts],
-            completion_ids=[choice.token_ids for choice in whole.choices],
+            completion_ids=[list(choice.token_ids) for choice in whole.choices],
             logprobs=[[finite(token.logprob) for token in choice.logprobs] for choice in whole.choices],
             **collected_fields(self.request, whole.finished),
         )
