@@ -203,7 +203,7 @@ def generation_request(
     Raises:
         ContextLengthError: the longest prompt and the tokens to generate do not fit the context.
         InvalidRequestError: a prompt is empty, a token id is not in the vocabulary, min_tokens is over the limit, there
-            are too many candidates, or no token may be drawn.
+            are too many candidates, or no token may be sampled.
     """
     card, config, tokenizer = context.model.card, context.config, context.model.tokenizer
     defaults = _defaults(body, context)
@@ -380,8 +380,8 @@ def used_defaults(card: ModelCard, config: ServerConfig) -> Mapping[str, float]:
 
 
 def _defaults(body: GenerationBody, context: RequestContext) -> Mapping[str, float]:
-    """The model's own values of fields that `body` may leave out; none for a trajectory, which is drawn from the
-    model's distribution."""
+    """The model's own values of fields that `body` may leave out; none for a trajectory, which is sampled from
+    the model's distribution."""
     applies = body.MODEL_DEFAULTS and not body.collect_trajectory
     return used_defaults(context.model.card, context.config) if applies else {}
 
@@ -389,14 +389,14 @@ def _defaults(body: GenerationBody, context: RequestContext) -> Mapping[str, flo
 def _sampling(
     body: GenerationBody, context: RequestContext, defaults: Mapping[str, float], top_logprobs: int | None
 ) -> SamplingParams:
-    """How the sequences of a request draw their tokens.
+    """How the tokens of a request are sampled.
 
     Args:
         defaults: see `_defaults`.
         top_logprobs: number of alternatives to report for each generated token. None: no logprobs.
 
     Raises:
-        InvalidRequestError: a token id is not in the vocabulary, or no token may be drawn.
+        InvalidRequestError: a token id is not in the vocabulary, or no token may be sampled.
     """
 
     def sent(name: str) -> float:

@@ -117,7 +117,7 @@ class CompletionBody(GenerationBody):
 
 
 class ProgramCompletionBody(CompletionBody):
-    """A completion for a program that says itself how tokens are drawn."""
+    """A completion for a program that says itself how tokens are sampled, so that the model's defaults do not count."""
 
     MODEL_DEFAULTS: ClassVar[bool] = False
 

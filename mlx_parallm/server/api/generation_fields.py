@@ -186,7 +186,7 @@ class GenerationBody(SharedBody, SamplingFields, StructuredBody):
     MODEL_DEFAULTS: ClassVar[bool] = True
     """Whether the model's own defaults count for fields that are left out; see `ModelCard.generation_defaults`."""
     PROCESSED_LOGPROBS: ClassVar[bool] = False
-    """Whether logprobs are those of the distribution that draws the tokens, whatever `--logprobs-mode` says."""
+    """Whether logprobs are those of the distribution that tokens are sampled from, whatever `--logprobs-mode` says."""
 
     adapters: str | None = None
     """mlx-lm's name for `lora_adapter`, or the path of an adapter's folder under the operator's adapter roots, which is

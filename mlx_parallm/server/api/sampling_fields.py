@@ -220,10 +220,9 @@ class SamplingFields(BasicSampling):
     """Return the logprobs of the prompt's tokens and, at each position, of this many most likely tokens: at most 20,
     unless the operator allows more with `--max-logprobs`."""
 
-
-def sent_sampling(fields: SamplingFields) -> dict[str, Any]:
-    """The sampling fields that a client sent, as another body can have them."""
-    sent = {name: getattr(fields, name) for name in SamplingFields.model_fields if name in fields.model_fields_set}
-    if "logit_bias" in sent:
-        sent["logit_bias"] = {str(token): bias for token, bias in fields.logit_bias.items()}
-    return sent
+    def sent_sampling(self) -> dict[str, Any]:
+        """Those of these fields that the client sent, as another body can have them."""
+        sent = {name: getattr(self, name) for name in SamplingFields.model_fields if name in self.model_fields_set}
+        if "logit_bias" in sent:
+            sent["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
+        return sent

@@ -36,7 +36,7 @@ from mlx_parallm.server.api.completions import CompletionBody, ProgramCompletion
 from mlx_parallm.server.api.dialect import Dialect
 from mlx_parallm.server.api.fields import FinishReasonText, WireList, WireOutput
 from mlx_parallm.server.api.logprobs import finite
-from mlx_parallm.server.api.sampling_fields import SamplingFields, sent_sampling
+from mlx_parallm.server.api.sampling_fields import SamplingFields
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import new_request_id
@@ -95,7 +95,7 @@ class VLLMAnswer(WireOutput):
 
 def vllm_completion(body: GenerateBody) -> dict[str, Any]:
     """The fields of the completion that a body with `prompt` asks for."""
-    return {**sent_sampling(body), "max_tokens": body.max_tokens, "logprobs": body.logprobs}
+    return {**body.sent_sampling(), "max_tokens": body.max_tokens, "logprobs": body.logprobs}
 
 
 class VLLMWriter(WholeWriter):
@@ -173,7 +173,7 @@ def sglang_completion(body: GenerateBody) -> dict[str, Any]:
     """The fields of the completion that a body with `input_ids` asks for."""
     sampling = body.sampling_params
     return {
-        **sent_sampling(sampling),
+        **sampling.sent_sampling(),
         "max_tokens": sampling.max_new_tokens,
         "min_tokens": sampling.min_new_tokens or sampling.min_tokens,
         "seed": sampling.seed if sampling.sampling_seed is None else sampling.sampling_seed,
@@ -234,7 +234,7 @@ class TRLAnswer(WireOutput):
 
 def trl_completion(body: GenerateBody) -> dict[str, Any]:
     """The fields of the completion that a body with `prompts` asks for."""
-    return {**sent_sampling(body), "max_tokens": body.max_tokens, "logprobs": 0}
+    return {**body.sent_sampling(), "max_tokens": body.max_tokens, "logprobs": 0}
 
 
 class TRLWriter(WholeWriter):

@@ -22,7 +22,7 @@ from mlx_parallm.server.api.chat.schema import ChatBody
 from mlx_parallm.server.api.completions import CompletionBody, ProgramCompletionBody, plan_completion
 from mlx_parallm.server.api.dialect import Dialect
 from mlx_parallm.server.api.logprobs import chat_logprobs, prompt_logprobs, scored_prompt
-from mlx_parallm.server.api.sampling_fields import SamplingFields, sent_sampling
+from mlx_parallm.server.api.sampling_fields import SamplingFields
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import new_request_id
@@ -150,7 +150,7 @@ def _render(body: ChatBody, model: ServedModel) -> RenderedChat:
     if body.compiles:
         param = body.grammar[0] if body.grammar else "tool_choice"
         raise InvalidRequestError(f"{param}: a rendered request has no grammar; leave it out", param=param)
-    sampling = {**sent_sampling(body), "max_tokens": body.token_limit, "logprobs": body.candidates.number}
+    sampling = {**body.sent_sampling(), "max_tokens": body.token_limit, "logprobs": body.candidates.number}
     names = [name for name in ("model", "lora_adapter", "cache_salt") if name in body.model_fields_set]
     return RenderedChat(
         token_ids=body.given_prompt or prompt_of(body, model),

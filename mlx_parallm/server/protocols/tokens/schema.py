@@ -11,7 +11,7 @@ from mlx_parallm.server.api.answer import AnswerObject
 from mlx_parallm.server.api.fields import FinishReasonText, Neutral, NonEmptyTokenIds, WireOutput
 from mlx_parallm.server.api.generation_fields import UNSUPPORTED_OPTIONS, CollectableBody, Priority, StreamOptions
 from mlx_parallm.server.api.logprobs import ChatLogprobs, PromptLogprobs
-from mlx_parallm.server.api.sampling_fields import NO_LIMIT, SamplingFields, TokenLimit, TopLogprobs, sent_sampling
+from mlx_parallm.server.api.sampling_fields import NO_LIMIT, SamplingFields, TokenLimit, TopLogprobs
 
 MAX_REQUEST_ID = 256
 WITHOUT_EFFECT = frozenset({"detokenize", "extra_args", "output_kind", "routed_experts_prompt_start"})
@@ -58,7 +58,7 @@ class TokensBody(CollectableBody):
         sampling = self.sampling_params
         return {
             **self.sent_collection(),
-            **sent_sampling(sampling),
+            **sampling.sent_sampling(),
             "prompt": self.token_ids,
             "max_tokens": NO_LIMIT if sampling.max_tokens is None else sampling.max_tokens,
             "logprobs": sampling.logprobs,
