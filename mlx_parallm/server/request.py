@@ -206,7 +206,8 @@ def generation_request(
             are too many candidates, or no token may be sampled.
     """
     card, config, tokenizer = context.model.card, context.config, context.model.tokenizer
-    defaults = _defaults(body, context)
+    own = body.MODEL_DEFAULTS and not body.collect_trajectory  # a trajectory is sampled from the model's distribution
+    defaults = used_defaults(card, config) if own else {}
     prompts = [_truncated(body, ids, card.context_length) for ids in prompts]
     max_tokens = _max_tokens(body, defaults, max(map(len, prompts)), card.context_length)
     for ids in prompts:
@@ -379,20 +380,13 @@ def used_defaults(card: ModelCard, config: ServerConfig) -> Mapping[str, float]:
     return card.generation_defaults if config.generation_config is GenerationConfig.AUTO else {}
 
 
-def _defaults(body: GenerationBody, context: RequestContext) -> Mapping[str, float]:
-    """The model's own values of fields that `body` may leave out; none for a trajectory, which is sampled from
-    the model's distribution."""
-    applies = body.MODEL_DEFAULTS and not body.collect_trajectory
-    return used_defaults(context.model.card, context.config) if applies else {}
-
-
 def _sampling(
     body: GenerationBody, context: RequestContext, defaults: Mapping[str, float], top_logprobs: int | None
 ) -> SamplingParams:
     """How the tokens of a request are sampled.
 
     Args:
-        defaults: see `_defaults`.
+        defaults: the model's own values of fields that the body may leave out.
         top_logprobs: number of alternatives to report for each generated token. None: no logprobs.
 
     Raises:
