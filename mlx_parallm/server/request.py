@@ -206,8 +206,7 @@ def generation_request(
             are too many candidates, or no token may be sampled.
     """
     card, config, tokenizer = context.model.card, context.config, context.model.tokenizer
-    own = body.MODEL_DEFAULTS and not body.collect_trajectory  # a trajectory is sampled from the model's distribution
-    defaults = used_defaults(card, config) if own else {}
+    defaults = used_defaults(card, config) if body.takes_defaults else {}
     prompts = [_truncated(body, ids, card.context_length) for ids in prompts]
     max_tokens = _max_tokens(body, defaults, max(map(len, prompts)), card.context_length)
     for ids in prompts:
@@ -480,6 +479,6 @@ def _repetition(body: GenerationBody, work_class: WorkClass, config: ServerConfi
     if isinstance(asked, RepetitionDetection):
         return asked.limits
     if asked is None:
-        served = work_class is WorkClass.INFERENCE and body.MODEL_DEFAULTS and not body.collect_trajectory
+        served = work_class is WorkClass.INFERENCE and body.takes_defaults
         asked = config.stop_repetition and served and not body.ignore_eos
     return RepetitionLimits() if asked else None

@@ -184,7 +184,7 @@ class GenerationBody(SharedBody, SamplingFields, StructuredBody):
     )
     NEUTRAL: ClassVar[Neutral] = UNSUPPORTED_OPTIONS
     MODEL_DEFAULTS: ClassVar[bool] = True
-    """Whether the model's own defaults count for fields that are left out; see `ModelCard.generation_defaults`."""
+    """Whether the model's own defaults may count for fields that are left out; see `takes_defaults`."""
     PROCESSED_LOGPROBS: ClassVar[bool] = False
     """Whether logprobs are those of the distribution that tokens are sampled from, whatever `--logprobs-mode` says."""
 
@@ -220,6 +220,12 @@ class GenerationBody(SharedBody, SamplingFields, StructuredBody):
     @abstractmethod
     def token_limit(self) -> int | None:
         """The number of tokens that the client asks for at most; None if it does not say."""
+
+    @property
+    def takes_defaults(self) -> bool:
+        """Whether the defaults of the model and of the operator count for fields that are left out. They do not for a
+        trajectory, which is sampled from the model's own distribution."""
+        return self.MODEL_DEFAULTS and not self.collect_trajectory
 
     @property
     def default_max_tokens(self) -> int | None:
