@@ -25,7 +25,7 @@ from mlx_parallm.core.requests import (
     SequenceOutput,
     TokenLogprob,
 )
-from mlx_parallm.core.splitter import AnswerPart
+from mlx_parallm.core.splitter import AnswerPart, Splitter
 from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.server.api.fields import WireOutput
 from mlx_parallm.server.api.generation_fields import GenerationBody
@@ -307,6 +307,13 @@ def ending(piece: ChoicePiece) -> dict[str, Any]:
 def cut_off(last: ChoicePiece | SequenceOutput) -> bool:
     """Whether the server ended the text, for example at a stop string or the token limit, and not the model."""
     return last.finish_reason not in (None, FinishReason.STOP) or isinstance(last.stop_reason, str)
+
+
+def parts_of(splitter: Splitter, output: ChoicePiece | SequenceOutput) -> Iterator[AnswerPart]:
+    """What an output adds to the parts of an answer, whose own `splitter` has seen its outputs so far."""
+    yield from splitter.feed(output.text)
+    if output.finish_reason is not None:
+        yield from splitter.end(cut_off(output))
 
 
 def repetition_fields(reason: FinishReason | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from mlx_parallm.core.models import ServedModel
 from mlx_parallm.core.requests import Event, FinishReason, GenerationRequest, PromptScored
 from mlx_parallm.core.splitter import AnswerSyntax, CallPart, JoinedParts, Splitter, join_parts
 from mlx_parallm.server.access.roles import Role
-from mlx_parallm.server.api.answer import ChoicePiece, ChoiceWriter, Watch, cut_off, ending
+from mlx_parallm.server.api.answer import ChoicePiece, ChoiceWriter, Watch, ending, parts_of
 from mlx_parallm.server.api.chat.history import PlannedTurn
 from mlx_parallm.server.api.chat.messages import Conversation
 from mlx_parallm.server.api.chat.schema import (
@@ -180,9 +180,7 @@ class ChatWriter(ChoiceWriter[ChatBody]):
 
     def _pieces(self, event: Event) -> Iterator[ChoicePiece]:
         for piece in super()._pieces(event):
-            splitter = self.splitters[piece.index]
-            parts = [*splitter.feed(piece.text), *(splitter.end(cut_off(piece)) if piece.finish_reason else ())]
-            yield replace(piece, parts=tuple(parts))
+            yield replace(piece, parts=tuple(parts_of(self.splitters[piece.index], piece)))
 
     def _is_visible(self, piece: ChoicePiece) -> bool:
         return bool(piece.parts) or super()._is_visible(replace(piece, text=""))

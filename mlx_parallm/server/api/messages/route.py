@@ -31,7 +31,7 @@ from mlx_parallm.server.api.answer import (
     AnswerWriter,
     call_arguments,
     collected_fields,
-    cut_off,
+    parts_of,
     repetition_fields,
     served_by,
 )
@@ -206,7 +206,8 @@ class MessageWriter(AnswerWriter):
 
     def chunks(self, event: Event) -> Iterator[MessageEvent]:
         if isinstance(event, SequenceOutput):
-            for part in self._parts(event):
+            self._last = event
+            for part in parts_of(self.splitter, event):
                 yield from self._blocks.add(part)
         elif isinstance(event, RequestFinished):
             yield from self._closing_events(event)
@@ -222,12 +223,6 @@ class MessageWriter(AnswerWriter):
 
     def keep_alive(self) -> MessageEvent:
         return MessageEvent(type="ping")
-
-    def _parts(self, output: SequenceOutput) -> Iterator[AnswerPart]:
-        self._last = output
-        yield from self.splitter.feed(output.text)
-        if output.finish_reason is not None:
-            yield from self.splitter.end(cut_off(output))
 
     def _closing_events(self, finished: RequestFinished) -> Iterator[MessageEvent]:
         yield from self._blocks.close()

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from mlx_parallm.core.requests import Event, FinishReason, RequestFinished, SequenceOutput
 from mlx_parallm.core.splitter import AnswerPart, Splitter
 from mlx_parallm.errors import ContextLengthError, RequestError
-from mlx_parallm.server.api.answer import AnswerWriter, collected_fields, cut_off, repetition_fields, served_by
+from mlx_parallm.server.api.answer import AnswerWriter, collected_fields, parts_of, repetition_fields, served_by
 from mlx_parallm.server.api.repairs import repaired_fields
 from mlx_parallm.server.api.responses.items import ItemEvent, OutputItems
 from mlx_parallm.server.api.responses.objects import (
@@ -81,9 +81,7 @@ class ResponseWriter(AnswerWriter):
     def _add(self, output: SequenceOutput) -> Iterator[ItemEvent]:
         self._uncounted_tokens += len(output.token_ids)
         self._reason = output.finish_reason
-        parts = list(self.splitter.feed(output.text))
-        if output.finish_reason is not None:
-            parts += self.splitter.end(cut_off(output))
+        parts = list(parts_of(self.splitter, output))
         self._count_reasoning(parts)
         for part in parts:
             yield from self._items.add(part)

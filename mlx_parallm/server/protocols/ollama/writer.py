@@ -24,7 +24,7 @@ from mlx_parallm.server.api.answer import (
     AnswerWriter,
     call_arguments,
     collected_fields,
-    cut_off,
+    parts_of,
     repetition_fields,
     served_by,
 )
@@ -83,18 +83,13 @@ class OllamaWriter(AnswerWriter):
             return
         self._reason = event.finish_reason
         self._scored += event.logprobs
-        for part in self._split(event):
+        for part in parts_of(self.splitter, event):
             if part.call is None:
                 yield part
             else:
                 yield from self._complete_calls(part, part.call)
         if event.finish_reason is not None:
             yield from self._call
-
-    def _split(self, output: SequenceOutput) -> Iterator[AnswerPart]:
-        yield from self.splitter.feed(output.text)
-        if output.finish_reason is not None:
-            yield from self.splitter.end(cut_off(output))
 
     def _complete_calls(self, part: AnswerPart, call: CallPart) -> Iterator[AnswerPart]:
         """Holds a piece of a call back. If it is the last one, returns the whole call."""
