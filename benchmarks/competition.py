@@ -38,8 +38,8 @@ from mlx_parallm.config import CompetitionConfig
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.requests import CollectionSpec, FinishReason
 from mlx_parallm.core.trajectories import Trajectory
-from mlx_parallm.rl.competition.comparison import ComparisonSpec
-from mlx_parallm.rl.competition.service import CompetitionService
+from mlx_parallm.extras.competition.comparison import ComparisonSpec
+from mlx_parallm.extras.competition.service import CompetitionService
 from mlx_parallm.rl.trajectories import TrajectoryGroup, TrajectoryState
 
 LIVE, CANDIDATE = AdapterRef("default", 1), AdapterRef("default", 2)

@@ -27,6 +27,8 @@ from lib.training.rig import Rig, rig
 import mlx.core as mx  # isort: skip  after training_rig, which chooses the BLAS
 from mlx_parallm.config import Config, LoRAConfig, RLConfig, configure
 from mlx_parallm.core.trajectories import GivenTrajectory
+from mlx_parallm.train.data import UpdateOutcome
+from mlx_parallm.train.jobs import Parts
 
 HERE = Path(__file__).parent
 PARTS = ("memory", "load")
@@ -138,16 +140,17 @@ async def _memory() -> Memory:
 
 
 def _watched(made: Rig) -> list[int]:
-    """MLX's bytes after each micro-step of the first update, before its version is staged into the bank."""
+    """MLX's bytes when the gradients of the first update are there, and its step has not begun."""
     held: list[int] = []
-    trainer, advance = made.trainer, made.trainer.advance
+    jobs = made.trainer._jobs
+    step = jobs._step
 
-    def watched() -> None:
-        advance()
-        if trainer._running is None and trainer.waits() and not made.served.adapters.stats().bank_bytes:
-            held.append(mx.get_active_memory() - made.engine.processor.stats().kv_bytes_held)
+    def watched(*of_step: Any) -> Parts[UpdateOutcome]:
+        if not made.served.adapters.stats().bank_bytes:
+            held.append(mx.get_active_memory() - made.pool_bytes)
+        return step(*of_step)
 
-    trainer.advance = watched  # type: ignore[method-assign]
+    jobs._step = watched  # type: ignore[method-assign]
     return held
 
 

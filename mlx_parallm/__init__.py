@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from mlx_parallm import blas
 
 if TYPE_CHECKING:
-    from mlx_parallm.app.retrain import RetrainEngine
     from mlx_parallm.app.server import RLIntegratedServer
     from mlx_parallm.config import LoRAConfig, RLConfig
     from mlx_parallm.engine.scheduler import RLAwareScheduler
     from mlx_parallm.engine.thread import ContinuousBatchProcessor
+    from mlx_parallm.extras.retrain.engine import RetrainEngine
     from mlx_parallm.kv.cache import LoRABatchedKVCache
     from mlx_parallm.model.manager import CheckpointManager, SharedModelManager
     from mlx_parallm.train.trainer import GRPOTrainer
@@ -50,7 +50,7 @@ _LAZY = {
     "RLAwareScheduler": "mlx_parallm.engine.scheduler",
     "RLConfig": "mlx_parallm.config",
     "RLIntegratedServer": "mlx_parallm.app.server",
-    "RetrainEngine": "mlx_parallm.app.retrain",
+    "RetrainEngine": "mlx_parallm.extras.retrain.engine",
     "SharedModelManager": "mlx_parallm.model.manager",
 }
 

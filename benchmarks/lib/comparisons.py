@@ -1,4 +1,4 @@
-"""Many comparisons of two versions at once: what `rl.competition` computes, in NumPy, a column for each comparison."""
+"""Many comparisons of two versions at once: what `extras.competition` computes, in NumPy, one column for each."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from mlx_parallm.config import CompetitionConfig
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.rl.competition.comparison import LiveComparison
-from mlx_parallm.rl.competition.evidence import BETS, Contrast
+from mlx_parallm.extras.competition.comparison import LiveComparison
+from mlx_parallm.extras.competition.evidence import BETS, Contrast
 
 LEAST_WEIGHT = 1 / 32
 VERDICTS = ("", "promoted", "withdrawn", "no_difference")

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from mlx_parallm.core.adapters import BEST, AdapterRef
-from mlx_parallm.core.json_values import ANSWER
+from mlx_parallm.core.adapters import BEST, AdapterRef, AdapterText
+from mlx_parallm.core.json_values import ANSWER, NOT_SENT, Figure, sent_as
 
 
 class Residence(StrEnum):
@@ -23,58 +23,64 @@ class Residence(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AdapterCard:
-    """One version of an adapter.
+    """One version of an adapter."""
 
-    Attributes:
-        live: whether the name without a version means this version.
-        root: the directory it was loaded from; empty if it was published in this process.
-        rank: the largest rank of its modules.
-        alpha: scale times rank; times √rank if the adapter is rank-stabilised (rsLoRA).
-        targets: the last names of its modules, such as `q_proj`.
-        bytes: size of its weights as stored.
-        created: Unix time in seconds.
-        leases: requests under way for this version, rollouts and evaluations among them.
-        checkpoint: the name of its checkpoint, if it has one.
-        base: the name of its base model; empty if there is only one.
-        warning: how the config of its files contradicts their tensors; empty if it does not.
-    """
+    __pydantic_config__ = ANSWER
 
-    ref: AdapterRef
+    ref: AdapterText = field(metadata=sent_as("id"))
+    """`name@version`."""
     live: bool
+    """Whether requests that send the name without a version get this one."""
     residence: Residence
+    """`slot`: in the adapter bank. `copy`: in memory. `file`: only on disk."""
     root: str
+    """The folder that it was loaded from; empty if it was published in this process, and for keys with the role
+    `inference`."""
     rank: int
+    """The largest rank of its modules."""
     alpha: float
+    """The LoRA scale times the rank; times its square root if the adapter is rank-stabilised (rsLoRA)."""
     targets: tuple[str, ...]
+    """Last names of the modules that it changes."""
     bytes: int
+    """Bytes of its weights, as stored."""
     created: int
+    """Unix time, seconds."""
     leases: int = 0
+    """Number of requests under way that use it, rollouts and evaluations among them."""
     checkpoint: str | None = None
-    base: str = ""
+    """Name of its checkpoint, if it has one."""
+    base: str = field(default="", metadata=sent_as("base_model_name"))
+    """The base model that it is for; empty if there is only one."""
     warning: str = ""
+    """How the config of its files contradicts their tensors, which are used; empty if it does not."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointCard:
-    """One checkpoint on disk. `rank`, `alpha`, `targets` and `bytes` as in AdapterCard.
+    """An adapter version on disk."""
 
-    Attributes:
-        name: `checkpoint-<step>`.
-        created: Unix time in seconds.
-        tags: names given to it. `latest` is a tag of the newest checkpoint, or of the one restored since.
-    """
+    __pydantic_config__ = ANSWER
 
     name: str
-    adapter: AdapterRef
+    """`checkpoint-<step>`."""
+    adapter: AdapterText
+    """The adapter version, as `name@version`."""
     step: int
-    path: str
+    """The checkpoint's number."""
+    path: str = field(metadata=NOT_SENT)
+    """Its folder."""
     created: int
+    """Unix time, seconds."""
     tags: tuple[str, ...] = ()
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    rank: int = 0
-    alpha: float = 0.0
-    targets: tuple[str, ...] = ()
-    bytes: int = 0
+    """Other names for it. `latest` is one of the newest checkpoint, or of the one restored since."""
+    metrics: Mapping[str, Figure] = field(default_factory=dict)
+    """The numbers that were saved with it; null for a number that is not finite."""
+    rank: int = field(default=0, metadata=NOT_SENT)
+    """This and the fields below are as in `AdapterCard`."""
+    alpha: float = field(default=0.0, metadata=NOT_SENT)
+    targets: tuple[str, ...] = field(default=(), metadata=NOT_SENT)
+    bytes: int = field(default=0, metadata=NOT_SENT)
 
     def tags_beside(self, best: AdapterRef | None) -> tuple[str, ...]:
         """Its tags, without `best` if another version is the best one and not saved yet. `best`: of training; None: it

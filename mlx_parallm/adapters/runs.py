@@ -6,7 +6,7 @@
             run.json                      see `rl.runs.record`
             journal.sqlite                see `rl.runs.store`
             run.commits                   how many commits the journal has at least
-            metrics.jsonl                 see `rl.tracking.trackers`
+            metrics.jsonl                 see `extras.trackers`
             default/checkpoint-10/ ...    see `checkpoints`
             tone/versions.json            which versions were loaded from folders, and which of them was live
             tone/version-3/               a copy of one of them

@@ -41,7 +41,7 @@ from mlx_parallm.rl.runs.record import RunFile, RunState, read_record
 from mlx_parallm.rl.runs.store import JournalFile
 
 if TYPE_CHECKING:
-    from mlx_parallm.ranks.joining import Ranks
+    from mlx_parallm.extras.ranks.joining import Ranks
 
 _log = logging.getLogger(__name__)
 

@@ -39,7 +39,7 @@ from mlx_parallm.rl.rollouts.tasks import without
 from mlx_parallm.rl.status import LevelCard, TrainingEvent
 
 if TYPE_CHECKING:
-    from mlx_parallm.rl.rollouts.curriculum import Curriculum
+    from mlx_parallm.extras.curriculum import Curriculum
 
 _log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The extras of training: what few use. Nothing but this page imports them, and training works without each of them.
+"""The extras: what few use. Nothing but this page imports them, and the rest works without each of them.
 
     install_extras ─▶ competition, people, …   which add to the hooks of training
     install_served_extras ─▶ averages, lessons, Tinker, Atropos, …   which requests ask for by name
@@ -9,8 +9,8 @@ An extra that is not there is left out. One that a setting asks for must be ther
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from mlx_parallm.adapters.runs import Run
 from mlx_parallm.config import Config, TrackerName
 from mlx_parallm.config.training import TeacherConfig
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.optional_packages import CLUSTER
 from mlx_parallm.rl.environments import Environment, Task
 from mlx_parallm.rl.environments.names import LOADERS
 from mlx_parallm.rl.scoring.catalogue import no_reward_model
@@ -26,16 +27,19 @@ from mlx_parallm.rl.tracking.tracking import Tracker
 
 if TYPE_CHECKING:
     from mlx_parallm.app.build import Served
-    from mlx_parallm.app.ranks import Lead
     from mlx_parallm.app.training import TrainingRuntime
     from mlx_parallm.app.training_run import TrainingRun
     from mlx_parallm.engine.thread import ContinuousBatchProcessor
+    from mlx_parallm.extras.cluster.node import Node
+    from mlx_parallm.extras.curriculum import Curriculum
+    from mlx_parallm.extras.ranks.joining import Ranks
+    from mlx_parallm.extras.ranks.running import Lead
+    from mlx_parallm.extras.reward_models.service import RewardModels
     from mlx_parallm.model.manager import SharedModelManager
-    from mlx_parallm.ranks.joining import Ranks
-    from mlx_parallm.rl.reward_models.service import RewardModels
-    from mlx_parallm.rl.rollouts.curriculum import Curriculum
     from mlx_parallm.rl.rollouts.engine import InferenceEngine
     from mlx_parallm.rl.teachers import Score
+    from mlx_parallm.server.backend import Backend
+    from mlx_parallm.server.services import Services
     from mlx_parallm.train.model import TrainableModel
     from mlx_parallm.train.trainer import GRPOTrainer
 
@@ -84,19 +88,19 @@ def is_extra(error: ModuleNotFoundError) -> bool:
 
 
 def _competition(config: Config, served: Served, training: TrainingRuntime) -> Any:
-    from mlx_parallm.rl.competition.service import install
+    from mlx_parallm.extras.competition.service import install
 
     return install(training.service)
 
 
 def _people(config: Config, served: Served, training: TrainingRuntime) -> Any:
-    from mlx_parallm.rl.people import install
+    from mlx_parallm.extras.people.service import install
 
     return install(training.service)
 
 
 def _lesson_groups(config: Config, served: Served, training: TrainingRuntime) -> None:
-    from mlx_parallm.rl.lessons.record import install
+    from mlx_parallm.extras.lessons.record import install
 
     install(training.service)
 
@@ -104,7 +108,7 @@ def _lesson_groups(config: Config, served: Served, training: TrainingRuntime) ->
 def _reward_models(config: Config, served: Served, training: TrainingRuntime) -> Any:
     if training.reward_models is None:
         return None
-    from mlx_parallm.rl.reward_models.trainer import RewardModelTrainer
+    from mlx_parallm.extras.reward_models.trainer import RewardModelTrainer
 
     return RewardModelTrainer(training.reward_models, training.service.parts.journal, config.model)
 
@@ -113,13 +117,13 @@ def _reward_models(config: Config, served: Served, training: TrainingRuntime) ->
 
 
 def _averages(config: Config, served: Served, training: TrainingRuntime) -> Any:
-    from mlx_parallm.rl.averages import Averages
+    from mlx_parallm.extras.averages.service import Averages
 
     return Averages(training.service, training.known.registry, training.known.library.max_rank)
 
 
 def _lessons(config: Config, served: Served, training: TrainingRuntime) -> Any:
-    from mlx_parallm.app.lessons import Lessons
+    from mlx_parallm.extras.lessons.service import Lessons
 
     lessons = Lessons(config, served, training)
     training.on_end.append(lessons.close)
@@ -127,8 +131,8 @@ def _lessons(config: Config, served: Served, training: TrainingRuntime) -> Any:
 
 
 def _tinker(config: Config, served: Served, training: TrainingRuntime) -> Any:
-    from mlx_parallm.rl.tinker.service import TinkerService
-    from mlx_parallm.server.protocols.tinker.server import TinkerServer
+    from mlx_parallm.extras.tinker.server import TinkerServer
+    from mlx_parallm.extras.tinker.service import TinkerService
 
     settings, parts, known = config.rl_training.tinker, training.service.parts, training.known
     policies = TinkerService(
@@ -146,9 +150,9 @@ def _tinker(config: Config, served: Served, training: TrainingRuntime) -> Any:
 def _atropos(config: Config, served: Served, training: TrainingRuntime) -> Any:
     if not config.server.atropos_api:
         return None
-    from mlx_parallm.app.atropos import registration
-    from mlx_parallm.rl.atropos.groups import AtroposGroups
-    from mlx_parallm.server.protocols.atropos.route import AtroposParts
+    from mlx_parallm.extras.atropos.groups import AtroposGroups
+    from mlx_parallm.extras.atropos.registration import registration
+    from mlx_parallm.extras.atropos.route import AtroposParts
 
     groups = AtroposGroups(training.service)
     return AtroposParts.of(registration(config, served, step=0), training.service, groups, served.card)
@@ -157,7 +161,7 @@ def _atropos(config: Config, served: Served, training: TrainingRuntime) -> Any:
 def _atropos_batches(config: Config, served: Served, training: TrainingRuntime) -> None:
     if config.rl_training.atropos_url is None:
         return
-    from mlx_parallm.app.atropos import Batches
+    from mlx_parallm.extras.atropos.registration import Batches
 
     batches = Batches(config, served, training.service)
     training.on_start.append(batches.start)
@@ -174,8 +178,8 @@ def joined(config: Config) -> Ranks | None:
         ConfigError: the configuration asks for what a split model cannot do.
     """
     with _if_there():
-        from mlx_parallm.app.ranks import check_splittable
-        from mlx_parallm.ranks.joining import join
+        from mlx_parallm.extras.ranks.joining import join
+        from mlx_parallm.extras.ranks.running import check_splittable
 
         ranks = join()
         if ranks is not None:
@@ -185,24 +189,84 @@ def joined(config: Config) -> Ranks | None:
 
 
 def leading(ranks: Ranks, lose: Callable[[str], None]) -> Lead:
-    """Rank 0 of several; see `app.ranks.Lead`."""
-    from mlx_parallm.app.ranks import Lead
+    """Rank 0 of several; see `ranks.running.Lead`."""
+    from mlx_parallm.extras.ranks.running import Lead
 
     return Lead(ranks, lose)
 
 
 def follow(config: Config, ranks: Ranks) -> int:
-    """Computes with rank 0 until it ends; see `app.ranks.follow`."""
-    from mlx_parallm.app.ranks import follow
+    """Computes with rank 0 until it ends; see `ranks.running.follow`."""
+    from mlx_parallm.extras.ranks.running import follow
 
     return follow(config, ranks)
 
 
 def leading_model(*parts: Any) -> TrainableModel:
     """The model with gradients on rank 0 of several; see `LeadingTrainableModel`."""
-    from mlx_parallm.ranks.training import LeadingTrainableModel
+    from mlx_parallm.extras.ranks.training import LeadingTrainableModel
 
     return LeadingTrainableModel(*parts)
+
+
+# ---- a cluster -------------------------------------------------------------------------------------
+
+
+def config_in_cluster(config: Config, trains: bool = False) -> Config:
+    """The configuration with which a process loads its model if it is a node of a cluster, as its trainer if it
+    `trains`; else `config` itself.
+
+    Raises:
+        ConfigError: NATS is not installed, or the process cannot take part; see `prepare` and `prepare_trainer`.
+    """
+    if not config.cluster.wanted:
+        return config
+    if not CLUSTER.installed:
+        raise ConfigError(f"cluster: {CLUSTER.missing}")
+    with _needed_by("cluster"):
+        from mlx_parallm.extras.cluster.running.serving import prepare, prepare_trainer
+    return prepare_trainer(config) if trains else prepare(config)
+
+
+@asynccontextmanager
+async def node_of_cluster(config: Config, served: Served) -> AsyncIterator[Node | None]:
+    """This server as a node of a cluster, until the block ends; None if it is not a node."""
+    if not config.cluster.wanted:
+        yield None
+        return
+    from mlx_parallm.extras.cluster.running.serving import joined
+
+    async with joined(config, served) as node:
+        yield node
+
+
+def backend_of_node(backend: Backend, node: Node, default_adapter: str) -> Backend:
+    """The backend of a server that is a node of a cluster; see `join`."""
+    from mlx_parallm.extras.cluster.http.parts import join
+    from mlx_parallm.extras.cluster.running.collection import ClusterCollection
+
+    return join(backend, node, ClusterCollection(node, default_adapter))
+
+
+def announce_node(node: Node, config: Config, services: Services, port: int) -> None:
+    """Tells the other nodes that this one serves now, on `port`."""
+    from mlx_parallm.extras.cluster.running.serving import begin_serving
+
+    begin_serving(node, config, services, port)
+
+
+def cluster_run(*parts: Any) -> TrainingRun:
+    """The run of `mlx_parallm_train` on what the clients of a cluster send."""
+    from mlx_parallm.extras.cluster.running.run import ClusterRun
+
+    return ClusterRun(*parts)
+
+
+def run_in_cluster(config: Config, steps: TrainingRun) -> Coroutine[Any, Any, None]:
+    """All steps of a run that is the trainer of a cluster."""
+    from mlx_parallm.extras.cluster.running.run import run_in_cluster
+
+    return run_in_cluster(config, steps)
 
 
 # ---- of the process, before training is there ------------------------------------------------------
@@ -213,9 +277,9 @@ def reward_models_of(
 ) -> RewardModels | None:
     """The reward models of the adapter folder, which the trainer scores with and trains."""
     with _if_there():
-        from mlx_parallm.adapters.reward_models import RewardModelFolder
-        from mlx_parallm.rl.reward_models.learning import RewardModelDevice
-        from mlx_parallm.rl.reward_models.service import RewardModels
+        from mlx_parallm.extras.reward_models.folder import RewardModelFolder
+        from mlx_parallm.extras.reward_models.learning import RewardModelDevice
+        from mlx_parallm.extras.reward_models.service import RewardModels
 
         folder = RewardModelFolder(config.adapters.adapter_dir, manager.fingerprint)
         return RewardModels(RewardModelDevice(processor, trainer), folder, manager.tokenizer)
@@ -225,7 +289,7 @@ def reward_models_of(
 def reward_model_check(config: Config) -> Callable[[str], None]:
     """Looks for a reward model by its name, before the model is loaded."""
     with _if_there():
-        from mlx_parallm.adapters.reward_models import RewardModelFolder
+        from mlx_parallm.extras.reward_models.folder import RewardModelFolder
 
         return RewardModelFolder(config.adapters.adapter_dir).check
     return no_reward_model
@@ -234,7 +298,7 @@ def reward_model_check(config: Config) -> Callable[[str], None]:
 def is_reward_model(folder: Path) -> bool:
     """Whether a folder of adapter files is that of a reward model."""
     with _if_there():
-        from mlx_parallm.adapters import reward_models
+        from mlx_parallm.extras.reward_models import folder as reward_models
 
         return reward_models.is_reward_model(folder)
     return False
@@ -243,7 +307,7 @@ def is_reward_model(folder: Path) -> bool:
 def kept_of(run: Path, adapter: str) -> Iterator[KeptPart]:
     """What extras keep of an adapter in the folder of a run. Raises OSError."""
     with _if_there():
-        from mlx_parallm.rl.lessons.record import FILE, read_lesson
+        from mlx_parallm.extras.lessons.record import FILE, read_lesson
 
         lesson = read_lesson(run)
         yield KeptPart("lesson", str(run / FILE), int(lesson is not None and lesson.adapter == adapter))
@@ -252,7 +316,7 @@ def kept_of(run: Path, adapter: str) -> Iterator[KeptPart]:
 def forget_kept(run: Path, adapter: str) -> None:
     """Removes what extras keep of an adapter. Raises OSError."""
     with _if_there():
-        from mlx_parallm.rl.lessons.record import forget_lesson
+        from mlx_parallm.extras.lessons.record import forget_lesson
 
         forget_lesson(run, adapter)
 
@@ -275,7 +339,7 @@ def check_trackers(wanted: Sequence[TrackerName]) -> None:
     """Raises ConfigError: the package of a tracker is not installed."""
     if wanted:
         with _needed_by("rl_training.trackers"):
-            from mlx_parallm.rl.tracking.trackers import check_installed
+            from mlx_parallm.extras.trackers import check_installed
         check_installed(wanted)
 
 
@@ -285,7 +349,7 @@ def trackers_of(config: Config, run: Run) -> Mapping[str, Callable[[], Tracker]]
     if not wanted:
         return {}
     with _needed_by("rl_training.trackers"):
-        from mlx_parallm.rl.tracking.trackers import TrackedRun, trackers_of
+        from mlx_parallm.extras.trackers import TrackedRun, trackers_of
     shown = config.model_dump(mode="json", include={"model", "rl_training"})
     return trackers_of(TrackedRun(run.path, run.id, run.path.name, config.adapters.default_adapter, shown), wanted)
 
@@ -295,7 +359,7 @@ def curriculum_of(
 ) -> Curriculum:
     """The tasks of an environment in the order of a curriculum; see `Curriculum`."""
     with _needed_by("rl_training.curriculum.enabled"):
-        from mlx_parallm.rl.rollouts.curriculum import Curriculum
+        from mlx_parallm.extras.curriculum import Curriculum
     return Curriculum(tasks, config.rl_training.curriculum, config.rl_training.seed, taken, state, lag)
 
 
@@ -304,15 +368,15 @@ def outside_engine(config: Config, served: Served, cluster: InferenceEngine | No
     if cluster is None and not config.inference.engine.outside:
         return None
     with _needed_by("inference.engine"):
-        from mlx_parallm.app.inference import outside_engine
+        from mlx_parallm.extras.engines.building import outside_engine
     return outside_engine(config, served, cluster)
 
 
 def teacher_score(config: TeacherConfig) -> tuple[Score, Callable[[], Awaitable[None]]]:
     """How the teacher on another server scores, and what ends its connection."""
     with _needed_by("rl_training.teacher.url"):
-        from mlx_parallm.rl.inference.http import EngineServer
-        from mlx_parallm.rl.inference.teacher import server_score
+        from mlx_parallm.extras.engines.http import EngineServer
+        from mlx_parallm.extras.engines.teacher import server_score
     assert config.url is not None
     key = config.api_key.get_secret_value() if config.api_key else ""
     server = EngineServer("teacher's", config.url, key, 2 * config.timeout_s)  # `Teacher` has the shorter limit
@@ -322,13 +386,13 @@ def teacher_score(config: TeacherConfig) -> tuple[Score, Callable[[], Awaitable[
 def atropos_run(*parts: Any) -> TrainingRun:
     """The run of `mlx_parallm_train` on Atropos' groups."""
     with _needed_by("rl_training.atropos_url"):
-        from mlx_parallm.app.atropos_run import AtroposRun
+        from mlx_parallm.extras.atropos.run import AtroposRun
     return AtroposRun(*parts)
 
 
 def _verifiers(name: str) -> Environment:
     with _needed_by("environment"):
-        from mlx_parallm.rl.environments import verifiers
+        from mlx_parallm.extras import verifiers
     return verifiers.load(name)
 
 

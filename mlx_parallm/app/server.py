@@ -17,15 +17,20 @@ from mlx_parallm.app.base_loader import build_base_set
 from mlx_parallm.app.base_set import BaseSet
 from mlx_parallm.app.build import RunningEngine, Served
 from mlx_parallm.app.checks import check_http
-from mlx_parallm.app.cluster_collection import ClusterCollection
 from mlx_parallm.app.deletion import Deletion
-from mlx_parallm.app.extras import follow, install_served_extras, joined
+from mlx_parallm.app.extras import (
+    announce_node,
+    backend_of_node,
+    config_in_cluster,
+    follow,
+    install_served_extras,
+    joined,
+    node_of_cluster,
+)
 from mlx_parallm.app.server_rollouts import ServerRollouts, environment_of
 from mlx_parallm.app.tracking import metrics_file, start_tracking
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import Config, LoRAConfig, RLConfig, configure
-from mlx_parallm.errors import ConfigError
-from mlx_parallm.extras import CLUSTER
 from mlx_parallm.rl.environments import Environment
 from mlx_parallm.rl.tracking.history import events_of
 from mlx_parallm.rl.tracking.tracking import Tracking
@@ -38,8 +43,8 @@ from mlx_parallm.tasks import release
 if TYPE_CHECKING:  # the one is imported later, the other needs the extra `cluster`
     from fastapi import FastAPI
 
-    from mlx_parallm.cluster.node import Node
-    from mlx_parallm.ranks.joining import Ranks
+    from mlx_parallm.extras.cluster.node import Node
+    from mlx_parallm.extras.ranks.joining import Ranks
 
 _log = logging.getLogger(__name__)
 
@@ -56,31 +61,8 @@ def run(config: Config) -> int:
         request_log.write_plain_lines()
     ranks = joined(config)
     if ranks is None:
-        return asyncio.run(_run(_prepared(config)))
+        return asyncio.run(_run(config_in_cluster(config)))
     return asyncio.run(_run(config, ranks)) if ranks.leads else follow(config, ranks)
-
-
-def _prepared(config: Config) -> Config:
-    """The configuration with which the model is loaded. Raises ConfigError: this node cannot take part in a cluster."""
-    if not config.cluster.wanted:
-        return config
-    if not CLUSTER.installed:
-        raise ConfigError(f"cluster: {CLUSTER.missing}")
-    from mlx_parallm.app.cluster import prepare
-
-    return prepare(config)
-
-
-@asynccontextmanager
-async def _node(config: Config, served: Served) -> AsyncIterator[Node | None]:
-    """This server as a node of a cluster, until the block ends; None if it is not a node."""
-    if not config.cluster.wanted:
-        yield None
-        return
-    from mlx_parallm.app.cluster import joined
-
-    async with joined(config, served) as node:
-        yield node
 
 
 def _import_http() -> Callable[[FastAPI, Callable[[int], None]], Awaitable[int]]:
@@ -101,9 +83,7 @@ async def _run(config: Config, ranks: Ranks | None = None) -> int:
 def _started(served: Served, config: Config, app: FastAPI, node: Node | None, port: int) -> None:
     """Shows the banner, has judges that are this server itself ask it on `port`, and tells the other nodes."""
     if node is not None:
-        from mlx_parallm.app.cluster import begin_serving
-
-        begin_serving(node, config, app.state.services, port)
+        announce_node(node, config, app.state.services, port)
     if served.training is not None:
         key = config.server.api_key
         url = f"{banner.base_url(config.server, port)}/v1"
@@ -156,7 +136,7 @@ class IntegratedServer:
             models, adapters = await asyncio.to_thread(build_base_set, self._engine, templates, deletion)
             if traces is not None and training is not None:
                 training.service.add_sink(traces.on_event)
-            async with _node(config, served) as node:
+            async with node_of_cluster(config, served) as node:
                 app = self._create_app(served, config, models, adapters, traces, node)
                 if self._trains:  # requests can only be collected once the adapter is trained
                     await self._training_started.wait()
@@ -183,12 +163,11 @@ class IntegratedServer:
         node: Node | None,
     ) -> FastAPI:
         from mlx_parallm.server.app import create_app
-        from mlx_parallm.server.cluster.parts import join
 
         training = served.training.service if served.training else None
         backend = Backend(served.engine, adapters, models, config.server, training)
         if node is not None:
-            backend = join(backend, node, ClusterCollection(node, config.adapters.default_adapter))
+            backend = backend_of_node(backend, node, config.adapters.default_adapter)
         return create_app(backend, traces)
 
     async def run_training_loop(self) -> None:

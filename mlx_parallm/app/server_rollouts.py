@@ -8,11 +8,11 @@ from functools import partial
 from mlx_parallm.app.build import Served
 from mlx_parallm.app.environment_rollouts import EnvironmentRollouts
 from mlx_parallm.app.reward import check_scorable
-from mlx_parallm.app.rollout_driver import RolloutDriver
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import Config
 from mlx_parallm.rl.environments import Environment, environment
 from mlx_parallm.rl.rollouts.answers import group_prefixes, task_number
+from mlx_parallm.rl.rollouts.driver import RolloutDriver
 from mlx_parallm.rl.runs.listing import RUN_TASKS
 from mlx_parallm.rl.runs.store import JournalFile
 from mlx_parallm.rl.status import RolloutStatus

@@ -16,7 +16,7 @@ from mlx_parallm import logs
 from mlx_parallm.app.build import RunningEngine, Served
 from mlx_parallm.app.environment_rollouts import check_inference
 from mlx_parallm.app.environment_run import EnvironmentRun
-from mlx_parallm.app.extras import atropos_run, follow, joined
+from mlx_parallm.app.extras import atropos_run, cluster_run, config_in_cluster, follow, joined, run_in_cluster
 from mlx_parallm.app.machine import MachineWatch
 from mlx_parallm.app.reward import check_scorable
 from mlx_parallm.app.tracking import start_tracking
@@ -25,7 +25,6 @@ from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.app.training_run import TrainingRun
 from mlx_parallm.config import Config
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.extras import CLUSTER
 from mlx_parallm.rl import divergence
 from mlx_parallm.rl.environments import Environment, environment
 from mlx_parallm.rl.runs.record import RunState
@@ -67,7 +66,7 @@ def run(config: Config, options: TrainOptions, view: TrainView) -> int:
         source = environment(options.environment, training.reward is not None)
         check_scorable(config, source)
         check_inference(config)
-    config = _prepared(config)
+    config = config_in_cluster(config, trains=True)
     engine = RunningEngine(config, {name: value for name, value in asdict(options).items() if name != "log"}, ranks)
     served = engine.start()
     assert served.training is not None  # the command's configuration trains
@@ -90,25 +89,10 @@ def _learns_from_clients(config: Config) -> bool:
     return config.cluster.wanted and training.environment is None and training.atropos_url is None
 
 
-def _prepared(config: Config) -> Config:
-    """The configuration with which the model is loaded. Raises ConfigError: this run cannot take part in a cluster."""
-    if not config.cluster.wanted:
-        return config
-    if not CLUSTER.installed:
-        raise ConfigError(f"cluster: {CLUSTER.missing}")
-    from mlx_parallm.app.cluster import prepare_trainer
-
-    return prepare_trainer(config)
-
-
 def _work(parts: RunParts, source: Environment | None) -> Coroutine[Any, Any, None]:
     """All steps of the run."""
     config, steps = parts[0], _run_of(parts, source)
-    if not config.cluster.wanted:
-        return steps.run()
-    from mlx_parallm.app.cluster_run import run_in_cluster
-
-    return run_in_cluster(config, steps)
+    return run_in_cluster(config, steps) if config.cluster.wanted else steps.run()
 
 
 async def _watched(watch: MachineWatch, work: Coroutine[Any, Any, None]) -> None:
@@ -120,11 +104,7 @@ def _run_of(parts: RunParts, source: Environment | None) -> TrainingRun:
     """The run on an environment, on Atropos' groups, or on what the clients of a cluster send."""
     if source is not None:
         return EnvironmentRun(*parts, source=source)
-    if not _learns_from_clients(parts[0]):
-        return atropos_run(*parts)
-    from mlx_parallm.app.cluster_run import ClusterRun
-
-    return ClusterRun(*parts)
+    return cluster_run(*parts) if _learns_from_clients(parts[0]) else atropos_run(*parts)
 
 
 async def _until_signal(work: Coroutine[Any, Any, None]) -> int:

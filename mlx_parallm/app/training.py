@@ -47,7 +47,7 @@ from mlx_parallm.train.policy import PolicySnapshot
 from mlx_parallm.train.trainer import GRPOTrainer
 
 if TYPE_CHECKING:
-    from mlx_parallm.rl.reward_models.service import RewardModels
+    from mlx_parallm.extras.reward_models.service import RewardModels
 
 
 def build_trainer(

@@ -25,7 +25,7 @@ from mlx_parallm.rl.updates.run import UNTAUGHT_S
 from mlx_parallm.rl.updates.selection import Chosen
 
 if TYPE_CHECKING:  # it needs the extra `cluster`
-    from mlx_parallm.app.cluster_training import ClusterTraining
+    from mlx_parallm.extras.cluster.running.training import ClusterTraining
 
 _POLL_S = 0.5
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NoReturn, Self
 
@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, add_arguments: AddArguments | None = None, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
         self._add_arguments = add_arguments
-        self.refused: dict[str, str] = {}
+        self.refused: Mapping[str, str | None] = {}
 
     def filled(self) -> Self:
         """This parser with its arguments."""

@@ -14,8 +14,8 @@ from mlx_parallm.config import KEYS, resolve
 from mlx_parallm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mlx_parallm.rl.reward_models.learning import FitResult
-    from mlx_parallm.rl.reward_models.work import StepLoss
+    from mlx_parallm.extras.reward_models.learning import FitResult
+    from mlx_parallm.extras.reward_models.work import StepLoss
 
 _FOLDER = "adapters.adapter_dir"
 _SETTINGS = (
@@ -50,14 +50,14 @@ def train(args: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: an argument or a setting is missing, or cannot be used.
-        ParaLLMError: see `app.reward_model.train_reward_model`.
+        ParaLLMError: see `extras.reward_models.command.train_reward_model`.
     """
     names = {KEYS[path].env_name for path in _SETTINGS}
     config = resolve(settings(args), {name: value for name, value in os.environ.items() if name in names}).config
     if config.adapters.adapter_dir is None:
         raise ConfigError("--adapter-dir: name the folder of the reward model; the server finds it there")
-    from mlx_parallm.app.reward_model import PreferenceSources, train_reward_model
-    from mlx_parallm.rl.reward_models.learning import FitSettings
+    from mlx_parallm.extras.reward_models.command import PreferenceSources, train_reward_model
+    from mlx_parallm.extras.reward_models.learning import FitSettings
 
     fit = FitSettings(args.epochs, args.batch_size, args.learning_rate, config.rl_training.seed)
     sources = PreferenceSources(args.preferences, args.held_out)

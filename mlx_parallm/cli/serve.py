@@ -6,9 +6,9 @@ import argparse
 import gc
 import os
 
-from mlx_parallm.cli.flags import SERVE, add_flags, settings
+from mlx_parallm.cli.flags import add_flags, settings
 from mlx_parallm.cli.parser import Parser
-from mlx_parallm.config import render, resolve
+from mlx_parallm.config import SERVE, render, resolve
 
 
 def add_arguments(parser: Parser) -> None:

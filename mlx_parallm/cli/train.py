@@ -7,12 +7,12 @@ import os
 import sys
 from pathlib import Path
 
-from mlx_parallm.cli.flags import TRAIN, add_flags, settings
+from mlx_parallm.cli.flags import add_flags, settings
 from mlx_parallm.cli.parser import Parser, at_least
 from mlx_parallm.cli.train_view import RichTrainView
-from mlx_parallm.config import Config, Mode, Resolved, Setting, render, resolve
+from mlx_parallm.config import TRAIN, Config, Mode, Resolved, Setting, render, resolve
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.extras import PLOTS
+from mlx_parallm.optional_packages import PLOTS
 
 _FIXED = {
     "server.mode": Setting(Mode.TRAINING_ONLY.value, "mlx_parallm_train"),

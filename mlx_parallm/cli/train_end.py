@@ -14,7 +14,7 @@ from typing import Any
 from mlx_parallm.adapters.runs import LATEST, METRICS
 from mlx_parallm.cli.train_table import summary
 from mlx_parallm.config import KEYS, Config
-from mlx_parallm.extras import PLOTS
+from mlx_parallm.optional_packages import PLOTS
 from mlx_parallm.rl.runs.metrics import Made, read_metrics
 from mlx_parallm.rl.status import UpdateReport
 

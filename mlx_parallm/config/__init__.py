@@ -1,8 +1,7 @@
 """The frozen configuration. `resolve(flags, environ, file)` makes it for a command, `configure(...)` for a program.
 
 Other packages import what they need from here. Each module imports only from those to its left:
-types → cluster, competition, curriculum, divergence, judge, loss, inference, people, teacher, tinker →
-training → sections → sources → resolve
+types → cluster, divergence, inference, loss, server → training → sections → sources → resolve, retrain
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from mlx_parallm.config.sections import (
     ModelConfig,
 )
 from mlx_parallm.config.server import GenerationConfig, LogprobsMode, Mode, ServerConfig, Speculation, TrafficClass
-from mlx_parallm.config.sources import API_KEY_VARIABLE, CLUSTER_TOKEN_VARIABLE, KEYS, Key, Setting, suggest
+from mlx_parallm.config.sources import API_KEY_VARIABLE, CLUSTER_TOKEN_VARIABLE, KEYS, SECTIONS, Key, Setting, suggest
 from mlx_parallm.config.training import (
     CompetitionConfig,
     CurriculumConfig,
@@ -36,7 +35,7 @@ from mlx_parallm.config.training import (
     TinkerConfig,
     TrackerName,
 )
-from mlx_parallm.config.types import human_bytes, is_loopback, parse_bytes
+from mlx_parallm.config.types import SERVE, TRAIN, Program, human_bytes, is_loopback, parse_bytes
 from mlx_parallm.errors import ConfigError
 
 # -- the configuration as a Python program writes it ---------------------------------------------

@@ -7,7 +7,7 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from mlx_parallm.config.types import ApiKey, Folder, Section, Text
+from mlx_parallm.config.types import SERVE, ApiKey, Flag, Folder, Section, Text
 
 
 def _check_address(address: str) -> str:
@@ -32,30 +32,30 @@ class ClusterConfig(Section):
     others with --connect-to. Needs the extra cluster.
     """
 
-    share_model: bool = False
+    share_model: Annotated[bool, Flag("--share-model", only=SERVE)] = False
     """Be the first node of a cluster, its head. The head sends requests to the other nodes, keeps the adapter versions
     that all nodes share, and gives its base model to nodes that lack it. It listens on 0.0.0.0 unless server.host says
     otherwise.
     """
-    connect_to: Address | None = None
+    connect_to: Annotated[Address | None, Flag("--connect-to", "HOST:PORT")] = None
     """Join the cluster of the head at this HOST:PORT. mlx_parallm_serve becomes one more server of its requests, which
     listens on 0.0.0.0 unless server.host says otherwise. mlx_parallm_train trains an adapter for all nodes. null means
     no cluster.
     """
-    token: ApiKey | None = Field(default=None, repr=False)
+    token: Annotated[ApiKey | None, Flag("--cluster-token", "TOKEN")] = Field(default=None, repr=False)
     """Secret that all nodes of a cluster have. null means that the head makes one, keeps it in the file token of
     state_dir and names that file when it is ready. Prefer the environment variable, because flags are easily seen by
     others.
     """
-    nats_url: NatsUrl | None = None
+    nats_url: Annotated[NatsUrl | None, Flag("--nats-url", "URL", only=SERVE)] = None
     """A NATS server with JetStream for the head to use, such as nats://10.0.0.1:4222. null means that the head starts
     one, which ends with it.
     """
-    state_dir: Folder = Path("cluster")
+    state_dir: Annotated[Folder, Flag("--cluster-dir", "DIR")] = Path("cluster")
     """Folder of the head's registry and of the shared adapter versions; in other nodes, of what they have fetched. Two
     processes cannot use the same one.
     """
-    advertise: Address | None = None
+    advertise: Annotated[Address | None, Flag("--advertise", "HOST:PORT", only=SERVE)] = None
     """The HOST:PORT at which other nodes reach this one, if it is not the address from which it connects to them. null
     means that address.
     """

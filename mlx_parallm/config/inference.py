@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from mlx_parallm.config.types import ApiKey, Folder, Number, Section, Text, lower
+from mlx_parallm.config.types import ApiKey, Flag, Folder, Number, Section, Text, lower
 
 
 class EngineKind(StrEnum):
@@ -31,20 +31,20 @@ class EngineKind(StrEnum):
 class InferenceConfig(Section):
     """Where mlx_parallm_train samples. A server always answers its requests itself."""
 
-    engine: Annotated[EngineKind, BeforeValidator(lower)] = EngineKind.SHARED
+    engine: Annotated[EngineKind, BeforeValidator(lower), Flag("--inference-engine", "NAME")] = EngineKind.SHARED
     """shared samples in this process, with the weights that are trained. openai, mlx (mlx_lm.server), vllm, sglang and
     max sample on a server at url, which gets each new version of the adapter as files. none samples nothing, so asking
     for a sample is an error.
     """
-    url: Text | None = None
+    url: Annotated[Text | None, Flag("--inference-url", "URL")] = None
     """Address of the engine's server, such as http://127.0.0.1:8000."""
-    model: Text | None = None
+    model: Annotated[Text | None, Flag("--inference-model", "NAME")] = None
     """Name of the base model there. null means the first one that the server lists, and for mlx base_model_path."""
     api_key: ApiKey | None = Field(default=None, repr=False)
     """Secret that is sent to url as a bearer token. null means none. Prefer the environment variable, because flags and
     files are easily seen by others.
     """
-    adapter_dir: Folder | None = None
+    adapter_dir: Annotated[Folder | None, Flag("--inference-adapter-dir", "DIR")] = None
     """Folder in which the engine's server finds the adapter versions, so both processes need the same path to it. null
     means a folder of the run.
     """

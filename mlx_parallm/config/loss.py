@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from mlx_parallm.config.types import Number, Section, fields_of, lower
+from mlx_parallm.config.types import Flag, Number, Section, fields_of, lower
 
 
 class LossKind(StrEnum):
@@ -94,13 +94,13 @@ class LossConfig(Section):
     """The policy ratio of a token is clipped above 1 + clip_high. null means the algorithm's own value."""
     dual_clip: Number | None = Field(default=3.0, gt=1)
     """Largest loss of a token with a negative advantage A, as a multiple of |A|. null means no bound. cispo, ppo,
-    importance_sampling, dpo, kto and cross_entropy do not use it.
+    importance_sampling, distillation, dpo, kto and cross_entropy do not use it.
     """
     scale_rewards: Annotated[RewardScale, BeforeValidator(lower)] | None = None
     """Divide centred rewards by the standard deviation of their group (group), of the batch (batch), or not at all
     (none). null means the algorithm's own choice.
     """
-    kl_coef: Number = Field(default=0.0, ge=0)
+    kl_coef: Annotated[Number, Flag("--kl-coef", "NUMBER")] = Field(default=0.0, ge=0)
     """Weight of the KL divergence from the base model (k3 estimate, nats per token)."""
     entropy_coef: Number = Field(default=0.0, ge=0)
     """Weight of the entropy bonus (nats per token)."""

@@ -40,8 +40,9 @@ _YAML_HEADER = """\
 # Configuration of MLX ParaLLM: mlx_parallm_serve --config server_config.yaml
 #
 # Flags take precedence over environment variables, environment variables over this file, and this file over the
-# defaults. Every key has an environment variable: MLX_PARALLM_SERVER__PORT sets server.port. Lists are written a,b,c
-# there. Unknown keys are refused. Sizes are written 4GB (4 x 10^9 bytes) or 4GiB (4 x 2^30 bytes).
+# defaults. Every key has a flag, such as --server.port, and an environment variable, such as MLX_PARALLM_SERVER__PORT.
+# Lists are written a,b,c there. Unknown keys are refused. Sizes are written 4GB (4 x 10^9 bytes) or 4GiB (4 x 2^30
+# bytes).
 """
 
 

@@ -1,13 +1,13 @@
 """The sources of settings: the environment and a yaml file, each read into {key path: Setting}.
 
-The key paths (`server.port`) and their environment variables are derived from the sections of the configuration. The
-error for a mistyped key or variable suggests a similar one.
+The key paths (`server.port`), their environment variables and their flags are derived from the sections of the
+configuration. The error for a mistyped key or variable suggests a similar one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 
 from mlx_parallm import blas
 from mlx_parallm.config.sections import Config
-from mlx_parallm.config.types import Section
+from mlx_parallm.config.types import Flag, Program, Section
 from mlx_parallm.errors import ConfigError
 
 ENV_PREFIX = "MLX_PARALLM_"
@@ -38,20 +38,25 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One setting: its path (`server.port`), the section class that holds it, and its field there."""
+    """One setting: its path (`server.port`), the section class that holds it, its field there, and what the field says
+    of its flag."""
 
     path: str
     section: type[Section]
     field: FieldInfo
-
-    @property
-    def name(self) -> str:
-        return self.path.rpartition(".")[2]
+    flag: Flag
 
     @property
     def env_name(self) -> str:
         """The environment variable that sets it: `MLX_PARALLM_SERVER__PORT`."""
         return ENV_PREFIX + self.path.upper().replace(".", "__")
+
+    @property
+    def flags(self) -> dict[str, Program | None]:
+        """Its flags, short names first, each with the program that alone has it; None: both have it."""
+        flag = self.flag
+        short = {name: flag.short_in or flag.only for name in (flag.name, flag.alias) if name}
+        return {**short, f"--{self.path}": flag.only}
 
     @property
     def description(self) -> str:
@@ -60,7 +65,7 @@ class Key:
     @property
     def default_text(self) -> str:
         """The default value as yaml."""
-        return yaml_text(self.section().model_dump(mode="json")[self.name])
+        return yaml_text(self.section().model_dump(mode="json")[self.path.rpartition(".")[2]])
 
     @property
     def secret(self) -> bool:
@@ -79,11 +84,14 @@ def section_of(field: FieldInfo) -> type[Section] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
 
 
-def _walk(section: type[Section], prefix: str = "") -> Iterator[Key]:
+def _walk(section: type[Section], prefix: str = "", only: Program | None = None) -> Iterator[Key]:
+    """The keys below a section. What a section's `Flag` says of the program holds for its keys."""
     for name, field in section.model_fields.items():
-        yield Key(prefix + name, section, field)
+        flag = next((each for each in field.metadata if isinstance(each, Flag)), Flag())
+        key = Key(prefix + name, section, field, replace(flag, only=flag.only or only))
+        yield key
         if inner := section_of(field):
-            yield from _walk(inner, f"{prefix}{name}.")
+            yield from _walk(inner, f"{key.path}.", key.flag.only)
 
 
 _ALL = tuple(_walk(Config))

@@ -14,7 +14,20 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from mlx_parallm.config.divergence import DivergenceConfig
 from mlx_parallm.config.loss import Algorithm, LossConfig, ResolvedLoss
-from mlx_parallm.config.types import ApiKey, File, Integer, Number, Section, Text, fields_of, lower, optional_names
+from mlx_parallm.config.types import (
+    SERVE,
+    TRAIN,
+    ApiKey,
+    File,
+    Flag,
+    Integer,
+    Number,
+    Section,
+    Text,
+    fields_of,
+    lower,
+    optional_names,
+)
 
 
 class CompetitionConfig(Section):
@@ -84,7 +97,7 @@ class PeopleConfig(Section):
 class CurriculumConfig(Section):
     """Tasks are drawn by what the last tasks of their level taught, so that those too easy or too hard are rare."""
 
-    enabled: bool = False
+    enabled: Annotated[bool, Flag("--curriculum")] = False
     """Draw the tasks of rl_training.environment by how often their levels teach something. A task's level is the column
     `level` of its row in a file, or what its environment gives it. Tasks without levels come in the environment's
     order.
@@ -100,11 +113,11 @@ class CurriculumConfig(Section):
 class JudgeConfig(Section):
     """The language model behind the rewards judge and rank."""
 
-    url: Text | None = None
+    url: Annotated[Text | None, Flag("--judge-url", "URL")] = None
     """Base URL of an OpenAI-compatible API, such as https://api.example.org/v1. null means this server itself, with its
     base model; mlx_parallm_train serves nothing, so there a judge needs a URL.
     """
-    model: Text | None = None
+    model: Annotated[Text | None, Flag("--judge-model", "NAME")] = None
     """Model that the judge's server is asked for. null means the base model, which only this server has by that name.
     """
     instruction: Text | None = None
@@ -129,18 +142,18 @@ class JudgeConfig(Section):
 class TeacherConfig(Section):
     """The model that distillation imitates: an adapter or the base model here, or a model of another server."""
 
-    adapter: Text | None = None
+    adapter: Annotated[Text | None, Flag("--teacher-adapter", "NAME")] = None
     """Adapter of this server that teaches, such as tone or tone@3. null means the base model."""
-    prompt: Text | None = None
+    prompt: Annotated[Text | None, Flag("--teacher-prompt", "TEXT_OR_@FILE")] = None
     """Text that only the teacher sees, before the prompt of each sample, with the special tokens of the chat template
     if it is a message. A value that begins with @ names a file that has the text. null means none.
     """
-    url: Text | None = None
+    url: Annotated[Text | None, Flag("--teacher-url", "URL")] = None
     """Base URL of another server that teaches, such as http://127.0.0.1:8001/v1. It must answer completions of token
     ids with prompt_logprobs, as vLLM and this server do, and its model must have the same tokenizer. null means this
     server.
     """
-    model: Text | None = None
+    model: Annotated[Text | None, Flag("--teacher-model", "NAME")] = None
     """Model that the other server is asked for. Needed with url."""
     api_key: ApiKey | None = Field(default=None, repr=False)
     """Secret that is sent to url as a bearer token. null means none. Prefer the environment variable, because flags and
@@ -178,7 +191,7 @@ class LearningRateSchedule(StrEnum):
 
 
 class TrackerName(StrEnum):
-    """Where the figures of training go, besides the JSONL file; `rl.tracking.trackers` has them."""
+    """Where the figures of training go, besides the JSONL file; `extras.trackers` has them."""
 
     TENSORBOARD = "tensorboard"
     TRACKIO = "trackio"
@@ -188,7 +201,7 @@ class TrackerName(StrEnum):
 class OptimizerConfig(Section):
     """AdamW with bias correction, in float32."""
 
-    learning_rate: Number = Field(default=1e-5, gt=0, le=1)
+    learning_rate: Annotated[Number, Flag("--learning-rate", "NUMBER", common=True)] = Field(default=1e-5, gt=0, le=1)
     """Peak learning rate. LoRA needs about ten times that of full fine-tuning, small models more."""
     schedule: Annotated[LearningRateSchedule, BeforeValidator(lower)] = LearningRateSchedule.CONSTANT
     """Learning rate after the warm-up: constant, or falling to 0 (linear or cosine)."""
@@ -250,15 +263,15 @@ class EvaluationConfig(Section):
     """Held-out tasks that versions in training do from time to time. Nothing is trained on their answers. Their mean
     reward decides which version is the best one."""
 
-    every: Integer | None = Field(default=None, ge=1)
+    every: Annotated[Integer | None, Flag("--eval-every", "UPDATES")] = Field(default=None, ge=1)
     """Number of updates between two evaluations. The version that training starts from is evaluated too. null means no
     evaluation.
     """
-    tasks: Text | None = None
+    tasks: Annotated[Text | None, Flag("--eval-tasks", "FILE_OR_NAME")] = None
     """Held-out tasks, in any form that rl_training.environment has. null means tasks of rl_training.environment, which
     mlx_parallm_train then does not train on.
     """
-    size: Integer = Field(default=64, ge=2)
+    size: Annotated[Integer, Flag("--eval-size", "TASKS")] = Field(default=64, ge=2)
     """Largest number of held-out tasks. They are the same in every run."""
     samples: Integer = Field(default=1, ge=1, le=128)
     """Number of answers to each task, or of its episodes."""
@@ -279,21 +292,25 @@ class EvaluationConfig(Section):
 class RLTrainingConfig(Section):
     """Training while serving."""
 
-    enabled: bool = False
+    enabled: Annotated[bool, Flag("--enable-rl-training", only=SERVE, common=True)] = False
     """Train adapters on collected trajectories. A server.mode that trains turns this key on, and vice versa."""
-    algorithm: Annotated[Algorithm, BeforeValidator(lower)] = Algorithm.GRPO
+    algorithm: Annotated[Algorithm, BeforeValidator(lower), Flag("--rl-algorithm", "NAME")] = Algorithm.GRPO
     """Loss: grpo, bnpo, dapo, dr_grpo, gspo, cispo, ppo, importance_sampling, dpo (preferences),
     kto (thumbs up or down), distillation (see teacher), or cross_entropy (imitation).
     """
-    update_frequency: Integer = Field(default=100, ge=1)
+    update_frequency: Annotated[Integer, Flag("--update-frequency", "TRAJECTORIES", only=SERVE)] = Field(
+        default=100, ge=1
+    )
     """Number of trajectories in one update. Only groups with a learning signal count: their rewards differ, or come
     from feedback. Groups without one are dropped. When four times this number of trajectories has been collected, an
     update is made from those that have a signal, even if there are fewer; its step is smaller accordingly.
     """
-    trajectory_buffer_size: Integer = Field(default=1000, ge=1)
+    trajectory_buffer_size: Annotated[Integer, Flag("--trajectory-buffer-size", "TRAJECTORIES")] = Field(
+        default=1000, ge=1
+    )
     """Largest number of trajectories kept for training. Above it, the oldest groups of the key that has the most are
     dropped."""
-    max_staleness: Integer = Field(default=1, ge=0)
+    max_staleness: Annotated[Integer, Flag("--max-staleness", "VERSIONS")] = Field(default=1, ge=0)
     """Largest number of versions published since a trajectory was sampled. Older trajectories are dropped."""
     group_timeout_s: Number = Field(default=300.0, gt=0)
     """Time in seconds that a group waits for its scoring function. Then it is trained on the feedback that it has."""
@@ -301,22 +318,26 @@ class RLTrainingConfig(Section):
     """Time in seconds that trajectories without a scoring function wait for feedback. null means until
     trajectory_buffer_size or max_staleness drops them.
     """
-    max_completion_tokens: Integer = Field(default=1024, ge=1)
+    max_completion_tokens: Annotated[Integer, Flag("--max-tokens", "TOKENS", short_in=TRAIN, common=True)] = Field(
+        default=1024, ge=1
+    )
     """Largest number of tokens of a completion in mlx_parallm_train, and of those that a server samples by itself. The
     loss of dr_grpo is divided by it.
     """
-    rollout_temperature: Number = Field(default=1.0, gt=0)
+    rollout_temperature: Annotated[Number, Flag("--temperature", "NUMBER", short_in=TRAIN, common=True)] = Field(
+        default=1.0, gt=0
+    )
     """Temperature at which mlx_parallm_train, or a server by itself, samples. Its samples are trained on at the same
     temperature."""
-    server_rollouts: bool = True
+    server_rollouts: Annotated[bool, Flag("--server-rollouts", only=SERVE)] = True
     """Whether a server that trains on `environment` draws rollouts of its tasks by itself, beside requests. false: it
     only looks up the answers that requests leave out.
     """
-    rollout_group_size: Integer = Field(default=8, ge=2)
+    rollout_group_size: Annotated[Integer, Flag("--rollout-group-size", "N", only=SERVE)] = Field(default=8, ge=2)
     """Number of answers or episodes that a server samples by itself for each task. mlx_parallm_train has --group-size
     instead.
     """
-    rollout_timeout_s: Number = Field(default=120.0, gt=0)
+    rollout_timeout_s: Annotated[Number, Flag("--rollout-timeout", "SECONDS")] = Field(default=120.0, gt=0)
     """Longest time in seconds that an environment may take for its next task, and for one episode besides the model's
     answers. An episode that takes longer is dropped.
     """
@@ -325,7 +346,7 @@ class RLTrainingConfig(Section):
     those of this one wait for rewards or for the tools of their episodes. They are trained on one version later. null
     means never: drawing and waiting take turns.
     """
-    system_prompt: Text | None = None
+    system_prompt: Annotated[Text | None, Flag("--system-prompt", "TEXT_OR_@FILE", short_in=TRAIN)] = None
     """System message of the tasks of the environment and of evaluations: a text, or @FILE for the text of a file. A
     task that has its own system message keeps it. null means none.
     """
@@ -338,22 +359,25 @@ class RLTrainingConfig(Section):
     functions score fewer.
     """
     scoring_timeout_s: Number = Field(default=30.0, gt=0)
-    """Longest time in seconds to score a group; a group whose scorer takes longer is dropped. exact, regex, json_schema
-    and length are also limited to 1 s of processor time for each sample.
+    """Longest time in seconds to score a group, without the time to load the scorer. The members of a group whose
+    scorer takes longer are dropped, but for those that clients have rewarded. exact, regex, json_schema and length are
+    also limited to 1 s of processor time for each sample.
     """
-    trajectory_log: File | None = None
+    trajectory_log: Annotated[File | None, Flag("--trajectory-log", "FILE")] = None
     """JSONL file to which each trajectory is appended after it was trained on or dropped. The line gives its reward and
     which of the two happened. null means no file.
     """
-    training_time_share: Number | None = Field(default=None, gt=0, le=1)
+    training_time_share: Annotated[Number | None, Flag("--training-time-share", "SHARE")] = Field(
+        default=None, gt=0, le=1
+    )
     """Share of device time that updates get while there are requests. They also get all idle time. null means 0.12, or
     0.5 in the mode training_priority.
     """
-    train_on_battery: bool = False
+    train_on_battery: Annotated[bool, Flag("--train-on-battery")] = False
     """Train while the machine runs on battery or saves energy (Low Power Mode of macOS). Otherwise automatic updates
     and the server's own rollouts wait until it does not.
     """
-    micro_batch_tokens: Integer | None = Field(default=None, ge=1)
+    micro_batch_tokens: Annotated[Integer | None, Flag("--micro-batch-tokens", "TOKENS")] = Field(default=None, ge=1)
     """Largest number of prompt and completion tokens in one micro-step of training; one sample may have more. A larger
     number is faster and takes more memory. A micro-step is cut between layers to keep to max_decode_stall_ms. null
     means 256 to 8192, as the machine's memory and max_decode_stall_ms allow.
@@ -368,24 +392,24 @@ class RLTrainingConfig(Section):
     """
     max_skips: Integer = Field(default=3, ge=1)
     """Training pauses after this many updates in a row were skipped or held, because they had failed or diverged."""
-    seed: Integer = Field(default=0, ge=0, lt=2**32)
+    seed: Annotated[Integer, Flag("--seed", "SEED")] = Field(default=0, ge=0, lt=2**32)
     """Seed of the initial weights of new adapters. In mlx_parallm_train also the seed of tasks and samples."""
-    environment: Text | None = None
+    environment: Annotated[Text | None, Flag("--environment", "FILE_OR_NAME", common=True)] = None
     """A JSONL or parquet file of tasks, or the id of a hub data set with such a file. mlx_parallm_train trains on them,
     or on reasoning_gym:<task>, verifiers:<id>, the built-in words, hints and calculator, FILE.py:NAME, or an
     environment of another package. A server that trains draws rollouts of them by itself, unless server_rollouts is
     false, and looks up the answers that requests leave out.
     """
-    reward: Text | None = None
+    reward: Annotated[Text | None, Flag("--reward", "FILE.py:NAME", common=True)] = None
     """Reward of the tasks: FILE.py:NAME is a function of a file, judge and rank ask a language model, and any scoring
     function will do; or a weighted sum such as 0.8*rewards.py:correct + 0.2*judge. mlx_parallm_train scores every task
     with it. In a server it is what requests mean by the scoring_function `reward`.
     """
-    trackers: Annotated[tuple[TrackerName, ...], BeforeValidator(optional_names)] = ()
+    trackers: Annotated[tuple[TrackerName, ...], BeforeValidator(optional_names), Flag("--trackers", "NAME,NAME")] = ()
     """Trackers that get the figures of every update and evaluation: tensorboard, trackio and wandb (offline). Each
     needs the extra of its name. The file metrics.jsonl in the run's folder is always written. null means no other.
     """
-    atropos_url: Text | None = None
+    atropos_url: Annotated[Text | None, Flag("--atropos-url", "URL")] = None
     """Base URL of Atropos' trajectory API (run-api), such as http://localhost:8001. Training takes its batches, of
     update_frequency sequences, beside what requests collect. Then `environment` only names the environment of Atropos,
     which answers its own tasks. null means none; server.atropos_api serves such an API here.
@@ -400,8 +424,8 @@ class RLTrainingConfig(Section):
     judge: JudgeConfig = JudgeConfig()
     teacher: TeacherConfig = TeacherConfig()
     people: PeopleConfig = PeopleConfig()
-    tinker: TinkerConfig = TinkerConfig()
-    competition: CompetitionConfig = CompetitionConfig()
+    tinker: Annotated[TinkerConfig, Flag(only=SERVE)] = TinkerConfig()
+    competition: Annotated[CompetitionConfig, Flag(only=SERVE)] = CompetitionConfig()
 
     @model_validator(mode="after")
     def _loss_reads_what_is_collected(self) -> Self:

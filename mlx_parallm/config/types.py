@@ -1,4 +1,4 @@
-"""Building blocks of the configuration: the base class of every section, the field types, and byte sizes.
+"""Building blocks of the configuration: the base class of every section, flags, the field types, and byte sizes.
 
 Each field type reads a yaml value as well as the text of a flag or an environment variable.
 """
@@ -8,12 +8,18 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, SecretStr
+
+Program = Literal["mlx_parallm_serve", "mlx_parallm_train"]
+"""The programs that read the configuration."""
+SERVE: Final = "mlx_parallm_serve"
+TRAIN: Final = "mlx_parallm_train"
 
 AUTO = "auto"
 _DECIMAL_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -34,6 +40,32 @@ class Section(BaseModel):
 def fields_of(section: Section) -> dict[str, Any]:
     """The values of a section by key; those of inner sections are sections."""
     return {name: getattr(section, name) for name in type(section).model_fields}
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """What an annotation says of a setting's flag. Every setting has a flag by its key; the one of
+    `port: Annotated[int, Flag("--port", "PORT")]` in the section `server` is --server.port, or --port for short.
+
+    Attributes:
+        name: the short name. The help shows it, and not the one by the key.
+        metavar: the name of the value in the help. A bool without one is a switch: it takes no value, and has a --no-
+            form.
+        alias: one more short name.
+        several: the flag takes several values, and may be given several times, as in vLLM.
+        common: `--help` shows it; `--help-all` shows every setting.
+        only: the program that obeys the setting, or all settings of a section; None: both do. The other one refuses
+            the flags.
+        short_in: the program that has the short names, if both obey the setting; None: both have them.
+    """
+
+    name: str = ""
+    metavar: str = ""
+    alias: str = ""
+    several: bool = False
+    common: bool = False
+    only: Program | None = None
+    short_in: Program | None = None
 
 
 # -- byte sizes ----------------------------------------------------------------------------------

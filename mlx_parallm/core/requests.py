@@ -129,12 +129,24 @@ class Signal(StrEnum):
     REWARDS: its rewards, with the loss that is configured. LATE_FEEDBACK: opinions on an answer that had been dropped,
     with kto. PREFERENCES: a chosen answer and a rejected one, with dpo. CORRECTIONS: an answer to imitate, with
     cross_entropy. The losses of the last three need no answers of the newest version.
+
+    To add one, see the recipe in docs/contributing.md.
     """
 
     REWARDS = "rewards"
     LATE_FEEDBACK = "late_feedback"
     PREFERENCES = "preferences"
     CORRECTIONS = "corrections"
+
+    @property
+    def is_edit(self) -> bool:
+        """Whether people have written answers for it, which have no rewards of their own."""
+        return self in (Signal.PREFERENCES, Signal.CORRECTIONS)
+
+    @property
+    def answers(self) -> int:
+        """The answers of one group, if people have made it."""
+        return 2 if self is Signal.PREFERENCES else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +156,8 @@ class CollectionSpec:
 
     Attributes:
         scorer: the scoring function, which computes the rewards and reads `metadata`. None: clients send the rewards as
-            feedback.
+            feedback, and one is enough for a group that came with one request. Edits have the name of their signal
+            here, so that each of their answers needs a reward; no scorer is asked for them.
         client: the client's address; the trajectories of different clients are scored in turns.
         unscored: why the scorer that the request named does not reward it, so that it waits for feedback; else empty.
         messages: the conversation that the prompt was rendered from, as chat templates take it. Empty if the prompt is

@@ -16,11 +16,11 @@ _MAX_QUEUED = 256
 """Events that may wait for one listener, and that are kept for those who come back. Older ones are lost."""
 
 LOST = "events_lost"
-"""Kind of the event that replaces lost events in a listener's stream; see `core.TrainingEvent`."""
+"""Kind of the event that replaces lost events in a listener's stream; see `TrainingEvent`."""
 
 
 class Emit(Protocol):
-    """Sends an event to all listeners; the kinds are those of `core.TrainingEvent`."""
+    """Sends an event to all listeners; the kinds are those of `TrainingEvent`."""
 
     def __call__(self, kind: str, **data: object) -> None: ...
 

@@ -3,6 +3,8 @@
 answers ─▶ add ─▶ TrajectoryGroup ─▶ closed ─▶ scorer, or rewards of clients ─▶ complete: an update can take it
                         └─ refused · full buffer · scorer failed · time limit · closed without a reward ─▶ dropped
 
+`DropReason` has all reasons of drops, those of updates included.
+
 Every reward is an entry of the journal and is set in one method, whoever gave it: a scorer, a client, or people.
 """
 
@@ -349,8 +351,9 @@ class Groups:
 
     async def _score(self, group: TrajectoryGroup) -> None:
         """Asks the scoring function of a complete group for its rewards. A scorer that hangs is killed after
-        `rl_training.scoring_timeout_s`; its group, like one whose scorer fails, is dropped. Members that clients have
-        rewarded meanwhile keep their rewards."""
+        `rl_training.scoring_timeout_s`, but for a reward model, which runs on the device and has only the time of the
+        group. The members without a reward are dropped then, as when a scorer fails; those that clients have rewarded
+        meanwhile keep their rewards."""
         if not group.waiting:  # after a restart, the journal had the rewards
             return
         try:

@@ -6,11 +6,12 @@ import asyncio
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from math import fsum
 
-from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.adapters import AdapterText
+from mlx_parallm.core.json_values import ANSWER, NOT_SENT, Figure, sent_as
 from mlx_parallm.core.readers import Reader
 from mlx_parallm.core.requests import Signal
 from mlx_parallm.core.trajectories import Trajectory
@@ -34,37 +35,39 @@ class GroupFilter:
 
     adapter: str | None = None
     version: str | None = None
-    fate: str | None = None
+    fate: TrajectoryState | None = None
     least_reward: float | None = None
     most_reward: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRow:
-    """A group as a row of a list.
+    """A group as a row of a list."""
 
-    Attributes:
-        number: grows from one group to the next that arrives, in one process.
-        adapter: name of the adapter that it trains.
-        versions: those that sampled its answers; none if they are unknown.
-        samples: the number of its answers or episodes.
-        reward: mean of those that have one; None: none has, or it is an edit.
-        fate: scored, if an update can take it now; else the first one of training, waiting (for a reward), scored,
-            trained and dropped that some of its samples have.
-        reason: why it was dropped; empty if it was not. If its samples have several reasons, the most frequent one.
-        first: its first trajectory.
-    """
+    __pydantic_config__ = ANSWER
 
     number: int
+    """Grows from one group to the next that comes, until the server is started again."""
     group_id: str
+    """Its id."""
     adapter: str
-    versions: Sequence[AdapterRef]
+    """The adapter that it trains."""
+    versions: Sequence[AdapterText] = field(metadata=sent_as("lora_versions"))
+    """The versions that drew its answers; empty if they are unknown."""
     samples: int
-    reward: float | None
-    fate: str
+    """Number of its answers, or of its episodes."""
+    reward: Figure | None
+    """Mean reward of the samples that have one; null if none has, and of edits."""
+    fate: TrajectoryState
+    """`waiting` for a reward; `scored`, waiting for an update; in an update now (`training`); `trained`; or `dropped`.
+    If its samples differ and no update can take it now, the first that occurs of `training`, `waiting`, `scored`,
+    `trained` and `dropped`."""
     reason: str
+    """Why it was dropped; empty if it was not. If its samples have several reasons, the most frequent one."""
     signal: Signal
-    first: Trajectory
+    """What it teaches: its rewards, or what people said."""
+    first: Trajectory = field(metadata=NOT_SENT)
+    """Its first trajectory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +92,18 @@ class Thumbs(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EditedAnswer:
-    """What a person wrote in place of an answer. `fate` and `reason` are as in `GroupRow`."""
+    """What a person wrote in place of an answer."""
+
+    __pydantic_config__ = ANSWER
 
     text: str
+    """The better answer."""
     signal: Signal
-    fate: str
+    """`corrections` are imitated; `preferences` are compared with the answer."""
+    fate: TrajectoryState
+    """What became of it; as that of a group."""
     reason: str
+    """Why it was dropped; empty if it was not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +130,7 @@ class CollectedSample:
     turns: Sequence[CollectedTurn]
     reward: float | None
     advantage: float | None
-    fate: str
+    fate: TrajectoryState
     reason: str
     thumbs: Thumbs
 
@@ -143,8 +152,6 @@ _FATES = (
     TrajectoryState.DROPPED,
 )
 """A group that is not complete has the first of these fates that some of its samples have."""
-
-_EDITS = (Signal.PREFERENCES, Signal.CORRECTIONS)
 
 _GROUPS_AT_A_TIME = 200
 """Groups that are looked at, some milliseconds, before the event loop gets its turn."""
@@ -201,12 +208,12 @@ class GroupReader:
     def _edits_of(self, members: Sequence[GroupMember], reader: Reader) -> Mapping[str, list[EditedAnswer]]:
         """The edits of these answers that the reader may see, by the id of the answer, oldest first."""
         found: dict[str, list[EditedAnswer]] = {turn.trajectory_id: [] for member in members for turn in member.turns}
-        for group in (group for group in self._buffer.known.values() if group.signal in _EDITS):
+        for group in (group for group in self._buffer.known.values() if group.signal.is_edit):
             chosen = group.members[0]
             about = chosen.trajectory.collection.metadata.get(ABOUT)
             if about in found and reader.may_read(chosen.trajectory.owner):
                 reason = chosen.reason or ""
-                found[about].append(EditedAnswer(chosen.trajectory.text, group.signal, chosen.state.value, reason))
+                found[about].append(EditedAnswer(chosen.trajectory.text, group.signal, chosen.state, reason))
         return found
 
     def _sample(
@@ -221,11 +228,9 @@ class GroupReader:
             self._turn(member, turn, values, edits[turn.trajectory_id])
             for turn, values in zip(member.turns, of_turns, strict=True)
         ]
-        reward = None if group.signal in _EDITS else member.reward
+        reward = None if group.signal.is_edit else member.reward
         advantage = member.advantage if advantages else None
-        return CollectedSample(
-            turns, reward, advantage, member.state.value, member.reason or "", self._thumbs(group, member)
-        )
+        return CollectedSample(turns, reward, advantage, member.state, member.reason or "", self._thumbs(group, member))
 
     def _turn(
         self, member: GroupMember, turn: Trajectory, advantages: Sequence[float], edits: Sequence[EditedAnswer]
@@ -242,7 +247,7 @@ class GroupReader:
         return None if known is None else known[1]
 
     def _thumbs(self, group: TrajectoryGroup, member: GroupMember) -> Thumbs:
-        if group.signal in _EDITS:
+        if group.signal.is_edit:
             return Thumbs.NOTHING
         if member.is_open:
             return Thumbs.COUNT
@@ -276,8 +281,8 @@ def _row(group: TrajectoryGroup, reader: Reader) -> GroupRow | None:
         group.adapter,
         tuple(versions),
         len(members),
-        fsum(rewards) / len(rewards) if rewards and group.signal not in _EDITS else None,
-        fate.value,
+        fsum(rewards) / len(rewards) if rewards and not group.signal.is_edit else None,
+        fate,
         reasons.most_common(1)[0][0] if reasons else "",
         group.signal,
         members[0].turns[0],

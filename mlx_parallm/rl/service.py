@@ -358,7 +358,7 @@ class TrainingService:
     def history(self, adapter: str | None, limit: int, *, reader: Reader = EVERYTHING) -> TrainingHistory:
         """What has happened in the training of an adapter since the run began: the newest `limit` events."""
         history = self.past.of(self.status(adapter, reader=reader).adapter, limit, self._hub.last_id)
-        return replace(history, events=tuple(seen for event in history.events if (seen := event.seen_by(reader))))
+        return replace(history, data=tuple(seen for event in history.data if (seen := event.seen_by(reader))))
 
     def track(self, tracking: Tracking) -> None:
         """Gives every update and evaluation from now on to trackers."""

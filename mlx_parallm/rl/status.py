@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Annotated, Literal
 
-from mlx_parallm.core.adapters import AdapterRef, AdapterText
-from mlx_parallm.core.json_values import ANSWER, Figure, UnixTime
+from mlx_parallm.core.adapters import AdapterText
+from mlx_parallm.core.json_values import ANSWER, NOT_SENT, Figure, JsonObject, ShownAs, UnixTime, sent_as
 from mlx_parallm.core.readers import Reader
 from mlx_parallm.core.requests import Signal
 
@@ -33,21 +33,25 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class TrainingEvent:
-    """One entry of the event stream. `at`: Unix time in seconds.
+    """One event of the stream."""
 
-    `kind` is collected, closed (a group that requests have named), scored, dropped, updating (an update begins),
-    update, held, skipped, evaluation, evaluation_failed, divergence, plateau (nearly all answers earn the same part of
-    the reward), plateau_ended, rollback, comparison_started, comparison_ended, lesson_started, lesson_ended,
-    checkpoint, averaged (an average of adapters was made), paused, resumed, started, stopped, placeholder_logprobs
-    (the log-probabilities of samples are all 0; once for each adapter and start), or events_lost. The last one replaces
-    events that a listener has missed; `data["events"]` is their number, or None if that is not known. `id`: by which a
-    listener that comes back names the last event it has had; empty for events_lost.
-    """
+    __pydantic_config__ = ANSWER
 
     kind: str
-    at: float
-    data: Mapping[str, Any] = field(default_factory=dict)
-    id: str = ""
+    """The kind of event; also its name in the stream. `collected`, `closed` (a group that requests have named),
+    `scored`, `dropped`, `updating` (an update begins), `update`, `held`, `skipped`, `evaluation`, `evaluation_failed`,
+    `divergence`, `plateau` (nearly all answers earn the same part of the reward), `plateau_ended`, `rollback`,
+    `comparison_started`, `comparison_ended`, `lesson_started`, `lesson_ended`, `checkpoint`, `averaged` (an average of
+    adapters was made), `paused`, `resumed`, `started`, `stopped`, `placeholder_logprobs` (the log-probabilities of
+    samples are all 0; once for each adapter and start), or `events_lost`. The last one replaces events that a listener
+    has missed; `data.events` is their number, or null if that is not known."""
+    at: UnixTime
+    """Time in ISO-8601, UTC."""
+    data: JsonObject = field(default_factory=dict)
+    """Details, by kind."""
+    id: str = field(default="", metadata=NOT_SENT)
+    """By which a listener that comes back names the last event it has had; empty for `events_lost`, and for events of
+    earlier processes."""
 
     def seen_by(self, reader: Reader) -> TrainingEvent | None:
         """The event without what is unknown to a reader; None: all of it is. Events without an adapter are shown to
@@ -64,19 +68,20 @@ class TrainingEvent:
 
 @dataclass(frozen=True, slots=True)
 class TrainingHistory:
-    """The course of one adapter's training since the run began.
+    """The course of one adapter's training since the run began."""
 
-    Attributes:
-        events: updates, evaluations, rollbacks and so on, oldest first; not those of single trajectories. Of the time
-            before the server was started again there are only updates and evaluations, without an `id`.
-        truncated: there are older ones.
-        last_event_id: of the newest event of all adapters; a listener that begins after it misses nothing.
-    """
+    __pydantic_config__ = ANSWER
 
     adapter: str
-    events: tuple[TrainingEvent, ...] = ()
+    """The adapter."""
+    data: tuple[TrainingEvent, ...] = ()
+    """Its updates, evaluations, rollbacks, checkpoints, divergences, pauses, comparisons and lessons, oldest first. Of
+    the time before the server was started again there are only updates and evaluations."""
     truncated: bool = False
+    """Whether there are older ones."""
     last_event_id: str = ""
+    """With it as `Last-Event-ID`, `/v1/training/events` begins right after this answer."""
+    object: Literal["list"] = "list"
 
 
 LEVEL_PREFIX = "curriculum/"
@@ -126,33 +131,36 @@ class RolloutStatus:
         return {"drawn": self.groups_drawn, "failed": self.tasks_failed}
 
 
+UpdateStatus = Literal["published", "trained", "held", "skipped"]
+
+
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """The result of one update.
+    """The result of one update."""
 
-    Attributes:
-        step: optimizer steps of this adapter so far.
-        status: published (the new version is live), trained (not published, as requested), held (the gate refused it,
-            so the adapter is unchanged) or skipped (nothing was learnt).
-        reason: why the update was held or skipped.
-        metrics: loss, reward_mean, reward_std, kl, entropy and others by name.
-        signal: what it has learnt from.
-        divergences: its figures that are beyond their limits.
-        advice: what people should change, because answers are on a plateau; empty if there is nothing.
-        given_back: it was skipped, and its trajectories wait for another update, because the teacher scored none of
-            them.
-    """
+    __pydantic_config__ = ANSWER
 
-    adapter: AdapterRef | None
+    adapter: AdapterText | None
+    """The new version."""
     step: int
-    status: str
+    """Optimizer steps so far."""
+    status: UpdateStatus
+    """`published`: the new version is live. `trained`: it is not published, as requested. `held`: the gate refused it,
+    and the adapter is unchanged. `skipped`: there was nothing to learn."""
     reason: str = ""
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Why it was held or skipped."""
+    metrics: Mapping[str, Figure] = field(default_factory=dict)
+    """Metrics of the update by name; null if not finite."""
     checkpoint: str | None = None
+    """Name of the checkpoint, if one was saved; never null if `checkpoint_name` was given."""
     signal: Signal = Signal.REWARDS
-    divergences: tuple[Divergence, ...] = ()
-    advice: str = ""
-    given_back: bool = False
+    """What it learnt from: answers with `rewards`, or what people said."""
+    divergences: tuple[Divergence, ...] = field(default=(), metadata=NOT_SENT)
+    """Its figures that are beyond their limits."""
+    advice: str = field(default="", metadata=NOT_SENT)
+    """What people should change, because answers are on a plateau; empty if there is nothing."""
+    given_back: bool = field(default=False, metadata=NOT_SENT)
+    """Whether it was skipped, and its trajectories wait for another update, because the teacher scored none of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,52 +195,66 @@ class EvaluationResult:
         return {f"eval_{name}": float(value) for name, value in (figures | counts).items()}
 
 
+def _or_null(name: str) -> str | None:
+    return name or None
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingStatus:
-    """A snapshot of one adapter's training.
+    """A snapshot of one adapter's training."""
 
-    Attributes:
-        state: disabled, idle, running, updating, paused or stopped.
-        pause_reason: why no automatic updates are made; None: they are.
-        current: the live version; None before the first one.
-        trajectories_waiting: trajectories without a reward.
-        groups_open: groups to which requests may still add.
-        turns: turns of episodes: the first ones, those whose prompts continue the tokens of an earlier turn
-            (continued), and others (apart), each of which becomes a sample of its own.
-        last_update: Unix time in seconds.
-        metrics: of the last update.
-        best: by its evaluation; without evaluations, by the running mean of its rewards.
-        evaluation: the last one.
-        rollouts: those that the server samples by itself for this adapter; None: it samples none.
-        checkpoints: names of its checkpoints, oldest first, each followed by its tags.
-        drops, skips: counts by reason since start.
-        advice: see `UpdateReport`.
-        diverged: counts by signal and action since start. last_divergences: the newest ones, oldest first.
-    """
+    __pydantic_config__ = ANSWER
 
     state: str = "disabled"
+    """`disabled`, `idle`, `running`, `updating`, `paused` or `stopped`."""
     pause_reason: str | None = None
-    adapter: str = ""
-    current: AdapterRef | None = None
+    """Why no automatic updates are made: `asked`, or in words; null if they are."""
+    adapter: Annotated[str, ShownAs(_or_null, str | None)] = ""
+    """The trained adapter."""
+    current: AdapterText | None = field(default=None, metadata=sent_as("live_lora"))
+    """Its live version."""
     step: int = 0
+    """Optimizer steps so far."""
     trajectories_collected: int = 0
+    """Trajectories collected since start."""
     trajectories_waiting: int = 0
+    """Trajectories that wait for a reward."""
     groups_ready: int = 0
+    """Complete groups that wait for an update."""
     groups_open: int = 0
+    """Groups with a `group_id` or `episode_id` that wait for more answers."""
     turns: Mapping[str, int] = field(default_factory=dict)
+    """Turns of episodes: `first`; `continued`, whose prompts continue the tokens of an earlier turn; and `apart`, which
+    do not, so that each of them becomes a sample of its own."""
     updates_total: int = 0
+    """Updates since start."""
     updates_per_second: float = 0.0
-    last_update: float | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Recent rate of updates."""
+    last_update: UnixTime | None = None
+    """Time of the last update, in ISO-8601, UTC."""
+    metrics: Mapping[str, Figure] = field(default_factory=dict)
+    """All metrics of the last update, by name."""
     drops: Mapping[str, int] = field(default_factory=dict)
+    """Trajectories dropped, by reason."""
     skips: Mapping[str, int] = field(default_factory=dict)
-    diverged: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    last_divergences: tuple[Divergence, ...] = ()
+    """Updates skipped, by reason."""
+    diverged: Mapping[tuple[str, str], int] = field(default_factory=dict, metadata=NOT_SENT)
+    """Divergences since start, by signal and action."""
+    last_divergences: tuple[Divergence, ...] = field(default=(), metadata=sent_as("divergences"))
+    """The last divergences, oldest first, 8 at most."""
     advice: str = ""
-    reward_running_mean: float | None = None
-    best: AdapterRef | None = None
+    """What to change, because nearly all answers earn the same part of the reward; empty if there is nothing."""
+    reward_running_mean: Figure | None = None
+    """Running mean of the rewards over updates."""
+    best: AdapterText | None = field(default=None, metadata=sent_as("best_lora"))
+    """The version with the best evaluation; without evaluations, with the best running mean of rewards."""
     evaluation: EvaluationResult | None = None
+    """The last evaluation; null if there was none."""
     rollouts: RolloutStatus | None = None
-    checkpoints: tuple[str, ...] = ()
-    trained: tuple[str, ...] = ()
-    detail: Mapping[str, Any] = field(default_factory=dict)
+    """The rollouts of the environment that the server samples by itself; null if it samples none."""
+    checkpoints: tuple[str, ...] = field(default=(), metadata=sent_as("available_checkpoints"))
+    """Names of its checkpoints, oldest first, each followed by its tags."""
+    trained: tuple[str, ...] = field(default=(), metadata=sent_as("trained_adapters"))
+    """All adapters that this server trains."""
+    detail: JsonObject = field(default_factory=dict, metadata=NOT_SENT)
+    """The trainer's state, for people."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mlx_parallm.errors import ConfigError, RequestError
-from mlx_parallm.extras import PARQUET
+from mlx_parallm.optional_packages import PARQUET
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
 """Of a JSONL file; of a parquet file, also of its rows written as JSON."""

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Mapping
 from contextlib import suppress
-from datetime import UTC, datetime
 from urllib.parse import urlsplit
 
 import httpx
 
 from mlx_parallm.config import is_loopback
+from mlx_parallm.core.json_values import as_json, utc
 from mlx_parallm.rl.status import TrainingEvent
 from mlx_parallm.tasks import spawn
 
@@ -112,10 +111,6 @@ class Webhook:
 def body_of(event: TrainingEvent) -> dict[str, object]:
     """The JSON object of a divergence: the data of its event, with `kind`, `at` (ISO-8601, UTC) and `text`, a sentence
     for people, which receivers such as Slack show. A value that is not finite is null."""
-    data = dict(event.data)
-    value = data.get("value")
-    if isinstance(value, float) and not math.isfinite(value):
-        data["value"] = None
-    at = datetime.fromtimestamp(event.at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    data = as_json(event.data)
     text = f"Training of {data['adapter']} diverges at step {data['step']}: {data['reason']} ({data['action']})"
-    return {"text": text, "kind": event.kind, "at": at, **data}
+    return {"text": text, "kind": event.kind, "at": utc(event.at), **data}

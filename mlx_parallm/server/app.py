@@ -27,16 +27,12 @@ from mlx_parallm.server.api.training import route as training_routes
 from mlx_parallm.server.api.training import schedule
 from mlx_parallm.server.api.training.collected import route as collected_routes
 from mlx_parallm.server.backend import Backend
-from mlx_parallm.server.cluster import route as cluster_routes
 from mlx_parallm.server.dashboard import route as dashboard
 from mlx_parallm.server.errors import install_handlers
 from mlx_parallm.server.http.middleware import add_middlewares
 from mlx_parallm.server.openapi import describe
 from mlx_parallm.server.protocols import trainers
 from mlx_parallm.server.protocols.generate import route as generate
-from mlx_parallm.server.protocols.ollama import embed as ollama_embed
-from mlx_parallm.server.protocols.ollama import models as ollama_models
-from mlx_parallm.server.protocols.ollama import route as ollama_routes
 from mlx_parallm.server.protocols.tokens import route as tokens
 from mlx_parallm.server.routing import Endpoint
 from mlx_parallm.server.services import Services
@@ -52,7 +48,7 @@ def _there(*names: str) -> tuple[ModuleType, ...]:
     found: list[ModuleType] = []
     for name in names:
         try:
-            found.append(import_module(f"mlx_parallm.server.{name}"))
+            found.append(import_module(f"mlx_parallm.extras.{name}"))
         except ModuleNotFoundError as error:
             if not (error.name or "").startswith("mlx_parallm."):
                 raise
@@ -72,11 +68,10 @@ ROUTES = (
     training_routes,
     training_history,
     collected_routes,
-    *_there("api.training.people", "api.training.compare", "api.training.average", "api.training.reward_model"),
-    *_there("api.training.lessons"),
+    *_there("people.route", "competition.route", "averages.route", "reward_models.route", "lessons.route"),
     schedule,
     control,
-    cluster_routes,
+    *_there("cluster.http.route"),
     usage,
     stats,
     login,
@@ -84,10 +79,10 @@ ROUTES = (
     tokens,
     generate,
     trainers,
-    *_there("protocols.tinker.route", "protocols.tinker.sampling", "protocols.tinker.weights"),
+    *_there("tinker.route", "tinker.sampling", "tinker.weights"),
 )
-OLLAMA_ROUTES = (ollama_routes, ollama_embed, ollama_models)
-ATROPOS_ROUTES = _there("protocols.atropos.route")
+OLLAMA_ROUTES = _there("ollama.route", "ollama.embed", "ollama.models")
+ATROPOS_ROUTES = _there("atropos.route")
 
 
 def create_app(backend: Backend, traces: Traces | None = None) -> FastAPI:

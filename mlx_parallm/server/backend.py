@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from mlx_parallm.core.engine import EngineClient
     from mlx_parallm.core.models import BaseModels
     from mlx_parallm.core.trajectories import CollectingClient
+    from mlx_parallm.extras.cluster.http.parts import ClusterParts
     from mlx_parallm.rl.service import TrainingService
-    from mlx_parallm.server.cluster.parts import ClusterParts
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from mlx_parallm.config import KEYS
 
-_SECRETS = tuple(key.name.replace("_", "-") for key in KEYS.values() if key.secret)
-"""Ends of the names of flags whose values are secrets. `--print-config` masks the same ones."""
+_SECRETS = frozenset(name for key in KEYS.values() if key.secret for name in key.flags)
+"""Flags whose values are secrets. `--print-config` masks the same ones."""
 
 _MASK = "***"
 _USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
@@ -54,7 +54,7 @@ def _masked(arguments: Sequence[str]) -> Iterator[str]:
         if is_secret:
             is_secret = False
             yield _MASK
-        elif name.startswith("--") and name.endswith(_SECRETS):
+        elif name in _SECRETS:
             is_secret = not equals
             yield f"{name}={_MASK}" if equals else name
         else:

@@ -93,9 +93,9 @@ class EventStream:
             self._pings.cancel()
             await asyncio.gather(self._pings, return_exceptions=True)  # whoever writes the stream meets the error too
 
-    async def event(self, data: WireOutput, kind: str = "", event_id: str = "") -> None:
-        """Sends one object. `kind` takes the place of its `event_name`, in a form of streams that has names and ids."""
-        await self.write(self._framing.write(data, kind, event_id))
+    async def event(self, data: WireOutput) -> None:
+        """Sends one object."""
+        await self.write(self._framing.write(data))
 
     async def end(self) -> None:
         """Ends the stream."""
@@ -301,7 +301,7 @@ async def _in_parts(engine: EngineClient, request: GenerationRequest) -> AsyncIt
 
 def _texts(writer: AnswerWriter, event: Event) -> list[str]:
     """What an event adds to a stream, as its framing writes it. Call it in a worker thread."""
-    return [writer.FRAMING.write(chunk, "", "") for chunk in writer.chunks(event)]
+    return [writer.FRAMING.write(chunk) for chunk in writer.chunks(event)]
 
 
 def _json(writer: AnswerWriter, events: Sequence[Event]) -> bytes:

@@ -22,7 +22,6 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterClient, AdapterRef
-from mlx_parallm.core.cluster import ClusterStatus, NodeInfo
 from mlx_parallm.core.readers import EVERYTHING
 from mlx_parallm.core.requests import (
     Event,
@@ -44,8 +43,9 @@ from mlx_parallm.server.metrics_table import MODEL_LABEL, PREFIX, Labels, Served
 from mlx_parallm.server.recent import Counted, History, RecentGrowth, RecentValues
 
 if TYPE_CHECKING:
-    from mlx_parallm.rl.competition.comparison import ComparisonCard
-    from mlx_parallm.rl.competition.service import CompetitionService
+    from mlx_parallm.extras.cluster.cards import ClusterStatus, NodeInfo
+    from mlx_parallm.extras.competition.comparison import ComparisonCard
+    from mlx_parallm.extras.competition.service import CompetitionService
     from mlx_parallm.server.backend import Backend
 
 _LISTS = ("running_lora_adapters", "waiting_lora_adapters")

@@ -27,12 +27,12 @@ from mlx_parallm.engine.figures import EngineStats
 
 if TYPE_CHECKING:
     from mlx_parallm.adapters.cards import AdapterStats
-    from mlx_parallm.core.cluster import ClusterStatus, NodeInfo
     from mlx_parallm.core.requests import RequestFinished
-    from mlx_parallm.rl.competition.comparison import ComparisonCard
+    from mlx_parallm.extras.cluster.cards import ClusterStatus, NodeInfo
+    from mlx_parallm.extras.cluster.http.router import RoutingCounts
+    from mlx_parallm.extras.competition.comparison import ComparisonCard
     from mlx_parallm.rl.status import TrainingStatus
     from mlx_parallm.server.access.accounts import Account
-    from mlx_parallm.server.cluster.router import RoutingCounts
     from mlx_parallm.server.lifecycle import SequenceGate
 
 S = TypeVar("S")

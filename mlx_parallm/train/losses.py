@@ -19,8 +19,9 @@ A token's loss is multiplied by its weight. A reduction gives the factor of each
 add up to the loss of the update. The factors depend on totals of the whole update. So the sum over its micro-batches
 is the same however the update is split, which a mean over micro-batches would not be.
 
-To add a loss, add its name, kind and defaults to `config.Algorithm`, and its function and reduction to `LOSSES` at the
-end of this file. The advantages of its data depend on its kind (`rl.objectives.batches.prepare`).
+To add a loss, add its name, kind and defaults to `config.loss.Algorithm`, and its function and reduction to `LOSSES` at
+the end of this file. The advantages of its data depend on its kind (`rl.objectives.batches.prepare`). The recipe in
+docs/contributing.md names the tests and pages.
 """
 
 from __future__ import annotations

@@ -33,13 +33,10 @@ def _profile(frame: FrameType, event: str, argument: object) -> None:
         _called.add(frame.f_code)
 
 
-def pytest_configure() -> None:
-    threading.setprofile(_profile)
-    sys.setprofile(_profile)
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    threading.setprofile(_profile)
+    sys.setprofile(_profile)  # anew: Python ends it if a signal raises while `_profile` runs
     _called.clear()
     started = time.monotonic()
     result = yield

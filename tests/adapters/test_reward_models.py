@@ -13,9 +13,9 @@ from adapter_folders import DOWN0, HIDDEN, LAYOUT, Q0, random_weights
 from safetensors.numpy import load_file, save_file
 
 from mlx_parallm.adapters.formats import write_peft
-from mlx_parallm.adapters.reward_models import RewardModelFolder, RewardModelWeights
 from mlx_parallm.adapters.service import AdapterLibrary
 from mlx_parallm.errors import AdapterFileError, ConflictError, InvalidRequestError
+from mlx_parallm.extras.reward_models.folder import RewardModelFolder, RewardModelWeights
 
 FINGERPRINT, WEIGHTS = "f" * 32, "adapter_model.safetensors"
 
@@ -142,7 +142,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     def fail(folder: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("mlx_parallm.adapters.reward_models.file_sums", fail)
+    monkeypatch.setattr("mlx_parallm.extras.reward_models.folder.file_sums", fail)
     with pytest.raises(Exception, match="No space left on device"):
         RewardModelFolder(tmp_path, FINGERPRINT).save("helpful", weights(), LAYOUT, {})
     assert list(tmp_path.iterdir()) == []

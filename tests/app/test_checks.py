@@ -13,7 +13,7 @@ from mlx_parallm.app.server import IntegratedServer
 from mlx_parallm.config import configure
 from mlx_parallm.engine.thread import ContinuousBatchProcessor
 from mlx_parallm.errors import ConfigError, ModelNotFoundError, ParaLLMError
-from mlx_parallm.extras import OTEL
+from mlx_parallm.optional_packages import OTEL
 
 TASKS = {"rl_training__environment": "math.jsonl"}
 EVALUATES = {"rl_training__evaluation__every": 1}

@@ -4,14 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlx_parallm.app import cluster
-from mlx_parallm.app.cluster import begin_serving, prepare
-from mlx_parallm.cluster.replica import EVERY_INTERFACE, outward_address
 from mlx_parallm.config import resolve
 from mlx_parallm.config.sources import Setting
 from mlx_parallm.core.machine import MachineState, Relief
 from mlx_parallm.engine.figures import EngineStats
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.extras.cluster.replica import EVERY_INTERFACE, outward_address
+from mlx_parallm.extras.cluster.running import serving as cluster
+from mlx_parallm.extras.cluster.running.serving import begin_serving, prepare
 from mlx_parallm.server.lifecycle import Lifecycle
 
 HEAD, REPLICA = {"cluster.share_model": True}, {"cluster.connect_to": "node1:8000", "cluster.token": "t"}

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 import pytest
 from rl.service_rig import CHECKPOINTING, SETTINGS, World, until
 
-from mlx_parallm.app.cluster_collection import ClusterCollection, from_message, to_message
-from mlx_parallm.app.cluster_run import ClusterIntake
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
-from mlx_parallm.core.cluster import ClusterStatus, VersionState
 from mlx_parallm.core.readers import EVERYTHING, Reader
 from mlx_parallm.core.requests import CollectionSpec, FinishReason, GenerationRequest, SamplingParams, StopParams
 from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.errors import ConflictError, StorageError
+from mlx_parallm.extras.cluster.cards import ClusterStatus, VersionState
+from mlx_parallm.extras.cluster.running.collection import ClusterCollection, from_message, to_message
+from mlx_parallm.extras.cluster.running.run import ClusterIntake
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.records import Arrival, Feedback
 from mlx_parallm.rl.runs.store import JournalFile

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 from training_runs import View, config
 
-from mlx_parallm.app.cluster_run import ClusterRun
 from mlx_parallm.app.train_progress import TrainOptions
+from mlx_parallm.extras.cluster.running.run import ClusterRun
 
 
 class Loop:

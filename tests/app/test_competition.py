@@ -29,10 +29,10 @@ from mlx_parallm.core.requests import (
 )
 from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.errors import ConflictError
-from mlx_parallm.rl.atropos.groups import GivenGroup, given_trajectories
-from mlx_parallm.rl.competition.compared import ComparedAdapter
-from mlx_parallm.rl.competition.comparison import ComparisonSpec
-from mlx_parallm.rl.competition.service import CompetitionService
+from mlx_parallm.extras.atropos.groups import GivenGroup, given_trajectories
+from mlx_parallm.extras.competition.compared import ComparedAdapter
+from mlx_parallm.extras.competition.comparison import ComparisonSpec
+from mlx_parallm.extras.competition.service import CompetitionService
 from mlx_parallm.rl.runs.records import Score
 from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.rl.status import TrainingEvent

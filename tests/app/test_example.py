@@ -11,7 +11,7 @@ import pytest
 from tiny import save_tiny
 
 from mlx_parallm.rl.environments.files import read_tasks
-from mlx_parallm.rl.scoring.functions import load_function
+from mlx_parallm.rl.scoring.own_functions import load_function
 from mlx_parallm.rl.scoring.sample import ScorerInput
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -34,7 +34,7 @@ from mlx_parallm.core.requests import (
 )
 from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.rl.people import Edit
+from mlx_parallm.extras.people.service import Edit
 
 pytestmark = pytest.mark.ci
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.app.lessons import Lesson
 from mlx_parallm.config import Config
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.core.requests import Event, FinishReason, GenerationRequest, RequestFinished, SequenceOutput
-from mlx_parallm.rl.lessons.cards import LessonCard, LessonOutcome, LessonRule, LessonShowing, LessonSpec, RuleKind
-from mlx_parallm.rl.lessons.examples import SAMPLES
+from mlx_parallm.extras.lessons.cards import LessonCard, LessonOutcome, LessonRule, LessonShowing, LessonSpec, RuleKind
+from mlx_parallm.extras.lessons.examples import SAMPLES
+from mlx_parallm.extras.lessons.service import Lesson
 from mlx_parallm.rl.status import TrainingEvent, UpdateReport
 
 pytestmark = pytest.mark.ci

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import pytest
 from server.fake_control import LESSON, FakeLessons
 
-from mlx_parallm.app import lessons as module
-from mlx_parallm.app.lessons import Lessons
 from mlx_parallm.core.readers import Reader
 from mlx_parallm.errors import ConflictError, UnknownModelError
+from mlx_parallm.extras.lessons import service as module
+from mlx_parallm.extras.lessons.cards import LessonOutcome
+from mlx_parallm.extras.lessons.record import write_lesson
+from mlx_parallm.extras.lessons.service import Lessons
 from mlx_parallm.rl.changes import Changes
 from mlx_parallm.rl.hooks import TrainingHooks
-from mlx_parallm.rl.lessons.cards import LessonOutcome
-from mlx_parallm.rl.lessons.record import write_lesson
 
 ACME = Reader("acme", sees=lambda name: name.startswith("acme"))
 BOSS = Reader("boss", reads_all=True)

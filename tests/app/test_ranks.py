@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.app.ranks import check_splittable
 from mlx_parallm.config import resolve
 from mlx_parallm.config.sources import Setting
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.extras.ranks.running import check_splittable
 
 
 @pytest.mark.parametrize(

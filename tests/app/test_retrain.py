@@ -16,8 +16,8 @@ from tiny import save_tiny, tiny_model
 from mlx_parallm import RetrainEngine
 from mlx_parallm.adapters.formats import write_peft
 from mlx_parallm.adapters.weights import AdapterWeights
-from mlx_parallm.app.retrain import ADAPTER
 from mlx_parallm.errors import AdapterFileError, ConfigError, ContextLengthError, EngineDeadError, InvalidRequestError
+from mlx_parallm.extras.retrain.engine import ADAPTER
 from mlx_parallm.model.layout import adapter_layout
 
 PROMPTS = [[72, 101, 108, 108, 111], [87, 111]]

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 from configs import TRAINING, changed
 
-from mlx_parallm.app.rollout_driver import RolloutDriver
 from mlx_parallm.rl.rollouts.answers import RolloutResult
+from mlx_parallm.rl.rollouts.driver import RolloutDriver
 
 WANTED, SIZE = 4, 2
 
@@ -70,7 +70,7 @@ class World:
 
 @pytest.fixture
 async def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("mlx_parallm.app.rollout_driver._POLL_S", 0.01)
+    monkeypatch.setattr("mlx_parallm.rl.rollouts.driver._POLL_S", 0.01)
     one = World(**getattr(request, "param", {}))
     yield one
     await one.driver.close()

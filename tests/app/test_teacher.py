@@ -18,8 +18,8 @@ from mlx_parallm.adapters.weights import VersionInfo
 from mlx_parallm.app.train import TrainOptions, run
 from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.errors import ConfigError, TrainingFailedError
-from mlx_parallm.rl.inference.http import EngineServer
-from mlx_parallm.rl.inference.teacher import server_score
+from mlx_parallm.extras.engines.http import EngineServer
+from mlx_parallm.extras.engines.teacher import server_score
 from mlx_parallm.rl.teachers import Teacher, engine_score
 from mlx_parallm.train.data import answered
 

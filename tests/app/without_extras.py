@@ -1,6 +1,6 @@
-"""A server of a tiny model that answers and makes an update while modules cannot be imported.
+"""A server of a tiny model that answers and makes an update while a package cannot be imported.
 
-python without_extras.py FOLDER MODULE…
+python without_extras.py FOLDER PACKAGE
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from types import ModuleType
 
 
 class Blocked(MetaPathFinder):
-    """Refuses modules, and all that is below them."""
+    """Refuses a package, and all that is below it."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        if any(fullname == name or fullname.startswith(f"{name}.") for name in self._names):
+        if fullname == self._name or fullname.startswith(f"{self._name}."):
             raise ModuleNotFoundError(f"{fullname} is blocked", name=fullname)
 
 
@@ -43,6 +43,6 @@ async def served(folder: Path) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    sys.meta_path.insert(0, Blocked(sys.argv[2:]))
+    sys.meta_path.insert(0, Blocked(sys.argv[2]))
     asyncio.run(served(Path(sys.argv[1])))
-    print("served and trained without", *sys.argv[2:])
+    print("served and trained without", sys.argv[2])

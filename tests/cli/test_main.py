@@ -1,16 +1,19 @@
 """The three scripts as a user meets them: flags, exit statuses, messages."""
 
+import re
 import subprocess
 import sys
+from enum import StrEnum
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import get_args
 
 import pytest
 
 import mlx_parallm
-from mlx_parallm.cli.flags import FLAGS, GROUPS, SERVE, TRAIN
-from mlx_parallm.cli.main import main, serve, train
-from mlx_parallm.config import Mode
+from mlx_parallm.cli.flags import FLAGS, settings
+from mlx_parallm.cli.main import main, serve, serve_parser, train
+from mlx_parallm.config import KEYS, SECTIONS, SERVE, TRAIN, Mode, resolve
 from mlx_parallm.errors import ModelNotFoundError
 
 
@@ -104,59 +107,95 @@ def test_the_token_of_a_cluster_has_a_short_variable_and_is_not_shown(app, monke
     assert "s3cret" not in capsys.readouterr().out
 
 
-def test_every_flag_sets_its_own_key(app):
-    values = {"--port": "1", "--mode": "inference", "--log-level": "error", "--kv-cache-memory": "1GB"}
-    values |= {"--trusted-proxies": "127.0.0.1", "--log-format": "json", "--otlp-traces-endpoint": "http://a"}
-    values |= {"--mlx-memory-limit": "8GB", "--mlx-cache-limit": "1GB", "--prefix-cache-disk": "1GB"}
-    values |= {"--memory-guard": "8GB"}
-    values |= {"--kv-bits": "4", "--logprobs-mode": "processed_logprobs", "--max-logprobs": "100"}
-    values |= {"--generation-config": "vllm", "--embedding-pooling": "mean", "--speculation": "auto"}
-    values |= {"--judge-url": "http://a", "--judge-model": "m", "--atropos-url": "http://a"}
-    values |= {"--teacher-url": "http://a", "--teacher-model": "m"}
-    values |= {"--cors-origins": "http://a", "--max-model-len": "5", "--shutdown-timeout": "1", "--access-log": "false"}
-    values |= {"--rl-algorithm": "dapo", "--update-frequency": "7", "--trajectory-buffer-size": "700"}
-    values |= {"--connect-to": "node1:1", "--advertise": "node1:1", "--nats-url": "nats://node1:1"}
-    values |= {"--journal-updates": "700"}
-    numbers = ("--max-batch-size", "--max-batched-tokens", "--max-queued", "--max-loras", "--max-cpu-loras")
-    numbers += ("--max-lora-rank", "--checkpoint-interval", "--keep-n-checkpoints", "--lora-rank", "--lora-alpha")
-    numbers += ("--max-staleness", "--micro-batch-tokens", "--seed", "--max-decode-stall-ms")
-    numbers += ("--rollout-group-size", "--rollout-timeout")
-    values |= dict.fromkeys(numbers, "7")
-    values |= {"--eval-every": "7", "--eval-size": "7", "--trackers": "wandb"}
-    floats = ("--learning-rate", "--kl-coef", "--training-time-share", "--checkpoint-minutes", "--idle-unload")
-    values |= dict.fromkeys(floats, "5e-4")
-    others = {"--prefix-cache-disk": ["--prefix-cache-dir", "text"], "--eval-tasks": ["--eval-every", "7"]}
-    others |= {"--eval-every": ["--environment", "text"], "--judge-url": ["--judge-model", "m"]}
-    others |= {"--teacher-url": ["--teacher-model", "m"], "--teacher-model": ["--teacher-url", "http://a"]}
-    others |= {"--draft-model": ["--speculation", "draft"], "--nats-url": ["--share-model"]}
-    others |= {"--curriculum": ["--environment", "text"]}
-    others |= {"--atropos-url": ["--enable-rl-training"], "--atropos-api": ["--enable-rl-training"]}
-    flags = [flag for flag in FLAGS if flag.only != TRAIN]
-    for flag in flags:
-        switch = flag.name.replace("--", "--no-") if flag.key.field.default is True else flag.name
-        needed = others.get(flag.name, [])
-        assert serve([*needed, *([flag.name, values.get(flag.name, "text")] if flag.metavar else [switch])]) == 0
-    changed = [list(leaves(config.model_dump(exclude_defaults=True))) for config in app.started]
-    followers = {"--mode": [], "--enable-rl-training": ["server.mode", "rl_training.enabled"]}
-    followers["--atropos-url"] = ["server.mode", "rl_training.enabled", "rl_training.atropos_url"]
-    followers["--atropos-api"] = ["server.mode", "server.atropos_api", "rl_training.enabled"]
-    followers["--share-model"] = ["server.host", "cluster.share_model"]
-    followers["--connect-to"] = ["server.host", "cluster.connect_to"]
-    followers["--nats-url"] = ["server.host", "cluster.share_model", "cluster.nats_url"]
-    followers["--judge-url"] = ["rl_training.judge.url", "rl_training.judge.model"]
-    for flag in ("--teacher-url", "--teacher-model"):
-        followers[flag] = ["rl_training.teacher.url", "rl_training.teacher.model"]
-    followers["--prefix-cache-disk"] = ["server.prefix_cache_dir", "server.prefix_cache_disk"]
-    followers["--draft-model"] = ["server.speculation", "model.draft_model"]
-    followers["--eval-every"] = ["rl_training.environment", "rl_training.evaluation.every"]
-    followers["--curriculum"] = ["rl_training.environment", "rl_training.curriculum.enabled"]
-    followers["--eval-tasks"] = ["rl_training.evaluation.every", "rl_training.evaluation.tasks"]
-    assert changed == [followers.get(flag.name, [flag.path]) for flag in flags]
+VALUES = {
+    **dict.fromkeys(("rl_training.judge.url", "rl_training.teacher.url", "rl_training.atropos_url"), "http://a"),
+    **dict.fromkeys(("rl_training.divergence.webhook", "server.otlp_traces_endpoint"), "http://a"),
+    **dict.fromkeys(("cluster.connect_to", "cluster.advertise"), "node1:1"),
+    "cluster.nats_url": "nats://node1:1",
+    "server.access_log": "false",
+    "server.cors_origins": "http://a",
+    "server.kv_bits": "4",
+    "server.priority_ratios.inference": "0.5",
+    "server.priority_ratios.training": "0.5",
+    "server.speculation": "auto",
+    "server.trusted_proxies": "127.0.0.1",
+}
+"""Values of the settings that do not take what `another_value` returns."""
+NEEDED = {
+    "cluster.nats_url": ["--share-model"],
+    "model.draft_model": ["--speculation", "draft"],
+    "rl_training.atropos_url": ["--enable-rl-training"],
+    "rl_training.curriculum.enabled": ["--environment", "text"],
+    "rl_training.evaluation.every": ["--environment", "text"],
+    "rl_training.evaluation.samples": ["--rl_training.evaluation.temperature", "1"],
+    "rl_training.evaluation.tasks": ["--eval-every", "7"],
+    "rl_training.gate.eval_floor": ["--eval-every", "7", "--environment", "text"],
+    "rl_training.judge.url": ["--judge-model", "m"],
+    "rl_training.teacher.model": ["--teacher-url", "http://a"],
+    "rl_training.teacher.url": ["--teacher-model", "m"],
+    "server.atropos_api": ["--enable-rl-training"],
+    "server.prefix_cache_disk": ["--prefix-cache-dir", "text"],
+    "server.priority_ratios.inference": ["--server.priority_ratios.training", "0.5"],
+    "server.priority_ratios.training": ["--server.priority_ratios.inference", "0.5"],
+}
+"""Flags without which a setting is refused."""
+ADJUSTED = {
+    "cluster.connect_to": {"server.host"},
+    "cluster.nats_url": {"server.host"},
+    "cluster.share_model": {"server.host"},
+    "rl_training.atropos_url": {"server.mode"},
+    "rl_training.enabled": {"server.mode"},
+    "server.atropos_api": {"server.mode"},
+    "server.mode": {"rl_training.enabled"},
+}
+"""Settings that follow another one."""
+
+
+def another_value(key):
+    """A value that a setting takes and that is not its default, as the text of a flag."""
+    kind, default = key.field.annotation, key.field.default
+    kinds = [kind, *(getattr(each, "__origin__", each) for each in get_args(kind))]
+    enums = [each for each in kinds if isinstance(each, type) and issubclass(each, StrEnum)]
+    if words := [*enums[0]] if enums else [each for each in kinds if isinstance(each, str)]:
+        return [word for word in words if word != default][-1]
+    if int in kinds:
+        return str(7 if default is None else default + 1)
+    if float in kinds:
+        return str(0.9 * default if default else 0.5)
+    return "text"
+
+
+SERVE_FLAGS = serve_parser().filled()
+
+
+def is_switch(name):
+    """Whether the flag of a server takes no value, or need not have one."""
+    return name.replace("--", "--no-", 1) in SERVE_FLAGS._option_string_actions
+
+
+@pytest.mark.parametrize("path", [path for path, key in KEYS.items() if key.flag.only != TRAIN])
+def test_every_flag_sets_its_own_key(path):
+    key, needed = KEYS[path], NEEDED.get(path, [])
+    others = {FLAGS[word].path for word in needed if word in FLAGS} | ADJUSTED.get(path, set())
+    for name in (name for name, only in key.flags.items() if only != TRAIN):
+        switch = name.replace("--", "--no-", 1) if key.field.default is True else name
+        given = [switch] if is_switch(name) else [name, VALUES.get(path) or another_value(key)]
+        resolved = resolve(settings(SERVE_FLAGS.parse_args([*needed, *given])))
+        assert {*leaves(resolved.config.model_dump(exclude_defaults=True))} - others == {path}
+        assert resolved.sources.keys() - others == {path}
+        assert resolved.sources[path] == (name if name == f"--{path}" else key.flag.name)
 
 
 def leaves(tree, prefix=""):
     for name, node in tree.items():
         yield from leaves(node, f"{prefix}{name}.") if isinstance(node, dict) else [prefix + name]
+
+
+def test_null_is_a_value_of_a_flag_where_it_is_not_the_default():
+    argv = ["--server.queue_timeout", "null", "--rl_training.loss.dual_clip=null", "--draft-model", "null"]
+    config = resolve(settings(SERVE_FLAGS.parse_args([*argv, "--speculation", "draft"]))).config
+    assert config.server.queue_timeout is config.rl_training.loss.dual_clip is None
+    assert config.model.draft_model == "null"
 
 
 @pytest.mark.parametrize("argv", [["--enable-rl-training"], ["--mode", "rl"], ["--mode", "inference_and_training"]])
@@ -167,6 +206,13 @@ def test_training_beside_requests_is_turned_on_by_either_flag(app, argv):
     assert (config.server.mode, config.rl_training.enabled) == (Mode.INFERENCE_AND_TRAINING, True)
     assert (config.model.lora_rank, config.rl_training.optimizer.learning_rate) == (8, 1e-4)
     assert config.rl_training.trajectory_log == Path("log.jsonl")
+
+
+def test_a_flag_by_its_key_is_the_source_that_it_names(app, capsys):
+    assert serve(["--print-config", "--server.port", "9000", "--rl_training.max_completion_tokens", "9"]) == 0
+    printed = capsys.readouterr().out
+    assert "port: 9000  # from --server.port" in printed
+    assert "max_completion_tokens: 9  # from --rl_training.max_completion_tokens" in printed
 
 
 def test_print_config_shows_sources_and_no_secret(app, capsys):
@@ -183,11 +229,26 @@ def test_print_config_shows_sources_and_no_secret(app, capsys):
         (["--prot", "1"], "error: --prot: unknown flag; did you mean --port?"),
         (["--max-batchsize=4"], "error: --max-batchsize: unknown flag; did you mean --max-batch-size?"),
         (["--por", "1"], "error: --por: unknown flag; did you mean --port?"),
+        (["--server.prot", "1"], "error: --server.prot: unknown flag; did you mean --server.port?"),
+        (["--port", "1", "--server.port", "2"], "error: --server.port: --port sets server.port too; keep one of them"),
+        (
+            ["--model-path", "a", "b", "--model.other_base_models", "c"],
+            "error: --model.other_base_models: --model-path sets model.other_base_models too; keep one of them",
+        ),
+        (
+            ["--resume", "a", "--checkpointing.checkpoint_dir", "b"],
+            "error: --resume: a is a run, and --checkpointing.checkpoint_dir names one too; keep one",
+        ),
+        (["--no-checkpointing.resume", "a"], "error: --no-checkpointing.resume takes no value, got 'a'"),
         (["--api-kee=s3cret"], "error: --api-kee: unknown flag; did you mean --api-key?"),
         (["8000"], "error: unexpected argument '8000'"),
         (["--port"], "error: argument --port: expected one argument"),
         (["--port", "x"], "error: server.port: must be a valid integer"),
         (["--max-tokens", "9"], "error: --max-tokens: only mlx_parallm_train has this flag; leave it out"),
+        (
+            ["--inference.timeout", "9"],
+            "error: --inference.timeout: only mlx_parallm_train has this flag; leave it out",
+        ),
         (["--rl-algorithm", "reinforce"], "error: rl_training.algorithm: must be 'grpo', 'bnpo'"),
         (
             ["--mode", "rl", "--lora-rank", "32", "--max-lora-rank", "16"],
@@ -234,19 +295,35 @@ def modules_after(*argv: str) -> tuple[str, set[str]]:
     return printed, set(modules.split())
 
 
+HEAVY = {"mlx", "mlx.core", "transformers", "fastapi", "huggingface_hub", "matplotlib", "rich"}
+
+
 @pytest.mark.parametrize(("command", "program"), [("serve", SERVE), ("train", TRAIN)])
-def test_help_has_the_flags_that_the_command_obeys_in_their_groups_and_loads_no_model_library(command, program):
+def test_help_all_has_every_flag_that_the_command_obeys_in_its_section(command, program):
+    printed, modules = modules_after(command, "--help-all")
+    _, *parts = re.split(r"^(\S+):\n", printed, flags=re.MULTILINE)
+    blocks = dict(zip(parts[::2], parts[1::2], strict=True))
+    for section in SECTIONS:
+        keys = [key for path, key in KEYS.items() if path.rpartition(".")[0] == section]
+        first = [next((name for name, only in key.flags.items() if only in (None, program)), None) for key in keys]
+        shown = blocks.get(section, "").replace(",", "").split()
+        assert [name for name in first if name and name not in shown] == []
+        assert (section in blocks) is any(first)
+    hidden = [f"--{path}" for path, key in KEYS.items() if key.flag.name and key.flag.short_in is None]
+    assert [name for name in hidden if name in printed] == []
+    assert not HEAVY & modules
+
+
+@pytest.mark.parametrize(("command", "program"), [("serve", SERVE), ("train", TRAIN)])
+def test_help_has_the_common_flags_and_loads_no_model_library(command, program):
     printed, modules = modules_after(command, "-h")
-    blocks = {title: lines for title, _, lines in (part.partition(":\n") for part in printed.split("\n\n"))}
-    shown = printed.split()
-    for group in GROUPS:
-        obeyed = [flag.name for flag in group.flags if flag.only in ("", program)]
-        assert (group.title in blocks) is bool(obeyed), group.title
-        assert [name for name in obeyed if name not in shown and f"{name}," not in shown] == []
-    assert [flag.name for flag in FLAGS if flag.only not in ("", program) and f"\n  {flag.name}" in printed] == (
-        ["--mode"] if program == TRAIN else []
-    )
-    assert not {"mlx", "mlx.core", "transformers", "fastapi", "huggingface_hub", "matplotlib", "rich"} & modules
+    shown = {word.strip(",") for word in printed.split() if word.startswith("--")} - {"--help", "--help-all"}
+    common = {key.flag.name for key in KEYS.values() if key.flag.common and key.flags[key.flag.name] in (None, program)}
+    assert common <= shown
+    assert {name for name in shown if name in FLAGS} - common <= {"--run", "--mode", "--connect-to"}
+    assert len(common) <= 30
+    assert printed.endswith("--help-all shows all settings.")
+    assert not HEAVY & modules
 
 
 def test_help_of_all_commands_imports_none_of_them():
@@ -258,11 +335,13 @@ def test_help_of_all_commands_imports_none_of_them():
     assert not {"pydantic", "yaml", "asyncio", "numpy"} & modules
 
 
-@pytest.mark.parametrize("flag", [flag for flag in FLAGS if flag.only == SERVE and flag.name != "--mode"])
-def test_a_run_refuses_what_only_a_server_obeys(capsys, flag):
-    for name in (flag.name, *(() if flag.metavar else (flag.name.replace("--", "--no-", 1),))):
-        assert train([name]) == 2
-        assert capsys.readouterr().err.startswith(f"error: {name}: only mlx_parallm_serve has this flag; leave it out")
+@pytest.mark.parametrize("path", [path for path, key in KEYS.items() if key.flag.only == SERVE])
+def test_a_run_refuses_what_only_a_server_obeys(capsys, path):
+    for name in KEYS[path].flags.keys() - {"--mode"}:
+        for given in (name, *([name.replace("--", "--no-", 1)] if is_switch(name) else [])):
+            assert train([given]) == 2
+            refused = f"error: {given}: only mlx_parallm_serve has this flag; leave it out"
+            assert capsys.readouterr().err.startswith(refused)
 
 
 def test_no_command_prints_help(capsys):

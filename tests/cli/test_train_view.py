@@ -43,7 +43,9 @@ HELD = UpdateReport(AdapterRef("default", 5), 5, "held", "kl_step 5 is above 3",
 
 def made(*reports: UpdateReport, first: bool = False, before: int = 0) -> list[Made]:
     """The lines of a run's metrics. `first`: that of the evaluation FIRST, too."""
-    start = [Made(before, 0.0, UpdateReport(FIRST.adapter, 0, "evaluation", metrics=FIRST.metrics))] if first else []
+    start = (
+        [Made(before, 0.0, UpdateReport(FIRST.adapter, 0, "published", metrics=FIRST.metrics), False)] if first else []
+    )
     return start + [Made(step, 1.0, report) for step, report in enumerate(reports, before + 1)]
 
 

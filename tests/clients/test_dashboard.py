@@ -277,6 +277,8 @@ class TestLearning:
 
 def test_the_sources_build_what_is_committed(tmp_path: Path) -> None:
     install_packages()
+    types = printed("npm", "run", "--silent", "schema", at=SOURCES)
+    assert types == (SOURCES / "src" / "api" / "schema.ts").read_text("utf-8"), "run scripts/dashboard"
     for check in ("lint", "types", "test"):
         printed("npm", "run", "--silent", check, at=SOURCES)
     printed("npx", "vite", "build", "--outDir", str(tmp_path), "--logLevel", "error", at=SOURCES)

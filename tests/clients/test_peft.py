@@ -10,7 +10,7 @@ from lora import layout_of, merged, random_adapter
 from tiny import save_tiny, tiny_model
 
 from mlx_parallm.adapters.formats import write_peft
-from mlx_parallm.adapters.reward_models import RewardModelWeights, read_reward_model
+from mlx_parallm.extras.reward_models.folder import RewardModelWeights, read_reward_model
 
 ROWS = [[1, 5, 9, 33, 77, 2, 250, 100], [1, 5, 9, 33, 4], [7, 8]]
 NEAR = 1e-4

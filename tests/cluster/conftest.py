@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from mlx_parallm.cluster.connection import Connection, NatsAddress, connect
-from mlx_parallm.cluster.nats_server import NatsServer, nats_server
+from mlx_parallm.extras.cluster.connection import Connection, NatsAddress, connect
+from mlx_parallm.extras.cluster.nats_server import NatsServer, nats_server
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -6,10 +6,10 @@ import tracemalloc
 
 import pytest
 
-from mlx_parallm.cluster.archive import digest, pack, unpack
-from mlx_parallm.cluster.head import AdapterArchives
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.errors import AdapterFileError, ConflictError, InvalidRequestError, UnknownModelError
+from mlx_parallm.extras.cluster.archive import digest, pack, unpack
+from mlx_parallm.extras.cluster.head import AdapterArchives
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 REF = AdapterRef("math", 3)

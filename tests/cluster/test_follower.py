@@ -6,11 +6,11 @@ from contextlib import suppress
 import pytest
 
 from cluster.test_archive import GOOD
-from mlx_parallm.cluster.follower import RegistryFollower
-from mlx_parallm.cluster.head_client import HeadUnreachableError
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.core.cluster import SharedVersion, VersionState
 from mlx_parallm.errors import AdapterFileError
+from mlx_parallm.extras.cluster.cards import SharedVersion, VersionState
+from mlx_parallm.extras.cluster.follower import RegistryFollower
+from mlx_parallm.extras.cluster.head_client import HeadUnreachableError
 
 
 class Adapters:

@@ -5,10 +5,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from mlx_parallm.cluster.archive import digest
-from mlx_parallm.cluster.head_client import HeadClient, HeadUnreachableError
-from mlx_parallm.core.cluster import BaseFile, SharedVersion
 from mlx_parallm.errors import ConfigError, EngineError
+from mlx_parallm.extras.cluster.archive import digest
+from mlx_parallm.extras.cluster.cards import BaseFile, SharedVersion
+from mlx_parallm.extras.cluster.head_client import HeadClient, HeadUnreachableError
 
 ARCHIVE = bytes(range(256)) * 400
 MATH = SharedVersion("math", 3, digest(ARCHIVE), len(ARCHIVE))

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlx_parallm.cluster.connection import LEASE_S, Change
-from mlx_parallm.cluster.members import Lease, Members
-from mlx_parallm.cluster.records import to_json
-from mlx_parallm.core.cluster import NodeInfo, NodeRole
+from mlx_parallm.extras.cluster.cards import NodeInfo, NodeRole
+from mlx_parallm.extras.cluster.connection import LEASE_S, Change
+from mlx_parallm.extras.cluster.members import Lease, Members
+from mlx_parallm.extras.cluster.records import to_json
 
 NODE = NodeInfo("replica-1", NodeRole.REPLICA, "http://127.0.0.1:9", ("math@1",), 5, True, "first")
 

@@ -11,19 +11,19 @@ from contextlib import suppress
 import pytest
 
 from cluster.conftest import address_of
-from mlx_parallm.cluster.connection import NatsAddress, connect
-from mlx_parallm.cluster.nats_server import nats_server
-from mlx_parallm.cluster.state import locked_folder, own_token
-from mlx_parallm.cluster.versions import Versions
-from mlx_parallm.core.cluster import SharedVersion
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.extras.cluster.cards import SharedVersion
+from mlx_parallm.extras.cluster.connection import NatsAddress, connect
+from mlx_parallm.extras.cluster.nats_server import nats_server
+from mlx_parallm.extras.cluster.state import locked_folder, own_token
+from mlx_parallm.extras.cluster.versions import Versions
 
 VERSION = SharedVersion("math", 1, "aa", 10)
 
 _HEAD = """
 import asyncio, sys
 from pathlib import Path
-from mlx_parallm.cluster.nats_server import nats_server
+from mlx_parallm.extras.cluster.nats_server import nats_server
 async def main():
     async with nats_server(Path(sys.argv[1]), "127.0.0.1") as server:
         print(server.process.pid, server.listening.port, flush=True)

@@ -6,14 +6,14 @@ from contextlib import aclosing
 import pytest
 
 from cluster.conftest import address_of
-from mlx_parallm.cluster import trainer
-from mlx_parallm.cluster.connection import connect
-from mlx_parallm.cluster.nats_server import nats_server
-from mlx_parallm.cluster.trainer import TrainerLease
-from mlx_parallm.cluster.trajectories import Trajectories
-from mlx_parallm.cluster.versions import Versions
-from mlx_parallm.core.cluster import SharedVersion
 from mlx_parallm.errors import ConflictError, StorageError
+from mlx_parallm.extras.cluster import trainer
+from mlx_parallm.extras.cluster.cards import SharedVersion
+from mlx_parallm.extras.cluster.connection import connect
+from mlx_parallm.extras.cluster.nats_server import nats_server
+from mlx_parallm.extras.cluster.trainer import TrainerLease
+from mlx_parallm.extras.cluster.trajectories import Trajectories
+from mlx_parallm.extras.cluster.versions import Versions
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -136,8 +136,8 @@ async def test_a_lease_that_passed_to_another_ends_the_trainer(connection, monke
 
 
 async def test_a_full_stream_refuses_what_comes_and_costs_no_other_adapter(tmp_path, monkeypatch):
-    monkeypatch.setattr("mlx_parallm.cluster.connection.MOST_WAITING", 3)
-    monkeypatch.setattr("mlx_parallm.cluster.trajectories._SEND_S", 0.3)
+    monkeypatch.setattr("mlx_parallm.extras.cluster.connection.MOST_WAITING", 3)
+    monkeypatch.setattr("mlx_parallm.extras.cluster.trajectories._SEND_S", 0.3)
     async with nats_server(tmp_path, "127.0.0.1") as server, connect(address_of(server), "test") as connection:
         stream = Trajectories(connection)
         for number in range(3):

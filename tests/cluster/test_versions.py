@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from mlx_parallm.cluster.versions import KEPT, Versions
-from mlx_parallm.core.cluster import SharedVersion
 from mlx_parallm.errors import ConflictError
+from mlx_parallm.extras.cluster.cards import SharedVersion
+from mlx_parallm.extras.cluster.versions import KEPT, Versions
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

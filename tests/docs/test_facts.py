@@ -13,9 +13,8 @@ from docs.pages import PAGES, ROOT, lines_of, prose_of, spans_of, table_of
 from tool_families import ASKED, TEXTS, TOOLS
 
 from mlx_parallm import blas
-from mlx_parallm.cli.flags import GROUPS
+from mlx_parallm.cli.flags import FLAGS
 from mlx_parallm.cli.main import main_parser
-from mlx_parallm.cluster.connection import LEASE_S, TRAINER_LEASE_S
 from mlx_parallm.config import (
     API_KEY_VARIABLE,
     CLUSTER_TOKEN_VARIABLE,
@@ -31,11 +30,13 @@ from mlx_parallm.core.device import MODE_SHARES, PauseMode
 from mlx_parallm.core.models import ModelState
 from mlx_parallm.core.summed import TokenLoss
 from mlx_parallm.core.text import RepairedCalls, ToolCall
+from mlx_parallm.extras.cluster.connection import LEASE_S, TRAINER_LEASE_S
+from mlx_parallm.extras.competition.comparison import ComparisonVerdict
+from mlx_parallm.extras.lessons.route import MAX_PROMPTS
+from mlx_parallm.extras.ranks.tensor_parallel import SPLIT_FAMILIES
 from mlx_parallm.model.families import TESTED
 from mlx_parallm.model.tools.formats import FAMILIES, HERMES, OTHER_NAMES
 from mlx_parallm.model.tools.thinking import REASONINGS
-from mlx_parallm.ranks.tensor_parallel import SPLIT_FAMILIES
-from mlx_parallm.rl.competition.comparison import ComparisonVerdict
 from mlx_parallm.rl.groups import MAX_PEOPLE
 from mlx_parallm.rl.scoring.builtin import BUILTINS
 from mlx_parallm.rl.tracking.history import MAX_EVENTS
@@ -48,7 +49,6 @@ from mlx_parallm.server.api.grammar_fields import MAX_CHOICES, MAX_REGEX, MAX_SC
 from mlx_parallm.server.api.pooling.fields import MAX_INPUTS
 from mlx_parallm.server.api.sampling_fields import MAX_STOPS
 from mlx_parallm.server.api.training.collected.route import MAX_SAMPLES
-from mlx_parallm.server.api.training.lessons import MAX_PROMPTS
 from mlx_parallm.server.app import ATROPOS_ROUTES, OLLAMA_ROUTES, ROUTES, dashboard, openapi_document
 from mlx_parallm.server.errors import RULES
 
@@ -172,11 +172,10 @@ def test_commands() -> None:
 
 def test_defaults() -> None:
     """Of a setting or a flag with a number in brackets behind it."""
-    paths = {flag.name: flag.path for group in GROUPS for flag in group.flags}
     wrong, checked = [], 0
     for page in PAGES:
         for name, value in _DEFAULT.findall("\n".join(line for _, line in prose_of(page))):
-            default = KEYS[paths.get(name, name)].default_text
+            default = (FLAGS.get(name) or KEYS[name]).default_text
             checked += 1
             if _plain(value) != _plain(default):
                 wrong.append(f"{page}: {name} ({value}) is {default}")

@@ -18,15 +18,15 @@ from tiny import save_tiny
 
 from mlx_parallm import __version__
 from mlx_parallm.adapters.formats import write_peft
-from mlx_parallm.cluster.archive import pack
-from mlx_parallm.cluster.connection import Connection, NatsAddress, connect
-from mlx_parallm.cluster.head_client import HeadClient
-from mlx_parallm.cluster.members import Members
-from mlx_parallm.cluster.node import running
-from mlx_parallm.cluster.publisher import Publisher
-from mlx_parallm.cluster.versions import Versions
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.core.cluster import Joining, NodeRole
+from mlx_parallm.extras.cluster.archive import pack
+from mlx_parallm.extras.cluster.cards import Joining, NodeRole
+from mlx_parallm.extras.cluster.connection import Connection, NatsAddress, connect
+from mlx_parallm.extras.cluster.head_client import HeadClient
+from mlx_parallm.extras.cluster.members import Members
+from mlx_parallm.extras.cluster.node import running
+from mlx_parallm.extras.cluster.publisher import Publisher
+from mlx_parallm.extras.cluster.versions import Versions
 
 TOKEN = "the-token-of-the-tests"
 TRAIN = (sys.executable, "-c", "import sys; from mlx_parallm.cli.main import train; sys.exit(train())")

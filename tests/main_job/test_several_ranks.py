@@ -16,8 +16,8 @@ from main_job.ranks import flags_of, launched, started
 from main_job.serving import Said, Server, asking, in_thread
 
 from mlx_parallm.adapters.formats import write_peft
+from mlx_parallm.extras.ranks.tensor_parallel import SPLIT_FAMILIES
 from mlx_parallm.model.bundled import load_bundled
-from mlx_parallm.ranks.tensor_parallel import SPLIT_FAMILIES
 
 pytestmark = pytest.mark.slow
 

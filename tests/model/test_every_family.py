@@ -24,7 +24,7 @@ HERE = [name for name in CONFIGURATIONS if name not in ELSEWHERE]
 WITH_KNOWN_CACHES = [name for name in HERE if name not in OWN_CACHES]
 
 AMPLIFIED = {
-    **dict.fromkeys(("jamba", "plamo2"), 5.0),
+    **dict.fromkeys(("granitemoe", "jamba", "plamo2"), 5.0),
     "nemotron_h": 10.0,
     **dict.fromkeys(("longcat_flash", "longcat_flash_ngram"), 20.0),
     **dict.fromkeys(("ours bailing_hybrid", "ours kimi_k3"), 5.0),

@@ -8,7 +8,7 @@ from typing import Any
 from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.errors import UnknownModelError
-from mlx_parallm.rl.tinker.records import Layers, PolicyCard, PolicyStep, TokenScores
+from mlx_parallm.extras.tinker.records import Layers, PolicyCard, PolicyStep, TokenScores
 
 
 class FakePolicies:

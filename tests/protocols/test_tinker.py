@@ -20,10 +20,10 @@ from server.one_model import OneModel
 from mlx_parallm.config import ServerConfig, TinkerConfig
 from mlx_parallm.core.summed import SummedLoss, TargetedTokens, TokenLoss
 from mlx_parallm.errors import EngineError, InvalidRequestError
+from mlx_parallm.extras.tinker import route, server
+from mlx_parallm.extras.tinker.server import TinkerServer
 from mlx_parallm.server.app import create_app
 from mlx_parallm.server.backend import Backend
-from mlx_parallm.server.protocols.tinker import route, server
-from mlx_parallm.server.protocols.tinker.server import TinkerServer
 
 NAME = CARD.name
 
@@ -423,7 +423,7 @@ async def test_the_key_may_come_in_the_sdks_header() -> None:
 
 
 async def test_protobuf_needs_the_package(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_parallm.extras.Extra.installed", False)
+    monkeypatch.setattr("mlx_parallm.optional_packages.Extra.installed", False)
     await client.start()
     headers = {"content-type": "application/x-protobuf"}
     response = await client.http.post("/api/v1/forward_backward", content=b"", headers=headers)
@@ -552,9 +552,7 @@ async def test_a_key_leaves_operations_to_the_others(
             return (await sending).status_code
 
         client.policies.hold.clear()
-        monkeypatch.setattr(
-            f"mlx_parallm.server.protocols.tinker.futures.{bound}", 8 if bound == "MAX_FUTURES" else 14_000
-        )
+        monkeypatch.setattr(f"mlx_parallm.extras.tinker.futures.{bound}", 8 if bound == "MAX_FUTURES" else 14_000)
         taken = [await status("mine", number) for number in range(1, 9)]
         assert taken == sorted(taken)
         assert {*taken} == {200, 429}

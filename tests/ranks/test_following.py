@@ -17,14 +17,14 @@ from mlx_parallm.batch.model_parts import Parts
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.batch.spans import Span, in_order
 from mlx_parallm.core.operations import Operation
+from mlx_parallm.extras.ranks.follower import Follower
+from mlx_parallm.extras.ranks.parts import FollowingParts, LeadingParts
+from mlx_parallm.extras.ranks.wire import decode, encode
 from mlx_parallm.kv.device_memory import DeviceMemory
 from mlx_parallm.kv.row import KVRow
 from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.model.linears import install_adapters
-from mlx_parallm.ranks.follower import Follower
-from mlx_parallm.ranks.parts import FollowingParts, LeadingParts
-from mlx_parallm.ranks.wire import decode, encode
 
 PROMPTS = ([7 * i % 250 for i in range(90)], [11 * i % 250 for i in range(70)])
 

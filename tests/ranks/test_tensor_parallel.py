@@ -13,7 +13,7 @@ from tiny import tiny_model
 
 from mlx_parallm.adapters.bank import ModelSplit
 from mlx_parallm.errors import UnsupportedModelError
-from mlx_parallm.ranks.tensor_parallel import check_ranks, split_model
+from mlx_parallm.extras.ranks.tensor_parallel import check_ranks, split_model
 
 NINE_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}
 

@@ -20,13 +20,13 @@ from trainers import LORA, SETTINGS, learn, leaves, make_policy, make_trainer, s
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.core.branches import Branch, Bucket
 from mlx_parallm.core.operations import Operation, TrainedSpan, TrainingPass, TrainingStage
+from mlx_parallm.extras.ranks.parts import FollowingParts
+from mlx_parallm.extras.ranks.tensor_parallel import split_model
+from mlx_parallm.extras.ranks.training import FollowingTraining, LeadingTrainableModel
+from mlx_parallm.extras.ranks.wire import decode, encode
 from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.model.linears import install_adapters
-from mlx_parallm.ranks.parts import FollowingParts
-from mlx_parallm.ranks.tensor_parallel import split_model
-from mlx_parallm.ranks.training import FollowingTraining, LeadingTrainableModel
-from mlx_parallm.ranks.wire import decode, encode
 from mlx_parallm.train.data import UpdateBatch
 from mlx_parallm.train.trainer import GRPOTrainer
 

@@ -9,9 +9,9 @@ import pytest
 
 from mlx_parallm.core.operations import Stop
 from mlx_parallm.errors import DeviceLostError, RankLostError
-from mlx_parallm.ranks.joining import Peer
-from mlx_parallm.ranks.leader import Leader
-from mlx_parallm.ranks.watchdog import Watchdog
+from mlx_parallm.extras.ranks.joining import Peer
+from mlx_parallm.extras.ranks.leader import Leader
+from mlx_parallm.extras.ranks.watchdog import Watchdog
 
 
 def watch(end: socket.socket, patience: float) -> tuple[Watchdog, Future[str]]:

@@ -18,19 +18,19 @@ from trainers import LORA, SETTINGS, VOCABULARY, gradients, learn, leaves, make_
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import OptimizerConfig, ResolvedTraining
+from mlx_parallm.extras.ranks.follower import Follower
+from mlx_parallm.extras.ranks.joining import Ranks, join
+from mlx_parallm.extras.ranks.leader import Leader
+from mlx_parallm.extras.ranks.parts import FollowingParts, LeadingParts
+from mlx_parallm.extras.ranks.tensor_parallel import split_model
+from mlx_parallm.extras.ranks.training import FollowingTraining, LeadingTrainableModel
+from mlx_parallm.extras.reward_models.fitting import RewardModelInTraining
+from mlx_parallm.extras.reward_models.model import RewardModel
+from mlx_parallm.extras.reward_models.preferences import Preference
+from mlx_parallm.extras.reward_models.work import scored, stepped
 from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.model.linears import install_adapters
-from mlx_parallm.ranks.follower import Follower
-from mlx_parallm.ranks.joining import Ranks, join
-from mlx_parallm.ranks.leader import Leader
-from mlx_parallm.ranks.parts import FollowingParts, LeadingParts
-from mlx_parallm.ranks.tensor_parallel import split_model
-from mlx_parallm.ranks.training import FollowingTraining, LeadingTrainableModel
-from mlx_parallm.rl.reward_models.fitting import RewardModelInTraining
-from mlx_parallm.rl.reward_models.model import RewardModel
-from mlx_parallm.rl.reward_models.preferences import Preference
-from mlx_parallm.rl.reward_models.work import scored, stepped
 from mlx_parallm.train.data import UpdateBatch
 from mlx_parallm.train.policy import Policy
 from mlx_parallm.train.trainer import GRPOTrainer

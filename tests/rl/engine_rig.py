@@ -9,13 +9,13 @@ from typing import Any
 
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.requests import GenerationRequest, SamplingParams, StopParams
-from mlx_parallm.rl.inference.http import EngineServer
-from mlx_parallm.rl.inference.max import MaxApi
-from mlx_parallm.rl.inference.mlx import MlxApi
-from mlx_parallm.rl.inference.openai import OpenAIApi, VllmApi
-from mlx_parallm.rl.inference.outside import OutsideEngine
-from mlx_parallm.rl.inference.sglang import SglangApi
-from mlx_parallm.rl.inference.sync import AdapterSync
+from mlx_parallm.extras.engines.http import EngineServer
+from mlx_parallm.extras.engines.max import MaxApi
+from mlx_parallm.extras.engines.mlx import MlxApi
+from mlx_parallm.extras.engines.openai import OpenAIApi, VllmApi
+from mlx_parallm.extras.engines.outside import OutsideEngine
+from mlx_parallm.extras.engines.sglang import SglangApi
+from mlx_parallm.extras.engines.sync import AdapterSync
 
 PROMPT, EOS = (5, 6, 7), 2
 VERSION = AdapterRef("policy", 3)

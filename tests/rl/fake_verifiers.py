@@ -170,7 +170,7 @@ def install(monkeypatch: Any) -> None:
         ".v1.utils": {},
         ".v1.utils.loaders": loaders,
     }
-    ours = [f"mlx_parallm.rl.environments.verifiers.{part}" for part in ("environment", "settings", "policy", "chat")]
+    ours = [f"mlx_parallm.extras.verifiers.{part}" for part in ("environment", "settings", "policy", "chat")]
     for name in [*ours, "mlx_parallm_chat"]:  # they are imported anew with this package, and again after the test
         monkeypatch.setitem(sys.modules, name, None)
         monkeypatch.delitem(sys.modules, name)
@@ -182,4 +182,4 @@ def install(monkeypatch: Any) -> None:
         parent, _, child = module.__name__.rpartition(".")
         if parent:
             setattr(sys.modules[parent], child, module)
-    monkeypatch.setattr("mlx_parallm.extras.Extra.installed", True)
+    monkeypatch.setattr("mlx_parallm.optional_packages.Extra.installed", True)

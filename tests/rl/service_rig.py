@@ -22,10 +22,10 @@ from mlx_parallm.core.requests import (
     StopParams,
 )
 from mlx_parallm.core.trajectories import GivenTrajectory, Trajectory
-from mlx_parallm.rl import people
-from mlx_parallm.rl.competition import service as competition
+from mlx_parallm.extras.competition import service as competition
+from mlx_parallm.extras.lessons import record
+from mlx_parallm.extras.people import service as people
 from mlx_parallm.rl.evaluation import Evaluator
-from mlx_parallm.rl.lessons import record
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.rl.teachers import Teacher

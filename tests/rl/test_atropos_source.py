@@ -13,10 +13,10 @@ import pytest
 from run_api import RunApi, scored
 
 from mlx_parallm.errors import StorageError
-from mlx_parallm.rl.atropos.groups import GivenGroup
-from mlx_parallm.rl.atropos.scored_data import TokenLimits
-from mlx_parallm.rl.atropos.source import AtroposSource
-from mlx_parallm.rl.atropos.trajectory_api import Registration, TrajectoryApi
+from mlx_parallm.extras.atropos.groups import GivenGroup
+from mlx_parallm.extras.atropos.scored_data import TokenLimits
+from mlx_parallm.extras.atropos.source import AtroposSource
+from mlx_parallm.extras.atropos.trajectory_api import Registration, TrajectoryApi
 
 REGISTRATION = Registration(4, 64, "/tmp/run", 10, 0, 100, "run", "mlx-parallm")
 LIMITS = TokenLimits(64, 100)
@@ -48,8 +48,8 @@ def api() -> Iterator[RunApi]:
 
 @pytest.fixture(autouse=True)
 def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_parallm.rl.atropos.source._EMPTY_PAUSE_S", 0.01)
-    monkeypatch.setattr("mlx_parallm.rl.atropos.source._DOWN_PAUSE_S", 0.01)
+    monkeypatch.setattr("mlx_parallm.extras.atropos.source._EMPTY_PAUSE_S", 0.01)
+    monkeypatch.setattr("mlx_parallm.extras.atropos.source._DOWN_PAUSE_S", 0.01)
 
 
 @asynccontextmanager

@@ -17,8 +17,8 @@ from mlx_parallm.config import CompetitionConfig
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.readers import Reader
 from mlx_parallm.errors import ConflictError, InvalidRequestError, UnknownModelError
-from mlx_parallm.rl.competition.comparison import ComparisonCard, ComparisonSpec
-from mlx_parallm.rl.competition.service import CompetitionService
+from mlx_parallm.extras.competition.comparison import ComparisonCard, ComparisonSpec
+from mlx_parallm.extras.competition.service import CompetitionService
 from mlx_parallm.rl.trajectories import TrajectoryGroup, TrajectoryState
 
 LIVE, CANDIDATE, OTHER = (AdapterRef("main", number) for number in (1, 2, 3))

@@ -15,8 +15,8 @@ import pytest
 from mlx_parallm.app.environment_run import figures_of
 from mlx_parallm.config import CurriculumConfig
 from mlx_parallm.core.requests import CollectionSpec
+from mlx_parallm.extras.curriculum import LAG, MOST_LEVELS, OTHER, WITHOUT, Curriculum
 from mlx_parallm.rl.environments import Task
-from mlx_parallm.rl.rollouts.curriculum import LAG, MOST_LEVELS, OTHER, WITHOUT, Curriculum
 
 ON = CurriculumConfig(enabled=True)
 LEVELS = ("easy", "fair", "hard")

@@ -31,8 +31,8 @@ from trainers import (
 from mlx_parallm.config import Algorithm, RLTrainingConfig
 from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.errors import EngineError
-from mlx_parallm.rl.inference.http import EngineServer
-from mlx_parallm.rl.inference.teacher import server_score
+from mlx_parallm.extras.engines.http import EngineServer
+from mlx_parallm.extras.engines.teacher import server_score
 from mlx_parallm.rl.objectives.batches import ScoredGroup, prepare
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.rl.teachers import Teacher

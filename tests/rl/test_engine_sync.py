@@ -10,7 +10,7 @@ import pytest
 
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.errors import EngineError
-from mlx_parallm.rl.inference.sync import AdapterSync
+from mlx_parallm.extras.engines.sync import AdapterSync
 
 
 class Api:

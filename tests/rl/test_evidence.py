@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from mlx_parallm.rl.competition.evidence import BETS, Capital, Contrast, DifferenceTest, Verdict
+from mlx_parallm.extras.competition.evidence import BETS, Capital, Contrast, DifferenceTest, Verdict
 
 
 def test_the_capital_is_the_mean_over_bets_of_the_products_of_gains() -> None:

@@ -14,7 +14,7 @@ from mlx_parallm.config import Algorithm
 from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.errors import InvalidRequestError, QueueFullError, StorageError
-from mlx_parallm.rl.atropos.groups import AtroposGroups, GivenGroup
+from mlx_parallm.extras.atropos.groups import AtroposGroups, GivenGroup
 from mlx_parallm.rl.runs.journal import Journal
 
 

@@ -25,8 +25,8 @@ from mlx_parallm.core.requests import (
     StopParams,
 )
 from mlx_parallm.errors import ConflictError, UnknownModelError, UnknownTrajectoryError
-from mlx_parallm.rl.competition.comparison import ComparisonSpec
-from mlx_parallm.rl.people import Edit
+from mlx_parallm.extras.competition.comparison import ComparisonSpec
+from mlx_parallm.extras.people.service import Edit
 
 ANSWER = SequenceOutput(0, (5, 2), "a", finish_reason=FinishReason.STOP, sampling_logprobs=(-0.5, -0.1))
 ONE, TWO, BOSS = Reader("one"), Reader("two"), Reader("boss", reads_all=True)

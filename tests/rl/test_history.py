@@ -17,7 +17,7 @@ def update(version: int, adapter: str = "tone", status: str = "published", at: f
 
 
 def versions(history: EventHistory, adapter: str = "tone", limit: int = 100) -> list[object]:
-    return [event.data["version"] for event in history.of(adapter, limit, "").events]
+    return [event.data["version"] for event in history.of(adapter, limit, "").data]
 
 
 def test_events_of_single_trajectories_are_not_kept_and_adapters_do_not_mix() -> None:
@@ -26,7 +26,7 @@ def test_events_of_single_trajectories_are_not_kept_and_adapters_do_not_mix() ->
         history.on_event(event)
     assert versions(history) == ["tone@1", "tone@2"]
     assert versions(history, "math") == ["math@1"]
-    assert history.of("new", 5, "a-9").events == ()
+    assert history.of("new", 5, "a-9").data == ()
 
 
 def test_an_average_is_in_the_history_of_the_adapters_that_it_is_of() -> None:

@@ -122,7 +122,7 @@ async def test_a_server_with_another_model_is_refused_at_the_start(own: float, a
 
 
 async def test_a_server_that_is_not_there_is_said_to_be_unreachable(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("mlx_parallm.rl.inference.http._PAUSES_S", (0.01,))
+    monkeypatch.setattr("mlx_parallm.extras.engines.http._PAUSES_S", (0.01,))
     with serving([]) as server:
         url = server.url
     made = make("vllm", url, tmp_path)
@@ -142,7 +142,7 @@ async def test_the_key_is_sent_and_not_shown(tmp_path: Path) -> None:
 
 
 async def test_an_answer_that_never_ends_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_parallm.rl.inference.http.MAX_ANSWER_BYTES", 1 << 20)
+    monkeypatch.setattr("mlx_parallm.extras.engines.http.MAX_ANSWER_BYTES", 1 << 20)
     with serving([("GET /v1/models", 200, "x" * (1 << 21))]) as server:
         made = make("openai", server.url, tmp_path)
         with pytest.raises(ConfigError, match="more than 1 MiB"):

@@ -12,7 +12,7 @@ from rl.test_recovery import Run
 from mlx_parallm.config import LearningRateSchedule, OptimizerConfig
 from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.core.requests import CollectionSpec, GenerationRequest, SamplingParams, StopParams
-from mlx_parallm.rl.lessons.record import new_id
+from mlx_parallm.extras.lessons.record import new_id
 from mlx_parallm.rl.trajectories import DropReason
 from mlx_parallm.rl.updates.adapter_training import Pace
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,21 +14,21 @@ import pytest
 
 from mlx_parallm.core.requests import Event, FinishReason, GenerationRequest, RequestFinished, SequenceOutput, WorkClass
 from mlx_parallm.core.trajectories import GivenTrajectory
-from mlx_parallm.rl.lessons.cards import (
+from mlx_parallm.extras.lessons.cards import (
     LessonAnswer,
     LessonCard,
     LessonOutcome,
     LessonPoint,
+    LessonPrompt,
     LessonRule,
-    LessonSamples,
     LessonShowing,
     LessonSpec,
     RuleKind,
 )
-from mlx_parallm.rl.lessons.examples import SAMPLES, batches_of, can_be_shown, examples_of, request_for
-from mlx_parallm.rl.lessons.progress import LessonProgress
-from mlx_parallm.rl.lessons.record import read_lesson, write_lesson
-from mlx_parallm.rl.lessons.rules import answers_per_update, tasks_of, word_pattern
+from mlx_parallm.extras.lessons.examples import SAMPLES, batches_of, can_be_shown, examples_of, request_for
+from mlx_parallm.extras.lessons.progress import LessonProgress
+from mlx_parallm.extras.lessons.record import read_lesson, write_lesson
+from mlx_parallm.extras.lessons.rules import answers_per_update, tasks_of, word_pattern
 
 
 def spec(prompts: int = 3, group_size: int = 8, updates: int | None = None) -> LessonSpec:
@@ -76,7 +77,7 @@ def scored(progress: LessonProgress, *groups: tuple[float, ...], first: int = 0)
 
 
 def test_a_point_is_of_the_answers_between_two_updates() -> None:
-    progress = LessonProgress(2, 4, None)
+    progress = LessonProgress(spec(2).prompts, 4, None)
     scored(progress, MIXED, WRONG)
     progress.updated()
     scored(progress, RIGHT, first=2)
@@ -88,16 +89,16 @@ def test_a_point_is_of_the_answers_between_two_updates() -> None:
 
 
 def test_the_first_answers_to_each_prompt_stay_and_the_newest_change() -> None:
-    progress = LessonProgress(2, 4, None)
+    progress = LessonProgress(spec(2).prompts, 4, None)
     scored(progress, MIXED, WRONG, RIGHT, RIGHT, MIXED)
-    one, other = progress.samples
+    one, other = progress.prompts
     assert [answer.text for answer in one.before] == ["answer 0.0", "answer 0.1"]
     assert [answer.text for answer in one.now] == ["answer 4.0", "answer 4.1"]
     assert [answer.text for answer in other.now] == ["answer 3.0", "answer 3.1"]
 
 
 def test_it_ends_when_it_is_learnt() -> None:
-    progress = LessonProgress(1, 4, None)
+    progress = LessonProgress(spec(1).prompts, 4, None)
     scored(progress, MIXED, RIGHT)
     progress.updated()
     scored(progress, RIGHT, RIGHT, RIGHT)
@@ -106,14 +107,14 @@ def test_it_ends_when_it_is_learnt() -> None:
 
 
 def test_what_the_model_does_already_is_no_lesson() -> None:
-    progress = LessonProgress(1, 4, None)
+    progress = LessonProgress(spec(1).prompts, 4, None)
     scored(progress, *[RIGHT] * 4)
     assert progress.outcome is LessonOutcome.LEARNT
     assert "already" in progress.advice
 
 
 def test_without_a_reward_it_says_so_soon_and_ends_before_updates_are_skipped() -> None:
-    progress = LessonProgress(1, 4, None)
+    progress = LessonProgress(spec(1).prompts, 4, None)
     scored(progress, WRONG)
     assert progress.advice == "", "too early to say"
     scored(progress, WRONG)
@@ -125,20 +126,20 @@ def test_without_a_reward_it_says_so_soon_and_ends_before_updates_are_skipped() 
 
 
 def test_rewards_that_are_all_alike_teach_nothing() -> None:
-    progress = LessonProgress(1, 4, None)
+    progress = LessonProgress(spec(1).prompts, 4, None)
     scored(progress, *[(0.5, 0.5)] * 6)
     assert progress.outcome is LessonOutcome.NO_SIGNAL
     assert "same reward" in progress.advice
 
 
 def test_one_group_with_a_signal_keeps_it_going() -> None:
-    progress = LessonProgress(1, 4, None)
+    progress = LessonProgress(spec(1).prompts, 4, None)
     scored(progress, *[WRONG] * 5, MIXED, *[WRONG] * 5)
     assert progress.outcome is None
 
 
 def test_it_ends_after_its_updates() -> None:
-    progress = LessonProgress(1, 4, 2)
+    progress = LessonProgress(spec(1).prompts, 4, 2)
     progress.updated()
     assert progress.outcome is None
     progress.updated()
@@ -146,7 +147,7 @@ def test_it_ends_after_its_updates() -> None:
 
 
 def test_it_fails_if_several_groups_in_a_row_do() -> None:
-    progress = LessonProgress(1, 4, None)
+    progress = LessonProgress(spec(1).prompts, 4, None)
     progress.failed("no judge")
     progress.failed("no judge")
     scored(progress, MIXED)
@@ -202,7 +203,7 @@ def test_only_a_word_can_be_said_to_the_model() -> None:
 
 
 def test_examples_help_if_few_answers_earn_a_reward() -> None:
-    rare, enough = LessonProgress(1, 20, None), LessonProgress(1, 20, None)
+    rare, enough = LessonProgress(spec(1).prompts, 20, None), LessonProgress(spec(1).prompts, 20, None)
     scored(rare, (1.0, *[0.0] * 18))
     assert not rare.needs_examples, "too early to say"
     scored(rare, (0.0, 0.0))
@@ -212,7 +213,7 @@ def test_examples_help_if_few_answers_earn_a_reward() -> None:
 
 
 def test_after_examples_it_gets_its_time_again() -> None:
-    progress = LessonProgress(1, 4, None)
+    progress = LessonProgress(spec(1).prompts, 4, None)
     scored(progress, *[WRONG] * 5)
     assert progress.needs_examples
     progress.shown()
@@ -222,7 +223,7 @@ def test_after_examples_it_gets_its_time_again() -> None:
 
 
 def test_no_advice_is_given_while_examples_may_help() -> None:
-    progress = LessonProgress(1, 4, None)
+    progress = LessonProgress(spec(1).prompts, 4, None)
     scored(progress, *[WRONG] * 5)
     progress.showing = LessonShowing(12, 10, 1, 4)
     assert progress.advice == ""
@@ -235,11 +236,11 @@ def test_no_advice_is_given_while_examples_may_help() -> None:
 
 def card(outcome: LessonOutcome | None) -> LessonCard:
     points = (LessonPoint(0, 0.5, 0.25, 0.75, 24, 10.0),)
-    samples = (LessonSamples((LessonAnswer("a", 0.0),), (LessonAnswer("é\ufffd", 1.0),)), LessonSamples())
-    return LessonCard(
-        *("lesson-1", spec(2), "drawing", "default", "default@3", 24, "checkpoint-0", 3, 0, points, samples, outcome),
-        *("", "", 5.0, None),
-    )
+    asked, one, other = spec(2), (LessonAnswer("a", 0.0),), (LessonAnswer("é\ufffd", 1.0),)
+    sizes = (asked.max_tokens, asked.group_size, asked.temperature, asked.learning_rate, 24, asked.updates)
+    prompts = (LessonPrompt(asked.prompts[0], one, other), LessonPrompt(asked.prompts[1]))
+    begun = ("lesson-1", "default", "default@3", "checkpoint-0", {"word": "please"})
+    return LessonCard(*begun, *sizes, prompts, 5.0, "drawing", 3, points=points, outcome=outcome)
 
 
 def test_an_ended_lesson_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -254,6 +255,33 @@ def test_a_lesson_whose_process_was_killed_is_interrupted(tmp_path: Path) -> Non
     assert found is not None
     assert (found.state, found.outcome, found.points) == ("ended", LessonOutcome.INTERRUPTED, card(None).points)
     assert found.ended is not None
+
+
+def test_a_file_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    rule = {"kind": "word", "text": "please"}
+    sizes = {"max_tokens": 48, "updates": None, "group_size": 8, "temperature": 0.8, "learning_rate": 1e-3}
+    answers = {"before": [{"text": "a", "reward": 0.0}], "now": [{"text": "é\ufffd", "reward": 1.0}]}
+    record = {
+        "lesson_id": "lesson-1",
+        "spec": {"prompts": spec(2).prompts, "rule": rule, "adapter": None, **sizes},
+        "state": "ended",
+        "adapter": "default",
+        "live": "default@3",
+        "per_update": 24,
+        "checkpoint": "checkpoint-0",
+        "updates": 3,
+        "examples": 0,
+        "points": [{"update": 0, "reward": 0.5, "low": 0.25, "high": 0.75, "answers": 24, "at": 10.0}],
+        "samples": [answers, {"before": [], "now": []}],
+        "outcome": "learnt",
+        "reason": "",
+        "advice": "",
+        "started": 5.0,
+        "ended": None,
+        "showing": None,
+    }
+    (tmp_path / "lesson.json").write_text(json.dumps(record))
+    assert read_lesson(tmp_path) == replace(card(LessonOutcome.LEARNT), state="ended")
 
 
 def test_a_damaged_file_is_left_out_and_a_full_disk_is_survived(tmp_path: Path) -> None:

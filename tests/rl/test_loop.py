@@ -23,6 +23,7 @@ from mlx_parallm.errors import (
 )
 from mlx_parallm.rl.objectives.rewards import RewardHistory
 from mlx_parallm.rl.trajectories import DropReason, TrajectoryGroup, TrajectoryState
+from mlx_parallm.rl.updates.pausing import Pausing
 
 
 async def test_an_update_begins_when_complete_groups_hold_enough_trajectories() -> None:
@@ -269,6 +270,16 @@ async def test_training_pauses_after_so_many_skips_in_a_row_and_resumes_when_ask
         assert rig.kinds[-2:] == ["resumed", "update"]
     assert bad[2].members[0].state is TrajectoryState.TRAINED
     rig.check()
+
+
+def test_failures_before_a_pause_was_ended_no_longer_count() -> None:
+    pausing = Pausing("a", lambda kind, **data: None, most_failures=2)
+    for _ in range(2):
+        pausing.failed("it failed")
+    assert pausing.reason is not None
+    pausing.resume()
+    pausing.failed("it failed again")
+    assert pausing.reason is None
 
 
 async def test_faults_of_the_device_pause_training_and_kill_nothing() -> None:

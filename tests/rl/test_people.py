@@ -23,8 +23,8 @@ from mlx_parallm.errors import (
     UnknownModelError,
     UnknownTrajectoryError,
 )
-from mlx_parallm.rl.atropos.groups import AtroposGroups, GivenGroup
-from mlx_parallm.rl.people import Edit
+from mlx_parallm.extras.atropos.groups import AtroposGroups, GivenGroup
+from mlx_parallm.extras.people.service import Edit
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.sources import SourceReport
 from mlx_parallm.rl.trajectories import DropReason

@@ -11,8 +11,8 @@ import pytest
 from rl.rollout_rig import END, Tokenizer
 
 from mlx_parallm.errors import ConfigError, ContextLengthError
-from mlx_parallm.rl.reward_models.preference_files import read_preferences
-from mlx_parallm.rl.reward_models.preferences import Agreement, Preference, split
+from mlx_parallm.extras.reward_models.preference_files import read_preferences
+from mlx_parallm.extras.reward_models.preferences import Agreement, Preference, split
 
 USER = {"role": "user", "content": "Hello?"}
 HI, NO = ({"role": "assistant", "content": text} for text in ("Hi", "No"))
@@ -99,6 +99,7 @@ def test_an_answer_may_be_json_of_objects(tmp_path: Path) -> None:
         ({"chosen": [USER, {**HI, "tool_calls": CALLS}], "rejected": [USER, NO]}, "a text without calls"),
         ({"prompt": "x" * 30, **ANSWERS}, "the model's context is 40"),
         ({"prompt": "Hello?", "chosen": "x" * 50, "rejected": "No"}, "too long"),
+        ({"prompt": "Hello?", "chosen": "x" * 36, "rejected": "No"}, "the model's context is 40"),
     ],
 )
 def test_rows_that_cannot_be_used_are_left_out(

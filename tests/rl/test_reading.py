@@ -15,8 +15,8 @@ from mlx_parallm.config import RewardScale
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.readers import EVERYTHING, Reader
 from mlx_parallm.errors import UnknownTrajectoryError
+from mlx_parallm.extras.people.service import Edit
 from mlx_parallm.rl.buffer import TrajectoryBuffer
-from mlx_parallm.rl.people import Edit
 from mlx_parallm.rl.reading import GroupFilter, GroupReader, Thumbs
 from mlx_parallm.rl.trajectories import DropReason, TrajectoryGroup
 

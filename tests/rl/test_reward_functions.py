@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mlx_parallm.rl.scoring import functions
-from mlx_parallm.rl.scoring.functions import load_function
+from mlx_parallm.rl.scoring import own_functions
+from mlx_parallm.rl.scoring.own_functions import load_function
 from mlx_parallm.rl.scoring.sample import ScorerError, ScorerInput
 
 CHAT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2 ="})
@@ -25,7 +25,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         return f"{tmp_path}/rewards.py:{name}"
 
     yield write
-    functions.module_of_file.cache_clear()
+    own_functions.module_of_file.cache_clear()
     for name in set(sys.modules) - before:
         if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]

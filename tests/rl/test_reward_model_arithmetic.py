@@ -15,10 +15,10 @@ from trainers import LORA, SETTINGS, VOCABULARY, assert_close, everywhere, make_
 
 from mlx_parallm.config import OptimizerConfig
 from mlx_parallm.errors import StepFailedError, TrainingFailedError
-from mlx_parallm.rl.reward_models.fitting import RewardModelInTraining
-from mlx_parallm.rl.reward_models.model import HEAD, RewardModel, preference_loss
-from mlx_parallm.rl.reward_models.preferences import Preference
-from mlx_parallm.rl.reward_models.work import batches, scored, stepped
+from mlx_parallm.extras.reward_models.fitting import RewardModelInTraining
+from mlx_parallm.extras.reward_models.model import HEAD, RewardModel, preference_loss
+from mlx_parallm.extras.reward_models.preferences import Preference
+from mlx_parallm.extras.reward_models.work import batches, scored, stepped
 from mlx_parallm.train.trainer import GRPOTrainer
 
 FAMILIES = ("llama", "qwen3", "gemma3")

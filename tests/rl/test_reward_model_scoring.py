@@ -16,12 +16,12 @@ from rl.scoring_rig import LONG_S, group
 from rl.test_reward_model_arithmetic import finished, made, moved, score
 from trainers import LORA
 
-from mlx_parallm.adapters.reward_models import RewardModelFolder
 from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.errors import ConfigError, InvalidRequestError, StepFailedError
-from mlx_parallm.rl.reward_models.learning import RewardModelDevice
-from mlx_parallm.rl.reward_models.model import RewardModel
-from mlx_parallm.rl.reward_models.service import MOST_LOADED, RewardModels
+from mlx_parallm.extras.reward_models.folder import RewardModelFolder
+from mlx_parallm.extras.reward_models.learning import RewardModelDevice
+from mlx_parallm.extras.reward_models.model import RewardModel
+from mlx_parallm.extras.reward_models.service import MOST_LOADED, RewardModels
 from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
 from mlx_parallm.rl.scoring.pool import ScoringError
 from mlx_parallm.rl.scoring.scorers import RewardSpec, read_reward

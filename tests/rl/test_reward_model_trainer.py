@@ -14,14 +14,14 @@ from rl.test_reward_model_arithmetic import made
 from rl.test_reward_model_scoring import Device
 from trainers import LORA
 
-from mlx_parallm.adapters.reward_models import RewardModelFolder
 from mlx_parallm.core.requests import CollectionSpec, Signal
 from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.errors import ConflictError, InvalidRequestError
-from mlx_parallm.rl.reward_models.cards import RewardModelSpec
-from mlx_parallm.rl.reward_models.learning import RewardModelDevice
-from mlx_parallm.rl.reward_models.service import RewardModels
-from mlx_parallm.rl.reward_models.trainer import RewardModelTrainer
+from mlx_parallm.extras.reward_models.cards import RewardModelSpec
+from mlx_parallm.extras.reward_models.folder import RewardModelFolder
+from mlx_parallm.extras.reward_models.learning import RewardModelDevice
+from mlx_parallm.extras.reward_models.service import RewardModels
+from mlx_parallm.extras.reward_models.trainer import RewardModelTrainer
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.store import JournalFile
 
@@ -66,7 +66,7 @@ async def test_it_agrees_with_preferences_that_were_held_out(run: Any) -> None:
     journal.dropped([each.trajectory_id for each in edit(0)], "held")
     card = await trainer.train(SPEC)
     assert (card.name, card.preferences, card.steps) == ("loud", 9, 9)
-    assert (card.held_out, card.held_out_agreement, card.high) == (3, 1.0, 1.0)
+    assert (card.held_out, card.held_out_agreement, card.held_out_high) == (3, 1.0, 1.0)
     assert card.loss < 0.3
     folder.check("loud")
     loud, quiet = await trainer.score("loud", [(1, 30, 130, LOUD), (1, 30, 130, QUIET, END)])
@@ -84,7 +84,7 @@ async def test_an_edit_that_was_replaced_and_other_signals_do_not_count(run: Any
     await journal.accept("one", edit(7, Signal.CORRECTIONS))
     journal.dropped([each.trajectory_id for each in edit(2)], "replaced")
     card = await trainer.train(replace(SPEC, held_out=0.0))
-    assert (card.preferences, card.held_out, card.held_out_agreement, card.low) == (5, 0, None, None)
+    assert (card.preferences, card.held_out, card.held_out_agreement, card.held_out_low) == (5, 0, None, None)
 
 
 async def test_the_newest_preferences_are_taken_in_order(run: Any) -> None:

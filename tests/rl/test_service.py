@@ -23,7 +23,7 @@ from mlx_parallm.errors import (
     UnknownModelError,
     UnknownTrajectoryError,
 )
-from mlx_parallm.rl.lessons.examples import imitating
+from mlx_parallm.extras.lessons.examples import imitating
 
 
 async def test_requests_become_versions() -> None:

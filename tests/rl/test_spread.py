@@ -7,8 +7,8 @@ import pytest
 from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.core.requests import GenerationRequest, RequestFinished, SamplingParams, SequenceOutput, StopParams
 from mlx_parallm.errors import EngineError
-from mlx_parallm.rl.inference import spread
-from mlx_parallm.rl.inference.spread import SpreadEngine
+from mlx_parallm.extras.engines import spread
+from mlx_parallm.extras.engines.spread import SpreadEngine
 
 ANSWER = (SequenceOutput(0, (5,), "a"), RequestFinished(1, 1, 0, 0, 0, 1))
 

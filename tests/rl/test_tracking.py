@@ -16,8 +16,8 @@ import pytest
 
 from mlx_parallm.config import TrackerName
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.extras.trackers import TrackedRun, check_installed, trackers_of
 from mlx_parallm.rl.status import TrainingEvent
-from mlx_parallm.rl.tracking.trackers import TrackedRun, check_installed, trackers_of
 from mlx_parallm.rl.tracking.tracking import JsonlTracker, Record, Tracking
 
 UPDATE = Record(
@@ -240,7 +240,7 @@ def test_a_missing_package_is_an_error_that_names_its_extra(name: TrackerName, m
 
 def test_no_package_is_imported_unless_its_tracker_is_wanted() -> None:
     program = (
-        "import sys, mlx_parallm.rl.tracking.trackers; "
+        "import sys, mlx_parallm.extras.trackers; "
         "print([name for name in ('tensorboardX', 'wandb', 'trackio') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

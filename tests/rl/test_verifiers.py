@@ -39,7 +39,7 @@ def prompts(tasks, count):
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
-    monkeypatch.setattr("mlx_parallm.extras.Extra.installed", False)
+    monkeypatch.setattr("mlx_parallm.optional_packages.Extra.installed", False)
     with pytest.raises(ConfigError, match=r"verifiers is not installed.*mlx-parallm\[verifiers\]"):
         environment("verifiers:quiz")
 

@@ -6,11 +6,19 @@ from server.fakes import CARD, ByteTokenizer
 from server.one_model import OneModel
 
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.core.cluster import ClusterStatus, Joined, NodeInfo, NodeRole, SharedBase, SharedVersion, VersionState
 from mlx_parallm.errors import ConflictError
+from mlx_parallm.extras.cluster.cards import (
+    ClusterStatus,
+    Joined,
+    NodeInfo,
+    NodeRole,
+    SharedBase,
+    SharedVersion,
+    VersionState,
+)
+from mlx_parallm.extras.cluster.http.parts import join
 from mlx_parallm.server.app import create_app
 from mlx_parallm.server.backend import Backend
-from mlx_parallm.server.cluster.parts import join
 
 TOKEN = "secret of the cluster"
 VERSION = SharedVersion("math", 1, "ab", 5, 2)

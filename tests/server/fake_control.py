@@ -5,7 +5,6 @@ import contextlib
 from dataclasses import replace
 
 from mlx_parallm.adapters.cards import AdapterCard, AdapterStats, CheckpointCard, KeptPart, Residence
-from mlx_parallm.adapters.reward_models import no_reward_model
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.core.trajectories import FeedbackCard, GroupCard
 from mlx_parallm.errors import (
@@ -14,13 +13,14 @@ from mlx_parallm.errors import (
     UnknownModelError,
     UnknownTrajectoryError,
 )
-from mlx_parallm.rl.averages import AverageCard
+from mlx_parallm.extras.averages.service import AverageCard
+from mlx_parallm.extras.competition.comparison import ComparisonCard
+from mlx_parallm.extras.lessons.cards import LessonCard, LessonOutcome, LessonPrompt, LessonRule, LessonSpec, RuleKind
+from mlx_parallm.extras.people.service import EditCard, FoundTrajectory, SignalReport
+from mlx_parallm.extras.reward_models.cards import RewardModelCard
+from mlx_parallm.extras.reward_models.folder import no_reward_model
 from mlx_parallm.rl.buffer import TrajectoryBuffer
-from mlx_parallm.rl.competition.comparison import ComparisonCard
-from mlx_parallm.rl.lessons.cards import LessonCard, LessonOutcome, LessonRule, LessonSamples, LessonSpec, RuleKind
-from mlx_parallm.rl.people import EditCard, FoundTrajectory, SignalReport
 from mlx_parallm.rl.reading import GroupReader
-from mlx_parallm.rl.reward_models.cards import RewardModelCard
 from mlx_parallm.rl.sources import SourceReport
 from mlx_parallm.rl.status import TrainingHistory, TrainingStatus, UpdateReport
 
@@ -254,7 +254,7 @@ class FakeRewardModels:
         self.asked.append(spec)
         if self.error:
             raise self.error
-        return RewardModelCard(spec.name, 90, 12, 0.25, 0.875, 10, 0.9, 0.6, 0.98)
+        return RewardModelCard(spec.name, f"reward_model:{spec.name}", 90, 12, 0.25, 0.875, 10, 0.9, 0.6, 0.98)
 
     def unknown(self, name):
         return no_reward_model(name)
@@ -295,9 +295,10 @@ class FakeLessons:
         return self.last
 
     def _begun(self, spec):
-        samples = (LessonSamples(),) * len(spec.prompts)
-        begun = ("lesson-1", spec, "drawing", spec.adapter or "policy", "", 24, "checkpoint-0")
-        return LessonCard(*begun, 0, 0, (), samples, None, "", "", 1_800_000_000.0)
+        prompts = tuple(map(LessonPrompt, spec.prompts))
+        sizes = (spec.max_tokens, spec.group_size, spec.temperature, spec.learning_rate, 24, spec.updates)
+        begun = ("lesson-1", spec.adapter or "policy", None, "checkpoint-0", {spec.rule.kind.value: spec.rule.text})
+        return LessonCard(*begun, *sizes, prompts, 1_800_000_000.0, "drawing")
 
     async def stop(self, reader):
         if self.last is not None and not reader.sees(self.last.adapter):

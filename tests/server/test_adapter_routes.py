@@ -16,7 +16,7 @@ from mlx_parallm.errors import (
     EngineDeadError,
     InvalidRequestError,
 )
-from mlx_parallm.rl.competition.comparison import ComparisonSpec
+from mlx_parallm.extras.competition.comparison import ComparisonSpec
 
 LOAD, UNLOAD, ROUTE = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/adapters/route"
 ROLLBACK, SWITCH, SAVE = "/v1/adapters/rollback", "/v1/model/switch-lora", "/v1/training/checkpoint"

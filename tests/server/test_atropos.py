@@ -15,7 +15,7 @@ from server.one_model import OneModel
 
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.errors import InvalidRequestError, QueueFullError, StorageError
-from mlx_parallm.rl.atropos.trajectory_api import Registration
+from mlx_parallm.extras.atropos.trajectory_api import Registration
 from mlx_parallm.server.app import create_app
 from mlx_parallm.server.backend import Backend
 
@@ -221,18 +221,18 @@ async def test_shares_of_a_batch_are_refused(client):
 
 
 async def test_there_are_only_so_many_environments(client, monkeypatch):
-    monkeypatch.setattr("mlx_parallm.server.protocols.atropos.environments.MAX_ENVIRONMENTS", 3)
+    monkeypatch.setattr("mlx_parallm.extras.atropos.environments.MAX_ENVIRONMENTS", 3)
     for _ in range(3):
         assert (await register(client))["status"] == "success"
     body = {"max_token_length": 9, "desired_name": "a", "weight": 1, "group_size": 2}
     assert (await client.post("/register-env", json=body)).status_code == 429
-    monkeypatch.setattr("mlx_parallm.server.protocols.atropos.environments.FORGOTTEN_AFTER_S", 0.0)
+    monkeypatch.setattr("mlx_parallm.extras.atropos.environments.FORGOTTEN_AFTER_S", 0.0)
     assert (await register(client))["status"] == "success"
 
 
 async def test_a_key_with_many_environments_leaves_room_for_those_of_others(make_client, monkeypatch, tmp_path):
     """Those that it registers, and those that it only asks about."""
-    monkeypatch.setattr("mlx_parallm.server.protocols.atropos.environments.MAX_ENVIRONMENTS", 10)
+    monkeypatch.setattr("mlx_parallm.extras.atropos.environments.MAX_ENVIRONMENTS", 10)
     file, sent = key_file(tmp_path, many="train", few="train")
     client = make_client(keys_file=file)
     body = {"max_token_length": 9, "desired_name": "a", "weight": 1, "group_size": 2}
@@ -244,7 +244,7 @@ async def test_a_key_with_many_environments_leaves_room_for_those_of_others(make
     asked = await client.request("GET", "/status-env", json={"env_id": 1}, headers=sent["many"])
     assert asked.status_code == 429
     assert await registered("few") == 200
-    monkeypatch.setattr("mlx_parallm.server.protocols.atropos.environments.FORGOTTEN_AFTER_S", 0.0)
+    monkeypatch.setattr("mlx_parallm.extras.atropos.environments.FORGOTTEN_AFTER_S", 0.0)
     parts = client.app.state.services.extra("atropos").environments
     for _ in range(20):
         assert await registered("many") == 200, "in place of one of its own"

@@ -3,7 +3,7 @@
 import pytest
 
 from mlx_parallm.errors import AdapterFileError, ConflictError, StorageError, UnknownModelError
-from mlx_parallm.rl.averages import AverageSpec
+from mlx_parallm.extras.averages.service import AverageSpec
 
 AVERAGE = "/v1/training/average"
 GOOD = {"adapters": ["a", "b"], "lora_adapter": "mean"}

@@ -47,8 +47,8 @@ def test_of_another_program_nothing_is_said(program: str) -> None:
 
 
 def test_secrets_are_masked(scripts: Path) -> None:
-    flags = [flag.name for flag in FLAGS if flag.key.secret]
-    assert {"--api-key", "--cluster-token", "--ssl-keyfile-password"} <= {*flags}
+    flags = [name for name, key in FLAGS.items() if key.secret]
+    assert {"--api-key", "--cluster-token", "--ssl-keyfile-password", "--rl_training.judge.api_key"} <= {*flags}
     given = [word for flag in flags for word in (flag, "hunter2", f"{flag}=hunter2")]
     said = command_line([str(scripts / "mlx_parallm_serve"), *given, "--port", "1"], environ={})
     assert "hunter2" not in said
@@ -57,7 +57,7 @@ def test_secrets_are_masked(scripts: Path) -> None:
 
 
 def test_what_is_no_secret_is_not_masked(scripts: Path) -> None:
-    shown = [word for flag in FLAGS if not flag.key.secret for word in (flag.name, "seen")]
+    shown = [word for name, key in FLAGS.items() if not key.secret for word in (name, "seen")]
     said = command_line([str(scripts / "mlx_parallm_serve"), *shown], environ={})
     assert shlex.split(said) == ["mlx_parallm_serve", *shown]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from mlx_parallm.errors import ConflictError, UnknownModelError
-from mlx_parallm.rl.competition.comparison import ComparisonSpec
+from mlx_parallm.extras.competition.comparison import ComparisonSpec
 
 COMPARE, STOP = "/v1/training/compare", "/v1/training/compare/stop"
 COMPLETIONS = "/v1/completions"

@@ -8,6 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server.fuzzing import bodies, fuzzed, objects, scalars, values
 
+from mlx_parallm.extras.ollama.objects import (
+    ChatAnswer,
+    EmbedAnswer,
+    GenerateAnswer,
+    OneEmbeddingAnswer,
+    ShownModel,
+)
+from mlx_parallm.extras.ollama.options import OllamaOptions
+from mlx_parallm.extras.ollama.schema import (
+    EmbedBody,
+    OllamaChatBody,
+    OllamaGenerateBody,
+    OneEmbeddingBody,
+    ShowBody,
+)
 from mlx_parallm.server.api.chat.schema import ChatBody, ChatCompletion
 from mlx_parallm.server.api.completions import Completion, CompletionBody
 from mlx_parallm.server.api.fields import WireInput, WireOutput
@@ -18,21 +33,6 @@ from mlx_parallm.server.api.pooling.scores import Ranking, RerankBody, ScoreBody
 from mlx_parallm.server.api.responses.objects import ResponseObject
 from mlx_parallm.server.api.responses.schema import ResponsesBody
 from mlx_parallm.server.error_forms import ErrorBody, MessagesError, OllamaError
-from mlx_parallm.server.protocols.ollama.objects import (
-    ChatAnswer,
-    EmbedAnswer,
-    GenerateAnswer,
-    OneEmbeddingAnswer,
-    ShownModel,
-)
-from mlx_parallm.server.protocols.ollama.options import OllamaOptions
-from mlx_parallm.server.protocols.ollama.schema import (
-    EmbedBody,
-    OllamaChatBody,
-    OllamaGenerateBody,
-    OneEmbeddingBody,
-    ShowBody,
-)
 from mlx_parallm.server.protocols.tokens.schema import TokenCompletion, TokensBody
 
 pytestmark = pytest.mark.ci

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from mlx_parallm.errors import ConflictError, ContextLengthError, InvalidRequestError, StorageError
-from mlx_parallm.rl.lessons.cards import (
+from mlx_parallm.extras.lessons.cards import (
     LessonAnswer,
     LessonOutcome,
     LessonPoint,
+    LessonPrompt,
     LessonRule,
-    LessonSamples,
     LessonShowing,
     LessonSpec,
     RuleKind,
@@ -47,7 +47,7 @@ async def test_the_curve_and_the_answers_are_shown(client, lessons):
     lessons.last = replace(
         lessons.last,
         points=(LessonPoint(0, 0.25, 0.1, 0.5, 24, 1_800_000_000.0),),
-        samples=(LessonSamples((LessonAnswer("No.", 0.0),), (LessonAnswer("Please.", 1.0),)),),
+        prompts=(LessonPrompt(HELLO, (LessonAnswer("No.", 0.0),), (LessonAnswer("Please.", 1.0),)),),
         advice="Wait.",
     )
     lesson = (await client.get(ROUTE)).json()["lesson"]

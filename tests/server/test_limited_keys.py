@@ -29,7 +29,6 @@ from server.keys import key_file
 from server.one_model import OneModel
 
 from mlx_parallm.adapters.cards import AdapterStats, CheckpointCard
-from mlx_parallm.adapters.reward_models import no_reward_model
 from mlx_parallm.config import ServerConfig, TinkerConfig
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.models import BaseStatus, ModelState
@@ -37,8 +36,11 @@ from mlx_parallm.core.readers import Reader
 from mlx_parallm.core.requests import CollectionSpec, FinishReason
 from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.rl.atropos.trajectory_api import Registration
-from mlx_parallm.rl.people import FoundTrajectory
+from mlx_parallm.extras.atropos.route import AtroposParts
+from mlx_parallm.extras.atropos.trajectory_api import Registration
+from mlx_parallm.extras.people.service import FoundTrajectory
+from mlx_parallm.extras.reward_models.folder import no_reward_model
+from mlx_parallm.extras.tinker.server import TinkerServer
 from mlx_parallm.rl.reading import GroupFilter
 from mlx_parallm.rl.status import TrainingEvent, TrainingStatus
 from mlx_parallm.rl.trajectories import TrajectoryGroup
@@ -47,8 +49,6 @@ from mlx_parallm.server.access.keys import new_key
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.app import create_app
 from mlx_parallm.server.backend import Backend
-from mlx_parallm.server.protocols.atropos.route import AtroposParts
-from mlx_parallm.server.protocols.tinker.server import TinkerServer
 
 MESSAGES = [{"role": "user", "content": "x"}]
 LIMITED = {"adapters": ("acme*",)}

@@ -9,7 +9,7 @@ from server.asking import answered
 from server.fakes import CARD, ByteTokenizer
 
 from mlx_parallm.core.text import Reasoning
-from mlx_parallm.rl.atropos.trajectory_api import Registration
+from mlx_parallm.extras.atropos.trajectory_api import Registration
 
 CHAT, GENERATE = "/api/chat", "/api/generate"
 USER = [{"role": "user", "content": "hi"}]

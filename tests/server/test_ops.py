@@ -7,12 +7,19 @@ import pytest
 from pydantic import BaseModel
 
 from mlx_parallm import __version__
+from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.core.device import DeviceSchedule
 from mlx_parallm.core.requests import WorkClass
 from mlx_parallm.errors import StepFailedError
-from mlx_parallm.rl.averages import AverageCard
-from mlx_parallm.rl.competition.comparison import ComparisonCard
-from mlx_parallm.rl.people import SignalReport
+from mlx_parallm.extras.averages import route as average_wire
+from mlx_parallm.extras.averages.service import AverageCard
+from mlx_parallm.extras.competition import route as compare_wire
+from mlx_parallm.extras.competition.comparison import ComparisonCard
+from mlx_parallm.extras.people import schema as people_wire
+from mlx_parallm.extras.people.service import EditCard, SignalReport
+from mlx_parallm.extras.reward_models import route as reward_model_wire
+from mlx_parallm.extras.reward_models.cards import RewardModelCard
+from mlx_parallm.rl.status import UpdateReport
 from mlx_parallm.server.api.adapters import schema as wire
 from mlx_parallm.server.api.chat.schema import ChatBody, ChatCompletion
 from mlx_parallm.server.api.completions import Completion, CompletionBody
@@ -20,11 +27,7 @@ from mlx_parallm.server.api.control import SleepStatus
 from mlx_parallm.server.api.fields import OpenBody
 from mlx_parallm.server.api.responses.objects import ResponseObject
 from mlx_parallm.server.api.responses.schema import ResponsesBody
-from mlx_parallm.server.api.training import average as average_wire
-from mlx_parallm.server.api.training import compare as compare_wire
 from mlx_parallm.server.api.training import objects as training_objects
-from mlx_parallm.server.api.training import people_schema as people_wire
-from mlx_parallm.server.api.training import reward_model as reward_model_wire
 from mlx_parallm.server.api.training import schedule as schedule_wire
 from mlx_parallm.server.api.training import schema as training_wire
 
@@ -192,17 +195,17 @@ def test_the_document_describes_bodies_answers_and_errors(document):
         ("/v1/adapters/delete", wire.DeleteAdapterBody, wire.DeletedAdapter),
         ("/model/switch-lora", wire.SwitchLoraBody, wire.SwitchedLora),
         ("/v1/model/switch-lora", wire.SwitchLoraBody, wire.SwitchedLora),
-        ("/training/checkpoint", wire.SaveCheckpointBody, wire.Checkpoint),
-        ("/v1/training/checkpoint", wire.SaveCheckpointBody, wire.Checkpoint),
-        ("/v1/training/update", training_wire.UpdateBody, training_objects.UpdateObject),
+        ("/training/checkpoint", wire.SaveCheckpointBody, CheckpointCard),
+        ("/v1/training/checkpoint", wire.SaveCheckpointBody, CheckpointCard),
+        ("/v1/training/update", training_wire.UpdateBody, UpdateReport),
         ("/v1/training/start", training_wire.ControlBody, training_objects.TrainingObject),
         ("/v1/training/stop", training_wire.ControlBody, training_objects.TrainingObject),
         ("/v1/training/pause", training_wire.ControlBody, training_objects.TrainingObject),
         ("/v1/training/resume", training_wire.ControlBody, training_objects.TrainingObject),
         ("/v1/training/rollback", training_wire.TrainingRollbackBody, training_objects.TrainingObject),
         ("/v1/training/feedback", training_wire.FeedbackBody, training_objects.FeedbackObject),
-        ("/v1/training/preference", people_wire.PreferenceBody, people_wire.PreferenceObject),
-        ("/v1/training/reward_model", reward_model_wire.RewardModelBody, reward_model_wire.RewardModelObject),
+        ("/v1/training/preference", people_wire.PreferenceBody, EditCard),
+        ("/v1/training/reward_model", reward_model_wire.RewardModelBody, RewardModelCard),
         ("/v1/training/average", average_wire.AverageBody, AverageCard),
         ("/v1/training/compare", compare_wire.CompareBody, ComparisonCard),
         ("/v1/training/compare/stop", training_wire.ControlBody, ComparisonCard),

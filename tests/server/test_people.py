@@ -4,7 +4,7 @@ import pytest
 from server.asking import answered
 
 from mlx_parallm.errors import QueueFullError
-from mlx_parallm.rl.people import Edit, FoundTrajectory
+from mlx_parallm.extras.people.service import Edit, FoundTrajectory
 
 PREFERENCE, REPORT = "/v1/training/preference", "/v1/training/report"
 END = 257

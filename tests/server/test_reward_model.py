@@ -3,7 +3,7 @@
 import pytest
 
 from mlx_parallm.errors import ConflictError, InvalidRequestError, StorageError, TrainingFailedError
-from mlx_parallm.rl.reward_models.cards import RewardModelSpec
+from mlx_parallm.extras.reward_models.cards import RewardModelSpec
 
 ROUTE = "/v1/training/reward_model"
 

@@ -16,10 +16,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.rl.atropos.trajectory_api import Registration
+from mlx_parallm.extras.atropos.route import AtroposParts
+from mlx_parallm.extras.atropos.trajectory_api import Registration
 from mlx_parallm.server.app import create_app
 from mlx_parallm.server.backend import Backend
-from mlx_parallm.server.protocols.atropos.route import AtroposParts
 
 pytestmark = pytest.mark.ci
 

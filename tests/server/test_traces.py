@@ -18,7 +18,7 @@ from server.fake_control import FakeAdapters
 from server.fakes import CARD, ByteTokenizer, FakeEngine
 from server.one_model import OneModel
 
-from mlx_parallm import extras
+from mlx_parallm import optional_packages as extras
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.errors import ConfigError, StepFailedError
 from mlx_parallm.server.app import create_app

@@ -62,12 +62,10 @@ FULL = TrainingStatus(
     detail={"queue": [1, math.inf], "ref": AdapterRef("policy", 7), "on": True},
 )
 FULL_JSON = {
-    "training_enabled": True,
     "state": "updating",
     "pause_reason": "asked",
     "lora_adapter": "policy",
     "live_lora": "policy@7",
-    "current_lora": None,
     "step": 6,
     "trajectories_collected": 640,
     "trajectories_waiting": 32,
@@ -77,15 +75,6 @@ FULL_JSON = {
     "updates_total": 6,
     "updates_per_second": 0.125,
     "last_update": "2027-01-15T08:00:00.250Z",
-    "loss": -0.5,
-    "reward_mean": 0.75,
-    "reward_std": 0.25,
-    "reward_running_mean": 0.5,
-    "kl": 0.0625,
-    "entropy": 1.5,
-    "clip_fraction": 0.125,
-    "ratio": 1.0,
-    "staleness": 0.5,
     "metrics": {
         "loss": -0.5,
         "reward_mean": 0.75,
@@ -110,6 +99,8 @@ FULL_JSON = {
         }
     ],
     "advice": "",
+    "reward_running_mean": 0.5,
+    "best_lora": "policy@5",
     "evaluation": {
         "lora_adapter": "policy@5",
         "step": 5,
@@ -129,9 +120,18 @@ FULL_JSON = {
         "last_failure": "task 3: no network",
         "levels": [{"level": "easy", "success": 0.5, "share": 0.25, "drawn": 9}],
     },
-    "best_lora": "policy@5",
     "available_checkpoints": ["checkpoint-3", "checkpoint-6"],
     "trained_adapters": ["policy"],
+    "training_enabled": True,
+    "current_lora": None,
+    "loss": -0.5,
+    "reward_mean": 0.75,
+    "reward_std": 0.25,
+    "kl": 0.0625,
+    "entropy": 1.5,
+    "clip_fraction": 0.125,
+    "ratio": 1.0,
+    "staleness": 0.5,
 }
 
 

@@ -174,6 +174,16 @@ async def test_a_cancelled_step_is_not_made_and_its_gradients_are_forgotten() ->
     assert all(np.array_equal(leaf, before[name]) for name, leaf in leaves(policy).items())
 
 
+async def test_a_cancelled_update_is_given_up_at_once_and_changes_nothing() -> None:
+    trainer, _ = make_trainer(SMALL)
+    policy = make_policy(trainer, moved=0.05)
+    before = leaves(policy)
+    async with running(trainer) as (learner, _):
+        await cancelled(learner.learn("default", UpdateBatch(tuple(samples(6)))))
+        assert not trainer.waits()
+    assert all(np.array_equal(leaf, before[name]) for name, leaf in leaves(policy).items())
+
+
 async def test_another_adapter_in_the_same_micro_step_loses_nothing() -> None:
     settings = changed(SETTINGS, micro_batch_tokens=1000)
     (one, model), (other, _) = make_trainer(settings), make_trainer(settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import mlx.core as mx
@@ -172,6 +173,13 @@ def test_at_the_first_step_the_ratio_is_one_and_nothing_is_clipped_and_kl_is_zer
     assert metrics["kl"] == pytest.approx(0.0, abs=1e-9)
     assert metrics["mismatch_kl"] == pytest.approx(0.0, abs=1e-9)
     assert metrics["entropy"] > 0
+
+
+def test_an_update_says_how_long_it_took_and_how_long_the_device_worked_for_it() -> None:
+    trainer, _ = make_trainer()
+    began = time.monotonic()
+    metrics = learn(trainer, make_policy(trainer), samples()).metrics
+    assert 0 < metrics["device_seconds"] <= metrics["seconds"] <= time.monotonic() - began
 
 
 def kl(pairs) -> float:

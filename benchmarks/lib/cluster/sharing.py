@@ -18,15 +18,15 @@ from lib.cluster.nodes import TOKEN, Nodes
 from lib.load import Stream, greedy
 
 from mlx_parallm import __version__
-from mlx_parallm.cluster.archive import pack
-from mlx_parallm.cluster.connection import NatsAddress, connect
-from mlx_parallm.cluster.head_client import HeadClient
-from mlx_parallm.cluster.members import Members
-from mlx_parallm.cluster.node import running
-from mlx_parallm.cluster.publisher import Publisher
-from mlx_parallm.cluster.versions import Versions
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.core.cluster import Joining, NodeRole, SharedVersion
+from mlx_parallm.extras.cluster.archive import pack
+from mlx_parallm.extras.cluster.cards import Joining, NodeRole, SharedVersion
+from mlx_parallm.extras.cluster.connection import NatsAddress, connect
+from mlx_parallm.extras.cluster.head_client import HeadClient
+from mlx_parallm.extras.cluster.members import Members
+from mlx_parallm.extras.cluster.node import running
+from mlx_parallm.extras.cluster.publisher import Publisher
+from mlx_parallm.extras.cluster.versions import Versions
 
 ROWS, ROW_TOKENS = 16, 2000
 NAME = "shared"

@@ -28,7 +28,7 @@ from mlx_parallm.core.requests import (
     RequestStarted,
     SequenceOutput,
 )
-from mlx_parallm.server.cluster.counted import CountedEngine
+from mlx_parallm.extras.cluster.http.counted import CountedEngine
 
 BUSY_TOKENS = 1 << 40
 """So many tokens under way that every other node has less to do."""

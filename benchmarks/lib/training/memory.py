@@ -104,8 +104,7 @@ async def _engine(kind: str, folder: Path, load: Load) -> Held:
             await _train(made, load)
         else:
             await _serve(made, load, await _adapters(made) if kind == ADAPTERS else [None])
-        peak, active = await made.on_device(lambda: made.trainer.peak_bytes), await made.on_device(_active)
-        return Held(kind, active, peak, made.engine.processor.stats().kv_bytes_held)
+        return await made.on_device(lambda: Held(kind, _active(), made.trainer.peak_bytes, made.pool_bytes))
 
 
 async def _serve(made: Rig, load: Load, selectors: Sequence[str | None]) -> None:

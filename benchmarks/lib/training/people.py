@@ -29,7 +29,7 @@ from mlx_parallm.core.requests import (
     SequenceOutput,
     StopParams,
 )
-from mlx_parallm.rl.people import Edit
+from mlx_parallm.extras.people.service import Edit
 
 USERS, QUESTIONS_EACH, RIGHT = 300, 2, 0.8
 BETWEEN_QUESTIONS_S, LATEST_S = 12.0, 3600.0

@@ -19,8 +19,7 @@ from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.train import jobs
-from mlx_parallm.train.context import Params
+from mlx_parallm.train.policy import Policy, PolicySnapshot, PolicyState
 
 ROWS, GROUPS = 8, 1
 SHARE = 0.5
@@ -106,14 +105,13 @@ def _watch_units(watch: _Watch) -> None:
 
 
 def _watch_updates(watch: _Watch) -> None:
-    all_finite = jobs._all_finite
+    restore = Policy.restore
 
-    def watched(params: Params) -> bool:
-        found = all_finite(params)  # the last thing that a step computes
+    def watched(self: Policy, goal: PolicyState | PolicySnapshot | None) -> None:
+        restore(self, goal)  # the last thing that a step does
         watch.ended = time.perf_counter()
-        return found
 
-    jobs._all_finite = watched
+    Policy.restore = watched  # type: ignore[method-assign]
 
 
 def _watch_pins(store: AdapterStore, watch: _Watch) -> None:

@@ -133,12 +133,17 @@ class Rig:
             worst = max(worst, float(apart.max().item()))
         return worst
 
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the KV pool: those of rows, of cached prefixes and of free blocks. Device thread only."""
+        (engine,) = self.engine.processor._engines.values()
+        return engine._cache.bytes_used + engine._cache.bytes_cached + engine._cache.bytes_free
+
     def footprint(self) -> tuple[int, int]:
         """MLX's bytes without the KV pool, and the number of arrays that Python's garbage collector knows."""
         gc.collect()
         mx.clear_cache()
-        pool = self.engine.processor.stats().kv_bytes_held
-        return mx.get_active_memory() - pool, sum(isinstance(thing, mx.array) for thing in gc.get_objects())
+        return mx.get_active_memory() - self.pool_bytes, sum(isinstance(thing, mx.array) for thing in gc.get_objects())
 
 
 @asynccontextmanager

@@ -1,72 +1,26 @@
 /** Adapters and their versions: where they are, who gets them, and how they compete. */
 
 import { get, post, remove } from "./client";
+import type { Answers } from "./schema";
 
-export interface AdapterVersion {
-  /** `name@version`. */
-  id: string;
-  name: string;
-  live: boolean;
-  residence: "slot" | "copy" | "file";
-  root: string;
-  rank: number;
-  bytes: number;
-  created: number;
-  /** Requests under way that use it. */
-  leases: number;
-  /** Requests that it got since the server started. */
-  requests: number;
-  /** Its share of the requests that name no adapter, 0 to 1. */
-  unnamed_share: number;
-  checkpoint: string | null;
-}
+export type Adapters = Answers["GET /v1/adapters"];
 
-export interface Adapters {
-  data: AdapterVersion[];
-  /** The shares of the requests that name no adapter, by selector. */
-  route: Record<string, number>;
-  /** Whether there is a change of the shares to undo. */
-  route_changed: boolean;
-  /** Requests that the base models answered without an adapter, since the server started. */
-  base_requests: number;
-  slots: { total: number; used: number; pinned: number };
-  bank_bytes: number;
-}
+export type AdapterVersion = Adapters["data"][number];
 
-export interface Checkpoint {
-  name: string;
-  lora_adapter: string;
-  step: number;
-  created: number;
-  tags: string[];
-  metrics: Record<string, number | null>;
-}
+type CheckpointList = Answers["GET /v1/checkpoints"];
 
-export interface Comparison {
-  lora_adapter: string;
-  live: string;
-  candidate: string;
-  verdict: "running" | "promoted" | "withdrawn" | "no_difference" | "stopped" | "failed";
-  reason: string;
-  share: number;
-  /** Requests that each of them got. */
-  live_requests: number;
-  candidate_requests: number;
-  live_rewards: number;
-  candidate_rewards: number;
-  live_mean: number | null;
-  candidate_mean: number | null;
-  p_better: number;
-  p_worse: number;
-}
+export type Checkpoint = CheckpointList["data"][number];
 
-const list = <T>(path: string): Promise<T[]> => get<{ data: T[] }>(path).then((answer) => answer.data);
+type ComparisonList = Answers["GET /v1/training/compare"];
+
+export type Comparison = ComparisonList["data"][number];
 
 export const adapters = (): Promise<Adapters> => get("/v1/adapters");
 
-export const checkpoints = (): Promise<Checkpoint[]> => list("/v1/checkpoints");
+export const checkpoints = (): Promise<Checkpoint[]> => get<CheckpointList>("/v1/checkpoints").then(({ data }) => data);
 
-export const comparisons = (): Promise<Comparison[]> => list("/v1/training/compare");
+export const comparisons = (): Promise<Comparison[]> =>
+  get<ComparisonList>("/v1/training/compare").then(({ data }) => data);
 
 /** `path`: a folder below those that the operator allows. The name means the new version from then on. */
 export const load = (name: string, path: string): Promise<AdapterVersion> =>
@@ -78,7 +32,7 @@ export const unload = (selector: string): Promise<unknown> => remove(`/v1/adapte
 export const setRoute = (weights: Record<string, number>): Promise<unknown> => post("/v1/adapters/route", { weights });
 
 /** Makes the version before the live one live again; without a name, undoes the last change of the route. */
-export const rollBack = (name?: string): Promise<{ lora_adapter: string }> =>
+export const rollBack = (name?: string): Promise<unknown> =>
   post("/v1/adapters/rollback", name ? { lora_name: name } : {});
 
 export const save = (selector: string, tag: string): Promise<Checkpoint> =>

@@ -1,41 +1,12 @@
 /** `/v1/training` of one adapter: its state, its history, and what can be done to it. */
 
 import { get, post } from "./client";
-import type { TrainingEvent } from "./training";
+import type { Answers } from "./schema";
 
-export interface Evaluation {
-  lora_adapter: string;
-  mean: number;
-  low: number;
-  high: number;
-  answers: number;
-}
+export type TrainingState = Answers["GET /v1/training/status"];
 
-export interface TrainingState {
-  state: "disabled" | "idle" | "running" | "updating" | "paused";
-  /** Why no automatic updates are made: "asked", or in words. */
-  pause_reason: string | null;
-  lora_adapter: string | null;
-  live_lora: string | null;
-  best_lora: string | null;
-  /** What people should change, because nearly all answers earn the same; empty if there is nothing. */
-  advice: string;
-  step: number;
-  trajectories_collected: number;
-  trajectories_waiting: number;
-  groups_ready: number;
-  evaluation: Evaluation | null;
-  rollouts: { environment: string; state: string; last_failure: string } | null;
-  drops: Record<string, number>;
-  skips: Record<string, number>;
-}
-
-/** What has happened since the run began, oldest first. The stream of events continues after `last_event_id`. */
-export interface History {
-  data: TrainingEvent[];
-  truncated: boolean;
-  last_event_id: string;
-}
+/** What has happened since the run began. The stream of events continues after `last_event_id`. */
+export type History = Answers["GET /v1/training/history"];
 
 /** Figures of an update that the view shows; the server sends no others. */
 export const METRICS = [
@@ -55,33 +26,13 @@ export const METRICS = [
 
 export type Metric = (typeof METRICS)[number];
 
-/** What was learnt from one source; see the route's description at /docs. */
-export interface Source {
-  source: string;
-  arrived: number;
-  waiting: number;
-  trained: number;
-  /** Counts by reason. */
-  dropped: Record<string, number>;
-  updates: number;
-  gradient_share: number;
-  reward_change: number | null;
-  evaluation_change: number | null;
-}
-
 /** What an adapter was taught by since the server started. */
-export interface Report {
-  opinions: number;
-  people: number;
-  sources: readonly Source[];
-}
+export type Report = Answers["GET /v1/training/report"];
 
-export interface Schedule {
-  mode: string;
-  training_time_share: number;
-  max_decode_stall_ms: number;
-  measured: { training_share: number; largest_decode_gap_ms: number };
-}
+/** What was learnt from one source. */
+export type Source = Report["sources"][number];
+
+export type Schedule = Answers["GET /v1/training/schedule"];
 
 const LIMIT = 1000;
 

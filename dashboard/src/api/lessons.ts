@@ -2,95 +2,31 @@
 
 import { save } from "./adapters";
 import { get, post, remove } from "./client";
+import type { Answers, Bodies } from "./schema";
 
-export interface Message {
-  role: string;
-  content: string;
-}
+export type LessonStatus = Answers["GET /v1/training/lesson"];
 
-/** How answers are rewarded; see the route's description at /docs. */
-export type RuleKind = "word" | "pattern" | "judge";
+export type Lesson = NonNullable<LessonStatus["lesson"]>;
 
-export type Rule = Partial<Record<RuleKind, string>>;
+/** A prompt, with the first answers to it and the newest ones. */
+export type Prompt = Lesson["prompts"][number];
 
-export interface Answer {
-  text: string;
-  /** 0 to 1. */
-  reward: number;
-}
+export type Message = Prompt["messages"][number];
 
-export interface Prompt {
-  messages: readonly Message[];
-  /** The first answers that were drawn, and the newest ones. */
-  before: Answer[];
-  now: Answer[];
-}
-
-/** The answers between two updates. `low` and `high`: the 95 % interval of their mean reward. */
-export interface Point {
-  update: number;
-  reward: number;
-  low: number;
-  high: number;
-  answers: number;
-}
+export type Answer = Prompt["now"][number];
 
 /** Examples that are imitated now: `number` of `examples`, for the `time`th of so many times. */
-export interface Showing {
-  /** 0 while they are being drawn. */
-  examples: number;
-  number: number;
-  time: number;
-  times: number;
-  /** Of the update before. */
-  loss: number | null;
-}
+export type Showing = NonNullable<Lesson["showing"]>;
 
-export interface Lesson {
-  id: string;
-  state: "drawing" | "waiting" | "showing" | "paused" | "failed" | "ended";
-  outcome: "learnt" | "finished" | "stopped" | "no_signal" | "failed" | "interrupted" | null;
-  reason: string;
-  advice: string;
-  showing: Showing | null;
-  lora_adapter: string;
-  live_lora: string | null;
-  /** Of the adapter as it was before. */
-  checkpoint: string;
-  reward: Rule;
-  max_tokens: number;
-  group_size: number;
-  temperature: number;
-  learning_rate: number;
-  answers_per_update: number;
-  updates: number;
-  /** Answers that were imitated until now, because hardly any had earned a reward. */
-  examples: number;
-  most_updates: number | null;
-  points: Point[];
-  prompts: Prompt[];
-  started: string;
-  ended: string | null;
-}
-
-export interface LessonStatus {
-  /** Why the server takes no lessons; empty if it does. */
-  obstacle: string;
-  lesson: Lesson | null;
-}
-
-/** Fields that are left out have the defaults of the route. */
-export interface NewLesson {
-  /** Each is a conversation that the answer continues. */
+/** A lesson to begin, each prompt of which is a conversation. Fields that are left out have the route's defaults. */
+export type NewLesson = Omit<Bodies["POST /v1/training/lesson"], "prompts"> & {
   prompts: readonly (readonly Message[])[];
-  reward: Rule;
-  max_tokens: number;
-  group_size?: number;
-  temperature?: number;
-  learning_rate?: number;
-  updates?: number;
-  lora_adapter?: string;
-}
+};
+
+/** How answers are rewarded: one of its fields. */
+export type Rule = NewLesson["reward"];
+
+export type RuleKind = keyof Rule;
 
 export const asked = (content: string): readonly Message[] => [{ role: "user", content }];
 
@@ -118,12 +54,13 @@ export const undo = (lesson: Lesson): Promise<unknown> =>
 /** Saves the adapter as it is, with the lesson's id as tag. A checkpoint with a tag is never removed to make room. */
 export const keep = (lesson: Lesson): Promise<unknown> => save(lesson.lora_adapter, lesson.id);
 
-interface Completion {
-  choices: { message: { content: string } }[];
-}
-
 /** The most likely answer of a base model or an adapter. */
 export async function ask(model: string, messages: readonly Message[], max_tokens: number): Promise<string> {
-  const answer = await post<Completion>("/v1/chat/completions", { model, messages, max_tokens, temperature: 0 });
+  const answer = await post<Answers["POST /v1/chat/completions"]>("/v1/chat/completions", {
+    model,
+    messages,
+    max_tokens,
+    temperature: 0,
+  });
   return answer.choices[0]?.message.content ?? "";
 }

@@ -1,98 +1,26 @@
 /** `GET /v1/stats`: what the server does now, and did in the last minutes. Times are in seconds, sizes in bytes. */
 
 import { get } from "./client";
+import type { Answers } from "./schema";
 
-export type Role = "inference" | "train" | "admin";
-
-export interface Percentiles {
-  count: number;
-  p50: number;
-  p95: number;
-  p99: number;
-}
+export type Stats = Answers["GET /v1/stats"];
 
 /** About a second of the history. `decode`, `prefill`, `training` and `other` are device time within it. */
-export interface Interval {
-  number: number;
-  at: number;
-  seconds: number;
-  decode: number;
-  prefill: number;
-  training: number;
-  other: number;
-  generated_tokens: number;
-  prompt_tokens: number;
-  running: number;
-  waiting: number;
-}
+export type Interval = Stats["intervals"][number];
 
-export interface Memory {
-  weights: number;
-  budget: number;
-  rows: number;
-  cached_prefixes: number;
-  free_blocks: number;
-  adapters: number;
-  training: number;
-}
+export type Percentiles = NonNullable<Stats["latency"]["first_token"]>;
 
-/** The requests of a key, or for an adapter; `requests` and `generated_tokens` are of the last minute. */
-export interface LoadLine {
-  name: string;
-  running: number;
-  requests: number;
-  generated_tokens: number;
-}
+export type Role = Stats["caller"]["role"];
 
-export interface Load {
-  /** Of all keys for an admin key, else of the own one; empty if the server needs none. */
-  keys: LoadLine[];
-  adapters: LoadLine[];
-  /** Responses of the last minute, by HTTP status. */
-  errors: Record<string, number>;
-}
+export type Memory = Stats["memory"];
 
-export interface TrainedAdapter {
-  name: string;
-  state: string;
-  step: number;
-  /** Unix time in seconds. */
-  last_update: number | null;
-}
+export type Load = Stats["load"];
 
-export interface LessonLine {
-  adapter: string;
-  state: string;
-  updates: number;
-}
+export type LoadLine = Load["keys"][number];
 
-export interface TrainingShare {
-  target: number;
-  measured: number;
-  adapters: TrainedAdapter[];
-  /** The lesson that runs. */
-  lesson: LessonLine | null;
-}
+export type TrainingShare = NonNullable<Stats["training"]>;
 
-export interface Stats {
-  started_at: number;
-  mode: string;
-  /** The server's own command line; empty if the key may not know it. */
-  command: string;
-  state: "serving" | "paused" | "asleep" | "draining" | "dead";
-  caller: { name: string; role: Role; required: boolean };
-  models: { name: string; state: string }[];
-  queue: { running: number; rows: number; waiting: number; held: number; limit: number };
-  latency: { first_token: Percentiles | null; between_tokens: Percentiles | null };
-  load: Load;
-  memory: Memory;
-  training: TrainingShare | null;
-  /** What the server does about short memory, and why training waits. */
-  notices: string[];
-  /** Whether the server is a node of a cluster. */
-  cluster: boolean;
-  intervals: Interval[];
-}
+export type TrainedAdapter = TrainingShare["adapters"][number];
 
 /** The figures of now, and the intervals after the one with number `after`; 0 asks for all that the server keeps. */
 export const stats = (after: number): Promise<Stats> => get(`/v1/stats?after=${after}`);

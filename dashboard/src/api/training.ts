@@ -1,11 +1,9 @@
 /** `/v1/training`: its events. See the API's own pages at /docs. */
 
-/** One event of `/v1/training/events`, whose kinds `docs/learning.md` lists. `at`: an ISO time. */
-export interface TrainingEvent<Data = Record<string, unknown>> {
-  kind: string;
-  at: string;
-  data: Data;
-}
+import type { History } from "./learning";
+
+/** One event of `/v1/training/events`, whose kinds and their data `docs/learning.md` lists. */
+export type TrainingEvent<Data> = Omit<History["data"][number], "data"> & { data: Data };
 
 /** For `follow` of live/events.ts. */
 export const TRAINING_EVENTS = "/v1/training/events";

@@ -1,4 +1,8 @@
-"""The environments that come with the package: `words` of one turn, `hints` of two, and `calculator` with a tool."""
+"""The environments that come with the package: `words` of one turn, `hints` of two, and `calculator` with a tool.
+
+To add one, write its class and a row of `BUILT_IN` at the end of this file. `protocol` says what a class may do; the
+recipe in docs/contributing.md names the tests and pages.
+"""
 
 from __future__ import annotations
 
@@ -204,3 +208,4 @@ def _value(node: ast.expr) -> float:
 # ---- the table ------------------------------------------------------------------------------------
 
 BUILT_IN: Mapping[str, Callable[[], Environment]] = {"words": Words, "hints": Hints, "calculator": Calculator}
+"""By name. An installed package's environment of the same name takes its place (see `names`)."""

@@ -16,12 +16,12 @@ from typing import Any
 
 from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.errors import ConfigError, shown
-from mlx_parallm.extras import REASONING_GYM
+from mlx_parallm.optional_packages import REASONING_GYM
 from mlx_parallm.rl.environments.builtin import BUILT_IN
 from mlx_parallm.rl.environments.files import FileTasks, find_tasks
 from mlx_parallm.rl.environments.protocol import Environment, EpisodeEnvironment, RolloutClient, Task, is_of_episodes
 from mlx_parallm.rl.scoring import gym
-from mlx_parallm.rl.scoring.functions import module_of_file
+from mlx_parallm.rl.scoring.own_functions import module_of_file
 from mlx_parallm.rl.scoring.sample import ScorerError
 from mlx_parallm.rl.scoring.scorers import REWARD
 

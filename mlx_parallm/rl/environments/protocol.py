@@ -90,7 +90,11 @@ class RolloutClient(Protocol):
 
 
 class Environment(Protocol):
-    """Tasks to train on. Without a method `rollout`, each answer to a task is scored as its `collection` says."""
+    """Tasks to train on. Without a method `rollout`, each answer to a task is scored as its `collection` says.
+
+    One may also have a method `examples(seed)`: an endless iterator of conversations, each a tuple of messages with the
+    assistant's at its end, which a warm-up imitates before the first task.
+    """
 
     def tasks(self, seed: int) -> Iterator[Task]:
         """An endless stream of tasks: the same for the same seed, and different for other seeds if possible."""

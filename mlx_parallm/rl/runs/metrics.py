@@ -7,10 +7,10 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.rl.status import UpdateReport
+from mlx_parallm.rl.status import UpdateReport, UpdateStatus
 
 _NO_METRICS = frozenset({"at", "step", "optimizer_step", "version"})
 
@@ -19,16 +19,13 @@ _NO_METRICS = frozenset({"at", "step", "optimizer_step", "version"})
 class Made:
     """A line of the file: an update, or the evaluation of the version that a run starts from.
 
-    `step`: of the run. `at`: Unix time. `report`: it has the figures; of an evaluation, its status is `evaluation`.
+    `step`: of the run. `at`: Unix time. `report`: it has the figures; its other fields are those of an update.
     """
 
     step: int
     at: float
     report: UpdateReport
-
-    @property
-    def is_update(self) -> bool:
-        return self.report.status != "evaluation"
+    is_update: bool = True
 
     @property
     def evaluation(self) -> tuple[float, float, float] | None:
@@ -61,7 +58,7 @@ def _lines(file: Path, max_bytes: int | None) -> Iterator[bytes]:
 def _made(line: bytes) -> Made | None:
     try:
         record = json.loads(line)
-        return Made(int(record["step"]), float(record["at"]), _report(record))
+        return Made(int(record["step"]), float(record["at"]), _report(record), record["kind"] != "evaluation")
     except (ValueError, TypeError, LookupError):
         return None
 
@@ -72,7 +69,7 @@ def _report(record: Mapping[str, Any]) -> UpdateReport:
     return UpdateReport(
         AdapterRef(name, version) if isinstance(name, str) and isinstance(version, int) else None,
         int(record.get("optimizer_step", record["step"])),
-        str(record.get("status", record["kind"])),
+        cast(UpdateStatus, record.get("status", record["kind"])),
         str(record.get("reason", "")),
         metrics,
         record.get("checkpoint"),

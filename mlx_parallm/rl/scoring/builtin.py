@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 from mlx_parallm.errors import shown
-from mlx_parallm.extras import MATH, Extra
+from mlx_parallm.optional_packages import MATH, Extra
 from mlx_parallm.rl.scoring.sample import Metadata, Scorer, ScorerInput, json_object, present, refused
 
 _MATH_LIMIT_S = 2.0

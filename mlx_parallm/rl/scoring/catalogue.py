@@ -15,7 +15,7 @@ from typing import NamedTuple, NoReturn
 
 from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.errors import ConfigError, InvalidRequestError, shown
-from mlx_parallm.extras import REASONING_GYM, Extra
+from mlx_parallm.optional_packages import REASONING_GYM, Extra
 from mlx_parallm.processes import command, environment, stdin_until_exit
 from mlx_parallm.rl.scoring import gym
 from mlx_parallm.rl.scoring.builtin import BUILTINS

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from mlx_parallm.extras import REASONING_GYM
+from mlx_parallm.optional_packages import REASONING_GYM
 from mlx_parallm.rl.scoring.sample import Metadata, Scorer, ScorerError, ScorerInput, json_object, refused, unusable
 
 PREFIX = "reasoning_gym:"

@@ -19,8 +19,8 @@ from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.errors import ConfigError, shown
 from mlx_parallm.rl.scoring import gym
 from mlx_parallm.rl.scoring.builtin import BUILTINS
-from mlx_parallm.rl.scoring.functions import load_function
 from mlx_parallm.rl.scoring.judges import JUDGES, Judge
+from mlx_parallm.rl.scoring.own_functions import load_function
 from mlx_parallm.rl.scoring.sample import GroupScorer, Scorer, ScorerError, ScorerInput, as_number, unusable
 
 GROUP = "mlx_parallm.scorers"

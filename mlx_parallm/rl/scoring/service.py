@@ -32,7 +32,7 @@ from mlx_parallm.rl.scoring.sample import PARAM, ScorerInput
 from mlx_parallm.rl.scoring.scorers import REWARD, REWARD_MODEL, RewardSpec, Term
 
 if TYPE_CHECKING:
-    from mlx_parallm.rl.reward_models.service import RewardModels
+    from mlx_parallm.extras.reward_models.service import RewardModels
 
 _WAIT_S = 15.0
 """How long a request waits for its check, and for the checks of other requests before it."""

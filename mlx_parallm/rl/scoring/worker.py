@@ -27,7 +27,7 @@ from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.processes import end_with_parent, private_pipes
 from mlx_parallm.rl.scoring import gym
 from mlx_parallm.rl.scoring.builtin import BUILTINS, TooSlowError, cpu_limit
-from mlx_parallm.rl.scoring.functions import load_function
+from mlx_parallm.rl.scoring.own_functions import load_function
 from mlx_parallm.rl.scoring.sample import ScorerError, ScorerInput
 from mlx_parallm.rl.scoring.scorers import RewardSpec, is_function, load, load_one
 

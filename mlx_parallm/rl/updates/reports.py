@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from mlx_parallm.config import Action
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.rl.events import Emit
-from mlx_parallm.rl.status import Divergence, EvaluationResult, UpdateReport
+from mlx_parallm.rl.status import Divergence, EvaluationResult, UpdateReport, UpdateStatus
 from mlx_parallm.train.data import UpdateOutcome
 
 _EVALUATION = "evaluation"
@@ -73,7 +73,7 @@ class UpdateReporter:
         since = time.monotonic() - _MINUTE
         return sum(at >= since for at in self._times) / _MINUTE
 
-    def updated(self, status: str, live: AdapterRef | None, outcome: UpdateOutcome) -> UpdateReport:
+    def updated(self, status: UpdateStatus, live: AdapterRef | None, outcome: UpdateOutcome) -> UpdateReport:
         """Reports an update that changed the policy. `status`: published or trained. `live`: the live version now."""
         self.step, self.metrics = outcome.step, outcome.metrics
         self.updates += 1

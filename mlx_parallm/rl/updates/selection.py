@@ -108,8 +108,7 @@ class GroupSelection:
         """The trajectories that make a whole update."""
         if signal is Signal.REWARDS:
             return self._training.pace.trajectories
-        edits = self._people.update_frequency
-        return 2 * edits if signal is Signal.PREFERENCES else edits
+        return self._people.update_frequency * signal.answers
 
     def waiting(self) -> Mapping[str, int]:
         """The groups that people have made and that wait, by signal."""

@@ -21,7 +21,7 @@ from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
 
 if TYPE_CHECKING:
-    from mlx_parallm.app.lessons import Lessons
+    from mlx_parallm.extras.lessons.service import Lessons
 
 router = Router()
 

@@ -14,26 +14,29 @@ class Framing:
 
     Attributes:
         content_type: the header of the response.
-        write: the text of one object, whose kind and id may be named.
+        write: the text of one object.
         comment: the text that keeps a silent stream open and that clients skip. Empty: the form has none.
         end: the last text of the stream.
     """
 
     content_type: str
-    write: Callable[[WireOutput, str, str], str]
+    write: Callable[[WireOutput], str]
     comment: str = ""
     end: str = ""
 
 
-def _event(data: WireOutput, kind: str, event_id: str) -> str:
-    """Its `event` field is `kind` or the `event_name` of `data`, if either is given."""
-    kind = kind or data.event_name
+def sent_event(json: str, kind: str = "", event_id: str = "") -> str:
+    """A server-sent event. Those of a stream may have kinds and ids."""
     name = f"event: {kind}\n" if kind else ""
     last = f"id: {event_id}\n" if event_id else ""
-    return f"{last}{name}data: {data.json_text()}\n\n"
+    return f"{last}{name}data: {json}\n\n"
 
 
-def _line(data: WireOutput, _kind: str, _id: str) -> str:
+def _event(data: WireOutput) -> str:
+    return sent_event(data.json_text(), data.event_name)
+
+
+def _line(data: WireOutput) -> str:
     return f"{data.json_text()}\n"
 
 

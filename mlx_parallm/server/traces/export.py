@@ -21,7 +21,7 @@ from starlette.types import Scope
 
 from mlx_parallm import __version__
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.extras import OTEL
+from mlx_parallm.optional_packages import OTEL
 from mlx_parallm.rl.status import TrainingEvent
 from mlx_parallm.server.http.request_log import RequestRecord
 

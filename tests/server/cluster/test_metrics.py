@@ -5,7 +5,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from server.fake_cluster import HEAD, FakeCluster, app_of
 
-from mlx_parallm.core.cluster import NodeInfo, NodeRole
+from mlx_parallm.extras.cluster.cards import NodeInfo, NodeRole
 
 OTHERS = (
     NodeInfo("replica-1", NodeRole.REPLICA, "http://10.0.0.2:8000", (), 40, False, "y"),

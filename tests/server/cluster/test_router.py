@@ -8,7 +8,6 @@ import pytest
 from server.fakes import FakeEngine
 
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
-from mlx_parallm.core.cluster import Member, NodeInfo, NodeRole
 from mlx_parallm.core.requests import (
     GenerationRequest,
     RequestFailed,
@@ -19,8 +18,9 @@ from mlx_parallm.core.requests import (
     StopParams,
 )
 from mlx_parallm.errors import InvalidRequestError, NodeFailedError, QueueTimeoutError
-from mlx_parallm.server.cluster.counted import ANSWER_TOKENS, CountedEngine, tokens_of
-from mlx_parallm.server.cluster.router import RoutedEngine
+from mlx_parallm.extras.cluster.cards import Member, NodeInfo, NodeRole
+from mlx_parallm.extras.cluster.http.counted import ANSWER_TOKENS, CountedEngine, tokens_of
+from mlx_parallm.extras.cluster.http.router import RoutedEngine
 
 MATH = AdapterRef("math", 1)
 REQUEST = GenerationRequest("r", ((1, 2, 3),), SamplingParams(), StopParams(5), adapter=MATH)

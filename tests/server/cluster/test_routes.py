@@ -8,10 +8,10 @@ from server.fake_cluster import TOKEN, FakeCluster, app_of
 from server.fakes import CARD, FakeEngine
 
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.core.cluster import Member, NodeInfo, NodeRole
 from mlx_parallm.core.requests import GenerationRequest, SamplingParams, SequenceOutput, StopParams
 from mlx_parallm.errors import NodeFailedError, QueueTimeoutError
-from mlx_parallm.server.cluster.remote import RemoteEngines
+from mlx_parallm.extras.cluster.cards import Member, NodeInfo, NodeRole
+from mlx_parallm.extras.cluster.http.remote import RemoteEngines
 from mlx_parallm.server.http.address import bind
 from mlx_parallm.server.run import DrainingServer
 

@@ -22,7 +22,7 @@ from mlx_parallm.core.requests import (
     WorkClass,
 )
 from mlx_parallm.errors import InvalidRequestError, OverloadedError, QueueTimeoutError
-from mlx_parallm.server.cluster.wire import WireEvent, WireRequest, may_travel
+from mlx_parallm.extras.cluster.http.wire import WireEvent, WireRequest, may_travel
 
 SPEC = GrammarSpec(GrammarKind.REGEX, "[a-z]+", frozenset({3}), reasoning_budget=9)
 GRAMMAR = SpecifiedGrammar(SPEC, object())

@@ -88,13 +88,14 @@ function OneAdapter({ adapter }: { adapter: string }) {
   );
 }
 
-const STATES = {
+const STATES: Readonly<Record<string, string>> = {
   disabled: "Off",
   idle: "Waiting",
   running: "Learning",
   updating: "Updating",
   paused: "Paused",
-} as const;
+  stopped: "Stopped",
+};
 
 interface HeadlineProperties {
   state: TrainingState;
@@ -109,7 +110,7 @@ function Headline({ state, paused, rewards }: HeadlineProperties) {
     <dl class="figures">
       <Figure
         label={state.lora_adapter ?? ""}
-        value={paused && state.state === "updating" ? "Pausing" : STATES[state.state]}
+        value={paused && state.state === "updating" ? "Pausing" : (STATES[state.state] ?? state.state)}
       >
         {number(state.trajectories_collected)} answers collected
       </Figure>

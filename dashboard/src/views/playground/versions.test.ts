@@ -1,9 +1,10 @@
 import { expect, test } from "vitest";
 import type { AdapterVersion, Checkpoint } from "../../api/adapters";
 import type { TrainingState } from "../../api/learning";
+import type { Model } from "../../api/models";
 import { groupsOf, type Known, learns } from "./versions";
 
-const base = (id: string, root = id, state = "loaded") => ({ id, root, parent: null, state });
+const base = (id: string, root = id, state: Model["state"] = "loaded") => ({ id, root, parent: null, state }) as Model;
 const version = (name: string, number: number, live: boolean) =>
   ({ id: `${name}@${number}`, name, live }) as AdapterVersion;
 const checkpoint = (name: string, lora_adapter: string) => ({ name, lora_adapter }) as Checkpoint;
@@ -14,7 +15,7 @@ const KNOWN: Known = {
     base("first", "org/first"),
     base("base", "org/first"),
     base("second", "second", "idle"),
-    { id: "tone", root: "tone", parent: "org/first", version: 3 },
+    { id: "tone", root: "tone", parent: "org/first", version: 3 } as Model,
   ],
   versions: [version("tone", 2, false), version("tone", 3, true)],
   checkpoints: [

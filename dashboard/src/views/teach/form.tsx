@@ -196,7 +196,7 @@ function More({ lesson, onChange }: FieldProperties) {
           type="number"
           min={1}
           max={512}
-          value={lesson.max_tokens}
+          value={lesson.max_tokens ?? ""}
           onInput={(event) => onChange({ max_tokens: event.currentTarget.valueAsNumber })}
         />
       </p>

@@ -1,5 +1,5 @@
 import { useId, useState } from "preact/hooks";
-import { ask, type Lesson, textOf, withText } from "../../api/lessons";
+import { ask, type Lesson, type Message, textOf, withText } from "../../api/lessons";
 import { Action } from "../../components/action";
 import { Card } from "../../components/card";
 import { link } from "../../router";
@@ -10,7 +10,7 @@ const BASE = "base";
 /** Asks the base model and the adapter the same thing. */
 export function Try({ lesson }: { lesson: Lesson }) {
   const id = useId();
-  const [messages, setMessages] = useState(lesson.prompts[0]?.messages ?? []);
+  const [messages, setMessages] = useState<readonly Message[]>(lesson.prompts[0]?.messages ?? []);
   const [answers, setAnswers] = useState<readonly [string, string] | null>(null);
   const run = async () => {
     const models = [BASE, lesson.lora_adapter];

@@ -47,11 +47,11 @@ export function Thumbs({ turn, sample, isEdit, name, onDone }: Properties) {
   );
 }
 
-const told = ({ reward, people, late }: Rated): void =>
+const told = ({ score, reward, people, late }: Rated): void =>
   toast(
     late
       ? "Counted, as late feedback on an answer that had been dropped."
-      : `Counted: its reward is ${number(reward)}${people > 1 ? `, the mean of ${people} people` : ""}.`,
+      : `Counted: its reward is ${number(reward ?? score)}${people && people > 1 ? `, the mean of ${people} people` : ""}.`,
   );
 
 /** What thumbs on an answer do, where that is not plain. */

@@ -6,7 +6,6 @@ client disconnects.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,13 +15,13 @@ from fastapi import Depends, Path
 
 from mlx_parallm.adapters.cards import AdapterCard, CheckpointCard
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.json_values import fields_of
 from mlx_parallm.errors import UnknownModelError
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.adapters.schema import (
     Adapter,
     AdapterList,
     AdapterRoute,
-    Checkpoint,
     CheckpointList,
     DeleteAdapterBody,
     DeletedAdapter,
@@ -45,7 +44,7 @@ from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
 
 if TYPE_CHECKING:
-    from mlx_parallm.rl.competition.service import CompetitionService
+    from mlx_parallm.extras.competition.service import CompetitionService
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +113,8 @@ async def load(services: Services, name: str, path: str, replace: bool, base_mod
         "an earlier version.",
     )
     card = await services.lifecycle.run_to_end(services.adapters.load(name, path, replace, base))
-    adapter = adapter_object(card, Traffic.of(services), services).model_dump()
-    return LoadedLora(**adapter, status="success", lora_name=card.ref.name, lora_adapter=str(card.ref))
+    adapter = adapter_object(card, Traffic.of(services), services)
+    return LoadedLora(**fields_of(adapter), status="success", lora_name=card.ref.name, lora_adapter=card.ref)
 
 
 @router.post(
@@ -271,23 +270,11 @@ async def delete_adapter(selector: Selector, services: ServicesDep) -> UnloadedL
 
 def adapter_object(card: AdapterCard, traffic: Traffic, services: Services) -> Adapter:
     return Adapter(
-        id=str(card.ref),
+        **fields_of(replace(card, root=services.path(card.root))),
         name=card.ref.name,
         version=card.ref.version,
-        live=card.live,
-        residence=card.residence.value,
-        root=services.path(card.root),
-        rank=card.rank,
-        alpha=card.alpha,
-        targets=list(card.targets),
-        bytes=card.bytes,
-        created=card.created,
-        leases=card.leases,
         requests=traffic.requests[card.ref],
         unnamed_share=traffic.unnamed_shares.get(card.ref, 0.0),
-        checkpoint=card.checkpoint,
-        base_model_name=card.base,
-        warning=card.warning,
     )
 
 
@@ -299,8 +286,8 @@ async def list_checkpoints(services: ServicesDep) -> CheckpointList:
     """The checkpoints on disk, oldest first."""
     cards = [card for card in services.adapters.checkpoints() if services.key.may_change(card.adapter.name)]
     best = {status.adapter: status.best for status in services.training_statuses()}
-    tagged = (replace(card, tags=card.tags_beside(best.get(card.adapter.name))) for card in cards)
-    return CheckpointList(object="list", data=list(map(checkpoint_object, tagged)))
+    tagged = [replace(card, tags=card.tags_beside(best.get(card.adapter.name))) for card in cards]
+    return CheckpointList(object="list", data=tagged)
 
 
 @router.post(
@@ -312,7 +299,7 @@ async def list_checkpoints(services: ServicesDep) -> CheckpointList:
 )
 async def save_checkpoint(
     body: Annotated[SaveCheckpointBody, Depends(json_body(SaveCheckpointBody, required=False))], services: ServicesDep
-) -> Checkpoint:
+) -> CheckpointCard:
     """Saves an adapter version, and answers when its files are complete. For an adapter in training, the optimizer's
     state is saved too; before the adapter's first update, the checkpoint has step 0 and equals the base model."""
     services.check_may_change(body.lora_name)
@@ -323,16 +310,4 @@ async def save_checkpoint(
             saving = training.save(body.lora_name, body.step, tags, body.metrics, reader=reader)
         else:
             saving = services.adapters.save_checkpoint(body.lora_name, body.step, tags, body.metrics)
-        return checkpoint_object(await services.lifecycle.run_to_end(saving))
-
-
-def checkpoint_object(card: CheckpointCard) -> Checkpoint:
-    """The response object of a checkpoint. It leaves out the path, which clients need not know."""
-    return Checkpoint(
-        name=card.name,
-        lora_adapter=str(card.adapter),
-        step=card.step,
-        created=card.created,
-        tags=list(card.tags),
-        metrics={name: value if math.isfinite(value) else None for name, value in card.metrics.items()},
-    )
+        return await services.lifecycle.run_to_end(saving)

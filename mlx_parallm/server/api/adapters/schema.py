@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PlainValidator
 
-from mlx_parallm.adapters.cards import KeptPart
+from mlx_parallm.adapters.cards import AdapterCard, CheckpointCard, KeptPart
+from mlx_parallm.core.adapters import AdapterText
 from mlx_parallm.server.api.fields import INT32_MAX, Neutral, WireInput, WireOutput, refused
 
 MAX_NAME, MAX_PATH = 160, 4096
@@ -144,44 +147,19 @@ class DeletedAdapter(WireOutput):
     """Whether it is in training now."""
 
 
-class Adapter(WireOutput):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter(AdapterCard):
     """One version of an adapter."""
 
-    id: str
-    """`name@version`."""
     name: str
     """The adapter's name."""
     version: int
     """Counted from 1."""
-    live: bool
-    """Whether requests that send the name without a version get this one."""
-    residence: Literal["slot", "copy", "file"]
-    """`slot`: in the adapter bank. `copy`: in memory. `file`: only on disk."""
-    root: str
-    """The folder that it was loaded from; empty for keys with the role `inference`."""
-    rank: int
-    """The largest rank of its modules."""
-    alpha: float
-    """The LoRA scale times the rank."""
-    targets: list[str]
-    """Last names of the modules that it changes."""
-    bytes: int
-    """Bytes of its weights, as stored."""
-    created: int
-    """Unix time, seconds."""
-    leases: int
-    """Number of requests under way that use it, rollouts and evaluations among them."""
     requests: int
     """Requests that it got since the server started, as in `mlx_parallm_adapter_requests_total`."""
     unnamed_share: float
     """Its share of the requests that name no adapter, 0 to 1. Two versions that are compared share what their name
     gets."""
-    checkpoint: str | None
-    """Name of its checkpoint, if it has one."""
-    base_model_name: str
-    """The base model that it is for."""
-    warning: str
-    """How the config of its files contradicts their tensors, which are used; empty if it does not."""
 
 
 class SlotCounts(WireOutput):
@@ -213,13 +191,14 @@ class AdapterList(WireOutput):
     """Bytes of the adapter bank."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedLora(Adapter):
     """The adapter version that was loaded."""
 
     status: Literal["success"]
     lora_name: str
     """The adapter's name."""
-    lora_adapter: str
+    lora_adapter: AdapterText
     """The version that the name means now, as `name@version`."""
 
 
@@ -258,26 +237,9 @@ class SwitchedLora(WireOutput):
     """The share of each selector. The shares add up to 1."""
 
 
-class Checkpoint(WireOutput):
-    """An adapter version on disk."""
-
-    name: str
-    """`checkpoint-<step>`."""
-    lora_adapter: str
-    """The adapter version, as `name@version`."""
-    step: int
-    """The checkpoint's number."""
-    created: int
-    """Unix time, seconds."""
-    tags: list[str]
-    """Other names for it."""
-    metrics: dict[str, float | None]
-    """The numbers that were saved with it; null for a number that is not finite."""
-
-
 class CheckpointList(WireOutput):
     """Checkpoints on disk."""
 
     object: Literal["list"]
-    data: list[Checkpoint]
+    data: Sequence[CheckpointCard]
     """Oldest first."""

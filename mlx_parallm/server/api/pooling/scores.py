@@ -33,7 +33,7 @@ from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
 
 if TYPE_CHECKING:
-    from mlx_parallm.rl.reward_models.trainer import RewardModelTrainer
+    from mlx_parallm.extras.reward_models.trainer import RewardModelTrainer
 
 REWARD_MODEL = "reward_model:"
 

@@ -14,29 +14,28 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from fastapi import Depends, Header, Path, Query
+from pydantic import TypeAdapter
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.json_values import fields_of
 from mlx_parallm.core.readers import Reader
 from mlx_parallm.core.requests import Signal
 from mlx_parallm.core.trajectories import GivenTrajectory, GroupCard
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
-from mlx_parallm.rl.status import TrainingEvent, TrainingStatus
+from mlx_parallm.rl.status import TrainingEvent, TrainingStatus, UpdateReport
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.generation_fields import MAX_EPISODE_ID
 from mlx_parallm.server.api.training.objects import (
+    DebugAdapterTraining,
     DebugTraining,
     DebugTrajectories,
     FeedbackObject,
     TrainingObject,
-    UpdateObject,
-    debug_object,
-    event_object,
     status_object,
     trajectory_object,
-    update_object,
 )
 from mlx_parallm.server.api.training.schema import (
     ControlBody,
@@ -48,6 +47,7 @@ from mlx_parallm.server.api.training.schema import (
 from mlx_parallm.server.errors import DrainingError, error_body
 from mlx_parallm.server.generation import EventStream
 from mlx_parallm.server.http.body import json_body
+from mlx_parallm.server.http.framing import sent_event
 from mlx_parallm.server.http.request_log import record_of
 from mlx_parallm.server.lifecycle import Lifecycle, while_connected
 from mlx_parallm.server.openapi import EVENTS
@@ -56,7 +56,7 @@ from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import CollectionDep, Services, ServicesDep, TrainingDep
 
 if TYPE_CHECKING:
-    from mlx_parallm.app.lessons import Lessons
+    from mlx_parallm.extras.lessons.service import Lessons
     from mlx_parallm.rl.service import TrainingService
 
 
@@ -185,7 +185,7 @@ async def update(
     request: Request,
     services: ServicesDep,
     training: TrainingDep,
-) -> UpdateObject:
+) -> UpdateReport:
     """Makes one update now, with the complete groups or with the given trajectories, whose tokens count as those of a
     prompt. When the answer comes, the update has ended, and a version that it published is live."""
     given, signal = None, None if body.signal is None else Signal(body.signal)
@@ -205,7 +205,7 @@ async def update(
                 signal,
                 reader=services.key.reader,
             )
-            return update_object(await services.lifecycle.run_to_end(updating))
+            return await services.lifecycle.run_to_end(updating)
 
 
 # -- feedback --------------------------------------------------------------------------------------
@@ -340,7 +340,7 @@ async def status(
 async def debug_training(services: ServicesDep) -> DebugTraining:
     """The status of every trained adapter, with details."""
     statuses, current = services.training_statuses(), services.routed_adapter()
-    adapters = [debug_object(status, current) for status in statuses]
+    adapters = [DebugAdapterTraining(**fields_of(status_object(status, current))) for status in statuses]
     return DebugTraining(training_enabled=bool(statuses), adapters=adapters)
 
 
@@ -377,6 +377,9 @@ async def events(
     return TrainingEventsResponse(training, services.lifecycle, last_event_id, services.key.reader)
 
 
+_EVENT = TypeAdapter(TrainingEvent)
+
+
 class TrainingEventsResponse(Response):
     """A stream that ends when the client disconnects, the server drains, or training ends its events.
 
@@ -401,12 +404,12 @@ class TrainingEventsResponse(Response):
             try:
                 async with while_connected(receive, self._lifecycle.drain_begun):
                     async for event in events:
-                        await stream.event(event_object(event), event.kind, event.id)
+                        await stream.write(sent_event(_EVENT.dump_json(event).decode(), event.kind, event.id))
             except ClientDisconnect:
                 return
             except DrainingError:
                 pass
             except Exception as error:  # the status line is sent already, so the error goes into the stream
                 log.exception("a stream of training events failed")
-                await stream.event(error_body(error), kind="error")
+                await stream.write(sent_event(error_body(error).json_text(), "error"))
             await stream.end()

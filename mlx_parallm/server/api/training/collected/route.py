@@ -9,20 +9,20 @@ from functools import partial
 from typing import Annotated, Any
 
 from fastapi import Path, Query
+from pydantic import TypeAdapter
 from starlette.responses import Response
 
-from mlx_parallm.core.json_values import finite, utc
+from mlx_parallm.core.json_values import fields_of
 from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.rl.reading import CollectedGroup, CollectedSample, CollectedTurn, GroupFilter, GroupPage, GroupRow
+from mlx_parallm.rl.trajectories import TrajectoryState
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.adapters.schema import MAX_NAME
 from mlx_parallm.server.api.training.collected.schema import (
     CollectedGroupObject,
     CollectedSampleObject,
     CollectedTurnObject,
-    EditedObject,
-    Fate,
     GroupPageObject,
     GroupRowObject,
     TokenObject,
@@ -48,26 +48,17 @@ _EXCERPT_TOKENS = 96
 # -- a page of the list --------------------------------------------------------------------------
 
 
-def page_json(page: GroupPage, tokenizer: TextTokenizer) -> str:
+_PAGE, _GROUP = TypeAdapter(GroupPageObject), TypeAdapter(CollectedGroupObject)
+
+
+def page_json(page: GroupPage, tokenizer: TextTokenizer) -> bytes:
     """The text of a `GroupPageObject`. Call it in a worker thread, because the beginnings of prompts are decoded."""
     rows = [GroupRowObject(**_row(row, tokenizer)) for row in page.rows]
-    return GroupPageObject(object="list", data=rows, has_more=page.more).json_text()
+    return _PAGE.dump_json(GroupPageObject(object="list", data=rows, has_more=page.more), by_alias=True)
 
 
 def _row(row: GroupRow, tokenizer: TextTokenizer) -> dict[str, Any]:
-    return {
-        "number": row.number,
-        "group_id": row.group_id,
-        "prompt": _excerpt(row.first, tokenizer),
-        "samples": row.samples,
-        "reward": finite(row.reward),
-        "lora_adapter": row.adapter,
-        "lora_versions": [str(version) for version in row.versions],
-        "fate": row.fate,
-        "reason": row.reason,
-        "signal": row.signal.value,
-        "created": utc(row.first.created),
-    }
+    return {**fields_of(row), "prompt": _excerpt(row.first, tokenizer), "created": row.first.created}
 
 
 def _excerpt(first: Trajectory, tokenizer: TextTokenizer) -> str:
@@ -80,17 +71,18 @@ def _excerpt(first: Trajectory, tokenizer: TextTokenizer) -> str:
 # -- one group -----------------------------------------------------------------------------------
 
 
-def group_json(group: CollectedGroup, tokenizer: TextTokenizer) -> str:
+def group_json(group: CollectedGroup, tokenizer: TextTokenizer) -> bytes:
     """The text of a `CollectedGroupObject`. Call it in a worker thread, because all of it is decoded."""
     prompt = group.row.first.prompt_ids
     shown = sum(min(len(sample.turns), MAX_TURNS) for sample in group.samples)
-    return CollectedGroupObject(
+    whole = CollectedGroupObject(
         **_row(group.row, tokenizer),
         scoring_function=group.scorer,
         full_prompt=tokenizer.decode(prompt[-MAX_PROMPT_TOKENS:]),
         prompt_tokens=len(prompt),
         members=[_sample(sample, prompt, MAX_TOKENS // shown, tokenizer) for sample in group.samples],
-    ).json_text()
+    )
+    return _GROUP.dump_json(whole, by_alias=True, exclude_unset=True)
 
 
 def _sample(
@@ -99,16 +91,14 @@ def _sample(
     """`most`: the tokens of each turn that are shown."""
     before = [prompt, *(turn.trajectory.prompt_ids + turn.trajectory.completion_ids for turn in sample.turns[:-1])]
     turns = [*zip(sample.turns, before, strict=True)][-MAX_TURNS:]
-    return CollectedSampleObject.model_validate(
-        {
-            "reward": finite(sample.reward),
-            "advantage": finite(sample.advantage),
-            "fate": sample.fate,
-            "reason": sample.reason,
-            "thumbs": sample.thumbs.value,
-            "turns": [_turn(turn, known, most, tokenizer) for turn, known in turns],
-            "turns_left_out": len(sample.turns) - len(turns),
-        }
+    return CollectedSampleObject(
+        reward=sample.reward,
+        advantage=sample.advantage,
+        fate=sample.fate,
+        reason=sample.reason,
+        thumbs=sample.thumbs,
+        turns=[_turn(turn, known, most, tokenizer) for turn, known in turns],
+        turns_left_out=len(sample.turns) - len(turns),
     )
 
 
@@ -121,7 +111,7 @@ def _turn(turn: CollectedTurn, known: tuple[int, ...], most: int, tokenizer: Tex
     whole = trajectory.text if not left_out else ""
     return CollectedTurnObject(
         trajectory_id=trajectory.trajectory_id,
-        lora_version=None if trajectory.adapter is None else str(trajectory.adapter),
+        lora_version=trajectory.adapter,
         context=tokenizer.decode(context[-most:]) if context else "",
         text=whole or tokenizer.decode(completion, skip_special_tokens=True),
         tokens=_tokens(turn, completion, tokenizer),
@@ -130,12 +120,7 @@ def _turn(turn: CollectedTurn, known: tuple[int, ...], most: int, tokenizer: Tex
         finish_reason=None if trajectory.finish_reason is None else trajectory.finish_reason.value,
         thumbs_up=turn.up,
         thumbs_down=turn.down,
-        edits=[
-            EditedObject.model_validate(
-                {"text": edit.text, "signal": edit.signal.value, "fate": edit.fate, "reason": edit.reason}
-            )
-            for edit in turn.edits
-        ],
+        edits=turn.edits,
     )
 
 
@@ -146,8 +131,8 @@ def _tokens(turn: CollectedTurn, ids: Sequence[int], tokenizer: TextTokenizer) -
         if mask and not mask[at]:
             made.append(TokenObject(text=text, logprob=None, advantage=None, context=True))
             continue
-        logprob = finite(logprobs[at]) if logprobs else None
-        advantage = finite(turn.advantages[at]) if turn.advantages else None
+        logprob = logprobs[at] if logprobs else None
+        advantage = turn.advantages[at] if turn.advantages else None
         made.append(TokenObject(text=text, logprob=logprob, advantage=advantage))
     return made
 
@@ -179,7 +164,7 @@ async def groups(
     ] = None,
     lora_adapter: Annotated[Name, Query(description="Only groups that train this adapter.")] = None,
     lora_version: Annotated[Name, Query(description="Only groups that this version drew, such as `math@3`.")] = None,
-    fate: Annotated[Fate | None, Query(description="Only groups with this fate.")] = None,
+    fate: Annotated[TrajectoryState | None, Query(description="Only groups with this fate.")] = None,
     min_reward: Annotated[Reward, Query(description="Only groups with at least this mean reward.")] = None,
     max_reward: Annotated[Reward, Query(description="Only groups with at most this mean reward.")] = None,
 ) -> Response:
@@ -206,5 +191,5 @@ async def group(
     return _json(await services.workers.run(_GROUP_BYTES, write))
 
 
-def _json(text: str) -> Response:
+def _json(text: bytes) -> Response:
     return Response(text, media_type="application/json")

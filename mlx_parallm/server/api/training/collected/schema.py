@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
+from mlx_parallm.core.adapters import AdapterText
+from mlx_parallm.core.json_values import Figure, UnixTime
+from mlx_parallm.rl.reading import EditedAnswer, GroupRow, Thumbs
+from mlx_parallm.rl.trajectories import TrajectoryState
 from mlx_parallm.server.api.fields import FinishReasonText, WireOutput
 
-Fate = Literal["waiting", "scored", "training", "trained", "dropped"]
 
-
-class GroupRowObject(WireOutput):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRowObject(GroupRow):
     """A group of trajectories in a list."""
 
-    number: int
-    """Grows from one group to the next that comes, until the server is started again."""
-    group_id: str
-    """Its id."""
     prompt: str
     """The beginning of its prompt; of a conversation, of the last message of the user."""
-    samples: int
-    """Number of its answers, or of its episodes."""
-    reward: float | None
-    """Mean reward of the samples that have one; null if none has, and of edits."""
-    lora_adapter: str
-    """The adapter that it trains."""
-    lora_versions: list[str]
-    """The versions that drew its answers; empty if they are unknown."""
-    fate: Fate
-    """`waiting` for a reward; `scored`, waiting for an update; in an update now (`training`); `trained`; or `dropped`.
-    If its samples differ and no update can take it now, the first that occurs of `training`, `waiting`, `scored`,
-    `trained` and `dropped`."""
-    reason: str
-    """Why it was dropped; empty if it was not."""
-    signal: Literal["rewards", "late_feedback", "preferences", "corrections"]
-    """What it teaches: its rewards, or what people said."""
-    created: str
+    created: UnixTime
     """Time of its first answer in ISO-8601, UTC."""
 
 
@@ -53,25 +38,12 @@ class TokenObject(WireOutput):
 
     text: str
     """The text that it adds; empty while a character is incomplete. Special tokens are written out."""
-    logprob: float | None = None
+    logprob: Figure | None
     """Log-probability in nats when it was drawn; null if that is unknown."""
-    advantage: float | None = None
+    advantage: Figure | None
     """Its advantage in the last update that took the answer; null if there was none."""
     context: bool = False
     """It was not drawn and is not trained, such as the result of a tool."""
-
-
-class EditedObject(WireOutput):
-    """What a person wrote in place of an answer."""
-
-    text: str
-    """The better answer."""
-    signal: Literal["preferences", "corrections"]
-    """`corrections` are imitated; `preferences` are compared with the answer."""
-    fate: Fate
-    """What became of it; as that of a group."""
-    reason: str
-    """Why it was dropped; empty if it was not."""
 
 
 class CollectedTurnObject(WireOutput):
@@ -79,7 +51,7 @@ class CollectedTurnObject(WireOutput):
 
     trajectory_id: str
     """Its id, for feedback and corrections."""
-    lora_version: str | None
+    lora_version: AdapterText | None
     """The version that drew it; null if it is unknown."""
     context: str
     """What came before the answer after the group's prompt or the turn before; cut at its beginning if it is long."""
@@ -97,22 +69,22 @@ class CollectedTurnObject(WireOutput):
     """People whose last score for it is above 0."""
     thumbs_down: int
     """People whose last score for it is 0 or less."""
-    edits: list[EditedObject]
+    edits: Sequence[EditedAnswer]
     """What people wrote in its place, oldest first."""
 
 
 class CollectedSampleObject(WireOutput):
     """One answer of a group, or one episode."""
 
-    reward: float | None
+    reward: Figure | None
     """Its reward; null if it has none."""
-    advantage: float | None
+    advantage: Figure | None
     """How much better than expected it was, in the last update that took it; null if none has."""
-    fate: Fate
+    fate: TrajectoryState
     """What became of it; as that of a group."""
     reason: str
     """Why it was dropped; empty if it was not."""
-    thumbs: Literal["count", "count_late", "nothing"]
+    thumbs: Thumbs
     """What feedback on it does now. `count`: it is a reward. `count_late`: the sample was dropped, and is learnt from
     as late feedback. `nothing`: it is refused, because the sample was trained on, its update was refused, or it is an
     edit."""
@@ -122,6 +94,7 @@ class CollectedSampleObject(WireOutput):
     """Turns before these, which are not shown."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CollectedGroupObject(GroupRowObject):
     """A group of trajectories in full."""
 

