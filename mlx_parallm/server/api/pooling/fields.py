@@ -50,7 +50,6 @@ class PoolingBody(OpenBody):
     IGNORED: ClassVar[frozenset[str]] = frozenset({"mm_processor_kwargs"})
 
     adapters: ClassVar[None] = None
-    n: ClassVar[int] = 1
     stream: ClassVar[bool] = False
     compiles: ClassVar[bool] = False
     collect_trajectory: ClassVar[bool] = False
