@@ -11,6 +11,7 @@
     │   │   └── AdapterTooLargeError  the device has no memory for an adapter's factors
     │   ├── GrammarError            its grammar cannot be followed any further within the limits
     │   ├── ContextLengthError      prompt + max_tokens do not fit the context
+    │   ├── RoleError               the key's role may not do that
     │   ├── UnknownModelError       `model` is not the name of anything that is served
     │   ├── UnknownTrajectoryError  there is no such trajectory, or no longer
     │   ├── ConflictError           the present state does not allow the request
@@ -85,6 +86,15 @@ class GrammarError(RequestError):
 
 class ContextLengthError(RequestError):
     """The prompt and the tokens to generate do not fit into the model's context."""
+
+
+class RoleError(RequestError):
+    """The key's role may not do that."""
+
+    @classmethod
+    def needing(cls, needed: str, role: str, what: str = "This", param: str | None = None) -> RoleError:
+        """The error about `what`, which needs a key with the role `needed`."""
+        return cls(f"{what} needs a key with the role {needed}; the role of this key is {role}.", param=param)
 
 
 class UnknownModelError(RequestError):

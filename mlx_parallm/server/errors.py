@@ -33,6 +33,7 @@ from mlx_parallm.errors import (
     QueueTimeoutError,
     RankLostError,
     RequestError,
+    RoleError,
     StepFailedError,
     StorageError,
     TrainingDisabledError,
@@ -71,15 +72,6 @@ class MethodError(RequestError):
     def __init__(self, allowed: Set[str]) -> None:
         self.allowed = ", ".join(sorted(allowed | {"HEAD"} if "GET" in allowed else allowed))
         super().__init__(f"This path takes {self.allowed} only.")
-
-
-class RoleError(RequestError):
-    """The key's role may not do that."""
-
-    @classmethod
-    def needing(cls, needed: str, role: str, what: str = "This", param: str | None = None) -> RoleError:
-        """The error about `what`, which needs a key with the role `needed`."""
-        return cls(f"{what} needs a key with the role {needed}; the role of this key is {role}.", param=param)
 
 
 class BodyTooLargeError(RequestError):

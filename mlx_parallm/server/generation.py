@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -17,11 +16,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.engine import EngineClient
-from mlx_parallm.core.models import ServedModel
 from mlx_parallm.core.requests import (
-    CollectionSpec,
     Event,
     GenerationRequest,
     PromptScored,
@@ -31,39 +27,34 @@ from mlx_parallm.core.requests import (
     SequencePooled,
 )
 from mlx_parallm.errors import EngineError, ParaLLMError
-from mlx_parallm.server.access.permits import as_of, check_permitted
-from mlx_parallm.server.api.answer import AnswerWriter
+from mlx_parallm.server.access.accounts import Account
+from mlx_parallm.server.api.answer import AnswerWriter, Watch
 from mlx_parallm.server.api.fields import WireOutput
 from mlx_parallm.server.api.generation_fields import GenerationBody
 from mlx_parallm.server.api.pooling.fields import PoolingBody
 from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES
 from mlx_parallm.server.errors import code_of
 from mlx_parallm.server.http.framing import EVENTS, Framing
-from mlx_parallm.server.http.request_log import RequestRecord, address_of, client_of, record_of
+from mlx_parallm.server.http.request_log import address_of, client_of, record_of
 from mlx_parallm.server.http.workers import SMALL_BYTES
 from mlx_parallm.server.lifecycle import while_connected
 from mlx_parallm.server.metrics import RequestObserver
-from mlx_parallm.server.planning import AdapterSelector, adapter_named_by, check_sequences, select_adapter
+from mlx_parallm.server.request import (
+    RequestContext,
+    adapter_named_by,
+    assignment_key,
+    check_permitted,
+    collection_of,
+    places_of,
+    select_adapter,
+)
 from mlx_parallm.server.services import Services
-
-SESSION_HEADER = "x-session-id"
-
-
-def assignment_key(scope: Scope, body: GenerationBody | PoolingBody) -> str:
-    """The group or episode of a request, since one version must draw all of it; else its session (the header
-    X-Session-Id) or user. A request that names none of them is drawn by itself."""
-    named = (
-        body.group_id,
-        body.episode_id,
-        Headers(scope=scope).get(SESSION_HEADER),
-        body.user,
-        body.safety_identifier,
-    )
-    return next(filter(None, named), None) or secrets.token_hex(8)
-
 
 log = logging.getLogger(__name__)
 
+Events = AsyncGenerator[Event, None]
+"""The events of one request."""
+SESSION_HEADER = "x-session-id"
 PING_INTERVAL_S = 15.0
 """Longest silence of a stream, in seconds, before an event or a comment is sent to keep the connection open."""
 _BYTES_PER_EVENT, _BYTES_PER_LOGPROB, _BYTES_PER_BYTE = 32, 64, 5
@@ -145,7 +136,7 @@ class GenerationResponse(Response):
         services: Services,
         body: GenerationBody | PoolingBody,
         prompts: int,
-        prepare: Callable[[ServedModel, AdapterRef, CollectionSpec | None], AnswerWriter],
+        prepare: Callable[[RequestContext], AnswerWriter],
     ) -> None:
         super().__init__()
         self._services = services
@@ -165,83 +156,61 @@ class GenerationResponse(Response):
             UnknownModelError: the adapter's name is unknown; there is no fallback to the base model.
             the errors of `prepare` and `generate`, but none after the status line of a stream was sent.
         """
+        try:
+            await self._run(scope, receive, send)
+        except ClientDisconnect:
+            record_of(scope).disconnected = True
+            self._services.metrics.client_disconnects.inc()
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The whole way of the request. Its places, its base model and its version are released at the end."""
         services, body, record = self._services, self._body, record_of(scope)
         check_permitted(services.key, body)
         selector = select_adapter(body, services.model_names)
         base = services.models.find(body.model, selector.name)
-        if isinstance(body, PoolingBody):
-            sequences = min(self._prompts, MAX_SEQUENCES)  # the other texts wait here; see `_in_parts`
-        else:
-            sequences = check_sequences(self._prompts, body.n)
+        places = places_of(body, self._prompts)
         record.set_model(selector.name or base)
         services.check_open()
-        record.account = services.accounts.of(services.key)
-        try:
-            await self._run(base, selector, sequences, scope, receive, send)
-        except ClientDisconnect:
-            record.disconnected = True
-            services.metrics.client_disconnects.inc()
-
-    async def _run(
-        self, base: str, selector: AdapterSelector, sequences: int, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        """Holds a place in the queue, the base model and the adapter version while the request is answered."""
-        services, body, record = self._services, self._body, record_of(scope)
-        account = services.accounts.of(services.key)
+        account = record.account = services.accounts.of(services.key)
         async with AsyncExitStack() as held:
             held.enter_context(account.request())
-            held.enter_context(services.gate.reserve(sequences, account.queue_name))
-            model = await held.enter_async_context(self._loaded(base, receive))
+            held.enter_context(services.gate.reserve(places, account.queue_name))
+            waiting = while_connected(receive, services.lifecycle.expired)  # the client may leave meanwhile
+            async with nullcontext() if services.models.is_ready(base) else waiting:
+                model = await held.enter_async_context(services.models.use(base))
             name = await services.adapter_name(selector, base, record)
             with adapter_named_by(selector.param, name):
-                adapter = held.enter_context(services.adapters.lease(name, assignment_key(scope, body)))
-            collection = await self._collection(scope, adapter)
-            prepare = partial(self._prepare, model, adapter, collection)
+                key = assignment_key(body, Headers(scope=scope).get(SESSION_HEADER))
+                adapter = held.enter_context(services.adapters.lease(name, key))
+            if (collection := collection_of(body, address_of(scope))) is not None:
+                collecting = services.require_collection("collect_trajectory")
+                collection = await collecting.check(collection, adapter, services.key.reader, body.task_prompt)
+            context = RequestContext(services.key, services.config, model, adapter, collection)
+            prepare = partial(self._prepare, context)
             if body.compiles:
                 writer = await services.workers.compile(client_of(scope), prepare)
             else:
                 writer = await services.workers.run(scope["state"]["body_bytes"], prepare)
             record.set_request(writer.request, body.request_id)
             if record.id_from_client:
-                writer.name_after(record.request_id)
-            await (self._send_events if body.stream else self._send_whole)(writer, scope, receive, send)
+                writer.chosen_id = record.request_id
+            events = generate(services, writer.request, account, writer.watch)
+            await (self._send_events if body.stream else self._send_whole)(writer, events, scope, receive, send)
 
-    @asynccontextmanager
-    async def _loaded(self, base: str, receive: Receive) -> AsyncIterator[ServedModel]:
-        """The base model, loaded until the block ends. While it is not, the request waits, unless its client leaves."""
-        services = self._services
-        async with AsyncExitStack() as using:
-            if services.models.is_ready(base):
-                model = await using.enter_async_context(services.models.use(base))
-            else:
-                async with while_connected(receive, services.lifecycle.expired):
-                    model = await using.enter_async_context(services.models.use(base))
-            yield model
-
-    async def _collection(self, scope: Scope, adapter: AdapterRef) -> CollectionSpec | None:
-        body = self._body
-        if isinstance(body, PoolingBody) or not body.collect_trajectory:
-            return None
-        collection = CollectionSpec(
-            body.scoring_function,
-            body.metadata or {},
-            address_of(scope),
-            group_id=body.group_id or "",
-            group_size=body.group_size,
-            episode_id=body.episode_id or "",
-            turn=body.turn,
-        )
-        client = self._services.require_collection("collect_trajectory")
-        return await client.check(collection, adapter, self._services.key.reader, body.task_prompt)
-
-    async def _send_whole(self, writer: AnswerWriter, scope: Scope, receive: Receive, send: Send) -> None:
-        services, record = self._services, record_of(scope)
+    async def _send_whole(
+        self, writer: AnswerWriter, events: Events, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        services, record, every = self._services, record_of(scope), list[Event]()
         async with while_connected(receive, services.lifecycle.expired):
-            events = [event async for event in generate(services, writer, record)]
-        body = await services.workers.run(_answer_bytes(events), partial(_json, writer, events))
+            async for event in events:
+                record.observe(event)
+                every.append(event)
+        body = await services.workers.run(_answer_bytes(every), partial(_json, writer, every))
         await Response(body, headers=record.adapter_header, media_type="application/json")(scope, receive, send)
 
-    async def _send_events(self, writer: AnswerWriter, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _send_events(
+        self, writer: AnswerWriter, events: Events, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         services, record = self._services, record_of(scope)
         stream = EventStream(send, record.adapter_header, writer.FRAMING, writer.keep_alive)
         async with stream.opened():
@@ -249,8 +218,9 @@ class GenerationResponse(Response):
                 async with while_connected(receive, services.lifecycle.expired):
                     for chunk in writer.opening_chunks():
                         await stream.event(chunk)
-                    async with aclosing(generate(services, writer, record)) as events:
+                    async with aclosing(events):
                         async for event in events:
+                            record.observe(event)
                             await self._send_event(stream, writer, event)
             except ClientDisconnect:
                 raise
@@ -272,33 +242,29 @@ class GenerationResponse(Response):
                 await stream.write(text)
 
 
-async def generate(services: Services, writer: AnswerWriter, record: RequestRecord) -> AsyncGenerator[Event, None]:
-    """Runs the request of `writer` on the engine and yields its events, which are also counted in the metrics and in
-    `record`. The last one is RequestFinished. Closing the generator aborts the request.
+async def generate(
+    services: Services, request: GenerationRequest, account: Account, watch: Watch | None = None
+) -> Events:
+    """Runs a request on the engine and yields its events, which are also counted in the metrics and in the `account` of
+    its key. The last one is RequestFinished. Closing the generator aborts the request. `watch`: see `AnswerWriter`.
 
     Raises:
         EngineError: the events ended without RequestFinished or RequestFailed.
         the error of a RequestFailed.
     """
-    account = record.account
-    assert account is not None
-    request = as_of(account.key, writer.request)
-    served = services.metrics.adapters.served(request.base, request.adapter)
-    account.add_prompt(sum(map(len, request.prompts)))
-    with RequestObserver(services.metrics, request.base, served, account, request.sequences) as observer:
+    with RequestObserver(services.metrics, request, account) as observer:
         many = len(request.prompts) > MAX_SEQUENCES
         events = _in_parts(services.engine, request) if many else services.engine.generate(request)
         if request.collection is not None:
             events = services.require_collection().collect(request, events)
-        if writer.watch is not None:
-            events = writer.watch(events)
+        if watch is not None:
+            events = watch(events)
         # `EngineClient` and `CollectingClient` promise that these iterators have `aclose`.
         async with aclosing(cast(AsyncGenerator[Event, None], events)):
             async for event in events:
                 if isinstance(event, RequestFailed):
                     raise event.error
                 observer.observe(event)
-                record.observe(event)
                 yield event
                 if isinstance(event, RequestFinished):
                     return

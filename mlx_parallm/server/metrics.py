@@ -23,7 +23,14 @@ from prometheus_client.samples import Sample
 
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterClient, AdapterRef
 from mlx_parallm.core.readers import EVERYTHING
-from mlx_parallm.core.requests import Event, FinishReason, RequestFinished, SequenceOutput, SequencePooled
+from mlx_parallm.core.requests import (
+    Event,
+    FinishReason,
+    GenerationRequest,
+    RequestFinished,
+    SequenceOutput,
+    SequencePooled,
+)
 from mlx_parallm.core.text import RepairKind
 from mlx_parallm.engine.figures import EngineStats
 from mlx_parallm.errors import AbortedError
@@ -283,23 +290,29 @@ class RequestObserver:
     """Counts one request from its events, in a `with` block. Sequences that have not finished when the block ends count
     as aborted or failed.
 
-    `model` is the name of its base model. `served` are the counts of its adapter version, and `account` those of its
-    key. `unfinished` is the number of its sequences that have not finished; at first, none has. `tokens` has the tokens
-    of each sequence, and `first_token_at` and `last_token_at` the times (`time.monotonic`) of its first and last one.
-    The time to the first token is observed when that comes, so it counts for requests that are given up later.
+    `served` are the counts of its adapter version, and `account` those of its key. `unfinished` is the number of its
+    sequences that have not finished; at first, none has. `tokens` has the tokens of each sequence, and `first_token_at`
+    and `last_token_at` the times (`time.monotonic`) of its first and last one. The time to the first token is observed
+    when that comes, so it counts for requests that are given up later.
     """
 
     metrics: ServerMetrics
-    model: str
-    served: ServedCounts
+    request: GenerationRequest
     account: Account
-    unfinished: int
+    model: str = field(init=False)
+    served: ServedCounts = field(init=False)
+    unfinished: int = field(init=False)
     entered_at: float = 0.0
     tokens: Counts[int] = field(default_factory=Counts)
     first_token_at: dict[int, float] = field(default_factory=dict)
     last_token_at: dict[int, float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.model, self.unfinished = self.request.base, self.request.sequences
+        self.served = self.metrics.adapters.served(self.model, self.request.adapter)
+
     def __enter__(self) -> Self:
+        self.account.add_prompt(sum(map(len, self.request.prompts)))
         self.served.requests += 1
         self.served.running += 1
         self.entered_at = time.monotonic()

@@ -22,6 +22,7 @@ from mlx_parallm.errors import (
     ConflictError,
     EngineDeadError,
     InvalidRequestError,
+    RoleError,
     TrainingDisabledError,
     UnknownModelError,
 )
@@ -35,12 +36,12 @@ from mlx_parallm.server.access.views import SeenAdapters, SeenModels
 from mlx_parallm.server.api.chat.history import EpisodeHistories
 from mlx_parallm.server.api.responses.conversation import ResponseStore
 from mlx_parallm.server.backend import Backend
-from mlx_parallm.server.errors import AsleepError, DrainingError, InferenceDisabledError, RoleError, ShortMemoryError
+from mlx_parallm.server.errors import AsleepError, DrainingError, InferenceDisabledError, ShortMemoryError
 from mlx_parallm.server.http.request_log import RequestRecord, record_of
 from mlx_parallm.server.http.workers import Workers
 from mlx_parallm.server.lifecycle import Lifecycle, SequenceGate, SleepSwitch
 from mlx_parallm.server.metrics import ServerMetrics
-from mlx_parallm.server.planning import AdapterSelector, ModelNames, adapter_named_by
+from mlx_parallm.server.request import AdapterSelector, ModelNames, adapter_named_by
 
 if TYPE_CHECKING:
     from mlx_parallm.rl.service import TrainingService

@@ -8,7 +8,6 @@ import pytest
 from server.fakes import CARD
 
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.server import candidates
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -92,7 +91,7 @@ async def test_echo_asks_for_the_larger_of_two_numbers(make_client, engine):
     ],
 )
 async def test_an_answer_with_too_many_is_refused(make_client, fault, engine, monkeypatch, fields, param):
-    monkeypatch.setattr(candidates, "MAX_CANDIDATES", 1000)
+    monkeypatch.setattr("mlx_parallm.server.request.MAX_CANDIDATES", 1000)
     error = fault(await make_client(max_logprobs=1000).post(COMPLETIONS, json=fields))
     assert error["param"] == param
     assert "more than 1000 in all" in error["message"]

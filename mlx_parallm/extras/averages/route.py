@@ -12,7 +12,7 @@ from mlx_parallm.extras.averages.service import AverageCard, AverageSpec
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.fields import INT32_MAX, WireInput
 from mlx_parallm.server.http.body import json_body
-from mlx_parallm.server.planning import MAX_ADAPTER_NAME, adapter_named_by
+from mlx_parallm.server.request import MAX_ADAPTER_NAME, adapter_named_by
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import ServicesDep
 

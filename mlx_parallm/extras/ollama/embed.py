@@ -10,9 +10,7 @@ from fastapi import Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.core.models import ServedModel
-from mlx_parallm.core.requests import CollectionSpec, Event, RequestFinished
+from mlx_parallm.core.requests import Event, RequestFinished
 from mlx_parallm.errors import ContextLengthError
 from mlx_parallm.extras.ollama.models import known_name, load
 from mlx_parallm.extras.ollama.objects import EmbedAnswer, OneEmbeddingAnswer
@@ -20,11 +18,11 @@ from mlx_parallm.extras.ollama.schema import EmbedBody, OneEmbeddingBody, ollama
 from mlx_parallm.extras.ollama.writer import durations
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.answer import served_by
-from mlx_parallm.server.api.pooling import embeddings
-from mlx_parallm.server.api.pooling.embeddings import EmbeddingsBody, EmbeddingsWriter
+from mlx_parallm.server.api.pooling.embeddings import EmbeddingsBody, EmbeddingsWriter, plan_embeddings
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import validated
 from mlx_parallm.server.openapi import generating
+from mlx_parallm.server.request import RequestContext
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
 
@@ -68,27 +66,20 @@ async def _embedded(
 ) -> Response:
     fields = {**body.for_embeddings(), "model": known_name(body.model, services)}
     asked = await services.workers.run(request.state.body_bytes, partial(validated, EmbeddingsBody, fields))
-    return GenerationResponse(services, asked, len(asked.input), partial(prepare, asked, writer, services))
+    return GenerationResponse(services, asked, len(asked.input), partial(prepare, asked, writer))
 
 
-def prepare(
-    asked: EmbeddingsBody,
-    writer: type[EmbeddingsWriter],
-    services: Services,
-    model: ServedModel,
-    adapter: AdapterRef,
-    _: CollectionSpec | None,
-) -> EmbeddingsWriter:
+def prepare(asked: EmbeddingsBody, writer: type[EmbeddingsWriter], context: RequestContext) -> EmbeddingsWriter:
     """Tokenises the texts, and makes the engine's request. Runs in a worker thread."""
     try:
-        request = embeddings.plan_embeddings(asked, services.config, model, adapter)
+        request = plan_embeddings(asked, context)
     except ContextLengthError:
         raise ContextLengthError(
-            f"A text is longer than the model's context of {model.card.context_length} tokens: shorten it, or leave "
-            "truncate out.",
+            f"A text is longer than the model's context of {context.model.card.context_length} tokens: shorten it, or "
+            "leave truncate out.",
             param="input",
         ) from None
-    return writer(body=asked, request=request, model=model.card.name)
+    return writer(body=asked, request=request)
 
 
 class EmbedWriter(EmbeddingsWriter):
@@ -98,7 +89,7 @@ class EmbedWriter(EmbeddingsWriter):
         finished = events[-1]
         assert isinstance(finished, RequestFinished)
         return EmbedAnswer(
-            model=served_by(self.request, self.model)["model"],
+            model=served_by(self.request)["model"],
             embeddings=self.vectors(events),
             prompt_eval_count=finished.prompt_tokens,
             **durations(finished),

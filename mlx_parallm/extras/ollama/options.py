@@ -12,7 +12,6 @@ from mlx_parallm.server.api.fields import INT32_MAX, Neutral, WireInput, refused
 from mlx_parallm.server.api.generation_fields import CollectableBody
 from mlx_parallm.server.api.grammar_fields import checked_schema
 from mlx_parallm.server.api.sampling_fields import NO_LIMIT, FewLogprobs, Penalty, Seed, Stops, Temperature, TopP
-from mlx_parallm.server.protocols.completion import sent_collection
 
 RANDOM_SEED = -1
 """The seed that means: another one for each request."""
@@ -145,7 +144,7 @@ class PromptedBody(CollectableBody):
     def shared_fields(self) -> dict[str, Any]:
         """The fields of chat and of completions that this body gives."""
         return {
-            **sent_collection(self),
+            **self.sent_collection(),
             **self.options.for_chat(),
             "stream": self.stream,
             "response_format": self._response_format(),

@@ -11,36 +11,33 @@ from fastapi import Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.models import ServedModel
-from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.core.splitter import AnswerSyntax, Splitter
 from mlx_parallm.extras.ollama.models import known_name, load
 from mlx_parallm.extras.ollama.objects import AnsweredMessage, ChatAnswer, GenerateAnswer, timestamp
 from mlx_parallm.extras.ollama.options import PromptedBody
-from mlx_parallm.extras.ollama.schema import OllamaChatBody, OllamaGenerateBody, ollama_body
+from mlx_parallm.extras.ollama.schema import OllamaChatBody, OllamaGenerateBody, RawCompletionBody, ollama_body
 from mlx_parallm.extras.ollama.writer import GenerateWriter, OllamaChatWriter
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.chat.route import PlannedChat, plan_chat
 from mlx_parallm.server.api.chat.schema import ChatBody
-from mlx_parallm.server.api.chat.translated import chat_body, client_names
-from mlx_parallm.server.api.completions import CompletionBody, plan_completion
+from mlx_parallm.server.api.completions import plan_completion
+from mlx_parallm.server.api.dialect import CONVERSATION, Dialect
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import validated
 from mlx_parallm.server.http.request_log import new_request_id
 from mlx_parallm.server.openapi import in_lines
+from mlx_parallm.server.request import RequestContext
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
 
-CHAT_NAMES: Mapping[str, str] = {
-    "messages": "messages",
-    "continue_final_message": "messages",
-    "response_format.json_schema.schema": "format",
-    "response_format": "format",
+NAMES: Mapping[str, str] = {
+    r"response_format(\.json_schema\.schema)?": "format",
     "max_tokens": "options.num_predict",
 }
-"""Maps names of chat's fields to the names of the same fields here; see `client_names`."""
-GENERATE_NAMES = {**CHAT_NAMES, "messages": "prompt"}
+"""See `Dialect.names`."""
+CHAT = Dialect(ChatBody, {CONVERSATION: "messages", **NAMES})
+GENERATE = Dialect(ChatBody, {CONVERSATION: "prompt", **NAMES})
 
 router = Router(tags=["Ollama"])
 
@@ -78,17 +75,15 @@ async def chat(
         message = AnsweredMessage(role="assistant", content="")
         loaded = await _loaded(body, services)
         return _json(ChatAnswer(**loaded, message=message))
-    asked = await services.workers.run(request.state.body_bytes, partial(chat_body, fields, CHAT_NAMES))
+    asked = await services.workers.run(request.state.body_bytes, partial(CHAT.translated, fields))
     return GenerationResponse(services, asked, 1, partial(prepare_chat, asked, services))
 
 
-def prepare_chat(
-    asked: ChatBody, services: Services, model: ServedModel, adapter: AdapterRef, collection: CollectionSpec | None
-) -> OllamaChatWriter:
+@CHAT.own_names()
+def prepare_chat(asked: ChatBody, services: Services, context: RequestContext) -> OllamaChatWriter:
     """Renders and tokenises the conversation, and builds the engine's request. Runs in a worker thread."""
-    with client_names(CHAT_NAMES):
-        planned = plan_chat(new_request_id("ollama"), asked, services, model, adapter, collection)
-    return OllamaChatWriter(**_writer_fields(planned, model))
+    planned = plan_chat(new_request_id("ollama"), asked, services, context)
+    return OllamaChatWriter(**_writer_fields(planned, context.model))
 
 
 # -- generate --------------------------------------------------------------------------------------
@@ -113,31 +108,26 @@ async def generate(
     fields = {**body.for_chat(), "model": known_name(body.model, services)}
     if body.is_empty:
         return _json(GenerateAnswer(**await _loaded(body, services), response=""))
-    asked = await services.workers.run(request.state.body_bytes, partial(chat_body, fields, GENERATE_NAMES))
+    asked = await services.workers.run(request.state.body_bytes, partial(GENERATE.translated, fields))
     return GenerationResponse(services, asked, 1, partial(prepare_generate, body, asked, services))
 
 
+@GENERATE.own_names()
 def prepare_generate(
-    body: OllamaGenerateBody,
-    asked: ChatBody,
-    services: Services,
-    model: ServedModel,
-    adapter: AdapterRef,
-    collection: CollectionSpec | None,
+    body: OllamaGenerateBody, asked: ChatBody, services: Services, context: RequestContext
 ) -> GenerateWriter:
     """Tokenises the prompt, and builds the engine's request. Runs in a worker thread.
 
     Args:
         asked: the prompt as a chat body.
     """
-    request_id, parts = new_request_id("ollama"), (services, model, adapter, collection)
-    with client_names(GENERATE_NAMES):
-        if body.raw or model.tokenizer.chat_template is None:
-            plain = validated(CompletionBody, body.for_completion())
-            planned = PlannedChat(plan_completion(request_id, plain, *parts, default_max_tokens=None), AnswerSyntax())
-        else:
-            planned = plan_chat(request_id, asked, *parts)
-    return GenerateWriter(**_writer_fields(planned, model))
+    request_id = new_request_id("ollama")
+    if body.raw or context.model.tokenizer.chat_template is None:
+        plain = validated(RawCompletionBody, body.for_completion())
+        planned = PlannedChat(plan_completion(request_id, plain, context), AnswerSyntax())
+    else:
+        planned = plan_chat(request_id, asked, services, context)
+    return GenerateWriter(**_writer_fields(planned, context.model))
 
 
 # -- both ------------------------------------------------------------------------------------------
@@ -146,10 +136,8 @@ def prepare_generate(
 def _writer_fields(planned: PlannedChat, model: ServedModel) -> dict[str, Any]:
     return {
         "request": planned.request,
-        "model": model.card.name,
         "tokenizer": model.tokenizer,
         "splitter": Splitter(planned.syntax),
-        "top": planned.request.sampling.top_logprobs,
         "watch": planned.watch,
     }
 

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from mlx_parallm.extras.ollama.options import KeepAlive, OllamaOptions, PromptedBody
 from mlx_parallm.server.api.chat.messages import MAX_CALL_ID, MAX_CALL_NAME, MAX_CALLS, MAX_MESSAGES, CallArguments
 from mlx_parallm.server.api.chat.tools import MAX_TOOLS, FunctionTool
+from mlx_parallm.server.api.completions import CompletionBody
 from mlx_parallm.server.api.fields import INT32_MAX, Neutral, OpenBody, WireInput, refused
 from mlx_parallm.server.api.pooling.fields import MAX_INPUTS, WHOLE_CONTEXT
 from mlx_parallm.server.http.body import json_body
@@ -165,6 +166,14 @@ class OllamaGenerateBody(PromptedBody):
         """The fields of a completion of the prompt. The system message becomes the text before it."""
         prompt = "\n\n".join(text for text in (self.system, self.prompt) if text)
         return {**self.shared_fields(), "prompt": prompt, "logprobs": self.top}
+
+
+class RawCompletionBody(CompletionBody):
+    """The completion of a prompt. Without a limit, it has as many tokens as a chat."""
+
+    @property
+    def default_max_tokens(self) -> None:
+        return None
 
 
 class EmbeddingBody(OpenBody):

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 from mlx_parallm.core.requests import (
     Event,
     FinishReason,
-    GenerationRequest,
     RequestFinished,
     SequenceOutput,
     TokenLogprob,
@@ -31,10 +30,9 @@ from mlx_parallm.extras.ollama.objects import (
 )
 from mlx_parallm.server.api.answer import (
     AnswerWriter,
-    Watch,
     call_arguments,
     collected_fields,
-    cut_off,
+    parts_of,
     repetition_fields,
     served_by,
 )
@@ -50,25 +48,15 @@ NOTHING = JoinedParts("", "", ())
 
 @dataclass(kw_only=True, eq=False)
 class OllamaWriter(AnswerWriter):
-    """Writes an answer. Subclasses write what the model said.
-
-    `model` is the base model's name. `top`: number of alternatives in each token's logprobs; None: no logprobs.
-    """
+    """Writes an answer. Subclasses write what the model said."""
 
     FRAMING: ClassVar[Framing] = JSON_LINES
 
-    request: GenerationRequest
-    model: str
     tokenizer: TextTokenizer
     splitter: Splitter
-    top: int | None = None
-    watch: Watch | None = None
     _reason: FinishReason | None = field(default=None, init=False)
     _call: list[AnswerPart] = field(default_factory=list, init=False)
     _scored: list[TokenLogprob] = field(default_factory=list, init=False)
-
-    def opening_chunks(self) -> Iterator[WireOutput]:
-        return iter(())
 
     def chunks(self, event: Event) -> Iterator[WireOutput]:
         if isinstance(event, RequestFinished):
@@ -95,18 +83,13 @@ class OllamaWriter(AnswerWriter):
             return
         self._reason = event.finish_reason
         self._scored += event.logprobs
-        for part in self._split(event):
+        for part in parts_of(self.splitter, event):
             if part.call is None:
                 yield part
             else:
                 yield from self._complete_calls(part, part.call)
         if event.finish_reason is not None:
             yield from self._call
-
-    def _split(self, output: SequenceOutput) -> Iterator[AnswerPart]:
-        yield from self.splitter.feed(output.text)
-        if output.finish_reason is not None:
-            yield from self.splitter.end(cut_off(output))
 
     def _complete_calls(self, part: AnswerPart, call: CallPart) -> Iterator[AnswerPart]:
         """Holds a piece of a call back. If it is the last one, returns the whole call."""
@@ -132,14 +115,14 @@ class OllamaWriter(AnswerWriter):
 
     def _logprobs(self) -> dict[str, list[ChatTokenLogprob]]:
         """The logprobs of the tokens since the last line."""
-        scored, self._scored = self._scored, []
-        if self.top is None or not scored:
+        top, scored, self._scored = self.request.sampling.top_logprobs, self._scored, []
+        if top is None or not scored:
             return {}
         tokens = (ScoredToken(logprob.token_id, logprob) for logprob in scored)
-        return {"logprobs": chat_logprobs(self.tokenizer, tokens, self.top).content}
+        return {"logprobs": chat_logprobs(self.tokenizer, tokens, top).content}
 
     def _stamp(self) -> dict[str, Any]:
-        return {"model": served_by(self.request, self.model)["model"], "created_at": timestamp(time.time())}
+        return {"model": served_by(self.request)["model"], "created_at": timestamp(time.time())}
 
 
 class OllamaChatWriter(OllamaWriter):

@@ -19,7 +19,7 @@ from mlx_parallm.extras.people.service import Edit, EditCard, FoundTrajectory, S
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.chat.messages import Conversation
 from mlx_parallm.server.http.body import json_body
-from mlx_parallm.server.planning import adapter_named_by, check_ids
+from mlx_parallm.server.request import adapter_named_by, check_ids
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
 

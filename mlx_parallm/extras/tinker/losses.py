@@ -12,7 +12,7 @@ from mlx_parallm.core.engine import ModelCard
 from mlx_parallm.core.summed import SummedLoss, TargetedTokens, TokenLoss
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, shown
 from mlx_parallm.extras.tinker.schema import LossBody
-from mlx_parallm.server.planning import check_ids
+from mlx_parallm.server.request import check_ids
 
 _CLIP_LOW, _CLIP_HIGH = "clip_low_threshold", "clip_high_threshold"
 _CLIPPED = {TokenLoss.PPO: (0.8, 1.2), TokenLoss.CISPO: (0.0, 4.0)}

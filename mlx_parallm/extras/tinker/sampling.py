@@ -6,29 +6,16 @@ The logprobs are those of the model itself at temperature 1, which the losses re
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import ExitStack, aclosing
-from dataclasses import dataclass, field
-from typing import Annotated, Any, cast
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Annotated, Any
 
 from fastapi import Depends
 from starlette.requests import Request
 
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.engine import ModelCard
-from mlx_parallm.core.requests import (
-    Event,
-    FinishReason,
-    GenerationRequest,
-    PromptScored,
-    RequestFailed,
-    RequestFinished,
-    SamplingParams,
-    SequenceOutput,
-    StopParams,
-    TokenLogprob,
-    WorkClass,
-)
+from mlx_parallm.core.requests import GenerationRequest, SamplingParams, StopParams, WorkClass
 from mlx_parallm.errors import ContextLengthError, EngineError
 from mlx_parallm.extras.tinker.answers import SampleAnswer, TinkerSequence, TopLogprobs
 from mlx_parallm.extras.tinker.bodies import Read, json_of
@@ -37,17 +24,17 @@ from mlx_parallm.extras.tinker.schema import SampleBody, SamplingSessionBody
 from mlx_parallm.extras.tinker.server import TinkerServer
 from mlx_parallm.extras.tinker.sessions import Sampler, SavedWeights, new_id
 from mlx_parallm.server.access.accounts import Account
-from mlx_parallm.server.access.permits import as_of
+from mlx_parallm.server.access.keys import NamedKey
 from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.api.answer import whole_answer
+from mlx_parallm.server.generation import generate
 from mlx_parallm.server.http.request_log import new_request_id, record_of
-from mlx_parallm.server.metrics import RequestObserver
-from mlx_parallm.server.planning import check_ids
+from mlx_parallm.server.request import SEED_SPACE, check_ids
 from mlx_parallm.server.routing import Router
-from mlx_parallm.server.sampling import SEED_SPACE
 from mlx_parallm.server.services import Services, ServicesDep
 
 
-def generation_request(body: SampleBody, card: ModelCard, adapter: AdapterRef) -> GenerationRequest:
+def sample_request(body: SampleBody, card: ModelCard, adapter: AdapterRef, key: NamedKey) -> GenerationRequest:
     """The engine's request.
 
     Raises:
@@ -80,6 +67,9 @@ def generation_request(body: SampleBody, card: ModelCard, adapter: AdapterRef) -
         scored_from=max(0, len(prompt) - (body.prompt_logprobs_last_n or len(prompt))),
         adapter=adapter,
         work_class=WorkClass.TRAINING,
+        cache_salt=key.salt(""),
+        key=key.name,
+        base=card.name,
     )
 
 
@@ -93,64 +83,26 @@ def _stopping(max_tokens: int, stop: str | Sequence[str] | Sequence[int] | None)
     return StopParams(max_tokens, stop=texts, ignore_eos=not stops, stop_token_ids=ids)
 
 
-@dataclass(slots=True)
-class _Row:
-    """What one sequence has drawn so far."""
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    ended: FinishReason | None = None
-
-
 async def draw(services: Services, request: GenerationRequest, body: SampleBody, account: Account) -> SampleAnswer:
     """Draws the sequences of a request, which `body` asks for, and counts them in the `account` of their key.
 
     Raises:
         EngineError: the engine failed the request.
     """
-    rows = {index: _Row() for index in range(request.n)}
-    prompt: tuple[TokenLogprob | None, ...] = ()
-    cached = 0
-    base = request.base or services.models.first.card.name
-    served = services.metrics.adapters.served(base, request.adapter)
-    account.add_prompt(sum(map(len, request.prompts)))
-    with RequestObserver(services.metrics, base, served, account, request.sequences) as observer:
-        async with aclosing(cast(AsyncGenerator[Event, None], services.engine.generate(request))) as events:
-            async for event in events:
-                if isinstance(event, RequestFailed):
-                    raise event.error
-                observer.observe(event)
-                if isinstance(event, PromptScored):
-                    prompt = event.logprobs
-                elif isinstance(event, SequenceOutput):
-                    row = rows[event.index]
-                    row.tokens += event.token_ids
-                    row.logprobs += event.logprobs
-                    row.ended = event.finish_reason or row.ended
-                elif isinstance(event, RequestFinished):
-                    cached = event.cached_tokens
-    return _answer(rows, prompt, request, body.prompt_logprobs, cached)
-
-
-def _answer(
-    rows: Mapping[int, _Row],
-    prompt: tuple[TokenLogprob | None, ...],
-    request: GenerationRequest,
-    with_prompt: bool,
-    cached: int,
-) -> SampleAnswer:
-    sequences = []
-    for row in rows.values():
-        if row.ended is None:
+    events = [event async for event in generate(services, request, account)]
+    whole, sequences = whole_answer(request, events), []
+    for choice in whole.choices:
+        if choice.finish_reason is None:
             raise EngineError("the engine ended a request without a finish reason")
-        top = tuple(each.top for each in row.logprobs) if request.sampling.top_logprobs else ()
-        logprobs = tuple(each.logprob for each in row.logprobs)
-        sequences.append(TinkerSequence(tuple(row.tokens), logprobs, row.ended, top))
+        top = tuple(each.top for each in choice.logprobs) if request.sampling.top_logprobs else ()
+        logprobs = tuple(each.logprob for each in choice.logprobs)
+        sequences.append(TinkerSequence(choice.token_ids, logprobs, choice.finish_reason, top))
+    prompt = whole.scored[0].logprobs if whole.scored else ()
     best: tuple[TopLogprobs | None, ...] | None = None
     if request.prompt_logprobs:
         best = tuple(None if each is None else each.top for each in prompt)
-    logprobs_of_prompt = tuple(None if each is None else each.logprob for each in prompt) if with_prompt else None
-    return SampleAnswer(tuple(sequences), logprobs_of_prompt, best, cached)
+    of_prompt = tuple(None if each is None else each.logprob for each in prompt) if body.prompt_logprobs else None
+    return SampleAnswer(tuple(sequences), of_prompt, best, whole.finished.cached_tokens)
 
 
 router = Router(prefix="/api/v1", include_in_schema=False)
@@ -212,7 +164,7 @@ def _start(
         opened.enter_context(account.request())
         opened.enter_context(services.gate.reserve(body.num_samples, account.queue_name))
         version = opened.enter_context(services.adapters.lease(tinker.selector_of(sampler)))
-        request = as_of(account.key, generation_request(body, services.models.first.card, version))
+        request = sample_request(body, services.models.first.card, version, account.key)
         owner = sampler.sampler_id.partition(":")[0]
         work = draw(services, request, body, account)
         tinker.futures.start(request_id, owner, read.digest, read.nbytes, work, held=opened.pop_all())

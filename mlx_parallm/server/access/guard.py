@@ -14,13 +14,13 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
-from mlx_parallm.errors import OverloadedError
+from mlx_parallm.errors import OverloadedError, RoleError
 from mlx_parallm.server.access.attempts import Attempts
 from mlx_parallm.server.access.audit import AuditLog
 from mlx_parallm.server.access.keys import ANYONE, NamedKey
 from mlx_parallm.server.access.roles import UNDECLARED, Access, Role
 from mlx_parallm.server.access.sessions import LOGIN, PAGES, Sessions, from_own_page
-from mlx_parallm.server.errors import ApiKeyError, MethodError, RoleError, UnknownRouteError, error_response
+from mlx_parallm.server.errors import ApiKeyError, MethodError, UnknownRouteError, error_response
 from mlx_parallm.server.http.request_log import address_of, client_of, record_of
 from mlx_parallm.server.routing import Endpoint
 

@@ -100,6 +100,13 @@ class NamedKey(Section):
             return True
         return any(fnmatchcase(adapter, pattern) for pattern in self.adapters) or self.made(adapter)
 
+    def salt(self, given: str) -> str:
+        """The salt of its requests in the prefix cache, for the one that a request gives. For a key with a prefix cache
+        of its own, it is one that nobody can send who does not have the file of keys."""
+        if not self.own_prefix_cache:
+            return given
+        return hashlib.sha256(f"{self.sha256}:{given}".encode("utf-8", "surrogatepass")).hexdigest()
+
     @property
     def reader(self) -> Reader:
         """What it may read, reward and train."""

@@ -19,12 +19,8 @@ class Role(StrEnum):
 
     def allows(self, needed: Role) -> bool:
         """Whether a key of this role may do what needs `needed`."""
-        return self.rank >= needed.rank
-
-    @property
-    def rank(self) -> int:
-        """The role's place in the order, from 0."""
-        return list(Role).index(self)
+        order = list(Role)
+        return order.index(self) >= order.index(needed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,8 @@ from pathlib import PurePath
 from mlx_parallm.adapters.cards import AdapterCard, AdapterStats, CheckpointCard, KeptPart
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterClient, AdapterRef
 from mlx_parallm.core.models import BaseModels, BaseStatus, ServedModel
-from mlx_parallm.errors import AdapterFileError, InvalidRequestError, UnknownModelError
+from mlx_parallm.errors import AdapterFileError, InvalidRequestError, RoleError, UnknownModelError
 from mlx_parallm.server.access.keys import NamedKey
-from mlx_parallm.server.errors import RoleError
 
 _CHECKPOINT = re.compile(r"checkpoint-[0-9]+|latest")
 

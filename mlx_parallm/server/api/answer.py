@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, ClassVar, Generic, TypeVar
@@ -23,8 +23,9 @@ from mlx_parallm.core.requests import (
     PromptScored,
     RequestFinished,
     SequenceOutput,
+    TokenLogprob,
 )
-from mlx_parallm.core.splitter import AnswerPart
+from mlx_parallm.core.splitter import AnswerPart, Splitter
 from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.server.api.fields import WireOutput
 from mlx_parallm.server.api.generation_fields import GenerationBody
@@ -84,23 +85,29 @@ Watch = Callable[[AsyncIterator[Event]], AsyncIterator[Event]]
 """Passes the events of a request through, and keeps what it needs of them."""
 
 
+@dataclass(kw_only=True, eq=False)
 class AnswerWriter(ABC):
     """Writes the answer to one request. Used once: either `opening_chunks` and then `chunks` for each event in order,
-    or `whole` for all events together. `watch`: sees the events before they are written; None: nothing does."""
+    or `whole` for all events together.
+
+    `watch`: sees the events before they are written; None: nothing does. `chosen_id`: the id that the client chose for
+    the request, if it did.
+    """
 
     FRAMING: ClassVar[Framing] = OPENAI_EVENTS
     """The form of a stream."""
 
     request: GenerationRequest
-    watch: Watch | None
+    watch: Watch | None = None
+    chosen_id: str = field(default="", init=False)
 
-    @abstractmethod
     def opening_chunks(self) -> Iterator[WireOutput]:
         """The chunks of a stream that are sent before the engine's first event."""
+        return iter(())
 
-    @abstractmethod
     def chunks(self, event: Event) -> Iterator[WireOutput]:
-        """The chunks for one event; none if it adds nothing that a client sees."""
+        """The chunks for one event; none if it adds nothing that a client sees, or if no stream can be asked for."""
+        return iter(())
 
     @abstractmethod
     def whole(self, events: Sequence[Event]) -> WireOutput:
@@ -110,12 +117,17 @@ class AnswerWriter(ABC):
         """The event to send when the stream has been silent for long. None: a comment is sent, if the form has any."""
         return None
 
-    def name_after(self, chosen_id: str) -> None:  # noqa: B027 - answers that are kept have ids of the server only
-        """Uses an id that the client chose for the answer's own."""
-
     def failed(self, error: Exception) -> WireOutput:
         """The chunk that ends a stream whose request failed after the status line was sent."""
         return error_body(error)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The fields `id`, `model` and `lora_adapter` of an answer that is not kept, so that its id may end with one
+        that the client chose. As vLLM does, `chatcmpl-` or the like comes before that."""
+        own = self.request.request_id
+        answer_id = f"{own.partition('-')[0]}-{self.chosen_id}" if self.chosen_id else own
+        return {"id": answer_id, **served_by(self.request)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +146,41 @@ class ChoicePiece:
     stop_reason: str | int | None = None
     parts: tuple[AnswerPart, ...] = ()
 
+    @property
+    def logprobs(self) -> list[TokenLogprob]:
+        """Those of `scored` that a token has; of a generated text, all tokens have one."""
+        return [token.logprob for token in self.scored if token.logprob is not None]
 
-def _piece(output: SequenceOutput) -> ChoicePiece:
-    scored = tuple(ScoredToken(logprob.token_id, logprob) for logprob in output.logprobs)
-    return ChoicePiece(output.index, output.text, output.token_ids, scored, output.finish_reason, output.stop_reason)
+
+def pieces_of(event: Event) -> Iterator[ChoicePiece]:
+    """What an event adds to a choice: one piece, or none."""
+    if isinstance(event, SequenceOutput):
+        scored = tuple(ScoredToken(logprob.token_id, logprob) for logprob in event.logprobs)
+        yield ChoicePiece(event.index, event.text, event.token_ids, scored, event.finish_reason, event.stop_reason)
+
+
+@dataclass(frozen=True, slots=True)
+class WholeAnswer:
+    """All that an answer is written from. `scored` has the prompt logprobs by the index of the prompt."""
+
+    choices: list[ChoicePiece]
+    scored: dict[int, PromptScored]
+    finished: RequestFinished
+
+
+def whole_answer(
+    request: GenerationRequest, events: Sequence[Event], pieces: Iterable[ChoicePiece] | None = None
+) -> WholeAnswer:
+    """Joins the pieces of each choice, which are those of the events if they are not given. `events` are all events of
+    the request; the last one is its RequestFinished."""
+    finished = events[-1]
+    assert isinstance(finished, RequestFinished)
+    pieces = chain.from_iterable(map(pieces_of, events)) if pieces is None else pieces
+    own: list[list[ChoicePiece]] = [[] for _ in range(request.sequences)]
+    for piece in pieces:
+        own[piece.index].append(piece)
+    scored = {event.prompt_index: event for event in events if isinstance(event, PromptScored)}
+    return WholeAnswer([_joined(index, each) for index, each in enumerate(own)], scored, finished)
 
 
 def _joined(index: int, pieces: Sequence[ChoicePiece]) -> ChoicePiece:
@@ -157,26 +200,17 @@ def _joined(index: int, pieces: Sequence[ChoicePiece]) -> ChoicePiece:
 class ChoiceWriter(AnswerWriter, Generic[Body]):
     """Decides when chunks are sent, and writes the fields around the choices. Subclasses write the choices.
 
-    `model` is the base model's name, which the answer has if no adapter served the request. `tokens_as_ids`: tokens
-    in logprobs are written as `token_id:<id>`. `created` is Unix time in seconds.
+    `tokens_as_ids`: tokens in logprobs are written as `token_id:<id>`. `created` is Unix time in seconds.
     """
 
     body: Body
-    request: GenerationRequest
-    model: str
     tokenizer: TextTokenizer
     tokens_as_ids: bool = False
-    watch: Watch | None = None
     created: int = field(default_factory=lambda: int(time.time()))
-    _answer_id: str = field(default="", init=False)
     _begun: set[int] = field(default_factory=set, init=False)
     _ended: int = field(default=0, init=False)
     _last_piece: ChoicePiece | None = field(default=None, init=False)
     _completion_tokens: int = field(default=0, init=False)
-
-    def name_after(self, chosen_id: str) -> None:
-        """As vLLM does, `chatcmpl-` or the like comes before it."""
-        self._answer_id = f"{self.request.request_id.partition('-')[0]}-{chosen_id}"
 
     def opening_chunks(self) -> Iterator[WireOutput]:
         return (self._chunk([piece], self._chunk_fields()) for piece in self._opening_pieces())
@@ -199,22 +233,15 @@ class ChoiceWriter(AnswerWriter, Generic[Body]):
             yield self._chunk([], self._fields() | {"usage": usage_of(finished)})
 
     def whole(self, events: Sequence[Event]) -> WireOutput:
-        finished = events[-1]
-        assert isinstance(finished, RequestFinished)
-        pieces: list[list[ChoicePiece]] = [[] for _ in range(self.request.sequences)]
-        for piece in chain(self._opening_pieces(), *map(self._pieces, events)):
-            pieces[piece.index].append(piece)
-        choices = [_joined(index, own) for index, own in enumerate(pieces)]
-        scored = {event.prompt_index: event for event in events if isinstance(event, PromptScored)}
-        fields = {**self._fields(), "usage": usage_of(finished), **collected_fields(self.request, finished)}
-        return self._whole(choices, scored, fields)
+        whole = whole_answer(self.request, events, chain(self._opening_pieces(), *map(self._pieces, events)))
+        fields = {**self._fields(), "usage": usage_of(whole.finished), **collected_fields(self.request, whole.finished)}
+        return self._whole(whole.choices, whole.scored, fields)
 
     def _opening_pieces(self) -> Iterator[ChoicePiece]:
         return iter(())
 
     def _pieces(self, event: Event) -> Iterator[ChoicePiece]:
-        if isinstance(event, SequenceOutput):
-            yield _piece(event)
+        return pieces_of(event)
 
     def _is_visible(self, piece: ChoicePiece) -> bool:
         ids = self.body.return_token_ids and piece.token_ids
@@ -229,8 +256,7 @@ class ChoiceWriter(AnswerWriter, Generic[Body]):
 
     def _fields(self) -> dict[str, Any]:
         """The fields of the whole answer and of every chunk, except `object` and `choices`."""
-        own_id = self._answer_id or self.request.request_id
-        fields = {"id": own_id, "created": self.created, **served_by(self.request, self.model)}
+        fields = {**self.identity, "created": self.created}
         # The metadata of a collected request is for its scorer and may be long: it is not returned.
         if self.body.metadata is not None and not self.body.collect_trajectory:
             fields["metadata"] = self.body.metadata
@@ -257,10 +283,10 @@ class ChoiceWriter(AnswerWriter, Generic[Body]):
         """The JSON body. `scored` has the prompt logprobs by the index of the prompt."""
 
 
-def served_by(request: GenerationRequest, model: str) -> dict[str, Any]:
-    """The answer's fields that name the base `model`, or the adapter that served the request."""
+def served_by(request: GenerationRequest) -> dict[str, Any]:
+    """The answer's fields that name the base model, or the adapter that served the request."""
     if request.adapter == BASE_ADAPTER:
-        return {"model": model}
+        return {"model": request.base}
     return {"model": request.adapter.name, "lora_adapter": str(request.adapter)}
 
 
@@ -281,6 +307,13 @@ def ending(piece: ChoicePiece) -> dict[str, Any]:
 def cut_off(last: ChoicePiece | SequenceOutput) -> bool:
     """Whether the server ended the text, for example at a stop string or the token limit, and not the model."""
     return last.finish_reason not in (None, FinishReason.STOP) or isinstance(last.stop_reason, str)
+
+
+def parts_of(splitter: Splitter, output: ChoicePiece | SequenceOutput) -> Iterator[AnswerPart]:
+    """What an output adds to the parts of an answer, whose own `splitter` has seen its outputs so far."""
+    yield from splitter.feed(output.text)
+    if output.finish_reason is not None:
+        yield from splitter.end(cut_off(output))
 
 
 def repetition_fields(reason: FinishReason | None) -> dict[str, Any]:

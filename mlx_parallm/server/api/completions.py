@@ -11,9 +11,7 @@ from fastapi import Depends
 from pydantic import Field, PlainValidator, model_validator
 from starlette.responses import Response
 
-from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.core.models import ServedModel
-from mlx_parallm.core.requests import CollectionSpec, Event, GenerationRequest, PromptScored
+from mlx_parallm.core.requests import Event, GenerationRequest, PromptScored
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.answer import AnswerObject, ChoicePiece, ChoiceWriter, ending
 from mlx_parallm.server.api.fields import FinishReasonText, Neutral, TokenId, WireOutput, is_token_ids, refused
@@ -25,15 +23,14 @@ from mlx_parallm.server.api.logprobs import (
     prompt_logprobs,
     scored_prompt,
 )
-from mlx_parallm.server.api.sampling_fields import NO_LIMIT, TokenLimit, TopLogprobs
-from mlx_parallm.server.candidates import Candidates, widest
+from mlx_parallm.server.api.sampling_fields import NO_LIMIT, Candidates, TokenLimit, TopLogprobs, widest
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import new_request_id
 from mlx_parallm.server.openapi import streamable
-from mlx_parallm.server.planning import compile_grammar, longest_text, plan, tokens_as_ids
+from mlx_parallm.server.request import RequestContext, compile_grammar, generation_request, longest_text, tokens_as_ids
 from mlx_parallm.server.routing import Router
-from mlx_parallm.server.services import Services, ServicesDep
+from mlx_parallm.server.services import ServicesDep
 
 DEFAULT_MAX_TOKENS = 16
 Prompt = str | list[int]
@@ -87,6 +84,23 @@ class CompletionBody(GenerationBody):
         only = self.prompt[0] if len(self.prompt) == 1 else None
         return only if isinstance(only, str) else None
 
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def default_max_tokens(self) -> int | None:
+        return DEFAULT_MAX_TOKENS
+
+    @property
+    def candidates(self) -> Candidates:
+        return Candidates("logprobs", self.logprobs)
+
+    @property
+    def prompt_candidates(self) -> Candidates:
+        scored = super().prompt_candidates
+        return widest([scored, self.candidates]) if self.echo else scored
+
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
@@ -100,6 +114,12 @@ class CompletionBody(GenerationBody):
         if self.stream and self.prompt_logprobs is not None:
             raise refused("not available with stream; use echo and logprobs", "prompt_logprobs")
         return self
+
+
+class ProgramCompletionBody(CompletionBody):
+    """A completion for a program that says itself how tokens are sampled, so that the model's defaults do not count."""
+
+    MODEL_DEFAULTS: ClassVar[bool] = False
 
 
 class CompletionChoice(WireOutput):
@@ -160,60 +180,34 @@ Body = Annotated[CompletionBody, Depends(json_body(CompletionBody))]
 )
 async def create_completion(body: Body, services: ServicesDep) -> Response:
     """Continues one or more prompts."""
-    return GenerationResponse(services, body, len(body.prompt), partial(prepare, body, services))
+    return GenerationResponse(services, body, len(body.prompt), partial(prepare, body))
 
 
-def prepare(
-    body: CompletionBody,
-    services: Services,
-    model: ServedModel,
-    adapter: AdapterRef,
-    collection: CollectionSpec | None,
-) -> CompletionWriter:
+def prepare(body: CompletionBody, context: RequestContext) -> CompletionWriter:
     """Tokenises the prompts, and builds the engine's request. Runs in a worker thread."""
-    tokenizer = model.tokenizer
-    request = plan_completion(new_request_id("cmpl"), body, services, model, adapter, collection)
+    tokenizer = context.model.tokenizer
     echoed = body.prompt if body.echo else []
     return CompletionWriter(
         body=body,
-        request=request,
-        model=model.card.name,
+        request=plan_completion(new_request_id("cmpl"), body, context),
         tokenizer=tokenizer,
-        tokens_as_ids=tokens_as_ids(body, services.config),
+        tokens_as_ids=tokens_as_ids(body, context.config),
         echoes=[prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in echoed],
     )
 
 
-def plan_completion(
-    request_id: str,
-    body: CompletionBody,
-    services: Services,
-    model: ServedModel,
-    adapter: AdapterRef,
-    collection: CollectionSpec | None,
-    default_max_tokens: int | None = DEFAULT_MAX_TOKENS,
-) -> GenerationRequest:
-    """Tokenises the prompts, and makes the engine's request. `default_max_tokens`: as for `plan`."""
-    tokenizer, at_most = model.tokenizer, longest_text(body, model.card)
-    reported, scored = Candidates("logprobs", body.logprobs), Candidates("prompt_logprobs", body.prompt_logprobs)
-    return plan(
-        request_id=request_id,
-        body=body,
-        prompts=[
-            tokenizer.encode(prompt, body.add_special_tokens, at_most) if isinstance(prompt, str) else prompt
-            for prompt in body.prompt
-        ],
-        card=model.card,
-        config=services.config,
-        tokenizer=tokenizer,
-        adapter=adapter,
-        collection=collection and replace(collection, prompt_text=body.task_prompt or ""),
-        grammar=compile_grammar(*body.grammar, model.grammars) if body.grammar else None,
-        max_tokens=body.max_tokens,
-        default_max_tokens=default_max_tokens,
-        top_logprobs=reported,
-        prompt_logprobs=widest([scored, reported]) if body.echo else scored,
-    )
+def plan_completion(request_id: str, body: CompletionBody, context: RequestContext) -> GenerationRequest:
+    """Tokenises the prompts, and makes the engine's request. Raises the errors of `generation_request`, and
+    InvalidRequestError if the grammar cannot be enforced."""
+    model, collection, at_most = context.model, context.collection, longest_text(body, context.model.card)
+    prompts = [
+        model.tokenizer.encode(prompt, body.add_special_tokens, at_most) if isinstance(prompt, str) else prompt
+        for prompt in body.prompt
+    ]
+    if collection is not None:
+        context = replace(context, collection=replace(collection, prompt_text=body.task_prompt or ""))
+    grammar = compile_grammar(*body.grammar, model.grammars) if body.grammar else None
+    return generation_request(context, request_id, body, prompts, grammar)
 
 
 @dataclass(kw_only=True, eq=False)

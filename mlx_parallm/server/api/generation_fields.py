@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -10,7 +11,13 @@ from pydantic import Field, model_validator
 
 from mlx_parallm.server.api.fields import CHOSEN_ID, INT32_MAX, Neutral, OpenBody, WireInput, refused
 from mlx_parallm.server.api.grammar_fields import StructuredBody, is_shallow
-from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES, BasicSampling, PromptLength, SamplingFields
+from mlx_parallm.server.api.sampling_fields import (
+    MAX_SEQUENCES,
+    BasicSampling,
+    Candidates,
+    PromptLength,
+    SamplingFields,
+)
 
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 MAX_COLLECTED_METADATA_BYTES, MAX_COLLECTED_METADATA_DEPTH = 64 * 1024, 32
@@ -148,6 +155,10 @@ class CollectableBody(OpenBody):
     nobody else can tell from the time of an answer what a prompt contained. Requests without one share with each other.
     """
 
+    def sent_collection(self) -> dict[str, Any]:
+        """Those of these fields that the client sent, as another body can have them."""
+        return {name: getattr(self, name) for name in CollectableBody.model_fields if name in self.model_fields_set}
+
 
 class SharedBody(CollectableBody, BasicSampling):
     """The fields that all generating routes of OpenAI share."""
@@ -173,7 +184,9 @@ class GenerationBody(SharedBody, SamplingFields, StructuredBody):
     )
     NEUTRAL: ClassVar[Neutral] = UNSUPPORTED_OPTIONS
     MODEL_DEFAULTS: ClassVar[bool] = True
-    """Whether the model's own defaults count for fields that are left out; see `ModelCard.generation_defaults`."""
+    """Whether the model's own defaults may count for fields that are left out; see `takes_defaults`."""
+    PROCESSED_LOGPROBS: ClassVar[bool] = False
+    """Whether logprobs are those of the distribution that tokens are sampled from, whatever `--logprobs-mode` says."""
 
     adapters: str | None = None
     """mlx-lm's name for `lora_adapter`, or the path of an adapter's folder under the operator's adapter roots, which is
@@ -199,9 +212,36 @@ class GenerationBody(SharedBody, SamplingFields, StructuredBody):
     out, `--return-tokens-as-token-ids` decides."""
 
     @property
+    @abstractmethod
     def task_prompt(self) -> str | None:
         """The text of the prompt, by which the server finds its task. None if there is no such text, or several."""
+
+    @property
+    @abstractmethod
+    def token_limit(self) -> int | None:
+        """The number of tokens that the client asks for at most; None if it does not say."""
+
+    @property
+    def takes_defaults(self) -> bool:
+        """Whether the defaults of the model and of the operator count for fields that are left out. They do not for a
+        trajectory, which is sampled from the model's own distribution."""
+        return self.MODEL_DEFAULTS and not self.collect_trajectory
+
+    @property
+    def default_max_tokens(self) -> int | None:
+        """The limit if the client asks for none; less if the context has less room. None: the model's own default, or
+        else as many as fit."""
         return None
+
+    @property
+    @abstractmethod
+    def candidates(self) -> Candidates:
+        """The most likely tokens to report for each generated token."""
+
+    @property
+    def prompt_candidates(self) -> Candidates:
+        """The most likely tokens to report for each token of the prompt."""
+        return Candidates("prompt_logprobs", self.prompt_logprobs)
 
     @model_validator(mode="after")
     def _check_options(self) -> Self:

@@ -19,7 +19,7 @@ from mlx_parallm.server.api.chat.messages import Conversation, Messages
 from mlx_parallm.server.api.chat.template import TemplateVariables, chosen_template
 from mlx_parallm.server.api.fields import OpenBody, TokenIds, WireOutput, refused
 from mlx_parallm.server.http.body import json_body
-from mlx_parallm.server.planning import check_ids
+from mlx_parallm.server.request import check_ids
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
 

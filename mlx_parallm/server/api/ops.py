@@ -24,8 +24,8 @@ from mlx_parallm.server.api.fields import WireOutput, WireQuery
 from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES
 from mlx_parallm.server.api.training.schedule import ModeName, mode_of, schedule_object
 from mlx_parallm.server.errors import NotReadyError
+from mlx_parallm.server.request import used_defaults
 from mlx_parallm.server.routing import Router
-from mlx_parallm.server.sampling import used_defaults
 from mlx_parallm.server.services import Services, ServicesDep
 
 ServerMode = Literal["inference_only", "training_only"] | ModeName

@@ -3,6 +3,8 @@ chat have them in the body itself, token-in, token-out routes in an object of th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
 from pydantic import Field, PlainValidator, ValidationInfo, model_validator
@@ -105,6 +107,20 @@ Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 # ---- the fields ----------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """How many of the most likely tokens a body asks for at each position. `param`: the field that says so. `number`:
+    None if it asks for no logprobs."""
+
+    param: str
+    number: int | None = None
+
+
+def widest(asked: Sequence[Candidates]) -> Candidates:
+    """The one with the largest number."""
+    return max(asked, key=lambda each: -1 if each.number is None else each.number)
+
+
 class RepetitionDetection(WireInput):
     """When an answer that repeats itself is ended: its last tokens are a pattern, over and over."""
 
@@ -204,10 +220,9 @@ class SamplingFields(BasicSampling):
     """Return the logprobs of the prompt's tokens and, at each position, of this many most likely tokens: at most 20,
     unless the operator allows more with `--max-logprobs`."""
 
-
-def sent_sampling(fields: SamplingFields) -> dict[str, Any]:
-    """The sampling fields that a client sent, as another body can have them."""
-    sent = {name: getattr(fields, name) for name in SamplingFields.model_fields if name in fields.model_fields_set}
-    if "logit_bias" in sent:
-        sent["logit_bias"] = {str(token): bias for token, bias in fields.logit_bias.items()}
-    return sent
+    def sent_sampling(self) -> dict[str, Any]:
+        """Those of these fields that the client sent, as another body can have them."""
+        sent = {name: getattr(self, name) for name in SamplingFields.model_fields if name in self.model_fields_set}
+        if "logit_bias" in sent:
+            sent["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
+        return sent

@@ -39,7 +39,7 @@ from mlx_parallm.server.api.adapters.schema import (
 )
 from mlx_parallm.server.api.training.route import stop_teaching
 from mlx_parallm.server.http.body import json_body
-from mlx_parallm.server.planning import adapter_named_by
+from mlx_parallm.server.request import adapter_named_by
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -21,7 +22,6 @@ from pydantic import (
 from mlx_parallm.core.text import TextTokenizer, Tool
 from mlx_parallm.core.tool_text import TemplateMessage, calls_as_text, lost_result, read_arguments, tools_as_text
 from mlx_parallm.errors import InvalidRequestError, shown
-from mlx_parallm.server.api.chat.fitting import fitted
 from mlx_parallm.server.api.fields import Neutral, Validate, WireInput, check_text_parts, read_nested, refused
 from mlx_parallm.server.api.grammar_fields import is_shallow
 
@@ -234,7 +234,8 @@ class Conversation:
     def render(
         self, tokenizer: TextTokenizer, add_generation_prompt: bool = True, at_most: int | None = None
     ) -> list[int]:
-        """The token ids of the prompt, for which the messages are fitted to the template. Call it in a worker thread.
+        """The token ids of the prompt. If the template refuses the messages, they are sent to it in other forms; see
+        `_forms`. Call it in a worker thread.
 
         Raises:
             ContextLengthError: the prompt has far more than `at_most` token ids.
@@ -251,11 +252,84 @@ class Conversation:
                 **self.variables,
             )
 
+        *forms, last = self._forms(tokenizer)
+        for form in forms:
+            with suppress(InvalidRequestError):
+                return rendered(form)
         try:
-            return fitted(self.turns, tokenizer, self.template, rendered)
+            return rendered(last)
         except InvalidRequestError:
             if not self.optional:
                 raise
         kept = {name: value for name, value in self.variables.items() if name not in self.optional}
         plain = replace(self, variables=kept, optional=frozenset())
         return plain.render(tokenizer, add_generation_prompt, at_most)
+
+    def _forms(self, tokenizer: TextTokenizer) -> list[Sequence[TemplateMessage]]:
+        """The same texts as messages that more and more templates take. Clients send system messages anywhere, and
+        several messages of one role in a row. Some templates take a system message only at the beginning, or leave out
+        those that come later, and the others only in turns of user and assistant."""
+        placed = _in_place(self.turns)
+        forms: list[Sequence[TemplateMessage]] = [placed]
+        if placed != self.turns and _writes_later_system(tokenizer, self.template):
+            forms.insert(0, self.turns)
+        if (joined := tuple(merged(placed))) != placed:
+            forms.append(joined)
+        return forms
+
+
+def _in_place(turns: Sequence[TemplateMessage]) -> tuple[TemplateMessage, ...]:
+    """The messages without system messages after the beginning. Each is a part of the message before it, if the user or
+    a tool wrote that, or else a message of the user. So the prompt stays as it was up to there, and the prefix cache
+    has it."""
+    placed: list[TemplateMessage] = []
+    for turn in turns:
+        if turn["role"] != "system" or not placed or placed[-1]["role"] == "system":
+            placed.append(turn)
+        elif placed[-1]["role"] == "assistant":
+            placed.append({**turn, "role": "user"})
+        else:
+            placed[-1] = _joined(placed[-1], {"content": turn["content"]})
+    return tuple(placed)
+
+
+def merged(messages: Iterable[TemplateMessage]) -> Iterator[dict[str, Any]]:
+    """Messages of one role and name that follow each other become one, except results of tools."""
+    last: dict[str, Any] = {}
+    for message in messages:
+        if last and _is_continued(last, message):
+            last = _joined(last, message)
+            continue
+        if last:
+            yield last
+        last = dict(message)
+    if last:
+        yield last
+
+
+def _is_continued(before: TemplateMessage, turn: TemplateMessage) -> bool:
+    return before["role"] == turn["role"] != "tool" and before.get("name") == turn.get("name")
+
+
+def _joined(before: TemplateMessage, turn: TemplateMessage) -> dict[str, Any]:
+    """Texts are joined by a line break, and lists of calls become one."""
+    joined = {**before, **turn}
+    for name in ("content", "reasoning_content"):
+        if texts := [each[name] for each in (before, turn) if each.get(name)]:
+            joined[name] = "\n".join(texts)
+    if calls := [*before.get("tool_calls", ()), *turn.get("tool_calls", ())]:
+        joined["tool_calls"] = calls
+    return joined
+
+
+def _writes_later_system(tokenizer: TextTokenizer, template: str | None) -> bool:
+    """Whether the template writes a system message that comes after another message."""
+    user = {"role": "user", "content": "x"}
+    try:
+        one, other = (
+            tokenizer.apply_chat_template([user, {"role": "system", "content": text}], template=template)
+            for text in ("a", "b")
+        )
+    except InvalidRequestError:
+        return False
+    return one != other

@@ -11,12 +11,11 @@ from typing import Annotated, Any
 from fastapi import Depends
 from starlette.responses import Response
 
-from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.models import ServedModel
-from mlx_parallm.core.requests import CollectionSpec, Event, FinishReason, GenerationRequest, PromptScored
+from mlx_parallm.core.requests import Event, FinishReason, GenerationRequest, PromptScored
 from mlx_parallm.core.splitter import AnswerSyntax, CallPart, JoinedParts, Splitter, join_parts
 from mlx_parallm.server.access.roles import Role
-from mlx_parallm.server.api.answer import ChoicePiece, ChoiceWriter, Watch, cut_off, ending
+from mlx_parallm.server.api.answer import ChoicePiece, ChoiceWriter, Watch, ending, parts_of
 from mlx_parallm.server.api.chat.history import PlannedTurn
 from mlx_parallm.server.api.chat.messages import Conversation
 from mlx_parallm.server.api.chat.schema import (
@@ -36,12 +35,11 @@ from mlx_parallm.server.api.chat.template import chosen_template
 from mlx_parallm.server.api.chat.tools import NamedTool, answer_grammar, answer_syntax
 from mlx_parallm.server.api.logprobs import chat_logprobs, prompt_logprobs, scored_prompt
 from mlx_parallm.server.api.repairs import repaired_fields
-from mlx_parallm.server.candidates import Candidates
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import new_request_id
 from mlx_parallm.server.openapi import streamable
-from mlx_parallm.server.planning import longest_text, plan, tokens_as_ids
+from mlx_parallm.server.request import RequestContext, generation_request, longest_text, tokens_as_ids
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
 
@@ -93,21 +91,14 @@ async def create_chat_completion_of_tokens(body: TokensBody, services: ServicesD
     return GenerationResponse(services, body, 1, partial(prepare, body, services))
 
 
-def prepare(
-    body: ChatBody,
-    services: Services,
-    model: ServedModel,
-    adapter: AdapterRef,
-    collection: CollectionSpec | None,
-) -> ChatWriter:
+def prepare(body: ChatBody, services: Services, context: RequestContext) -> ChatWriter:
     """Renders and tokenises the conversation, and builds the engine's request. Runs in a worker thread."""
-    planned = plan_chat(new_request_id("chatcmpl"), body, services, model, adapter, collection)
+    planned = plan_chat(new_request_id("chatcmpl"), body, services, context)
     return ChatWriter(
         body=body,
         request=planned.request,
-        model=model.card.name,
-        tokenizer=model.tokenizer,
-        tokens_as_ids=tokens_as_ids(body, services.config),
+        tokenizer=context.model.tokenizer,
+        tokens_as_ids=tokens_as_ids(body, context.config),
         splitters=[Splitter(planned.syntax) for _ in range(planned.request.sequences)],
         watch=planned.watch,
     )
@@ -123,56 +114,33 @@ class PlannedChat:
     watch: Watch | None = None
 
 
-def plan_chat(
-    request_id: str,
-    body: ChatBody,
-    services: Services,
-    model: ServedModel,
-    adapter: AdapterRef,
-    collection: CollectionSpec | None,
-    default_max_tokens: int | None = None,
-) -> PlannedChat:
+def plan_chat(request_id: str, body: ChatBody, services: Services, context: RequestContext) -> PlannedChat:
     """Renders and tokenises a conversation, and makes the engine's request. A turn of an episode continues the tokens
     of an earlier one if it can; see `EpisodeHistories`. A prompt that the client gives as token ids is used as it is.
 
-    Args:
-        default_max_tokens: the limit if the body has none; less if the context has less room. None: as many as fit.
+    Raises the errors of `conversation_of`, `Conversation.render`, `answer_grammar` and `generation_request`.
     """
-    tokenizer, histories = model.tokenizer, services.histories
+    model, collection, histories, turn_key = context.model, context.collection, services.histories, None
     conversation = conversation_of(body, model)
     prompt = rendered = body.given_prompt or conversation.render(
-        tokenizer, body.add_generation_prompt, longest_text(body, model.card)
+        model.tokenizer, body.add_generation_prompt, longest_text(body, model.card)
     )
     if collection is not None:
         collection = replace(collection, messages=tuple(message.for_template() for message in body.messages))
-    continues = collection is not None and collection.episode_id and body.given_prompt is None
-    key = (services.key.name, collection.group_id, collection.episode_id) if collection and continues else None
-    if collection is not None and key is not None:
-        prompt, unmatched = histories.prompt_of(key, conversation, tokenizer, rendered)
-        collection = replace(collection, unmatched=unmatched)
+        if collection.episode_id and body.given_prompt is None:
+            turn_key = (context.key.name, collection.group_id, collection.episode_id)
+            prompt, unmatched = histories.prompt_of(turn_key, conversation, model.tokenizer, rendered)
+            collection = replace(collection, unmatched=unmatched)
     # What may be trained on is kept as it was sampled.
     for_training = collection is not None or body.given_prompt is not None or body.return_token_ids
-    repairs = services.config.repair_tool_calls and not for_training
-    syntax = answer_syntax(body, prompt, tokenizer, services.metrics.observe_repair if repairs else None)
-    request = plan(
-        request_id=request_id,
-        body=body,
-        prompts=[prompt],
-        card=model.card,
-        config=services.config,
-        tokenizer=tokenizer,
-        adapter=adapter,
-        collection=collection,
-        grammar=answer_grammar(body, syntax, model.grammars),
-        max_tokens=body.token_limit,
-        default_max_tokens=default_max_tokens,
-        top_logprobs=body.candidates,
-        prompt_logprobs=Candidates("prompt_logprobs", body.prompt_logprobs),
-        visible_specials=syntax.visible_specials,
-    )
-    if key is None:
+    repairs = context.config.repair_tool_calls and not for_training
+    syntax = answer_syntax(body, prompt, model.tokenizer, services.metrics.observe_repair if repairs else None)
+    grammar = answer_grammar(body, syntax, model.grammars)
+    context = replace(context, collection=collection)
+    request = generation_request(context, request_id, body, [prompt], grammar, syntax.visible_specials)
+    if turn_key is None:
         return PlannedChat(request, syntax)
-    turn = PlannedTurn(key, conversation, rendered, syntax)
+    turn = PlannedTurn(turn_key, conversation, rendered, syntax)
     return PlannedChat(request, syntax, partial(histories.recorded, turn, request))
 
 
@@ -212,9 +180,7 @@ class ChatWriter(ChoiceWriter[ChatBody]):
 
     def _pieces(self, event: Event) -> Iterator[ChoicePiece]:
         for piece in super()._pieces(event):
-            splitter = self.splitters[piece.index]
-            parts = [*splitter.feed(piece.text), *(splitter.end(cut_off(piece)) if piece.finish_reason else ())]
-            yield replace(piece, parts=tuple(parts))
+            yield replace(piece, parts=tuple(parts_of(self.splitters[piece.index], piece)))
 
     def _is_visible(self, piece: ChoicePiece) -> bool:
         return bool(piece.parts) or super()._is_visible(replace(piece, text=""))

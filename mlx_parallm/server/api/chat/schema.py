@@ -15,8 +15,7 @@ from mlx_parallm.server.api.fields import INT32_MAX, FinishReasonText, Neutral, 
 from mlx_parallm.server.api.generation_fields import UNSUPPORTED_OPTIONS
 from mlx_parallm.server.api.logprobs import ChatLogprobs, PromptLogprobs
 from mlx_parallm.server.api.repairs import RepairedCall
-from mlx_parallm.server.api.sampling_fields import NO_LIMIT, TopLogprobs
-from mlx_parallm.server.candidates import Candidates, widest
+from mlx_parallm.server.api.sampling_fields import NO_LIMIT, Candidates, TopLogprobs, widest
 
 MAX_EFFORT = 32
 EFFORT = "reasoning_effort"
@@ -104,13 +103,11 @@ class ChatBody(ToolCallingBody):
 
     @property
     def token_limit(self) -> int | None:
-        """The number of tokens that the client asks for at most; None if it does not say."""
         given = [limit for limit in (self.max_completion_tokens, self.max_tokens) if limit is not None]
         return next((limit for limit in given if limit != NO_LIMIT), given[0] if given else None)
 
     @property
     def candidates(self) -> Candidates:
-        """The most likely tokens to report at each position."""
         if self.logprobs is False:
             return Candidates("logprobs")
         top = Candidates("top_logprobs", self.top_logprobs)

@@ -17,7 +17,7 @@ from mlx_parallm.server.api.fields import WireInput, read_nested, refused
 from mlx_parallm.server.api.generation_fields import COLLECTION_RULE, GenerationBody
 from mlx_parallm.server.api.grammar_fields import checked_schema
 from mlx_parallm.server.api.sampling_fields import NO_LIMIT, TokenLimit
-from mlx_parallm.server.planning import compile_grammar
+from mlx_parallm.server.request import compile_grammar
 
 MAX_TOOLS = 128
 MAX_TOOL_DESCRIPTION = 64 * 1024

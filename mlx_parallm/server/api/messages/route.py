@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,31 +22,21 @@ from fastapi import Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.models import ServedModel
-from mlx_parallm.core.requests import (
-    CollectionSpec,
-    Event,
-    FinishReason,
-    GenerationRequest,
-    RequestFinished,
-    SequenceOutput,
-)
+from mlx_parallm.core.requests import Event, FinishReason, RequestFinished, SequenceOutput
 from mlx_parallm.core.splitter import AnswerPart, Splitter
 from mlx_parallm.errors import ContextLengthError
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.answer import (
     AnswerWriter,
-    Watch,
     call_arguments,
     collected_fields,
-    cut_off,
+    parts_of,
     repetition_fields,
     served_by,
 )
 from mlx_parallm.server.api.chat.route import plan_chat, prompt_of
-from mlx_parallm.server.api.chat.schema import ChatBody
-from mlx_parallm.server.api.chat.translated import chat_body, client_names
+from mlx_parallm.server.api.dialect import CONVERSATION, Dialect
 from mlx_parallm.server.api.messages.objects import (
     BlockDelta,
     ContentBlock,
@@ -60,7 +50,7 @@ from mlx_parallm.server.api.messages.objects import (
     TokenCount,
     ToolUseContent,
 )
-from mlx_parallm.server.api.messages.schema import ConversationBody, CountTokensBody, MessagesBody
+from mlx_parallm.server.api.messages.schema import ConversationBody, CountTokensBody, MessagesBody, MessagesChat
 from mlx_parallm.server.api.repairs import repaired_fields
 from mlx_parallm.server.error_forms import MessagesError, messages_error
 from mlx_parallm.server.errors import UnknownThreadError, error_body, rule_of
@@ -68,6 +58,7 @@ from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.framing import EVENTS, Framing
 from mlx_parallm.server.openapi import streamable
+from mlx_parallm.server.request import RequestContext
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
 
@@ -199,17 +190,11 @@ def _opened(part: AnswerPart) -> _OpenBlock:
 
 @dataclass(kw_only=True, eq=False)
 class MessageWriter(AnswerWriter):
-    """Writes a message. The whole message has the blocks of the stream, so the two cannot differ.
-
-    `model` is the base model's name.
-    """
+    """Writes a message. The whole message has the blocks of the stream, so the two cannot differ."""
 
     FRAMING: ClassVar[Framing] = EVENTS
 
-    request: GenerationRequest
-    model: str
     splitter: Splitter
-    watch: Watch | None = None
     _blocks: Blocks = field(default_factory=Blocks, init=False)
     _last: SequenceOutput | None = field(default=None, init=False)
 
@@ -221,7 +206,8 @@ class MessageWriter(AnswerWriter):
 
     def chunks(self, event: Event) -> Iterator[MessageEvent]:
         if isinstance(event, SequenceOutput):
-            for part in self._parts(event):
+            self._last = event
+            for part in parts_of(self.splitter, event):
                 yield from self._blocks.add(part)
         elif isinstance(event, RequestFinished):
             yield from self._closing_events(event)
@@ -237,12 +223,6 @@ class MessageWriter(AnswerWriter):
 
     def keep_alive(self) -> MessageEvent:
         return MessageEvent(type="ping")
-
-    def _parts(self, output: SequenceOutput) -> Iterator[AnswerPart]:
-        self._last = output
-        yield from self.splitter.feed(output.text)
-        if output.finish_reason is not None:
-            yield from self.splitter.end(cut_off(output))
 
     def _closing_events(self, finished: RequestFinished) -> Iterator[MessageEvent]:
         yield from self._blocks.close()
@@ -274,7 +254,7 @@ class MessageWriter(AnswerWriter):
 
     def _message(self, content: Sequence[ContentBlock], end: dict[str, Any], **more: Any) -> MessageObject:
         fields = {"id": self.request.request_id, "type": "message", "role": "assistant"}
-        served = served_by(self.request, self.model)
+        served = served_by(self.request)
         return MessageObject.model_validate({**fields, **served, "content": list(content), **end, **more})
 
 
@@ -287,18 +267,18 @@ def _usage(finished: RequestFinished) -> MessageUsage:
     )
 
 
-OWN_NAMES: Mapping[str, str] = {
-    "messages": "messages",
-    "continue_final_message": "messages",
-    "response_format.json_schema": "output_config.format",
-    "response_format": "output_config.format",
-    "reasoning_effort": "output_config.effort",
-    "thinking_token_budget": "thinking.budget_tokens",
-    "stop": "stop_sequences",
-    ".function.parameters": ".input_schema",
-    ".function": "",
-}
-"""Maps names of chat's fields to the names of the same fields here; see `client_names`."""
+DIALECT = Dialect(
+    MessagesChat,
+    {
+        CONVERSATION: "messages",
+        r"response_format(\.json_schema)?": "output_config.format",
+        "reasoning_effort": "output_config.effort",
+        "thinking_token_budget": "thinking.budget_tokens",
+        "stop": "stop_sequences",
+        r"tools\[(\d+)\]\.function\.parameters": r"tools[\1].input_schema",
+        r"tools\[(\d+)\]\.function": r"tools[\1]",
+    },
+)
 
 router = Router()
 Body = Annotated[MessagesBody, Depends(json_body(MessagesBody))]
@@ -325,7 +305,7 @@ CountBody = Annotated[CountTokensBody, Depends(json_body(CountTokensBody))]
 async def create_message(body: Body, request: Request, services: ServicesDep) -> Response:
     """Answers a conversation, as Anthropic's API does. `max_tokens` that do not fit the context are lowered."""
     chat = await services.workers.run(request.state.body_bytes, partial(_as_chat, body))
-    return GenerationResponse(services, chat, 1, partial(prepare, body, chat, services))
+    return GenerationResponse(services, chat, 1, partial(prepare, chat, services))
 
 
 @router.post(
@@ -341,26 +321,17 @@ async def count_tokens(body: CountBody, request: Request, services: ServicesDep)
     return TokenCount(input_tokens=tokens)
 
 
-def prepare(
-    body: MessagesBody,
-    chat: ChatBody,
-    services: Services,
-    model: ServedModel,
-    adapter: AdapterRef,
-    collection: CollectionSpec | None,
-) -> MessageWriter:
-    """Renders and tokenises the conversation, and builds the engine's request, as chat does. Runs in a worker thread.
-
-    Args:
-        chat: the conversation as a chat body.
-    """
-    request_id = f"msg_{uuid.uuid4().hex}"
-    if model.tokenizer.reasoning is None:
+def prepare(chat: MessagesChat, services: Services, context: RequestContext) -> MessageWriter:
+    """Renders and tokenises the conversation, and builds the engine's request, as chat does. Runs in a worker
+    thread."""
+    if context.model.tokenizer.reasoning is None:
         chat = chat.model_copy(update={"thinking_token_budget": None})
     with _own_errors():
-        planned = plan_chat(request_id, chat, services, model, adapter, collection, body.max_tokens)
+        planned = plan_chat(f"msg_{uuid.uuid4().hex}", chat, services, context)
     return MessageWriter(
-        request=planned.request, model=model.card.name, splitter=Splitter(planned.syntax), watch=planned.watch
+        request=planned.request,
+        splitter=Splitter(planned.syntax),
+        watch=planned.watch,
     )
 
 
@@ -371,7 +342,7 @@ def _count_tokens(body: ConversationBody, model: ServedModel) -> int:
         return len(prompt_of(chat, model))
 
 
-def _as_chat(body: ConversationBody) -> ChatBody:
+def _as_chat(body: ConversationBody) -> MessagesChat:
     """The conversation as a chat body. Runs in a worker thread.
 
     Raises:
@@ -380,7 +351,7 @@ def _as_chat(body: ConversationBody) -> ChatBody:
     """
     if body.thread and body.thread.get("type") != "create":
         raise UnknownThreadError("This server keeps no threads; send the whole conversation in messages.", "thread")
-    return chat_body(body.for_chat(), OWN_NAMES)
+    return DIALECT.translated(body.for_chat())
 
 
 @contextmanager
@@ -388,7 +359,7 @@ def _own_errors() -> Iterator[None]:
     """Errors that leave the block have this API's names of the fields. One about the length of the prompt begins as
     Anthropic's does, because clients look for it and then shorten the conversation."""
     try:
-        with client_names(OWN_NAMES):
+        with DIALECT.own_names():
             yield
     except ContextLengthError as error:
         raise ContextLengthError(f"prompt is too long: {error}", param=error.param) from None

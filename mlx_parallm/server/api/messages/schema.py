@@ -13,8 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeGuard
 
 from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo, model_validator
 
-from mlx_parallm.server.api.chat.fitting import merged
-from mlx_parallm.server.api.chat.messages import MAX_MESSAGES, CallArguments
+from mlx_parallm.server.api.chat.messages import MAX_MESSAGES, CallArguments, merged
+from mlx_parallm.server.api.chat.schema import ChatBody
 from mlx_parallm.server.api.chat.tools import MAX_TOOLS
 from mlx_parallm.server.api.fields import INT32_MAX, IgnoredFields, Neutral, Validate, WireInput, read_nested, refused
 from mlx_parallm.server.api.generation_fields import SharedBody
@@ -356,7 +356,7 @@ class ConversationBody(SharedBody):
     """Texts. The answer ends before the first one that the model writes."""
 
     def for_chat(self) -> dict[str, Any]:
-        """The same request as a chat body."""
+        """The same request as the fields of a chat body."""
         same = self.model_dump(include={*SharedBody.model_fields, "top_k"} - {"metadata"}, exclude_unset=True)
         metadata, begun = self.metadata or {}, self.messages[-1].role == "assistant"
         output = self.output_config
@@ -391,6 +391,17 @@ class ConversationBody(SharedBody):
         return {"enable_thinking": thinks, "thinking": thinks}
 
 
+class MessagesChat(ChatBody):
+    """The same conversation as a chat body."""
+
+    most_tokens: int | None = None
+    """Maximum number of tokens to generate. If fewer fit the context, those, also with `collect_trajectory`."""
+
+    @property
+    def default_max_tokens(self) -> int | None:
+        return self.most_tokens
+
+
 class CountTokensBody(ConversationBody):
     """A conversation whose tokens are to be counted."""
 
@@ -402,3 +413,6 @@ class MessagesBody(ConversationBody):
 
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)]
     """Maximum number of tokens to generate, including reasoning and calls. If fewer fit the context, those."""
+
+    def for_chat(self) -> dict[str, Any]:
+        return {**super().for_chat(), "most_tokens": self.max_tokens}

@@ -15,32 +15,21 @@ from numpy.typing import NDArray
 from pydantic import Field, PlainValidator
 from starlette.responses import Response
 
-from mlx_parallm.config import ServerConfig
-from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.models import ServedModel
-from mlx_parallm.core.requests import (
-    CollectionSpec,
-    Event,
-    GenerationRequest,
-    Pooling,
-    SamplingParams,
-    SequencePooled,
-    StopParams,
-)
+from mlx_parallm.core.requests import Event, GenerationRequest, Pooling, RequestFinished, SequencePooled
 from mlx_parallm.errors import ContextLengthError, EngineError, InvalidRequestError
 from mlx_parallm.server.access.roles import Role
-from mlx_parallm.server.api.answer import Usage
+from mlx_parallm.server.api.answer import AnswerWriter, Usage, usage_of
 from mlx_parallm.server.api.completions import Prompt, Prompts, prompts_of
 from mlx_parallm.server.api.fields import INT32_MAX, Neutral, Numbers, WireOutput, refused
 from mlx_parallm.server.api.pooling.fields import MAX_INPUTS, PoolingBody, together
-from mlx_parallm.server.api.pooling.writer import WholeAnswerWriter
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import new_request_id
 from mlx_parallm.server.openapi import generating
-from mlx_parallm.server.planning import check_ids
+from mlx_parallm.server.request import RequestContext, check_ids, reading_request
 from mlx_parallm.server.routing import Router
-from mlx_parallm.server.services import Services, ServicesDep
+from mlx_parallm.server.services import ServicesDep
 
 Vector = NDArray[np.float32]
 PoolingName = Literal["last", "mean"]
@@ -135,41 +124,25 @@ async def create_embeddings(
 ) -> Response:
     """Makes a vector of each text. Texts that mean alike get vectors in similar directions, as far as a model can do
     that which was trained to continue texts."""
-    return GenerationResponse(services, body, len(body.input), partial(prepare, body, services))
+    return GenerationResponse(services, body, len(body.input), partial(prepare, body))
 
 
-def prepare(
-    body: EmbeddingsBody, services: Services, model: ServedModel, adapter: AdapterRef, _: CollectionSpec | None
-) -> EmbeddingsWriter:
+def prepare(body: EmbeddingsBody, context: RequestContext) -> EmbeddingsWriter:
     """Tokenises the texts, and makes the engine's request. Runs in a worker thread."""
-    request = plan_embeddings(body, services.config, model, adapter)
-    return EmbeddingsWriter(body=body, request=request, model=model.card.name)
+    return EmbeddingsWriter(body=body, request=plan_embeddings(body, context))
 
 
-def plan_embeddings(
-    body: EmbeddingsBody, config: ServerConfig, model: ServedModel, adapter: AdapterRef
-) -> GenerationRequest:
+def plan_embeddings(body: EmbeddingsBody, context: RequestContext) -> GenerationRequest:
     """Tokenises the texts, and makes the engine's request. Call it in a worker thread.
 
     Raises:
         ContextLengthError: a text is longer than the context, and is not to be cut.
         InvalidRequestError: one has no tokens, a token is not in the vocabulary, or there are too many together.
     """
-    return GenerationRequest(
-        request_id=new_request_id("embd"),
-        prompts=together((_ids(body, text, model) for text in body.input), model.card.context_length, "input"),
-        sampling=SamplingParams(),
-        stopping=StopParams(max_tokens=0),
-        adapter=adapter,
-        priority=body.priority,
-        cache_salt=body.cache_salt or "",
-        base=model.card.name,
-        pooling=pooling_of(body, config),
-    )
-
-
-def pooling_of(body: EmbeddingsBody, config: ServerConfig) -> Pooling:
-    return Pooling(body.pooling or config.embedding_pooling)
+    model = context.model
+    prompts = together((_ids(body, text, model) for text in body.input), model.card.context_length, "input")
+    pooling = Pooling(body.pooling or context.config.embedding_pooling)
+    return reading_request(context, new_request_id("embd"), body, prompts, pooling=pooling)
 
 
 def _ids(body: EmbeddingsBody, text: Prompt, model: ServedModel) -> Sequence[int]:
@@ -191,14 +164,17 @@ def _ids(body: EmbeddingsBody, text: Prompt, model: ServedModel) -> Sequence[int
 
 
 @dataclass(kw_only=True, eq=False)
-class EmbeddingsWriter(WholeAnswerWriter):
+class EmbeddingsWriter(AnswerWriter):
     """Writes the vectors."""
 
     body: EmbeddingsBody
 
     def whole(self, events: Sequence[Event]) -> WireOutput:
+        finished = events[-1]
+        assert isinstance(finished, RequestFinished)
         data = [self._object(index, vector) for index, vector in enumerate(self.vectors(events))]
-        return Embeddings(object="list", created=int(time.time()), data=data, **self.fields(events[-1]))
+        fields = {**self.identity, "usage": usage_of(finished)}
+        return Embeddings(object="list", created=int(time.time()), data=data, **fields)
 
     def vectors(self, events: Sequence[Event]) -> list[Vector]:
         """The vectors of all texts, in their order."""

@@ -50,12 +50,12 @@ class PoolingBody(OpenBody):
     IGNORED: ClassVar[frozenset[str]] = frozenset({"mm_processor_kwargs"})
 
     adapters: ClassVar[None] = None
-    n: ClassVar[int] = 1
     stream: ClassVar[bool] = False
     compiles: ClassVar[bool] = False
     collect_trajectory: ClassVar[bool] = False
     group_id: ClassVar[None] = None
     episode_id: ClassVar[None] = None
+    task_prompt: ClassVar[None] = None
     safety_identifier: ClassVar[None] = None
 
     model: str | None = None

@@ -15,23 +15,20 @@ from pydantic import Field, PlainValidator, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.models import ServedModel
-from mlx_parallm.core.requests import CollectionSpec, Event, GenerationRequest, PromptScored, SamplingParams, StopParams
+from mlx_parallm.core.requests import Event, PromptScored, RequestFinished
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
-from mlx_parallm.server.access.permits import check_permitted
 from mlx_parallm.server.access.roles import Role
-from mlx_parallm.server.api.answer import Usage, token_usage
+from mlx_parallm.server.api.answer import AnswerWriter, Usage, token_usage, usage_of
 from mlx_parallm.server.api.fields import INT32_MAX, Neutral, WireInput, WireOutput, refused
 from mlx_parallm.server.api.pooling.fields import MAX_INPUTS, PoolingBody, together
-from mlx_parallm.server.api.pooling.writer import WholeAnswerWriter
 from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import new_request_id, record_of
 from mlx_parallm.server.lifecycle import while_connected
 from mlx_parallm.server.openapi import generating
-from mlx_parallm.server.planning import check_ids
+from mlx_parallm.server.request import RequestContext, check_ids, check_permitted, reading_request
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
 
@@ -102,11 +99,9 @@ async def scored_response(body: PairsBody, services: Services, request: Request)
 # ---- by likelihood ---------------------------------------------------------------------------------
 
 
-def _prepare(
-    body: PairsBody, pairs: Sequence[Pair], model: ServedModel, adapter: AdapterRef, _: CollectionSpec | None
-) -> PairsWriter:
+def _prepare(body: PairsBody, pairs: Sequence[Pair], context: RequestContext) -> PairsWriter:
     """Tokenises the pairs, and makes the engine's request. Runs in a worker thread."""
-    lengths = list[int]()
+    model, lengths = context.model, list[int]()
 
     def joined() -> Iterator[Sequence[int]]:
         for context, scored in (_tokens(body, pair, model) for pair in pairs):
@@ -114,19 +109,9 @@ def _prepare(
             yield (*context, *scored)
 
     prompts = together(joined(), model.card.context_length, body.CONTEXT)
-    request = GenerationRequest(
-        request_id=new_request_id("score"),
-        prompts=prompts,
-        sampling=SamplingParams(),
-        stopping=StopParams(max_tokens=0),
-        prompt_logprobs=0,
-        scored_from=min(len(prompt) - scored for prompt, scored in zip(prompts, lengths, strict=True)),
-        adapter=adapter,
-        priority=body.priority,
-        cache_salt=body.cache_salt or "",
-        base=model.card.name,
-    )
-    return PairsWriter(body=body, request=request, model=model.card.name, scored=lengths)
+    scored_from = min(len(prompt) - scored for prompt, scored in zip(prompts, lengths, strict=True))
+    request = reading_request(context, new_request_id("score"), body, prompts, scored_from=scored_from)
+    return PairsWriter(body=body, request=request, scored=lengths)
 
 
 def _tokens(body: PairsBody, pair: Pair, model: ServedModel) -> tuple[Sequence[int], Sequence[int]]:
@@ -152,19 +137,21 @@ def _tokens(body: PairsBody, pair: Pair, model: ServedModel) -> tuple[Sequence[i
 
 
 @dataclass(kw_only=True, eq=False)
-class PairsWriter(WholeAnswerWriter):
+class PairsWriter(AnswerWriter):
     """Writes scores: the mean logprob of the tokens that are scored. `scored`: how many they are, in each pair."""
 
     body: PairsBody
     scored: Sequence[int]
 
     def whole(self, events: Sequence[Event]) -> WireOutput:
+        finished = events[-1]
+        assert isinstance(finished, RequestFinished)
         prompts = {event.prompt_index: event.logprobs for event in events if isinstance(event, PromptScored)}
         scores = []
         for index, tokens in enumerate(self.scored):
             logprobs = [token.logprob for token in prompts[index][-tokens:] if token is not None]
             scores.append(sum(logprobs) / tokens)
-        return self.body.answer(Scored(scores, self.scored, self.fields(events[-1])))
+        return self.body.answer(Scored(scores, self.scored, {**self.identity, "usage": usage_of(finished)}))
 
 
 # ---- by a reward model -----------------------------------------------------------------------------

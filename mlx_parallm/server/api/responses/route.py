@@ -13,15 +13,13 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.models import ServedModel
-from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.core.splitter import Splitter
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, shown
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.chat.route import plan_chat, prompt_of
 from mlx_parallm.server.api.chat.schema import ChatBody
-from mlx_parallm.server.api.chat.translated import chat_body, client_names
+from mlx_parallm.server.api.dialect import CONVERSATION, Dialect
 from mlx_parallm.server.api.fields import WireQuery
 from mlx_parallm.server.api.responses.conversation import (
     ITEM_LIST,
@@ -40,22 +38,20 @@ from mlx_parallm.server.errors import UnknownResponseError
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.openapi import streamable
+from mlx_parallm.server.request import RequestContext
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
 
 EMPTY_CONVERSATION = StoredResponse(b'{"output":[]}', b"[]")
 ANSWER_SHARE = 4
 """With truncation, the context's length divided by this stays free for an answer whose length is not limited."""
-OWN_NAMES: Mapping[str, str] = {
-    "messages": "input",
-    "response_format.json_schema": "text.format",
-    "response_format": "text.format",
-    "max_completion_tokens": "max_output_tokens",
-    "max_tokens": "max_output_tokens",
+NAMES: Mapping[str, str] = {
+    CONVERSATION: "input",
+    r"response_format(\.json_schema)?": "text.format",
+    "max_(completion_)?tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
-    ".function": "",
 }
-"""Maps names of chat's fields to the names of the same fields here; see `client_names`."""
+"""See `Dialect.names`."""
 
 
 class ResponseQuery(WireQuery):
@@ -121,7 +117,7 @@ async def create_response(body: Body, request: Request, services: ServicesDep) -
     request.state.body_bytes += sum(each.size for each in (stored, *holders))
     task = partial(_as_chat, body, stored, holders)
     body, earlier, chat = await services.workers.run(request.state.body_bytes, task)
-    return GenerationResponse(services, chat, 1, partial(prepare, body, chat, earlier, services, services.key.name))
+    return GenerationResponse(services, chat, 1, partial(prepare, body, chat, earlier, services))
 
 
 @router.post(
@@ -171,7 +167,7 @@ async def _loaded(body: ResponsesBody, services: Services) -> Response:
     """The answer to an empty conversation: clients load a model so before they use it. The other fields are checked as
     for any conversation."""
     services.check_model(body.model)
-    chat_body(body.for_chat([{"role": "user", "content": ""}]), _names(body))
+    _dialect(body).translated(body.for_chat([{"role": "user", "content": ""}]))
     async with services.model_for(body.model) as model:
         response = empty_response(body, model.card.name)
     return Response(response.json_text(), media_type="application/json")
@@ -182,26 +178,21 @@ def prepare(
     chat: ChatBody,
     earlier: Sequence[ItemFields],
     services: Services,
-    owner: str,
-    model: ServedModel,
-    adapter: AdapterRef,
-    collection: CollectionSpec | None,
+    context: RequestContext,
 ) -> ResponseWriter:
     """Renders and tokenises the conversation, and builds the engine's request, as chat does. Runs in a worker thread.
 
     Args:
         chat: the whole conversation as a chat body.
         earlier: the items of earlier turns.
-        owner: the name of the key that may read the stored response.
     """
-    with client_names(_names(body)):
-        chat = _fitted(body, chat, model)
-        planned = plan_chat(new_id("resp"), chat, services, model, adapter, collection)
-    keep = partial(_store, services, earlier, [*map(listed_item, body.input)], owner) if body.store else lambda _: None
+    with _dialect(body).own_names():
+        planned = plan_chat(new_id("resp"), _fitted(body, chat, context.model), services, context)
+    given, owner = [*map(listed_item, body.input)], context.key.name
+    keep = partial(_store, services, earlier, given, owner) if body.store else lambda _: None
     return ResponseWriter(
         body=body,
         request=planned.request,
-        model=model.card.name,
         splitter=Splitter(planned.syntax),
         keep=keep,
         watch=planned.watch,
@@ -215,7 +206,8 @@ def _store(
     owner: str,
     response: ResponseObject,
 ) -> None:
-    """Stores a response. `earlier` and `given` are the items of earlier turns, and those of this one."""
+    """Stores a response. `earlier` and `given` are the items of earlier turns, and those of this one. `owner`: the name
+    of the key that may read it."""
     input_items = json.dumps([*earlier, *given], ensure_ascii=False).encode("utf-8")
     added = (*(item["id"] for item in given), *(item.id for item in response.output))
     stored = StoredResponse(response.json_text().encode("utf-8"), input_items, owner, added)
@@ -296,7 +288,7 @@ def _as_chat(
     body = _with_items(body, holders)
     earlier = previous.items()
     messages = messages_of(ITEM_LIST.validate_python(earlier))
-    return body, earlier, chat_body(body.for_chat(messages), _names(body))
+    return body, earlier, _dialect(body).translated(body.for_chat(messages))
 
 
 def _count_tokens(
@@ -304,13 +296,12 @@ def _count_tokens(
 ) -> int:
     """The length of the prompt. Runs in a worker thread."""
     body, _, chat = _as_chat(body, previous, holders)
-    with client_names(_names(body)):
+    with _dialect(body).own_names():
         return len(prompt_of(_fitted(body, chat, model), model))
 
 
-def _names(body: ResponsesBody) -> Mapping[str, str]:
-    """This API's names of chat's fields; see `client_names`."""
-    return {**names_of_tools(body.offered()), **OWN_NAMES}
+def _dialect(body: ResponsesBody) -> Dialect[ChatBody]:
+    return Dialect(ChatBody, {**names_of_tools(body.offered()), **NAMES})
 
 
 # ---- truncation ------------------------------------------------------------------------------------

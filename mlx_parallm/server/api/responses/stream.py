@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from mlx_parallm.core.requests import Event, FinishReason, GenerationRequest, RequestFinished, SequenceOutput
+from mlx_parallm.core.requests import Event, FinishReason, RequestFinished, SequenceOutput
 from mlx_parallm.core.splitter import AnswerPart, Splitter
 from mlx_parallm.errors import ContextLengthError, RequestError
-from mlx_parallm.server.api.answer import AnswerWriter, Watch, collected_fields, cut_off, repetition_fields, served_by
+from mlx_parallm.server.api.answer import AnswerWriter, collected_fields, parts_of, repetition_fields, served_by
 from mlx_parallm.server.api.repairs import repaired_fields
 from mlx_parallm.server.api.responses.items import ItemEvent, OutputItems
 from mlx_parallm.server.api.responses.objects import (
@@ -36,18 +36,14 @@ from mlx_parallm.server.http.framing import EVENTS, Framing
 class ResponseWriter(AnswerWriter):
     """Writes a response. The whole response is the object of the stream's last event, so the two cannot differ.
 
-    `model` is the base model's name. `keep` is called with the response when it has ended, before it is sent.
-    `created_at` is Unix time in seconds.
+    `keep` is called with the response when it has ended, before it is sent. `created_at` is Unix time in seconds.
     """
 
     FRAMING: ClassVar[Framing] = EVENTS
 
     body: ResponsesBody
-    request: GenerationRequest
-    model: str
     splitter: Splitter
     keep: Callable[[ResponseObject], None]
-    watch: Watch | None = None
     created_at: int = field(default_factory=lambda: int(time.time()))
     _items: OutputItems = field(init=False)
     _numbers: Iterator[int] = field(default_factory=itertools.count, init=False)
@@ -85,9 +81,7 @@ class ResponseWriter(AnswerWriter):
     def _add(self, output: SequenceOutput) -> Iterator[ItemEvent]:
         self._uncounted_tokens += len(output.token_ids)
         self._reason = output.finish_reason
-        parts = list(self.splitter.feed(output.text))
-        if output.finish_reason is not None:
-            parts += self.splitter.end(cut_off(output))
+        parts = list(parts_of(self.splitter, output))
         self._count_reasoning(parts)
         for part in parts:
             yield from self._items.add(part)
@@ -124,7 +118,7 @@ class ResponseWriter(AnswerWriter):
 
     def _response(self, status: ResponseStatus, **more: Any) -> ResponseObject:
         fields = {"id": self.request.request_id, "created_at": self.created_at, "status": status, "usage": None}
-        served = served_by(self.request, self.model)
+        served = served_by(self.request)
         return _response_object(self.body, output=list(self._items.done), **{**fields, **served, **more})
 
     def _numbered(self, events: Iterator[ItemEvent]) -> Iterator[ResponseEvent]:

@@ -165,8 +165,8 @@ def offered_tools(tools: Iterable[AnyTool | None]) -> list[OfferedTool]:
 
 
 def names_of_tools(tools: Sequence[OfferedTool]) -> dict[str, str]:
-    """Maps the names of chat's fields of each tool to those of the client's."""
-    return {f"tools[{place}].function": tool.path for place, tool in enumerate(tools)}
+    """What the client calls chat's fields of each tool; see `Dialect.names`."""
+    return {rf"tools\[{place}\]\.function": tool.path for place, tool in enumerate(tools)}
 
 
 class NamedChoice(WireInput):

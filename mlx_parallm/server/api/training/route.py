@@ -50,7 +50,7 @@ from mlx_parallm.server.http.framing import sent_event
 from mlx_parallm.server.http.request_log import record_of
 from mlx_parallm.server.lifecycle import Lifecycle, while_connected
 from mlx_parallm.server.openapi import EVENTS
-from mlx_parallm.server.planning import adapter_named_by, check_ids
+from mlx_parallm.server.request import adapter_named_by, check_ids
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import CollectionDep, Services, ServicesDep, TrainingDep
 

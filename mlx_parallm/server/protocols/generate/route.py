@@ -12,89 +12,39 @@ of its own, made of the whole choices of a request:
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Annotated, Any, ClassVar
 
 from fastapi import Depends
 from starlette.responses import Response
 
-from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.core.models import ServedModel
-from mlx_parallm.core.requests import (
-    CollectionSpec,
-    Event,
-    FinishReason,
-    GenerationRequest,
-    PromptScored,
-    RequestFinished,
-    SequenceOutput,
-    TokenLogprob,
-)
+from mlx_parallm.core.requests import Event, TokenLogprob
 from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.server.access.roles import Role
-from mlx_parallm.server.api.answer import AnswerWriter, Watch, collected_fields, repetition_fields
-from mlx_parallm.server.api.completions import DEFAULT_MAX_TOKENS, CompletionBody, plan_completion
+from mlx_parallm.server.api.answer import (
+    AnswerWriter,
+    ChoicePiece,
+    WholeAnswer,
+    collected_fields,
+    ending,
+    repetition_fields,
+    whole_answer,
+)
+from mlx_parallm.server.api.completions import CompletionBody, ProgramCompletionBody, plan_completion
+from mlx_parallm.server.api.dialect import Dialect
 from mlx_parallm.server.api.fields import FinishReasonText, WireList, WireOutput
 from mlx_parallm.server.api.logprobs import finite
-from mlx_parallm.server.api.sampling_fields import SamplingFields, sent_sampling
+from mlx_parallm.server.api.sampling_fields import SamplingFields
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import new_request_id
 from mlx_parallm.server.openapi import generating
-from mlx_parallm.server.protocols.completion import client_names, completion_body, sent_collection
 from mlx_parallm.server.protocols.generate.schema import GenerateBody
+from mlx_parallm.server.request import RequestContext
 from mlx_parallm.server.routing import Router
-from mlx_parallm.server.services import Services, ServicesDep
-
-
-@dataclass(frozen=True, slots=True)
-class WholeChoice:
-    """One answer. `prompt`: the index of its prompt. `logprobs`: one for each of `token_ids`, if the request asked for
-    them."""
-
-    prompt: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprob]
-    finish_reason: FinishReason
-    stop_reason: str | int | None
-
-
-@dataclass(frozen=True, slots=True)
-class WholeRequest:
-    """All answers of a request, in order, and the scores of its prompts, if it asked for them."""
-
-    choices: list[WholeChoice]
-    prompt_logprobs: dict[int, tuple[TokenLogprob | None, ...]]
-    finished: RequestFinished
-
-
-def whole_request(request: GenerationRequest, events: Sequence[Event]) -> WholeRequest:
-    """Joins the events of a request. The last one is its RequestFinished."""
-    finished = events[-1]
-    assert isinstance(finished, RequestFinished)
-    outputs: list[list[SequenceOutput]] = [[] for _ in range(request.sequences)]
-    for event in events:
-        if isinstance(event, SequenceOutput):
-            outputs[event.index].append(event)
-    scored = {event.prompt_index: event.logprobs for event in events if isinstance(event, PromptScored)}
-    return WholeRequest([_joined(index // request.n, own) for index, own in enumerate(outputs)], scored, finished)
-
-
-def _joined(prompt: int, outputs: Sequence[SequenceOutput]) -> WholeChoice:
-    last = outputs[-1]
-    assert last.finish_reason is not None
-    return WholeChoice(
-        prompt=prompt,
-        text="".join(output.text for output in outputs),
-        token_ids=list(chain.from_iterable(output.token_ids for output in outputs)),
-        logprobs=list(chain.from_iterable(output.logprobs for output in outputs)),
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-    )
+from mlx_parallm.server.services import ServicesDep
 
 
 @dataclass(kw_only=True, eq=False)
@@ -102,21 +52,13 @@ class WholeWriter(AnswerWriter):
     """Writes the answer to a body that cannot ask for a stream."""
 
     sent: GenerateBody
-    request: GenerationRequest
     tokenizer: TextTokenizer
-    watch: Watch | None = field(default=None, init=False)
-
-    def opening_chunks(self) -> Iterator[WireOutput]:
-        return iter(())
-
-    def chunks(self, event: Event) -> Iterator[WireOutput]:
-        return iter(())
 
     def whole(self, events: Sequence[Event]) -> WireOutput:
-        return self._answer(whole_request(self.request, events))
+        return self._answer(whole_answer(self.request, events))
 
     @abstractmethod
-    def _answer(self, whole: WholeRequest) -> WireOutput:
+    def _answer(self, whole: WholeAnswer) -> WireOutput:
         """The JSON body."""
 
 
@@ -153,25 +95,25 @@ class VLLMAnswer(WireOutput):
 
 def vllm_completion(body: GenerateBody) -> dict[str, Any]:
     """The fields of the completion that a body with `prompt` asks for."""
-    return {**sent_sampling(body), "max_tokens": body.max_tokens, "logprobs": body.logprobs}
+    return {**body.sent_sampling(), "max_tokens": body.max_tokens, "logprobs": body.logprobs}
 
 
 class VLLMWriter(WholeWriter):
     """Writes a `VLLMAnswer`."""
 
-    def _answer(self, whole: WholeRequest) -> VLLMAnswer:
+    def _answer(self, whole: WholeAnswer) -> VLLMAnswer:
         prompt = self.request.prompts[0]
         fields: dict[str, Any] = collected_fields(self.request, whole.finished)
         if self.sent.logprobs is not None:
             top = self.sent.logprobs
             fields["logprobs"] = [[[_by_id(token, top)] for token in choice.logprobs] for choice in whole.choices]
         if self.sent.prompt_logprobs is not None:
-            fields["prompt_logprobs"] = list(_prompt_logprobs(whole.prompt_logprobs[0], self.sent.prompt_logprobs))
+            fields["prompt_logprobs"] = list(_prompt_logprobs(whole.scored[0].logprobs, self.sent.prompt_logprobs))
         return VLLMAnswer(
             text=[choice.text for choice in whole.choices],
             prompt=self.tokenizer.decode(prompt),
-            finish_reasons=[choice.finish_reason.value for choice in whole.choices],
-            token_ids=[choice.token_ids for choice in whole.choices],
+            finish_reasons=[ending(choice)["finish_reason"] for choice in whole.choices],
+            token_ids=[list(choice.token_ids) for choice in whole.choices],
             prompt_token_ids=list(prompt),
             **fields,
         )
@@ -231,7 +173,7 @@ def sglang_completion(body: GenerateBody) -> dict[str, Any]:
     """The fields of the completion that a body with `input_ids` asks for."""
     sampling = body.sampling_params
     return {
-        **sent_sampling(sampling),
+        **sampling.sent_sampling(),
         "max_tokens": sampling.max_new_tokens,
         "min_tokens": sampling.min_new_tokens or sampling.min_tokens,
         "seed": sampling.seed if sampling.sampling_seed is None else sampling.sampling_seed,
@@ -242,7 +184,7 @@ def sglang_completion(body: GenerateBody) -> dict[str, Any]:
 class SGLangWriter(WholeWriter):
     """Writes an `SGLangAnswer`, or a list of them if there are several answers."""
 
-    def _answer(self, whole: WholeRequest) -> WireOutput:
+    def _answer(self, whole: WholeAnswer) -> WireOutput:
         collected = collected_fields(self.request, whole.finished)
         ids = collected.pop("trajectory_ids", [None] * len(whole.choices))
         answers = [
@@ -251,7 +193,7 @@ class SGLangWriter(WholeWriter):
         ]
         return WireList(items=answers) if self.request.n > 1 else answers[0]
 
-    def _one(self, whole: WholeRequest, choice: WholeChoice, collected: dict[str, Any]) -> SGLangAnswer:
+    def _one(self, whole: WholeAnswer, choice: ChoicePiece, collected: dict[str, Any]) -> SGLangAnswer:
         fields = collected
         if self.sent.return_logprob:
             drawn = [(finite(token.logprob), token.token_id, None) for token in choice.logprobs]
@@ -264,11 +206,11 @@ class SGLangWriter(WholeWriter):
             cached_tokens=whole.finished.cached_tokens,
             **fields,
         )
-        return SGLangAnswer(text=choice.text, output_ids=choice.token_ids, meta_info=meta)
+        return SGLangAnswer(text=choice.text, output_ids=list(choice.token_ids), meta_info=meta)
 
 
-def _finish_reason(choice: WholeChoice) -> dict[str, str | int]:
-    if choice.finish_reason.cut_off:
+def _finish_reason(choice: ChoicePiece) -> dict[str, str | int]:
+    if choice.finish_reason is not None and choice.finish_reason.cut_off:
         return {"type": "length", "length": len(choice.token_ids), **repetition_fields(choice.finish_reason)}
     return {"type": "stop", "matched": choice.token_ids[-1] if choice.stop_reason is None else choice.stop_reason}
 
@@ -292,16 +234,16 @@ class TRLAnswer(WireOutput):
 
 def trl_completion(body: GenerateBody) -> dict[str, Any]:
     """The fields of the completion that a body with `prompts` asks for."""
-    return {**sent_sampling(body), "max_tokens": body.max_tokens, "logprobs": 0}
+    return {**body.sent_sampling(), "max_tokens": body.max_tokens, "logprobs": 0}
 
 
 class TRLWriter(WholeWriter):
     """Writes a `TRLAnswer`."""
 
-    def _answer(self, whole: WholeRequest) -> TRLAnswer:
+    def _answer(self, whole: WholeAnswer) -> TRLAnswer:
         return TRLAnswer(
             prompt_ids=[list(prompt) for prompt in self.request.prompts],
-            completion_ids=[choice.token_ids for choice in whole.choices],
+            completion_ids=[list(choice.token_ids) for choice in whole.choices],
             logprobs=[[finite(token.logprob) for token in choice.logprobs] for choice in whole.choices],
             **collected_fields(self.request, whole.finished),
         )
@@ -311,37 +253,37 @@ router = Router()
 Body = Annotated[GenerateBody, Depends(json_body(GenerateBody))]
 
 
+class SGLangCompletionBody(ProgramCompletionBody):
+    """A completion with SGLang's defaults."""
+
+    PROCESSED_LOGPROBS: ClassVar[bool] = True
+
+    @property
+    def default_max_tokens(self) -> int:
+        return 128
+
+
 @dataclass(frozen=True, slots=True)
-class Translation:
-    """How a form of the body is translated, and its answer written.
+class Form(Dialect[ProgramCompletionBody]):
+    """A form of the body, and how its answer is written.
 
     Attributes:
-        completion: the fields of the completion that the body asks for, apart from its prompts.
-        names: what the form calls a field of the completion, where the names differ.
-        default_max_tokens: the number of tokens to generate if the body does not say it and so many fit.
-        processed_logprobs: the logprobs are those of the distribution that draws the tokens, whatever the server's
-            `logprobs_mode` is.
+        completion: the fields of the completion that a body asks for, apart from its prompts.
     """
 
     completion: Callable[[GenerateBody], Mapping[str, Any]]
     writer: type[WholeWriter]
-    names: Mapping[str, str]
-    default_max_tokens: int = DEFAULT_MAX_TOKENS
-    processed_logprobs: bool = False
 
 
-SGLANG_MAX_TOKENS = 128
 _SGLANG_NAMES = {
     **{name: f"sampling_params.{name}" for name in SamplingFields.model_fields},
     "max_tokens": "sampling_params.max_new_tokens",
     "prompt": "input_ids",
 }
-TRANSLATIONS: Mapping[str, Translation] = {
-    "prompt": Translation(vllm_completion, VLLMWriter, {"prompt": "prompt.prompt_token_ids"}),
-    "prompts": Translation(trl_completion, TRLWriter, {"prompt": "prompts"}),
-    "input_ids": Translation(
-        sglang_completion, SGLangWriter, _SGLANG_NAMES, SGLANG_MAX_TOKENS, processed_logprobs=True
-    ),
+FORMS: Mapping[str, Form] = {
+    "prompt": Form(ProgramCompletionBody, {"prompt": "prompt.prompt_token_ids"}, vllm_completion, VLLMWriter),
+    "prompts": Form(ProgramCompletionBody, {"prompt": "prompts"}, trl_completion, TRLWriter),
+    "input_ids": Form(SGLangCompletionBody, _SGLANG_NAMES, sglang_completion, SGLangWriter),
 }
 
 
@@ -358,32 +300,20 @@ TRANSLATIONS: Mapping[str, Translation] = {
 async def generate(body: Body, services: ServicesDep) -> Response:
     """Continues prompts, with the body and the answer of vLLM's (`prompt`), SGLang's (`input_ids`) or TRL's (`prompts`)
     route of this name."""
-    translation, prompts = TRANSLATIONS[body.form], body.prompts_of()
-    fields = {
-        **sent_collection(body),
-        **translation.completion(body),
-        "prompt": prompts[0] if len(prompts) == 1 else prompts,
-        "priority": body.priority,
-    }
-    completion = completion_body(fields, translation.names)
-    return GenerationResponse(
-        services, completion, len(prompts), partial(prepare, body, completion, translation, services)
+    form, prompts = FORMS[body.form], body.prompts_of()
+    completion = form.translated(
+        {
+            **body.sent_collection(),
+            **form.completion(body),
+            "prompt": prompts[0] if len(prompts) == 1 else prompts,
+            "priority": body.priority,
+        }
     )
+    return GenerationResponse(services, completion, len(prompts), partial(prepare, body, completion, form))
 
 
-def prepare(
-    body: GenerateBody,
-    completion: CompletionBody,
-    translation: Translation,
-    services: Services,
-    model: ServedModel,
-    adapter: AdapterRef,
-    collection: CollectionSpec | None,
-) -> WholeWriter:
+def prepare(body: GenerateBody, completion: CompletionBody, form: Form, context: RequestContext) -> WholeWriter:
     """Makes the engine's request. Runs in a worker thread."""
-    with client_names(translation.names):
-        default = translation.default_max_tokens
-        request = plan_completion(new_request_id("gen"), completion, services, model, adapter, collection, default)
-    if translation.processed_logprobs:
-        request = replace(request, sampling=replace(request.sampling, processed_logprobs=True))
-    return translation.writer(sent=body, request=request, tokenizer=model.tokenizer)
+    with form.own_names():
+        request = plan_completion(new_request_id("gen"), completion, context)
+    return form.writer(sent=body, request=request, tokenizer=context.model.tokenizer)

@@ -12,26 +12,33 @@ from fastapi import Depends
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.models import ServedModel
-from mlx_parallm.core.requests import CollectionSpec, PromptScored
+from mlx_parallm.core.requests import PromptScored
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server.access.roles import Role
 from mlx_parallm.server.api.answer import ChoicePiece, ChoiceWriter, ending
 from mlx_parallm.server.api.chat.route import prompt_of
 from mlx_parallm.server.api.chat.schema import ChatBody
-from mlx_parallm.server.api.completions import CompletionBody, plan_completion
+from mlx_parallm.server.api.completions import CompletionBody, ProgramCompletionBody, plan_completion
+from mlx_parallm.server.api.dialect import Dialect
 from mlx_parallm.server.api.logprobs import chat_logprobs, prompt_logprobs, scored_prompt
-from mlx_parallm.server.api.sampling_fields import sent_sampling
+from mlx_parallm.server.api.sampling_fields import SamplingFields
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.http.request_log import new_request_id
 from mlx_parallm.server.openapi import streamable
-from mlx_parallm.server.planning import adapter_named_by, select_adapter
-from mlx_parallm.server.protocols.completion import client_names, completion_body
 from mlx_parallm.server.protocols.tokens.schema import RenderedChat, TokenCompletion, TokensBody, TokensChoice
+from mlx_parallm.server.request import RequestContext, adapter_named_by, select_adapter
 from mlx_parallm.server.routing import Router
-from mlx_parallm.server.services import Services, ServicesDep
+from mlx_parallm.server.services import ServicesDep
+
+DIALECT = Dialect(
+    ProgramCompletionBody,
+    {
+        "prompt": "token_ids",
+        **{name: f"sampling_params.{name}" for name in (*SamplingFields.model_fields, "max_tokens", "logprobs")},
+    },
+)
 
 router = Router()
 Body = Annotated[TokensBody, Depends(json_body(TokensBody))]
@@ -55,22 +62,15 @@ Chat = Annotated[ChatBody, Depends(json_body(ChatBody))]
 async def generate_tokens(body: Body, services: ServicesDep) -> Response:
     """Continues the tokens of a prompt. No text is tokenised, so the turns of a conversation can extend each other
     exactly. The header `X-Session-ID`, which clients send for each rollout, has no effect."""
-    completion = completion_body(body.for_completion(), body.COMPLETION_NAMES)
-    return GenerationResponse(services, completion, 1, partial(prepare, body, completion, services))
+    completion = DIALECT.translated(body.for_completion())
+    return GenerationResponse(services, completion, 1, partial(prepare, body, completion))
 
 
-def prepare(
-    body: TokensBody,
-    completion: CompletionBody,
-    services: Services,
-    model: ServedModel,
-    adapter: AdapterRef,
-    collection: CollectionSpec | None,
-) -> TokensWriter:
+@DIALECT.own_names()
+def prepare(body: TokensBody, completion: CompletionBody, context: RequestContext) -> TokensWriter:
     """Makes the engine's request. Runs in a worker thread."""
-    with client_names(body.COMPLETION_NAMES):
-        request = plan_completion(new_request_id("tokens"), completion, services, model, adapter, collection)
-    return TokensWriter(body=completion, request=request, model=model.card.name, tokenizer=model.tokenizer, sent=body)
+    request = plan_completion(new_request_id("tokens"), completion, context)
+    return TokensWriter(body=completion, request=request, tokenizer=context.model.tokenizer, sent=body)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -150,7 +150,7 @@ def _render(body: ChatBody, model: ServedModel) -> RenderedChat:
     if body.compiles:
         param = body.grammar[0] if body.grammar else "tool_choice"
         raise InvalidRequestError(f"{param}: a rendered request has no grammar; leave it out", param=param)
-    sampling = {**sent_sampling(body), "max_tokens": body.token_limit, "logprobs": body.candidates.number}
+    sampling = {**body.sent_sampling(), "max_tokens": body.token_limit, "logprobs": body.candidates.number}
     names = [name for name in ("model", "lora_adapter", "cache_salt") if name in body.model_fields_set]
     return RenderedChat(
         token_ids=body.given_prompt or prompt_of(body, model),

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -12,8 +11,7 @@ from mlx_parallm.server.api.answer import AnswerObject
 from mlx_parallm.server.api.fields import FinishReasonText, Neutral, NonEmptyTokenIds, WireOutput
 from mlx_parallm.server.api.generation_fields import UNSUPPORTED_OPTIONS, CollectableBody, Priority, StreamOptions
 from mlx_parallm.server.api.logprobs import ChatLogprobs, PromptLogprobs
-from mlx_parallm.server.api.sampling_fields import NO_LIMIT, SamplingFields, TokenLimit, TopLogprobs, sent_sampling
-from mlx_parallm.server.protocols.completion import sent_collection
+from mlx_parallm.server.api.sampling_fields import NO_LIMIT, SamplingFields, TokenLimit, TopLogprobs
 
 MAX_REQUEST_ID = 256
 WITHOUT_EFFECT = frozenset({"detokenize", "extra_args", "output_kind", "routed_experts_prompt_start"})
@@ -55,18 +53,12 @@ class TokensBody(CollectableBody):
     return_token_ids: bool = False
     """Whether the answer has the token ids of the prompt too."""
 
-    COMPLETION_NAMES: ClassVar[Mapping[str, str]] = {
-        "prompt": "token_ids",
-        **{name: f"sampling_params.{name}" for name in (*SamplingFields.model_fields, "max_tokens", "logprobs")},
-    }
-    """The names of this body's fields, by those of a completion."""
-
     def for_completion(self) -> dict[str, Any]:
         """The same request as the fields of a completion."""
         sampling = self.sampling_params
         return {
-            **sent_collection(self),
-            **sent_sampling(sampling),
+            **self.sent_collection(),
+            **sampling.sent_sampling(),
             "prompt": self.token_ids,
             "max_tokens": NO_LIMIT if sampling.max_tokens is None else sampling.max_tokens,
             "logprobs": sampling.logprobs,
