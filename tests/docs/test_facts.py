@@ -119,7 +119,7 @@ SENTENCES = (
     ("docs/other-apis.md", f"a list of up to {MAX_INPUTS:,} of either"),
     ("docs/other-apis.md", f"for each of up to {MAX_INPUTS:,} in `text_2`"),
     ("docs/other-apis.md", f"orders up to {MAX_INPUTS:,} `documents`"),
-    ("docs/environments.md", f"1 to {MAX_PROMPTS}, each a text or a list of messages"),
+    ("docs/tutorial-teach.md", f"1 to {MAX_PROMPTS}, each a text or a list of messages"),
     ("docs/environments.md", f"It keeps {MAX_TOKENS // 10**6} million tokens"),
     ("docs/keys.md", f"It ends after {LIFETIME_S // 3600} hours"),
     ("docs/learning.md", f"up to {MAX_EVENTS:,} of each adapter"),
