@@ -76,7 +76,7 @@ LISTS: tuple[tuple[str, str, Collection[str]], ...] = (
     ("docs/learning.md", "| name | reward | reads |", BUILTINS),
     ("docs/learning.md", "| name | the policy ratio is clipped | tokens are averaged |", Algorithm),
     ("docs/learning.md", "| tracker | where its figures go |", TrackerName),
-    ("docs/serving.md", "| `--speculation` | guesses come from |", Speculation),
+    ("docs/serving.md", "| `--speculation` | drafts come from |", Speculation),
     ("docs/models.md", "| state | meaning |", ModelState),
     ("docs/operating.md", "| mode | requests under way |", PauseMode),
     ("docs/tools.md", FORMS, FAMILIES),
