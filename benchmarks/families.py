@@ -1,6 +1,6 @@
 """What every model family of mlx-lm can do here: one table, of tiny random models with float32 weights.
 
-    python benchmarks/families.py [NAME ...] [--page] [--out families.json]
+    python benchmarks/families.py [NAME ...] [--out families.json]
 
 Each row: how the model runs, which of its modules run in parts, tokens a second of 8 sequences that decode together
 beside mlx-lm's batch generator in turns with it, and the largest relative error of each check, which compare with
@@ -9,7 +9,7 @@ and gradients of LoRA factors; "no": the model cannot do it here. With quantized
 rounding to 8 bits.
 
 The models take a few milliseconds a step, most of it in Python, so the rates say what a family's path costs beside
-mlx-lm's, and nothing about real sizes. --page: writes the table into docs/models.md.
+mlx-lm's, and nothing about real sizes. docs/models.md shows the record.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import json
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
 import mlx.core as mx  # isort: skip
 import mlx.nn as nn
 from lib import machine
+from lib.families import HEADERS, Family, cells
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -41,31 +42,10 @@ from mlx_parallm.errors import UnsupportedModelError  # noqa: E402
 
 ROWS, PROMPT, STEPS = 8, 16, 24
 REPEATS = 3
-PAGE = ROOT / "docs" / "models.md"
-BEGIN, END = "<!-- the table of benchmarks/families.py -->", "<!-- its end -->"
-
-
-@dataclass
-class Family:
-    """A row of the table. `errors`: by check, None if it failed. `problems`: what went wrong, by check."""
-
-    name: str
-    family: str = ""
-    compatible: bool = False
-    in_parts: tuple[str, ...] = ()
-    errors: dict[str, float | None] = field(default_factory=dict)
-    problems: dict[str, str] = field(default_factory=dict)
-    rate: float | None = None
-    rate_of_mlx_lm: float | None = None
-    speculation: bool = False
 
 
 def main() -> None:
     arguments = _arguments()
-    if arguments.page and not arguments.names:
-        found = [Family(**each) for each in json.loads(arguments.out.read_text())["families"]]
-        _write_page(found)
-        return
     names = arguments.names or [name for name in checks.CONFIGURATIONS if name not in checks.ELSEWHERE]
     found = []
     for name in names:
@@ -146,60 +126,13 @@ def _theirs(model: nn.Module, prompts: list[list[int]]) -> float | None:
         return None
 
 
-# -- what is shown -------------------------------------------------------------------------------
-
-HEADERS = (
-    *("family", "runs", "in parts", "tokens/s", "mlx-lm", "batch", "adapters", "prefix cache", "gradients"),
-    *("speculation", "8-bit KV"),
-)
-
-
-def cells(row: Family) -> list[str]:
-    """What the table says of a family."""
-    parts = ", ".join(dict.fromkeys(path.rsplit(".", 1)[-1] for path in row.in_parts)) or "-"
-    return [
-        row.name,
-        "compatible" if row.compatible else "batched",
-        parts,
-        _number(row.rate),
-        _number(row.rate_of_mlx_lm),
-        *(_error(row, check) for check in ("batch", "adapters", "prefix cache", "gradients")),
-        "yes" if row.speculation else "no",
-        _error(row, "8-bit keys and values"),
-    ]
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f}"
-
-
-def _error(row: Family, check: str) -> str:
-    error = row.errors.get(check)
-    if error is None:
-        return "no" if check in row.problems else "-"
-    return f"fails ({error:.0e})" if check in row.problems else f"{error:.0e}"
-
-
 def _line(row: Family) -> str:
     return " | ".join(cells(row))
-
-
-def page_table(found: list[Family]) -> str:
-    """The table of docs/models.md."""
-    lines = [HEADERS, ["---"] * len(HEADERS), *map(cells, found)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _write_page(found: list[Family]) -> None:
-    text = PAGE.read_text()
-    start, end = text.index(BEGIN) + len(BEGIN), text.index(END)
-    PAGE.write_text(f"{text[:start]}\n\n{page_table(found)}\n\n{text[end:]}")
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of tests/model/configurations.json; default: all")
-    parser.add_argument("--page", action="store_true", help="write the record's table into docs/models.md, and stop")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "families.json")
     return parser.parse_args()
 

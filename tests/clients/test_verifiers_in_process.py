@@ -53,7 +53,7 @@ def test_the_reward_rises(environment: str, tmp_path: Path, report: Report) -> N
 
 def test_the_environment_of_the_tutorial(tmp_path: Path) -> None:
     """As its page shows it: the files, then the command."""
-    blocks = blocks_of("docs/tutorial-environment.md")
+    blocks = blocks_of("docs/environments.md")
     for block in blocks:
         if block.title:
             (tmp_path / block.title).write_text(block.text)

@@ -111,6 +111,8 @@ def _blocks(page: str, lines: tuple[str, ...]) -> Iterator[Block]:
         if fence is None or "```" not in lines[number + 1 :]:
             raise ValueError(f"{page}:{number + 1}: a code block names its language, and is closed by a line of ```")
         end = lines.index("```", number + 1)
+        if any(line.startswith("```") for line in lines[number + 1 : end]):
+            raise ValueError(f"{page}:{number + 1}: another code block begins before this one is closed")
         note = _NOTE.fullmatch(lines[number - 1]) if number else None
         kind, detail = (note["kind"], note["detail"] or "") if note else ("", "")
         text = "".join(f"{line}\n" for line in lines[number + 1 : end])

@@ -1,4 +1,4 @@
-"""The environment of docs/tutorial-environment.md, played by a model that answers as the page says."""
+"""The environment of docs/environments.md, played by a model that answers as the page says."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TWO = {"fruit": ("apple", "kiwi"), "animal": ("cat", "dog"), "color": ("red", "b
 
 
 async def test_the_environment_of_the_page_rewards_right_answers(tmp_path: Path) -> None:
-    (source,) = (block.text for block in blocks_of("docs/tutorial-environment.md") if block.title == "kinds.py")
+    (source,) = (block.text for block in blocks_of("docs/environments.md") if block.title == "kinds.py")
     (tmp_path / "kinds.py").write_text(source)
 
     def answer(request) -> str:

@@ -57,18 +57,18 @@ DIVERGENCE = "| signal | beyond its limit | default | then |"
 ERRORS = "| status | `code` | meaning |"
 FORMS = "| `--tool-parser` | also | models | thinking | enforced | repaired |"
 LISTS: tuple[tuple[str, str, Collection[str]], ...] = (
-    ("docs/competition.md", "| verdict | when | live then |", {*get_args(ComparisonVerdict)} - {"running"}),
+    ("docs/people.md", "| verdict | when | live then |", {*get_args(ComparisonVerdict)} - {"running"}),
     ("docs/dashboard.md", "| role | on the dashboard |", Role),
-    ("docs/debugging.md", "| reason | meaning |", DropReason),
-    ("docs/divergence.md", "| action | what it does |", Action),
-    ("docs/divergence.md", DIVERGENCE, DivergenceConfig.model_fields.keys() - {"webhook"}),
+    ("docs/operating.md", "| reason | meaning |", DropReason),
+    ("docs/learning.md", "| action | what it does |", Action),
+    ("docs/learning.md", DIVERGENCE, DivergenceConfig.model_fields.keys() - {"webhook"}),
     (
-        "docs/engines.md",
+        "docs/trainers.md",
         "| `--inference-engine` | server | how it takes the adapter | samples and logprobs |",
         EngineKind,
     ),
     (
-        "docs/installing.md",
+        "docs/getting-started.md",
         "| row | what is compared with mlx-lm's own forward pass |",
         [check.name for check in CHECKS],
     ),
@@ -76,14 +76,14 @@ LISTS: tuple[tuple[str, str, Collection[str]], ...] = (
     ("docs/learning.md", "| name | reward | reads |", BUILTINS),
     ("docs/learning.md", "| name | the policy ratio is clipped | tokens are averaged |", Algorithm),
     ("docs/learning.md", "| tracker | where its figures go |", TrackerName),
-    ("docs/serving.md", "| `--speculation` | guesses come from |", Speculation),
-    ("docs/serving.md", "| state | meaning |", ModelState),
-    ("docs/sharing.md", "| mode | requests under way |", PauseMode),
+    ("docs/serving.md", "| `--speculation` | drafts come from |", Speculation),
+    ("docs/models.md", "| state | meaning |", ModelState),
+    ("docs/operating.md", "| mode | requests under way |", PauseMode),
     ("docs/tools.md", FORMS, FAMILIES),
-    ("docs/tinker.md", "| loss | sum over tokens, with r = π / q | settings, with defaults |", TokenLoss),
+    ("docs/trainers.md", "| loss | sum over tokens, with r = π / q | settings, with defaults |", TokenLoss),
 )
 """Page, first line of a table, and the names that its first column has."""
-SERVERS, LEARNERS = "## Servers", "## Learning on a Mac"
+SERVERS, LEARNERS = "### Servers", "### Learning on a Mac"
 CLAIMS = {
     SERVERS: {
         "one batch for several requests": "server.max_batch_size",
@@ -112,22 +112,22 @@ CLAIMS = {
 """What the program has if it does what a row of the comparison says: a setting, route, field, loss, family or file."""
 SENTENCES = (
     ("README.md", f"Training gets {MODE_SHARES['inference_and_training']:.0%} of".replace("%", " %")),
-    ("docs/sharing.md", f"gets {MODE_SHARES['inference_and_training']:.0%} of the device's".replace("%", " %")),
+    ("docs/operating.md", f"gets {MODE_SHARES['inference_and_training']:.0%} of the device's".replace("%", " %")),
     ("docs/cluster.md", f"renews a lease of {LEASE_S:g} s"),
     ("docs/cluster.md", f"A trainer holds a lease of {TRAINER_LEASE_S:g} s"),
     ("docs/dashboard.md", f"more than {MAX_SAMPLES} answers"),
-    ("docs/embeddings.md", f"a list of up to {MAX_INPUTS:,} of either"),
-    ("docs/embeddings.md", f"for each of up to {MAX_INPUTS:,} in `text_2`"),
-    ("docs/embeddings.md", f"orders up to {MAX_INPUTS:,} `documents`"),
-    ("docs/environments.md", f"1 to {MAX_PROMPTS}, each a text or a list of messages"),
-    ("docs/episodes.md", f"It keeps {MAX_TOKENS // 10**6} million tokens"),
+    ("docs/other-apis.md", f"a list of up to {MAX_INPUTS:,} of either"),
+    ("docs/other-apis.md", f"for each of up to {MAX_INPUTS:,} in `text_2`"),
+    ("docs/other-apis.md", f"orders up to {MAX_INPUTS:,} `documents`"),
+    ("docs/tutorial-teach.md", f"1 to {MAX_PROMPTS}, each a text or a list of messages"),
+    ("docs/environments.md", f"It keeps {MAX_TOKENS // 10**6} million tokens"),
     ("docs/keys.md", f"It ends after {LIFETIME_S // 3600} hours"),
     ("docs/learning.md", f"up to {MAX_EVENTS:,} of each adapter"),
     ("docs/people.md", f"Up to {MAX_PEOPLE:,} people may judge one answer"),
     ("docs/requests.md", f"Up to {MAX_STOPS} stop strings"),
-    ("docs/structured-output.md", f"A schema has at most {MAX_SCHEMA_BYTES >> 10} KiB and {MAX_SCHEMA_DEPTH} levels"),
-    ("docs/structured-output.md", f"a regular expression {MAX_REGEX >> 10} KiB"),
-    ("docs/structured-output.md", f"a list {MAX_CHOICES:,} choices"),
+    ("docs/requests.md", f"A schema has at most {MAX_SCHEMA_BYTES >> 10} KiB and {MAX_SCHEMA_DEPTH} levels"),
+    ("docs/requests.md", f"a regular expression {MAX_REGEX >> 10} KiB"),
+    ("docs/requests.md", f"a list {MAX_CHOICES:,} choices"),
 )
 """Numbers that are constants of the program."""
 APIS = {"OpenAI": "/v1/chat/completions", "Anthropic": "/v1/messages", "Ollama": "/api/chat"}
@@ -144,7 +144,7 @@ def test_tables_have_all_names_and_no_others(page: str, header: str, known: Coll
 
 
 def test_limits_of_divergence() -> None:
-    for signal, _, default, action in table_of("docs/divergence.md", DIVERGENCE):
+    for signal, _, default, action in table_of("docs/learning.md", DIVERGENCE):
         configured = getattr(DivergenceConfig(), signal.strip("`"))
         limit = getattr(configured, "limit", None)
         assert (default, action) == ("" if limit is None else f"{limit:g}", f"`{configured.action}`"), signal
@@ -232,10 +232,10 @@ def test_extras_exist() -> None:
 
 def test_families() -> None:
     """Those of the tests, and those that can be split."""
-    serving = _text("docs/serving.md")
-    tested = serving[serving.index("**Tested families.**") : serving.index("**Other models that")]
+    models = _text("docs/models.md")
+    tested = models[models.index("**Tested families.**") : models.index("**Other models that")]
     assert [name for name in TESTED if not re.search(rf"\b{name.removesuffix('_text')}\b", tested)] == []
-    (split,) = (cells[1] for cells in table_of("docs/several-macs.md", "| | |") if cells[0] == "architectures")
+    (split,) = (cells[1] for cells in table_of("docs/cluster.md", "| | |") if cells[0] == "architectures")
     assert tuple(_NAMES.findall(split)) == SPLIT_FAMILIES
 
 
@@ -311,9 +311,9 @@ def test_apis_of_the_comparison() -> None:
 
 def _cells_about_us(section: str) -> dict[str, str]:
     """The second column by the first."""
-    lines = lines_of("docs/comparison.md")
+    lines = lines_of("docs/limits.md")
     header = next(line for line in lines[lines.index(section) :] if line.startswith("| |"))
-    return {cells[0]: cells[1] for cells in table_of("docs/comparison.md", header)}
+    return {cells[0]: cells[1] for cells in table_of("docs/limits.md", header)}
 
 
 def _names_of_the_program() -> Iterator[str]:

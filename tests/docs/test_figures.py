@@ -1,9 +1,10 @@
-"""The figures of the README, and the table of what fits, are those of the records."""
+"""The figures of the README, and the tables of what fits, are those of the records."""
 
 import json
 from typing import Any
 
 from docs.pages import ROOT, lines_of, table_of
+from lib.families import HEADERS, Family, page_table
 
 RECORDS = ROOT / "benchmarks" / "results"
 
@@ -14,38 +15,47 @@ def test_figures_of_the_readme() -> None:
     learning, turns, worst = _figures("learning"), _figures("prefix"), _figures("prefix", "high")
     second = [f"second turn against {other}, worst" for other in ("our first turn", "mlx_lm.server")]
     ratios = [serving[f"throughput against mlx_lm.server, {clients} clients"] for clients in (1, 8, 16, 32)]
+    first, other = (
+        f"{turns[name]:.2f}x of {of} ({worst[name]:.2f}x)"
+        for name, of in zip(second, ("turn 1", "`mlx_lm.server`"), strict=True)
+    )
     expected = [
-        f"{', '.join(f'{ratio:.2f}' for ratio in ratios)} x",
-        f"{', '.join(f'{turns[name]:.2f} ({worst[name]:.2f})' for name in second)} x",
-        f"{serving['median first token against mlx_lm.server, 16 clients']:.2f} x",
-        f"{adapters['served with 8 adapters against none, 16 clients']:.2f} x",
-        f"{of_8b['adapter'] / 1e6:.0f} MB",
+        f"{', '.join(f'{ratio:.2f}x' for ratio in ratios)} of `mlx_lm.server`",
+        f"{serving['median first token against mlx_lm.server, 16 clients']:.2f}x of `mlx_lm.server`",
+        f"{first}, {other}",
+        f"{adapters['served with 8 adapters against none, 16 clients']:.2f}x of no adapters",
         f"{adapters['publish: until a row has it']:.2f} s",
-        ", ".join(
-            f"{both[f'{mode}: updates a minute']:.1f} at {both[f'{mode}: throughput against inference only']:.2f} x"
+        *(
+            f"{both[f'{mode}: updates a minute']:.1f} updates/min, "
+            f"clients keep {both[f'{mode}: throughput against inference only']:.2f}x throughput"
             for mode in ("RL", "priority")
         ),
         " → ".join(f"{learning[f'sentiment, seed 0: held-out reward {when}']:.2f}" for when in ("before", "after")),
+        f"{of_8b['adapter'] / 1e6:.0f} MB",
     ]
     assert [figure for _, figure, _ in table_of("README.md", "| what | figure | benchmark |")] == expected
 
 
 def test_table_of_what_fits() -> None:
-    header = next(line for line in lines_of("docs/limits.md") if line.startswith("| base |"))
+    header = next(line for line in lines_of("docs/models.md") if line.startswith("| base |"))
     accounts = _record("fits")["table"]
-    for base, context, *cells in table_of("docs/limits.md", header):
+    for base, context, *cells in table_of("docs/models.md", header):
         mine = [each for each in accounts if (each["base"], f"{each['context']:,}") == (base, context)]
         sizes = (f"{mine[0][name] / 1e9:.2f} GB" for name in ("weights", "row", "policy", "micro_step"))
         machines = (f"{each['rows']} ({each['longest']:,})" for each in mine)
         assert cells == [f"{mine[0]['adapter'] / 1e6:.1f} MB", *sizes, *machines]
 
 
-def test_tables_of_models() -> None:
-    families = _record("families")["families"]
-    header = next(line for line in lines_of("docs/models.md") if line.startswith("| family |"))
-    runs = {True: "compatible", False: "batched"}
-    cells = [(name, how) for name, how, *_ in table_of("docs/models.md", header)]
-    assert cells == [(each["name"], runs[each["compatible"]]) for each in families]
+def test_page_of_models_shows_every_family() -> None:
+    """The site puts the table in the place of the comment; see scripts/families_table.py."""
+    assert "<!-- families -->" in lines_of("docs/models.md")
+    families = [Family(**each) for each in _record("families")["families"]]
+    header, _, *rows = (line.strip("| ").split(" | ") for line in page_table(families).splitlines())
+    assert (header, {len(row) for row in rows}) == ([*HEADERS], {len(HEADERS)})
+    assert [row[0] for row in rows] == [each.name for each in families]
+
+
+def test_table_of_releases() -> None:
     releases = _record("fits")["releases"]
     header = next(line for line in lines_of("docs/models.md") if line.startswith("| release |"))
     for name, family, *cells in table_of("docs/models.md", header):

@@ -1,4 +1,4 @@
-/** Why answers were dropped, or an update was not made, for the commonest reasons; docs/debugging.md has them all. */
+/** Why answers were dropped, or an update was not made, for the commonest reasons; docs/operating.md has them all. */
 const REASONS: Readonly<Record<string, string>> = {
   zero_variance: "all rewards are equal",
   single: "nothing to compare it with",
