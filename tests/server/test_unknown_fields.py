@@ -239,3 +239,11 @@ async def test_top_p_0_is_greedy(client, engine, path):
 async def test_responses_honour_ignore_eos(client, engine):
     await ignored(client, RESPONSES, ignore_eos=True)
     assert engine.requests[-1].stopping.ignore_eos
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity"])
+async def test_what_is_no_json_is_refused_in_an_ignored_field_too(client, number):
+    response = await client.post(COMPLETIONS, content=f'{{"prompt": "x", "num_ctx": {number}}}')
+    assert response.status_code == 400
+    assert "not valid JSON" in response.json()["error"]["message"]
+    assert (await client.post(COMPLETIONS, json={"prompt": f"is {number} a number?"})).status_code == 200
