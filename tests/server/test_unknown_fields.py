@@ -243,7 +243,8 @@ async def test_responses_honour_ignore_eos(client, engine):
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity"])
 async def test_what_is_no_json_is_refused_in_an_ignored_field_too(client, number):
-    response = await client.post(COMPLETIONS, content=f'{{"prompt": "x", "num_ctx": {number}}}')
+    body, headers = f'{{"prompt": "x", "num_ctx": {number}}}', {"Content-Type": "application/json"}
+    response = await client.post(COMPLETIONS, content=body, headers=headers)
     assert response.status_code == 400
     assert "not valid JSON" in response.json()["error"]["message"]
     assert (await client.post(COMPLETIONS, json={"prompt": f"is {number} a number?"})).status_code == 200
