@@ -349,6 +349,20 @@ def test_a_journal_of_another_model_is_refused(path: Path) -> None:
     JournalFile(path, read_only=True).close()
 
 
+def test_a_file_without_tables_is_a_journal_that_nothing_was_written_to(path: Path) -> None:
+    """As a process leaves it that is killed while it makes the file."""
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.close()
+    assert path.stat().st_size
+    assert JournalFile(path, read_only=True).newest_changes(1) == ()
+    assert JournalFile(path, read_only=True).changes_since("math", 0) == ()
+    file = JournalFile(path)
+    file.commit([])
+    file.close()
+    assert JournalFile(path, read_only=True).newest_changes(1) == ()
+
+
 def test_a_file_of_something_else_is_refused_and_left_alone(path: Path) -> None:
     with sqlite3.connect(path) as connection:
         connection.execute("CREATE TABLE mine (a)")

@@ -70,6 +70,7 @@ _FORGET = (
     "DELETE FROM intake WHERE adapter = ?",
     "DELETE FROM changes WHERE adapter = ?",
 )
+_ANY_TABLE = "SELECT 1 FROM sqlite_master LIMIT 1"
 _FEW_PAGES = 2048
 LINEAGE_CHANGES = 1000
 """Changes before the start of a replay that it reads: they have the lineage and the metrics of updates."""
@@ -97,6 +98,8 @@ class JournalFile:
             least = self._count.read()
             if path.exists() and (path.stat().st_size or not least):  # SQLite deletes the WAL of an empty file
                 self._connection, self._commits = connect(path, model, least, read_only)
+                if read_only and not self.rows(_ANY_TABLE):  # what made the file was killed before its first commit
+                    self.close()
             elif least:
                 raise lost(path, 0, least)
         except (sqlite3.Error, OSError) as error:
