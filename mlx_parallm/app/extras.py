@@ -19,7 +19,7 @@ from mlx_parallm.adapters.runs import Run
 from mlx_parallm.config import Config, TrackerName
 from mlx_parallm.config.training import TeacherConfig
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.optional_packages import CLUSTER
+from mlx_parallm.optional_packages import CLUSTER, is_extra
 from mlx_parallm.rl.environments import Environment, Task
 from mlx_parallm.rl.environments.names import LOADERS
 from mlx_parallm.rl.scoring.catalogue import no_reward_model
@@ -77,11 +77,6 @@ def _if_there() -> Iterator[None]:
         if not is_extra(error):
             raise
         _log.warning("an extra is left out, because %s is not there", error.name)
-
-
-def is_extra(error: ModuleNotFoundError) -> bool:
-    """Whether what was not found is a module of this package, which only extras may lack."""
-    return (error.name or "").startswith("mlx_parallm.")
 
 
 # ---- of every process that trains ----------------------------------------------------------------
@@ -189,14 +184,14 @@ def joined(config: Config) -> Ranks | None:
 
 
 def leading(ranks: Ranks, lose: Callable[[str], None]) -> Lead:
-    """Rank 0 of several; see `ranks.running.Lead`."""
+    """Rank 0 of several; see `Lead`."""
     from mlx_parallm.extras.ranks.running import Lead
 
     return Lead(ranks, lose)
 
 
 def follow(config: Config, ranks: Ranks) -> int:
-    """Computes with rank 0 until it ends; see `ranks.running.follow`."""
+    """Computes with rank 0 until it ends; see `extras.ranks.running.follow`."""
     from mlx_parallm.extras.ranks.running import follow
 
     return follow(config, ranks)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI
 
 from mlx_parallm import __version__
+from mlx_parallm.optional_packages import is_extra
 from mlx_parallm.server.api import completions, control, login, models, ops, root, stats, usage
 from mlx_parallm.server.api.adapters import route as adapter_routes
 from mlx_parallm.server.api.chat import route as chat
@@ -50,7 +51,7 @@ def _there(*names: str) -> tuple[ModuleType, ...]:
         try:
             found.append(import_module(f"mlx_parallm.extras.{name}"))
         except ModuleNotFoundError as error:
-            if not (error.name or "").startswith("mlx_parallm."):
+            if not is_extra(error):
                 raise
             _log.warning("routes are left out, because %s is not there", error.name)
     return tuple(found)

@@ -23,7 +23,7 @@ class Backend:
     Attributes:
         engine: answers requests.
         training: None if the server does not train.
-        cluster: None if it is not a node of a cluster; see `cluster.parts.join`.
+        cluster: None if it is not a node of a cluster; see `extras.cluster.http.parts.join`.
     """
 
     engine: EngineClient

@@ -1,6 +1,6 @@
 """ClusterCollection: where a node of a cluster that does not train sends requests to be collected, and their rewards.
 
-request ─▶ collect ─▶ message ─▶ stream of the cluster ─▶ the trainer of its adapter (`app.cluster_intake`)
+request ─▶ collect ─▶ message ─▶ stream of the cluster ─▶ the trainer of its adapter (`run.ClusterIntake`)
 """
 
 from __future__ import annotations
