@@ -32,9 +32,10 @@ PLAIN = "uv run mlx_parallm_serve"
 """What runs before a page starts a server itself."""
 EVERYTHING = (
     "uv run mlx_parallm_serve --adapter-dir adapters --checkpoint-dir runs/pages --enable-rl-training "
-    "--learning-rate 1e-4 --update-frequency 32 --atropos-api"
+    "--learning-rate 1e-12 --update-frequency 32 --atropos-api"
 )
-"""A server that answers the commands of every page."""
+"""A server that answers the commands of every page. It learns so little that what one page teaches changes no answer of
+another, in whatever order they run."""
 
 _SERVES = re.compile(r"(?:pip install uv && )?((?:\w+=\S+ )*uv run mlx_parallm_serve(?!.* --(?:print-config|help)).*)")
 _ASKS_SERVER = re.compile(

@@ -16,8 +16,6 @@ from mlx_parallm.server.app import openapi_document
 pytestmark = pytest.mark.ci
 
 RUN = [page for page in PAGES if any(b.language in ("sh", "python") and b.note != "not run" for b in blocks_of(page))]
-ORDER = sorted(RUN, key=lambda page: page == "docs/learning.md")
-"""The page that changes what the server answers comes last."""
 METRICS_HEADER = "| what | metrics, after `mlx_parallm_` |"
 _ROUTE = re.compile(r"(?:GET |POST |DELETE )?(/[a-z][\w/-]*)(?:\?.*)?")
 _NAME = re.compile(r"`([a-z0-9_]+)`")
@@ -31,7 +29,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", ORDER)
+@pytest.mark.parametrize("page", RUN)
 def test_page(page: str, reader: Reader) -> None:
     reader.follow(page)
 
@@ -61,6 +59,6 @@ def patient_reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("page", ORDER)
+@pytest.mark.parametrize("page", RUN)
 def test_page_as_written(page: str, patient_reader: Reader) -> None:
     patient_reader.follow(page)
