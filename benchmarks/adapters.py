@@ -18,21 +18,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lib import machine, report
-from lib.adapters import decode as adapter_decode
-from lib.adapters import figures as adapter_figures
-from lib.adapters import memory as adapter_memory
-from lib.adapters import publish as adapter_publish
-from lib.adapters import served as adapter_served
-from lib.adapters.decode import DecodeCost
-from lib.adapters.memory import AdapterMemory
-from lib.adapters.publish import Churn
-from lib.adapters.served import ServedPoint
-from lib.alone import alone
-from lib.figures import Figure
+from benchmarks.lib import machine, report
+from benchmarks.lib.adapters import decode as adapter_decode
+from benchmarks.lib.adapters import figures as adapter_figures
+from benchmarks.lib.adapters import memory as adapter_memory
+from benchmarks.lib.adapters import publish as adapter_publish
+from benchmarks.lib.adapters import served as adapter_served
+from benchmarks.lib.adapters.decode import DecodeCost
+from benchmarks.lib.adapters.memory import AdapterMemory
+from benchmarks.lib.adapters.publish import Churn
+from benchmarks.lib.adapters.served import ServedPoint
+from benchmarks.lib.alone import alone
+from benchmarks.lib.figures import Figure
+from benchmarks.lib.peers import PROGRAMS
 
-HERE = Path(__file__).parent
-PROGRAMS = HERE / "lib" / "programs"
 PARTS = ("decode", "served", "publish", "memory")
 PUBLISHES, QUICK_PUBLISHES = 200, 12
 
@@ -123,7 +122,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one repeat, fewer and shorter requests, 12 publishes")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "adapters.json")
+    parser.add_argument("--out", type=Path, default=report.RESULTS / "adapters.json")
     return parser.parse_args()
 
 

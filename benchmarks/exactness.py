@@ -13,20 +13,19 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from lib import machine, report
-from lib.alone import alone
-from lib.figures import Figure, reported
-from lib.training import exactness
-from lib.training.exactness import Exactness
+from benchmarks.lib import machine, report
+from benchmarks.lib.alone import alone
+from benchmarks.lib.figures import Figure, reported
+from benchmarks.lib.training import exactness
+from benchmarks.lib.training.exactness import Exactness
 
-HERE = Path(__file__).parent
 MILLIONTHS_OF_A_NAT, MILLIONTHS_APART = 100, 10
 
 
 def main() -> int:
     """Returns the exit code: 0 if every figure keeps to its limit, 1 if one does not."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "exactness.json")
+    parser.add_argument("--out", type=Path, default=report.RESULTS / "exactness.json")
     arguments = parser.parse_args()
     before = machine.describe()
     exact = alone(exactness.measure)

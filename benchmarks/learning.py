@@ -21,13 +21,12 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from lib import machine, report
-from lib.figures import Figure, reported
-from lib.training import learning_run
-from lib.training.learning_run import Run
-from lib.training.learning_tasks import TASKS
+from benchmarks.lib import machine, report
+from benchmarks.lib.figures import Figure, reported
+from benchmarks.lib.training import learning_run
+from benchmarks.lib.training.learning_run import Run
+from benchmarks.lib.training.learning_tasks import TASKS
 
-HERE = Path(__file__).parent
 SEEDS = {
     "sentiment": (0, 1, 2),
     "ending": (0, 1),
@@ -154,7 +153,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=tuple(TASKS), default=tuple(TASKS))
     parser.add_argument("--seeds", nargs="+", type=int, help="in place of each task's own")
     parser.add_argument("--resume", action="store_true", help="keep the runs that the file has")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "learning.json")
+    parser.add_argument("--out", type=Path, default=report.RESULTS / "learning.json")
     return parser.parse_args()
 
 

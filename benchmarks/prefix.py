@@ -33,18 +33,17 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from lib import machine, peers, report, throughput
-from lib.figures import Figure
-from lib.prefix import figures, replay, shared, tables, turns
-from lib.prefix.replay import Replayed
-from lib.prefix.shared import Shared
-from lib.prefix.sides import OURS, THEIRS, WITHOUT, Side
-from lib.prefix.texts import Texts
-from lib.prefix.turns import BLOCK, Turns
 from rich.table import Table
 
-HERE = Path(__file__).parent
-PROGRAMS = HERE / "lib" / "programs"
+from benchmarks.lib import machine, peers, report, throughput
+from benchmarks.lib.figures import Figure
+from benchmarks.lib.prefix import figures, replay, shared, tables, turns
+from benchmarks.lib.prefix.replay import Replayed
+from benchmarks.lib.prefix.shared import Shared
+from benchmarks.lib.prefix.sides import OURS, THEIRS, WITHOUT, Side
+from benchmarks.lib.prefix.texts import Texts
+from benchmarks.lib.prefix.turns import BLOCK, Turns
+
 PARTS = ("turns", "chat", "agent", "shared")
 NO_CACHE_FLAG = "--no-prefix-cache"
 QUICK_ALIGNMENTS = 4
@@ -134,7 +133,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="prefix_benchmark_") as folder:
         bench = Bench(arguments, Path(folder) / "model", Path(folder))
         hybrid = ["--hybrid"] if arguments.hybrid else []
-        subprocess.run([sys.executable, str(PROGRAMS / "model_dir.py"), str(bench.model), *hybrid], check=True)
+        subprocess.run([sys.executable, str(peers.PROGRAMS / "model_dir.py"), str(bench.model), *hybrid], check=True)
         before = machine.describe()
         machine.warn_if_busy()
         results = asyncio.run(peers.cancelled_by_sigterm(bench.run()))
@@ -155,7 +154,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--peer-flags", default=peers.MLX_LM_FLAGS, help="of mlx_lm.server")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "prefix.json")
+    parser.add_argument("--out", type=Path, default=report.RESULTS / "prefix.json")
     return parser.parse_args()
 
 

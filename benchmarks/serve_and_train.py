@@ -22,25 +22,24 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lib import machine, report
-from lib.alone import alone
-from lib.figures import Figure
-from lib.training import batch as rl_batch
-from lib.training import figures as rl_figures
-from lib.training import memory as rl_memory
-from lib.training import publish as rl_publish
-from lib.training import served as rl_served
-from lib.training import soak as rl_soak
-from lib.training import tables as rl_tables
-from lib.training import update as rl_update
-from lib.training.memory import ADAPTERS, SERVING, TRAINER, TRAINING, Load, Memory
-from lib.training.publish import Live
-from lib.training.served import Served
-from lib.training.soak import Soak
-from lib.training.update import Cost
+from benchmarks.lib import machine, report
+from benchmarks.lib.alone import alone
+from benchmarks.lib.figures import Figure
+from benchmarks.lib.peers import PROGRAMS
+from benchmarks.lib.training import batch as rl_batch
+from benchmarks.lib.training import figures as rl_figures
+from benchmarks.lib.training import memory as rl_memory
+from benchmarks.lib.training import publish as rl_publish
+from benchmarks.lib.training import served as rl_served
+from benchmarks.lib.training import soak as rl_soak
+from benchmarks.lib.training import tables as rl_tables
+from benchmarks.lib.training import update as rl_update
+from benchmarks.lib.training.memory import ADAPTERS, SERVING, TRAINER, TRAINING, Load, Memory
+from benchmarks.lib.training.publish import Live
+from benchmarks.lib.training.served import Served
+from benchmarks.lib.training.soak import Soak
+from benchmarks.lib.training.update import Cost
 
-HERE = Path(__file__).parent
-PROGRAMS = HERE / "lib" / "programs"
 PARTS = ("serving", "publish", "update", "memory")
 SOAK = "soak"
 PUBLISHES, QUICK_PUBLISHES = 20, 4
@@ -154,7 +153,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=(*PARTS, SOAK), default=PARTS)
     parser.add_argument("--minutes", type=float, default=30, help="of the soak")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "serve_and_train.json")
+    parser.add_argument("--out", type=Path, default=report.RESULTS / "serve_and_train.json")
     return parser.parse_args()
 
 

@@ -20,21 +20,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lib import machine, peers, report, throughput
-from lib.figures import Figure
-from lib.load import closed_loop
-from lib.memory import Memory, watched
-from lib.programs.model_dir import kv_bytes_per_token
-from lib.prompts import short_prompts
-from lib.serving import decode, fairness, figures, tables
-from lib.serving.decode import Decode
-from lib.serving.fairness import Fairness
-from lib.throughput import Point
 from rich.table import Table
 
-HERE = Path(__file__).parent
-PROGRAMS = HERE / "lib" / "programs"
-RECORD = HERE / "results" / "serving.json"
+from benchmarks.lib import machine, peers, report, throughput
+from benchmarks.lib.figures import Figure
+from benchmarks.lib.load import closed_loop
+from benchmarks.lib.memory import Memory, watched
+from benchmarks.lib.programs.model_dir import kv_bytes_per_token
+from benchmarks.lib.prompts import short_prompts
+from benchmarks.lib.serving import decode, fairness, figures, tables
+from benchmarks.lib.serving.decode import Decode
+from benchmarks.lib.serving.fairness import Fairness
+from benchmarks.lib.throughput import Point
+
+RECORD = report.RESULTS / "serving.json"
 SCENARIOS = ("throughput", "decode", "fairness", "memory")
 MEMORY_CLIENTS = 16
 
@@ -142,7 +141,7 @@ def main() -> int:
     arguments = _arguments()
     with tempfile.TemporaryDirectory(prefix="serving_benchmark_") as folder:
         bench = Bench(arguments, Path(folder) / "model", Path(folder))
-        subprocess.run([sys.executable, str(PROGRAMS / "model_dir.py"), str(bench.model)], check=True)
+        subprocess.run([sys.executable, str(peers.PROGRAMS / "model_dir.py"), str(bench.model)], check=True)
         before = machine.describe()
         machine.warn_if_busy()
         results = asyncio.run(peers.cancelled_by_sigterm(bench.run()))

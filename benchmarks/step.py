@@ -27,20 +27,21 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from lib import machine, report
-from lib.figures import Figure, reported
-from lib.step import cases, compared
-from lib.step.budget import Budget, budget
-from lib.step.cases import Case
-from lib.step.counting import Counts
-from lib.step.decode import Rows
-from lib.step.engines import Batch
-from lib.step.models import LLAMA_8B, Architecture
-from lib.step.timing import Timer, Times
-from lib.step.training import COMPILED, OURS, TOGETHER
 from rich.table import Table
 
-RECORD = Path(__file__).parent / "results" / "step.json"
+from benchmarks.lib import machine, report
+from benchmarks.lib.figures import Figure, reported
+from benchmarks.lib.step import cases, compared
+from benchmarks.lib.step.budget import Budget, budget
+from benchmarks.lib.step.cases import Case
+from benchmarks.lib.step.counting import Counts
+from benchmarks.lib.step.decode import Rows
+from benchmarks.lib.step.engines import Batch
+from benchmarks.lib.step.models import LLAMA_8B, Architecture
+from benchmarks.lib.step.timing import Timer, Times
+from benchmarks.lib.step.training import COMPILED, OURS, TOGETHER
+
+RECORD = report.RESULTS / "step.json"
 COMPARED = RECORD.with_name("step_compared.json")
 PARTS = ("times", "counts", "operations", "budget", "training", "compared")
 COMPARED_REPEATS = 15

@@ -14,7 +14,7 @@ Idle threads of OpenBLAS wait actively for some 30 ms for their next product, wh
 own threads pay for. Here they wait for some 7 ms, for the OpenBLAS of NumPy too. The next product of a pass comes in
 that time, also after the attention of many sequences. On a virtual machine, where waking a thread is slow, a step takes
 longer if they sleep sooner. Beside other programs fewer threads are used, so their waiting costs these programs little
-(`benchmarks/busy.py`).
+(`benchmarks/studies/busy.py`).
 How many threads are best depends on what other programs leave; see `mlx_parallm.machine.processors`.
 """
 

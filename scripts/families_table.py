@@ -1,4 +1,4 @@
-"""A hook of mkdocs for `docs/models.md`: shows the record of `benchmarks/families.py` as a table."""
+"""A hook of mkdocs for `docs/models.md`: shows the record of `benchmarks/studies/families.py` as a table."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT))
 
-from lib.families import Family, page_table  # noqa: E402
+from benchmarks.lib.families import Family, page_table  # noqa: E402
 
 PAGE, TABLE = "models.md", "<!-- families -->"
 RECORD = ROOT / "benchmarks" / "results" / "families.json"

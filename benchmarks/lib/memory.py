@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lib.load import get_json
-from lib.machine import resident_bytes
-from lib.peers import Peer
+from benchmarks.lib.load import get_json
+from benchmarks.lib.machine import resident_bytes
+from benchmarks.lib.peers import Peer
 
 POLL_S = 0.25
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lib.load import HOST, get_json
+from benchmarks.lib.load import HOST, get_json
 
 PROGRAMS = Path(__file__).parent / "programs"
 OUR_SERVER = Path(sys.executable).with_name("mlx_parallm_serve")

@@ -9,10 +9,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lib.figures import Figure
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.lib.figures import Figure
+
+RESULTS = Path(__file__).parents[1] / "results"
+"""Where the record of each benchmark lies."""
 WIDTH = 120
 """Columns of a table if stdout is not a terminal."""
 

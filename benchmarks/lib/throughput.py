@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from lib.load import Body, Load, closed_loop, greedy
-from lib.peers import Peer
-from lib.prompts import short_prompts
+from benchmarks.lib.load import Body, Load, closed_loop, greedy
+from benchmarks.lib.peers import Peer
+from benchmarks.lib.prompts import short_prompts
 
 TOKENS = 48
 PEER_ATTEMPTS = 20

@@ -248,8 +248,8 @@ of one, and 33 in twice that time (ml-explore/mlx#3863)."""
 _LEAST_GAIN = 1.2
 """Least predicted gain of a unit with drafts over the same unit without. The prediction is of tokens per second of all
 sequences. If only some drafts are right, their sequences end early, and the others have waited for longer units: on
-texts that repeat little, 8 and 16 sequences lost 5 and 7 % with 1.05 and 4 and 3 % with 1.2 (`benchmarks/speculation.py
---only new`)."""
+texts that repeat little, 8 and 16 sequences lost 5 and 7 % with 1.05 and 4 and 3 % with 1.2
+(`benchmarks/studies/speculation.py --only new`)."""
 
 _GAIN_WORTH_WAITING = 1.25
 """Least predicted gain for which the device idles until the tokens of the unit in flight are read."""

@@ -2,7 +2,7 @@
 
 A product that is split among threads ends when the last of them was given a core. Beside programs that use all cores a
 small one takes three times as long with two threads as with one, and on a quiet machine two thirds as long
-(`benchmarks/busy.py`).
+(`benchmarks/studies/busy.py`).
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from harness import FixedCost
-from lib.programs.drafts import write_first_layers
 from lora import layout_of, random_adapter
 from tiny import save_tiny, tiny_model
 
+from benchmarks.lib.programs.drafts import write_first_layers
 from mlx_parallm.adapters.formats import write_peft
 from mlx_parallm.app.build import RunningEngine
 from mlx_parallm.config import configure

@@ -51,7 +51,7 @@ def node() -> None:
 
 @pytest.fixture
 def report(record_property: Callable[[str, Any], None]) -> Report:
-    """Reports a figure for the record that `benchmarks/rl_programs.py` writes. The test itself asserts the limit."""
+    """Reports a figure for the record of `benchmarks/studies/rl_programs.py`. The test itself asserts the limit."""
 
     def record(name: str, value: float, unit: str = "", limit: float | None = None, at_least: bool = False) -> None:
         fields = {"name": name, "value": value, "unit": unit, "limit": limit, "at_least": at_least}

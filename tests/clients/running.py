@@ -33,7 +33,7 @@ ENVIRONMENT = {
 """Nobody asks a hub, and nobody looks for prices."""
 
 Report = Callable[..., None]
-"""The fixture `report(name, value, unit="", limit=None, at_least=False)`: one figure of `lib.figures`."""
+"""The fixture `report(name, value, unit="", limit=None, at_least=False)`: one figure of `benchmarks.lib.figures`."""
 
 
 def printed(*command: str, at: Path = SCRIPTS, **variables: str) -> str:

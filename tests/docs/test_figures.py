@@ -4,7 +4,8 @@ import json
 from typing import Any
 
 from docs.pages import ROOT, lines_of, table_of
-from lib.families import HEADERS, Family, page_table
+
+from benchmarks.lib.families import HEADERS, Family, page_table
 
 RECORDS = ROOT / "benchmarks" / "results"
 

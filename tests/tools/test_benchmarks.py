@@ -9,9 +9,9 @@ import pytest
 
 pytestmark = pytest.mark.ci
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-COMMANDS = sorted(FOLDER.glob("*.py"))
-MODULES = sorted(path.relative_to(FOLDER).with_suffix("") for path in FOLDER.rglob("*/*.py"))
+ROOT = Path(__file__).parents[2]
+COMMANDS = sorted([*ROOT.glob("benchmarks/*.py"), *ROOT.glob("benchmarks/studies/*.py")])
+MODULES = sorted(path.relative_to(ROOT).with_suffix("") for path in ROOT.glob("benchmarks/lib/**/*.py"))
 
 CODE = """
 import importlib, runpy, sys
@@ -34,7 +34,7 @@ def test_every_module_imports_and_every_command_shows_its_help():
     names = " ".join(".".join(module.parts) for module in MODULES)
     done = subprocess.run(
         [sys.executable, "-c", CODE, names, *map(str, COMMANDS)],
-        env={**os.environ, "PYTHONPATH": str(FOLDER)},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=100,
@@ -45,5 +45,5 @@ def test_every_module_imports_and_every_command_shows_its_help():
     assert len(MODULES) > 30
 
 
-def test_the_folder_is_a_list_of_commands():
+def test_the_folders_are_lists_of_commands():
     assert [path.name for path in COMMANDS if "\ndef main()" not in path.read_text()] == []

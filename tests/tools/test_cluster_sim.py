@@ -4,9 +4,10 @@ import math
 from dataclasses import replace
 
 import pytest
-from lib.cluster.inputs import Inputs, RouterCost, measured
-from lib.cluster.model import ONE_HEAD, Cluster, Design
-from lib.cluster.outcome import Scenario, lose_one, simulate
+
+from benchmarks.lib.cluster.inputs import Inputs, RouterCost, measured
+from benchmarks.lib.cluster.model import ONE_HEAD, Cluster, Design
+from benchmarks.lib.cluster.outcome import Scenario, lose_one, simulate
 
 FREE = RouterCost(request_s=0.0, token_s=0.0)
 PLAIN = Inputs(

@@ -2,18 +2,29 @@
 
 import mlx.core as mx
 import pytest
-from lib.step.budget import budget, row_factor
-from lib.step.cases import Case, as_record, by_operation, cases, counted, excess, micro_steps, read_record, whole_steps
-from lib.step.compared import counted as compare
-from lib.step.counting import Counts, count
-from lib.step.decode import Rows
-from lib.step.engines import Batch
-from lib.step.graph import Kind, placeholder
-from lib.step.metal import reshaped
-from lib.step.models import BUNDLED, TINY
-from lib.step.stand_ins import gpu_graphs
-from lib.step.training import COMPILED, OURS, TOGETHER
 from mlx_lm.models import activations
+
+from benchmarks.lib.step.budget import budget, row_factor
+from benchmarks.lib.step.cases import (
+    Case,
+    as_record,
+    by_operation,
+    cases,
+    counted,
+    excess,
+    micro_steps,
+    read_record,
+    whole_steps,
+)
+from benchmarks.lib.step.compared import counted as compare
+from benchmarks.lib.step.counting import Counts, count
+from benchmarks.lib.step.decode import Rows
+from benchmarks.lib.step.engines import Batch
+from benchmarks.lib.step.graph import Kind, placeholder
+from benchmarks.lib.step.metal import reshaped
+from benchmarks.lib.step.models import BUNDLED, TINY
+from benchmarks.lib.step.stand_ins import gpu_graphs
+from benchmarks.lib.step.training import COMPILED, OURS, TOGETHER
 
 pytestmark = pytest.mark.ci
 

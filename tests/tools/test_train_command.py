@@ -2,10 +2,11 @@
 
 import time
 
-import curriculum
 import pytest
-from lib.training.command import STOPPED, checked, held_out_rows, logged, prepare, row, train
-from lib.training.learning_tasks import Question, questions
+
+from benchmarks.lib.training.command import STOPPED, checked, held_out_rows, logged, prepare, row, train
+from benchmarks.lib.training.learning_tasks import Question, questions
+from benchmarks.studies import curriculum
 
 STAND_IN = """
 import itertools, json, signal, sys, time

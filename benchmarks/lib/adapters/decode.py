@@ -16,11 +16,11 @@ from statistics import mean
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 
 import mlx.nn as nn  # isort: skip
-from lib.adapters.files import QV, RANK, fill, random_adapter
-from lib.adapters.gather_products import GatherProducts
-from lib.rows import begin, open_row, rewind
 from mlx.utils import tree_unflatten
 
+from benchmarks.lib.adapters.files import QV, RANK, fill, random_adapter
+from benchmarks.lib.adapters.gather_products import GatherProducts
+from benchmarks.lib.rows import begin, open_row, rewind
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.app.device import build_runner
 from mlx_parallm.batch.runner import Launched

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 
-from lib.adapters.decode import ALL, EIGHT, MANY, ONE, QV_ONLY, DecodeCost, Variant
-from lib.adapters.memory import ALL as ALL_IN_MEMORY
-from lib.adapters.memory import AdapterMemory
-from lib.adapters.publish import Churn
-from lib.adapters.served import KINDS, NONE, ServedPoint
-from lib.figures import Figure, errors, percentile, ratios, reported, spread
+from benchmarks.lib.adapters.decode import ALL, EIGHT, MANY, ONE, QV_ONLY, DecodeCost, Variant
+from benchmarks.lib.adapters.memory import ALL as ALL_IN_MEMORY
+from benchmarks.lib.adapters.memory import AdapterMemory
+from benchmarks.lib.adapters.publish import Churn
+from benchmarks.lib.adapters.served import KINDS, NONE, ServedPoint
+from benchmarks.lib.figures import Figure, errors, percentile, ratios, reported, spread
 
 ONE_PERCENT, QV_PERCENT, ALL_PERCENT = 12, 7, 18
 ALL_OVER_PRODUCTS = 1.3

@@ -10,8 +10,7 @@ from pathlib import Path
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 
 import mlx.core as mx  # isort: skip
-from lib.adapters.files import QV, RANK, random_adapter
-
+from benchmarks.lib.adapters.files import QV, RANK, random_adapter
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.formats import write_mlx_lm
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights

@@ -22,11 +22,10 @@ from typing import Any
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 
 import mlx.core as mx  # isort: skip
-from lib.adapters.files import random_adapter
-from lib.adapters.traffic import Answer, Stopwatch, TimedRunner, TimedStore, Traffic
-from lib.figures import percentile
-from lib.prompts import short_prompts
-
+from benchmarks.lib.adapters.files import random_adapter
+from benchmarks.lib.adapters.traffic import Answer, Stopwatch, TimedRunner, TimedStore, Traffic
+from benchmarks.lib.figures import percentile
+from benchmarks.lib.prompts import short_prompts
 from mlx_parallm.adapters.cards import Residence
 from mlx_parallm.adapters.weights import VersionInfo
 from mlx_parallm.app.adapters import find_adapters

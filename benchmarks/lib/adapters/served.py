@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lib import peers, throughput
-from lib.adapters.files import write_adapters
-from lib.alone import alone
-from lib.load import Body, closed_loop, get_json
-from lib.peers import Peer
-from lib.prompts import short_prompts
-from lib.throughput import TOKENS, WARM_UP_CLIENTS, WARM_UP_TOKENS, Side, body
+from benchmarks.lib import peers, throughput
+from benchmarks.lib.adapters.files import write_adapters
+from benchmarks.lib.alone import alone
+from benchmarks.lib.load import Body, closed_loop, get_json
+from benchmarks.lib.peers import Peer
+from benchmarks.lib.prompts import short_prompts
+from benchmarks.lib.throughput import TOKENS, WARM_UP_CLIENTS, WARM_UP_TOKENS, Side, body
 
 NAMES = [f"random-{number:02}" for number in range(64)]
 NONE = "no adapter"

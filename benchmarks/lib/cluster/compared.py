@@ -7,13 +7,13 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from lib.cluster import routing
-from lib.cluster.inputs import Inputs, RouterCost
-from lib.cluster.model import Cluster
-from lib.cluster.nodes import Paced, cluster
-from lib.load import Body, Load, closed_loop, greedy
-from lib.machine import processor_seconds
-from lib.peers import Peer
+from benchmarks.lib.cluster import routing
+from benchmarks.lib.cluster.inputs import Inputs, RouterCost
+from benchmarks.lib.cluster.model import Cluster
+from benchmarks.lib.cluster.nodes import Paced, cluster
+from benchmarks.lib.load import Body, Load, closed_loop, greedy
+from benchmarks.lib.machine import processor_seconds
+from benchmarks.lib.peers import Peer
 
 COST_PACE_S, COST_ROWS, COST_REQUESTS, COST_REPEATS, SHORT, LONG = 0.002, 8, 80, 3, 4, 68
 STEP_ROWS, STEP_TOKENS, STEP_REPEATS = (1, 4, 8, 12, 16), 48, 3

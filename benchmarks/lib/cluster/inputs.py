@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-RECORDS = Path(__file__).parents[2] / "results"
+from benchmarks.lib.report import RESULTS
+
 CONTEXT = 64
 """Tokens of context at which steps were measured, about those of the simulated requests."""
 GIGABIT = 118e6
@@ -113,7 +114,7 @@ def recorded_router(record: Path) -> RouterCost:
 
 
 def _record(name: str) -> dict[str, Any]:
-    return json.loads((RECORDS / f"{name}.json").read_text())
+    return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 def _step_ms(record: dict[str, Any], rows: int) -> float:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import simpy
-from lib.cluster.inputs import Inputs
-from lib.cluster.parts import Log, Replica, Request, Server
+
+from benchmarks.lib.cluster.inputs import Inputs
+from benchmarks.lib.cluster.parts import Log, Replica, Request, Server
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.load import HOST, get_json
-from lib.peers import PROGRAMS, Peer, PeerError, our_server, program
+from benchmarks.lib.load import HOST, get_json
+from benchmarks.lib.peers import Peer, PeerError, our_server, program
 
 TOKEN = "token-of-the-benchmark"
 READY_S = 60
@@ -43,8 +43,8 @@ class Nodes:
 
 def small_model(folder: Path) -> Path:
     """A model that loads at once, for servers whose engine is a paced one."""
-    command = [sys.executable, "-m", "lib.programs.small_model", str(folder.absolute())]
-    subprocess.run(command, cwd=PROGRAMS.parent.parent, check=True)
+    command = [sys.executable, "-m", "benchmarks.lib.programs.small_model", str(folder.absolute())]
+    subprocess.run(command, check=True)
     return folder
 
 

@@ -4,9 +4,9 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from lib.cluster.inputs import GIGABIT, Inputs
-from lib.cluster.model import ONE_HEAD, Cluster, Design
-from lib.figures import percentile
+from benchmarks.lib.cluster.inputs import GIGABIT, Inputs
+from benchmarks.lib.cluster.model import ONE_HEAD, Cluster, Design
+from benchmarks.lib.figures import percentile
 
 WARM_UP_S, LENGTH_S = 30.0, 120.0
 LOSS_AT_S, LOSS_WINDOW_S = 60.0, 10.0

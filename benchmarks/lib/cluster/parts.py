@@ -5,7 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import simpy
-from lib.cluster.inputs import Inputs
+
+from benchmarks.lib.cluster.inputs import Inputs
 
 
 @dataclass(slots=True, eq=False)

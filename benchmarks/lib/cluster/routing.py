@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lib.cluster.nodes import Nodes, Paced, cluster, node
-from lib.figures import percentile
-from lib.load import Body, Load, Stream, closed_loop, greedy
-from lib.machine import resident_bytes
-from lib.peers import Peer
+from benchmarks.lib.cluster.nodes import Nodes, Paced, cluster, node
+from benchmarks.lib.figures import percentile
+from benchmarks.lib.load import Body, Load, Stream, closed_loop, greedy
+from benchmarks.lib.machine import resident_bytes
+from benchmarks.lib.peers import Peer
 
 STREAMS, TOKENS, PACE_S, ROUNDS = 64, 48, 0.1, 3
 """Streams at a time, tokens of each, seconds between two of them, and streams one after another."""

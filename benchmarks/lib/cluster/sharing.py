@@ -13,10 +13,9 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
-from lib.adapters.files import write_adapters
-from lib.cluster.nodes import TOKEN, Nodes
-from lib.load import Stream, greedy
-
+from benchmarks.lib.adapters.files import write_adapters
+from benchmarks.lib.cluster.nodes import TOKEN, Nodes
+from benchmarks.lib.load import Stream, greedy
 from mlx_parallm import __version__
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.extras.cluster.archive import pack

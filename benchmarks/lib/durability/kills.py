@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lib.durability.processes import end, free_port, get, post, start
 from safetensors.numpy import load_file
 
+from benchmarks.lib.durability.processes import end, free_port, get, post, start
 from mlx_parallm.adapters.runs import JOURNAL
 from mlx_parallm.rl.runs.record import read_record
 from mlx_parallm.rl.runs.records import Feedback, Update

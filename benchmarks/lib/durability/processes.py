@@ -57,8 +57,7 @@ def end(process: subprocess.Popen[bytes], chosen: signal.Signals, after: float) 
 
 def small_model(folder: Path) -> Path:
     """Writes a random model of two narrow layers, for runs in which it does not matter what is computed."""
-    benchmarks = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-m", "lib.programs.small_model", str(folder)], cwd=benchmarks, check=True)
+    subprocess.run([sys.executable, "-m", "benchmarks.lib.programs.small_model", str(folder)], check=True)
     return folder
 
 

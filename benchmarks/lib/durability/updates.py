@@ -1,6 +1,6 @@
 """Kills a process that makes updates, some of which are held, skipped or fail, at random moments.
 
-    python -m lib.durability.updates MODEL RUN LAST     from benchmarks/: continues the run, until change LAST
+    python -m benchmarks.lib.durability.updates MODEL RUN LAST     continues the run, until change LAST
 
 What the process does next depends only on how many changes its journal has: one update that comes to nothing, then one
 that changes the policy and the baselines of rewards. After each change it prints the policy's digest and the baselines.
@@ -27,8 +27,8 @@ import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 
 import mlx.core as mx  # isort: skip
 import numpy as np
-from lib.durability.processes import small_model
 
+from benchmarks.lib.durability.processes import small_model
 from mlx_parallm import LoRAConfig, RLConfig, RLIntegratedServer
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.core.trajectories import GivenTrajectory
@@ -36,7 +36,6 @@ from mlx_parallm.errors import StepFailedError
 from mlx_parallm.rl.status import Divergence
 from mlx_parallm.train import accumulation
 
-BENCHMARKS = Path(__file__).parents[2]
 LONGEST_S = 5.0
 """Longest time from the first line of a process to its end."""
 WHILE_STARTING = 0.2
@@ -124,7 +123,7 @@ def kill_updates(kills: int, dice: random.Random, folder: Path) -> dict[str, Any
     """Kills so many processes on one run. Returns the record: `different` counts states that are not as in the run that
     was not killed, and `made_again` the changes that a process had before its first line and no checkpoint."""
     model, found = small_model(folder / "small"), list[dict[str, Any]]()
-    command = [sys.executable, "-m", "lib.durability.updates"]
+    command = [sys.executable, "-m", "benchmarks.lib.durability.updates"]
     usual_s = 5.0
     for _ in range(kills):
         began = time.monotonic()
@@ -150,7 +149,7 @@ def kill_updates(kills: int, dice: random.Random, folder: Path) -> dict[str, Any
 
 def _pipes(folder: Path) -> dict[str, Any]:
     errors = (folder / "updates.txt").open("a")
-    return {"stdout": subprocess.PIPE, "stderr": errors, "text": True, "cwd": BENCHMARKS, "env": os.environ}
+    return {"stdout": subprocess.PIPE, "stderr": errors, "text": True, "env": os.environ}
 
 
 def _states(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from lib.figures import Figure, errors, ratios, reported
-from lib.prefix.replay import Replayed
-from lib.prefix.shared import CLIENTS, Shared
-from lib.prefix.sides import OURS, THEIRS, WITHOUT
-from lib.prefix.turns import Turns
+from benchmarks.lib.figures import Figure, errors, ratios, reported
+from benchmarks.lib.prefix.replay import Replayed
+from benchmarks.lib.prefix.shared import CLIENTS, Shared
+from benchmarks.lib.prefix.sides import OURS, THEIRS, WITHOUT
+from benchmarks.lib.prefix.turns import Turns
 
 SECOND_AGAINST_FIRST, SECOND_AGAINST_THEIRS = 0.15, 1.0
 LESS_WAITING, MORE_THROUGHPUT = 4.0, 4.0

@@ -10,9 +10,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lib.load import Stream, get
-from lib.prefix.sides import THEIRS, Side, ask, rotated
-from lib.prefix.texts import Messages, Script, assistant, system, user, words
+from benchmarks.lib.load import Stream, get
+from benchmarks.lib.prefix.sides import THEIRS, Side, ask, rotated
+from benchmarks.lib.prefix.texts import Messages, Script, assistant, system, user, words
 
 ANSWER_TOKENS = 16
 USERS, TURNS, CHAT_SYSTEM_WORDS, CHAT_MESSAGE_WORDS = 8, 6, 500, 40

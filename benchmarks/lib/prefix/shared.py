@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from lib.load import closed_loop
-from lib.prefix.sides import Side, ask, body, rotated
-from lib.prefix.texts import MESSAGE_WORDS, Messages, system, user, words
+from benchmarks.lib.load import closed_loop
+from benchmarks.lib.prefix.sides import Side, ask, body, rotated
+from benchmarks.lib.prefix.texts import MESSAGE_WORDS, Messages, system, user, words
 
 CLIENTS, REQUESTS_PER_CLIENT = 16, 2
 PREFIX_WORDS, TOKENS = 492, 48

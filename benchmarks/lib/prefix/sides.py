@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lib.load import Body, Stream, closed_loop, greedy
-from lib.peers import Peer, PeerError
-from lib.prefix.texts import Messages
+from benchmarks.lib.load import Body, Stream, closed_loop, greedy
+from benchmarks.lib.peers import Peer, PeerError
+from benchmarks.lib.prefix.texts import Messages
 
 OURS, WITHOUT, THEIRS = "ours", "ours, no prefix cache", "mlx_lm.server"
 END_OF_MESSAGE_ID = 2

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable
 
-from lib.figures import spread
-from lib.prefix.replay import Replayed
-from lib.prefix.shared import Shared
-from lib.prefix.turns import Turns
 from rich.table import Table
+
+from benchmarks.lib.figures import spread
+from benchmarks.lib.prefix.replay import Replayed
+from benchmarks.lib.prefix.shared import Shared
+from benchmarks.lib.prefix.turns import Turns
 
 
 def turns(results: Iterable[Turns]) -> Table:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lib.prompts import WORDS
 from transformers import AutoTokenizer
+
+from benchmarks.lib.prompts import WORDS
 
 Messages = list[dict[str, str]]
 

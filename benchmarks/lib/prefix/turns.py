@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from lib.prefix.sides import WITHOUT, Side, ask, rotated
-from lib.prefix.texts import MESSAGE_WORDS, Messages, Texts, assistant, user, words
+from benchmarks.lib.prefix.sides import WITHOUT, Side, ask, rotated
+from benchmarks.lib.prefix.texts import MESSAGE_WORDS, Messages, Texts, assistant, user, words
 
 SHORTEST_HISTORY, BLOCK = 750, 64
 ANSWER_TOKENS = 16

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 
-from lib.adapters.files import random_adapter  # isort: skip
+from benchmarks.lib.adapters.files import random_adapter  # isort: skip
 from mlx_lm.utils import save_config, save_model
 
 from mlx_parallm.adapters.formats import write_mlx_lm

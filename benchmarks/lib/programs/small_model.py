@@ -1,6 +1,6 @@
 """Writes a random model of two narrow layers, and the bundled tokenizer, as a directory for mlx-lm.
 
-    cd benchmarks && python -m lib.programs.small_model DIR
+    python benchmarks/lib/programs/small_model.py DIR
 
 For benchmarks in which no model computes.
 """
@@ -8,7 +8,7 @@ For benchmarks in which no model computes.
 import sys
 from pathlib import Path
 
-from lib.programs.wide_model import write_random_model
+from benchmarks.lib.programs.wide_model import write_random_model
 
 SHAPE = {
     "hidden_size": 64,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from multiprocessing.synchronize import Event
 from typing import Any
 
-from lib.load import HOST
+from benchmarks.lib.load import HOST
 
 WORDS = "hello world, how are you? "
 SIZE = 16 * 2**20 - 1024

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lib.load import Body, closed_loop
-from lib.peers import Peer, run_bare
-from lib.prompts import short_prompts
-from lib.throughput import body
+from benchmarks.lib.load import Body, closed_loop
+from benchmarks.lib.peers import Peer, run_bare
+from benchmarks.lib.prompts import short_prompts
+from benchmarks.lib.throughput import body
 
 ROWS = 16
 TOKENS, QUICK_TOKENS = 128, 64

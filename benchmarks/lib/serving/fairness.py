@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 
-from lib.load import Stream
-from lib.peers import Peer
-from lib.prompts import long_prompt, short_prompts
-from lib.throughput import body
+from benchmarks.lib.load import Stream
+from benchmarks.lib.peers import Peer
+from benchmarks.lib.prompts import long_prompt, short_prompts
+from benchmarks.lib.throughput import body
 
 ROWS, ROW_TOKENS = 8, 4000
 LONG_PROMPT_TOKENS, LONG_MAX_TOKENS = 4000, 4

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 
-from lib.figures import Figure, errors, ratios, reported, spread
-from lib.memory import Memory
-from lib.peers import MLX_LM
-from lib.serving.decode import BARE, GREEDY, HALF, TOP_P, Decode
-from lib.serving.fairness import Fairness
-from lib.throughput import Point
+from benchmarks.lib.figures import Figure, errors, ratios, reported, spread
+from benchmarks.lib.memory import Memory
+from benchmarks.lib.peers import MLX_LM
+from benchmarks.lib.serving.decode import BARE, GREEDY, HALF, TOP_P, Decode
+from benchmarks.lib.serving.fairness import Fairness
+from benchmarks.lib.throughput import Point
 
 RATE_LIMITS = {1: 0.97, 8: 1.5, 16: 1.8, 32: 1.8}
 CHECKOUT_LIMIT = 0.95

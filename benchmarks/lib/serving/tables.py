@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
-from lib.figures import spread
-from lib.throughput import Point, Side
 from rich.table import Table
+
+from benchmarks.lib.figures import spread
+from benchmarks.lib.throughput import Point, Side
 
 
 def throughput(points: Sequence[Point]) -> Table:

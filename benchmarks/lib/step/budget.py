@@ -10,7 +10,7 @@ Sources of the constants:
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 
-from lib.step.counting import Counts
+from benchmarks.lib.step.counting import Counts
 
 BANDWIDTH = 0.8 * 546e9
 LAUNCH_SECONDS = 8.8e-3 / 3200

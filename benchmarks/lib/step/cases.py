@@ -3,22 +3,22 @@
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 
 import mlx.core as mx  # isort: skip
-from lib.step.compared import batches
-from lib.step.compared import counted as compared_counts
-from lib.step.counting import Counts, count, trace
-from lib.step.decode import Decoder, Rows
-from lib.step.graph import Kind, Operation
-from lib.step.metal import Cost, costs
-from lib.step.models import BUNDLED, HYBRID_4B, LLAMA_8B, TINY, Architecture, ShapedModel, build, runner_of
-from lib.step.stand_ins import gpu_graphs, new_arrays_without_memory
-from lib.step.training import counted as training_counts
+from benchmarks.lib.report import RESULTS
+from benchmarks.lib.step.compared import batches
+from benchmarks.lib.step.compared import counted as compared_counts
+from benchmarks.lib.step.counting import Counts, count, trace
+from benchmarks.lib.step.decode import Decoder, Rows
+from benchmarks.lib.step.graph import Kind, Operation
+from benchmarks.lib.step.metal import Cost, costs
+from benchmarks.lib.step.models import BUNDLED, HYBRID_4B, LLAMA_8B, TINY, Architecture, ShapedModel, build, runner_of
+from benchmarks.lib.step.stand_ins import gpu_graphs, new_arrays_without_memory
+from benchmarks.lib.step.training import counted as training_counts
 
-RECORD = Path(__file__).parents[2] / "results" / "step_counts.json"
+RECORD = RESULTS / "step_counts.json"
 ALLOWED = 0.02
 """Share by which launches or bytes may be above the record."""
 

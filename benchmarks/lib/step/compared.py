@@ -10,13 +10,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from lib.figures import Spread, ratios
-from lib.step.counting import count, nodes
-from lib.step.engines import Batch, MlxLm, Models, Ours
-from lib.step.models import BUNDLED, HYBRID_4B, LLAMA_1B, QWEN3_8B, Architecture
-from lib.step.stand_ins import Recorder, Unrecorded, gpu_graphs
-
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
+from benchmarks.lib.figures import Spread, ratios
+from benchmarks.lib.step.counting import count, nodes
+from benchmarks.lib.step.engines import Batch, MlxLm, Models, Ours
+from benchmarks.lib.step.models import BUNDLED, HYBRID_4B, LLAMA_1B, QWEN3_8B, Architecture
+from benchmarks.lib.step.stand_ins import Recorder, Unrecorded, gpu_graphs
 
 import mlx.core as mx  # isort: skip
 

@@ -7,9 +7,9 @@ from typing import Any
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 
 import mlx.core as mx  # isort: skip
-from lib.step.graph import VIEWS, Graph, Kind, Operation, exported, primitives
-from lib.step.metal import Cost, costs
-from lib.step.stand_ins import Recorder
+from benchmarks.lib.step.graph import VIEWS, Graph, Kind, Operation, exported, primitives
+from benchmarks.lib.step.metal import Cost, costs
+from benchmarks.lib.step.stand_ins import Recorder
 
 _PRODUCTS = frozenset({"Matmul", "AddMM", "QuantizedMatmul"})
 

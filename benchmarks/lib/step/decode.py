@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 
 import mlx.core as mx  # isort: skip
-from lib.rows import begin, open_row
-
+from benchmarks.lib.rows import begin, open_row
 from mlx_parallm.batch.runner import BatchRunner, Pending
 from mlx_parallm.core.requests import SamplingParams
 

@@ -13,13 +13,13 @@ from typing import Any
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 
 import mlx.core as mx  # isort: skip
-from lib.step.graph import Kind, placeholder
-from lib.step.models import RANK, SLOTS, Architecture, ShapedModel, build, plain, runner_of
-from lib.step.stand_ins import Recorder, make_zeros
 from mlx.utils import tree_flatten
 from mlx_lm.generate import BatchGenerator, GenerationBatch
 from mlx_lm.sample_utils import make_sampler
 
+from benchmarks.lib.step.graph import Kind, placeholder
+from benchmarks.lib.step.models import RANK, SLOTS, Architecture, ShapedModel, build, plain, runner_of
+from benchmarks.lib.step.stand_ins import Recorder, make_zeros
 from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair, VersionInfo

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lib.step.graph import VIEWS, Kind, Operation, Shaped
+from benchmarks.lib.step.graph import VIEWS, Kind, Operation, Shaped
 
 _LONG_ATTENTION = 1024
 """Keys from which attention of one query takes two kernels on a large GPU (Max and Ultra)."""

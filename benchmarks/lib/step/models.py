@@ -12,10 +12,10 @@ import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 
 import mlx.core as mx  # isort: skip
 import mlx.nn as nn
-from lib.step.graph import Kind, placeholder
 from mlx.utils import tree_map_with_path
 from mlx_lm.models import llama, qwen3, qwen3_5
 
+from benchmarks.lib.step.graph import Kind, placeholder
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.app import device
 from mlx_parallm.batch.runner import BatchRunner

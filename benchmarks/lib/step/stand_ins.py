@@ -17,11 +17,11 @@ import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 
 import mlx.core as mx  # isort: skip
 import mlx.nn as nn
-from lib.step.graph import VIEWS, Kind, exported, placeholder, primitives
-from lib.step.metal import costs
 from mlx.utils import tree_flatten
 from mlx_lm.models import gated_delta
 
+from benchmarks.lib.step.graph import VIEWS, Kind, exported, placeholder, primitives
+from benchmarks.lib.step.metal import costs
 from mlx_parallm.model.device import prepare_device
 
 _eval = mx.eval

@@ -20,11 +20,11 @@ from unittest.mock import patch
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 
 import mlx.core as mx  # isort: skip
-from lib.adapters.files import RANK, fill, random_adapter
-from lib.step.decode import Decoder, Rows
-from lib.step.models import SLOTS
 from mlx_lm.models import llama
 
+from benchmarks.lib.adapters.files import RANK, fill, random_adapter
+from benchmarks.lib.step.decode import Decoder, Rows
+from benchmarks.lib.step.models import SLOTS
 from mlx_parallm.app.device import build_runner
 from mlx_parallm.config import Config
 from mlx_parallm.model.linears import AdaptedLinear

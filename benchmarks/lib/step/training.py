@@ -19,10 +19,9 @@ from unittest.mock import patch
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 
 import mlx.core as mx  # isort: skip
-from lib.step.graph import VIEWS, primitives
-from lib.training.batch import GROUP, LORA, samples
-from lib.training.plain import plain_trainer
-
+from benchmarks.lib.step.graph import VIEWS, primitives
+from benchmarks.lib.training.batch import GROUP, LORA, samples
+from benchmarks.lib.training.plain import plain_trainer
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.bench import plain_trainer as plain
 from mlx_parallm.config import ModelConfig, RLTrainingConfig

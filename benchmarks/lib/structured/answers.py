@@ -9,8 +9,9 @@ from typing import Any
 
 import httpx
 import jsonschema
-from lib import peers
-from lib.load import HOST
+
+from benchmarks.lib import peers
+from benchmarks.lib.load import HOST
 
 AT_ONCE, TOKENS, LIMIT_S = 16, 256, 600.0
 TEMPERATURE = 0.7

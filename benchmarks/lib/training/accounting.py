@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lib.training.releases import Built, Release
-
+from benchmarks.lib.training.releases import Built, Release
 from mlx_parallm.kv.device_memory import default_budget
 from mlx_parallm.model.bundled import load_bundled
 from mlx_parallm.model.device import MachineMemory, memory_limits, prepare_device

@@ -7,8 +7,7 @@ import random
 from itertools import groupby
 from typing import Any
 
-from lib.prompts import long_prompt
-
+from benchmarks.lib.prompts import long_prompt
 from mlx_parallm.config import LoRAConfig
 from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.train.data import Datum, answered

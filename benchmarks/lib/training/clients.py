@@ -9,10 +9,11 @@ from itertools import pairwise
 from typing import Any
 
 import httpx
-from lib.load import REQUEST_LIMIT_S, Stream
-from lib.prompts import short_prompts
-from lib.throughput import body
-from lib.training import batch as rl_batch
+
+from benchmarks.lib.load import REQUEST_LIMIT_S, Stream
+from benchmarks.lib.prompts import short_prompts
+from benchmarks.lib.throughput import body
+from benchmarks.lib.training import batch as rl_batch
 
 TOKENS, PROMPTS = 64, 16
 AT_ONCE = 2

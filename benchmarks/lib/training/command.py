@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lib.training.learning_tasks import HELD_OUT, Question, questions
+from benchmarks.lib.training.learning_tasks import HELD_OUT, Question, questions
 
 SPLIT = 16
 """Adjectives of each class that are trained on; the others are held out."""

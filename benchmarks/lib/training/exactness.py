@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 
 import mlx.core as mx  # isort: skip
-from lib.training.plain import plain_trainer
-from lib.training.update import Ours, difference, random_factors
-
+from benchmarks.lib.training.plain import plain_trainer
+from benchmarks.lib.training.update import Ours, difference, random_factors
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.train.data import Datum
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 
-from lib.figures import Figure, errors, ratios, reported, spread
-from lib.training.memory import ADAPTERS, SERVING, TRAINER, TRAINING, Memory
-from lib.training.publish import Live
-from lib.training.served import LEARNING, LITTLE, PRIORITY, QUARTER, SHARES, Served, Window
-from lib.training.served import SERVING as ONLY_SERVING
-from lib.training.soak import Soak
-from lib.training.update import Cost
+from benchmarks.lib.figures import Figure, errors, ratios, reported, spread
+from benchmarks.lib.training.memory import ADAPTERS, SERVING, TRAINER, TRAINING, Memory
+from benchmarks.lib.training.publish import Live
+from benchmarks.lib.training.served import LEARNING, LITTLE, PRIORITY, QUARTER, SHARES, Served, Window
+from benchmarks.lib.training.served import SERVING as ONLY_SERVING
+from benchmarks.lib.training.soak import Soak
+from benchmarks.lib.training.update import Cost
 
 RATE_OF_REST, LEARNING_RATE, LEARNING_GAP = 0.95, 0.83, 1.2
 PRIORITY_RATE, PRIORITY_GAP, PRIORITY_UPDATES = 0.45, 1.8, 2.5

@@ -6,10 +6,9 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from lib.prompts import short_prompts
-from lib.training.batch import LORA
-from lib.training.rig import PROMPTS, Rig
-
+from benchmarks.lib.prompts import short_prompts
+from benchmarks.lib.training.batch import LORA
+from benchmarks.lib.training.rig import PROMPTS, Rig
 from mlx_parallm.app.build import RunningEngine
 from mlx_parallm.config import Config, RLConfig, configure
 from mlx_parallm.core.requests import GenerationRequest, RequestFailed, SamplingParams, StopParams

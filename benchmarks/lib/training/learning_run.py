@@ -11,8 +11,9 @@ from statistics import mean, stdev
 from typing import Any
 
 import httpx
-from lib import peers
-from lib.training.learning_tasks import Prompt, RandomRewards, Task
+
+from benchmarks.lib import peers
+from benchmarks.lib.training.learning_tasks import Prompt, RandomRewards, Task
 
 GROUP, PROMPTS = 8, 4
 LIMIT_S = 480

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from lib import peers
-from lib.load import HOST
+
+from benchmarks.lib import peers
+from benchmarks.lib.load import HOST
 
 LESSONS: dict[str, dict[str, Any]] = {
     "say banana": {

@@ -13,14 +13,14 @@ from pathlib import Path
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 
 import mlx.core as mx  # isort: skip
-from lib.adapters.files import random_adapter
-from lib.alone import alone
-from lib.training.batch import samples, trajectories
-from lib.training.lean_rig import answer, clients, config, lean_rig
-from lib.training.plain import plain_trainer
-from lib.training.rig import Rig
 from mlx_lm.utils import load_model
 
+from benchmarks.lib.adapters.files import random_adapter
+from benchmarks.lib.alone import alone
+from benchmarks.lib.training.batch import samples, trajectories
+from benchmarks.lib.training.lean_rig import answer, clients, config, lean_rig
+from benchmarks.lib.training.plain import plain_trainer
+from benchmarks.lib.training.rig import Rig
 from mlx_parallm.adapters.weights import VersionInfo
 from mlx_parallm.model.device import prepare_device
 

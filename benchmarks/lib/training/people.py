@@ -15,9 +15,8 @@ from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from statistics import mean
 
-from lib.training.batch import LORA
-from lib.training.learning_tasks import Prompt, Sentiment
-
+from benchmarks.lib.training.batch import LORA
+from benchmarks.lib.training.learning_tasks import Prompt, Sentiment
 from mlx_parallm import RLConfig, RLIntegratedServer
 from mlx_parallm.app.build import Served
 from mlx_parallm.core.requests import (

@@ -9,11 +9,11 @@ import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 
 import mlx.core as mx  # isort: skip
 import mlx.nn as nn
-from lib.training.batch import GROUP, LORA
 from mlx.utils import tree_unflatten
 from mlx_lm.tuner.trainer import grad_checkpoint
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
+from benchmarks.lib.training.batch import GROUP, LORA
 from mlx_parallm.bench.plain_trainer import Gradients, PlainTrainer
 from mlx_parallm.train.data import Datum
 

@@ -11,10 +11,9 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
-from lib.training.batch import trajectories
-from lib.training.lean_rig import answer, clients, config, lean_rig
-from lib.training.rig import Rig
-
+from benchmarks.lib.training.batch import trajectories
+from benchmarks.lib.training.lean_rig import answer, clients, config, lean_rig
+from benchmarks.lib.training.rig import Rig
 from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.core.adapters import AdapterRef

@@ -14,9 +14,9 @@ import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 
 import mlx.core as mx  # isort: skip
 import numpy as np
-from lib.prompts import short_prompts
 from mlx.utils import tree_flatten
 
+from benchmarks.lib.prompts import short_prompts
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair, Version
 from mlx_parallm.app.build import RunningEngine, Served
 from mlx_parallm.app.training import TrainingRuntime

@@ -17,11 +17,12 @@ from pathlib import Path
 from statistics import median
 
 import httpx
-from lib import peers, throughput
-from lib.figures import percentile
-from lib.load import HOST
-from lib.training.clients import Clients, Updates
 from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.lib import peers, throughput
+from benchmarks.lib.figures import percentile
+from benchmarks.lib.load import HOST
+from benchmarks.lib.training.clients import Clients, Updates
 
 SERVING, LITTLE, LEARNING, QUARTER, PRIORITY = (
     "inference only",

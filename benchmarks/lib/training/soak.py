@@ -9,9 +9,9 @@ import os
 import time
 from dataclasses import dataclass
 
-from lib.machine import resident_bytes
-from lib.training.lean_rig import config, lean_rig
-from lib.training.rig import Rig
+from benchmarks.lib.machine import resident_bytes
+from benchmarks.lib.training.lean_rig import config, lean_rig
+from benchmarks.lib.training.rig import Rig
 
 CLIENTS, GROUP, TOKENS, BATCH = 8, 4, 24, 16
 PARTS = 6

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from lib.figures import spread
-from lib.report import console
-from lib.training.memory import ADAPTERS, SERVING, TRAINER, TRAINING, Held, Memory
-from lib.training.served import KINDS, Served, Window
 from rich.table import Table
+
+from benchmarks.lib.figures import spread
+from benchmarks.lib.report import console
+from benchmarks.lib.training.memory import ADAPTERS, SERVING, TRAINER, TRAINING, Held, Memory
+from benchmarks.lib.training.served import KINDS, Served, Window
 
 COLUMNS: dict[str, tuple[Callable[[Window], float], int]] = {
     "tokens/s": (lambda window: window.rate, 1),

@@ -15,11 +15,10 @@ from statistics import mean
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from lib.training.batch import LORA
-from lib.training.command import SHARE_OF_WORDS, SPLIT, checked, held_out_rows, logged, prepare, row, train
-from lib.training.learning_tasks import HELD_OUT, WORDS, Sentiment, chat, questions
-
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
+from benchmarks.lib.training.batch import LORA
+from benchmarks.lib.training.command import SHARE_OF_WORDS, SPLIT, checked, held_out_rows, logged, prepare, row, train
+from benchmarks.lib.training.learning_tasks import HELD_OUT, WORDS, Sentiment, chat, questions
 from mlx_parallm.adapters.weights import VersionInfo
 from mlx_parallm.app.build import RunningEngine, Served
 from mlx_parallm.app.training import TrainingRuntime

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field, replace
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 
 import mlx.core as mx  # isort: skip
-from lib.training.batch import samples
-from lib.training.plain import plain_trainer
-
+from benchmarks.lib.training.batch import samples
+from benchmarks.lib.training.plain import plain_trainer
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.app.device import device_schedule, mlx_limits
 from mlx_parallm.app.training import footprint_of, micro_steps_sized, trainable

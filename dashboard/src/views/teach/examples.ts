@@ -1,4 +1,4 @@
-/** Lessons that the bundled model learns in some minutes; `benchmarks/lessons.py` measures them. */
+/** Lessons that the bundled model learns in some minutes; `benchmarks/studies/lessons.py` measures them. */
 
 import { asked, type NewLesson, type Rule, type RuleKind } from "../../api/lessons";
 import { LABELS } from "../../components/fields";

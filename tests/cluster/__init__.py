@@ -1,1 +1,0 @@
-"""A package of its own, because `benchmarks/cluster.py` has the same name."""
