@@ -4,8 +4,8 @@ import asyncio
 from contextlib import suppress
 
 import pytest
-
 from cluster.test_archive import GOOD
+
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.errors import AdapterFileError
 from mlx_parallm.extras.cluster.cards import SharedVersion, VersionState

@@ -9,8 +9,8 @@ import time
 from contextlib import suppress
 
 import pytest
-
 from cluster.conftest import address_of
+
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.extras.cluster.cards import SharedVersion
 from mlx_parallm.extras.cluster.connection import NatsAddress, connect

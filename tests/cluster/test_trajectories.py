@@ -4,8 +4,8 @@ import asyncio
 from contextlib import aclosing
 
 import pytest
-
 from cluster.conftest import address_of
+
 from mlx_parallm.errors import ConflictError, StorageError
 from mlx_parallm.extras.cluster import trainer
 from mlx_parallm.extras.cluster.cards import SharedVersion
