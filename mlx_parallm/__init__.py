@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_parallm import blas
 
 if TYPE_CHECKING:
-    from mlx_parallm.app.server import RLIntegratedServer
+    from mlx_parallm.app.serve import RLIntegratedServer
     from mlx_parallm.config import LoRAConfig, RLConfig
     from mlx_parallm.engine.scheduler import RLAwareScheduler
     from mlx_parallm.engine.thread import ContinuousBatchProcessor
@@ -49,7 +49,7 @@ _LAZY = {
     "LoRAConfig": "mlx_parallm.config",
     "RLAwareScheduler": "mlx_parallm.engine.scheduler",
     "RLConfig": "mlx_parallm.config",
-    "RLIntegratedServer": "mlx_parallm.app.server",
+    "RLIntegratedServer": "mlx_parallm.app.serve",
     "RetrainEngine": "mlx_parallm.extras.retrain.engine",
     "SharedModelManager": "mlx_parallm.model.manager",
 }

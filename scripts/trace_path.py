@@ -88,7 +88,7 @@ RECORDS_OF_UPDATES = ("train.", "core.branches")
 BATCHES_AND_OUTCOMES = "train.data"
 REACHES_THE_ENGINE = function("engine/thread.py", "generate")
 REACHES_TRAINING = function("rl/service.py", "update")
-LISTENS = function("app/server.py", "_started")
+LISTENS = function("app/serve.py", "_started")
 GOES_LIVE = function("adapters/", "flip")
 DRAWS_THE_LAST_TOKEN = RequestFinished.__init__.__code__
 STEPS = function("engine/thread.py", "step")
@@ -395,7 +395,7 @@ def main() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     tracer, failures = Tracer(), []
-    start = Way("start: to a server that listens", function("app/server.py", "__init__"), LISTENS)
+    start = Way("start: to a server that listens", function("app/serve.py", "__init__"), LISTENS)
 
     def run_client() -> None:
         try:

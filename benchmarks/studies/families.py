@@ -35,9 +35,9 @@ import family_checks as checks  # noqa: E402
 from harness import make_harness  # noqa: E402
 from mlx_lm.generate import BatchGenerator  # noqa: E402
 
-from mlx_parallm.app.model_check import check_built  # noqa: E402
 from mlx_parallm.cli.table import table  # noqa: E402
 from mlx_parallm.core.requests import SamplingParams  # noqa: E402
+from mlx_parallm.engine.model_check import check_built  # noqa: E402
 from mlx_parallm.engine.startup import Prover  # noqa: E402
 from mlx_parallm.errors import UnsupportedModelError  # noqa: E402
 

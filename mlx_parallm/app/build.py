@@ -16,20 +16,18 @@ import mlx.core as mx
 
 from mlx_parallm.adapters.runs import JOURNAL, Run, open_run
 from mlx_parallm.adapters.service import AdapterService
-from mlx_parallm.app.base_model import BaseModel, Built, SharedDevice
-from mlx_parallm.app.base_paths import base_paths
+from mlx_parallm.app.base_model import BaseModel, Built, SharedDevice, base_paths, device_schedule, mlx_limits
 from mlx_parallm.app.checks import check
-from mlx_parallm.app.device import device_schedule, mlx_limits
 from mlx_parallm.app.extras import install_extras, leading, reward_models_of
-from mlx_parallm.app.machine import MachineWatch
-from mlx_parallm.app.speculation import BASE as DRAFT_BASE
 from mlx_parallm.app.training import TrainingInputs, TrainingRuntime, build_trainer, build_training
 from mlx_parallm.batch.model_parts import Parts
 from mlx_parallm.config import Config
 from mlx_parallm.core.device import TrainingWork
 from mlx_parallm.core.engine import EngineClient, ModelCard
 from mlx_parallm.core.requests import Event, GenerationRequest
+from mlx_parallm.engine.draft_loading import BASE as DRAFT_BASE
 from mlx_parallm.engine.engine import EngineParts
+from mlx_parallm.engine.machine_watch import MachineWatch
 from mlx_parallm.engine.thread import ContinuousBatchProcessor
 from mlx_parallm.errors import StorageError
 from mlx_parallm.machine.processors import BlasThreads

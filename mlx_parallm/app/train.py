@@ -17,13 +17,13 @@ from mlx_parallm.app.build import RunningEngine, Served
 from mlx_parallm.app.environment_rollouts import check_inference
 from mlx_parallm.app.environment_run import EnvironmentRun
 from mlx_parallm.app.extras import atropos_run, cluster_run, config_in_cluster, follow, joined, run_in_cluster
-from mlx_parallm.app.machine import MachineWatch
 from mlx_parallm.app.reward import check_scorable
 from mlx_parallm.app.tracking import start_tracking
 from mlx_parallm.app.train_progress import TrainOptions, TrainView
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.app.training_run import TrainingRun
 from mlx_parallm.config import Config
+from mlx_parallm.engine.machine_watch import MachineWatch
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl import divergence
 from mlx_parallm.rl.environments import Environment, environment

@@ -14,12 +14,12 @@ from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.app.adapters import KnownAdapters
 from mlx_parallm.app.evaluation import HeldOutTasks, evaluator_of, held_out_of
 from mlx_parallm.app.extras import leading_model, teacher_score
-from mlx_parallm.app.model_check import kept_verdict
 from mlx_parallm.app.reward import judge_of, reward_of
 from mlx_parallm.config import Config, Mode, ResolvedTraining, RLTrainingConfig
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.operations import Followers
 from mlx_parallm.core.text import TextTokenizer
+from mlx_parallm.engine.model_check import kept_verdict
 from mlx_parallm.engine.thread import ContinuousBatchProcessor
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.cache_plan import CachePlan

@@ -17,7 +17,7 @@ from mlx_parallm.errors import ConfigError
 
 if TYPE_CHECKING:
     from mlx_parallm.adapters.average import Average
-    from mlx_parallm.app.compare import ComparisonSettings
+    from mlx_parallm.cli.adapter_evaluation import ComparisonSettings
     from mlx_parallm.rl.status import EvaluationResult
 
 
@@ -54,7 +54,7 @@ def average_adapters(args: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: an argument or a setting cannot be used.
-        ParaLLMError: see `model.merge.write_average` and `app.compare.Comparison`.
+        ParaLLMError: see `model.merge.write_average` and `cli.adapter_evaluation.Comparison`.
     """
     from mlx_parallm.model.merge import write_average
 
@@ -79,7 +79,7 @@ def _comparison(args: argparse.Namespace) -> ComparisonSettings | None:
         if useless := [given[path].source for path in _EVALUATION if path in given]:
             raise ConfigError(f"{useless[0]}: there is no evaluation; add --eval-tasks, or leave it out")
         return None
-    from mlx_parallm.app.compare import ComparisonSettings
+    from mlx_parallm.cli.adapter_evaluation import ComparisonSettings
 
     model = {"model.base_model_path": Setting(args.model_path, "--model-path")}
     return ComparisonSettings(resolve(given | _FIXED | model, _environment()).config)

@@ -11,7 +11,7 @@ from mlx_parallm.cli.parser import Parser
 from mlx_parallm.cli.table import add_json_argument, show, table
 
 if TYPE_CHECKING:
-    from mlx_parallm.app.model_check import ModelVerdict
+    from mlx_parallm.engine.model_check import ModelVerdict
 
 
 def add_arguments(parser: Parser) -> None:
@@ -25,7 +25,7 @@ def add_arguments(parser: Parser) -> None:
 
 def check(args: Namespace) -> int:
     """Prints what was found. The exit status is 0 if all checks passed, else 1."""
-    from mlx_parallm.app.model_check import check_model
+    from mlx_parallm.engine.model_check import check_model
 
     verdict = check_model(args.model, args.trust_remote_code, args.row_by_row)
     show(args, asdict(verdict), lambda: "\n".join(_lines(verdict)))

@@ -73,7 +73,7 @@ def doctor(args: Namespace) -> int:
     self_test.check_arguments(args)
     if args.self_test:
         return self_test.self_test(args)
-    from mlx_parallm.app.doctor import report
+    from mlx_parallm.cli.doctor import report
 
     found = report()
     return show(args, {**found.facts, "warnings": list(found.warnings)}, lambda: found.text)

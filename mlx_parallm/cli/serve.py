@@ -22,14 +22,14 @@ def serve(args: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: a setting cannot be used.
-        ParaLLMError: see `app.server.run`.
+        ParaLLMError: see `app.serve.run`.
     """
     resolved = resolve(settings(args), os.environ, args.config)
     if args.print_config:
         print(render(resolved), end="")
         return 0
     gc.disable()  # a tenth of the time of these imports would go into looking for garbage
-    from mlx_parallm.app.server import run
+    from mlx_parallm.app.serve import run
 
     gc.enable()
     return run(resolved.config)

@@ -23,9 +23,9 @@ from tiny import save_tiny
 
 from mlx_parallm.adapters.formats import write_peft
 from mlx_parallm.app import train
-from mlx_parallm.app.base_loader import DeviceLoader
-from mlx_parallm.app.base_paths import BasePath, base_of_adapter, bases_of_adapter
-from mlx_parallm.app.server import IntegratedServer
+from mlx_parallm.app.base_model import BasePath, base_of_adapter, bases_of_adapter
+from mlx_parallm.app.models import DeviceLoader
+from mlx_parallm.app.serve import IntegratedServer
 from mlx_parallm.app.train_progress import TrainOptions
 from mlx_parallm.config import configure
 from mlx_parallm.errors import ConfigError

@@ -9,9 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 from server.fakes import CARD, ByteTokenizer
 
-from mlx_parallm.app import base_set
-from mlx_parallm.app.base_set import BaseSet
-from mlx_parallm.app.residency import ResidentModel
+from mlx_parallm.app.models import BaseSet, ResidentModel
 from mlx_parallm.core.models import BaseStatus, ModelState, ServedModel
 from mlx_parallm.errors import (
     InvalidRequestError,
@@ -137,7 +135,7 @@ async def test_a_load_that_fails_costs_only_its_own_requests() -> None:
 
 
 async def test_a_load_that_failed_is_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base_set, "RETRY_S", 0.0)
+    monkeypatch.setattr("mlx_parallm.app.models.RETRY_S", 0.0)
     async with base_models(room=20) as (models, loader):
         loader.errors["b"] = RuntimeError("[malloc]")
         with pytest.raises(ModelUnavailableError):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_parallm.app.server import IntegratedServer
+from mlx_parallm.app.serve import IntegratedServer
 from mlx_parallm.config import configure
 from mlx_parallm.engine.thread import ContinuousBatchProcessor
 from mlx_parallm.errors import ConfigError, ModelNotFoundError, ParaLLMError

@@ -5,7 +5,7 @@ import re
 import pytest
 
 import mlx_parallm
-from mlx_parallm.app.doctor import is_slow, report
+from mlx_parallm.cli.doctor import is_slow, report
 from mlx_parallm.model.device import machine_memory, memory_limits
 
 MIB = 2**20
@@ -28,8 +28,8 @@ def test_slow_means_under_100_and_under_half_of_numpys(ours, numpys, slow):
 
 
 def test_a_slow_blas_and_a_missing_model_are_warned_of(monkeypatch):
-    monkeypatch.setattr("mlx_parallm.app.doctor.matmul_gflops", lambda: 6.0)
-    monkeypatch.setattr("mlx_parallm.app.doctor.numpy_gflops", lambda: 200.0)
+    monkeypatch.setattr("mlx_parallm.cli.doctor.matmul_gflops", lambda: 6.0)
+    monkeypatch.setattr("mlx_parallm.cli.doctor.numpy_gflops", lambda: 200.0)
     monkeypatch.setattr("mlx_parallm.model.bundled.PACKAGES", ("no_such_package",))
     *facts, blas, model = report().text.splitlines()
     assert facts[-1].split() == ["bundled", "model", "not", "installed"]

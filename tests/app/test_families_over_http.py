@@ -15,7 +15,7 @@ from lora import layout_of, merged, random_adapter
 from tiny import save_directory
 
 from mlx_parallm.adapters.formats import write_mlx_lm
-from mlx_parallm.app.server import IntegratedServer
+from mlx_parallm.app.serve import IntegratedServer
 from mlx_parallm.config import configure
 
 FAMILIES = {

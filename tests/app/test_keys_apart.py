@@ -13,7 +13,7 @@ from app.test_server import serving as running
 from server.keys import key_file
 from tiny import save_tiny
 
-from mlx_parallm.app.server import IntegratedServer
+from mlx_parallm.app.serve import IntegratedServer
 from mlx_parallm.config import configure
 
 pytestmark = pytest.mark.ci

@@ -14,14 +14,14 @@ from tiny import save_tiny
 from training_runs import GROUP, PROMPTS, View, config
 
 from mlx_parallm import LoRAConfig, RLConfig, RLIntegratedServer
-from mlx_parallm.app import machine as app_machine
-from mlx_parallm.app.machine import MachineWatch, Readers, footprint_limit
 from mlx_parallm.app.train import run
 from mlx_parallm.app.train_progress import TrainOptions
 from mlx_parallm.config import configure
 from mlx_parallm.core.machine import UNKNOWN_MACHINE, MachineState, Relief
 from mlx_parallm.core.requests import CollectionSpec, GenerationRequest, RequestFinished, SamplingParams, StopParams
+from mlx_parallm.engine import machine_watch
 from mlx_parallm.engine.figures import EngineStats
+from mlx_parallm.engine.machine_watch import MachineWatch, Readers, footprint_limit
 from mlx_parallm.machine.memory import MemoryReading, Pressure
 from mlx_parallm.machine.power import PowerReading
 
@@ -185,7 +185,7 @@ async def test_what_cannot_be_read_is_logged_once_and_changes_nothing(caplog):
     engine = FakeEngine()
     watch = MachineWatch(configure(), engine, readers=Readers(memory=fails, power=odd))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("mlx_parallm.app.machine._INTERVAL_S", 0.0)
+        patched.setattr("mlx_parallm.engine.machine_watch._INTERVAL_S", 0.0)
         async with watch.running():
             while len(engine.states) < 5:
                 await asyncio.sleep(0.001)
@@ -201,7 +201,7 @@ async def test_a_listener_that_fails_ends_neither_the_watch_nor_the_server(monke
         if reason:
             raise RuntimeError("a sink of events has failed")
 
-    monkeypatch.setattr("mlx_parallm.app.machine._INTERVAL_S", 0.0)
+    monkeypatch.setattr("mlx_parallm.engine.machine_watch._INTERVAL_S", 0.0)
     engine = FakeEngine()
     watch = MachineWatch(configure(), engine, readers=Readers(lambda: ENOUGH, lambda: BATTERY))
     watch.attach(refuses)
@@ -215,9 +215,9 @@ async def test_a_listener_that_fails_ends_neither_the_watch_nor_the_server(monke
 @pytest.fixture
 def powered(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], PowerReading]], None]:
     """`powered(read)`: what the power of this machine is, read without pauses."""
-    monkeypatch.setattr(app_machine, "_INTERVAL_S", 0.01)
-    monkeypatch.setattr(app_machine, "_POWER_CALM_S", 0.0)
-    return lambda read: monkeypatch.setattr(app_machine, "Readers", partial(Readers, power=read))
+    monkeypatch.setattr(machine_watch, "_INTERVAL_S", 0.01)
+    monkeypatch.setattr(machine_watch, "_POWER_CALM_S", 0.0)
+    return lambda read: monkeypatch.setattr(machine_watch, "Readers", partial(Readers, power=read))
 
 
 @pytest.mark.timeout(120)

@@ -30,7 +30,7 @@ async def test_rows_that_cannot_be_rolled_back_are_served_without_guesses(
 ) -> None:
     model = save_tiny(family, tmp_path / "model")
     served = engine(tmp_path, speculation="auto")
-    with caplog.at_level(logging.INFO, "mlx_parallm.app.speculation"):
+    with caplog.at_level(logging.INFO, "mlx_parallm.engine.draft_loading"):
         served.start()
     try:
         request = GenerationRequest("x", (REPEATED,), SamplingParams(temperature=0.0), StopParams(8))

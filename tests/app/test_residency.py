@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_parallm.app.residency import GRACE_S, TURN, Residency, ResidentModel
+from mlx_parallm.app.models import GRACE_S, TURN, Residency, ResidentModel
 
 
 def loaded(name: str, weight_bytes: int = 6, **fields: object) -> ResidentModel:

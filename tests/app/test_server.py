@@ -17,7 +17,7 @@ import pytest
 from tiny import save_tiny
 
 from mlx_parallm import LoRAConfig, RLConfig, RLIntegratedServer
-from mlx_parallm.app.server import IntegratedServer
+from mlx_parallm.app.serve import IntegratedServer
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import configure
 from mlx_parallm.errors import ConfigError

@@ -43,8 +43,8 @@ def engine(folder: Path, speculation: str, draft: str | None = None, **keys: obj
 def passes_that_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """The times of the models are not measured: passes of the draft model take a tenth."""
     monkeypatch.setattr("mlx_parallm.app.base_model.calibrate_steps", lambda *_: FixedCost(0.01, 1e-4, 1e-8))
-    monkeypatch.setattr("mlx_parallm.app.speculation.calibrate_steps", lambda *_: FixedCost(0.001, 1e-5, 1e-9))
-    monkeypatch.setattr("mlx_parallm.app.speculation.replace", lambda cost: FixedCost(0.001, 1e-5, 1e-9))
+    monkeypatch.setattr("mlx_parallm.engine.draft_loading.calibrate_steps", lambda *_: FixedCost(0.001, 1e-5, 1e-9))
+    monkeypatch.setattr("mlx_parallm.engine.draft_loading.replace", lambda cost: FixedCost(0.001, 1e-5, 1e-9))
 
 
 async def answer(engine: RunningEngine, adapter: str | None = None) -> tuple[list[int], EngineStats]:

@@ -15,11 +15,11 @@ from tiny import EOS_ID, VOCAB_SIZE, build_model, save_directory
 
 from mlx_parallm import LoRAConfig, RLConfig, RLIntegratedServer
 from mlx_parallm.adapters.formats import write_mlx_lm
-from mlx_parallm.app import model_check
-from mlx_parallm.app.model_check import ModelVerdict, kept_verdict
-from mlx_parallm.app.server import IntegratedServer
+from mlx_parallm.app.serve import IntegratedServer
 from mlx_parallm.config import configure
 from mlx_parallm.core.trajectories import GivenTrajectory
+from mlx_parallm.engine import model_check
+from mlx_parallm.engine.model_check import ModelVerdict, kept_verdict
 from mlx_parallm.engine.startup import Prover
 from mlx_parallm.errors import AdapterFileError, UnsupportedModelError
 from mlx_parallm.model.families import Finding

@@ -20,10 +20,10 @@ from mlx_parallm.errors import ModelNotFoundError
 @pytest.fixture
 def app(monkeypatch):
     """A stand-in for the server: remembers the configuration it was started with."""
-    module = ModuleType("mlx_parallm.app.server")
+    module = ModuleType("mlx_parallm.app.serve")
     module.started = []
     module.run = lambda config: module.started.append(config) or 0
-    monkeypatch.setitem(sys.modules, "mlx_parallm.app.server", module)
+    monkeypatch.setitem(sys.modules, "mlx_parallm.app.serve", module)
     return module
 
 

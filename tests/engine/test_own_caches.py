@@ -16,9 +16,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.llama import Model
 from tiny import tiny_model
 
-from mlx_parallm.app.model_check import check_built
 from mlx_parallm.batch.spans import Span
 from mlx_parallm.core.requests import RequestFinished
+from mlx_parallm.engine.model_check import check_built
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.kv.states import StateArena
 from mlx_parallm.model.cache_plan import prepare

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import openai
 
-from mlx_parallm.app.server import IntegratedServer
+from mlx_parallm.app.serve import IntegratedServer
 from mlx_parallm.cli.flags import settings
 from mlx_parallm.cli.main import serve_parser
 from mlx_parallm.config import resolve

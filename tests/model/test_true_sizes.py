@@ -15,7 +15,7 @@ import pytest
 from family_checks import TRUE_SIZES, true_model
 from mlx.utils import tree_flatten
 
-from mlx_parallm.app.model_check import check_built
+from mlx_parallm.engine.model_check import check_built
 from mlx_parallm.model.device import prepare_device
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from mlx_parallm.app import server
+from mlx_parallm.app import serve as serving
 from mlx_parallm.app.build import Served
 from mlx_parallm.cli.main import serve
 from mlx_parallm.core.engine import EngineClient
@@ -63,7 +63,7 @@ def main() -> int:
     parser.add_argument("--passes-on", action="store_true", help="leave all requests to the other nodes")
     arguments, flags = parser.parse_known_args()
 
-    class PacedServer(server.IntegratedServer):
+    class PacedServer(serving.IntegratedServer):
         async def _load(self) -> Served:
             served = await super()._load()
             return replace(served, engine=PacedEngine(served.engine, arguments.pace, arguments.rows))
@@ -74,7 +74,7 @@ def main() -> int:
                 app.state.services.cluster.own.load.tokens += BUSY_TOKENS
             return app
 
-    server.IntegratedServer = PacedServer  # type: ignore[misc]
+    serving.IntegratedServer = PacedServer  # type: ignore[misc]
     return serve(flags)
 
 

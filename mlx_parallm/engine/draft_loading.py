@@ -6,11 +6,11 @@ import logging
 from dataclasses import replace
 
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.app.model_check import prove_once
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Config, Speculation
 from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.draft_model import DraftModel
+from mlx_parallm.engine.model_check import prove_once
 from mlx_parallm.engine.speculate import Source
 from mlx_parallm.engine.startup import calibrate, calibrate_steps
 from mlx_parallm.errors import ConfigError, UnsupportedModelError

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 from mlx_parallm import logs
 from mlx_parallm.app import banner
 from mlx_parallm.app.all_adapters import AllAdapters
-from mlx_parallm.app.base_loader import build_base_set
-from mlx_parallm.app.base_set import BaseSet
 from mlx_parallm.app.build import RunningEngine, Served
 from mlx_parallm.app.checks import check_http
 from mlx_parallm.app.deletion import Deletion
@@ -27,6 +25,7 @@ from mlx_parallm.app.extras import (
     joined,
     node_of_cluster,
 )
+from mlx_parallm.app.models import BaseSet, build_base_set
 from mlx_parallm.app.server_rollouts import ServerRollouts, environment_of
 from mlx_parallm.app.tracking import metrics_file, start_tracking
 from mlx_parallm.app.training import TrainingRuntime

@@ -1,10 +1,12 @@
-"""BaseSet: the base models of a server, of which requests load the ones that they need.
+"""The base models of a server, of which requests load the ones that they need.
 
     request ──▶ use() ──▶ loaded: it is used at once
                   └─────▶ not loaded: waits ──▶ others give way ──▶ load ──▶ all that wait for it are admitted together
 
-One task loads and unloads, one base model at a time: first the one whose request has waited longest. `Residency` says
-who gives way and when.
+Residency     decides which base model gives way to another one, and when. Pure decisions, in bytes and seconds
+DeviceLoader  loads base models onto the device thread, and unloads them
+BaseSet       the base models for routes. One task loads and unloads, one base model at a time: first the one whose
+              request has waited longest
 """
 
 from __future__ import annotations
@@ -12,14 +14,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
-from mlx_parallm.app.residency import Residency, ResidentModel
+from mlx_parallm.adapters.service import has_adapter
+from mlx_parallm.app.all_adapters import AllAdapters
+from mlx_parallm.app.base_model import (
+    BaseModel,
+    SharedDevice,
+    base_of_adapter,
+    bases_of_adapter,
+    room_for_weights,
+    weight_bytes,
+)
+from mlx_parallm.app.build import RunningEngine
+from mlx_parallm.app.deletion import Deletion
 from mlx_parallm.config import human_bytes
 from mlx_parallm.core.adapters import BASE_ADAPTER
-from mlx_parallm.core.models import BaseStatus, ModelState, ServedModel
+from mlx_parallm.core.models import GENERIC_NAME, BaseStatus, ModelState, ServedModel
 from mlx_parallm.errors import (
     EngineDeadError,
     InvalidRequestError,
@@ -27,11 +42,196 @@ from mlx_parallm.errors import (
     ModelUnavailableError,
     ParaLLMError,
     QueueTimeoutError,
+    UnknownModelError,
 )
+from mlx_parallm.grammar.compiler import LLCompiler
 from mlx_parallm.tasks import spawn
 
-if TYPE_CHECKING:
-    from mlx_parallm.app.base_loader import DeviceLoader
+# ---- which one gives way ------------------------------------------------------------------------------
+
+TURN = 4.0
+"""Length of a turn, as a multiple of the time that loading the base model took."""
+
+GRACE_S = 1.0
+"""A base model without requests is kept for so many seconds within its turn, because clients ask again at once; or for
+the time that it took to load, if that is less."""
+
+
+@dataclass(eq=False, slots=True)
+class ResidentModel:
+    """A base model, in memory or not. Times are in seconds of `time.monotonic`.
+
+    Attributes:
+        pinned: it never gives way.
+        leaving: it gives way as soon as its requests have ended; new ones wait.
+        users: requests that use it.
+        used_at: when the last of them ended.
+    """
+
+    name: str
+    pinned: bool = False
+    loaded: bool = False
+    leaving: bool = False
+    weight_bytes: int = 0
+    users: int = 0
+    used_at: float = 0.0
+    loaded_at: float = 0.0
+    load_seconds: float = 0.0
+
+    def may_leave_at(self) -> float:
+        """When it may begin to give way to a base model that waits."""
+        turn_ends = self.loaded_at + TURN * self.load_seconds
+        return turn_ends if self.users else min(turn_ends, self.used_at + min(GRACE_S, self.load_seconds))
+
+
+class Residency:
+    """Decides for all base models of a process.
+
+    A base model that is asked for is kept for some time after it was loaded by those who use it, so that a client who
+    alternates between base models cannot make the others wait for loads all the time. This turn is a multiple of the
+    time that the load took, so loading takes a bounded share of all time. A base model that nobody uses any more need
+    not wait for the end of its turn.
+
+    Args:
+        room_bytes: memory for the weights of all that are loaded.
+    """
+
+    def __init__(self, residents: Sequence[ResidentModel], room_bytes: int) -> None:
+        self._residents = residents
+        self.room_bytes = room_bytes
+
+    def missing(self, wanted: ResidentModel) -> int:
+        """Bytes that others have to give up before `wanted` can be loaded; 0 or less if none."""
+        return wanted.weight_bytes + sum(each.weight_bytes for each in self._loaded()) - self.room_bytes
+
+    def fits(self, wanted: ResidentModel) -> bool:
+        """Whether `wanted` could be loaded if all others gave way that may."""
+        pinned = sum(each.weight_bytes for each in self._loaded() if each.pinned)
+        return wanted.weight_bytes + pinned <= self.room_bytes
+
+    def next_to_leave(self, now: float) -> ResidentModel | None:
+        """The base model that gives way next: of those without requests the least recently used one; else one that is
+        leaving already; else the one that was loaded first. None if none may leave yet."""
+        free = [each for each in self._loaded() if not each.pinned and each.may_leave_at() <= now]
+        unused = [each for each in free if not each.users]
+        if unused:
+            return min(unused, key=lambda each: each.used_at)
+        return min(free, key=lambda each: (not each.leaving, each.loaded_at), default=None)
+
+    def ask_again_at(self) -> float | None:
+        """When `next_to_leave` will have an answer if nothing changes; None if only a change can bring one."""
+        return min((each.may_leave_at() for each in self._loaded() if not each.pinned), default=None)
+
+    def unused_since(self, before: float) -> ResidentModel | None:
+        """A base model that nobody has used since `before`."""
+        unused = (each for each in self._loaded() if not (each.pinned or each.users) and each.used_at <= before)
+        return next(unused, None)
+
+    def unused_longest(self) -> float | None:
+        """Since when nobody has used the base model that was used least recently; None if all are in use."""
+        return min((each.used_at for each in self._loaded() if not (each.pinned or each.users)), default=None)
+
+    def _loaded(self) -> list[ResidentModel]:
+        return [each for each in self._residents if each.loaded]
+
+
+# ---- loading and unloading --------------------------------------------------------------------------
+
+
+class DeviceLoader:
+    """Loads and unloads base models. Every method but `owner` may raise EngineDeadError.
+
+    Args:
+        on_disk: names of the adapters in the adapter folder, by base model.
+        templates: see `core.ServedModel`.
+    """
+
+    def __init__(
+        self,
+        bases: Sequence[BaseModel],
+        shared: SharedDevice,
+        on_disk: Mapping[str, tuple[str, ...]],
+        templates: Mapping[str, str],
+    ) -> None:
+        self._templates = templates
+        self._bases = {base.name: base for base in bases}
+        self._processor = shared.processor
+        self._on_disk = on_disk
+        self._grammars: dict[str, LLCompiler] = {}
+
+    async def weigh(self, base: str) -> int:
+        """The bytes that the weights will take. Takes no memory for them. Raises ModelError."""
+        model = self._bases[base]
+        return await self._processor.run(lambda: weight_bytes(model.open()))
+
+    async def load(self, base: str) -> ServedModel:
+        """Loads a base model. Raises ModelError, ConfigError, or the device's error."""
+        model = self._bases[base]
+        await self._processor.load(model.loading())
+        return self.served(base)
+
+    async def unload(self, base: str) -> None:
+        """Unloads a base model that nobody uses, and frees its memory."""
+        await self._processor.unload(base)
+
+    def served(self, base: str) -> ServedModel:
+        """A base model that was loaded, as routes see it."""
+        model = self._bases[base]
+        if base not in self._grammars:
+            self._grammars[base] = LLCompiler(model.tokenizer, model.card.vocab_size)
+        names = frozenset({*model.card.names, *((GENERIC_NAME,) if model.first else ())})
+        return ServedModel(model.card, model.tokenizer, self._grammars[base], names, self._templates)
+
+    def owner(self, adapter: str) -> str | None:
+        """The base model of an adapter. None if no adapter has this name."""
+        return next((base for base in self._bases if self._has(base, adapter)), None)
+
+    def _has(self, base: str, adapter: str) -> bool:
+        model = self._bases[base]
+        if not model.described:
+            return adapter.partition("@")[0] in self.adapters_on_disk(base)
+        try:
+            model.adapters.find(adapter)
+        except UnknownModelError:
+            return False
+        return True
+
+    def adapters_on_disk(self, base: str) -> tuple[str, ...]:
+        """Names of the adapters of a base model that was never loaded."""
+        return self._on_disk.get(base, ())
+
+
+def build_base_set(
+    engine: RunningEngine, templates: Mapping[str, str], deletion: Deletion
+) -> tuple[BaseSet, AllAdapters]:
+    """The base models and all their adapters, for routes. The first base model is loaded. `templates`: see
+    `core.ServedModel`. `deletion`: see `AllAdapters`. Blocks on the disk."""
+    config, shared, first = engine.config, engine.shared, engine.bases[0]
+    loader = DeviceLoader(engine.bases, shared, _adapters_by_base(config.adapters.adapter_dir, shared), templates)
+    residents, now = [ResidentModel(base.name) for base in engine.bases], time.monotonic()
+    is_split = shared.parts.split is not None  # the other ranks do not load again
+    residents[0].loaded, residents[0].pinned = True, config.rl_training.enabled or is_split
+    residents[0].loaded_at, residents[0].used_at, residents[0].load_seconds = now, now, engine.load_seconds
+    residents[0].weight_bytes = first.card.weight_bytes
+    room = max(room_for_weights(shared.budget, config), first.card.weight_bytes)
+    idle, timeout = config.model.idle_unload, config.server.queue_timeout
+    models = BaseSet(loader.served(first.name), residents, room, loader, idle, timeout)
+    bases_of = partial(bases_of_adapter, bases=shared.bases)
+    return models, AllAdapters(engine.bases, models, loader.owner, bases_of, deletion)
+
+
+def _adapters_by_base(folder: Path | None, shared: SharedDevice) -> dict[str, tuple[str, ...]]:
+    """The names of the adapters in the adapter folder, by the base model that their files name. Blocks on the disk."""
+    found: dict[str, tuple[str, ...]] = {}
+    for path in sorted(folder.iterdir()) if folder is not None else ():
+        if has_adapter(path):
+            base = base_of_adapter(path, shared.bases)
+            found[base] = (*found.get(base, ()), path.name)
+    return found
+
+
+# ---- for routes -------------------------------------------------------------------------------------
+
 
 _log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ import mlx.core as mx
 import numpy as np
 
 import mlx_parallm
-from mlx_parallm.app.machine import footprint_limit
 from mlx_parallm.batch.attention import typical_attention
 from mlx_parallm.blas import INSTALL_HINT
+from mlx_parallm.engine.machine_watch import footprint_limit
 from mlx_parallm.errors import ModelNotFoundError
 from mlx_parallm.machine.memory import read_memory
 from mlx_parallm.machine.power import read_power
