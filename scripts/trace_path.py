@@ -84,7 +84,7 @@ LEFT_OUT = (
     "train/losses.py",
 )
 RECORDS_LEFT_OUT = ("server", "model", "batch")
-RECORDS_OF_UPDATES = ("train.", "core.branches")
+RECORDS_OF_UPDATES = ("train.",)
 BATCHES_AND_OUTCOMES = "train.data"
 REACHES_THE_ENGINE = function("engine/thread.py", "generate")
 REACHES_TRAINING = function("rl/service.py", "update")

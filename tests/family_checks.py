@@ -20,7 +20,6 @@ from mlx_lm.utils import MODEL_REMAPPING, quantize_model
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights
 from mlx_parallm.batch.runner import BatchRunner
-from mlx_parallm.core.branches import Branch, Bucket
 from mlx_parallm.core.requests import RequestFinished
 from mlx_parallm.engine.startup import Prover
 from mlx_parallm.kv.blocks import BLOCK_TOKENS
@@ -32,6 +31,7 @@ from mlx_parallm.model.families import relative_error
 from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.model.linears import install_adapters
 from mlx_parallm.model.packing import to_float32
+from mlx_parallm.train.branches import Branch, Bucket
 from mlx_parallm.train.context import LoraSpan as Trained
 from mlx_parallm.train.context import Params
 from mlx_parallm.train.model import TrainableModel

@@ -19,10 +19,10 @@ from tiny import tiny_model
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.weights import lora_scale
 from mlx_parallm.config import Algorithm, ModelConfig, ResolvedTraining
-from mlx_parallm.core.branches import Branch, Bucket
 from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.model.linears import install_adapters
+from mlx_parallm.train.branches import Branch, Bucket
 from mlx_parallm.train.context import LoraSpan, Params, TrainingContext
 from mlx_parallm.train.data import Datum, UpdateBatch, UpdateOutcome, answered
 from mlx_parallm.train.model import TrainableModel

@@ -32,13 +32,13 @@ from rich.table import Table
 from benchmarks.lib import machine, report
 from benchmarks.lib.figures import Figure, Spread, ratios, reported, spread
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.core.branches import Branch
 from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.delta_rule import gated_delta
 from mlx_parallm.model.device import prepare_device
 from mlx_parallm.model.hooks import InPart, answered_by
 from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.model.linears import install_adapters
+from mlx_parallm.train.branches import Branch
 from mlx_parallm.train.context import LoraSpan
 from mlx_parallm.train.model import TrainableModel
 

@@ -22,7 +22,7 @@ from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.adapters.runs import Run
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.app.adapters import KnownAdapters, find_adapters
-from mlx_parallm.batch.model_parts import Parts
+from mlx_parallm.app.parts import Parts
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Config
 from mlx_parallm.core.device import MODE_SHARES, DeviceSchedule, TrainingWork

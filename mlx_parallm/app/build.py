@@ -19,8 +19,8 @@ from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.app.base_model import BaseModel, Built, SharedDevice, base_paths, device_schedule, mlx_limits
 from mlx_parallm.app.checks import check
 from mlx_parallm.app.extras import install_extras, leading, reward_models_of
+from mlx_parallm.app.parts import Parts
 from mlx_parallm.app.training import TrainingInputs, TrainingRuntime, build_trainer, build_training
-from mlx_parallm.batch.model_parts import Parts
 from mlx_parallm.config import Config
 from mlx_parallm.core.device import TrainingWork
 from mlx_parallm.core.engine import EngineClient, ModelCard
@@ -216,7 +216,7 @@ def _training(
     """The service that trains, and its work on the device; nothing if training is off."""
     config, processor, manager = shared.config, shared.processor, built.manager
     stall_s = device_schedule(config, on_cpu()).max_decode_stall_s
-    trainer = build_trainer(manager, built.bank, config, shared.budget, stall_s, shared.parts.followers)
+    trainer = build_trainer(manager, built.bank, config, shared.budget, stall_s, shared.parts)
     if trainer is None:
         return None, None
     run = shared.run

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from mlx_parallm.rl.teachers import Score
     from mlx_parallm.server.backend import Backend
     from mlx_parallm.server.services import Services
-    from mlx_parallm.train.model import TrainableModel
     from mlx_parallm.train.trainer import GRPOTrainer
 
 _log = logging.getLogger(__name__)
@@ -195,13 +194,6 @@ def follow(config: Config, ranks: Ranks) -> int:
     from mlx_parallm.extras.ranks.running import follow
 
     return follow(config, ranks)
-
-
-def leading_model(*parts: Any) -> TrainableModel:
-    """The model with gradients on rank 0 of several; see `LeadingTrainableModel`."""
-    from mlx_parallm.extras.ranks.training import LeadingTrainableModel
-
-    return LeadingTrainableModel(*parts)
 
 
 # ---- a cluster -------------------------------------------------------------------------------------

@@ -13,11 +13,11 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.app.adapters import KnownAdapters
 from mlx_parallm.app.evaluation import HeldOutTasks, evaluator_of, held_out_of
-from mlx_parallm.app.extras import leading_model, teacher_score
+from mlx_parallm.app.extras import teacher_score
+from mlx_parallm.app.parts import Parts
 from mlx_parallm.app.reward import judge_of, reward_of
 from mlx_parallm.config import Config, Mode, ResolvedTraining, RLTrainingConfig
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.core.operations import Followers
 from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.engine.model_check import kept_verdict
 from mlx_parallm.engine.thread import ContinuousBatchProcessor
@@ -56,14 +56,14 @@ def build_trainer(
     config: Config,
     memory: int,
     stall_s: float,
-    followers: Followers | None = None,
+    parts: Parts,
 ) -> GRPOTrainer | None:
     """The trainer, which holds no array of its own; None if training is off. On the device thread.
 
     Args:
         memory: bytes that requests and training share.
         stall_s: the longest that a decode step should wait for training.
-        followers: the other ranks, if the model is split among several.
+        parts: makes the model with gradients.
 
     Raises:
         UnsupportedModelError: the model cannot be trained.
@@ -76,7 +76,7 @@ def build_trainer(
     head_rank = config.model.lora_rank if head is not None and head.target in config.model.lora_target_modules else 0
     footprint = footprint_of(manager.model, manager.plan, bank, head_rank)
     training = micro_steps_sized(config.rl_training, footprint, manager, memory, stall_s)
-    model = trainable(training, footprint, manager, bank, memory, followers)
+    model = trainable(training, footprint, manager, bank, memory, parts)
     return GRPOTrainer(model, training, config.model, memory=memory)
 
 
@@ -97,10 +97,13 @@ def trainable(
     manager: SharedModelManager,
     bank: AdapterBank,
     memory: int,
-    followers: Followers | None = None,
+    parts: Parts,
 ) -> TrainableModel:
     """The model with gradients, which keeps all activations of a micro-step as `gradient_checkpointing` says.
-    `followers`: see `build_trainer`."""
+
+    Raises:
+        UnsupportedModelError: the model cannot be trained.
+    """
     checkpointing = training.gradient_checkpointing
 
     def recomputes(tokens: int, context: int, head_rank: int) -> bool:
@@ -108,16 +111,13 @@ def trainable(
             return checkpointing
         return not replace(footprint, head_rank=head_rank).fits(tokens, context, False, memory)
 
-    model, plan = manager.model, manager.plan
-    if manager.split is None or followers is None:
-        found = TrainableModel(model, bank, plan, recomputes, footprint.segment)
-        if untried_packages() or not manager.family.tested:
-            verdict = kept_verdict(manager)
-            problem = (gradients(found, model, plan.vocab_size) if verdict is None else verdict.of("gradients")).problem
-            if problem:
-                raise UnsupportedModelError(f"{manager.card.name} can be served and not trained: {problem}")
-        return found
-    return leading_model(model, bank, plan, recomputes, manager.split, followers)
+    found = parts.trainable(manager.model, bank, manager.plan, recomputes, footprint.segment, manager.split)
+    if manager.split is None and (untried_packages() or not manager.family.tested):
+        verdict = kept_verdict(manager)
+        known = gradients(found, manager.model, manager.plan.vocab_size) if verdict is None else verdict.of("gradients")
+        if known.problem:
+            raise UnsupportedModelError(f"{manager.card.name} can be served and not trained: {known.problem}")
+    return found
 
 
 def footprint_of(model: nn.Module, plan: CachePlan, bank: AdapterBank, head_rank: int = 0) -> Footprint:

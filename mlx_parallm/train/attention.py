@@ -20,8 +20,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.batch.attention import additive, attention
-from mlx_parallm.core.branches import Branch
 from mlx_parallm.model.device import on_cpu
+from mlx_parallm.train.branches import Branch
 from mlx_parallm.train.recomputation import Unit, recomputed, watching
 
 SCORES_AT_ONCE = 1 << 19

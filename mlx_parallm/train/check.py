@@ -9,9 +9,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_parallm.core.branches import Branch, Bucket
 from mlx_parallm.model.families import Finding, checked, logits_alone, sample_adapter, sample_tokens
 from mlx_parallm.model.mixers import training_mode
+from mlx_parallm.train.branches import Branch, Bucket
 from mlx_parallm.train.context import LoraSpan, Params, TrainingContext
 from mlx_parallm.train.model import TrainableModel
 

@@ -23,7 +23,7 @@ import mlx.core as mx
 
 from mlx_parallm.adapters.weights import AdapterLayout
 from mlx_parallm.batch.distributions import BLOCK
-from mlx_parallm.core.branches import Branch, Bucket
+from mlx_parallm.train.branches import Branch, Bucket
 from mlx_parallm.train.context import LoraSpan
 from mlx_parallm.train.forwards import HEAD_BLOCK
 from mlx_parallm.train.model import TrainableModel

@@ -24,7 +24,6 @@ import mlx.nn as nn
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.weights import AdapterLayout
-from mlx_parallm.core.branches import Branch
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.model.hooks import answered_by
@@ -32,6 +31,7 @@ from mlx_parallm.model.layer_state import Caches
 from mlx_parallm.model.mixers import training_mode
 from mlx_parallm.model.split import OutputHead, trunk_of, with_layers
 from mlx_parallm.train.attention import PackedAttention
+from mlx_parallm.train.branches import Branch
 from mlx_parallm.train.context import LoraSpan, Params, TrainingContext, adapted_paths
 from mlx_parallm.train.pacing import Stage, StageKind
 from mlx_parallm.train.packed_pass import SEGMENT, LearnedPass, computed_again

@@ -1,6 +1,6 @@
 """Splits the data of an update into micro-batches, and makes the arrays of each micro-batch.
 
-What several rows of a micro-batch begin with is there once (see `core.branches`): a group of samples is a branch with
+What several rows of a micro-batch begin with is there once (see `train.branches`): a group of samples is a branch with
 the prompt, and one bucket or a few. The arrays of training are made from data here, and nowhere else.
 """
 
@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_parallm.core.branches import Branch, Bucket, Piece
+from mlx_parallm.train.branches import Branch, Bucket, Piece
 from mlx_parallm.train.data import Datum
 
 # -- layout --------------------------------------------------------------------------------------

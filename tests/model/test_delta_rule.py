@@ -16,9 +16,9 @@ from mlx_lm.models import gated_delta as theirs
 from mlx_lm.models.ssm import ssm_update
 from tiny import tiny_model
 
-from mlx_parallm.core.branches import Branch, Bucket
 from mlx_parallm.model.delta_rule import gated_delta, gates, wkv7
 from mlx_parallm.model.mixers import training_mode
+from mlx_parallm.train.branches import Branch, Bucket
 from mlx_parallm.train.context import LoraSpan
 from mlx_parallm.train.model import TrainableModel
 

@@ -13,11 +13,11 @@ from tiny import tiny_model
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
-from mlx_parallm.batch.model_parts import Parts
+from mlx_parallm.app.parts import Parts
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.batch.spans import Span, in_order
-from mlx_parallm.core.operations import Operation
 from mlx_parallm.extras.ranks.follower import Follower
+from mlx_parallm.extras.ranks.operations import Operation
 from mlx_parallm.extras.ranks.parts import FollowingParts, LeadingParts
 from mlx_parallm.extras.ranks.wire import decode, encode
 from mlx_parallm.kv.device_memory import DeviceMemory
@@ -31,7 +31,7 @@ PROMPTS = ([7 * i % 250 for i in range(90)], [11 * i % 250 for i in range(70)])
 
 @dataclass
 class Inside:
-    """Implements `Followers` by a follower in this process, which gets what would be sent."""
+    """Stands for `Leader`, with a follower in this process, which gets what would be sent."""
 
     operations: list[Operation] = field(default_factory=list)
     follower: Follower | None = None

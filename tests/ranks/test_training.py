@@ -18,8 +18,7 @@ from tiny import tiny_model
 from trainers import LORA, SETTINGS, learn, leaves, make_policy, make_trainer, samples
 
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.core.branches import Branch, Bucket
-from mlx_parallm.core.operations import Operation, TrainedSpan, TrainingPass, TrainingStage
+from mlx_parallm.extras.ranks.operations import Operation, TrainedSpan, TrainingPass, TrainingStage
 from mlx_parallm.extras.ranks.parts import FollowingParts
 from mlx_parallm.extras.ranks.tensor_parallel import split_model
 from mlx_parallm.extras.ranks.training import FollowingTraining, LeadingTrainableModel
@@ -27,6 +26,7 @@ from mlx_parallm.extras.ranks.wire import decode, encode
 from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.model.linears import install_adapters
+from mlx_parallm.train.branches import Branch, Bucket
 from mlx_parallm.train.data import UpdateBatch
 from mlx_parallm.train.trainer import GRPOTrainer
 
@@ -36,7 +36,7 @@ PROGRAM = Path(__file__).with_name("training_program.py")
 
 @dataclass
 class Inside:
-    """Implements `Followers` by a follower in this process, which gets what would be sent."""
+    """Stands for `Leader`, with a follower in this process, which gets what would be sent."""
 
     follower: FollowingTraining
     operations: list[Operation] = field(default_factory=list)

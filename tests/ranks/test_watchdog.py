@@ -7,10 +7,10 @@ from concurrent.futures import Future, TimeoutError
 
 import pytest
 
-from mlx_parallm.core.operations import Stop
 from mlx_parallm.errors import DeviceLostError, RankLostError
 from mlx_parallm.extras.ranks.joining import Peer
 from mlx_parallm.extras.ranks.leader import Leader
+from mlx_parallm.extras.ranks.operations import Stop
 from mlx_parallm.extras.ranks.watchdog import Watchdog
 
 

@@ -9,9 +9,9 @@ import pytest
 from family_checks import Served
 from mlx_lm.models import kimi_k3
 
-from mlx_parallm.core.branches import Branch
 from mlx_parallm.model.families import Finding
 from mlx_parallm.train import packed_pass
+from mlx_parallm.train.branches import Branch
 from mlx_parallm.train.check import gradients
 from mlx_parallm.train.context import LoraSpan, Params
 from mlx_parallm.train.model import TrainableModel

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 from trainers import all_buckets
 
-from mlx_parallm.core.branches import Branch, Bucket
+from mlx_parallm.train.branches import Branch, Bucket
 from mlx_parallm.train.packing import Row, laid_out
 
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from family_checks import Served
 
-from mlx_parallm.core.branches import Branch, Bucket
+from mlx_parallm.train.branches import Branch, Bucket
 from mlx_parallm.train.context import LoraSpan
 from mlx_parallm.train.model import TrainableModel
 from mlx_parallm.train.packed_pass import LearnedCache, RowsOfBranch

@@ -28,7 +28,7 @@ from trainers import (
 )
 
 from mlx_parallm.config import Algorithm
-from mlx_parallm.core.branches import Branch
+from mlx_parallm.train.branches import Branch
 from mlx_parallm.train.context import LoraSpan, Params
 from mlx_parallm.train.data import Datum, answered
 from mlx_parallm.train.model import TrainableModel

@@ -12,6 +12,7 @@ import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 import mlx.core as mx  # isort: skip
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_parallm.app.parts import Parts
 from mlx_parallm.app.training import footprint_of, trainable
 from mlx_parallm.config import ModelConfig, RLTrainingConfig
 from mlx_parallm.core.requests import CollectionSpec, FinishReason
@@ -104,7 +105,7 @@ class InProcess:
         manager = SharedModelManager(progress=False)
         bank = manager.install_bank(1, lora.lora_rank)
         footprint = footprint_of(manager.model, manager.plan, bank)
-        model = trainable(self.training, footprint, manager, bank, MEMORY)
+        model = trainable(self.training, footprint, manager, bank, MEMORY, Parts())
         self._trainer = GRPOTrainer(model, self.training, lora, measure_kl=False)
         self._trainer.pace(1e9)  # there are no requests
         self.restart(0)

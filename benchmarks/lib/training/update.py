@@ -17,6 +17,7 @@ from benchmarks.lib.training.batch import samples
 from benchmarks.lib.training.plain import plain_trainer
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.app.base_model import device_schedule, mlx_limits
+from mlx_parallm.app.parts import Parts
 from mlx_parallm.app.training import footprint_of, micro_steps_sized, trainable
 from mlx_parallm.bench.plain_trainer import Gradients
 from mlx_parallm.config import Config, ModelConfig, OptimizerConfig, RLTrainingConfig
@@ -115,7 +116,7 @@ class Ours:
         footprint = footprint_of(manager.model, manager.plan, bank)
         training = micro_steps_sized(wanted, footprint, manager, memory, stall_s)
         self.micro_batch_tokens = training.micro_batch_tokens
-        model = trainable(training, footprint, manager, bank, memory)
+        model = trainable(training, footprint, manager, bank, memory, Parts())
         self.gradients: Gradients = {}
         self.units, self.longest_s, self.peak, self.computed_tokens = 0, 0.0, 0, 0
         self.trainer = GRPOTrainer(model, training, ModelConfig(), measure_kl=False)

@@ -13,7 +13,7 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.weights import LoRAPair
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.batch.spans import Span
-from mlx_parallm.core.operations import (
+from mlx_parallm.extras.ranks.operations import (
     ClearGroup,
     ClearPool,
     CopyBlocks,
@@ -24,11 +24,11 @@ from mlx_parallm.core.operations import (
     ResizeArena,
     RowTokens,
     Stop,
-    TrainingFollower,
     TrainingPass,
     TrainingStage,
     WriteSlot,
 )
+from mlx_parallm.extras.ranks.training import FollowingTraining
 from mlx_parallm.extras.ranks.wire import decode, receive
 from mlx_parallm.kv.row import KVRow
 
@@ -36,7 +36,7 @@ from mlx_parallm.kv.row import KVRow
 class Follower:
     """Repeats operations. `bank`: the adapter bank of the runner's model. `training`: None if rank 0 does not train."""
 
-    def __init__(self, runner: BatchRunner, bank: AdapterBank, training: TrainingFollower | None = None) -> None:
+    def __init__(self, runner: BatchRunner, bank: AdapterBank, training: FollowingTraining | None = None) -> None:
         self._runner = runner
         self._bank = bank
         self._training = training

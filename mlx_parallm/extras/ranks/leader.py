@@ -24,12 +24,13 @@ from mlx_parallm.adapters.bank import AdapterBank, ModelSplit, SplitGroup
 from mlx_parallm.adapters.weights import LinearSpec, LoRAPair
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.batch.spans import Span
-from mlx_parallm.core.operations import (
+from mlx_parallm.errors import DeviceLostError, RankLostError
+from mlx_parallm.extras.ranks.joining import Peer
+from mlx_parallm.extras.ranks.operations import (
     ClearGroup,
     ClearPool,
     CopyBlocks,
     FitSlots,
-    Followers,
     ForwardPass,
     Operation,
     ReadSlot,
@@ -38,8 +39,6 @@ from mlx_parallm.core.operations import (
     Stop,
     WriteSlot,
 )
-from mlx_parallm.errors import DeviceLostError, RankLostError
-from mlx_parallm.extras.ranks.joining import Peer
 from mlx_parallm.extras.ranks.wire import encode
 from mlx_parallm.kv.cache import LoRABatchedKVCache
 from mlx_parallm.kv.memory import AnyStore
@@ -51,13 +50,17 @@ _LOST_WITHIN_S = 0.5
 
 
 class Leader:
-    """Implements `Followers` by a connection to each of the other ranks."""
+    """The ranks that repeat the operations of rank 0, with a connection to each."""
 
     def __init__(self, peers: Sequence[Peer]) -> None:
         self._peers = peers
 
     def repeat(self, operation: Operation) -> None:
-        """See `Followers.repeat`."""
+        """Sends an operation. Call it before rank 0 does the same, because a forward pass needs all ranks at once.
+
+        Raises:
+            RankLostError: a rank is gone.
+        """
         message = encode(operation)
         for peer in self._peers:
             try:
@@ -67,7 +70,13 @@ class Leader:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """See `Followers.together`."""
+        """A block in which all ranks compute together. If it fails on one, the others wait in it, so nothing else can
+        begin.
+
+        Raises:
+            RankLostError: it failed because a rank is gone.
+            DeviceLostError: it failed for another reason.
+        """
         try:
             yield
         except RankLostError:
@@ -102,7 +111,7 @@ class LeadingRunner(BatchRunner):
         cache: LoRABatchedKVCache,
         bank: AdapterBank,
         plan: CachePlan,
-        followers: Followers,
+        followers: Leader,
     ) -> None:
         super().__init__(model, cache, bank, plan)
         self._followers = followers
@@ -135,7 +144,7 @@ class LeadingCache(LoRABatchedKVCache):
         settings: those of `LoRABatchedKVCache`.
     """
 
-    def __init__(self, followers: Followers, *settings: Any) -> None:
+    def __init__(self, followers: Leader, *settings: Any) -> None:
         self._followers = followers
         super().__init__(*settings)
 
@@ -159,7 +168,7 @@ class LeadingGroup(SplitGroup):
     """A group of linears in the adapter bank, whose factors the other ranks have too."""
 
     def __init__(
-        self, specs: Sequence[LinearSpec], rank: int, dtype: mx.Dtype, split: ModelSplit, followers: Followers
+        self, specs: Sequence[LinearSpec], rank: int, dtype: mx.Dtype, split: ModelSplit, followers: Leader
     ) -> None:
         super().__init__(specs, rank, dtype, split)
         self._followers = followers

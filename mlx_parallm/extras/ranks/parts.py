@@ -13,15 +13,16 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_parallm.adapters.bank import AdapterBank, GroupMaker, ModelSplit, SplitGroup
-from mlx_parallm.batch.model_parts import Parts
+from mlx_parallm.app.parts import Parts
 from mlx_parallm.batch.runner import BatchRunner
-from mlx_parallm.core.operations import Followers
-from mlx_parallm.extras.ranks.leader import LeadingCache, LeadingGroup, LeadingRunner
+from mlx_parallm.extras.ranks.leader import Leader, LeadingCache, LeadingGroup, LeadingRunner
 from mlx_parallm.extras.ranks.tensor_parallel import split_model
+from mlx_parallm.extras.ranks.training import LeadingTrainableModel
 from mlx_parallm.kv.cache import LoRABatchedKVCache
 from mlx_parallm.kv.device_memory import DeviceMemory
 from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.model.layer_state import KVLayout
+from mlx_parallm.train.model import Recomputes, TrainableModel
 
 
 class FollowingParts(Parts):
@@ -39,9 +40,9 @@ class FollowingParts(Parts):
 class LeadingParts(Parts):
     """Makes the parts of rank 0."""
 
-    def __init__(self, group: mx.distributed.Group, followers: Followers) -> None:
+    def __init__(self, group: mx.distributed.Group, followers: Leader) -> None:
         self.split = partial(split_model, group=group)
-        self.followers: Followers = followers
+        self.followers = followers
 
     def linear_group(self, split: ModelSplit | None) -> GroupMaker:
         """See `Parts.linear_group`."""
@@ -57,3 +58,16 @@ class LeadingParts(Parts):
     def runner(self, model: nn.Module, cache: LoRABatchedKVCache, bank: AdapterBank, plan: CachePlan) -> BatchRunner:
         """See `Parts.runner`."""
         return LeadingRunner(model, cache, bank, plan, self.followers)
+
+    def trainable(
+        self,
+        model: nn.Module,
+        bank: AdapterBank,
+        plan: CachePlan,
+        recomputes: Recomputes,
+        segment: int,
+        split: ModelSplit | None,
+    ) -> TrainableModel:
+        """See `Parts.trainable`."""
+        assert split is not None
+        return LeadingTrainableModel(model, bank, plan, recomputes, split, self.followers)

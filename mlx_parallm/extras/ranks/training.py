@@ -30,9 +30,10 @@ from mlx.nn.layers.distributed import sum_gradients
 
 from mlx_parallm.adapters.bank import AdapterBank, ModelSplit
 from mlx_parallm.adapters.weights import LoRAPair
-from mlx_parallm.core.branches import Branch
-from mlx_parallm.core.operations import Followers, TrainedSpan, TrainingPass, TrainingStage
+from mlx_parallm.extras.ranks.leader import Leader
+from mlx_parallm.extras.ranks.operations import TrainedSpan, TrainingPass, TrainingStage
 from mlx_parallm.model.cache_plan import CachePlan
+from mlx_parallm.train.branches import Branch
 from mlx_parallm.train.context import LoraSpan, Params
 from mlx_parallm.train.model import Recomputes, TrainableModel, TrunkPass
 from mlx_parallm.train.pacing import Stage, StageKind
@@ -117,7 +118,7 @@ class LeadingTrainableModel(SplitTrainableModel):
         plan: CachePlan,
         recomputes: Recomputes,
         split: ModelSplit,
-        followers: Followers,
+        followers: Leader,
     ) -> None:
         super().__init__(model, bank, plan, recomputes, split)
         self._followers = followers
@@ -155,7 +156,7 @@ class _Together:
     """A pass that the other ranks compute too. They drop it when this object is gone."""
 
     number: int
-    followers: Followers
+    followers: Leader
 
     def evaluate(self, arrays: object) -> None:
         """Computes a stage on all ranks. Raises DeviceLostError: it failed."""
@@ -186,7 +187,7 @@ class _LeadingStage(Stage):
 
 
 class FollowingTraining:
-    """Implements `TrainingFollower`: computes this rank's part of the passes of rank 0."""
+    """Computes this rank's part of the passes of rank 0, together with it."""
 
     def __init__(self, model: nn.Module, bank: AdapterBank, plan: CachePlan, split: ModelSplit) -> None:
         self._recomputed = False
@@ -194,7 +195,7 @@ class FollowingTraining:
         self._stages: dict[int, deque[Stage]] = {}
 
     def begin(self, operation: TrainingPass) -> None:
-        """See `TrainingFollower.begin`."""
+        """Begins a pass."""
         for number in operation.dropped:
             self._stages.pop(number, None)
         self._recomputed = operation.recomputed
@@ -218,7 +219,7 @@ class FollowingTraining:
         self._stages[operation.number] = deque(stages)
 
     def compute(self, number: int) -> None:
-        """See `TrainingFollower.compute`."""
+        """Computes the next stage of a pass."""
         mx.eval(self._stages[number].popleft().arrays)
         if not self._stages[number]:
             del self._stages[number]

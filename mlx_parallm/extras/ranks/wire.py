@@ -13,7 +13,7 @@ from typing import Annotated
 
 from pydantic import Discriminator, TypeAdapter
 
-from mlx_parallm.core.operations import Operation
+from mlx_parallm.extras.ranks.operations import Operation
 
 _LENGTH = struct.Struct("<Q")
 _LONGEST_GREETING = 1 << 10

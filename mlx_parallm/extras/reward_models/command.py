@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.app.base_model import device_schedule, kv_budget, mlx_limits
+from mlx_parallm.app.parts import Parts
 from mlx_parallm.app.training import footprint_of, micro_steps_sized, trainable
 from mlx_parallm.config import Config
 from mlx_parallm.errors import ConfigError
@@ -82,7 +83,7 @@ def _trainer(manager: SharedModelManager, config: Config) -> GRPOTrainer:
     stall_s = device_schedule(config, on_cpu()).max_decode_stall_s
     footprint = footprint_of(manager.model, manager.plan, bank)
     training = micro_steps_sized(config.rl_training, footprint, manager, memory, stall_s)
-    return GRPOTrainer(trainable(training, footprint, manager, bank, memory), training, config.model)
+    return GRPOTrainer(trainable(training, footprint, manager, bank, memory, Parts()), training, config.model)
 
 
 class _ThisThread:

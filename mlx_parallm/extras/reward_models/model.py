@@ -15,8 +15,8 @@ import numpy as np
 
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair, lora_scale
 from mlx_parallm.config import ModelConfig
-from mlx_parallm.core.branches import Branch
 from mlx_parallm.extras.reward_models.folder import RewardModelWeights
+from mlx_parallm.train.branches import Branch
 from mlx_parallm.train.context import LoraSpan, Params
 from mlx_parallm.train.model import TrainableModel, TrunkPass
 from mlx_parallm.train.packing import Row, indices_of, laid_out

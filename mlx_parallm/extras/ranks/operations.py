@@ -6,11 +6,10 @@ need no requests, no scheduler and no prefix cache for that.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
-from mlx_parallm.core.branches import Branch
+from mlx_parallm.train.branches import Branch
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,33 +162,3 @@ Operation = (
     | TrainingStage
     | Stop
 )
-
-
-class Followers(Protocol):
-    """The ranks that repeat the operations of rank 0."""
-
-    def repeat(self, operation: Operation) -> None:
-        """Sends an operation. Call it before rank 0 does the same, because a forward pass needs all ranks at once.
-
-        Raises:
-            RankLostError: a rank is gone.
-        """
-
-    def together(self, what: str) -> AbstractContextManager[None]:
-        """A block in which all ranks compute together. If it fails on one, the others wait in it, so nothing else can
-        begin.
-
-        Raises:
-            RankLostError: it failed because a rank is gone.
-            DeviceLostError: it failed for another reason.
-        """
-
-
-class TrainingFollower(Protocol):
-    """What another rank does of the training of rank 0."""
-
-    def begin(self, operation: TrainingPass) -> None:
-        """Begins a pass, together with rank 0."""
-
-    def compute(self, number: int) -> None:
-        """Computes the next stage of a pass, together with rank 0."""

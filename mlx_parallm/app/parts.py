@@ -8,22 +8,20 @@ import mlx.nn as nn
 
 from mlx_parallm.adapters.bank import AdapterBank, GroupMaker, LinearGroup, ModelSplit
 from mlx_parallm.batch.runner import BatchRunner
-from mlx_parallm.core.operations import Followers
 from mlx_parallm.kv.cache import LoRABatchedKVCache
 from mlx_parallm.kv.device_memory import DeviceMemory
 from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.model.layer_state import KVLayout
+from mlx_parallm.train.model import Recomputes, TrainableModel
 
 
 class Parts:
     """Makes the parts for a whole model.
 
-    `split`: keeps this rank's part of a model; None if the model is whole. `followers`: on rank 0 of several, the
-    others.
+    `split`: keeps this rank's part of a model; None if the model is whole.
     """
 
     split: Callable[[nn.Module], ModelSplit] | None = None
-    followers: Followers | None = None
 
     def linear_group(self, split: ModelSplit | None) -> GroupMaker:
         """Makes the groups of linears of an adapter bank. `split`: how the model is divided."""
@@ -38,3 +36,15 @@ class Parts:
     def runner(self, model: nn.Module, cache: LoRABatchedKVCache, bank: AdapterBank, plan: CachePlan) -> BatchRunner:
         """What runs the model; see `BatchRunner`."""
         return BatchRunner(model, cache, bank, plan)
+
+    def trainable(
+        self,
+        model: nn.Module,
+        bank: AdapterBank,
+        plan: CachePlan,
+        recomputes: Recomputes,
+        segment: int,
+        split: ModelSplit | None,
+    ) -> TrainableModel:
+        """The model with gradients; see `TrainableModel`."""
+        return TrainableModel(model, bank, plan, recomputes, segment)
