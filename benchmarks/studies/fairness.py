@@ -24,8 +24,7 @@ from benchmarks.lib import machine, peers, report
 from benchmarks.lib.figures import Figure, percentile, ratios, spread
 from benchmarks.lib.load import Stream, greedy
 from benchmarks.lib.prompts import long_prompt, short_prompts
-from mlx_parallm.server.access.keys import new_key, write_keys
-from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.access import Role, new_key, write_keys
 
 ROWS = 16
 FLOOD_TOKENS, PROBE_TOKENS, PROBE_PROMPT = 64, 4, 256

@@ -23,8 +23,8 @@ from mlx_parallm.errors import ConfigError
 
 def check_http(server: ServerConfig) -> None:
     """Raises ConfigError: a file cannot be used, or the address is in use."""
-    from mlx_parallm.server.access.keys import read_keys  # a run without HTTP imports none of this
-    from mlx_parallm.server.http.address import bind, check_certificate
+    from mlx_parallm.server.access import read_keys  # a run without HTTP imports none of this
+    from mlx_parallm.server.address import bind, check_certificate
 
     check_certificate(server)
     if server.keys_file is not None:

@@ -33,10 +33,10 @@ from mlx_parallm.config import Config, LoRAConfig, RLConfig, configure
 from mlx_parallm.rl.environments import Environment
 from mlx_parallm.rl.tracking.history import events_of
 from mlx_parallm.rl.tracking.tracking import Tracking
+from mlx_parallm.server import request_log
 from mlx_parallm.server.api.chat.template import read_templates
 from mlx_parallm.server.backend import Backend
-from mlx_parallm.server.http import request_log
-from mlx_parallm.server.traces.export import Traces, open_traces
+from mlx_parallm.server.traces import Traces, open_traces
 from mlx_parallm.tasks import release
 
 if TYPE_CHECKING:  # the one is imported later, the other needs the extra `cluster`
@@ -134,7 +134,7 @@ class IntegratedServer:
             deletion = Deletion(config, run, training.service if training else None)
             models, adapters = await asyncio.to_thread(build_base_set, self._engine, templates, deletion)
             if traces is not None and training is not None:
-                training.service.add_sink(traces.on_event)
+                training.service.add_sink(traces.training.on_event)
             async with node_of_cluster(config, served) as node:
                 app = self._create_app(served, config, models, adapters, traces, node)
                 if self._trains:  # requests can only be collected once the adapter is trained

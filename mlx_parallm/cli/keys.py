@@ -14,7 +14,7 @@ from mlx_parallm.config import KEYS
 from mlx_parallm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mlx_parallm.server.access.keys import NamedKey
+    from mlx_parallm.server.access import NamedKey
 
 DEFAULT_FILE = Path("~/.mlx_parallm/keys.json")
 _VARIABLE = KEYS["server.keys_file"].env_name
@@ -87,8 +87,7 @@ def add_key(args: Namespace) -> int:
     Raises:
         ConfigError: there is a key of that name, a limit is not allowed, or the file cannot be used.
     """
-    from mlx_parallm.server.access.keys import new_key, read_keys, write_keys
-    from mlx_parallm.server.access.roles import Role
+    from mlx_parallm.server.access import Role, new_key, read_keys, write_keys
 
     file = _file(args)
     keys = read_keys(file) if file.exists() else ()
@@ -103,7 +102,7 @@ def add_key(args: Namespace) -> int:
 
 def list_keys(args: Namespace) -> int:
     """Prints the keys without their hashes. Raises ConfigError if the file cannot be read."""
-    from mlx_parallm.server.access.keys import read_keys
+    from mlx_parallm.server.access import read_keys
 
     file = _file(args)
     keys = read_keys(file)
@@ -114,7 +113,7 @@ def list_keys(args: Namespace) -> int:
 
 def remove_key(args: Namespace) -> int:
     """Removes a key. Raises ConfigError if there is none of that name, or the file cannot be used."""
-    from mlx_parallm.server.access.keys import read_keys, write_keys
+    from mlx_parallm.server.access import read_keys, write_keys
 
     file = _file(args)
     keys = read_keys(file)

@@ -1,6 +1,6 @@
 """Builds the FastAPI app. This is the only module that knows all routes; `run` serves them.
 
-request → middlewares (`http.middleware`) → body → schema → place in the queue → adapter version
+request → middlewares (`entry`) → body → schema → place in the queue → adapter version
         → prompt ids → engine.generate → answer → server-sent events or one JSON body
 """
 
@@ -29,8 +29,8 @@ from mlx_parallm.server.api.training import schedule
 from mlx_parallm.server.api.training.collected import route as collected_routes
 from mlx_parallm.server.backend import Backend
 from mlx_parallm.server.dashboard import route as dashboard
+from mlx_parallm.server.entry import add_middlewares
 from mlx_parallm.server.errors import install_handlers
-from mlx_parallm.server.http.middleware import add_middlewares
 from mlx_parallm.server.openapi import describe
 from mlx_parallm.server.protocols import trainers
 from mlx_parallm.server.protocols.generate import route as generate
@@ -39,7 +39,7 @@ from mlx_parallm.server.routing import Endpoint
 from mlx_parallm.server.services import Services
 
 if TYPE_CHECKING:
-    from mlx_parallm.server.traces.export import Traces
+    from mlx_parallm.server.traces import Traces
 
 _log = logging.getLogger(__name__)
 

@@ -1,14 +1,17 @@
-"""How exceptions become HTTP errors: one table of rules, and the handlers that apply it.
+"""How exceptions become HTTP errors: one table of rules, the forms in which each API writes an error, and the handlers
+that apply both.
 
 Every error body is OpenAI's `{"error": {"message", "type", "param", "code"}}`, or has the form of the API that the path
-belongs to (`error_forms`). A 5xx answer never shows paths,
-addresses or traces: if the exception's text may have any, its rule has a message that is sent in place of the text.
+belongs to, so that errors of middlewares and of routes that do not exist have the form that the client reads. A 5xx
+answer never shows paths, addresses or traces: if the exception's text may have any, its rule has a message that is sent
+in place of the text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
+from typing import Literal
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -40,10 +43,15 @@ from mlx_parallm.errors import (
     UnknownModelError,
     UnknownTrajectoryError,
 )
-from mlx_parallm.server.error_forms import THREAD_NOT_FOUND, ErrorBody, ErrorDetail, form_of
-from mlx_parallm.server.http.request_log import record_of
+from mlx_parallm.server.api.fields import WireOutput
+from mlx_parallm.server.request_log import record_of
 
 RETRY_AFTER_S = 1
+THREAD_NOT_FOUND = "thread_not_found"
+"""The code by which Anthropic's SDK is told to send a conversation whole."""
+
+
+# -- errors of HTTP ------------------------------------------------------------------------------
 
 
 class ApiKeyError(RequestError):
@@ -121,6 +129,9 @@ class ShortMemoryError(EngineError):
 
 class NotReadyError(EngineError):
     """The server runs but is not ready for requests."""
+
+
+# -- the rules -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +226,141 @@ def _type_of(status: int) -> str:
     return "server_error" if status >= 500 else "invalid_request_error"
 
 
+# -- the form of each API ------------------------------------------------------------------------
+
+MESSAGES = "/v1/messages"
+"""The path of Anthropic's Messages API, and the beginning of its other paths."""
+TINKER, OLLAMA = "/api/v1", "/api"
+"""The beginnings of the paths of these APIs."""
+
+
+class ErrorDetail(WireOutput):
+    """The error itself."""
+
+    message: str
+    """What is wrong and what to change."""
+    type: str
+    """`invalid_request_error`, `rate_limit_error` or `server_error`."""
+    param: str | None
+    """The field at fault."""
+    code: str | None
+    """The error code, for programs; null for a malformed field."""
+
+
+class ErrorBody(WireOutput):
+    """The body of every answer that is not a success, as OpenAI writes it."""
+
+    error: ErrorDetail
+    """What went wrong."""
+
+
+MessagesErrorType = Literal[
+    "invalid_request_error",
+    "authentication_error",
+    "permission_error",
+    "not_found_error",
+    "request_too_large",
+    "rate_limit_error",
+    "api_error",
+    "overloaded_error",
+]
+MESSAGES_TYPES: Mapping[int, MessagesErrorType] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    529: "overloaded_error",
+}
+
+
+class MessagesErrorFacts(WireOutput):
+    """What programs read of an error."""
+
+    error_code: str
+    """Always `thread_not_found`."""
+
+
+class MessagesErrorDetail(WireOutput):
+    """The error itself."""
+
+    type: MessagesErrorType
+    """What kind of error it is; the status says the same."""
+    message: str
+    """What is wrong and what to change."""
+    details: MessagesErrorFacts | None = None
+    """Only if the conversation has to be sent whole."""
+
+
+class MessagesError(WireOutput):
+    """The body of every answer that is not a success, as Anthropic writes it. Also the last event of a stream that
+    failed."""
+
+    type: Literal["error"]
+    error: MessagesErrorDetail
+    """What went wrong."""
+
+    @property
+    def event_name(self) -> str:
+        return self.type
+
+
+class OllamaError(WireOutput):
+    """The body of every answer that is not a success, as Ollama writes it. Also the last line of a stream that
+    failed."""
+
+    error: str
+    """What is wrong and what to change."""
+
+
+def messages_error(status: int, body: ErrorBody) -> MessagesError:
+    """The error in Anthropic's form."""
+    other: MessagesErrorType = "api_error" if status >= 500 else "invalid_request_error"
+    facts = {"details": MessagesErrorFacts(error_code=THREAD_NOT_FOUND)} if body.error.code == THREAD_NOT_FOUND else {}
+    detail = MessagesErrorDetail(type=MESSAGES_TYPES.get(status, other), message=_message(body), **facts)
+    return MessagesError(type="error", error=detail)
+
+
+def ollama_error(_: int, body: ErrorBody) -> OllamaError:
+    """The error in Ollama's form."""
+    return OllamaError(error=_message(body))
+
+
+def _message(body: ErrorBody) -> str:
+    """The message for a form that has no field for the parameter: it names it."""
+    error = body.error
+    named = error.param is None or error.param in error.message
+    return error.message if named else f"{error.param}: {error.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorForm:
+    """How one API writes errors. `write` makes the body, a `model`, of a status and OpenAI's body. `id_header` is the
+    API's own header with the id of the request; None: it has no other than the server's."""
+
+    model: type[WireOutput]
+    write: Callable[[int, ErrorBody], WireOutput]
+    id_header: str | None = None
+
+
+OPENAI = ErrorForm(ErrorBody, lambda _, body: body)
+FORMS: Mapping[str, ErrorForm] = {
+    MESSAGES: ErrorForm(MessagesError, messages_error, id_header="request-id"),
+    TINKER: OPENAI,
+    OLLAMA: ErrorForm(OllamaError, ollama_error),
+}
+"""The forms of other APIs than OpenAI's, by the beginning of their paths. The first that fits counts."""
+
+
+def form_of(path: str) -> ErrorForm:
+    """The form of the API that the path of a request belongs to."""
+    return next((form for start, form in FORMS.items() if f"{path}/".startswith(f"{start}/")), OPENAI)
+
+
+# -- responses -----------------------------------------------------------------------------------
+
+
 class ErrorResponse(Response):
     """A response with an error body in the form of the API that the request's path belongs to. Sending it writes the
     error's code into the request's record."""
@@ -258,14 +404,14 @@ async def _answer(_: Request, error: Exception) -> Response:
 
 
 async def _answer_http(_: Request, error: Exception) -> Response:
-    """Answers what Starlette refuses. `access.guard` has refused unknown paths and methods already."""
+    """Answers what Starlette refuses. `entry.Guard` has refused unknown paths and methods already."""
     assert isinstance(error, HTTPException)
     answer = wire_error(error.status_code, "http_error", "The request cannot be served.")
     return ErrorResponse(answer, error.status_code, error.headers)
 
 
 async def _answer_parameter(_: Request, error: Exception) -> Response:
-    """Answers a wrong parameter of the path or the query. Bodies are validated in `http.body`."""
+    """Answers a wrong parameter of the path or the query. Bodies are validated in `body`."""
     assert isinstance(error, RequestValidationError)
     fault = error.errors()[0]
     return error_response(RequestError(f"{fault['loc'][-1]}: {fault['msg']}", param=str(fault["loc"][-1])))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, nullcontext
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -27,17 +25,12 @@ from mlx_parallm.core.requests import (
     SequencePooled,
 )
 from mlx_parallm.errors import EngineError, ParaLLMError
-from mlx_parallm.server.access.accounts import Account
 from mlx_parallm.server.api.answer import AnswerWriter, Watch
-from mlx_parallm.server.api.fields import WireOutput
 from mlx_parallm.server.api.generation_fields import GenerationBody
 from mlx_parallm.server.api.pooling.fields import PoolingBody
 from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES
 from mlx_parallm.server.errors import code_of
-from mlx_parallm.server.http.framing import EVENTS, Framing
-from mlx_parallm.server.http.request_log import address_of, client_of, record_of
-from mlx_parallm.server.http.workers import SMALL_BYTES
-from mlx_parallm.server.lifecycle import while_connected
+from mlx_parallm.server.limits import SMALL_BYTES, Account
 from mlx_parallm.server.metrics import RequestObserver
 from mlx_parallm.server.request import (
     RequestContext,
@@ -48,75 +41,16 @@ from mlx_parallm.server.request import (
     places_of,
     select_adapter,
 )
+from mlx_parallm.server.request_log import address_of, client_of, record_of
 from mlx_parallm.server.services import Services
+from mlx_parallm.server.streams import EventStream, while_connected
 
 log = logging.getLogger(__name__)
 
 Events = AsyncGenerator[Event, None]
 """The events of one request."""
 SESSION_HEADER = "x-session-id"
-PING_INTERVAL_S = 15.0
-"""Longest silence of a stream, in seconds, before an event or a comment is sent to keep the connection open."""
 _BYTES_PER_EVENT, _BYTES_PER_LOGPROB, _BYTES_PER_BYTE = 32, 64, 5
-_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-
-
-class EventStream:
-    """The objects of one streamed response. `headers` are sent in addition to the stream's own. `keep_alive`: see
-    `AnswerWriter`."""
-
-    def __init__(
-        self,
-        send: Send,
-        headers: Mapping[str, str],
-        framing: Framing = EVENTS,
-        keep_alive: Callable[[], WireOutput | None] = lambda: None,
-    ) -> None:
-        self._send = send
-        self._framing = framing
-        self._keep_alive = keep_alive
-        every = {"content-type": framing.content_type, **_STREAM_HEADERS, **headers}
-        self._headers = [(name.encode(), value.encode()) for name, value in every.items()]
-        self._last_sent = 0.0
-        self._pings: asyncio.Task[None] | None = None
-
-    @asynccontextmanager
-    async def opened(self) -> AsyncIterator[None]:
-        """Sends the headers. While the block runs, what keeps the connection open is sent after each `PING_INTERVAL_S`
-        of silence."""
-        await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
-        self._last_sent = time.monotonic()
-        self._pings = asyncio.create_task(self._ping(PING_INTERVAL_S))
-        try:
-            yield
-        finally:
-            self._pings.cancel()
-            await asyncio.gather(self._pings, return_exceptions=True)  # whoever writes the stream meets the error too
-
-    async def event(self, data: WireOutput) -> None:
-        """Sends one object."""
-        await self.write(self._framing.write(data))
-
-    async def end(self) -> None:
-        """Ends the stream."""
-        await self.write(self._framing.end, last=True)
-
-    async def write(self, text: str, last: bool = False) -> None:
-        """Sends what the framing has written. `last`: it is the end of the stream, after which nothing may be sent."""
-        if last and self._pings is not None:
-            self._pings.cancel()
-        self._last_sent = time.monotonic()
-        await self._send({"type": "http.response.body", "body": text.encode("utf-8"), "more_body": not last})
-
-    async def _ping(self, interval_s: float) -> None:
-        while self._framing.comment:
-            silent = time.monotonic() - self._last_sent
-            if silent < interval_s:
-                await asyncio.sleep(interval_s - silent)
-            elif (event := self._keep_alive()) is not None:
-                await self.event(event)
-            else:
-                await self.write(self._framing.comment)
 
 
 class GenerationResponse(Response):

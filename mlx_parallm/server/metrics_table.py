@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from mlx_parallm.extras.cluster.http.router import RoutingCounts
     from mlx_parallm.extras.competition.comparison import ComparisonCard
     from mlx_parallm.rl.status import TrainingStatus
-    from mlx_parallm.server.access.accounts import Account
-    from mlx_parallm.server.lifecycle import SequenceGate
+    from mlx_parallm.server.limits import Account, SequenceGate
 
 S = TypeVar("S")
 Labels = tuple[str, ...]

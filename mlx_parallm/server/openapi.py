@@ -12,10 +12,9 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from mlx_parallm.server.api.fields import OpenBody
-from mlx_parallm.server.error_forms import FORMS, OPENAI, form_of
-from mlx_parallm.server.errors import RULES
-from mlx_parallm.server.http.body import BodyModel
-from mlx_parallm.server.http.request_log import LORA_ADAPTER
+from mlx_parallm.server.body import BodyModel
+from mlx_parallm.server.errors import FORMS, OPENAI, RULES, form_of
+from mlx_parallm.server.request_log import LORA_ADAPTER
 from mlx_parallm.server.routing import Endpoint
 
 DESCRIPTION = """\

@@ -33,8 +33,7 @@ from mlx_parallm.core.requests import (
 )
 from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, RoleError, UnknownModelError
-from mlx_parallm.server.access.keys import NamedKey
-from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.access import NamedKey, Role
 from mlx_parallm.server.api.generation_fields import GenerationBody
 from mlx_parallm.server.api.pooling.fields import PoolingBody
 from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES, NO_LIMIT, Candidates, RepetitionDetection

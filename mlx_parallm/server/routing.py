@@ -5,7 +5,7 @@
     @router.post("/v1/training/pause", role=Role.TRAIN, audited=True, examples={"default adapter": {}})
     async def pause(body: Control, ...) -> TrainingObject: ...
 
-`access.guard` reads from the route what a key needs, and `openapi` reads the examples. `server.app.ROUTES` lists the
+`entry.Guard` reads from the route what a key needs, and `openapi` reads the examples. `server.app.ROUTES` lists the
 modules.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from fastapi.routing import APIRoute
 
-from mlx_parallm.server.access.roles import Access, Role
+from mlx_parallm.server.access import Access, Role
 
 Examples = Mapping[str, Mapping[str, Any]]
 Handler = TypeVar("Handler", bound=Callable[..., Any])

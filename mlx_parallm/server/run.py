@@ -16,8 +16,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from mlx_parallm.errors import EngineDeadError
-from mlx_parallm.server.http.address import BACKLOG, bind
-from mlx_parallm.server.http.connection import ConnectionLimits, LimitedProtocol, reserve_open_files
+from mlx_parallm.server.address import BACKLOG, bind
+from mlx_parallm.server.connections import ConnectionLimits, LimitedProtocol, reserve_open_files
 from mlx_parallm.server.services import Services
 from mlx_parallm.tasks import release
 

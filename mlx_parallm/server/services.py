@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar
 
 from fastapi import Depends
 from starlette.requests import Request
@@ -15,6 +15,7 @@ from starlette.requests import Request
 from mlx_parallm.adapters.cards import AdapterCard
 from mlx_parallm.config import Mode
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.engine import EngineClient
 from mlx_parallm.core.machine import Relief
 from mlx_parallm.core.models import ServedModel
 from mlx_parallm.core.trajectories import CollectingClient
@@ -27,26 +28,101 @@ from mlx_parallm.errors import (
     UnknownModelError,
 )
 from mlx_parallm.rl.status import TrainingStatus
-from mlx_parallm.server.access.accounts import Accounts
-from mlx_parallm.server.access.attempts import Attempts
-from mlx_parallm.server.access.keys import ANYONE, KeyRing, NamedKey
-from mlx_parallm.server.access.roles import Role
-from mlx_parallm.server.access.sessions import Sessions
-from mlx_parallm.server.access.views import SeenAdapters, SeenModels
+from mlx_parallm.server.access import ANYONE, Attempts, KeyRing, NamedKey, Role, Sessions
 from mlx_parallm.server.api.chat.history import EpisodeHistories
 from mlx_parallm.server.api.responses.conversation import ResponseStore
 from mlx_parallm.server.backend import Backend
 from mlx_parallm.server.errors import AsleepError, DrainingError, InferenceDisabledError, ShortMemoryError
-from mlx_parallm.server.http.request_log import RequestRecord, record_of
-from mlx_parallm.server.http.workers import Workers
-from mlx_parallm.server.lifecycle import Lifecycle, SequenceGate, SleepSwitch
+from mlx_parallm.server.limits import Accounts, SequenceGate, Workers
 from mlx_parallm.server.metrics import ServerMetrics
 from mlx_parallm.server.request import AdapterSelector, ModelNames, adapter_named_by
+from mlx_parallm.server.request_log import RequestRecord, record_of
+from mlx_parallm.server.views import SeenAdapters, SeenModels
 
 if TYPE_CHECKING:
     from mlx_parallm.rl.service import TrainingService
 
+T = TypeVar("T")
+
+_SLEEP_CHECK_S = 0.05
 DOES_NOT_TRAIN = "This server does not train; start it with --enable-rl-training."
+
+
+class Lifecycle:
+    """The stages of a shutdown. Used on the event loop's thread, or from a signal handler.
+
+    Draining: requests under way continue, also streamed answers; new generation requests and `/ready` get 503; the
+    streams of `/v1/training/events`, which never end by themselves, are closed. Expired: the time limit is over, and
+    requests under way get an error.
+    """
+
+    def __init__(self) -> None:
+        self.drain_begun = asyncio.Event()
+        self.expired = asyncio.Event()
+        self._work: set[asyncio.Task[Any]] = set()
+
+    @property
+    def working(self) -> bool:
+        """Whether work begun by `run_to_end` has not ended yet."""
+        return bool(self._work)
+
+    async def run_to_end(self, work: Coroutine[Any, Any, T]) -> T:
+        """Returns the result of `work`, which runs to its end even if the client disconnects meanwhile.
+
+        Raises:
+            DrainingError: the server is draining; `work` was not started.
+        """
+        if self.drain_begun.is_set():
+            work.close()
+            raise DrainingError("draining")
+        task = asyncio.create_task(work)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+        return await asyncio.shield(task)
+
+    def begin_drain(self) -> None:
+        self.drain_begun.set()
+
+    def expire(self) -> None:
+        self.drain_begun.set()
+        self.expired.set()
+
+
+class SleepSwitch:
+    """Puts the server to sleep and wakes it. While `asleep`, generation requests are refused. Used on the event loop's
+    thread only."""
+
+    def __init__(self, engine: EngineClient, gate: SequenceGate) -> None:
+        self.asleep = False
+        self._engine = engine
+        self._gate = gate
+        self._pending: set[asyncio.Task[None]] = set()
+
+    async def sleep(self, free_adapters: bool) -> None:
+        """Refuses requests at once, waits for those under way, then frees the KV cache, and also the adapter slots if
+        `free_adapters`. Returns when that is done, or when `wake` was called first.
+
+        Raises:
+            EngineDeadError: the device thread is not running.
+        """
+        self.asleep = True
+        task = asyncio.create_task(self._free_memory(free_adapters))
+        self._pending.add(task)
+        task.add_done_callback(self._pending.discard)
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.result()
+
+    def wake(self) -> None:
+        """Accepts requests again. The first one that needs the memory allocates it."""
+        self.asleep = False
+        for task in self._pending:
+            task.cancel()
+
+    async def _free_memory(self, free_adapters: bool) -> None:
+        while self._gate.held:  # includes requests that have not reached the engine yet
+            await asyncio.sleep(_SLEEP_CHECK_S)
+        await self._engine.sleep(free_adapters)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +167,7 @@ class Services(Backend):
         )
 
     def seen_by(self, key: NamedKey) -> Self:
-        """The same as this key sees it; see `access.views`. What trains gets the key's reader with each call."""
+        """The same as this key sees it; see `views`. What trains gets the key's reader with each call."""
         if key.adapters is None:
             return replace(self, key=key)
         adapters = SeenAdapters(self.adapters, key, sorted(self.models.first.names))

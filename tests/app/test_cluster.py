@@ -12,7 +12,7 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.extras.cluster.replica import EVERY_INTERFACE, outward_address
 from mlx_parallm.extras.cluster.running import serving as cluster
 from mlx_parallm.extras.cluster.running.serving import begin_serving, prepare
-from mlx_parallm.server.lifecycle import Lifecycle
+from mlx_parallm.server.services import Lifecycle
 
 HEAD, REPLICA = {"cluster.share_model": True}, {"cluster.connect_to": "node1:8000", "cluster.token": "t"}
 

@@ -7,7 +7,7 @@ import stat
 import pytest
 
 from mlx_parallm.cli.main import main
-from mlx_parallm.server.access.keys import KeyRing
+from mlx_parallm.server.access import KeyRing
 
 
 @pytest.fixture

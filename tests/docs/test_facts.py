@@ -42,8 +42,7 @@ from mlx_parallm.rl.scoring.builtin import BUILTINS
 from mlx_parallm.rl.tracking.history import MAX_EVENTS
 from mlx_parallm.rl.trajectories import DropReason
 from mlx_parallm.selftest.checks import CHECKS
-from mlx_parallm.server.access.roles import Role
-from mlx_parallm.server.access.sessions import LIFETIME_S
+from mlx_parallm.server.access import LIFETIME_S, Role
 from mlx_parallm.server.api.chat.history import MAX_TOKENS
 from mlx_parallm.server.api.grammar_fields import MAX_CHOICES, MAX_REGEX, MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH
 from mlx_parallm.server.api.pooling.fields import MAX_INPUTS

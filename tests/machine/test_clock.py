@@ -6,8 +6,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from mlx_parallm.core.machine import seconds_with_sleep
-from mlx_parallm.server.access.keys import KeyRing
-from mlx_parallm.server.access.sessions import LIFETIME_S, Sessions
+from mlx_parallm.server.access import LIFETIME_S, KeyRing, Sessions
 
 
 @pytest.fixture

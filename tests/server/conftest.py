@@ -15,9 +15,9 @@ from server.one_model import OneModel
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.extras.atropos.route import AtroposParts
 from mlx_parallm.grammar.trial import Trial
+from mlx_parallm.server.address import bind
 from mlx_parallm.server.app import create_app
 from mlx_parallm.server.backend import Backend
-from mlx_parallm.server.http.address import bind
 from mlx_parallm.server.run import DrainingServer
 
 CPU_LIMIT_S = 0.5

@@ -1,7 +1,6 @@
 """Servers with a file of named keys."""
 
-from mlx_parallm.server.access.keys import new_key, write_keys
-from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.access import Role, new_key, write_keys
 
 
 def key_file(folder, **keys):

@@ -16,7 +16,7 @@ from server.test_disconnect import eventually
 
 from mlx_parallm.core.requests import FinishReason, SequenceOutput
 from mlx_parallm.server.api import login
-from mlx_parallm.server.http.connection import OTHER_FILES, reserve_open_files
+from mlx_parallm.server.connections import OTHER_FILES, reserve_open_files
 
 pytestmark = pytest.mark.ci
 

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from mlx_parallm.server.errors import DrainingError
-from mlx_parallm.server.lifecycle import while_connected
+from mlx_parallm.server.streams import while_connected
 
 PATIENCE_S = 30
 PHASES = {"queued": 0, "prefill": 1, "decode": 3}

@@ -32,7 +32,7 @@ from mlx_parallm.server.api.pooling.embeddings import Embeddings, EmbeddingsBody
 from mlx_parallm.server.api.pooling.scores import Ranking, RerankBody, ScoreBody, Scores
 from mlx_parallm.server.api.responses.objects import ResponseObject
 from mlx_parallm.server.api.responses.schema import ResponsesBody
-from mlx_parallm.server.error_forms import ErrorBody, MessagesError, OllamaError
+from mlx_parallm.server.errors import ErrorBody, MessagesError, OllamaError
 from mlx_parallm.server.protocols.tokens.schema import TokenCompletion, TokensBody
 
 pytestmark = pytest.mark.ci

@@ -18,7 +18,7 @@ from mlx_parallm.server.api.adapters import schema as wire
 from mlx_parallm.server.api.training import objects as training_objects
 from mlx_parallm.server.api.training import schedule as schedule_wire
 from mlx_parallm.server.api.training import schema as training_wire
-from mlx_parallm.server.error_forms import ErrorBody
+from mlx_parallm.server.errors import ErrorBody
 
 
 @cache

@@ -14,12 +14,11 @@ from server.keys import key_file
 from mlx_parallm.core.requests import FinishReason, PromptScored, SequenceOutput, TokenLogprob
 from mlx_parallm.errors import OverloadedError
 from mlx_parallm.grammar.compiler import LLCompiler
-from mlx_parallm.server import generation
+from mlx_parallm.server import body as bodies
+from mlx_parallm.server import generation, limits
 from mlx_parallm.server.api.answer import ChoiceWriter
 from mlx_parallm.server.api.fields import WireOutput
-from mlx_parallm.server.http import body as bodies
-from mlx_parallm.server.http import workers
-from mlx_parallm.server.http.workers import ArrivingBodies, PerClientSemaphore
+from mlx_parallm.server.limits import ArrivingBodies, PerClientSemaphore
 
 URL, CHAT = "/v1/completions", "/v1/chat/completions"
 PATIENCE_S = 30
@@ -224,7 +223,7 @@ async def test_grammars_of_one_client_keep_nobody_waiting(make_client, bombs):
 
 
 async def test_a_grammar_waits_for_its_clients_others_only_so_long(make_client, bombs, fault, monkeypatch):
-    monkeypatch.setattr(workers, "_GRAMMAR_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(limits, "_GRAMMAR_TIMEOUT_S", 0.1)
     client = make_client()
     first = asyncio.create_task(client.post(URL, json={"prompt": "x", "guided_regex": "bomb1"}))
     await asyncio.sleep(0.02)
@@ -256,7 +255,7 @@ async def test_scores_of_a_long_prompt_are_worded_beside_the_event_loop():
     from mlx_parallm.server.generation import _answer_bytes
 
     scored = PromptScored(0, (None, *(TokenLogprob(1, -1.0, ((2, -2.0),) * 20) for _ in range(500))))
-    assert _answer_bytes([scored]) > workers.SMALL_BYTES
+    assert _answer_bytes([scored]) > limits.SMALL_BYTES
 
 
 async def test_the_texts_of_long_events_are_made_beside_the_event_loop(client, monkeypatch):
@@ -291,7 +290,7 @@ async def pauses(monkeypatch):
 
 async def test_the_large_bodies_of_a_client_are_read_at_one_pace(pauses, monkeypatch):
     """Each chunk waits for those before it; one that comes later than they need does not."""
-    second = workers._LARGE_BODY_BYTES_PER_S
+    second = limits._LARGE_BODY_BYTES_PER_S
     arriving = ArrivingBodies(100 * second)
     with arriving.hold("a") as one, arriving.hold("a") as other:
         for add in (one, other, one):
@@ -311,11 +310,11 @@ async def test_clients_with_many_connections_leave_an_equal_share_of_the_rate_to
             await other(chunk)
         pauses.clear()
         await third(chunk)
-    assert pauses == [3 * chunk / workers._LARGE_BODY_BYTES_PER_S]
+    assert pauses == [3 * chunk / limits._LARGE_BODY_BYTES_PER_S]
 
 
 async def test_a_client_that_sends_nothing_takes_no_share_of_the_rate(pauses, monkeypatch):
-    second = workers._LARGE_BODY_BYTES_PER_S
+    second = limits._LARGE_BODY_BYTES_PER_S
     arriving = ArrivingBodies(100 * second)
     with arriving.hold("slow") as slow, arriving.hold("a") as add:
         await slow(second)

@@ -6,10 +6,8 @@ import pytest
 from server.keys import key_file
 
 from mlx_parallm.errors import OverloadedError
-from mlx_parallm.server.access.accounts import Accounts
-from mlx_parallm.server.access.keys import KeyRing, new_key, write_keys
-from mlx_parallm.server.access.roles import Role
-from mlx_parallm.server.lifecycle import SequenceGate
+from mlx_parallm.server.access import KeyRing, Role, new_key, write_keys
+from mlx_parallm.server.limits import Accounts, SequenceGate
 
 BODY = {"prompt": "abcde", "max_tokens": 3}
 USER = [{"role": "user", "content": "x"}]
@@ -178,7 +176,7 @@ async def test_the_series_of_a_removed_key_go(make_client, tmp_path):
     client = make_client(keys_file=file)
     await client.post("/v1/completions", json=BODY, headers=sent["gone"])
     assert 'key="gone"' in (await client.get("/metrics", headers=sent["boss"])).text
-    from mlx_parallm.server.access.keys import read_keys
+    from mlx_parallm.server.access import read_keys
 
     write_keys(file, [key for key in read_keys(file) if key.name != "gone"])
     assert 'key="gone"' not in (await client.get("/metrics", headers=sent["boss"])).text

@@ -9,8 +9,7 @@ import pytest
 from server.keys import key_file
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.server.access.keys import MAX_KEYS, KeyRing, new_key, read_keys, write_keys
-from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.access import MAX_KEYS, KeyRing, Role, new_key, read_keys, write_keys
 
 BODY = {"prompt": "x"}
 

@@ -44,9 +44,8 @@ from mlx_parallm.extras.tinker.server import TinkerServer
 from mlx_parallm.rl.reading import GroupFilter
 from mlx_parallm.rl.status import TrainingEvent, TrainingStatus
 from mlx_parallm.rl.trajectories import TrajectoryGroup
-from mlx_parallm.server.access import guard
-from mlx_parallm.server.access.keys import new_key
-from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server import entry
+from mlx_parallm.server.access import Role, new_key
 from mlx_parallm.server.app import create_app
 from mlx_parallm.server.backend import Backend
 
@@ -687,7 +686,7 @@ def test_what_a_key_has_trained_with_tinker_is_its_own():
 
 
 async def test_one_key_has_a_limited_number_of_control_actions_under_way(server, monkeypatch):
-    monkeypatch.setattr(guard, "MAX_CHANGES", 2)
+    monkeypatch.setattr(entry, "MAX_CHANGES", 2)
     begun, go_on = asyncio.Semaphore(0), asyncio.Event()
 
     async def unload(selector, base=None):

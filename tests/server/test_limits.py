@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from mlx_parallm.errors import InvalidRequestError, OverloadedError
-from mlx_parallm.server.lifecycle import SequenceGate
+from mlx_parallm.server.limits import SequenceGate
 
 URL = "/v1/completions"
 

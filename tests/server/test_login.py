@@ -5,9 +5,16 @@ from server.keys import key_file
 from starlette.datastructures import Headers
 
 from mlx_parallm.errors import OverloadedError
-from mlx_parallm.server.access.attempts import Attempts
-from mlx_parallm.server.access.keys import KeyRing, read_keys, write_keys
-from mlx_parallm.server.access.sessions import COOKIE, LIFETIME_S, MAX_SESSIONS, Sessions
+from mlx_parallm.server.access import (
+    COOKIE,
+    LIFETIME_S,
+    MAX_SESSIONS,
+    Attempts,
+    KeyRing,
+    Sessions,
+    read_keys,
+    write_keys,
+)
 
 HTML = {"accept": "text/html,application/xhtml+xml"}
 ORIGIN = {"origin": "http://localhost:8000"}

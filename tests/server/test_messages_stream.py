@@ -189,7 +189,7 @@ async def test_failure_in_mid_stream_is_the_last_event(client, engine, error, ki
 
 
 async def test_a_silent_stream_is_kept_open_by_pings(monkeypatch, engine, serving):
-    monkeypatch.setattr("mlx_parallm.server.generation.PING_INTERVAL_S", 0.02)
+    monkeypatch.setattr("mlx_parallm.server.streams.PING_INTERVAL_S", 0.02)
     engine.pause_before = 0
     asked = {"method": "POST", "url": URL, "json": {**ASKED, "stream": True}}
     async with (

@@ -14,7 +14,7 @@ from server.keys import key_file
 
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.server.http.address import check_certificate
+from mlx_parallm.server.address import check_certificate
 
 
 @pytest.mark.parametrize("host", ["host.docker.internal:8000", "host.containers.internal"])

@@ -152,7 +152,7 @@ async def test_failure_in_mid_stream_is_the_last_line(client, engine, error, tex
 
 async def test_a_silent_stream_sends_nothing(monkeypatch, engine, serving):
     """Clients read every line as JSON, so there is none that keeps a silent stream open."""
-    monkeypatch.setattr("mlx_parallm.server.generation.PING_INTERVAL_S", 0.001)
+    monkeypatch.setattr("mlx_parallm.server.streams.PING_INTERVAL_S", 0.001)
     engine.text, engine.pause_before = "AB", 1
     asked = {"method": "POST", "url": CHAT, "json": {"messages": USER}}
     async with (

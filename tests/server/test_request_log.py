@@ -10,7 +10,7 @@ import pytest
 
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.errors import StepFailedError
-from mlx_parallm.server.http import request_log
+from mlx_parallm.server import request_log
 
 COMPLETIONS = "/v1/completions"
 EVERY_LINE = {"time", "request_id", "method", "route", "status", "total_ms"}

@@ -13,7 +13,7 @@ import pytest
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.grammar.compiler import LLCompiler
-from mlx_parallm.server.http.address import bind
+from mlx_parallm.server.address import bind
 from mlx_parallm.server.run import serve
 
 pytestmark = pytest.mark.ci

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from mlx_parallm.errors import StepFailedError
-from mlx_parallm.server import generation
+from mlx_parallm.server import streams
 
 DONE = "data: [DONE]\n\n"
 
@@ -173,7 +173,7 @@ async def test_failure_in_mid_stream_is_an_event_then_done(client, engine, error
 
 async def test_a_silent_stream_has_pings(serving, engine, monkeypatch):
     engine.pause_before = 0
-    monkeypatch.setattr(generation, "PING_INTERVAL_S", 0.05)
+    monkeypatch.setattr(streams, "PING_INTERVAL_S", 0.05)
     body = {"prompt": "x", "max_tokens": 1, "stream": True}
     async with (
         serving() as server,
@@ -188,7 +188,7 @@ async def test_a_silent_stream_has_pings(serving, engine, monkeypatch):
 
 
 async def test_nothing_is_sent_after_the_end_however_slowly_that_is_read(monkeypatch):
-    monkeypatch.setattr(generation, "PING_INTERVAL_S", 0.01)
+    monkeypatch.setattr(streams, "PING_INTERVAL_S", 0.01)
     sent = []
 
     async def send(message):
@@ -196,7 +196,7 @@ async def test_nothing_is_sent_after_the_end_however_slowly_that_is_read(monkeyp
         if message.get("more_body") is False:
             await asyncio.sleep(0.1)  # the client reads nothing for many intervals
 
-    stream = generation.EventStream(send, {})
+    stream = streams.EventStream(send, {})
     async with stream.opened():
         await stream.end()
     assert [message.get("more_body") for message in sent] == [None, False]

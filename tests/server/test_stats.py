@@ -8,7 +8,7 @@ import pytest
 from server.keys import key_file
 
 from mlx_parallm.engine.figures import NO_TIME, DeviceSeconds, EngineStats
-from mlx_parallm.server.recent import KEPT_INTERVALS, MOST_VALUES, WINDOW_S, History, RecentGrowth, RecentValues
+from mlx_parallm.server.metrics import KEPT_INTERVALS, MOST_VALUES, WINDOW_S, History, RecentGrowth, RecentValues
 from mlx_parallm.server.run import DrainingServer
 
 ASK = {"prompt": "x", "max_tokens": 4}

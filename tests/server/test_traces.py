@@ -23,7 +23,7 @@ from mlx_parallm.config import ServerConfig
 from mlx_parallm.errors import ConfigError, StepFailedError
 from mlx_parallm.server.app import create_app
 from mlx_parallm.server.backend import Backend
-from mlx_parallm.server.traces.export import Traces, open_traces
+from mlx_parallm.server.traces import Traces, open_traces
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -201,7 +201,7 @@ class CollectedEngine(FakeEngine):
 async def test_a_trajectory_is_traced_into_its_update(collected):
     body = {"prompt": "x", "max_tokens": 2, "n": 2, "collect_trajectory": True, "scoring_function": "exact"}
     async with world() as made:
-        made.service.add_sink(collected.traces.on_event)
+        made.service.add_sink(collected.traces.training.on_event)
         client = collected.client(CollectedEngine(), training=made.service)
         for _ in range(2):  # update_frequency is 4
             assert (await client.post(COMPLETIONS, json={**body, "metadata": {"answer": "H"}})).status_code == 200
@@ -221,7 +221,7 @@ async def test_a_trajectory_is_traced_into_its_update(collected):
 
 async def test_an_update_that_fails_and_one_that_a_request_asks_for_have_traces_of_their_own(collected):
     async with world() as made:
-        made.service.add_sink(collected.traces.on_event)
+        made.service.add_sink(collected.traces.training.on_event)
         client = collected.client(CollectedEngine(), training=made.service)
         made.learner.error = RuntimeError("it broke")
         given = [{"prompt": "a", "output": output, "reward": reward} for output, reward in (("b", 1), ("c", 0))]
@@ -301,7 +301,7 @@ def test_nothing_of_opentelemetry_is_imported_unless_traces_are_on():
     program = """if True:
         import sys
         from mlx_parallm.server import app  # FastAPI imports the API of OpenTelemetry
-        from mlx_parallm.server.traces.export import open_traces
+        from mlx_parallm.server.traces import open_traces
         assert open_traces(None) is None
         print([name for name in sys.modules if name.startswith(("opentelemetry.sdk", "opentelemetry.exporter"))])
     """
@@ -313,6 +313,6 @@ def test_a_missing_package_and_another_protocol_are_refused_by_name(monkeypatch)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
     with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_PROTOCOL: traces are sent as http/protobuf only"):
         open_traces("http://127.0.0.1:4318")
-    monkeypatch.setattr("mlx_parallm.server.traces.export.OTEL", extras.Extra("not.there", "opentelemetry", "otel"))
+    monkeypatch.setattr("mlx_parallm.server.traces.OTEL", extras.Extra("not.there", "opentelemetry", "otel"))
     with pytest.raises(ConfigError, match=r"server.otlp_traces_endpoint: .*mlx-parallm\[otel\]"):
         open_traces("http://127.0.0.1:4318")

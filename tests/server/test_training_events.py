@@ -8,7 +8,7 @@ import pytest
 
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.rl.status import TrainingEvent
-from mlx_parallm.server import generation
+from mlx_parallm.server import streams
 
 URL = "/v1/training/events"
 AT = 1_800_000_000.25
@@ -52,7 +52,7 @@ async def test_a_client_that_comes_back_says_which_event_was_its_last(client, tr
 
 
 async def test_pings_while_nothing_happens(serving, monkeypatch):
-    monkeypatch.setattr(generation, "PING_INTERVAL_S", 0.01)
+    monkeypatch.setattr(streams, "PING_INTERVAL_S", 0.01)
     async with (
         serving() as server,
         httpx.AsyncClient(base_url=server.url) as client,

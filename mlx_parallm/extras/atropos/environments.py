@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from mlx_parallm.errors import OverloadedError
 from mlx_parallm.extras.atropos.schema import RegisterEnv
 from mlx_parallm.extras.atropos.source import SOURCE
-from mlx_parallm.server.access.keys import NamedKey
-from mlx_parallm.server.access.shares import has_room
+from mlx_parallm.server.access import NamedKey
+from mlx_parallm.server.limits import has_room
 
 LEAST_WEIGHT = 0.01
 """Atropos' MIN_ENV_WEIGHT, the lower bound of `env_weight` in answers."""

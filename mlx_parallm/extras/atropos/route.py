@@ -29,10 +29,9 @@ from mlx_parallm.extras.atropos.schema import EnvIdentifier, RegisterEnv, Scored
 from mlx_parallm.extras.atropos.scored_data import ScoredData, TokenLimits
 from mlx_parallm.extras.atropos.source import SOURCE
 from mlx_parallm.extras.atropos.trajectory_api import Registration
-from mlx_parallm.server.access.keys import NamedKey
-from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.access import NamedKey, Role
 from mlx_parallm.server.api.root import page_for
-from mlx_parallm.server.http.body import json_body
+from mlx_parallm.server.body import json_body
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
 

@@ -9,9 +9,9 @@ from pydantic import Field
 
 from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.extras.averages.service import AverageCard, AverageSpec
-from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.access import Role
 from mlx_parallm.server.api.fields import INT32_MAX, WireInput
-from mlx_parallm.server.http.body import json_body
+from mlx_parallm.server.body import json_body
 from mlx_parallm.server.request import MAX_ADAPTER_NAME, adapter_named_by
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import ServicesDep

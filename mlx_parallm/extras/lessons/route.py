@@ -8,9 +8,9 @@ from fastapi import Depends
 from pydantic import Field, model_validator
 
 from mlx_parallm.extras.lessons.cards import LessonCard, LessonRule, LessonSpec, RuleKind
-from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.access import Role
 from mlx_parallm.server.api.fields import WireInput, WireOutput, refused
-from mlx_parallm.server.http.body import json_body
+from mlx_parallm.server.body import json_body
 from mlx_parallm.server.request import MAX_ADAPTER_NAME, adapter_named_by
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import DOES_NOT_TRAIN, ServicesDep

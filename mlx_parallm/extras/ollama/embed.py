@@ -16,11 +16,11 @@ from mlx_parallm.extras.ollama.models import known_name, load
 from mlx_parallm.extras.ollama.objects import EmbedAnswer, OneEmbeddingAnswer
 from mlx_parallm.extras.ollama.schema import EmbedBody, OneEmbeddingBody, ollama_body
 from mlx_parallm.extras.ollama.writer import durations
-from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.access import Role
 from mlx_parallm.server.api.answer import served_by
 from mlx_parallm.server.api.pooling.embeddings import EmbeddingsBody, EmbeddingsWriter, plan_embeddings
+from mlx_parallm.server.body import validated
 from mlx_parallm.server.generation import GenerationResponse
-from mlx_parallm.server.http.body import validated
 from mlx_parallm.server.openapi import generating
 from mlx_parallm.server.request import RequestContext
 from mlx_parallm.server.routing import Router

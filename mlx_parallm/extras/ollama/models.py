@@ -21,7 +21,7 @@ from mlx_parallm.extras.ollama.objects import (
     timestamp,
 )
 from mlx_parallm.extras.ollama.schema import ShowBody, ollama_body
-from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.access import Role
 from mlx_parallm.server.request import used_defaults
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep

@@ -18,16 +18,16 @@ from mlx_parallm.extras.ollama.objects import AnsweredMessage, ChatAnswer, Gener
 from mlx_parallm.extras.ollama.options import PromptedBody
 from mlx_parallm.extras.ollama.schema import OllamaChatBody, OllamaGenerateBody, RawCompletionBody, ollama_body
 from mlx_parallm.extras.ollama.writer import GenerateWriter, OllamaChatWriter
-from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.access import Role
 from mlx_parallm.server.api.chat.route import PlannedChat, plan_chat
 from mlx_parallm.server.api.chat.schema import ChatBody
 from mlx_parallm.server.api.completions import plan_completion
 from mlx_parallm.server.api.dialect import CONVERSATION, Dialect
+from mlx_parallm.server.body import validated
 from mlx_parallm.server.generation import GenerationResponse
-from mlx_parallm.server.http.body import validated
-from mlx_parallm.server.http.request_log import new_request_id
 from mlx_parallm.server.openapi import in_lines
 from mlx_parallm.server.request import RequestContext
+from mlx_parallm.server.request_log import new_request_id
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
 

@@ -16,7 +16,7 @@ from mlx_parallm.server.api.chat.tools import MAX_TOOLS, FunctionTool
 from mlx_parallm.server.api.completions import CompletionBody
 from mlx_parallm.server.api.fields import INT32_MAX, Neutral, OpenBody, WireInput, refused
 from mlx_parallm.server.api.pooling.fields import MAX_INPUTS, WHOLE_CONTEXT
-from mlx_parallm.server.http.body import json_body
+from mlx_parallm.server.body import json_body
 
 ChatMessageFields = dict[str, Any]
 """The fields of a message, as chat's `Message` validates them."""

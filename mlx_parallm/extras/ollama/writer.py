@@ -39,9 +39,8 @@ from mlx_parallm.server.api.answer import (
 from mlx_parallm.server.api.fields import WireOutput
 from mlx_parallm.server.api.logprobs import ChatTokenLogprob, ScoredToken, chat_logprobs
 from mlx_parallm.server.api.repairs import repaired_fields
-from mlx_parallm.server.error_forms import OllamaError, ollama_error
-from mlx_parallm.server.errors import error_body, rule_of
-from mlx_parallm.server.http.framing import JSON_LINES, Framing
+from mlx_parallm.server.errors import OllamaError, error_body, ollama_error, rule_of
+from mlx_parallm.server.streams import JSON_LINES, Framing
 
 NOTHING = JoinedParts("", "", ())
 

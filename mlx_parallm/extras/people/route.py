@@ -16,9 +16,9 @@ from mlx_parallm.core.text import control_ids, end_id
 from mlx_parallm.errors import ConflictError, ContextLengthError, InvalidRequestError, UnknownTrajectoryError
 from mlx_parallm.extras.people.schema import PreferenceBody
 from mlx_parallm.extras.people.service import Edit, EditCard, FoundTrajectory, SignalReport
-from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.access import Role
 from mlx_parallm.server.api.chat.messages import Conversation
-from mlx_parallm.server.http.body import json_body
+from mlx_parallm.server.body import json_body
 from mlx_parallm.server.request import adapter_named_by, check_ids
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep

@@ -9,13 +9,13 @@ from pydantic import Field
 
 from mlx_parallm.errors import InvalidRequestError, TrainingFailedError
 from mlx_parallm.extras.reward_models.cards import RewardModelCard, RewardModelSpec
-from mlx_parallm.server.access.roles import Role
-from mlx_parallm.server.access.views import shared
+from mlx_parallm.server.access import Role
 from mlx_parallm.server.api.fields import INT32_MAX, WireInput
-from mlx_parallm.server.http.body import json_body
+from mlx_parallm.server.body import json_body
 from mlx_parallm.server.request import MAX_ADAPTER_NAME
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import ServicesDep
+from mlx_parallm.server.views import shared
 
 if TYPE_CHECKING:
     from mlx_parallm.extras.reward_models.trainer import RewardModelTrainer

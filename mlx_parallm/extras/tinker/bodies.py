@@ -14,8 +14,8 @@ from starlette.requests import Request
 
 from mlx_parallm.extras.tinker.dependencies import TinkerDep
 from mlx_parallm.extras.tinker.protobuf import MEDIA_TYPE, LossRequest, loss_request
-from mlx_parallm.server.http.body import parse_large, read_body
-from mlx_parallm.server.http.request_log import record_of
+from mlx_parallm.server.body import parse_large, read_body
+from mlx_parallm.server.request_log import record_of
 from mlx_parallm.server.services import Services, ServicesDep
 
 M = TypeVar("M", bound=BaseModel)

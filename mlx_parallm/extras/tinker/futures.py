@@ -19,7 +19,7 @@ from typing import Any
 from mlx_parallm.errors import ConflictError, OverloadedError, ParaLLMError
 from mlx_parallm.extras.tinker.answers import TinkerAnswer, failure
 from mlx_parallm.extras.tinker.sessions import mark_of, room_in
-from mlx_parallm.server.access.keys import NamedKey
+from mlx_parallm.server.access import NamedKey
 from mlx_parallm.server.errors import ExpiredError
 
 MAX_FUTURES = 10_000

@@ -42,10 +42,10 @@ from mlx_parallm.extras.tinker.schema import (
 )
 from mlx_parallm.extras.tinker.server import TinkerServer
 from mlx_parallm.extras.tinker.sessions import is_of
-from mlx_parallm.server.access.accounts import Account
-from mlx_parallm.server.access.roles import Role
-from mlx_parallm.server.http.body import validated
-from mlx_parallm.server.http.request_log import record_of
+from mlx_parallm.server.access import Role
+from mlx_parallm.server.body import validated
+from mlx_parallm.server.limits import Account
+from mlx_parallm.server.request_log import record_of
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
 

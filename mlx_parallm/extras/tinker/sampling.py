@@ -23,13 +23,12 @@ from mlx_parallm.extras.tinker.dependencies import TinkerDep, check_base
 from mlx_parallm.extras.tinker.schema import SampleBody, SamplingSessionBody
 from mlx_parallm.extras.tinker.server import TinkerServer
 from mlx_parallm.extras.tinker.sessions import Sampler, SavedWeights, new_id
-from mlx_parallm.server.access.accounts import Account
-from mlx_parallm.server.access.keys import NamedKey
-from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.access import NamedKey, Role
 from mlx_parallm.server.api.answer import whole_answer
 from mlx_parallm.server.generation import generate
-from mlx_parallm.server.http.request_log import new_request_id, record_of
+from mlx_parallm.server.limits import Account
 from mlx_parallm.server.request import SEED_SPACE, check_ids
+from mlx_parallm.server.request_log import new_request_id, record_of
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
 

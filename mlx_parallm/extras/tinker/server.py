@@ -40,8 +40,8 @@ from mlx_parallm.extras.tinker.sessions import (
     TinkerSessions,
     is_of,
 )
-from mlx_parallm.server.access.accounts import Account
-from mlx_parallm.server.access.keys import ANYONE, NamedKey
+from mlx_parallm.server.access import ANYONE, NamedKey
+from mlx_parallm.server.limits import Account
 from mlx_parallm.tasks import spawn
 
 if TYPE_CHECKING:

@@ -20,10 +20,9 @@ from dataclasses import dataclass, field
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.errors import ConflictError, InvalidRequestError, OverloadedError, UnknownModelError, shown
 from mlx_parallm.extras.tinker.schema import MAX_NAME, NAME
-from mlx_parallm.server.access.keys import NamedKey
-from mlx_parallm.server.access.roles import Role
-from mlx_parallm.server.access.shares import has_room
+from mlx_parallm.server.access import NamedKey, Role
 from mlx_parallm.server.errors import ExpiredError
+from mlx_parallm.server.limits import has_room
 
 MAX_WAITING = 1024
 """Requests of one model that wait for their turn."""

@@ -13,7 +13,7 @@ from mlx_parallm.extras.tinker.dependencies import TinkerDep, check_base
 from mlx_parallm.extras.tinker.schema import LoadBody, SaveBody, WeightsInfoBody
 from mlx_parallm.extras.tinker.server import TinkerServer
 from mlx_parallm.extras.tinker.sessions import SavedWeights, TinkerModel, is_of
-from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.access import Role
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
 

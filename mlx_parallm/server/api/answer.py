@@ -31,7 +31,7 @@ from mlx_parallm.server.api.fields import WireOutput
 from mlx_parallm.server.api.generation_fields import GenerationBody
 from mlx_parallm.server.api.logprobs import ScoredToken
 from mlx_parallm.server.errors import error_body
-from mlx_parallm.server.http.framing import OPENAI_EVENTS, Framing
+from mlx_parallm.server.streams import OPENAI_EVENTS, Framing
 
 Body = TypeVar("Body", bound=GenerationBody)
 

@@ -12,7 +12,7 @@ from pydantic import Field, PlainValidator, model_validator
 from starlette.responses import Response
 
 from mlx_parallm.core.requests import Event, GenerationRequest, PromptScored
-from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.access import Role
 from mlx_parallm.server.api.answer import AnswerObject, ChoicePiece, ChoiceWriter, ending
 from mlx_parallm.server.api.fields import FinishReasonText, Neutral, TokenId, WireOutput, is_token_ids, refused
 from mlx_parallm.server.api.generation_fields import UNSUPPORTED_OPTIONS, GenerationBody
@@ -24,11 +24,11 @@ from mlx_parallm.server.api.logprobs import (
     scored_prompt,
 )
 from mlx_parallm.server.api.sampling_fields import NO_LIMIT, Candidates, TokenLimit, TopLogprobs, widest
+from mlx_parallm.server.body import json_body
 from mlx_parallm.server.generation import GenerationResponse
-from mlx_parallm.server.http.body import json_body
-from mlx_parallm.server.http.request_log import new_request_id
 from mlx_parallm.server.openapi import streamable
 from mlx_parallm.server.request import RequestContext, compile_grammar, generation_request, longest_text, tokens_as_ids
+from mlx_parallm.server.request_log import new_request_id
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import ServicesDep
 

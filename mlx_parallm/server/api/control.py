@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field
 from mlx_parallm.core.device import PauseMode
 from mlx_parallm.core.engine import EngineClient
 from mlx_parallm.errors import ConflictError
-from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.access import Role
 from mlx_parallm.server.api.fields import WireOutput, WireQuery, refused
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import ServicesDep

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from mlx_parallm.errors import RequestError
 from mlx_parallm.server.api.generation_fields import GenerationBody
-from mlx_parallm.server.http.body import validated
+from mlx_parallm.server.body import validated
 
 Body = TypeVar("Body", bound=GenerationBody)
 

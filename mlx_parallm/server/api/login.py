@@ -10,10 +10,10 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from mlx_parallm.errors import OverloadedError
-from mlx_parallm.server.access.sessions import COOKIE, LIFETIME_S, LOGIN, PAGES
+from mlx_parallm.server.access import COOKIE, LIFETIME_S, LOGIN, PAGES
+from mlx_parallm.server.body import read_bytes
 from mlx_parallm.server.errors import BodyTooLargeError, ForbiddenOriginError
-from mlx_parallm.server.http.body import read_bytes
-from mlx_parallm.server.http.request_log import address_of
+from mlx_parallm.server.request_log import address_of
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import ServicesDep
 

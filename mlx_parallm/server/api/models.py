@@ -14,11 +14,11 @@ from mlx_parallm.adapters.cards import AdapterCard
 from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.core.models import BaseStatus, ModelState, ServedModel
 from mlx_parallm.errors import ContextLengthError
-from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.access import Role
 from mlx_parallm.server.api.chat.messages import Conversation, Messages
 from mlx_parallm.server.api.chat.template import TemplateVariables, chosen_template
 from mlx_parallm.server.api.fields import OpenBody, TokenIds, WireOutput, refused
-from mlx_parallm.server.http.body import json_body
+from mlx_parallm.server.body import json_body
 from mlx_parallm.server.request import check_ids
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep

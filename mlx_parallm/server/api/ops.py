@@ -19,7 +19,7 @@ from mlx_parallm.config import Mode
 from mlx_parallm.core.engine import ModelCard
 from mlx_parallm.engine.figures import EngineStats
 from mlx_parallm.errors import EngineDeadError
-from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.access import Role
 from mlx_parallm.server.api.fields import WireOutput, WireQuery
 from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES
 from mlx_parallm.server.api.training.schedule import ModeName, mode_of, schedule_object

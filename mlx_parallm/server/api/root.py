@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.access import Role
 from mlx_parallm.server.dashboard.route import page
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import ServicesDep

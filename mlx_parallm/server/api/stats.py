@@ -12,11 +12,11 @@ from pydantic import Field
 
 from mlx_parallm.engine.figures import EngineStats
 from mlx_parallm.kv.device_memory import MemoryAccount
-from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.access import Role
 from mlx_parallm.server.api.fields import INT32_MAX, WireOutput, WireQuery
 from mlx_parallm.server.api.ops import ServerMode, server_mode
 from mlx_parallm.server.command_line import command_line
-from mlx_parallm.server.recent import Counted, Interval, RecentValues
+from mlx_parallm.server.metrics import Counted, Interval, RecentValues
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
 

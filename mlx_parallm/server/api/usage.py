@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from mlx_parallm.server.access.accounts import Account
-from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.access import Role
 from mlx_parallm.server.api.fields import WireOutput
+from mlx_parallm.server.limits import Account
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import ServicesDep
 

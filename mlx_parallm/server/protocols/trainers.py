@@ -13,11 +13,11 @@ from fastapi import Depends
 from pydantic import Field
 
 from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.access import Role
 from mlx_parallm.server.api.adapters.route import load
 from mlx_parallm.server.api.adapters.schema import MAX_PATH, BaseName, LoadedLora, Name
 from mlx_parallm.server.api.fields import Neutral, WireInput, WireOutput
-from mlx_parallm.server.http.body import json_body
+from mlx_parallm.server.body import json_body
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import ServicesDep
 

@@ -7,7 +7,7 @@ import pytest
 from server.fake_cluster import FakeCluster, app_of
 
 from mlx_parallm.cli.main import main
-from mlx_parallm.server.http.address import bind
+from mlx_parallm.server.address import bind
 from mlx_parallm.server.run import DrainingServer
 
 

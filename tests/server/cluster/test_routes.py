@@ -12,7 +12,7 @@ from mlx_parallm.core.requests import GenerationRequest, SamplingParams, Sequenc
 from mlx_parallm.errors import NodeFailedError, QueueTimeoutError
 from mlx_parallm.extras.cluster.cards import Member, NodeInfo, NodeRole
 from mlx_parallm.extras.cluster.http.remote import RemoteEngines
-from mlx_parallm.server.http.address import bind
+from mlx_parallm.server.address import bind
 from mlx_parallm.server.run import DrainingServer
 
 REQUEST = GenerationRequest("r", ((1, 2, 3),), SamplingParams(), StopParams(50))

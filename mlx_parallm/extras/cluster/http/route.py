@@ -28,15 +28,15 @@ from mlx_parallm.extras.cluster.http.parts import ClusterParts
 from mlx_parallm.extras.cluster.http.remote import GENERATE, SAMPLE
 from mlx_parallm.extras.cluster.http.router import RoutingCounts
 from mlx_parallm.extras.cluster.http.wire import WireClock, WireEvent, WireRequest
-from mlx_parallm.server.access.guard import sent_keys
-from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.access import Role
 from mlx_parallm.server.api.fields import INT32_MAX, WireInput, WireOutput
+from mlx_parallm.server.body import json_body, read_body, read_bytes
+from mlx_parallm.server.entry import sent_keys
 from mlx_parallm.server.errors import ApiKeyError
-from mlx_parallm.server.http.body import json_body, read_body, read_bytes
-from mlx_parallm.server.http.request_log import client_of
-from mlx_parallm.server.lifecycle import while_connected
+from mlx_parallm.server.request_log import client_of
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
+from mlx_parallm.server.streams import while_connected
 
 _HEADERS = [(b"content-type", b"application/x-ndjson"), (b"cache-control", b"no-store")]
 

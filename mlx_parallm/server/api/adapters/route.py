@@ -17,7 +17,7 @@ from mlx_parallm.adapters.cards import AdapterCard, CheckpointCard
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.core.json_values import fields_of
 from mlx_parallm.errors import UnknownModelError
-from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.access import Role
 from mlx_parallm.server.api.adapters.schema import (
     Adapter,
     AdapterList,
@@ -38,7 +38,7 @@ from mlx_parallm.server.api.adapters.schema import (
     UnloadLoraBody,
 )
 from mlx_parallm.server.api.training.route import stop_teaching
-from mlx_parallm.server.http.body import json_body
+from mlx_parallm.server.body import json_body
 from mlx_parallm.server.request import adapter_named_by
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from mlx_parallm.core.models import ServedModel
 from mlx_parallm.core.requests import Event, FinishReason, GenerationRequest, PromptScored
 from mlx_parallm.core.splitter import AnswerSyntax, CallPart, JoinedParts, Splitter, join_parts
-from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.access import Role
 from mlx_parallm.server.api.answer import ChoicePiece, ChoiceWriter, Watch, ending, parts_of
 from mlx_parallm.server.api.chat.history import PlannedTurn
 from mlx_parallm.server.api.chat.messages import Conversation
@@ -35,11 +35,11 @@ from mlx_parallm.server.api.chat.template import chosen_template
 from mlx_parallm.server.api.chat.tools import NamedTool, answer_grammar, answer_syntax
 from mlx_parallm.server.api.logprobs import chat_logprobs, prompt_logprobs, scored_prompt
 from mlx_parallm.server.api.repairs import repaired_fields
+from mlx_parallm.server.body import json_body
 from mlx_parallm.server.generation import GenerationResponse
-from mlx_parallm.server.http.body import json_body
-from mlx_parallm.server.http.request_log import new_request_id
 from mlx_parallm.server.openapi import streamable
 from mlx_parallm.server.request import RequestContext, generation_request, longest_text, tokens_as_ids
+from mlx_parallm.server.request_log import new_request_id
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
 

@@ -26,7 +26,7 @@ from mlx_parallm.core.models import ServedModel
 from mlx_parallm.core.requests import Event, FinishReason, RequestFinished, SequenceOutput
 from mlx_parallm.core.splitter import AnswerPart, Splitter
 from mlx_parallm.errors import ContextLengthError
-from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.access import Role
 from mlx_parallm.server.api.answer import (
     AnswerWriter,
     call_arguments,
@@ -52,15 +52,14 @@ from mlx_parallm.server.api.messages.objects import (
 )
 from mlx_parallm.server.api.messages.schema import ConversationBody, CountTokensBody, MessagesBody, MessagesChat
 from mlx_parallm.server.api.repairs import repaired_fields
-from mlx_parallm.server.error_forms import MessagesError, messages_error
-from mlx_parallm.server.errors import UnknownThreadError, error_body, rule_of
+from mlx_parallm.server.body import json_body
+from mlx_parallm.server.errors import MessagesError, UnknownThreadError, error_body, messages_error, rule_of
 from mlx_parallm.server.generation import GenerationResponse
-from mlx_parallm.server.http.body import json_body
-from mlx_parallm.server.http.framing import EVENTS, Framing
 from mlx_parallm.server.openapi import streamable
 from mlx_parallm.server.request import RequestContext
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
+from mlx_parallm.server.streams import EVENTS, Framing
 
 
 class Blocks:

@@ -18,16 +18,16 @@ from starlette.responses import Response
 from mlx_parallm.core.models import ServedModel
 from mlx_parallm.core.requests import Event, GenerationRequest, Pooling, RequestFinished, SequencePooled
 from mlx_parallm.errors import ContextLengthError, EngineError, InvalidRequestError
-from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.access import Role
 from mlx_parallm.server.api.answer import AnswerWriter, Usage, usage_of
 from mlx_parallm.server.api.completions import Prompt, Prompts, prompts_of
 from mlx_parallm.server.api.fields import INT32_MAX, Neutral, Numbers, WireOutput, refused
 from mlx_parallm.server.api.pooling.fields import MAX_INPUTS, PoolingBody, together
+from mlx_parallm.server.body import json_body
 from mlx_parallm.server.generation import GenerationResponse
-from mlx_parallm.server.http.body import json_body
-from mlx_parallm.server.http.request_log import new_request_id
 from mlx_parallm.server.openapi import generating
 from mlx_parallm.server.request import RequestContext, check_ids, reading_request
+from mlx_parallm.server.request_log import new_request_id
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import ServicesDep
 

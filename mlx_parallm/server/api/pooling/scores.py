@@ -18,19 +18,19 @@ from starlette.responses import Response
 from mlx_parallm.core.models import ServedModel
 from mlx_parallm.core.requests import Event, PromptScored, RequestFinished
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
-from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.access import Role
 from mlx_parallm.server.api.answer import AnswerWriter, Usage, token_usage, usage_of
 from mlx_parallm.server.api.fields import INT32_MAX, Neutral, WireInput, WireOutput, refused
 from mlx_parallm.server.api.pooling.fields import MAX_INPUTS, PoolingBody, together
 from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES
+from mlx_parallm.server.body import json_body
 from mlx_parallm.server.generation import GenerationResponse
-from mlx_parallm.server.http.body import json_body
-from mlx_parallm.server.http.request_log import new_request_id, record_of
-from mlx_parallm.server.lifecycle import while_connected
 from mlx_parallm.server.openapi import generating
 from mlx_parallm.server.request import RequestContext, check_ids, check_permitted, reading_request
+from mlx_parallm.server.request_log import new_request_id, record_of
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
+from mlx_parallm.server.streams import while_connected
 
 if TYPE_CHECKING:
     from mlx_parallm.extras.reward_models.trainer import RewardModelTrainer

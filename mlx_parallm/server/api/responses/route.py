@@ -16,7 +16,7 @@ from starlette.responses import Response
 from mlx_parallm.core.models import ServedModel
 from mlx_parallm.core.splitter import Splitter
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, shown
-from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.access import Role
 from mlx_parallm.server.api.chat.route import plan_chat, prompt_of
 from mlx_parallm.server.api.chat.schema import ChatBody
 from mlx_parallm.server.api.dialect import CONVERSATION, Dialect
@@ -34,9 +34,9 @@ from mlx_parallm.server.api.responses.objects import DeletedResponse, InputItems
 from mlx_parallm.server.api.responses.schema import ResponsesBody
 from mlx_parallm.server.api.responses.stream import ResponseWriter, empty_response
 from mlx_parallm.server.api.responses.tools import names_of_tools
+from mlx_parallm.server.body import json_body
 from mlx_parallm.server.errors import UnknownResponseError
 from mlx_parallm.server.generation import GenerationResponse
-from mlx_parallm.server.http.body import json_body
 from mlx_parallm.server.openapi import streamable
 from mlx_parallm.server.request import RequestContext
 from mlx_parallm.server.routing import Router

@@ -29,7 +29,7 @@ from mlx_parallm.server.api.responses.objects import (
 )
 from mlx_parallm.server.api.responses.schema import ResponsesBody
 from mlx_parallm.server.errors import error_body
-from mlx_parallm.server.http.framing import EVENTS, Framing
+from mlx_parallm.server.streams import EVENTS, Framing
 
 
 @dataclass(kw_only=True, eq=False)

@@ -10,7 +10,7 @@ from fastapi import Query
 from pydantic import Field
 
 from mlx_parallm.rl.status import TrainingEvent, TrainingHistory
-from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.access import Role
 from mlx_parallm.server.request import adapter_named_by
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import ServicesDep, TrainingDep

@@ -25,7 +25,7 @@ from mlx_parallm.core.readers import Reader
 from mlx_parallm.core.trajectories import GivenTrajectory, GroupCard
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.rl.status import TrainingEvent, TrainingStatus, UpdateReport
-from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.access import Role
 from mlx_parallm.server.api.generation_fields import MAX_EPISODE_ID
 from mlx_parallm.server.api.training.objects import (
     DebugAdapterTraining,
@@ -43,16 +43,14 @@ from mlx_parallm.server.api.training.schema import (
     TrainingRollbackBody,
     UpdateBody,
 )
+from mlx_parallm.server.body import json_body
 from mlx_parallm.server.errors import DrainingError, error_body
-from mlx_parallm.server.generation import EventStream
-from mlx_parallm.server.http.body import json_body
-from mlx_parallm.server.http.framing import sent_event
-from mlx_parallm.server.http.request_log import record_of
-from mlx_parallm.server.lifecycle import Lifecycle, while_connected
 from mlx_parallm.server.openapi import EVENTS
 from mlx_parallm.server.request import adapter_named_by, check_ids
+from mlx_parallm.server.request_log import record_of
 from mlx_parallm.server.routing import Router
-from mlx_parallm.server.services import CollectionDep, Services, ServicesDep, TrainingDep
+from mlx_parallm.server.services import CollectionDep, Lifecycle, Services, ServicesDep, TrainingDep
+from mlx_parallm.server.streams import EventStream, sent_event, while_connected
 
 if TYPE_CHECKING:
     from mlx_parallm.extras.lessons.service import Lessons

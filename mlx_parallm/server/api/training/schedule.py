@@ -11,9 +11,9 @@ from pydantic import BeforeValidator, Field, model_validator
 from mlx_parallm.core.device import MODE_SHARES, DeviceSchedule
 from mlx_parallm.core.requests import WorkClass
 from mlx_parallm.engine.figures import EngineStats
-from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.access import Role
 from mlx_parallm.server.api.fields import WireInput, WireOutput, refused
-from mlx_parallm.server.http.body import json_body
+from mlx_parallm.server.body import json_body
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep, TrainingDep
 

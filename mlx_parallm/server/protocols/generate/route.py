@@ -22,7 +22,7 @@ from starlette.responses import Response
 
 from mlx_parallm.core.requests import Event, TokenLogprob
 from mlx_parallm.core.text import TextTokenizer
-from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.access import Role
 from mlx_parallm.server.api.answer import (
     AnswerWriter,
     ChoicePiece,
@@ -37,12 +37,12 @@ from mlx_parallm.server.api.dialect import Dialect
 from mlx_parallm.server.api.fields import FinishReasonText, WireList, WireOutput
 from mlx_parallm.server.api.logprobs import finite
 from mlx_parallm.server.api.sampling_fields import SamplingFields
+from mlx_parallm.server.body import json_body
 from mlx_parallm.server.generation import GenerationResponse
-from mlx_parallm.server.http.body import json_body
-from mlx_parallm.server.http.request_log import new_request_id
 from mlx_parallm.server.openapi import generating
 from mlx_parallm.server.protocols.generate.schema import GenerateBody
 from mlx_parallm.server.request import RequestContext
+from mlx_parallm.server.request_log import new_request_id
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import ServicesDep
 

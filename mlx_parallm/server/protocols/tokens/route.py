@@ -15,7 +15,7 @@ from starlette.responses import Response
 from mlx_parallm.core.models import ServedModel
 from mlx_parallm.core.requests import PromptScored
 from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.access import Role
 from mlx_parallm.server.api.answer import ChoicePiece, ChoiceWriter, ending
 from mlx_parallm.server.api.chat.route import prompt_of
 from mlx_parallm.server.api.chat.schema import ChatBody
@@ -23,12 +23,12 @@ from mlx_parallm.server.api.completions import CompletionBody, ProgramCompletion
 from mlx_parallm.server.api.dialect import Dialect
 from mlx_parallm.server.api.logprobs import chat_logprobs, prompt_logprobs, scored_prompt
 from mlx_parallm.server.api.sampling_fields import SamplingFields
+from mlx_parallm.server.body import json_body
 from mlx_parallm.server.generation import GenerationResponse
-from mlx_parallm.server.http.body import json_body
-from mlx_parallm.server.http.request_log import new_request_id
 from mlx_parallm.server.openapi import streamable
 from mlx_parallm.server.protocols.tokens.schema import RenderedChat, TokenCompletion, TokensBody, TokensChoice
 from mlx_parallm.server.request import RequestContext, adapter_named_by, select_adapter
+from mlx_parallm.server.request_log import new_request_id
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import ServicesDep
 

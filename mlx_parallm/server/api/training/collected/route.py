@@ -17,7 +17,7 @@ from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.rl.reading import CollectedGroup, CollectedSample, CollectedTurn, GroupFilter, GroupPage, GroupRow
 from mlx_parallm.rl.trajectories import TrajectoryState
-from mlx_parallm.server.access.roles import Role
+from mlx_parallm.server.access import Role
 from mlx_parallm.server.api.adapters.schema import MAX_NAME
 from mlx_parallm.server.api.training.collected.schema import (
     CollectedGroupObject,

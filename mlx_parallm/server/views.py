@@ -18,7 +18,7 @@ from mlx_parallm.adapters.cards import AdapterCard, AdapterStats, CheckpointCard
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterClient, AdapterRef
 from mlx_parallm.core.models import BaseModels, BaseStatus, ServedModel
 from mlx_parallm.errors import AdapterFileError, InvalidRequestError, RoleError, UnknownModelError
-from mlx_parallm.server.access.keys import NamedKey
+from mlx_parallm.server.access import NamedKey
 
 _CHECKPOINT = re.compile(r"checkpoint-[0-9]+|latest")
 

@@ -13,17 +13,12 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
-
-from starlette.types import Scope
 
 from mlx_parallm import __version__
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.optional_packages import OTEL
-from mlx_parallm.rl.status import TrainingEvent
-from mlx_parallm.server.http.request_log import RequestRecord
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -58,7 +53,7 @@ def open_traces(endpoint: str | None) -> Traces | None:
 
 
 class Traces:
-    """Makes the spans of requests and of training. Event loop's thread only, but for `close`.
+    """Makes the spans of requests and of training. Event loop's thread only, but for `flush` and `close`.
 
     Args:
         exporter: sends the spans; called on a thread of the SDK.
@@ -69,24 +64,15 @@ class Traces:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        from mlx_parallm.server.traces.requests import RequestSpans
-        from mlx_parallm.server.traces.training import TrainingSpans
+        from mlx_parallm.server.spans import RequestSpans, TrainingSpans
 
         name = {} if "OTEL_SERVICE_NAME" in os.environ else {"service.name": SERVICE_NAME}
         resource = Resource.create({"service.version": __version__, **name})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         tracer = self._provider.get_tracer(SERVICE_NAME, __version__)
-        self._requests = RequestSpans(tracer)
-        self._training = TrainingSpans(tracer)
-
-    def request(self, scope: Scope, record: RequestRecord) -> AbstractContextManager[None]:
-        """See `RequestSpans.of`."""
-        return self._requests.of(scope, record)
-
-    def on_event(self, event: TrainingEvent) -> None:
-        """See `TrainingSpans.on_event`."""
-        self._training.on_event(event)
+        self.requests = RequestSpans(tracer)
+        self.training = TrainingSpans(tracer)
 
     def flush(self) -> None:
         """Blocks until the spans that have ended are sent."""
@@ -94,7 +80,7 @@ class Traces:
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Ends all spans and sends what waits. Blocks for `timeout_s` at most; what is not sent by then is lost."""
-        self._training.close()
+        self.training.close()
         closing = threading.Thread(target=self._provider.shutdown, name="traces-close", daemon=True)
         closing.start()
         closing.join(timeout_s)

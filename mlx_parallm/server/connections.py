@@ -24,9 +24,9 @@ import h11
 from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from mlx_parallm.server import request_log
 from mlx_parallm.server.errors import RETRY_AFTER_S, wire_error
-from mlx_parallm.server.http import request_log
-from mlx_parallm.server.http.request_log import REQUEST_ID, RequestRecord, client_of, waits
+from mlx_parallm.server.request_log import REQUEST_ID, RequestRecord, client_of, waits
 
 LINGER_S = 2
 """Seconds in which a refused client can read the refusal. A socket that is closed with unread input would reset the

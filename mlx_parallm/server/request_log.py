@@ -12,7 +12,7 @@ import logging
 import time
 import uuid
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
@@ -20,9 +20,11 @@ from starlette.types import Scope
 from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.core.requests import Event, GenerationRequest, RequestFinished, RequestStarted, SequenceOutput
 from mlx_parallm.logs import StructuredMessage, timestamp
-from mlx_parallm.server.access.accounts import Account
-from mlx_parallm.server.access.keys import ANYONE, API_KEY, NamedKey
+from mlx_parallm.server.access import ANYONE, API_KEY, NamedKey
 from mlx_parallm.server.api.fields import CHOSEN_ID, IgnoredFields
+
+if TYPE_CHECKING:
+    from mlx_parallm.server.limits import Account
 
 REQUEST_ID, IGNORED_FIELDS, LORA_ADAPTER = "x-request-id", "x-ignored-fields", "x-lora-adapter"
 """Response headers. A client may send the first one too."""

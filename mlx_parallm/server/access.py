@@ -1,7 +1,11 @@
-"""Named keys: their file, and the ring that finds the key which a request sends.
+"""Who may use the server: keys and their roles, the ring that finds the key which a request sends, and sessions.
 
-The file has the SHA-256 of each key and not the key itself. A key is 256 random bits, so nobody can find it by trying,
-and a hash that is slow on purpose, as passwords need it, would only delay every request.
+The file of keys has the SHA-256 of each key and not the key itself. A key is 256 random bits, so nobody can find it by
+trying, and a hash that is slow on purpose, as passwords need it, would only delay every request.
+
+People who open a page log in with their key once. Then the browser need not keep the key, and no URL has it:
+
+    GET /dashboard ──▶ 303 /login ──▶ POST key ──▶ a random id in a cookie, 303 /dashboard
 """
 
 from __future__ import annotations
@@ -10,22 +14,69 @@ import hashlib
 import hmac
 import json
 import logging
+import math
 import os
 import re
 import secrets
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from enum import StrEnum
 from fnmatch import fnmatchcase
+from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
 from mlx_parallm.atomic import replace_file
 from mlx_parallm.config.types import Section
+from mlx_parallm.core.machine import seconds_with_sleep
 from mlx_parallm.core.readers import Reader
-from mlx_parallm.errors import ConfigError
-from mlx_parallm.server.access.roles import Role
+from mlx_parallm.errors import ConfigError, OverloadedError
+
+if TYPE_CHECKING:  # `mlx_parallm keys` imports this module, and needs no HTTP
+    from starlette.datastructures import Headers
+    from starlette.types import Scope
+
+
+class Role(StrEnum):
+    """The roles of a key. Each may do what those before it may do."""
+
+    INFERENCE = "inference"
+    """Asks the model, and reads its own stored responses."""
+    TRAIN = "train"
+    """Also teaches: collects trajectories, sends rewards, controls training, and loads, publishes and rolls back
+    adapters."""
+    ADMIN = "admin"
+    """Also stops and changes the server for everybody, and reads other people's prompts and usage."""
+
+    def allows(self, needed: Role) -> bool:
+        """Whether a key of this role may do what needs `needed`."""
+        order = list(Role)
+        return order.index(self) >= order.index(needed)
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What a route needs of a key.
+
+    Attributes:
+        role: the least role; None: no key is needed.
+        audited: whether it is a control action, which the audit log records.
+    """
+
+    role: Role | None
+    audited: bool = False
+
+
+UNDECLARED = Access(Role.ADMIN, audited=True)
+"""What a route needs that does not say it."""
+
+
+# -- keys ------------------------------------------------------------------------------------------
+
 
 MAX_KEYS = 256
 """Most keys of a file. Each request is compared with all of them, and each has its own metrics."""
@@ -273,3 +324,136 @@ def _version_of(file: Path) -> tuple[int, int, int] | None:
     except OSError:  # a missing file is reported when it is read
         return None
     return (found.st_mtime_ns, found.st_size, found.st_ino)
+
+
+# -- wrong keys ------------------------------------------------------------------------------------
+
+MOST_WRONG, WITHIN_S = 10, 60.0
+"""How many different wrong keys one address may send within so many seconds. A program that keeps sending an old key
+makes nobody wait."""
+UNGUESSABLE = 24
+"""Keys of at least so many characters, such as those that `keys add` makes, never wait."""
+MAX_ADDRESSES, MAX_KNOWN = 1000, 10_000
+
+
+class Attempts:
+    """Finds the key that a client sends. Who sends too many wrong keys has to wait, so that a short one cannot be
+    guessed. Used on the event loop's thread only.
+
+    Invariant: wrong keys of at most `MAX_ADDRESSES` addresses and at most `MAX_KNOWN` right ones; the oldest are
+    forgotten.
+    """
+
+    def __init__(self, ring: KeyRing, clock: Callable[[], float] = seconds_with_sleep) -> None:
+        self.ring = ring
+        self._clock = clock
+        self._wrong: OrderedDict[str, dict[str, float]] = OrderedDict()  # when each was sent, by its digest
+        self._known: OrderedDict[tuple[str, str], None] = OrderedDict()  # right keys of addresses, by their digests
+
+    def find(self, address: str, secret: bytes) -> NamedKey | None:
+        """The key with this secret; None if there is none.
+
+        Raises:
+            OverloadedError: the address has sent too many wrong keys, and has not sent this one before.
+        """
+        sha256 = digest(secret)
+        key, wrong = self.ring.of_digest(sha256), self._recent(address)
+        safe = key is not None and (len(secret) >= UNGUESSABLE or (address, sha256) in self._known)
+        if len(wrong) >= MOST_WRONG and sha256 not in wrong and not safe:
+            wait_s = math.ceil(min(wrong.values()) + WITHIN_S - self._clock())
+            raise OverloadedError(f"Too many wrong keys; try again in {wait_s} s.", wait_s)
+        if key is None:
+            self._wrong[address] = {**wrong, sha256: self._clock()}
+            self._wrong.move_to_end(address)
+        else:
+            self._known[address, sha256] = None
+            self._known.move_to_end((address, sha256))
+        if len(self._wrong) > MAX_ADDRESSES:
+            self._wrong.popitem(last=False)
+        if len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
+        return key
+
+    def _recent(self, address: str) -> dict[str, float]:
+        since = self._clock() - WITHIN_S
+        return {sha256: at for sha256, at in self._wrong.get(address, {}).items() if at > since}
+
+
+# -- sessions --------------------------------------------------------------------------------------
+
+COOKIE = "mlx_parallm_session"
+LIFETIME_S = 12 * 3600
+MAX_SESSIONS = 1000
+
+PAGES = frozenset({"/", "/dashboard", "/docs"})
+"""Pages that people open in a browser. Without a key, a browser is sent to the login page."""
+LOGIN = "/login"
+
+
+class Sessions:
+    """Who is logged in. Used on the event loop's thread only.
+
+    Sessions are in memory. They end with the server, after `LIFETIME_S`, or when their key is removed.
+
+    Invariant: at most `MAX_SESSIONS` sessions. The oldest of the key that has the most is forgotten.
+    """
+
+    def __init__(self, ring: KeyRing, clock: Callable[[], float] = seconds_with_sleep) -> None:
+        self._ring = ring
+        self._clock = clock
+        self._sessions: OrderedDict[str, tuple[str, float]] = OrderedDict()  # the digest of the key, and when it ends
+
+    def open(self, key: NamedKey) -> str:
+        """The id of a new session of this key."""
+        session_id = secrets.token_urlsafe(32)
+        self._sessions[session_id] = (key.sha256, self._clock() + LIFETIME_S)
+        while len(self._sessions) > MAX_SESSIONS:
+            [(most, _)] = Counter(digest for digest, _ in self._sessions.values()).most_common(1)
+            del self._sessions[next(each for each, (digest, _) in self._sessions.items() if digest == most)]
+        return session_id
+
+    def key_of(self, headers: Headers) -> NamedKey | None:
+        """The key whose session the cookie names; None if there is none, or not any more."""
+        session_id = _cookie(headers)
+        digest, until = self._sessions.get(session_id, ("", 0.0))
+        if until > self._clock():
+            return self._ring.of_digest(digest)
+        self._sessions.pop(session_id, None)
+        return None
+
+    def close(self, headers: Headers) -> None:
+        """Ends the session that the cookie names, if there is one."""
+        self._sessions.pop(_cookie(headers), None)
+
+
+def _cookie(headers: Headers) -> str:
+    """The id in the cookie; empty if there is none."""
+    try:
+        cookie = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
+    except CookieError:  # another program's cookie is malformed
+        return ""
+    return "" if cookie is None else cookie.value
+
+
+def from_other_site(headers: Headers) -> bool:
+    """Whether a browser says that a page of another site, or of another port of this machine, made the request."""
+    return headers.get("sec-fetch-site", "none") not in ("same-origin", "none")
+
+
+def from_own_page(scope: Scope, headers: Headers) -> bool:
+    """Whether a request that has only a cookie comes from a page of this server, or opens one of its pages. Browsers
+    send the cookie by themselves.
+
+    `SameSite=Strict` keeps the pages of other sites from using the cookie, but programs at other ports of the same
+    machine are the same site. Origin, Sec-Fetch-Site and Referer tell them apart; the first one that was sent counts.
+    """
+    own = f"{scope['scheme']}://{headers.get('host', '')}".lower()
+    if "origin" in headers:
+        return all(origin.lower() == own for origin in headers.getlist("origin"))
+    opens_page = scope["method"] == "GET" and scope["path"] in PAGES
+    if "sec-fetch-site" in headers:
+        site = headers["sec-fetch-site"]
+        return site == "same-origin" or (opens_page and site == "none")
+    if "referer" in headers:
+        return f"{headers['referer'].lower()}/".startswith(f"{own}/")
+    return opens_page

@@ -21,8 +21,8 @@ from starlette.requests import Request
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server.api.fields import IgnoredFields, OpenBody
 from mlx_parallm.server.errors import BodyTimeoutError, BodyTooLargeError, MediaTypeError
-from mlx_parallm.server.http.request_log import client_of, record_of
-from mlx_parallm.server.http.workers import SMALL_BYTES
+from mlx_parallm.server.limits import SMALL_BYTES
+from mlx_parallm.server.request_log import client_of, record_of
 from mlx_parallm.server.services import Services, ServicesDep
 
 M = TypeVar("M", bound=BaseModel)
